@@ -25,7 +25,7 @@ from bench import records
 from bench.records import RESULTS
 from bench.sweep.arms import NONE, SPINDLE, fixed_choice
 from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, interval, level
-from bench.tables import OTHERS, OVER, RECORDS, measured, over_stacks
+from bench.tables import HEADLINE, OTHERS, OVER, RECORDS, measured, over_stacks, processor_of
 
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
@@ -53,10 +53,11 @@ Over = list[tuple[str, float, tuple[float, float] | None]]
 """What Spindle is compared with, how many times as fast it is, and the 95 % interval."""
 
 
-def greedy() -> list[dict[str, Any]]:
-    """Return the records of README's tables that decode greedily."""
+def greedy(processor: str) -> list[dict[str, Any]]:
+    """Return the records of README's tables of a processor that decode greedily."""
     every = (records.read(RESULTS / f"{name}.json") for name in RECORDS)
-    return [record for record in every if not record["settings"]["temperature"]]
+    own = (record for record in every if processor_of(record) == processor)
+    return [record for record in own if not record["settings"]["temperature"]]
 
 
 def ratios(sweeps: Iterable[dict[str, Any]]) -> Ratios:
@@ -157,15 +158,16 @@ def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
 def over_policies() -> Over:
     """Return Spindle over the other policies, all loads of all greedy sweeps together."""
     found: dict[str, tuple[list[float], list[float]]] = {}
-    for (_, temperature, _, over), loads in measured().items():
-        if not temperature and over in (BEST_FIXED, *OTHERS):
+    for (processor, temperature, _, over), loads in measured().items():
+        told = processor == HEADLINE and over in (BEST_FIXED, *OTHERS)
+        if told and not temperature:
             ours, theirs = found.setdefault(over, ([], []))
             for own, other in loads.values():
                 ours += own
                 theirs += other
-    told = {over: interval(*pair) for over, pair in found.items()}
+    rows = {over: interval(*pair) for over, pair in found.items()}
     return [
-        ((OVER | OTHERS)[over], told[over]["ratio"], told[over]["interval_95"])
+        ((OVER | OTHERS)[over], rows[over]["ratio"], rows[over]["interval_95"])
         for over in (BEST_FIXED, *OTHERS)
     ]
 
@@ -173,7 +175,7 @@ def over_policies() -> Over:
 def over_peers() -> dict[str, Over]:
     """Return Spindle over the other servers, by how many requests are in flight."""
     panels: dict[str, Over] = {}
-    for (name, at), told in sorted(over_stacks().items(), key=lambda row: row[0][1]):
+    for (name, at), told in sorted(over_stacks(HEADLINE).items(), key=lambda row: row[0][1]):
         row = (name, told["median"], told["interval_95"])
         panels.setdefault(f"{at} in flight", []).append(row)
     return panels
@@ -317,8 +319,8 @@ def how_it_works(theme: dict[str, str]) -> str:
 
 def main() -> None:
     """Write all pictures."""
-    sweep = records.read(RESULTS / "policies-avx2.json")
-    found = ratios(greedy())
+    sweep = records.read(RESULTS / "sweep-amx.json")
+    found = ratios(greedy(HEADLINE))
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
     for name, theme in THEMES.items():
         figures = {

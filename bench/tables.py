@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from backend.triton_adapter.paths import PROJECT_ROOT
@@ -24,12 +25,23 @@ PAGES = (
     PROJECT_ROOT / "docs" / "research" / "simulator.md",
 )
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-RECORDS = ("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2")
+HEADLINE, OLDER = "AMX-BF16", "AVX2"
+"""The processor of README's figures, and that of a commit before."""
+RECORDS = (
+    "sweep-amx",
+    "sampled-amx",
+    "sweep-avx2",
+    "policies-avx2",
+    "plain-avx2",
+    "sampled-avx2",
+)
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
 WORKLOADS = "workloads-avx2"
 """The record of each workload by itself."""
-PEERS = ("peers-avx2", "peers-int8-avx2")
-"""SmolLM2 beside other stacks, Spindle's target in the precision that the record names."""
+PEERS = {HEADLINE: ("peers-amx",), OLDER: ("peers-avx2", "peers-int8-avx2")}
+"""SmolLM2 beside other stacks by processor, Spindle's target in the precision that the record
+names.
+"""
 STACKS = {
     "transformers-plain": "transformers",
     "transformers-lookup": "transformers, lookup",
@@ -66,9 +78,10 @@ Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
 """Processor, temperature, tokens a request, and what Spindle is compared with."""
 ON_README = (
-    ("AVX2", 0.0, 48, NONE),
-    ("AVX2", 0.0, 48, BEST_FIXED),
-    ("AVX2", 0.8, 48, NONE),
+    (HEADLINE, 0.0, 48, NONE),
+    (HEADLINE, 0.0, 48, BEST_FIXED),
+    (HEADLINE, 0.8, 48, NONE),
+    (OLDER, 0.0, 48, NONE),
 )
 
 
@@ -81,7 +94,7 @@ def _record(name: str) -> dict[str, Any]:
     return records.read(RESULTS / f"{name}.json")
 
 
-def _processor(record: dict[str, Any]) -> str:
+def processor_of(record: dict[str, Any]) -> str:
     """Return a record's processor by its instructions: a name alone ("AMD EPYC") may be several."""
     return re.sub(r".*\((.*)\)", r"\1", record["machine"]["processor"])
 
@@ -102,7 +115,7 @@ def measured() -> dict[Kind, dict[str, Pairs]]:
         settings = record["settings"]
         for (load, over), (ours, theirs) in of_spindle(record["runs"]).items():
             if over in OVER | OTHERS and is_closed(load):
-                kind = (_processor(record), settings["temperature"], settings["max_tokens"], over)
+                kind = (processor_of(record), settings["temperature"], settings["max_tokens"], over)
                 before = found.setdefault(kind, {}).get(load, ([], []))
                 found[kind][load] = (before[0] + ours, before[1] + theirs)
     return found
@@ -147,20 +160,20 @@ def headline() -> str:
     return _speeds([*ON_README], counts=False)
 
 
-def speed() -> str:
+def speed(processor: str) -> str:
     """Return Spindle over all of ``OVER``, all that was measured."""
-    return _speeds(_sorted(OVER), counts=True)
+    return _speeds(_sorted(OVER, processor), counts=True)
 
 
-def policies() -> str:
+def policies(processor: str) -> str:
     """Return Spindle over the other policies."""
-    return _speeds(_sorted(OTHERS), counts=True)
+    return _speeds(_sorted(OTHERS, processor), counts=True)
 
 
-def _sorted(over: dict[str, str]) -> list[Kind]:
-    """Return what was measured over some policies, in their order."""
+def _sorted(over: dict[str, str], processor: str) -> list[Kind]:
+    """Return what was measured over some policies on a processor, in their order."""
     order = [*over]
-    kinds = (kind for kind in measured() if kind[3] in over)
+    kinds = (kind for kind in measured() if kind[0] == processor and kind[3] in over)
     return sorted(kinds, key=lambda kind: (*kind[:3], order.index(kind[3])))
 
 
@@ -178,9 +191,9 @@ def by_workload() -> str:
     return _table(["Spindle's tokens/s over", *names], ["plain decoding", *cells])
 
 
-def stacks() -> str:
+def stacks(processor: str) -> str:
     """Return Spindle over the other stacks, a row a stack, a column a load."""
-    over = over_stacks()
+    over = over_stacks(processor)
     levels = sorted({level for _, level in over})
     rows = [
         [name, *(_median(over.get((name, level))) for level in levels)]
@@ -192,10 +205,10 @@ def stacks() -> str:
     )
 
 
-def over_stacks() -> dict[tuple[str, int], dict[str, Any]]:
+def over_stacks(processor: str) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the medians over the other stacks by name and requests in flight, in order."""
     found = {}
-    for record in map(_record, PEERS):
+    for record in map(_record, PEERS[processor]):
         (family,) = record["families"]
         dtype = record["settings"].get("dtype", "auto")
         added = "" if dtype == "auto" else f", Spindle in {dtype}"
@@ -251,10 +264,13 @@ def unmet() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
-    "speed": speed,
+    "speed": partial(speed, HEADLINE),
+    "policies": partial(policies, HEADLINE),
+    "stacks": partial(stacks, HEADLINE),
+    "speed-older": partial(speed, OLDER),
+    "policies-older": partial(policies, OLDER),
+    "stacks-older": partial(stacks, OLDER),
     "workloads": by_workload,
-    "policies": policies,
-    "stacks": stacks,
     "simulated": simulated,
     "unmet": unmet,
 }

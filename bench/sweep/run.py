@@ -92,6 +92,7 @@ QUICK: dict[str, Any] = {
     "blocks": 2,
     "requests": 12,
     "requests_closed": 4,
+    "rounds": 2,
     "max_tokens": 24,
     "active": 8,
     "limit_s": 480.0,
@@ -222,7 +223,11 @@ class Sweep:
         kind, _, at = load.rpartition("-")
         if kind == "closed":
             requests = self._requests(
-                workload, load, block, max(self._options.requests_closed, 2 * int(at)), policy
+                workload,
+                load,
+                block,
+                max(self._options.requests_closed, self._options.rounds * int(at)),
+                policy,
             )
             return Offer(requests, int(at))
         rate = float(at) * self._record["capacity_requests_per_s"][workload]
@@ -520,7 +525,13 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
         "--requests-closed",
         type=int,
         default=8,
-        help="a block of a closed loop at the least; two for each place else",
+        help="a block of a closed loop at the least",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="or as many for each place: where the last ones end, the batch is half empty",
     )
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument(

@@ -309,7 +309,7 @@ def test_a_warm_prefix_is_served_just_before():
     sweep = object.__new__(Sweep)
     sweep._messages = {"sql": [f"message {number}" for number in range(20)]}
     sweep._options = argparse.Namespace(
-        seed=0, max_tokens=8, temperature=0.0, requests_closed=4, prefix="warm", active=2
+        seed=0, max_tokens=8, temperature=0.0, requests_closed=4, rounds=2, prefix="warm", active=2
     )
     sweep._roster = argparse.Namespace(arm=lambda policy: (Noting(), False))
     sweep._block("sql", "closed-2", 1, "none")
@@ -319,7 +319,9 @@ def test_a_warm_prefix_is_served_just_before():
 def test_policies_get_the_same_requests_and_reuse_no_kv_of_each_other():
     sweep = object.__new__(Sweep)
     sweep._messages = {"sql": [f"message {number}" for number in range(20)]}
-    sweep._options = argparse.Namespace(seed=0, max_tokens=8, temperature=0.0, requests_closed=4)
+    sweep._options = argparse.Namespace(
+        seed=0, max_tokens=8, temperature=0.0, requests_closed=4, rounds=2
+    )
     one, other, later = (
         sweep._offer("sql", "closed-2", block, policy).requests
         for block, policy in ((1, "a"), (1, "b"), (2, "a"))

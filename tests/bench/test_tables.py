@@ -39,15 +39,15 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(
     (tmp_path / "sampled.json").write_text(
         json.dumps({**record, "settings": {**settings, "temperature": 0.8}})
     )
-    greedy, _, sampled, best = tables.speed().splitlines()[2:]
+    greedy, _, sampled, best = tables.speed("AVX9").splitlines()[2:]
     assert greedy.startswith("| plain decoding | 1.41 (")
     assert greedy.endswith("; 4) |")
     assert sampled == "| plain decoding, temperature 0.8 | 2.00 (2.00–2.00; 2) |"
     assert best == "| best fixed choice, temperature 0.8 | 1.50 (1.50–1.50; 2) |"
-    assert "poisson" not in tables.speed()
+    assert "poisson" not in tables.speed("AVX9")
     longer = {**record, "settings": {**settings, "max_tokens": 48}}
     (tmp_path / "second.json").write_text(json.dumps(longer))
-    assert "| plain decoding, 24 tokens | 2.00 (2.00–2.00; 2) |" in tables.speed()
+    assert "| plain decoding, 24 tokens | 2.00 (2.00–2.00; 2) |" in tables.speed("AVX9")
 
 
 def test_each_workload_has_its_ratio_and_blocks_and_all_together_have_no_column(
@@ -78,10 +78,10 @@ def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
     ]
     record = {"families": [{"family": "smollm2", "rows": rows}], "settings": {}}
     int8 = {"families": [{"family": "smollm2", "rows": rows[:1]}], "settings": {"dtype": "int8"}}
-    monkeypatch.setattr(tables, "PEERS", ("first", "second"))
+    monkeypatch.setattr(tables, "PEERS", {"any": ("first", "second")})
     (tmp_path / "first.json").write_text(json.dumps(record))
     (tmp_path / "second.json").write_text(json.dumps(int8))
-    assert tables.stacks().splitlines() == [
+    assert tables.stacks("any").splitlines() == [
         "| Spindle's tokens/s over | 1 in flight | 8 in flight |",
         "| --- | --- | --- |",
         "| vLLM |  | 1.25 (1.10–1.40) |",
