@@ -16,7 +16,7 @@ from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 from bench.records import RESULTS
 from bench.sweep.arms import NONE, SPINDLE
-from bench.sweep.figures import BEST_FIXED, EVERY, interval, is_closed, level, of_spindle
+from bench.sweep.figures import BEST_FIXED, EVERY, between, interval, is_closed, level, of_spindle
 from policy.simulation.report import load_name
 
 PAGES = (
@@ -55,8 +55,10 @@ STACKS = {
     "llamacpp-lookup": "llama.cpp, 4 bits, lookup",
 }
 """The other stacks."""
+BETWEEN = "between"
 OVER = {
     NONE: "plain decoding",
+    BETWEEN: "plain decoding, between tokens",
     BEST_FIXED: "best fixed choice",
     "without-suffix": "itself with the head only",
     "without-head": "itself with `suffix` only",
@@ -112,8 +114,11 @@ def measured() -> dict[Kind, dict[str, Pairs]]:
     """Return the speeds of Spindle and of what it is compared with, by kind and load."""
     found: dict[Kind, dict[str, Pairs]] = {}
     for record in map(_record, RECORDS):
-        settings = record["settings"]
-        for (load, over), (ours, theirs) in of_spindle(record["runs"]).items():
+        settings, pairs = record["settings"], of_spindle(record["runs"])
+        for (load, over), pair in of_spindle(record["runs"], between).items():
+            if over == NONE:
+                pairs[load, BETWEEN] = pair
+        for (load, over), (ours, theirs) in pairs.items():
             if over in OVER | OTHERS and is_closed(load):
                 kind = (processor_of(record), settings["temperature"], settings["max_tokens"], over)
                 before = found.setdefault(kind, {}).get(load, ([], []))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,11 @@ def speed(run: Run) -> float:
             else sum(reply["total_s"] for reply in run["replies"])
         )
     )
+
+
+def between(run: Run) -> float:
+    """Return the tokens per second that a reply gains behind its first, in the mean of replies."""
+    return float(1 / np.mean([reply["token_s"] for reply in run["replies"] if reply["token_s"]]))
 
 
 def blocks(runs: Iterable[Run], policies: list[str]) -> dict[Point, dict[int, dict[str, Run]]]:
@@ -118,13 +123,15 @@ def overall(
     return [{"over": over, **interval(*pair)} for over, pair in pairs.items() if pair[0]]
 
 
-def of_spindle(runs: Iterable[Run]) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+def of_spindle(
+    runs: Iterable[Run], measured: Callable[[Run], float] = speed
+) -> dict[tuple[str, str], tuple[list[float], list[float]]]:
     """Return by load and other policy, or ``BEST_FIXED``, the speeds of spindle and of the other in
     each warm block, of ``EVERY`` workload together.
     """
     every = list(runs)
     policies = list(dict.fromkeys(run["policy"] for run in every))
-    speeds = block_speeds(blocks(every, policies), policies)
+    speeds = block_speeds(blocks(every, policies), policies, measured)
     speeds = _together(speeds) or speeds
     return {
         (load, over): pair
@@ -135,11 +142,16 @@ def of_spindle(runs: Iterable[Run]) -> dict[tuple[str, str], tuple[list[float], 
 
 
 def block_speeds(
-    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+    found: dict[Point, dict[int, dict[str, Run]]],
+    policies: list[str],
+    measured: Callable[[Run], float] = speed,
 ) -> dict[Point, dict[str, list[float]]]:
     """Return the speed of every policy in each warm block, by point."""
     return {
-        point: {policy: [_speed(block, policy) for block in _warm(made)] for policy in policies}
+        point: {
+            policy: [_speed(block, policy, measured) for block in _warm(made)]
+            for policy in policies
+        }
         for point, made in found.items()
     }
 
@@ -279,9 +291,9 @@ def _runs(block: dict[str, Run], policy: str) -> list[Run]:
     ]
 
 
-def _speed(block: dict[str, Run], policy: str) -> float:
+def _speed(block: dict[str, Run], policy: str, measured: Callable[[Run], float]) -> float:
     """Return the geometric mean of a policy's runs of a block."""
-    return float(np.exp(np.mean([np.log(speed(run)) for run in _runs(block, policy)])))
+    return float(np.exp(np.mean([np.log(measured(run)) for run in _runs(block, policy)])))
 
 
 def _row(

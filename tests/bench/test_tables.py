@@ -27,8 +27,16 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(
     monkeypatch.setattr(tables, "RECORDS", ("first", "second", "sampled"))
     took = {"none": 8.0, "fixed-a-2": 6.0, "spindle": 4.0}
     fixed = {"workload": "mix", "replies": [{"output_tokens": 10, "total_s": 1.0}]}
+    pace = {policy: [{**fixed["replies"][0], "token_s": s}] for policy, s in took.items()}
     runs = [
-        {**fixed, "load": load, "block": block, "policy": policy, "wall_s": took[policy]}
+        {
+            **fixed,
+            "load": load,
+            "block": block,
+            "policy": policy,
+            "wall_s": took[policy],
+            "replies": pace[policy],
+        }
         for load, block, policy in product(("closed-4", "poisson-0.50"), (1, 2), took)
     ]
     slower = [{**run, "wall_s": 8.0} for run in runs]
@@ -39,9 +47,10 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(
     (tmp_path / "sampled.json").write_text(
         json.dumps({**record, "settings": {**settings, "temperature": 0.8}})
     )
-    greedy, _, sampled, best = tables.speed("AVX9").splitlines()[2:]
+    greedy, between, _, sampled, _, best = tables.speed("AVX9").splitlines()[2:]
     assert greedy.startswith("| plain decoding | 1.41 (")
     assert greedy.endswith("; 4) |")
+    assert between == "| plain decoding, between tokens | 2.00 (2.00–2.00; 4) |"
     assert sampled == "| plain decoding, temperature 0.8 | 2.00 (2.00–2.00; 2) |"
     assert best == "| best fixed choice, temperature 0.8 | 1.50 (1.50–1.50; 2) |"
     assert "poisson" not in tables.speed("AVX9")
