@@ -29,7 +29,6 @@ HEADLINE, OLDER = "AMX-BF16", "AVX2"
 """The processor of README's figures, and that of a commit before."""
 RECORDS = (
     "sweep-amx",
-    "sampled-amx",
     "sweep-avx2",
     "policies-avx2",
     "plain-avx2",
@@ -82,8 +81,8 @@ Kind = tuple[str, float, int, str]
 ON_README = (
     (HEADLINE, 0.0, 48, NONE),
     (HEADLINE, 0.0, 48, BEST_FIXED),
-    (HEADLINE, 0.8, 48, NONE),
     (OLDER, 0.0, 48, NONE),
+    (OLDER, 0.8, 48, NONE),
 )
 
 
@@ -270,10 +269,9 @@ def unmet() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": partial(speed, HEADLINE),
-    "policies": partial(policies, HEADLINE),
     "stacks": partial(stacks, HEADLINE),
     "speed-older": partial(speed, OLDER),
-    "policies-older": partial(policies, OLDER),
+    "policies": partial(policies, OLDER),
     "stacks-older": partial(stacks, OLDER),
     "workloads": by_workload,
     "simulated": simulated,
