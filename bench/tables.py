@@ -82,7 +82,6 @@ ON_README = (
     (HEADLINE, 0.0, 48, NONE),
     (HEADLINE, 0.0, 48, BEST_FIXED),
     (OLDER, 0.0, 48, NONE),
-    (OLDER, 0.8, 48, NONE),
 )
 
 
@@ -139,7 +138,7 @@ def _speeds(kinds: list[Kind], *, counts: bool) -> str:
     for kind in kinds:
         processor, temperature, tokens, over = kind
         name = (OVER | OTHERS)[over]
-        name += f", {processor}" * (processors > 1)
+        name += f", {processor.partition('-')[0]}" * (processors > 1)
         name += f", temperature {temperature:g}" * (temperature > 0)
         name += f", {tokens} tokens" * (lengths > 1)
         rows.append([name, *(_cell(every[kind].get(load), counts=counts) for load in loads)])
