@@ -58,7 +58,7 @@ BETWEEN = "between"
 OVER = {
     NONE: "plain decoding",
     BETWEEN: "plain decoding, between tokens",
-    BEST_FIXED: "best fixed choice",
+    BEST_FIXED: "best fixed one",
     "without-suffix": "itself with the head only",
     "without-head": "itself with `suffix` only",
 }

@@ -52,7 +52,7 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(
     assert greedy.endswith("; 4) |")
     assert between == "| plain decoding, between tokens | 2.00 (2.00–2.00; 4) |"
     assert sampled == "| plain decoding, temperature 0.8 | 2.00 (2.00–2.00; 2) |"
-    assert best == "| best fixed choice, temperature 0.8 | 1.50 (1.50–1.50; 2) |"
+    assert best == "| best fixed one, temperature 0.8 | 1.50 (1.50–1.50; 2) |"
     assert "poisson" not in tables.speed("AVX9")
     longer = {**record, "settings": {**settings, "max_tokens": 48}}
     (tmp_path / "second.json").write_text(json.dumps(longer))
