@@ -136,7 +136,8 @@ class Teacher:
     def _forward(self, chunks: list[Chunk]) -> Tensor:
         logits = self._model.forward(chunks)
         if self._model.features is not None:
-            self.features = self._model.features.bfloat16().cpu()
+            # The next pass overwrites them.
+            self.features = self._model.features.to("cpu", torch.bfloat16, copy=True)
         return logits
 
 
