@@ -112,7 +112,7 @@ def speed(found: Ratios, theme: dict[str, str]) -> Figure:
             (place, max(own)),
             (0, 7),
             textcoords="offset points",
-            ha="center",
+            ha="center" if place < len(loads) - 1 else "right",  # the band's names are beside it
             color=theme["line"],
             weight="bold",
         )
