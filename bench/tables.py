@@ -27,13 +27,7 @@ PAGES = (
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADLINE, OLDER = "AMX-BF16", "AVX2"
 """The processor of README's figures, and that of a commit before."""
-RECORDS = (
-    "sweep-amx",
-    "sweep-avx2",
-    "policies-avx2",
-    "plain-avx2",
-    "sampled-avx2",
-)
+RECORDS = ("sweep-amx", "sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2")
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
 WORKLOADS = "workloads-avx2"
 """The record of each workload by itself."""

@@ -4,9 +4,10 @@ engines_build.measure --config FILE``.
 Every engine of a configuration is timed through its port on fabricated sequences, all cases
 interleaved; the lower quartiles are the cells of a ``policy.latency`` table. Other processes only
 ever add time, and whatever slows down all of serving is corrected online, so the quartile tells an
-engine's own cost better than the median. A draft is timed right after a pass of the target, which
-leaves it the processor caches that it will find when serving. With ``threads`` auto the faster of 1
-and all cores is found first, on a few of the cases.
+engine's own cost better than the median. A pass of the target is timed right after
+one alike, for most are when serving; a draft right after a pass of the target, which leaves it the
+processor caches that it will find there. With ``threads`` auto the faster of 1 and all cores is
+found first, on a few of the cases.
 """
 
 from __future__ import annotations

@@ -509,7 +509,7 @@ class Correction:
         log_factor = log_factor.clip(-MAX_SHAPE, MAX_SHAPE)
         return Correction(factor, log_factor, seen, log_factor)
 
-    def knows(self, tokens: int) -> float:
+    def evidence(self, tokens: int) -> float:
         """Return the evidence of the target's time for so many tokens, in steps; inf where there is
         little of any.
         """

@@ -44,9 +44,8 @@ class PlannerConfig:
     """Constants of the planner; raises ValueError naming the one that is out of range.
 
     ``k_max`` tokens are speculated at most. ``explore_share`` of the time goes into trials, which
-    hope for ``optimism`` standard deviations. A catch-up is spread over at most
-    ``switch_horizon_steps``. Planning and
-    learning may take ``planning_share`` of the time; where they take more, choices are kept.
+    hope for ``optimism`` standard deviations; at 0 no step goes plain to be timed, either. A
+    catch-up is spread over at most ``switch_horizon_steps``. Planning and learning may take ``planning_share`` of the time; where they take more, choices are kept.
     ``waiting_price``: the price of time counts those who wait for the step without a row in it
     (else plain V/T). ``catchup_scored``: engines report how a draft that catches up would have
     guessed what it reads.
@@ -216,7 +215,7 @@ class AdaptivePlanner(Policy):
             plain_s = problem.plain_s - prefill_s
             plan.notes["gain"] = priced.goodput * plain_s / problem.base_value
         after.last = request, priced.choice
-        evidence = state.correction.knows(len(view) + view.prefill_tokens)
+        evidence = state.correction.evidence(len(view) + view.prefill_tokens)
         missed = evidence < _PLAIN_STEPS[state.plain]
         after.plain = missed and config.explore_share > 0 and not len(given.rows)
         if after.plain and plan.length.any():
@@ -238,7 +237,7 @@ class AdaptivePlanner(Policy):
         after.promise = after.kept = None
         plain = Plan.nothing(len(plan.length))
         plain.predicted_s, plain.predicted_tokens = problem.plain_s, problem.base_value
-        plain.price, plain.notes = plan.price, plan.notes | {"trial": 0}
+        plain.price, plain.notes = plan.price, plan.notes | {"trial": len(plan.length)}
         return plain
 
     @staticmethod

@@ -22,6 +22,7 @@ from backend.engines.openvino.engine import OpenvinoEngine, keeps_bits
 from backend.engines.openvino.layout import Layout, in_calls, paths
 from backend.engines.openvino.llama import PassError
 from backend.engines.openvino.paged_attention import VersionError
+from backend.engines.openvino.width import Width
 from backend.engines.port import Turn
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.engine import TorchEngine
@@ -29,7 +30,7 @@ from backend.request import SamplingParams
 from backend.sampling.laws import likeliest
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy import NO_DRAFT
-from tests.contract import checks
+from tests.contract import checks, deployment
 from tests.contract.deployment import (
     K_MAX,
     VOCAB,
@@ -265,6 +266,35 @@ def test_a_text_has_the_same_bits_with_one_thread_and_with_two(dtype):
     tokens, found = np.random.default_rng(0).integers(0, VOCAB, TEXT).tolist(), []
     for threads in (1, 2):
         with on_openvino(dtype=dtype, threads=threads):
+            found.append(plain(tiny_engine(), tokens, PROMPT, table(0)))
+    assert torch.equal(*found)
+
+
+def test_a_pass_is_as_wide_as_the_one_before_and_its_bits_are_the_same(monkeypatch, engine, text):
+    tokens, whole = text
+    plain(engine, tokens[: PROMPT + 1], PROMPT, where := table(1))
+    inputs, widths = Layout.inputs, []
+
+    def noted(layout, **options):
+        found = inputs(layout, **options)
+        widths.append((len(found["ids"]), len(found["expand"])))
+        return found
+
+    monkeypatch.setattr(Layout, "inputs", noted)
+    monkeypatch.setattr(engine._llama, "_widths", (Width(4), Width(20)))
+    tree = Chunk(tokens[PROMPT : PROMPT + 4], PROMPT, where, 4, [ROOT, 0, ROOT])
+    for chunk in (tree, Chunk(tokens[PROMPT : PROMPT + 3], PROMPT, where, 3)):
+        found = logits_of(engine, chunk)
+    assert widths[0] == widths[1] == (4, 5)
+    assert torch.equal(found, whole[1:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_target_that_a_head_reads_has_the_bits_of_one_without(monkeypatch, dtype):
+    tokens, found = np.random.default_rng(0).integers(0, VOCAB, TEXT).tolist(), []
+    for taps in (deployment.TAPS, ()):
+        monkeypatch.setattr(deployment, "TAPS", taps)
+        with on_openvino(dtype=dtype):
             found.append(plain(tiny_engine(), tokens, PROMPT, table(0)))
     assert torch.equal(*found)
 

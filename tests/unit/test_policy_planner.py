@@ -239,16 +239,17 @@ def test_a_step_without_speculation_is_timed_now_and_then(explore_share, most):
     """
     model = latency((0.01, 0.01), token_s=0.03)
     p = planner(model, **certain(0.6) | {"explore_share": explore_share})
-    seen, state, speculated = view(8, remaining=np.full(8, 10**6)), p.start(), []
+    rng, seen = np.random.default_rng(0), view(8, remaining=np.full(8, 10**6))
+    state, speculated = p.start(), []
     for _ in range(400):
-        plan, state = p.plan(seen, state, 0.0, RNG)
+        plan, state = p.plan(seen, state, 0.0, rng)
         tokens, speculates = 8 + int(plan.length.sum()), bool(plan.length.any())
         verify_s = model.target.at(tokens) * (2.0 if speculates else 1.0)
         draft_s = 0.01 * plan.length.max()
         done = outcome(
             seen,
             plan,
-            RNG.geometric(0.4, 8) - 1,
+            rng.geometric(0.4, 8) - 1,
             verify_s + draft_s,
             parts_s={"verify": verify_s, "draft:small": draft_s},
         )

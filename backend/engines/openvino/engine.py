@@ -148,7 +148,7 @@ def keeps_bits(config: LlamaConfig, dtype: str) -> bool:
     """Return whether a row's products are the same bits beside any other rows.
 
     In int8 few rows go through other kernels than many; so do bf16's on AMX where a sum is not of
-    whole tiles.
+    whole tiles (asked of every processor: models that are served have no other sums).
     """
     if dtype == "bf16":
         sums = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size

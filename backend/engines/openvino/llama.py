@@ -124,7 +124,7 @@ class OpenvinoLlama:
         self._kv = plain.numpy()  # the same memory, of which NumPy copies a few tokens faster
         self._begin()
         self._widths = Width(0), Width(0)
-        price = price_of_change(self._probe)
+        price = price_of_change(self._probe) if self._repeats else 0
         self._widths = Width(price), Width(price)  # of the pass, and of its attention
 
     def _probe(self, rows: int) -> None:
