@@ -45,10 +45,10 @@ class PlannerConfig:
 
     ``k_max`` tokens are speculated at most. ``explore_share`` of the time goes into trials, which
     hope for ``optimism`` standard deviations; at 0 no step goes plain to be timed, either. A
-    catch-up is spread over at most ``switch_horizon_steps``. Planning and learning may take ``planning_share`` of the time; where they take more, choices are kept.
-    ``waiting_price``: the price of time counts those who wait for the step without a row in it
-    (else plain V/T). ``catchup_scored``: engines report how a draft that catches up would have
-    guessed what it reads.
+    catch-up is spread over at most ``switch_horizon_steps``. Planning and learning may take
+    ``planning_share`` of the time; where they take more, choices are kept. ``waiting_price``: the
+    price of time counts those who wait for the step without a row in it (else plain V/T).
+    ``catchup_scored``: engines report how a draft that catches up would have guessed what it reads.
     """
 
     k_max: int = 8
