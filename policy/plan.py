@@ -46,7 +46,9 @@ class View:
     ``prefill_tokens`` prompt tokens share the step, ``prefilling`` requests are in prefill;
     ``queued`` more wait for admission (no policy here minds them). ``group[n]`` names a source of
     requests that are expected to be alike, -1 for none. ``cap_s`` is the longest step (seconds) to
-    be planned, unless one without speculation takes longer.
+    be planned, unless one without speculation takes longer. The target's last pass had
+    ``pass_tokens``; one of another number takes as much longer as ``change_tokens`` more do (0: it
+    does not).
 
     Two plans are made elsewhere: ``control_plan`` for the rows ``control[n]`` (a canary's other
     arm); ``in_flight`` for the rows in flight in one pass with the ready ones (TensorRT-LLM's
@@ -68,6 +70,8 @@ class View:
     cap_s: float = math.inf
     group: IntArray | None = None
     in_flight: Plan | None = None
+    pass_tokens: int = 0
+    change_tokens: int = 0
 
     def __len__(self) -> int:
         return len(self.request)

@@ -3,7 +3,8 @@
 What drafting took is spent. A node is worth the chance that its path is what the target draws: one
 more token of its row. Its verification, and reading what comes before it, cost time at the plan's
 price. Over the whole batch the nodes worth most are verified, as many as leave the most: every
-total is looked at, for a step of the staircase may lose what the next nodes bring.
+total is looked at, for a step of the staircase may lose what the next nodes bring. Where a pass is
+quicker behind one of as many tokens, so many are often worth it.
 
 The chance is the draft's own confidence, calibrated (``Calibration``). A node may teach only if its
 fate is known whatever the target drew, its parent being the text or verified: of deeper nodes only
@@ -182,9 +183,24 @@ def trimmed(
         planned_s = times.verify_at(tokens + int(np.add.reduce(plan.length)))
         longest_s = planned_s + max(view.cap_s - plan.predicted_s, 0.0)
         verify_s = verify_s[: max(int(verify_s.searchsorted(longest_s * (1 + TIE), "right")), 1)]
+    if view.change_tokens:
+        verify_s = _changed_s(times, view, verify_s, tokens)
     likely = calibration.probability(drafted.draft, drafted.drawn, drafted.confidence)
     reading_s = times.node_context_s * view.context.take(drafted.row)
     return best_first(drafted.row, likely - plan.price * reading_s, verify_s, plan.price, rows)
+
+
+def _changed_s(times: Times, view: View, verify_s: FloatArray, tokens: int) -> FloatArray:
+    """Return ``verify_s`` of passes of ``tokens`` and more behind one of ``view.pass_tokens``.
+
+    Where it takes less than a change, a narrower pass is filled up to as many.
+    """
+    last = view.pass_tokens
+    same_s = times.verify_at(last)
+    changed_s = verify_s + (times.verify_at(last + view.change_tokens) - same_s)
+    filled = changed_s[: max(last - tokens + 1, 0)]
+    np.minimum(filled, same_s, out=filled)
+    return changed_s
 
 
 def best_first(

@@ -11,7 +11,7 @@ from backend.core.drafting import Drafting
 from backend.core.in_flight import Submission
 from backend.core.session import Session
 from backend.core.step_log import StepLog
-from backend.engines.port import Engine, Turn
+from backend.engines.port import Engine, KeepsWidth, Turn
 from policy import IntArray, Plan, View
 
 
@@ -21,7 +21,7 @@ class Batch:
     ``other_passes`` decode in another submission.
 
     ``in_flight`` are the rows in flight in one in-flight batch with these, and what was planned for
-    them.
+    them; ``width`` as in ``KeepsWidth``.
     """
 
     decoding: list[Session] = field(default_factory=list)
@@ -30,6 +30,7 @@ class Batch:
     prefilling: int = 0
     other_passes: list[Session] = field(default_factory=list)
     in_flight: tuple[View, Plan] | None = None
+    width: tuple[int, int] = (0, 0)
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.prefill)
@@ -39,7 +40,7 @@ class Batch:
         """Split requests into decoding rows and prompts, the latter cut to a step's token
         budget.
         """
-        batch = cls()
+        batch = cls(width=target.width() if isinstance(target, KeepsWidth) else (0, 0))
         for session in sessions:
             unseen = target.unseen(session.sequence)
             if unseen <= 1:
@@ -91,6 +92,8 @@ class Batch:
             prefilling=self.prefilling,
             group=group,
             control=np.array([s.control for s in rows], np.bool_),
+            pass_tokens=self.width[0],
+            change_tokens=self.width[1],
         )
         return view if self.in_flight is None else view.beside(*self.in_flight)
 

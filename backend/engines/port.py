@@ -183,6 +183,17 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class KeepsWidth(Protocol):
+    """What a target has besides whose pass is quicker behind one of as many tokens."""
+
+    def width(self) -> tuple[int, int]:
+        """Return how many tokens the last pass had, and how many more take as long as another
+        number than that does (0: none).
+        """
+        ...
+
+
+@runtime_checkable
 class Remembers(Protocol):
     """What a draft has besides that proposes from the answers to earlier requests."""
 

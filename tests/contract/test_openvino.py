@@ -23,7 +23,7 @@ from backend.engines.openvino.layout import Layout, in_calls, paths
 from backend.engines.openvino.llama import PassError
 from backend.engines.openvino.paged_attention import VersionError
 from backend.engines.openvino.width import Width
-from backend.engines.port import Turn
+from backend.engines.port import KeepsWidth, Turn
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
@@ -286,6 +286,8 @@ def test_a_pass_is_as_wide_as_the_one_before_and_its_bits_are_the_same(monkeypat
     for chunk in (tree, Chunk(tokens[PROMPT : PROMPT + 3], PROMPT, where, 3)):
         found = logits_of(engine, chunk)
     assert widths[0] == widths[1] == (4, 5)
+    assert isinstance(engine, KeepsWidth)
+    assert engine.width() == (4, 4)
     assert torch.equal(found, whole[1:4])
 
 

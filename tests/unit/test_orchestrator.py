@@ -211,6 +211,23 @@ def test_the_policy_is_told_how_many_wait_for_the_end_of_their_prompts():
     assert seen == [(0, 7, 2), (0, 7, 2), (1, 6, 1), (1, 0, 0)]
 
 
+@pytest.mark.parametrize("width", [None, (5, 3)])
+def test_the_policy_is_told_how_wide_the_last_pass_was_where_that_matters(width):
+    seen = set()
+
+    class Watching(NoSpeculation):
+        def plan(self, view, state, now, rng):
+            seen.add((view.pass_tokens, view.change_tokens))
+            return super().plan(view, state, now, rng)
+
+    world = World(Watching(), drafts=())
+    if width is not None:
+        world.target.width = lambda: width
+    world.submit("a prompt", 3)
+    world.run()
+    assert seen == {width or (0, 0)}
+
+
 def test_usage_counts_what_was_drafted_and_accepted():
     world = World(drafts=(1.0,))
     sink = world.submit("a prompt", 40)

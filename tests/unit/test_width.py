@@ -1,7 +1,7 @@
 import pytest
 
 from backend.engines.openvino import width
-from backend.engines.openvino.width import MOST_ADDED, MOST_ROWS, Width, price_of_change
+from backend.engines.openvino.width import MOST_ADDED, Width, price_of_change
 
 
 def widths(price, *rows):
@@ -23,8 +23,8 @@ def test_plain_decoding_is_wider_for_few_passes():
     assert widths(16, 9, *[1] * 5) == [9, 9, 9, 1, 1, 1]
 
 
-def test_a_prompt_is_not_widened_and_leaves_the_width_as_it_was():
-    assert widths(16, 9, MOST_ROWS + 1, 8) == [9, MOST_ROWS + 1, 9]
+def test_behind_a_prompt_there_is_a_change_in_any_case():
+    assert widths(16, 9, 200, 8) == [9, 200, 8]
 
 
 def test_without_a_price_nothing_is_widened():

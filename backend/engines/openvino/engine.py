@@ -110,6 +110,10 @@ class OpenvinoEngine(StepEngine):
         super().assume(sequence, tokens)
         self._llama.seen_none()
 
+    def width(self) -> tuple[int, int]:
+        """Return the rows of the last pass and the price of a change (``port.KeepsWidth``)."""
+        return self._llama.width()
+
     def poll(self, timeout_s: float) -> list[Completion]:
         """Run all queued turns to their end (``StepEngine.poll``)."""
         self._branches_left = self._most_branches

@@ -137,6 +137,11 @@ class OpenvinoLlama:
         for width in self._widths:
             width.reset()
 
+    def width(self) -> tuple[int, int]:
+        """Return how many rows the last pass had, and as many as take as long as a change."""
+        made = self._widths[0]
+        return made.rows, round(made.price)
+
     def _begin(self) -> None:
         """Make a request that has our memory for its caches. Raises VersionError where they are
         laid out otherwise.

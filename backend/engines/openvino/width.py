@@ -10,23 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-MOST_ROWS = 128
-"""A wider pass runs as it is: it has a prompt, whose number of rows does not come again."""
-
 MOST_ADDED = 16
 _PROBED, _PROBES = (8, 9), 3
 
 
 class Width:
-    """The rows of passes to come. ``price``: as many rows take as long as a change."""
+    """The rows of passes to come; ``rows`` the last one had. ``price``: as many rows take as long
+    as a change.
+    """
 
     def __init__(self, price: float) -> None:
-        self._price = price
+        self.price = price
         self.reset()
 
     def reset(self) -> None:
         """Forget the passes before."""
-        self._rows, self._added = 0, 0.0
+        self.rows, self._added = 0, 0.0
 
     def of(self, rows: int) -> int:
         """Return how many rows the next pass has, for so many that it needs.
@@ -34,13 +33,11 @@ class Width:
         Rows are added until they would come to more than the change that they save; a pass as wide
         as the one before begins that count again.
         """
-        if rows > MOST_ROWS:
-            return rows
-        added = self._rows - rows
-        if added < 0 or self._added + added > self._price:
-            self._rows, added = rows, 0
+        added = self.rows - rows
+        if added < 0 or self._added + added > self.price:
+            self.rows, added = rows, 0
         self._added = self._added + added if added else 0.0
-        return self._rows
+        return self.rows
 
 
 def price_of_change(run: Callable[[int], None]) -> float:
