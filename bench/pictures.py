@@ -25,7 +25,7 @@ from bench import records
 from bench.records import RESULTS
 from bench.sweep.arms import NONE, SPINDLE, fixed_choice
 from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, interval, level
-from bench.tables import HEADLINE, OLDER, OTHERS, OVER, RECORDS, measured, over_stacks, processor_of
+from bench.tables import HEADLINE, OTHERS, OVER, RECORDS, measured, over_stacks, processor_of
 
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
@@ -156,10 +156,10 @@ def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
 
 
 def over_policies() -> Over:
-    """Return Spindle over the other policies on AVX2, all loads of all greedy sweeps together."""
+    """Return Spindle over the other policies, all loads of all greedy sweeps together."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     for (processor, temperature, _, over), loads in measured().items():
-        told = processor == OLDER and over in (BEST_FIXED, *OTHERS)
+        told = processor == HEADLINE and over in (BEST_FIXED, *OTHERS)
         if told and not temperature:
             ours, theirs = found.setdefault(over, ([], []))
             for own, other in loads.values():
@@ -319,7 +319,7 @@ def how_it_works(theme: dict[str, str]) -> str:
 
 def main() -> None:
     """Write all pictures."""
-    sweep = records.read(RESULTS / "policies-avx2.json")
+    sweep = records.read(RESULTS / "policies-amx.json")
     found = ratios(greedy(HEADLINE))
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
     for name, theme in THEMES.items():

@@ -27,9 +27,12 @@ PAGES = (
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADLINE, OLDER = "AMX-BF16", "AVX2"
 """The processor of README's figures, and that of a commit before."""
-RECORDS = ("sweep-amx", "sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2")
+RECORDS = (
+    *("sweep-amx", "policies-amx", "sampled-amx"),
+    *("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2"),
+)
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
-WORKLOADS = "workloads-avx2"
+WORKLOADS = "workloads-amx"
 """The record of each workload by itself."""
 PEERS = {HEADLINE: ("peers-amx",), OLDER: ("peers-avx2", "peers-int8-avx2")}
 """SmolLM2 beside other stacks by processor, Spindle's target in the precision that the record
@@ -48,6 +51,8 @@ STACKS = {
     "llamacpp-lookup": "llama.cpp, 4 bits, lookup",
 }
 """The other stacks."""
+TOKENS = 48
+"""A request where nothing else is said."""
 BETWEEN = "between"
 OVER = {
     NONE: "plain decoding",
@@ -73,9 +78,9 @@ Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
 """Processor, temperature, tokens a request, and what Spindle is compared with."""
 ON_README = (
-    (HEADLINE, 0.0, 48, NONE),
-    (HEADLINE, 0.0, 48, BEST_FIXED),
-    (OLDER, 0.0, 48, NONE),
+    (HEADLINE, 0.0, TOKENS, NONE),
+    (HEADLINE, 0.0, TOKENS, BEST_FIXED),
+    (OLDER, 0.0, TOKENS, NONE),
 )
 
 
@@ -121,20 +126,20 @@ def measured() -> dict[Kind, dict[str, Pairs]]:
 def _speeds(kinds: list[Kind], *, counts: bool) -> str:
     """Return a row a kind, a column a load; ``counts``: also how many blocks it is of.
 
-    A row says its processor and its tokens a request where the rows differ in them, and its
-    temperature where it is not greedy.
+    A row says its processor where the rows differ in it, its temperature where it is not greedy,
+    and its tokens a request where they are not ``TOKENS``.
     """
     every = measured()
     found = {load for kind in kinds for load in every[kind]}
     loads = sorted(found, key=level)
-    processors, _, lengths, _ = (len(set(values)) for values in zip(*kinds, strict=True))
+    processors = {processor for processor, *_ in kinds}
     rows = []
     for kind in kinds:
         processor, temperature, tokens, over = kind
         name = (OVER | OTHERS)[over]
-        name += f", {processor.partition('-')[0]}" * (processors > 1)
+        name += f", {processor.partition('-')[0]}" * (len(processors) > 1)
         name += f", temperature {temperature:g}" * (temperature > 0)
-        name += f", {tokens} tokens" * (lengths > 1)
+        name += f", {tokens} tokens" * (tokens != TOKENS)
         rows.append([name, *(_cell(every[kind].get(load), counts=counts) for load in loads)])
     levels = (f"{level(load):g} in flight" for load in loads)
     return _table(["Spindle's tokens/s over", *levels], *rows)
@@ -264,7 +269,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed": partial(speed, HEADLINE),
     "stacks": partial(stacks, HEADLINE),
     "speed-older": partial(speed, OLDER),
-    "policies": partial(policies, OLDER),
+    "policies": partial(policies, HEADLINE),
     "stacks-older": partial(stacks, OLDER),
     "workloads": by_workload,
     "simulated": simulated,
