@@ -4,7 +4,7 @@ What drafting took is spent. A node is worth the chance that its path is what th
 more token of its row. Its verification, and reading what comes before it, cost time at the plan's
 price. Over the whole batch the nodes worth most are verified, as many as leave the most: every
 total is looked at, for a step of the staircase may lose what the next nodes bring. Where a pass is
-quicker behind one of as many tokens, so many are often worth it.
+quicker behind one of as many tokens, that total is often the best.
 
 The chance is the draft's own confidence, calibrated (``Calibration``). A node may teach only if its
 fate is known whatever the target drew, its parent being the text or verified: of deeper nodes only
@@ -193,7 +193,7 @@ def trimmed(
 def _changed_s(times: Times, view: View, verify_s: FloatArray, tokens: int) -> FloatArray:
     """Return ``verify_s`` of passes of ``tokens`` and more behind one of ``view.pass_tokens``.
 
-    Where it takes less than a change, a narrower pass is filled up to as many.
+    Another number takes a change longer; a narrower pass is filled up where that takes less.
     """
     last = view.pass_tokens
     same_s = times.verify_at(last)

@@ -184,11 +184,11 @@ class Engine(Protocol):
 
 @runtime_checkable
 class KeepsWidth(Protocol):
-    """What a target has besides whose pass is quicker behind one of as many tokens."""
+    """A target whose pass is quicker where the one before had as many tokens."""
 
     def width(self) -> tuple[int, int]:
-        """Return how many tokens the last pass had, and how many more take as long as another
-        number than that does (0: none).
+        """Return how many tokens the last pass had, and how many more take as long as a change of
+        that number does (0: it takes no time).
         """
         ...
 

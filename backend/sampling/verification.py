@@ -168,7 +168,7 @@ def _draw(logits: torch.Tensor, places: Seq[Row], verdicts: Seq[Verdict], column
     found = arg_max(rows) if len(drawn) < len(places) else [-1] * len(places)
     if drawn:
         chosen = [places[row] for row in drawn]
-        theirs = rows if len(drawn) == len(places) else rows[drawn]  # a copy
+        theirs = rows if len(drawn) == len(places) else rows[drawn]  # indexing copies
         laws = target_laws(theirs, [place.params for place in chosen])
         for row, column in zip(drawn, draw(laws, _words(chosen), columns.numbers), strict=True):
             found[row] = column
