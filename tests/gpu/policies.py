@@ -70,7 +70,8 @@ def tables(job: Job) -> None:
     job.result["tables"] = {}
     rng = random.Random(SEED)
     for number, (name, shape) in enumerate(shapes(job).items()):
-        budget_s = job.left_s / (len(DRAFTS) + 1 - number) - (0 if job.rehearse else 20)
+        share_s = job.left_s / (len(DRAFTS) + 1 - number)
+        budget_s = max(share_s - 20, share_s / 2)  # the rest makes the engine
         cases = target_cases() if name == TARGET else draft_cases()
         if job.rehearse:
             cases = [case for case in cases if case.rows <= 4 and case.context <= 64]

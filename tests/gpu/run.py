@@ -27,8 +27,8 @@ from tests.gpu.job import SEED, Job, LackError
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "numpy", "safetensors", "pytest", "tokenizers", "transformers")
-MARGIN_S = 30.0
-"""Before its limit a part should be done by itself."""
+MARGIN_S, MARGIN_SHARE = 30.0, 0.2
+"""Before its limit a part should be done by itself, by the less of these (a share of the limit)."""
 
 
 class Part(NamedTuple):
@@ -74,22 +74,23 @@ def main() -> None:
         help=f"{', '.join(PARTS)} or all",
     )
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit", type=int, metavar="S", help="at most so many seconds a part")
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = list(PARTS) if "all" in args.parts else args.parts
-    if args.inside:
-        inside(chosen[0], args.out, rehearse=args.rehearse)
-        return
     for name in chosen:
-        part = PARTS[name]
+        part, limit_s = PARTS[name], limit_of(name, args.limit, rehearse=args.rehearse)
+        if args.inside:
+            inside(name, args.out, limit_s, rehearse=args.rehearse)
+            return
         print(
-            f"{name}: {part.what}; about {part.expected_s} s on an H200, at most {part.limit_s} s",
+            f"{name}: {part.what}; about {part.expected_s} s on an H200, at most {limit_s} s",
             flush=True,
         )
-        report = run(name, args.out, rehearse=args.rehearse)
+        report = run(name, args.out, args.limit, rehearse=args.rehearse)
         path = args.out / f"{name}.json"
         path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
         print(
@@ -99,10 +100,16 @@ def main() -> None:
         )
 
 
-def run(name: str, out: Path, *, rehearse: bool) -> dict[str, Any]:
+def limit_of(name: str, most_s: int | None, *, rehearse: bool) -> int:
+    """Return the most seconds that a part takes, where no part is to take more than ``most_s``."""
+    part = PARTS[name]
+    return min(part.rehearsal_s if rehearse else part.limit_s, most_s or part.limit_s)
+
+
+def run(name: str, out: Path, most_s: int | None = None, *, rehearse: bool) -> dict[str, Any]:
     """Run a part in a process of its own and return its report."""
     part, start = PARTS[name], time.monotonic()
-    limit_s = part.rehearsal_s if rehearse else part.limit_s
+    limit_s = limit_of(name, most_s, rehearse=rehearse)
     found = out / f"{name}.part"
     found.unlink(missing_ok=True)
     command = [
@@ -111,6 +118,7 @@ def run(name: str, out: Path, *, rehearse: bool) -> dict[str, Any]:
         name,
         "--out",
         str(out),
+        *(["--limit", str(most_s)] if most_s else []),
         *(["--rehearse"] if rehearse else []),
     ]
     child = subprocess.Popen(
@@ -142,10 +150,10 @@ def run(name: str, out: Path, *, rehearse: bool) -> dict[str, Any]:
     return report
 
 
-def inside(name: str, out: Path, *, rehearse: bool) -> None:
+def inside(name: str, out: Path, limit_s: int, *, rehearse: bool) -> None:
     """Do a part's work, in its own process, and leave what came of it in its file."""
-    part, start = PARTS[name], time.monotonic()
-    end_s = start + (part.rehearsal_s if rehearse else part.limit_s - MARGIN_S)
+    part, margin_s = PARTS[name], 0.0 if rehearse else min(MARGIN_S, MARGIN_SHARE * limit_s)
+    end_s = time.monotonic() + limit_s - margin_s
     job = Job(name, out, "cpu" if rehearse else "cuda", rehearse, end_s)
     job.keep(versions=versions())
     try:
