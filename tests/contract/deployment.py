@@ -24,7 +24,6 @@ from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Delta, Session
 from backend.engines.checkpoint import LlamaConfig
-from backend.engines.openvino.llama import OpenvinoLlama
 from backend.engines.overlapped import Overlapped
 from backend.engines.port import Completion, Engine, EngineLimits, Turn
 from backend.engines.stepping.engine import StepEngine
@@ -414,7 +413,7 @@ def usable(engine: TorchEngine, sequence: Sequence) -> int:
 def cells(engine: StepEngine) -> list[torch.Tensor]:
     """Views of an engine's keys and values by layer [blocks, BLOCK_TOKENS, 2 x kv_heads, ...]."""
     model = engine._model
-    if isinstance(model, OpenvinoLlama):
+    if hasattr(model, "pool"):  # OpenVINO's, which is not installed on every GPU machine
         return [pool.permute(1, 3, 0, 2, 4) for pool in model.pool]
     size = engine.limits.kv_blocks * BLOCK_TOKENS  # of compiled networks there is one more
     return [pool[:size].unflatten(0, (-1, BLOCK_TOKENS)) for pool in model._pool]
