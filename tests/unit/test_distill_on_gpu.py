@@ -93,7 +93,7 @@ def first(prepared, tmp_path_factory):
     script = folder.with_suffix(".py")
     script.write_text(WITHOUT)
     words = words_of(folder, prepared, "--train-tokens", 6_000)
-    environment = {"PYTHONPATH": str(ROOT)}
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, script, *words], check=True, cwd=ROOT, env=environment)
     return folder, json.loads((folder / "report.json").read_text())
 
@@ -205,7 +205,7 @@ def test_a_run_without_transformers_writes_a_head_that_has_learnt(first):
     for one in (untrained, network):
         trainer = HeadTrainer(one, table, table, tokens, samples, 0, folder / "run")
         losses.append(trainer._loss(0, samples)[0].item())
-    assert losses[1] < losses[0] - 0.5
+    assert losses[1] < losses[0] - 0.2
     assert report["before"]["places"] == report["after"]["places"] > 50
 
 
