@@ -51,8 +51,8 @@ from engines_build.distill.family import (
     train_tokenizer,
     untrained,
 )
-from engines_build.distill.generate import Shards, eos_token_ids
-from engines_build.distill.make_head import distil_head, served_dtype
+from engines_build.distill.generate import Shards, eos_token_ids, served_dtype
+from engines_build.distill.make_head import distil_head
 from engines_build.distill.overlap import (
     OverlapError,
     overlaps,
@@ -135,7 +135,7 @@ def _initial_draft(
         return draft, shortlist, shape_of(draft)
     shape = Shape(args.hidden, args.layers, args.head_dim, min(args.shortlist, config.vocab_size))
     shortlist = choose_shortlist(
-        samples, shape.shortlist, config.vocab_size, eos_token_ids(tokenizer)
+        (s.own_laws for s in samples), shape.shortlist, config.vocab_size, eos_token_ids(tokenizer)
     )
     embedding, most_positions = weights["model.embed_tokens.weight"], config.max_position_embeddings
     return build(shape, embedding, shortlist, tokenizer, most_positions), shortlist, shape

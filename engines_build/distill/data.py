@@ -16,7 +16,7 @@ from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.storage.manifest import weights_sha256
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.evaluation_sets import JUDGED
-from engines_build.distill.generate import Generator, Shards, Teacher
+from engines_build.distill.generate import GREEDY_SHARE, Generator, Shards, Teacher
 from engines_build.distill.kept import keep, read_again
 from engines_build.distill.overlap import (
     GRAM_WORDS,
@@ -78,7 +78,7 @@ def generate(
                 if store.generated >= tokens:
                     continue
             workloads = list(WORKLOADS) if corpus.held_out else args.workloads
-            greedy_share, answers = (1.0, 1) if corpus.held_out else (0.6, args.answers)
+            greedy_share, answers = (1.0, 1) if corpus.held_out else (GREEDY_SHARE, args.answers)
             generator = Generator(
                 teacher, tokenizer, corpus, store, greedy_share, workloads, answers
             )

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from backend import machine
 from backend.core.block_pool import BlockPool
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.stepping.chunks import Chunk, KVTable
@@ -36,6 +37,9 @@ TOP_K = 32
 MAX_PROMPT_TOKENS = 400
 MAX_NEW_TOKENS = 224
 SEQUENCES_PER_SHARD = 64
+GREEDY_SHARE = 0.6
+"""Of the rows that answer prompts to train on; the others are sampled."""
+
 SAMPLED_TEMPERATURES = (0.7, 1.0)
 """What a sampled row's temperature lies between."""
 
@@ -389,6 +393,11 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
     )
     return list(tokenizer(text)["input_ids"])[:MAX_PROMPT_TOKENS]
+
+
+def served_dtype(device: str) -> str:
+    """Return the dtype that the target has where it generates: that of serving (``auto``)."""
+    return "bf16" if device != "cpu" or machine.multiplies_bf16() else "fp32"
 
 
 def eos_token_ids(tokenizer: Any) -> set[int]:

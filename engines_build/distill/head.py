@@ -47,9 +47,9 @@ _STEP_WEIGHT = 0.8
 
 @dataclass(slots=True)
 class HeadSample:
-    """An answer: all tokens [n], the target's law behind each but the last as ids and log
-    probabilities [n-1, TOP_K], and its ``features`` [answer, layers, hidden] at the prompt's last
-    token and at the answer's, but the last one.
+    """An answer: all tokens [n], and at the prompt's last token and at the answer's, but the last
+    one, the target's laws as ids and log probabilities [answer, TOP_K] and its ``features``
+    [answer, layers, hidden].
     """
 
     tokens: Tensor
@@ -75,8 +75,8 @@ def load_head_samples(shards: Shards, layers: int) -> list[HeadSample]:
             prompts,
             t["workloads"].tolist(),
             t["sampled"].tolist(),
-            t["top_ids"].split(laws),
-            t["top_logprobs"].split(laws),
+            [law[p - 1 :] for law, p in zip(t["top_ids"].split(laws), prompts, strict=True)],
+            [law[p - 1 :] for law, p in zip(t["top_logprobs"].split(laws), prompts, strict=True)],
             t["features"].split([n - p for n, p in zip(lengths, prompts, strict=True)]),
         )
         samples += [
@@ -94,14 +94,16 @@ class Starts:
     """The starts of a batch of answers, and what the head may propose there.
 
     Row r is the answer ``answer[r]``'s state before its token number ``first[r]`` (counted in all
-    its tokens), of which ``left[r]`` more follow. ``columns`` are the tokens of the head: the
-    static ones, and ``context`` [C], those that the answers' texts have besides; ``seen`` [answers,
-    C] is the number of the first token that is such a one.
+    its tokens), of which ``left[r]`` more follow; it is number ``place[r]`` of all the answers'
+    states. ``columns`` are the tokens of the head: the static ones, and ``context`` [C], those that
+    the answers' texts have besides; ``seen`` [answers, C] is the number of the first token that is
+    such a one.
     """
 
     features: Tensor
     answer: Tensor
     first: Tensor
+    place: Tensor
     left: Tensor
     context: Tensor
     seen: Tensor
@@ -109,25 +111,27 @@ class Starts:
 
 def starts_of(samples: Sequence[HeadSample], static: Tensor) -> Starts:
     """Return the starts of answers; ``static`` bool[vocab] says which tokens have rows anyway."""
-    answer, first, left = [], [], []
-    for number, s in enumerate(samples):
-        count = len(s.features) - 1
-        answer.append(torch.full((count,), number))
-        first.append(torch.arange(count) + s.prompt_tokens)
-        left.append(torch.arange(count, 0, -1))
+    device = static.device
+    prompts = torch.tensor([s.prompt_tokens for s in samples], device=device)
+    lengths = torch.tensor([len(s.tokens) for s in samples], device=device)
     tokens = torch.cat([s.tokens for s in samples]).long()
+    text = torch.arange(len(samples), device=device).repeat_interleave(lengths)
+    number = torch.arange(len(tokens), device=device) - (lengths.cumsum(0) - lengths)[text]
+    begins = (number >= prompts[text]) & (number < lengths[text] - 1)
+    answer, first = text[begins], number[begins]
+    states = lengths - prompts
+    place = (states.cumsum(0) - states)[answer] + first - prompts[answer]
     context = tokens[~static[tokens]].unique()
-    place = torch.full((len(static),), -1)
-    place[context] = torch.arange(len(context))
-    seen = torch.full((len(samples), len(context)), 1 << 30)
-    for number, s in enumerate(samples):
-        columns = place[s.tokens.long()]
-        kept = columns >= 0
-        seen[number].scatter_reduce_(
-            0, columns[kept], torch.arange(len(columns))[kept], reduce="amin"
-        )
-    features = torch.cat([s.features[:-1] for s in samples])
-    return Starts(features, torch.cat(answer), torch.cat(first), torch.cat(left), context, seen)
+    columns = torch.full((len(static),), -1, device=device)
+    columns[context] = torch.arange(len(context), device=device)
+    columns = columns[tokens]
+    kept = columns >= 0
+    seen = torch.full((len(samples) * len(context),), 1 << 30, device=device)
+    at = text[kept] * len(context) + columns[kept]
+    seen.scatter_reduce_(0, at, number[kept], reduce="amin")
+    seen = seen.view(len(samples), len(context))
+    features = torch.cat([s.features for s in samples])[place]
+    return Starts(features, answer, first, place, lengths[answer] - 1 - first, context, seen)
 
 
 class Unroller:
@@ -139,7 +143,7 @@ class Unroller:
         """
         self.network, self.embedding, self.head = network, embedding, head
         self.shortlist, self.rows = shortlist, head[shortlist]
-        self.static = torch.zeros(len(head), dtype=torch.bool)
+        self.static = torch.zeros(len(head), dtype=torch.bool, device=head.device)
         self.static[shortlist] = True
 
     def laws(self, samples: Sequence[HeadSample], steps: int) -> Any:
@@ -149,7 +153,7 @@ class Unroller:
         starts = starts_of(samples, self.static)
         tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True)
         rows = torch.cat([self.rows, self.head[starts.context]])
-        kept = torch.arange(len(starts.answer))
+        kept = torch.arange(len(starts.answer), device=tokens.device)
         state = self.network.begin(starts.features.float())
         for step in range(steps):
             going = starts.left[kept] > step
@@ -167,7 +171,9 @@ class Unroller:
 
 
 class HeadTrainer(Trainer):
-    """Trains a head; ``samples`` are answers with features."""
+    """Trains a head; ``samples`` are answers with features, where ``embedding`` is.
+    ``single_share`` of the training looks one token ahead.
+    """
 
     def __init__(
         self,
@@ -178,8 +184,11 @@ class HeadTrainer(Trainer):
         samples: list[HeadSample],
         seed: int,
         run: Any,
+        single_share: float = SINGLE_SHARE,
     ):
-        super().__init__(network, shortlist, samples, "cpu", seed, run)
+        device = str(embedding.device)
+        super().__init__(network, shortlist.cpu(), samples, device, seed, run)
+        self.index, self.single_share = self.index.to(device), single_share
         self.unroller = Unroller(network, embedding, head, shortlist)
 
     def _optimisers(self, budget: Budget) -> list[torch.optim.Optimizer]:
@@ -191,7 +200,7 @@ class HeadTrainer(Trainer):
         ]
 
     def _loss(self, step: int, samples: list[Any]) -> tuple[Tensor, dict[str, float]]:  # noqa: ARG002
-        steps = 1 if self.done < SINGLE_SHARE else UNROLLED
+        steps = 1 if self.done < self.single_share else UNROLLED
         total, weight, shares = torch.zeros(()), 0.0, []
         for ahead, (logits, kept, starts) in enumerate(self.unroller.laws(samples, steps)):
             ids, logprobs = _targets(samples, starts, kept, ahead)
@@ -206,7 +215,8 @@ class HeadTrainer(Trainer):
 
     def _places(self, ids: Tensor, starts: Starts) -> Tensor:
         index = self.index.clone()
-        index[starts.context] = len(self.shortlist) + torch.arange(len(starts.context))
+        own = torch.arange(len(starts.context), device=index.device)
+        index[starts.context] = len(self.shortlist) + own
         return index[ids]
 
 
@@ -214,8 +224,7 @@ def _targets(
     samples: Sequence[HeadSample], starts: Starts, kept: Tensor, ahead: int
 ) -> tuple[Tensor, Tensor]:
     """Return the target's law behind the token that each start's step ``ahead`` has read."""
-    offsets = torch.tensor([0, *(len(s.top_ids) for s in samples)]).cumsum(0)
-    at = offsets[starts.answer[kept]] + starts.first[kept] + ahead
+    at = starts.place[kept] + ahead + 1
     ids = torch.cat([s.top_ids for s in samples])[at].long()
     return ids, torch.cat([s.top_logprobs for s in samples])[at].float()
 
@@ -240,11 +249,11 @@ def evaluate_head(unroller: Unroller, samples: Sequence[HeadSample]) -> dict[str
             ids = torch.cat([unroller.shortlist, starts.context])
             order = logits.topk(4, dim=1).indices
             hit = ids[order] == following[:, None]
-            hits.append(hit[:, 0])
+            hits.append(hit[:, 0].cpu())
             if ahead == 0:
                 there = (ids == following[:, None]) & (logits > -1e3)
                 claimed = logits.softmax(dim=1).amax(dim=1)
-                extra[s.workload].append([hit, there.any(dim=1), claimed])
+                extra[s.workload].append([hit.cpu(), there.any(dim=1).cpu(), claimed.cpu()])
         found[s.workload].append(hits)
     scores = {}
     for workload, texts in sorted(found.items()):
@@ -290,8 +299,8 @@ def _tokens_per_step(texts: Sequence[Sequence[Tensor]], k: int) -> float:
 def export_head(network: HeadNetwork, shortlist: Tensor, target: Path, out: Path) -> None:
     """Write a head's folder (``backend.engines.head.folder``) for the target in a folder."""
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {n: t.detach().bfloat16().contiguous() for n, t in network.state_dict().items()}
-    tensors["token_ids"] = shortlist.int()
+    tensors = {n: t.detach().cpu().bfloat16().contiguous() for n, t in network.state_dict().items()}
+    tensors["token_ids"] = shortlist.cpu().int()
     save_file(tensors, out / WEIGHTS_FILE, metadata={"format": "pt"})
     text = config_json(
         network.config,

@@ -32,17 +32,24 @@ def keep(shards: Shards, target_sha256: str, path: Path) -> None:
     stored = [load_file(shard) for shard in shards.paths()]
     if not stored:
         raise ValueError(f"--keep-answers: no answers in {shards.folder}")
-    columns: dict[str, Any] = {
-        name: torch.cat([shard[name] for shard in stored]).numpy().astype(kind)
-        for name, kind in _COLUMNS.items()
-    }
-    tokens = torch.cat([shard["tokens"] for shard in stored]).numpy()
-    columns["tokens"] = tokens.astype("<u2" if tokens.max() < 1 << 16 else "<u4")
+    names = ("tokens", *_COLUMNS)
+    columns = {name: torch.cat([shard[name] for shard in stored]).numpy() for name in names}
+    write(path, columns, shards.next_prompt, target_sha256)
+
+
+def write(path: Path, columns: dict[str, Any], next_prompt: int, target_sha256: str) -> None:
+    """Write texts to a file: all their ``tokens``, and of each text how many it has
+    (``lengths``), how many the prompt has (``prompt_lengths``), the workload's number
+    (``workloads``) and whether it is ``sampled``.
+    """
+    tokens = np.asarray(columns["tokens"])
+    columns = {name: np.asarray(columns[name]).astype(kind) for name, kind in _COLUMNS.items()}
+    columns["tokens"] = tokens.astype("<u2" if tokens.max(initial=0) < 1 << 16 else "<u4")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         np.savez_compressed(
             file,
-            next_prompt=np.array(shards.next_prompt),
+            next_prompt=np.array(next_prompt),
             target_sha256=np.array(target_sha256),
             **columns,
         )
@@ -54,7 +61,7 @@ def read_again(paths: Sequence[Path], target_sha256: str, teacher: Teacher, shar
 
     Raises ValueError, naming the file, for answers of another target and for what is no such file.
     """
-    kept = [_read(path, target_sha256) for path in paths]
+    kept = [read(path, target_sha256) for path in paths]
     answers = [answer for _, theirs in kept for answer in theirs]
     done = len(shards.paths()) * SEQUENCES_PER_SHARD
     for first in range(done, len(answers), SEQUENCES_PER_SHARD):
@@ -64,9 +71,12 @@ def read_again(paths: Sequence[Path], target_sha256: str, teacher: Teacher, shar
         print(f"answers: {shards.generated} tokens read again", flush=True)
 
 
-def _read(path: Path, target_sha256: str) -> tuple[int, list[tuple[list[int], int, int, float]]]:
+def read(
+    path: Path, target_sha256: str, flag: str = "--answers-file"
+) -> tuple[int, list[tuple[list[int], int, int, float]]]:
     """Return the number of the next prompt, and of each answer its tokens with the prompt's, how
     many the prompt has, workload and temperature (infinite where sampled: how warm is not kept).
+    Raises ValueError, naming the flag and the file, for what ``read_again`` refuses.
     """
     try:
         with np.load(path) as file:
@@ -84,7 +94,7 @@ def _read(path: Path, target_sha256: str) -> tuple[int, list[tuple[list[int], in
             )
         ]
     except (OSError, ValueError, KeyError, BadZipFile) as error:
-        raise ValueError(f"--answers-file: {path} cannot be read: {error}") from None
+        raise ValueError(f"{flag}: {path} cannot be read: {error}") from None
     if whose != target_sha256:
-        raise ValueError(f"--answers-file: {path} holds the answers of another target")
+        raise ValueError(f"{flag}: {path} holds the answers of another target")
     return next_prompt, answers

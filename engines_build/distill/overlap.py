@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
 
 GRAM_WORDS = 13
 
@@ -16,11 +17,12 @@ class OverlapError(ValueError):
 
 def grams(text: str) -> Iterator[int]:
     """Yield a hash of every run of ``GRAM_WORDS`` words (letters, digits and underscores, lower
-    case) of ``text``.
+    case) of ``text``: 64 bits, the same in every process.
     """
     words = re.findall(r"\w+", text.lower())
     for start in range(len(words) - GRAM_WORDS + 1):
-        yield hash(" ".join(words[start : start + GRAM_WORDS]))
+        run = " ".join(words[start : start + GRAM_WORDS])
+        yield int.from_bytes(blake2b(run.encode(), digest_size=8).digest(), "big")
 
 
 def grams_of(texts: Iterable[str]) -> Grams:

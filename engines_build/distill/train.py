@@ -9,20 +9,22 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.generate import Shards
+
+if TYPE_CHECKING:  # heads are trained without it
+    from transformers import LlamaForCausalLM
 
 PROMPT_SHARE = 0.25
 """Share of the prompt positions trained on beside all generated ones (the draft is never asked
@@ -70,6 +72,12 @@ class Sample:
     top_ids: Tensor
     top_logprobs: Tensor
 
+    @property
+    def own_laws(self) -> tuple[Tensor, Tensor]:
+        """The laws that the teacher's own text was drawn from."""
+        own = slice(self.prompt_tokens - 1, None)
+        return self.top_ids[own], self.top_logprobs[own]
+
 
 def load_samples(shards: Shards) -> list[Sample]:
     """Read every sequence of ``shards``; raises ValueError when there is none."""
@@ -114,16 +122,19 @@ def plain_samples(texts: list[str], tokenizer: Any, tokens: int, seed: int) -> l
     return samples
 
 
-def choose_shortlist(samples: list[Sample], size: int, vocab: int, always: set[int]) -> Tensor:
-    """Pick the ``size`` tokens that the teacher most expects in its own text (by summed
-    probability), ``always`` first; ascending.
+def choose_shortlist(
+    laws: Iterable[tuple[Tensor, Tensor]],
+    size: int,
+    vocab: int,
+    always: set[int],
+    device: str = "cpu",
+) -> Tensor:
+    """Pick the ``size`` tokens that the teacher most expects (by summed probability) by laws of its
+    own text (ids and log probabilities), ``always`` first; ascending.
     """
-    mass = torch.zeros(vocab, dtype=torch.float64)
-    for s in samples:
-        own = slice(s.prompt_tokens - 1, None)
-        mass.index_add_(
-            0, s.top_ids[own].flatten().long(), s.top_logprobs[own].flatten().double().exp()
-        )
+    mass = torch.zeros(vocab, dtype=torch.float64, device=device)
+    for ids, logprobs in laws:
+        mass.index_add_(0, ids.flatten().long(), logprobs.flatten().double().exp())
     mass[list(always)] = math.inf
     return mass.topk(size).indices.sort().values
 
@@ -137,6 +148,8 @@ def build(
     ``positions`` is the teacher's longest context. The projection (principal components, uncentred)
     keeps which tokens are alike, most of what a small budget cannot learn.
     """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     heads = shape.hidden // shape.head_dim
     config = LlamaConfig(
         vocab_size=len(embedding),
@@ -227,7 +240,8 @@ class Trainer:
         seen: list[dict[str, float]] = []
         for step, chosen in self._batches(budget.batch, state["step"]):
             now = time.monotonic()
-            done = max(state["tokens"] / budget.tokens, (now - start) / (budget.deadline - start))
+            spent = (now - start) / (budget.deadline - start) if budget.deadline > start else 1.0
+            done = max(state["tokens"] / budget.tokens, spent)
             if done >= 1:
                 break
             self.done = done

@@ -433,7 +433,7 @@ def test_a_token_budget_takes_the_first_sequences_that_fill_it():
 def test_the_shortlist_follows_the_teachers_own_text_not_the_prompt():
     laws = torch.tensor([[7], [3], [3], [5]])
     sample = Sample(torch.tensor([1, 2, 3, 3, 5]), 2, "sql", laws, torch.zeros(4, 1).half())
-    assert choose_shortlist([sample], 3, 10, {9}).tolist() == [3, 5, 9]
+    assert choose_shortlist([sample.own_laws], 3, 10, {9}).tolist() == [3, 5, 9]
 
 
 @pytest.mark.parametrize(

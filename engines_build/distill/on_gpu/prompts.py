@@ -1,0 +1,122 @@
+"""What a machine without the corpora needs to make a head: prompts, prompts held out, and the
+hashes of the runs of words that judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from backend.storage.manifest import weights_sha256
+from engines_build.distill import kept
+from engines_build.distill.corpora import WORKLOADS, Corpus
+from engines_build.distill.data import judged_by
+from engines_build.distill.generate import encode, eos_token_ids
+from engines_build.distill.on_gpu.batch_model import Asked
+
+_MESSAGE = "<<message>>"
+_WORKLOADS = list(WORKLOADS)
+
+
+Text = tuple[str, list[int], int, bool]
+"""A workload, tokens of a prompt and an answer, how many the prompt has, and if it is sampled."""
+
+
+class PlainTokenizer:
+    """A target's tokenizer without transformers, as far as ``encode`` needs it. ``around`` is the
+    chat template before and behind a message, if there is one.
+    """
+
+    def __init__(self, target: Path, around: Sequence[str] | None) -> None:
+        self.plain = Tokenizer.from_file(str(target / "tokenizer.json"))
+        self.chat_template = around
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """Return the token ids of a text."""
+        return {"input_ids": self.plain.encode(text).ids}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens."""
+        return str(self.plain.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        """Return the text that asks for the answer to the one message."""
+        before, behind = self.chat_template or ("", "")
+        return f"{before}{messages[0]['content']}{behind}"
+
+
+def write_prompts(args: argparse.Namespace) -> None:
+    """Write the folder ``--out``. Raises ValueError for sources that are not there."""
+    from transformers import AutoTokenizer  # not where a head is trained
+
+    args.held_out, corpus = (
+        Corpus(args.sources, args.corpora, held_out, args.seed) for held_out in (True, False)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    kinds = args.held_out.workloads
+    for name, prompts in (
+        ("held_out", (args.held_out.prompt(n, kinds[n % len(kinds)]) for n in range(args.judging))),
+        ("prompts", (corpus.prompt(n) for n in range(args.prompts))),
+    ):
+        asked = [Asked(prompt.workload, encode(tokenizer, prompt)) for prompt in prompts]
+        texts = [(one.workload, one.tokens, len(one.tokens), False) for one in asked]
+        write_texts(args.out / f"{name}.npz", texts, 0, weights_sha256(args.target))
+        print(f"prompts: {len(asked)} in {args.out / name}.npz", flush=True)
+    runs = sorted(frozenset().union(*judged_by(args).values()))
+    np.save(args.out / "judged.npy", np.array(runs, np.uint64))
+    about = {
+        "seed": args.seed,
+        "ends": sorted(eos_token_ids(tokenizer)),
+        "around": _around(tokenizer),
+    }
+    (args.out / "about.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+
+
+def _around(tokenizer: Any) -> list[str] | None:
+    """Return what the chat template has before and behind a message."""
+    if tokenizer.chat_template is None:
+        return None
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _MESSAGE}], tokenize=False, add_generation_prompt=True
+    )
+    return list(text.split(_MESSAGE, 1))
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Return what ``write_prompts`` notes besides: ``seed``, ``ends`` (the tokens that end a text)
+    and ``around`` (``PlainTokenizer``).
+    """
+    return dict(json.loads((folder / "about.json").read_text("utf-8")))
+
+
+def write_texts(path: Path, texts: Sequence[Text], next_prompt: int, target_sha256: str) -> None:
+    """Write texts as ``--answers-file`` reads them."""
+    workloads, tokens, prompts, sampled = zip(*texts, strict=True) if texts else ((),) * 4
+    columns = {
+        "tokens": list(chain(*tokens)),
+        "lengths": [len(text) for text in tokens],
+        "prompt_lengths": prompts,
+        "workloads": [_WORKLOADS.index(workload) for workload in workloads],
+        "sampled": sampled,
+    }
+    kept.write(path, columns, next_prompt, target_sha256)
+
+
+def read_texts(path: Path, target_sha256: str, flag: str) -> tuple[int, list[Text]]:
+    """Return the number of the next prompt and the texts of a file. Raises ValueError, naming the
+    flag and the file, for those of another target and for what is no such file.
+    """
+    next_prompt, texts = kept.read(path, target_sha256, flag)
+    return next_prompt, [(_WORKLOADS[c], a, b, d > 0) for a, b, c, d in texts]
+
+
+def read_prompts(path: Path, target_sha256: str) -> list[Asked]:
+    """Return the prompts of a file, as ``read_texts`` does."""
+    return [Asked(text[0], text[1]) for text in read_texts(path, target_sha256, "--prompts")[1]]
