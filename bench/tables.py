@@ -32,9 +32,11 @@ RECORDS = (
     *("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2"),
 )
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
+BEFORE = ("policies-amx",)
+"""Those of the head before: of them count the other policies only."""
 WORKLOADS = "workloads-amx"
 """The record of each workload by itself."""
-PEERS = {HEADLINE: ("peers-amx",), OLDER: ("peers-avx2", "peers-int8-avx2")}
+PEERS = {HEADLINE: ("peers-amx", "peers-int8-amx"), OLDER: ("peers-avx2", "peers-int8-avx2")}
 """SmolLM2 beside other stacks by processor, Spindle's target in the precision that the record
 names.
 """
@@ -110,13 +112,15 @@ def _interval(ends: list[float] | tuple[float, float] | None) -> str:
 def measured() -> dict[Kind, dict[str, Pairs]]:
     """Return the speeds of Spindle and of what it is compared with, by kind and load."""
     found: dict[Kind, dict[str, Pairs]] = {}
-    for record in map(_record, RECORDS):
+    for name in RECORDS:
+        record = _record(name)
         settings, pairs = record["settings"], of_spindle(record["runs"])
+        told = OTHERS if name in BEFORE else OVER | OTHERS
         for (load, over), pair in of_spindle(record["runs"], between).items():
             if over == NONE:
                 pairs[load, BETWEEN] = pair
         for (load, over), (ours, theirs) in pairs.items():
-            if over in OVER | OTHERS and is_closed(load):
+            if over in told and is_closed(load):
                 kind = (processor_of(record), settings["temperature"], settings["max_tokens"], over)
                 before = found.setdefault(kind, {}).get(load, ([], []))
                 found[kind][load] = (before[0] + ours, before[1] + theirs)

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from engines_build.distill.on_gpu.prompts import (
     read_texts,
 )
 from engines_build.distill.overlap import grams
+from engines_build.distill.train import Budget
 
 pytestmark = pytest.mark.slow
 
@@ -207,6 +209,16 @@ def test_a_run_without_transformers_writes_a_head_that_has_learnt(first):
         losses.append(trainer._loss(0, samples)[0].item())
     assert losses[1] < losses[0] - 0.2
     assert report["before"]["places"] == report["after"]["places"] > 50
+
+
+def test_training_whose_time_is_over_ends_at_once(tmp_path):
+    config, weights = load(TARGET, "fp32")
+    three = BatchModel(config, weights, 1, (1, 2, 4), ENDS)
+    samples = three.read([Asked("qa", [5, 6, 7])], [[8, 9, 10]], [True])
+    network, tokens = first_head(None, config, (1, 2, 4), samples, 4096, ENDS)
+    table = weights["model.embed_tokens.weight"]
+    trainer = HeadTrainer(network, table, table, tokens, samples, 0, tmp_path / "run")
+    assert trainer.run(Budget(10_000, 1, 0.01, monotonic() - 1))["tokens"] == 0
 
 
 def test_the_answers_of_a_run_are_read_by_the_next_which_goes_on_from_its_head(
