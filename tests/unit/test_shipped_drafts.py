@@ -12,6 +12,7 @@ from backend.model_folders import model_path
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Proposal, Sequence
 from backend.storage.manifest import check_pair, read_manifest, weights_sha256
+from engines_build.prepare import bring_embedded_model
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.parent for path in (ROOT / "engines_build/drafts").glob("*/config.json"))
@@ -63,6 +64,7 @@ def test_the_default_configuration_serves_the_head_of_its_target_and_suffix():
         ("suffix", "suffix"),
     ]
     raw = json.loads((ROOT / config.drafts[0].model / "config.json").read_text())
+    bring_embedded_model()
     assert raw["target_sha256"] == weights_sha256(model_path(config.target))
     assert (config.policy.kind, config.switches.speculation, config.switches.canary_share) == (
         "adaptive",
