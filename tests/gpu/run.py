@@ -78,6 +78,8 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.limit is not None and args.limit <= 0:
+        parser.error(f"--limit: must be positive, got {args.limit}")
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = list(PARTS) if "all" in args.parts else args.parts

@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder
 
 LACKING = {"safetensors", "pytest", "_pytest", "transformers", "tokenizers", "yaml", "tqdm",
            "tritonclient", "gguf", "llguidance", "opentelemetry", "fastapi", "scipy", "requests",
-           "grpc", "matplotlib", "hypothesis"}
+           "grpc", "matplotlib", "hypothesis", "openvino"}
 find = PathFinder.find_spec
 PathFinder.find_spec = classmethod(
     lambda _, name, *more: None if name.partition(".")[0] in LACKING else find(name, *more)
@@ -150,6 +150,12 @@ def test_made_up_acceptance_is_as_often_as_it_says_and_the_same_for_whoever_asks
             proposed = one.proposal(number, draft, 0, len(text))
             right, asked = right + sum(map(int.__eq__, proposed, text)), asked + len(text)
         assert abs(right / asked - rate) < 0.02
+
+
+def test_a_part_takes_no_longer_than_it_may():
+    assert run.limit_of("b", 50, rehearse=False) == 50
+    assert run.limit_of("a", 500, rehearse=False) == PARTS["a"].limit_s
+    assert run.limit_of("b", None, rehearse=True) == PARTS["b"].rehearsal_s
 
 
 def test_a_part_whose_time_is_up_is_killed_and_says_so(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from engines_build.distill.first_head import first_head
 from engines_build.distill.generate import MAX_NEW_TOKENS, Teacher, _Row, answered, encode
 from engines_build.distill.head import HeadTrainer
 from engines_build.distill.on_gpu.__main__ import main, parse, train
-from engines_build.distill.on_gpu.answers import look
+from engines_build.distill.on_gpu.answers import Answers, look
 from engines_build.distill.on_gpu.batch_model import Asked, BatchModel, lengths_of
 from engines_build.distill.on_gpu.prompts import (
     PlainTokenizer,
@@ -149,7 +149,7 @@ def test_texts_end_where_the_generator_ends_them():
     assert len(set(found)) > 5
 
 
-def test_a_text_that_shares_a_run_with_what_judges_is_left_out(prepared, tmp_path):
+def test_a_text_that_shares_a_run_with_what_judges_is_left_out(model, prepared, tmp_path):
     tokenizer = PlainTokenizer(TARGET, None)
     run = "alpha beta gamma delta one two three four five six seven eight nine"
     for name in ("about.json", "judged.npy"):
@@ -168,6 +168,11 @@ def test_a_text_that_shares_a_run_with_what_judges_is_left_out(prepared, tmp_pat
     assert len(follow_ups) == 1
     assert follow_ups[0].workload in {"summarise", "qa"}
     assert "beta gamma delta" in tokenizer.decode(follow_ups[0].tokens)
+    taken = Answers(model, TARGET, tmp_path, 0)
+    taken.read(texts)
+    taken.close()
+    assert [sample.tokens.tolist() for sample in taken.samples] == [texts[1][1]] * 2
+    assert taken.left_out == 2
 
 
 def test_a_run_s_hash_is_the_same_in_every_process():
