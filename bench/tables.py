@@ -67,6 +67,7 @@ OTHERS = {
     "schedule": "table by batch size",
     "ema": "acceptance EMA",
     "smartspec": "SmartSpec",
+    "smartspec-untold": "SmartSpec, the first draft",
     "spin": "SPIN's selection",
 }
 """The other policies."""

@@ -1,6 +1,7 @@
 """The policies of the sweep by name, each as an arm that serves: ``none``, ``fixed-DRAFT-LENGTH``,
-``schedule``, ``ema``, ``smartspec``, ``spin`` and ``spindle``. ``none`` has no draft loaded;
-``none-again`` is the same arm a second time, which shows the noise.
+``schedule``, ``ema``, ``smartspec``, ``smartspec-untold``, ``spin`` and ``spindle``. ``none`` has
+no draft loaded; ``none-again`` is the same arm a second time, which shows the noise. ``smartspec``
+is told the best draft, ``smartspec-untold`` takes the first.
 
 ``with-PART`` is spindle with a part that the configuration has off, ``without-PART`` spindle
 without one that it has on (``PARTS``) or without one of its drafts. A dotted path,
@@ -26,7 +27,7 @@ from bench.servers import Arm, InProcessArm, ServerArm
 from policy import LatencyTable
 
 NONE, AGAIN, SPINDLE = "none", "none-again", "spindle"
-ADAPTING = ("schedule", "ema", "smartspec", "spin")
+ADAPTING = ("schedule", "ema", "smartspec", "smartspec-untold", "spin")
 PARTS: dict[str, tuple[str, str, Any, Any]] = {
     "cohorts": ("policy", "cohorts", 1, 2),
     "decomposition": ("target", "attention", "ragged", "padded"),
@@ -101,6 +102,7 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
     if is_ablation(name):
         return arm_config(_ablated(config, name), SPINDLE, tuning, active)
     base = config.get("policy", {})
+    first = next((draft["name"] for draft in config["drafts"]), "")
     limits = {
         **config.get("limits", {}),
         "max_active_requests": active,
@@ -115,6 +117,7 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
         },
         "ema": {"draft": tuning.draft},
         "smartspec": {"draft": tuning.draft},
+        "smartspec-untold": {"kind": "smartspec", "draft": first},
         "spin": {"length": tuning.length},
     }
     if name in (NONE, AGAIN):

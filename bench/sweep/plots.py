@@ -30,10 +30,19 @@ COLOURS = {
     "schedule": "#b58900",
     "ema": "#2a8a57",
     "smartspec": "#2f6fb2",
+    "smartspec-untold": "#7fb0dd",
     "spin": "#8a4fb0",
     SPINDLE: "#c8321e",
 }
-MARKERS = {NONE: "s", "schedule": "v", "ema": "^", "smartspec": "D", "spin": "P", SPINDLE: "o"}
+MARKERS = {
+    NONE: "s",
+    "schedule": "v",
+    "ema": "^",
+    "smartspec": "D",
+    "smartspec-untold": "d",
+    "spin": "P",
+    SPINDLE: "o",
+}
 PARTS = {"planning": "#c8321e", "learning": "#e58a7c", "verify": "#2f6fb2", "emit": "#b9b9b9"}
 DRAFT_COLOURS = ("#e0a030", "#2a8a57", "#8a4fb0", "#6f5a3a")
 DRAFT_MARKERS = ("^", "D", "P", "v")

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from backend.config import PolicyConfig, ServingConfig, parse_config
 from backend.ops.stats import Stats, StepStats
 from backend.policy_factory import latency_model, make_policy
-from bench.sweep.arms import NONE, SPINDLE, Tuning, arm_config, fixed_choice
+from bench.sweep.arms import ADAPTING, NONE, SPINDLE, Tuning, arm_config, fixed_choice
 from bench.sweep.figures import blocks, is_closed, level
 from bench.sweep.hazards import Hazards, fitted
 from policy.latency import LatencyCurve, LatencyModel, LatencyTable
@@ -350,7 +350,7 @@ def _strata(count: int, draw: int, number: int) -> FloatArray:
     return numbers
 
 
-POLICIES = ("schedule", "ema", "smartspec", "spin", SPINDLE)
+POLICIES = (*ADAPTING, SPINDLE)
 
 
 def _tuning(record: dict[str, Any]) -> Tuning:
