@@ -1,5 +1,5 @@
-"""The tables of README, docs/benchmarks.md and docs/research/simulator.md: ``python -m
-bench.tables`` writes them from docs/results.
+"""The tables of README, docs/benchmarks.md, docs/research/simulator.md and
+docs/explanation/policy.md: ``python -m bench.tables`` writes them from docs/results.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; what is there is replaced.
 A test holds the pages against the records.
@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
+from statistics import mean
 from typing import Any
 
 from backend.triton_adapter.paths import PROJECT_ROOT
@@ -23,6 +25,7 @@ PAGES = (
     PROJECT_ROOT / "README.md",
     PROJECT_ROOT / "docs" / "benchmarks.md",
     PROJECT_ROOT / "docs" / "research" / "simulator.md",
+    PROJECT_ROOT / "docs" / "explanation" / "policy.md",
 )
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADLINE, OLDER = "AMX-BF16", "AVX2"
@@ -76,6 +79,21 @@ SIMULATION = "simulation"
 """The simulator's record."""
 SIMULATED = ("smartspec", "ema", "schedule", "spin")
 """The policies in it that are told what is best."""
+
+WORTH = "worth"
+"""The simulator's record of the planner without its parts."""
+PARTS = {
+    "deviation": "requests' deviations",
+    "exploration": "trials",
+    "keeping": "keeping choices",
+    "waiting": "those who wait in the price",
+    "catch-up": "what catching up tells",
+    "trim": "the trim",
+    "correction": "all correction of times",
+    "shape": "the curve's shape alone",
+    "groups": "groups (tags of clients)",
+    "charge": "a charge for nodes that a plan brings",
+}
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -269,6 +287,28 @@ def unmet() -> str:
     return _table(["scenario", "load", "wanted", "found"], *rows)
 
 
+def worth() -> str:
+    """Return what is lost without each part, in percent: mean latency, of a backlog the throughput;
+    the mean over a scenario's loads, and the most at any.
+    """
+    comparisons = _record(WORTH)["comparisons"]
+    rows = []
+    for part, name in PARTS.items():
+        lost = [
+            [_lost(point["load"], point["arms"][f"without:{part}"]) for point in one["points"]]
+            for one in comparisons
+        ]
+        figures = [*(mean(losses) for losses in lost), max(chain(*lost))]
+        rows.append([name, *(f"{round(figure, 1) + 0.0:.1f}" for figure in figures)])
+    return _table(["without", *(one["scenario"] for one in comparisons), "most"], *rows)
+
+
+def _lost(load: float, without: dict[str, Any]) -> float:
+    ratio = without["adaptive_over_it"][0]
+    lost = 1 - 1 / ratio if load_name(load) == "backlog" else 1 / ratio - 1
+    return round(100 * lost, 1)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": partial(speed, HEADLINE),
@@ -279,6 +319,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "workloads": by_workload,
     "simulated": simulated,
     "unmet": unmet,
+    "worth": worth,
 }
 
 
