@@ -39,6 +39,8 @@ BEFORE = ("policies-amx",)
 """Those of the head before: of them count the other policies only."""
 WORKLOADS = "workloads-amx"
 """The record of each workload by itself."""
+OPEN, OPEN_FIXED = "open-amx", "fixed-suffix-4"
+"""The record of open loops, and the fixed choice in it."""
 PEERS = {HEADLINE: ("peers-amx", "peers-int8-amx"), OLDER: ("peers-avx2", "peers-int8-avx2")}
 """SmolLM2 beside other stacks by processor, Spindle's target in the precision that the record
 names.
@@ -216,6 +218,20 @@ def by_workload() -> str:
     return _table(["Spindle's tokens/s over", *names], ["plain decoding", *cells])
 
 
+def open_loops() -> str:
+    """Return Spindle's speed in open loops, a row what it is over, a column a load."""
+    over = {NONE: OVER[NONE], OPEN_FIXED: "`suffix`, 4 tokens"}
+    found = {
+        (row["over"], row["load"]): _told(row, counts=True)
+        for row in _record(OPEN)["ratios"]
+        if row["policy"] == SPINDLE and row["over"] in over and not is_closed(row["load"])
+    }
+    loads = list(dict.fromkeys(load for _, load in found))
+    names = [f"{load.partition('-')[0]}, {level(load):g} of the capacity" for load in loads]
+    rows = [[name, *(found[other, load] for load in loads)] for other, name in over.items()]
+    return _table(["Spindle's speed over", *names], *rows)
+
+
 def stacks(processor: str) -> str:
     """Return Spindle over the other stacks, a row a stack, a column a load."""
     over = over_stacks(processor)
@@ -317,6 +333,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies": partial(policies, HEADLINE),
     "stacks-older": partial(stacks, OLDER),
     "workloads": by_workload,
+    "open": open_loops,
     "simulated": simulated,
     "unmet": unmet,
     "worth": worth,
