@@ -26,7 +26,6 @@ from bench.records import RESULTS
 from bench.sweep.arms import NONE, SPINDLE, fixed_choice
 from bench.sweep.figures import BEST_FIXED, block_speeds, blocks, interval, level
 from bench.tables import (
-    BEFORE,
     HEADLINE,
     OTHERS,
     OVER,
@@ -64,7 +63,7 @@ Over = list[tuple[str, float, tuple[float, float] | None]]
 
 def greedy(processor: str) -> list[dict[str, Any]]:
     """Return the records of README's tables of a processor that decode greedily."""
-    every = (records.read(RESULTS / f"{name}.json") for name in RECORDS if name not in BEFORE)
+    every = (records.read(RESULTS / f"{name}.json") for name in RECORDS)
     own = (record for record in every if processor_of(record) == processor)
     return [record for record in own if not record["settings"]["temperature"]]
 

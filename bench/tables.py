@@ -35,8 +35,6 @@ RECORDS = (
     *("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2"),
 )
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
-BEFORE = ("policies-amx",)
-"""Those of the head before: of them count the other policies only."""
 WORKLOADS = "workloads-amx"
 """The record of each workload by itself."""
 OPEN, OPEN_FIXED = "open-amx", "fixed-suffix-4"
@@ -136,12 +134,11 @@ def measured() -> dict[Kind, dict[str, Pairs]]:
     for name in RECORDS:
         record = _record(name)
         settings, pairs = record["settings"], of_spindle(record["runs"])
-        told = OTHERS if name in BEFORE else OVER | OTHERS
         for (load, over), pair in of_spindle(record["runs"], between).items():
             if over == NONE:
                 pairs[load, BETWEEN] = pair
         for (load, over), (ours, theirs) in pairs.items():
-            if over in told and is_closed(load):
+            if over in OVER | OTHERS and is_closed(load):
                 kind = (processor_of(record), settings["temperature"], settings["max_tokens"], over)
                 before = found.setdefault(kind, {}).get(load, ([], []))
                 found[kind][load] = (before[0] + ours, before[1] + theirs)
@@ -333,7 +330,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies": partial(policies, HEADLINE),
     "stacks-older": partial(stacks, OLDER),
     "workloads": by_workload,
-    "open": open_loops,
     "simulated": simulated,
     "unmet": unmet,
     "worth": worth,

@@ -59,28 +59,6 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(
     assert "| plain decoding, 128 tokens | 2.00 (2.00–2.00; 2) |" in tables.speed("AVX9")
 
 
-def test_of_a_record_of_the_head_before_count_the_other_policies_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "RECORDS", ("before",))
-    monkeypatch.setattr(tables, "BEFORE", ("before",))
-    replies = [{"output_tokens": 10, "total_s": 1.0, "token_s": 0.1}]
-    runs = [
-        {
-            "workload": "mix",
-            "load": "closed-4",
-            "block": 1,
-            "replies": replies,
-            "policy": policy,
-            "wall_s": wall_s,
-        }
-        for policy, wall_s in {"none": 8.0, "ema": 6.0, "spindle": 4.0}.items()
-    ]
-    settings = {"temperature": 0.0, "max_tokens": tables.TOKENS}
-    record = {"machine": {"processor": "A CPU (AVX9)"}, "settings": settings, "runs": runs}
-    (tmp_path / "before.json").write_text(json.dumps(record))
-    assert {over for *_, over in tables.measured()} == {"ema"}
-
-
 def test_each_workload_has_its_ratio_and_blocks_and_all_together_have_no_column(
     tmp_path, monkeypatch
 ):
