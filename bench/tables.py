@@ -330,6 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies": partial(policies, HEADLINE),
     "stacks-older": partial(stacks, OLDER),
     "workloads": by_workload,
+    "open": open_loops,
     "simulated": simulated,
     "unmet": unmet,
     "worth": worth,
