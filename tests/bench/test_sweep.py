@@ -87,6 +87,9 @@ def test_a_policy_is_a_patched_configuration():
         "adaptive",
         2,
     )
+    drafts = {name: made[name]["policy"]["draft"] for name in ("smartspec", "smartspec-untold")}
+    assert drafts == {"smartspec": TUNING.draft, "smartspec-untold": "d-1"}
+    assert made["smartspec-untold"]["policy"]["kind"] == "smartspec"
     assert {config["limits"]["max_active_requests"] for config in made.values()} == {8}
     assert all(config["limits"]["kv_cache_tokens"] == 1024 for config in made.values())
 

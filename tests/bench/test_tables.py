@@ -122,3 +122,44 @@ def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(tmp_pat
         f"| 8b | backlog | eagle:3 | 0.500 (0.400–0.600){others[0.8]} |",
     ]
     assert tables.unmet().splitlines()[2:] == ["| 8b | all | latency: <= 1 | 2 |"]
+
+
+def test_open_loops_are_told_by_load_over_plain_decoding_and_the_fixed_choice(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    row = {"policy": "spindle", "interval_95": [1.2, 1.5], "blocks": 3}
+    rows = [
+        {**row, "over": over, "load": load, "ratio": ratio}
+        for over, load, ratio in (
+            ("none", "closed-1", 9.0),
+            ("none", "poisson-0.50", 1.345),
+            ("none", "bursty-0.90", 1.1),
+            (tables.OPEN_FIXED, "poisson-0.50", 1.25),
+            (tables.OPEN_FIXED, "bursty-0.90", 0.98),
+            ("best fixed choice", "bursty-0.90", 9.0),
+        )
+    ]
+    rows.append({**rows[1], "policy": tables.OPEN_FIXED, "ratio": 9.0})
+    (tmp_path / f"{tables.OPEN}.json").write_text(json.dumps({"ratios": rows}))
+    head, _, plain, fixed = tables.open_loops().splitlines()
+    assert head == (
+        "| Spindle's speed over | poisson, 0.5 of the capacity | bursty, 0.9 of the capacity |"
+    )
+    assert plain == "| plain decoding | 1.34 (1.20–1.50; 3) | 1.10 (1.20–1.50; 3) |"
+    assert fixed == "| `suffix`, 4 tokens | 1.25 (1.20–1.50; 3) | 0.98 (1.20–1.50; 3) |"
+
+
+def test_what_a_part_is_worth_is_the_mean_over_loads_and_the_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+
+    def without(ratio):
+        return {f"without:{part}": {"adaptive_over_it": [ratio]} for part in tables.PARTS}
+
+    points = [{"load": 0.3, "arms": without(0.8)}, {"load": BACKLOG, "arms": without(1.25)}]
+    other = [{"load": 0.95, "arms": without(1.0)}]
+    comparisons = [{"scenario": "a", "points": points}, {"scenario": "b", "points": other}]
+    (tmp_path / f"{tables.WORTH}.json").write_text(json.dumps({"comparisons": comparisons}))
+    head, _, first, *_ = tables.worth().splitlines()
+    assert head == "| without | a | b | most |"
+    assert first == "| requests' deviations | 22.5 | 0.0 | 25.0 |"
