@@ -87,11 +87,16 @@ def test_a_policy_is_a_patched_configuration():
         "adaptive",
         2,
     )
-    drafts = {name: made[name]["policy"]["draft"] for name in ("smartspec", "smartspec-untold")}
-    assert drafts == {"smartspec": TUNING.draft, "smartspec-untold": "d-1"}
-    assert made["smartspec-untold"]["policy"]["kind"] == "smartspec"
     assert {config["limits"]["max_active_requests"] for config in made.values()} == {8}
     assert all(config["limits"]["kv_cache_tokens"] == 1024 for config in made.values())
+
+
+def test_smartspec_takes_the_best_draft_and_told_nothing_the_first():
+    tuning = replace(TUNING, draft="lookup")
+    names = ("smartspec", "smartspec-untold")
+    told, untold = (arm_config(FAKE, name, tuning, 8)["policy"] for name in names)
+    assert (told["kind"], told["draft"]) == ("smartspec", "lookup")
+    assert (untold["kind"], untold["draft"]) == ("smartspec", "d-1")
 
 
 def test_an_ablation_is_spindle_without_a_part_or_with_one_that_is_off():
