@@ -2,6 +2,7 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
