@@ -30,6 +30,7 @@ from bench.tables import (
     OTHERS,
     OVER,
     RECORDS,
+    TOKENS,
     measured,
     over_stacks,
     processor_of,
@@ -62,10 +63,15 @@ Over = list[tuple[str, float, tuple[float, float] | None]]
 
 
 def greedy(processor: str) -> list[dict[str, Any]]:
-    """Return the records of README's tables of a processor that decode greedily."""
+    """Return the records of README's tables of a processor: greedy, of ``TOKENS`` a request."""
     every = (records.read(RESULTS / f"{name}.json") for name in RECORDS)
     own = (record for record in every if processor_of(record) == processor)
-    return [record for record in own if not record["settings"]["temperature"]]
+    kinds = ((record["settings"], record) for record in own)
+    return [
+        record
+        for settings, record in kinds
+        if not settings["temperature"] and settings["max_tokens"] == TOKENS
+    ]
 
 
 def ratios(sweeps: Iterable[dict[str, Any]]) -> Ratios:

@@ -31,7 +31,7 @@ PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEADLINE, OLDER = "AMX-BF16", "AVX2"
 """The processor of README's figures, and that of a commit before."""
 RECORDS = (
-    *("sweep-amx", "policies-amx", "sampled-amx"),
+    *("sweep-amx", "policies-amx", "sampled-amx", "long-amx"),
     *("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2"),
 )
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
