@@ -65,12 +65,12 @@ Over = list[tuple[str, float, tuple[float, float] | None]]
 def greedy(processor: str) -> list[dict[str, Any]]:
     """Return the records of README's tables of a processor: greedy, of ``TOKENS`` a request."""
     every = (records.read(RESULTS / f"{name}.json") for name in RECORDS)
-    own = (record for record in every if processor_of(record) == processor)
-    kinds = ((record["settings"], record) for record in own)
     return [
         record
-        for settings, record in kinds
-        if not settings["temperature"] and settings["max_tokens"] == TOKENS
+        for record in every
+        if processor_of(record) == processor
+        and record["settings"]["temperature"] == 0
+        and record["settings"]["max_tokens"] == TOKENS
     ]
 
 
@@ -183,7 +183,6 @@ def over_policies() -> Over:
     return [
         ((OVER | OTHERS)[over], rows[over]["ratio"], rows[over]["interval_95"])
         for over in (BEST_FIXED, *OTHERS)
-        if over in rows
     ]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 from bench.records import RESULTS
-from bench.sweep.arms import NONE, SPINDLE
+from bench.sweep.arms import NONE, SPINDLE, fixed_choice
 from bench.sweep.figures import BEST_FIXED, EVERY, between, interval, is_closed, level, of_spindle
 from policy.simulation.report import load_name
 
@@ -37,8 +37,8 @@ RECORDS = (
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
 WORKLOADS = "workloads-amx"
 """The record of each workload by itself."""
-OPEN, OPEN_FIXED = "open-amx", "fixed-suffix-4"
-"""The record of open loops, and the fixed choice in it."""
+OPEN = "open-amx"
+"""The record of open loops."""
 PEERS = {HEADLINE: ("peers-amx", "peers-int8-amx"), OLDER: ("peers-avx2", "peers-int8-avx2")}
 """SmolLM2 beside other stacks by processor, Spindle's target in the precision that the record
 names.
@@ -94,6 +94,7 @@ PARTS = {
     "groups": "groups (tags of clients)",
     "charge": "a charge for nodes that a plan brings",
 }
+"""The parts in it."""
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -217,10 +218,14 @@ def by_workload() -> str:
 
 def open_loops() -> str:
     """Return Spindle's speed in open loops, a row what it is over, a column a load."""
-    over = {NONE: OVER[NONE], OPEN_FIXED: "`suffix`, 4 tokens"}
+    record = _record(OPEN)
+    over = {NONE: OVER[NONE]}
+    for name in record["settings"]["policies"]:
+        draft, length = fixed_choice(name)
+        over[name] = f"`{draft}`, {length} tokens"
     found = {
         (row["over"], row["load"]): _told(row, counts=True)
-        for row in _record(OPEN)["ratios"]
+        for row in record["ratios"]
         if row["policy"] == SPINDLE and row["over"] in over and not is_closed(row["load"])
     }
     loads = list(dict.fromkeys(load for _, load in found))
@@ -318,8 +323,7 @@ def worth() -> str:
 
 def _lost(load: float, without: dict[str, Any]) -> float:
     ratio = without["adaptive_over_it"][0]
-    lost = 1 - 1 / ratio if load_name(load) == "backlog" else 1 / ratio - 1
-    return round(100 * lost, 1)
+    return float(100 * (1 - 1 / ratio if load_name(load) == "backlog" else 1 / ratio - 1))
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -135,19 +135,22 @@ def test_open_loops_are_told_by_load_over_plain_decoding_and_the_fixed_choice(
             ("none", "closed-1", 9.0),
             ("none", "poisson-0.50", 1.345),
             ("none", "bursty-0.90", 1.1),
-            (tables.OPEN_FIXED, "poisson-0.50", 1.25),
-            (tables.OPEN_FIXED, "bursty-0.90", 0.98),
+            ("fixed-a-4", "poisson-0.50", 1.25),
+            ("fixed-a-4", "bursty-0.90", 0.98),
             ("best fixed choice", "bursty-0.90", 9.0),
         )
     ]
-    rows.append({**rows[1], "policy": tables.OPEN_FIXED, "ratio": 9.0})
-    (tmp_path / f"{tables.OPEN}.json").write_text(json.dumps({"ratios": rows}))
+    settings = {"policies": ["fixed-a-4"]}
+    rows.append({**rows[1], "policy": "fixed-a-4", "ratio": 9.0})
+    (tmp_path / f"{tables.OPEN}.json").write_text(
+        json.dumps({"ratios": rows, "settings": settings})
+    )
     head, _, plain, fixed = tables.open_loops().splitlines()
     assert head == (
         "| Spindle's speed over | poisson, 0.5 of the capacity | bursty, 0.9 of the capacity |"
     )
     assert plain == "| plain decoding | 1.34 (1.20–1.50; 3) | 1.10 (1.20–1.50; 3) |"
-    assert fixed == "| `suffix`, 4 tokens | 1.25 (1.20–1.50; 3) | 0.98 (1.20–1.50; 3) |"
+    assert fixed == "| `a`, 4 tokens | 1.25 (1.20–1.50; 3) | 0.98 (1.20–1.50; 3) |"
 
 
 def test_what_a_part_is_worth_is_the_mean_over_loads_and_the_most(tmp_path, monkeypatch):

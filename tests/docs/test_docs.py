@@ -124,6 +124,8 @@ def test_readme_claims_what_the_records_say():
     found = pictures.ratios(pictures.greedy(tables.HEADLINE))
     fixed = (own for policy, own in found.items() if policy != SPINDLE)
     worst = min(pictures.mean(own[16]) for own in fixed)
+    alone = interval(*every[tables.HEADLINE, 0.0, 48, NONE]["closed-1"])["ratio"]
+    assert round(pictures.mean(found[SPINDLE][1]), 2) == round(alone, 2), "another one is drawn"
     assert f"falls to {worst:.2f}" in words
 
 
