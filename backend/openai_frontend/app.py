@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import hmac
-import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,8 +16,9 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 
 from backend.openai_frontend.answers import Answer, tensors
-from backend.openai_frontend.choices import CHAT, COMPLETION, Style, tool_schema
+from backend.openai_frontend.choices import CHAT, COMPLETION, Style
 from backend.openai_frontend.errors import ApiError, handle_errors
+from backend.openai_frontend.guides import guide_of
 from backend.openai_frontend.schema import (
     ChatRequest,
     CompletionRequest,
@@ -189,12 +189,8 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
         options = tensors(
             body, body.max_completion_tokens or body.max_tokens or DEFAULT_CHAT_TOKENS, top=top
         )
-        tool, schema = held_to(body)
-        if schema is not None:
-            options |= {
-                "guided_decoding_guide_type": "json_schema",
-                "guided_decoding_guide": json.dumps(schema),
-            }
+        tool, guide = guide_of(body)
+        options |= guide
         style = Style(CHAT, body.logprobs, tool, parallel=body.parallel_tool_calls)
         if body.tools and called and tool is None and settings.template is not None:
             style = replace(
@@ -203,20 +199,3 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
         return await Answer(body, style, [prompt], options).response(
             request, request.app.state.triton
         )
-
-
-def held_to(body: ChatRequest) -> tuple[str | None, Any]:
-    """Return (the function that the text is a call of, '' for one that it names itself, or None;
-    the JSON schema of the text or None).
-    """
-    functions = {tool.function.name: tool.function.model_dump() for tool in body.tools or ()}
-    choice = body.tool_choice
-    if choice is not None and choice.function is not None:
-        name = choice.function.name
-        return name, functions[name]["parameters"] or {"type": "object"}
-    if choice is not None and choice.type == "required":
-        return "", tool_schema(functions.values())
-    if body.response_format is None or body.response_format.type == "text":
-        return None, None
-    asked = body.response_format.json_schema
-    return None, {"type": "object"} if asked is None else asked.schema_

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,23 +205,6 @@ def _forced_call(name: str, text: str) -> Call | None:
 def _told_call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-
-
-def tool_schema(tools: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON schema of a call that names one of the functions."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["name"]},
-                "parameters": tool.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
 def _told(data: bytes, log_prob: float | None) -> dict[str, Any]:

@@ -34,6 +34,8 @@ _BOUNDS = {
 _TYPE_ERRORS = ("_type", "_parsing", "_from_float")
 _CODES = {401: "invalid_api_key", 405: "method_not_supported"}
 _MOST_SHOWN = 60
+_SCHEMA_LINE = re.compile(r": at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
+"""An error in a grammar of ``backend.openai_frontend.guides``: line n has the schema of tool n."""
 
 FIELDS = {
     "text_input": "prompt",
@@ -92,6 +94,9 @@ def upstream_error(status: int, message: str, names: Mapping[str, str]) -> ApiEr
     if status != 400 or found is None or (found[0] not in names and "_" not in found[0]):
         return ApiError(status, message)
     field = names.get(found[0], found[0])
+    if field == "tools" and (at := _SCHEMA_LINE.search(message)) is not None:
+        field = f"tools[{int(at[1]) - 1}].function.parameters"
+        return ApiError(400, f"{field} is no schema that can be served: {at[2]}", field)
     code = (
         "context_length_exceeded"
         if "exceed the context" in message or "is over the limit of" in message

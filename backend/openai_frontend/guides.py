@@ -1,0 +1,68 @@
+"""The grammar that an answer must follow: of a ``response_format``, or of a call that must come."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from backend.openai_frontend.schema import ChatRequest, Function
+
+NO_ARGUMENTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+"""What a function without parameters takes: ``{}``, in exactly these letters."""
+
+_ANNOTATIONS = {"$schema", "title", "description", "type", "properties", "required"}
+_BLANKS = r"BLANKS: /[ \n\r\t]+/"
+
+
+def guide_of(body: ChatRequest) -> tuple[str | None, dict[str, str]]:
+    """Return (the function that the text is a call of, '' for one that it names itself, or None;
+    the inputs of the text model that hold the text to a grammar, if any).
+    """
+    choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
+    if choice is not None and choice.function is not None:
+        named = next(f for f in reversed(functions) if f.name == choice.function.name)
+        return named.name, _schema_guide(arguments_schema(named))
+    if choice is not None and choice.type == "required":
+        return "", _guide("ebnf_grammar", call_grammar(functions))
+    if body.response_format is None or body.response_format.type == "text":
+        return None, {}
+    asked = body.response_format.json_schema
+    return None, _schema_guide({"type": "object"} if asked is None else asked.schema_)
+
+
+def arguments_schema(function: Function) -> dict[str, Any]:
+    """Return the schema of a function's arguments."""
+    given = function.parameters or {}
+    if not given or (given.keys() <= _ANNOTATIONS and given.get("properties") == {}):
+        return NO_ARGUMENTS
+    return given
+
+
+def call_grammar(functions: list[Function]) -> str:
+    """Return the grammar, in Lark, of a call that names one of the functions.
+
+    Each schema stands alone, as a document of its own: references in it, ``#`` and names of
+    ``$defs`` mean what they mean there. Line n has the schema of function n, by which
+    ``backend.openai_frontend.errors`` names the one that is wrong.
+    """
+    schemas, calls = [], []
+    for index, function in enumerate(functions):
+        schemas.append(f"arguments_{index}: %json {json.dumps(arguments_schema(function))}")
+        parts = ["{", '"name"', ":", json.dumps(function.name), ",", '"parameters"', ":"]
+        texts = " BLANKS? ".join(json.dumps(part) for part in parts)
+        calls.append(f'call_{index}: {texts} BLANKS? arguments_{index} BLANKS? "}}"')
+    start = "start: " + " | ".join(f"call_{index}" for index in range(len(functions)))
+    return "\n".join([*schemas, *calls, start, _BLANKS])
+
+
+def _schema_guide(schema: dict[str, Any] | bool) -> dict[str, str]:
+    return _guide("json_schema", json.dumps(schema))
+
+
+def _guide(kind: str, text: str) -> dict[str, str]:
+    return {"guided_decoding_guide_type": kind, "guided_decoding_guide": text}
