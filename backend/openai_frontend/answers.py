@@ -93,9 +93,14 @@ class Answer:
             else TOOL_FIELDS
         )
         pieces = triton.generate(self.prompts, self.options, fields)
-        if not self.body.stream:
-            return await until_gone(request, self._whole(pieces, choices, head))
-        first = await anext(pieces)  # what is wrong with a request has a status of its own
+        answer = self._streamed if self.body.stream else self._whole
+        return await until_gone(request, answer(pieces, choices, head))
+
+    async def _streamed(
+        self, pieces: AsyncIterator[Piece], choices: list[Choice], head: dict[str, Any]
+    ) -> Response:
+        """Return a stream once it has something: what is wrong with a request has a status."""
+        first = await anext(pieces)
         return StreamingResponse(
             self._events(first, pieces, choices, head), media_type="text/event-stream"
         )
@@ -165,8 +170,15 @@ class Counts:
         }
 
 
+_LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""What JSON may have as it is, but readers of lines, such as httpx's, take for the end of one."""
+
+
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    text = json.dumps(body, ensure_ascii=False)
+    for character, escape in _LINE_ENDS.items():
+        text = text.replace(character, escape)
+    return f"data: {text}\n\n"
 
 
 async def _text(triton: Triton, prompt: str | list[int]) -> str:
