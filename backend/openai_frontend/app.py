@@ -4,19 +4,20 @@
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 
 from backend.openai_frontend.answers import Answer, tensors
+from backend.openai_frontend.bodies import read_body
 from backend.openai_frontend.choices import CHAT, COMPLETION, Style
+from backend.openai_frontend.edge import REQUEST_ID, Guard, RequestIds
 from backend.openai_frontend.errors import ApiError, handle_errors
 from backend.openai_frontend.guides import guide_of
 from backend.openai_frontend.schema import (
@@ -34,10 +35,6 @@ from backend.openai_frontend.triton import Triton
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's own for completions."""
 DEFAULT_CHAT_TOKENS = 256
-OPEN_PATHS = ("/", "/health")
-"""What needs no key: the page has no secrets (what it shows asks for the key), and probes have
-none.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,30 +78,24 @@ def create_app(settings: FrontEnd) -> FastAPI:
         yield
         await app.state.triton.close()
 
-    def authorise(request: Request) -> None:
-        if request.url.path in OPEN_PATHS:
-            return
-        given = request.headers.get("authorization", "").encode()
-        if settings.api_key and not hmac.compare_digest(
-            given, f"Bearer {settings.api_key}".encode()
-        ):
-            raise ApiError(401, "the API key is missing or wrong")
-
     app = FastAPI(
         title="Spindle",
         lifespan=lifespan,
         max_body_size=settings.max_body_bytes,
         docs_url=None,
         redoc_url=None,
-        dependencies=[Depends(authorise)],
+        openapi_url=None,
     )
+    app.add_middleware(Guard, api_key=settings.api_key)
     if settings.origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
         )
+    app.add_middleware(RequestIds)
     handle_errors(app)
     _add_status(app, settings)
     _add_tokens(app, settings)
@@ -137,7 +128,8 @@ def _add_status(app: FastAPI, settings: FrontEnd) -> None:
 
 def _add_tokens(app: FastAPI, settings: FrontEnd) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await read_body(request, TokenizeRequest)
         settings.check_model(body.model)
         text = body.prompt if body.messages is None else settings.prompt(body.messages, body.tools)
         triton = request.app.state.triton
@@ -149,7 +141,8 @@ def _add_tokens(app: FastAPI, settings: FrontEnd) -> None:
         }
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = await read_body(request, DetokenizeRequest)
         settings.check_model(body.model)
         return {"prompt": await request.app.state.triton.detokenize(body.tokens)}
 
@@ -170,7 +163,8 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
         return model()
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
+        body = await read_body(request, CompletionRequest)
         settings.check_model(body.model)
         most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         # the text model writes one token at least: it never sees a max_tokens of 0
@@ -181,7 +175,8 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
         )
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    async def chat(request: Request) -> Response:
+        body = await read_body(request, ChatRequest)
         settings.check_model(body.model)
         called = body.tool_choice is None or body.tool_choice.type != "none"
         prompt = settings.prompt(body.messages, body.tools if called else None)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
-
-logger = logging.getLogger(__name__)
 
 _EXPECTED = {
     "string": "a string",
@@ -36,6 +32,8 @@ _CODES = {401: "invalid_api_key", 405: "method_not_supported"}
 _MOST_SHOWN = 60
 _SCHEMA_LINE = re.compile(r": at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
 """An error in a grammar of ``backend.openai_frontend.guides``: line n has the schema of tool n."""
+RETRY_AFTER_S = 1
+"""When a client may try again: a full queue has places before long. It waits longer by itself."""
 
 FIELDS = {
     "text_input": "prompt",
@@ -62,9 +60,9 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(_printable(message))
         self.status = status
-        self.param = param
+        self.param = None if param is None else _printable(param)
         self.code = code or _CODES.get(status)
 
     def body(self) -> dict[str, Any]:
@@ -76,13 +74,16 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Return it as a response."""
-        return JSONResponse(self.body(), self.status)
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else None
+        return JSONResponse(self.body(), self.status, headers)
 
 
 def wrong(message: str, field: str = "", code: str = "invalid_value") -> PydanticCustomError:
     """Return the error of a validator; ``field`` where it is not the validator's own."""
     return PydanticCustomError(
-        "wrong", "{message}", {"message": message, "field": field, "code": code}
+        "wrong",
+        "{message}",
+        {"message": _printable(message), "field": _printable(field), "code": code},
     )
 
 
@@ -109,13 +110,15 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return what is wrong with a body, by pydantic's first error."""
     error = errors[0]
     kind, context = error["type"], error.get("ctx", {})
-    param = _path([*error["loc"][1:], context.get("field", "")])
+    place = list(error["loc"])
+    if place[-1:] == ["[key]"]:  # the name before it has lost what is no text
+        place[-2:] = [error["input"]]
+    param = path_of([*place, context.get("field", "")]) or ""
     if kind == "wrong":
-        return ApiError(400, context["message"], param, context["code"])
-    if kind == "json_invalid":
-        return ApiError(400, f"The body is not JSON: {context.get('error', error['msg'])}")
-    if param is None:
-        return ApiError(400, "The body must be a JSON object, with Content-Type: application/json")
+        message = context["message"]
+        if context["code"] == "invalid_type":
+            message = f"Invalid type for '{param}': {message}"
+        return ApiError(400, message, param or None, context["code"])
     if kind == "missing":
         return ApiError(
             400, f"Missing required parameter: '{param}'", param, "missing_required_parameter"
@@ -127,7 +130,7 @@ def _invalid_value(
     kind: str, param: str, context: Mapping[str, Any], error: Mapping[str, Any]
 ) -> ApiError:
     """Return what is wrong with the value of a field."""
-    given, code = _shown(error.get("input")), "invalid_value"
+    given, code = shown(error.get("input")), "invalid_value"
     expected = _EXPECTED.get(kind.partition("_")[0])
     if kind == "literal_error":
         message = (
@@ -145,17 +148,19 @@ def _invalid_value(
         message = (
             f"Invalid '{param}': expected at least {context['min_length']} of them, but got {given}"
         )
+    elif kind == "string_pattern_mismatch":
+        message = (
+            f"Invalid '{param}': expected a string that matches {context['pattern']}, "
+            f"but got {given}"
+        )
     else:
-        message = f"Invalid '{param}': {error['msg'].lower()}, but got {given}"
+        reason = error["msg"][:1].lower() + error["msg"][1:]
+        message = f"Invalid '{param}': {reason}, but got {given}"
     return ApiError(400, message, param, code)
 
 
 def handle_errors(app: FastAPI) -> None:
     """Have an application answer every error in OpenAI's form."""
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return invalid_body(error.errors()).response()
 
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> Response:
@@ -168,22 +173,21 @@ def handle_errors(app: FastAPI) -> None:
             message = f"Invalid URL: {request.method} {request.url.path}"
         return ApiError(error.status_code, message).response()
 
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> Response:
-        logger.error("a request failed", exc_info=error)
-        return ApiError(500, "internal error").response()
 
-
-def _path(parts: Sequence[Any]) -> str | None:
+def path_of(parts: Sequence[Any]) -> str | None:
     """Return the place of an error as OpenAI writes it: ``messages[0].role``."""
     path = ""
     for part in parts:
-        path += (
-            f"[{part}]" if isinstance(part, int) else f".{part}" if part and part != "[key]" else ""
-        )
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if part else ""
     return path.removeprefix(".") or None
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as an error shows it: JSON, cut off where it is long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+def _printable(text: str) -> str:
+    """Return a text with its lone surrogates, which no answer can have, written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from backend.openai_frontend.errors import wrong
+from backend.openai_frontend.errors import shown, wrong
 
 INT32 = 2**31 - 1
 MOST_PROMPTS = 256
@@ -67,7 +67,14 @@ class _Body(BaseModel):
 
 
 def _stop(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str) else _one_of(value, list, "an array of strings")
+
+
+def _one_of(value: Any, kind: type, name: str) -> Any:
+    """Return a value that may also be a string. Raises where it is neither."""
+    if not isinstance(value, kind):
+        raise wrong(f"expected a string or {name}, but got {shown(value)}", code="invalid_type")
+    return value
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -215,7 +222,9 @@ class ContentPart(_Body):
 
 
 def _parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    return _one_of(value, list, "an array of content parts")
 
 
 class CalledFunction(_Body):
@@ -344,7 +353,7 @@ class ToolChoice(_Body):
 
 
 def _tool_choice(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else value
+    return {"type": value} if isinstance(value, str) else _one_of(value, dict, "an object")
 
 
 class ChatRequest(Options):

@@ -1,0 +1,109 @@
+"""Reads a request's body: JSON of one of the kinds in ``schema``, or an error that says what it is
+not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from backend.openai_frontend.errors import ApiError, invalid_body, path_of
+from backend.openai_frontend.schema import IGNORED
+
+MOST_LEVELS = 500
+"""Arrays and objects inside each other; Python's own limit is about 900."""
+_GZIP = b"\x1f\x8b"
+_MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """Return the body of a request. Raises ApiError."""
+    return parse(await request.body(), request.headers, kind)
+
+
+def parse(data: bytes, headers: Mapping[str, str], kind: type[Body]) -> Body:
+    """Return the body of a request with these headers. Raises ApiError."""
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_json = re.fullmatch(r"application/([\w.-]+\+)?json", media_type) is not None
+    given = _decode(data, headers.get("content-encoding", "")) if data and is_json else None
+    if not isinstance(given, dict):
+        raise ApiError(400, "The body must be a JSON object, with Content-Type: application/json")
+    try:
+        body = kind.model_validate(given)
+    except ValidationError as error:
+        raise invalid_body(error.errors(include_url=False)) from None
+    if _MAY_BE_SURROGATE.search(data):
+        _refuse_surrogates({name: given[name] for name in given if not _is_ignored(kind, name)})
+    return body
+
+
+def _decode(data: bytes, encoding: str) -> Any:
+    """Return the JSON value that a body is. Raises ApiError."""
+    if encoding.lower() not in ("", "identity") or data.startswith(_GZIP):
+        name = encoding or "gzip"
+        raise ApiError(400, f"The body is compressed ({name}), which is not served: send it plain")
+    try:
+        value = json.loads(data)
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"The body is not JSON: {error.msg} at character {error.pos}") from None
+    except UnicodeDecodeError as error:
+        byte = f"byte {data[error.start]:#04x} at offset {error.start}"
+        raise ApiError(400, f"The body is not JSON: it is not UTF-8, {byte}") from None
+    except RecursionError:
+        raise _nested() from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise ApiError(400, f"The body has an integer of more than {most} digits") from None
+    if data.count(b"[") + data.count(b"{") > MOST_LEVELS and _levels(value) > MOST_LEVELS:
+        raise _nested()
+    return value
+
+
+def _nested() -> ApiError:
+    return ApiError(400, f"The body is nested too deeply: more than {MOST_LEVELS} levels")
+
+
+def _levels(value: Any) -> int:
+    """Return how deeply arrays and objects are nested in a value."""
+    level, count = [value], 0
+    while level := [node for node in level if isinstance(node, (dict, list))]:
+        level = [c for node in level for c in (node.values() if isinstance(node, dict) else node)]
+        count += 1
+    return count
+
+
+def _is_ignored(kind: type[BaseModel], name: str) -> bool:
+    field = kind.model_fields.get(name)
+    extra = field.json_schema_extra if field is not None else None
+    return isinstance(extra, dict) and extra.get("fate") == IGNORED
+
+
+def _refuse_surrogates(value: Any) -> None:
+    """Raise ApiError for half a surrogate pair, which is no text: an emoji that was cut in two."""
+    for path, text in _texts(value, ()):
+        if found := _SURROGATE.search(text):
+            param = path_of(path)
+            message = f"'{param}' has a lone surrogate, {found[0]}, at character {found.start()}"
+            raise ApiError(400, message, param, "invalid_value")
+
+
+def _texts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the texts of a value, keys among them, and where they are."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield (*path, name), name
+            yield from _texts(item, (*path, name))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, (*path, index))

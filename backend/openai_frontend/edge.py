@@ -1,0 +1,86 @@
+"""What every request passes before its route: the id of its answer, and the key."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from backend.openai_frontend.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+OPEN_PATHS = ("/", "/health")
+"""What needs no key: the page has no secrets (what it shows asks for the key), and probes have
+none.
+"""
+_USABLE_ID = re.compile(r"[!-~]{1,200}")
+
+
+class RequestIds:
+    """Every answer has the header ``x-request-id``: the request's own, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        name = given if _USABLE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = name
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+class Guard:
+    """Refuses a request without the key before its body is read, and answers one whose route
+    raised: within CORS, so that the pages of a site that may call can read both.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._api_key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if not self._is_allowed(scope):
+            refusal = ApiError(401, "the API key is missing or wrong").response()
+            await refusal(scope, receive, send)
+            return
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if begun:
+                raise  # the server closes the connection
+            logger.exception("request %s failed", scope["state"]["request_id"])
+            await ApiError(500, "internal error").response()(scope, receive, send)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        if not self._api_key or scope["path"] in OPEN_PATHS:
+            return True
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = values[0].partition(b" ") if values else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)
