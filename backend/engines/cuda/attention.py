@@ -1,0 +1,265 @@
+"""Attention of decoding and verification over paged KV, for a batch of chains and trees.
+
+Row r of the batch owns the query tokens ``first[r]`` to ``first[r + 1]``. A query attends to all
+committed keys of its row (positions below ``start[r]``) and, among the row's new tokens, to those
+whose bit is set in its 64-bit ancestor word: itself and its ancestors.
+
+Contexts are cut into splits of a fixed number of tokens, so a row's partial results, and the order
+they are merged in, do not depend on the rest of the batch. All lengths are read from device memory:
+one launch serves every step that fits the bucket, and may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_NEW_TOKENS = 64
+"""New tokens of a row in one pass: bits of an ancestor word."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend_split(
+    q_ptr,
+    kv_ptr,
+    table_ptr,
+    start_ptr,
+    first_ptr,
+    ancestors_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale,
+    table_stride,
+    partial_rows,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(first_ptr + row)
+    count = tl.load(first_ptr + row + 1) - first
+    start = tl.load(start_ptr + row)
+    keys = start + count
+    begin = split * SPLIT
+    if (count <= 0) | (begin >= keys):
+        return
+    end = tl.minimum(begin + SPLIT, keys)
+
+    lane = tl.arange(0, BLOCK_M)  # query token `token` of the row, head `member` of the group
+    token, member = lane // GROUP, lane % GROUP
+    is_query = (token < count) & (token < MOST)
+    columns = tl.arange(0, DIM)
+    query_row = ((first + token).to(tl.int64) * KV_HEADS + head) * GROUP + member
+    queries = tl.load(
+        q_ptr + query_row[:, None] * DIM + columns[None, :], mask=is_query[:, None], other=0.0
+    )
+    word = tl.load(ancestors_ptr + first + token, mask=is_query, other=0)
+
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    out = tl.zeros((BLOCK_M, DIM), tl.float32)
+    for at in range(begin, end, TILE):
+        key = at + tl.arange(0, TILE)
+        exists = key < end
+        if TILE == PAGE:
+            page = tl.load(table_ptr + row * table_stride + at // PAGE).to(tl.int64)
+            tile = (page * 2 * KV_HEADS + head) * PAGE * DIM + tl.arange(0, TILE) * DIM
+        else:
+            page = tl.load(table_ptr + row * table_stride + key // PAGE, mask=exists, other=0).to(
+                tl.int64
+            )
+            tile = (page * 2 * KV_HEADS + head) * PAGE * DIM + (key % PAGE) * DIM
+        k = tl.load(kv_ptr + tile[None, :] + columns[:, None], mask=exists[None, :], other=0.0)
+        v = tl.load(
+            kv_ptr + (tile + KV_HEADS * PAGE * DIM)[:, None] + columns[None, :],
+            mask=exists[:, None],
+            other=0.0,
+        )
+        score = tl.dot(queries, k)
+        if SOFTCAP > 0.0:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            squashed = 1.0 - 2.0 / (tl.exp2(score * (scale * 2.0 / SOFTCAP * _LOG2_E)) + 1.0)
+            score = squashed * (SOFTCAP * _LOG2_E)
+        else:
+            score = score * (scale * _LOG2_E)
+        new = key - start  # >= 0 for the row's new tokens
+        is_ancestor = (word[:, None] >> tl.maximum(new, 0)[None, :].to(tl.int64)) & 1
+        seen = exists[None, :] & ((new < 0)[None, :] | (is_ancestor != 0))
+        if WINDOW > 0:
+            depth = tl.zeros((BLOCK_M,), tl.int32)
+            for bit in tl.static_range(MOST):
+                depth += ((word >> bit) & 1).to(tl.int32)
+            oldest = start + depth - WINDOW  # position + 1 - WINDOW
+            seen = seen & (key[None, :] >= oldest[:, None])
+        score = tl.where(seen, score, float("-inf"))
+        greatest = tl.maximum(best, tl.max(score, 1))
+        base = tl.where(greatest == float("-inf"), 0.0, greatest)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(best - base)
+        total = total * shrink + tl.sum(weight, 1)
+        out = out * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
+        best = greatest
+    lse = tl.where(total > 0, best + tl.log2(total), float("-inf"))
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    at_partial = split * partial_rows + query_row
+    tl.store(lse_ptr + at_partial, lse, mask=is_query)
+    tl.store(
+        partial_ptr + at_partial[:, None] * DIM + columns[None, :], out, mask=is_query[:, None]
+    )
+
+
+@triton.jit
+def _merge_splits(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    start_ptr,
+    first_ptr,
+    partial_rows,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(first_ptr + row)
+    count = tl.load(first_ptr + row + 1) - first
+    if token >= count:
+        return
+    keys = tl.load(start_ptr + row) + count
+    columns = tl.arange(0, DIM)
+    query_row = (first + token).to(tl.int64) * HEADS + head
+    best = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    out = tl.zeros((DIM,), tl.float32)
+    for split in range(0, (keys + SPLIT - 1) // SPLIT):  # in order: the same sum every time
+        lse = tl.load(lse_ptr + split * partial_rows + query_row + tl.arange(0, 1))
+        greatest = tl.maximum(best, lse)
+        base = tl.where(greatest == float("-inf"), 0.0, greatest)
+        shrink, weight = tl.exp2(best - base), tl.exp2(lse - base)
+        part = tl.load(partial_ptr + (split * partial_rows + query_row) * DIM + columns)
+        out = out * shrink + part * weight
+        total = total * shrink + weight
+        best = greatest
+    tl.store(out_ptr + query_row * DIM + columns, (out / total).to(out_ptr.dtype.element_ty))
+
+
+class PagedAttention:
+    """Buffers for the partial results of a bucket, and the launch of its two kernels.
+
+    ``max_tokens`` and ``max_keys`` bound the query tokens of a pass and the keys of a row;
+    ``window`` (0: none) is a sliding window in tokens, ``softcap`` (0: none) bounds the scores.
+    """
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        page: int,
+        max_tokens: int,
+        max_keys: int,
+        device: str | torch.device,
+        split: int = 512,
+        tile: int = 64,
+        warps: int = 4,
+        stages: int = 3,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        if split % tile or (tile != page and tile % page and page % tile):
+            raise ValueError(
+                f"split {split} must be a multiple of tile {tile}, tile and page {page} of each other"
+            )
+        self.heads, self.kv_heads, self.dim, self.page = heads, kv_heads, dim, page
+        self.split, self.tile, self.warps, self.stages = split, tile, warps, stages
+        self.window, self.softcap = window, softcap
+        self.splits = -(-max_keys // split)
+        self.partial = torch.empty(self.splits, max_tokens * heads, dim, device=device)
+        self.lse = torch.empty(self.splits, max_tokens * heads, device=device)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        table: torch.Tensor,
+        start: torch.Tensor,
+        first: torch.Tensor,
+        ancestors: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        most: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write the attention of queries ``q`` [tokens, heads, dim] into ``out``, same shape.
+
+        ``kv`` is [blocks, 2, kv_heads, page, dim], ``table`` int32[rows, blocks of a row],
+        ``start`` int32[rows], ``first`` int32[rows + 1], ``ancestors`` int64[tokens]. ``most``
+        bounds the new tokens of a row.
+        """
+        rows, group = len(start), self.heads // self.kv_heads
+        rows_of_partial = self.lse.shape[1]
+        _attend_split[(rows, self.kv_heads, self.splits)](
+            q,
+            kv,
+            table,
+            start,
+            first,
+            ancestors,
+            self.partial,
+            self.lse,
+            scale,
+            table.stride(0),
+            rows_of_partial,
+            KV_HEADS=self.kv_heads,
+            GROUP=group,
+            DIM=self.dim,
+            PAGE=self.page,
+            MOST=most,
+            BLOCK_M=max(16, triton.next_power_of_2(most * group)),
+            SPLIT=self.split,
+            TILE=self.tile,
+            WINDOW=self.window,
+            SOFTCAP=self.softcap,
+            num_warps=self.warps,
+            num_stages=self.stages,
+        )
+        _merge_splits[(rows, most, self.heads)](
+            self.partial,
+            self.lse,
+            out,
+            start,
+            first,
+            rows_of_partial,
+            HEADS=self.heads,
+            DIM=self.dim,
+            SPLIT=self.split,
+            num_warps=1,
+        )
+        return out
+
+
+def ancestor_words(parents: list[int]) -> list[int]:
+    """Return the ancestor words of a row's new tokens, as signed 64-bit integers.
+
+    Token 0 is the row's last committed token; token n + 1 is node n, whose parent is node
+    ``parents[n]``, or token 0 where that is -1. A chain is ``[-1, 0, 1, ...]``.
+
+    Raises ValueError for more than ``MAX_NEW_TOKENS`` tokens.
+    """
+    if len(parents) >= MAX_NEW_TOKENS:
+        raise ValueError(f"{len(parents)} nodes: a row has at most {MAX_NEW_TOKENS - 1}")
+    words = [1]
+    for node, parent in enumerate(parents):
+        words.append(words[parent + 1] | 1 << node + 1)
+    return [word - (1 << 64) if word >> 63 else word for word in words]

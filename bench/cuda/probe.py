@@ -1,0 +1,149 @@
+"""What decides the CUDA engine's design, measured on a GPU in a few minutes:
+``python -m bench.cuda.probe PART... --out FOLDER``, or ``all``.
+
+Every part leaves FOLDER/PART.json as soon as it is done. Parts share a process; one that breaks the
+CUDA context is recorded, and the parts after it get a new process. ``--rehearse`` runs small
+shapes on a CPU under Triton's interpreter (set TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+PARTS = {
+    "warm": "compile the kernels of later parts in parallel",
+    "machine": "copy bandwidth, bf16 products, kernels in a row in a graph",
+    "products": "the 8B's five products at 1 to 640 rows: cuBLAS and our own tilings",
+    "attention": "paged attention over splits and tiles",
+    "steps": "whole 8B steps by rows and tokens: cuBLAS and our own product",
+    "bits": "equality of a row's bits alone and in a batch, decoding and verifying",
+    "draws": "the draw, the copy to the host, a replay's host time",
+    "table": "8B step times by rows, tokens and context: a latency table",
+    "heads": "a draft head's and a 1B draft's step times",
+    "prefill": "chunks of a prompt through the products and torch's attention",
+    "pipelining": "two half batches in two streams against one batch, a 1B draft",
+}
+SEED = 20261126
+
+
+def main() -> None:
+    """Run parts in the order given; the exit status is 0, for failures are in the files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "all"], metavar="PART")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit", type=float, default=420.0, metavar="S", help="for all parts")
+    parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    parts = list(PARTS) if "all" in args.parts else args.parts
+    end_s = time.monotonic() + args.limit
+    if args.inside:
+        run_parts(parts, args.out, end_s, rehearse=args.rehearse)
+        return
+    while parts:
+        left_s = end_s - time.monotonic()
+        command = ["-m", "bench.cuda.probe", *parts, "--out", str(args.out)]
+        command += ["--limit", f"{left_s:.0f}", "--inside"]
+        if args.rehearse:
+            command.append("--rehearse")
+        try:
+            subprocess.run([sys.executable, *command], timeout=max(left_s, 1) + 20, check=False)
+        except subprocess.TimeoutExpired:
+            print("killed: time is up", flush=True)
+            return
+        begun = [part for part in parts if (args.out / f"{part}.json").exists()]
+        if not begun:
+            return
+        parts = parts[parts.index(begun[-1]) + 1 :]
+
+
+def run_parts(parts: list[str], out: Path, end_s: float, *, rehearse: bool) -> None:
+    """Run parts one after the other; return early where the CUDA context is broken."""
+    import torch
+
+    from bench.cuda import parts as functions
+
+    probe = functions.Probe(end_s, rehearse=rehearse)
+    for name in parts:
+        start = time.monotonic()
+        path = out / f"{name}.json"
+        report: dict[str, Any] = {
+            "part": name,
+            "what": PARTS[name],
+            "gpu": probe.gpu,
+            "versions": versions(),
+            "seed": SEED,
+            "command": ["python", "-m", "bench.cuda.probe", *parts],
+            "rehearsal": rehearse,
+            "status": "begun",
+        }
+        path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+        print(f"--- {name}: {PARTS[name]} ({probe.left_s():.0f} s left)", flush=True)
+        try:
+            with torch.inference_mode():
+                torch.manual_seed(SEED)
+                found = getattr(functions, name)(probe)
+            report |= {"status": "ok"} | found
+        except Exception:
+            report |= {"status": "failed", "error": traceback.format_exc()[-2500:]}
+            print(report["error"], flush=True)
+        report["wall_s"] = round(time.monotonic() - start, 1)
+        path.write_text(json.dumps(report, indent=1, default=str) + "\n", "utf-8")
+        try:
+            probe.empty()
+        except Exception:  # a sticky error of CUDA: the next parts need a new process
+            print("the CUDA context is broken", flush=True)
+            os._exit(1)
+
+
+def warm_in_parallel(shards: int, *, rehearse: bool) -> float:
+    """Compile the kernels of later parts in processes; return the seconds it took."""
+    start = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_warm, args=(n, shards, rehearse)) for n in range(shards)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=90)
+        worker.kill()
+    return time.monotonic() - start
+
+
+def _warm(shard: int, shards: int, rehearse: bool) -> None:
+    from bench.cuda import parts as functions
+
+    probe = functions.Probe(time.monotonic() + 90, rehearse=rehearse)
+    for index, launch in enumerate(functions.variants(probe)):
+        if index % shards == shard:
+            try:
+                launch()
+            except Exception as error:  # the part itself reports it
+                print(f"variant {index}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of what is measured; None for what is not installed."""
+    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for package in ("torch", "triton", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""The CUDA engine's kernels against plain torch: on a GPU, or under Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from backend.engines.cuda.attention import MAX_NEW_TOKENS, PagedAttention, ancestor_words
+from backend.engines.cuda.draw import Draw
+from backend.engines.cuda.layers import add_rms_norm, rotate_and_store, silu_mul
+from backend.engines.cuda.linear import Tiling, linear
+from backend.request import SamplingParams
+from backend.sampling.draw import HEAD
+from backend.sampling.draw import draw as host_draw
+from backend.sampling.laws import target_laws
+from backend.sampling.randomness import word
+from tests.cuda.cases import attention_reference, paged_case
+
+pytestmark = pytest.mark.slow
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHAIN = [-1, 0, 1, 2]
+TREE = [-1, -1, 0, 0, 1, 2, 4]
+# The interpreter multiplies bf16 wrongly.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+# Triton multiplies fp32 as tf32 on a GPU.
+FP32_ERROR = 1e-5 if DEVICE == "cpu" else 2e-3
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    found, wanted = found.cpu().double(), wanted.cpu().double()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def attention(tile: int = 32, page: int = 32, **options: float) -> PagedAttention:
+    return PagedAttention(
+        heads=8,
+        kv_heads=2,
+        dim=64,
+        page=page,
+        max_tokens=64,
+        max_keys=256,
+        device=DEVICE,
+        split=64,
+        tile=tile,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("contexts", "trees"),
+    [
+        ([0, 5, 63, 130], [[]] * 4),
+        ([1, 40, 200], [CHAIN] * 3),
+        ([7, 31, 32, 170], [TREE, [], CHAIN, TREE]),
+    ],
+    ids=["decode", "chains", "trees and others"],
+)
+@pytest.mark.parametrize(("tile", "page"), [(32, 32), (64, 32), (32, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_attention(
+    contexts: list[int], trees: list[list[int]], tile: int, page: int, dtype: torch.dtype
+) -> None:
+    case = paged_case(8, 2, 64, page, contexts, trees, dtype, DEVICE)
+    attend = attention(tile, page)
+    attend.partial.fill_(float("nan"))
+    attend.lse.fill_(float("nan"))
+    out = torch.full_like(case.q, float("nan"))
+    attend(*case.tensors, out, most=case.most, scale=0.125)
+    wanted = attention_reference(case, 0.125)
+    assert relative_error(out, wanted) < (FP32_ERROR if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("trees", [[[], [], []], [CHAIN, TREE, []]])
+def test_attention_of_a_row_has_the_same_bits_alone(trees: list[list[int]]) -> None:
+    case = paged_case(8, 2, 64, 32, [3, 60, 200], trees, HALF, DEVICE)
+    attend = attention()
+    together = attend(*case.tensors, torch.empty_like(case.q), most=8, scale=0.125)
+    for row in range(3):
+        alone = case.row(row)
+        out = attend(*alone.tensors, torch.empty_like(alone.q), most=8, scale=0.125)
+        first, last = case.first[row], case.first[row + 1]
+        assert torch.equal(out, together[first:last])
+
+
+def test_attention_within_a_window_and_with_capped_scores() -> None:
+    case = paged_case(8, 2, 64, 32, [3, 90, 200], [CHAIN, TREE, []], torch.float32, DEVICE)
+    attend = attention(window=48, softcap=2.0)
+    out = attend(*case.tensors, torch.empty_like(case.q), most=8, scale=0.125)
+    wanted = attention_reference(case, 0.125, window=48, softcap=2.0)
+    assert relative_error(out, wanted) < FP32_ERROR
+    assert relative_error(out, attention_reference(case, 0.125)) > 0.01
+
+
+def test_ancestor_words() -> None:
+    assert ancestor_words(CHAIN) == [0b1, 0b11, 0b111, 0b1111, 0b11111]
+    assert ancestor_words([-1, -1, 1]) == [0b1, 0b11, 0b101, 0b1101]
+    assert ancestor_words(list(range(-1, 62)))[-1] == -1
+    with pytest.raises(ValueError, match="at most 63"):
+        ancestor_words([-1] * MAX_NEW_TOKENS)
+
+
+def test_add_rms_norm() -> None:
+    x, residual = torch.randn(2, 5, 192, device=DEVICE)
+    weight = torch.rand(192, device=DEVICE) + 0.5
+    total = x + residual
+    wanted = torch.nn.functional.rms_norm(total, (192,), weight, 1e-5)
+    out = torch.empty_like(x)
+    add_rms_norm(x, residual, weight, 1e-5, out)
+    assert torch.equal(residual, total)
+    assert relative_error(out, wanted) < 1e-6
+    add_rms_norm(None, residual, weight, 1e-5, out.fill_(0))
+    assert torch.equal(residual, total)
+    assert relative_error(out, wanted) < 1e-6
+
+
+def test_rotate_and_store() -> None:
+    tokens, heads, kv_heads, dim, page = 3, 4, 2, 32, 16
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=DEVICE)
+    angle = torch.rand(64, dim // 2, device=DEVICE) * 6
+    position = torch.tensor([5, 0, 63], dtype=torch.int32, device=DEVICE)
+    place = torch.tensor([7, 33, 16], dtype=torch.int32, device=DEVICE)
+    q = torch.empty(tokens, heads, dim, device=DEVICE)
+    kv = torch.full((3, 2, kv_heads, page, dim), float("nan"), device=DEVICE)
+    rotate_and_store(qkv, q, kv, angle.cos(), angle.sin(), position, place)
+    parts = qkv.view(tokens, -1, dim)
+    low, high = parts.chunk(2, -1)
+    cos, sin = (f(angle[position.long()])[:, None] for f in (torch.cos, torch.sin))
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    assert relative_error(q, rotated[:, :heads]) < 1e-6
+    for token, (block, offset) in enumerate([(0, 7), (2, 1), (1, 0)]):
+        stored = kv[block, :, :, offset]
+        assert relative_error(stored[0], rotated[token, heads : heads + kv_heads]) < 1e-6
+        assert torch.equal(stored[1], parts[token, heads + kv_heads :])
+    assert int(kv.isnan().any(-1).sum()) == 3 * 2 * kv_heads * page - 3 * 2 * kv_heads
+
+
+def test_silu_mul() -> None:
+    x = torch.randn(3, 2 * 1500, device=DEVICE)
+    out = silu_mul(x, torch.empty(3, 1500, device=DEVICE))
+    gate, up = x.chunk(2, -1)
+    assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1e-6
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_linear(swap: bool, rows: int) -> None:
+    x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(96, 256, device=DEVICE)
+    bias = torch.randn(96, device=DEVICE)
+    tiling = Tiling(columns=32, inner=64, swap=swap)
+    out = linear(x, weight, torch.empty(rows, 96, device=DEVICE), bias, tiling=tiling)
+    assert relative_error(out, x.double() @ weight.T.double() + bias.double()) < FP32_ERROR
+    alone = linear(x[:1], weight, torch.empty(1, 96, device=DEVICE), bias, tiling=tiling)
+    assert torch.equal(out[:1], alone) or rows > 16  # a tile of 32 rows is another instruction
+
+
+def test_linear_refuses_shapes_that_are_no_multiple() -> None:
+    x, weight = torch.zeros(1, 64, device=DEVICE), torch.zeros(40, 64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"weight \(40, 64\)"):
+        linear(x, weight, torch.empty(1, 40, device=DEVICE))
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.6])
+def test_draw_is_the_hosts(temperature: float) -> None:
+    rows, vocab = (24, 3000) if DEVICE == "cpu" else (512, 128256)
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2.5
+    words = np.array([word(seed, 100 + seed) for seed in range(rows)], np.uint64)
+    laws = target_laws(logits, [SamplingParams(temperature=temperature)] * rows)
+    wanted = host_draw(laws, words)
+    drawn = _drawn(logits, words, [temperature] * rows)
+    assert drawn == wanted
+    tails = sum(float(laws[row, token]) < HEAD for row, token in enumerate(wanted))
+    assert tails or temperature == 0.3
+
+
+def test_draw_of_bounded_greedy_and_broken_rows() -> None:
+    vocab = 700
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(3))
+    logits[1, [20, 600]] = 9.0
+    logits[2] = float("nan")
+    logits[3, 5:] = float("-inf")
+    words = np.arange(5, dtype=np.uint64)
+    bound = [float("-inf")] * 4 + [float(logits[4].topk(3).values[-1])]
+    drawn = _drawn(logits, words, [0.0, 0.0, 0.0, 1.0, 1.0], bound)
+    assert drawn[:3] == [int(logits[0].argmax()), 20, -1]
+    assert 0 <= drawn[3] < 5
+    laws = target_laws(logits[4:], [SamplingParams(temperature=1.0, top_k=3)])
+    assert drawn[4:] == host_draw(laws, words[4:])
+
+
+def _drawn(
+    logits: torch.Tensor,
+    words: np.ndarray,  # type: ignore[type-arg]
+    temperature: list[float],
+    bound: list[float] | None = None,
+) -> list[int]:
+    rows, vocab = logits.shape
+    tokens = torch.full((rows,), -7, dtype=torch.int32, device=DEVICE)
+    Draw(rows, vocab, DEVICE, chunk=256 if DEVICE == "cpu" else 4096)(
+        logits.to(DEVICE),
+        torch.tensor(temperature, device=DEVICE),
+        torch.tensor(bound or [float("-inf")] * rows, device=DEVICE),
+        torch.from_numpy(words.view(np.int64)).to(DEVICE),
+        tokens,
+    )
+    found: list[int] = tokens.cpu().tolist()
+    return found
