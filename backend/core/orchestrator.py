@@ -88,6 +88,7 @@ class Orchestrator:
     def submit(self, session: Session) -> None:
         """Hand over a session; it will get exactly one final reply."""
         session.arrived_s = self._clock()
+        session.k_max = self._k_max
         limit_s = session.request.timeout_s
         session.deadline_s = session.arrived_s + (
             self._max_request_s if limit_s is None else min(limit_s, self._max_request_s)

@@ -92,6 +92,8 @@ class Session:
         self.finish_reason: FinishReason | None = None
         self.output_tokens = 0
         self.drafts: dict[str, tuple[int, int]] = {}  # (proposed, accepted)
+        self.verified_steps: list[tuple[int, int]] = []  # (proposed, accepted) of each, in order
+        self.k_max = 0  # the longest proposal of any request, in tokens
         self.logits_bytes = 0  # of those that it keeps until they are sent, at the most
         self.control = False  # of a canary's two arms the one that takes the fixed choice
         self.group = hash(
@@ -153,6 +155,7 @@ class Session:
 
     def speculated(self, proposal: Proposal, accepted: int) -> None:
         """Count a verified proposal of which so many tokens were committed."""
+        self.verified_steps.append((len(proposal), accepted))
         proposed, before = self.drafts.get(proposal.draft, (0, 0))
         self.drafts[proposal.draft] = proposed + len(proposal), before + accepted
 
@@ -201,7 +204,8 @@ class Session:
         counts = (sequence.prompt_tokens, self.output_tokens, self.drafted, self.accepted)
         blocks = (sequence.new_blocks, sequence.reused_blocks)
         seed = None if sequence.sampling.greedy else sequence.sampling.seed
-        return Usage(*counts, times_s, *blocks, dict(self.drafts), seed)
+        steps = self.verified_steps, self.k_max
+        return Usage(*counts, times_s, *blocks, dict(self.drafts), seed, *steps)
 
     def _append(self, token: int) -> None:
         self.sequence.tokens.append(token)

@@ -111,7 +111,7 @@ class Final(Chunk, frozen=True, kw_only=True, tag=True):
 
     ``seed`` is None for greedy. ``drafts`` are (name, proposed, accepted) tokens; ``times_s`` when
     it arrived, was first admitted, and got its first and its last token; ``kv_blocks`` the new and
-    the reused ones.
+    the reused ones; ``verified_steps`` and ``k_max`` as in ``Usage``.
     """
 
     finish_reason: FinishReason
@@ -123,6 +123,8 @@ class Final(Chunk, frozen=True, kw_only=True, tag=True):
     drafts: list[tuple[str, int, int]] = []
     times_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     kv_blocks: tuple[int, int] = (0, 0)
+    verified_steps: list[tuple[int, int]] = []
+    k_max: int = 0
 
 
 class Failed(Message, frozen=True, kw_only=True, tag=True):

@@ -45,6 +45,8 @@ class Replies:
             drafts=[(name, *counts) for name, counts in usage.drafts.items()],
             times_s=usage.times_s,
             kv_blocks=(usage.new_blocks, usage.reused_blocks),
+            verified_steps=usage.verified_steps,
+            k_max=usage.k_max,
             **self._produced(delta),
         )
 

@@ -3,7 +3,8 @@ tritonserver.
 
 ``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: who
 calls must have it; ``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
-``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template.
+``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template;
+``OPENAI_SPEC_DECODE_METRICS``: ``none``, ``summary`` or ``detailed``.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def main() -> None:
         api_key=environment.get("OPENAI_API_KEY") or "",
         metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
         version=version(),
+        spec_decode_metrics=settings.spec_decode_metrics,
         origins=tuple(filter(None, (environment.get("OPENAI_CORS_ORIGINS") or "").split(","))),
     )
     uvicorn.run(

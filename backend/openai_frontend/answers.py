@@ -17,6 +17,7 @@ from backend.openai_frontend.choices import COMPLETION, Choice, Style
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
 from backend.openai_frontend.hangup import until_gone
 from backend.openai_frontend.schema import Options
+from backend.openai_frontend.speculation import Speculation
 from backend.openai_frontend.triton import Piece, Triton
 
 
@@ -54,6 +55,7 @@ def tensors(
         "exclude_input_in_output": True,
         "return_num_input_tokens": True,
         "return_num_output_tokens": True,
+        "return_perf_metrics": True,
         "return_log_probs": None if top is None else True,
         "return_top_log_probs": top,
         "return_prompt_log_probs": True if echo and top is not None else None,
@@ -64,13 +66,14 @@ def tensors(
 @dataclass(slots=True)
 class Answer:
     """The texts that a body asks for: ``n`` for each of the ``prompts``, in the order of the
-    choices.
+    choices. ``spec_decode_metrics``: how much of ``metrics.speculative_decoding`` they bring.
     """
 
     body: Options
     style: Style
     prompts: list[str | list[int]]
     options: dict[str, Any]
+    spec_decode_metrics: str = "summary"
 
     async def response(self, request: Request, triton: Triton) -> Response:
         """Ask Triton and return its answer. A client that hangs up ends its request. Raises
@@ -108,36 +111,43 @@ class Answer:
     async def _whole(
         self, pieces: AsyncIterator[Piece], choices: list[Choice], head: dict[str, Any]
     ) -> Response:
-        counts = Counts(self.style.silent)
+        counts, speculation = Counts(self.style.silent), Speculation(self.spec_decode_metrics)
         async for piece in pieces:
             self._choice(choices, piece).add(piece)
             counts.add(piece)
+            speculation.add(piece)
+        head = {**head, "object": self.style.kind.whole}
         made = [choice.whole() for choice in choices]
         return JSONResponse(
-            {**head, "object": self.style.kind.whole, "choices": made, "usage": counts.usage()}
+            {**head, "choices": made, "usage": counts.usage(), **speculation.metrics()}
         )
 
     async def _events(
         self, first: Piece, pieces: Any, choices: list[Choice], head: dict[str, Any]
     ) -> AsyncIterator[str]:
         """Yield server-sent events; the requests are cancelled when nobody listens any more."""
-        counts, options = Counts(self.style.silent), self.body.stream_options
-        head = {**head, "object": self.style.kind.part}
+        counts, speculation = Counts(self.style.silent), Speculation(self.spec_decode_metrics)
+        options, head = self.body.stream_options, {**head, "object": self.style.kind.part}
+        with_usage = options is not None and options.include_usage
         async with aclosing(pieces):
             piece: Piece | None = first
             try:
                 while piece is not None:
                     choice = self._choice(choices, piece)
                     choice.add(piece)
-                    if (made := choice.part()) is not None:
-                        yield _event({**head, "choices": [made]})
                     counts.add(piece)
+                    speculation.add(piece)
+                    if (made := choice.part()) is not None:
+                        ended = all(choice.reason is not None for choice in choices)
+                        last = speculation.metrics() if ended and not with_usage else {}
+                        yield _event({**head, "choices": [made], **last})
                     piece = await anext(pieces, None)
             except ApiError as error:
                 yield _event(error.body())
                 return
-            if options is not None and options.include_usage:
-                yield _event({**head, "choices": [], "usage": counts.usage()})
+            if with_usage:
+                usage = {"choices": [], "usage": counts.usage()}
+                yield _event({**head, **usage, **speculation.metrics()})
             yield "data: [DONE]\n\n"
 
     def _choice(self, choices: list[Choice], piece: Piece) -> Choice:

@@ -50,6 +50,7 @@ class FrontEnd:
     origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 1024 * 1024
     metrics_url: str = ""
+    spec_decode_metrics: str = "summary"
     version: str = ""
 
     def check_model(self, name: str | None) -> None:
@@ -170,9 +171,8 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
         # the text model writes one token at least: it never sees a max_tokens of 0
         options = tensors(body, max(1, most), echo=body.echo, top=body.logprobs)
         style = Style(COMPLETION, body.logprobs is not None, echo=body.echo, silent=most == 0)
-        return await Answer(body, style, body.prompt, options).response(
-            request, request.app.state.triton
-        )
+        answer = Answer(body, style, body.prompt, options, settings.spec_decode_metrics)
+        return await answer.response(request, request.app.state.triton)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -191,6 +191,5 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
             style = replace(
                 style, calls=settings.template.calls, names=tuple(body.function_names())
             )
-        return await Answer(body, style, [prompt], options).response(
-            request, request.app.state.triton
-        )
+        answer = Answer(body, style, [prompt], options, settings.spec_decode_metrics)
+        return await answer.response(request, request.app.state.triton)

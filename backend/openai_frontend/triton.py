@@ -39,7 +39,8 @@ class Piece:
     """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason``, the counts and
     the ``seed`` of a sampled text come with its last piece.
 
-    ``tokens`` are there where they were asked for, and with the first piece ``prompt_tokens``.
+    ``acceptance_histogram`` and the two lists by step are the outputs of these names. ``tokens``
+    are there where they were asked for, and with the first piece ``prompt_tokens``.
     """
 
     prompt: int
@@ -49,6 +50,10 @@ class Piece:
     input_tokens: int = 0
     output_tokens: int = 0
     seed: int | None = None
+    draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    per_step_drafted: list[int] = field(default_factory=list)
+    per_step_accepted: list[int] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     prompt_tokens: list[Token] = field(default_factory=list)
 
@@ -168,6 +173,10 @@ def _piece(result: Any, names: Mapping[str, str]) -> Piece:
         array = result.as_numpy(name)
         return 0 if array is None else int(array.item())
 
+    def numbers(name: str) -> list[int]:
+        array = result.as_numpy(name)
+        return [] if array is None else array.ravel().tolist()
+
     text, reason = result.as_numpy("text_output").item().decode(), result.as_numpy("finish_reason")
     seed = result.as_numpy("seed")
     if reason is not None and reason.item().startswith(b"error:"):
@@ -182,6 +191,10 @@ def _piece(result: Any, names: Mapping[str, str]) -> Piece:
         number("num_input_tokens"),
         number("num_output_tokens"),
         None if seed is None else seed.item(),
+        number("total_draft_tokens"),
+        numbers("acceptance_histogram"),
+        numbers("per_step_drafted"),
+        numbers("per_step_accepted"),
         _tokens(result, "output_tokens", "output_log_probs", "top"),
         _tokens(result, "prompt_tokens", "prompt_log_probs", "prompt_top"),
     )

@@ -77,6 +77,12 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         ("draft", "arm"),
     ),
     Family(
+        "spindle_verified_proposals_total",
+        _C,
+        "Proposals that were verified, one per request and step, by draft and arm",
+        ("draft", "arm"),
+    ),
+    Family(
         "spindle_draft_tokens_by_position_total",
         _C,
         "Tokens proposed, by draft and position (from 1)",

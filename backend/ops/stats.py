@@ -47,6 +47,10 @@ class Usage:
     reused_blocks: int = 0
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     seed: int | None = None
+    verified_steps: list[tuple[int, int]] = field(default_factory=list)
+    """(proposed, accepted) tokens of each step that verified a proposal, in order."""
+    k_max: int = 0
+    """The longest proposal of any request, in tokens."""
 
 
 @dataclass(slots=True)
@@ -319,6 +323,8 @@ class StepStats:
         verified, followed = (int(c[rows].sum()) for c in (outcome.verified, outcome.followed))
         self._stats.count("spindle_draft_tokens_total", verified, draft=name, arm=arm)
         self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
+        proposals = int((outcome.verified[rows] > 0).sum())
+        self._stats.count("spindle_verified_proposals_total", proposals, draft=name, arm=arm)
         most = int(length.max())
         for kind, lengths in (("draft", length), ("accepted", outcome.accepted[rows])):
             reaching = enumerate(_reaching(lengths, most), 1)

@@ -246,6 +246,7 @@ def encode_final(message: Final, earlier: Seq[Chunk], wanted: Wanted) -> dict[st
     lists = {name: [value] for name, value in outputs.items()}
     if wanted.perf_metrics:
         lists |= _by_draft(message.drafts)
+        lists |= _by_step(message.verified_steps, message.k_max)
     return encode_chunk([*earlier, message], wanted) | {
         name: _batch_of_one(name, values) for name, values in lists.items()
     }
@@ -260,6 +261,19 @@ def _by_draft(drafts: Seq[Seq[Any]]) -> dict[str, list[Any]]:
         "draft_names": [name.encode() for name in names],
         "draft_tokens": proposed,
         "accepted_draft_tokens": accepted,
+    }
+
+
+def _by_step(steps: Seq[tuple[int, int]], most: int) -> dict[str, list[int]]:
+    """Return the outputs of (proposed, accepted) tokens of each step that verified a proposal."""
+    accepted = [tokens for _, tokens in steps]
+    histogram = np.bincount(np.array(accepted, np.int64), minlength=most + 1).tolist()
+    if not steps:
+        return {"acceptance_histogram": histogram}
+    return {
+        "acceptance_histogram": histogram,
+        "per_step_drafted": [tokens for tokens, _ in steps],
+        "per_step_accepted": accepted,
     }
 
 

@@ -342,6 +342,21 @@ _SHARED_OUTPUTS = (
     _f("draft_tokens", "INT32", _ANY, "proposed by each of them", added=True),
     _f("accepted_draft_tokens", "INT32", _ANY, "of these, accepted", added=True),
     _f(
+        "acceptance_histogram",
+        "INT32",
+        _ANY,
+        "at place j: the steps that accepted exactly j proposed tokens",
+        added=True,
+    ),
+    _f(
+        "per_step_drafted",
+        "INT32",
+        _ANY,
+        "tokens proposed in each step that verified a proposal, in order; absent where none did",
+        added=True,
+    ),
+    _f("per_step_accepted", "INT32", _ANY, "of these, accepted", added=True),
+    _f(
         "finish_reason",
         "STRING",
         _ONE,

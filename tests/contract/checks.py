@@ -113,7 +113,7 @@ def counts(served: Served) -> None:
     rows = {(s.id, len(tokens)): row for s, tokens, _, row in deployment.drafting.recorded}
     drafts, trimmed = deployment.drafting.names, deployment.policy.trimmed
     greedy = {session.id: session.sequence.sampling.greedy for session in served.sessions}
-    replied: dict[int, Counter[str]] = {session.id: Counter() for session in served.sessions}
+    steps: dict[int, list[tuple[int, int]]] = {session.id: [] for session in served.sessions}
     for outcome in deployment.policy.outcomes:
         nodes, unused = [], []
         for request, emitted in zip(
@@ -133,7 +133,8 @@ def counts(served: Served) -> None:
             for proposal in row.unused:
                 of_it = recounted(proposal, drafts, tokens, 0)
                 unused.append((request, of_it["draft"], of_it["accepted"], of_it["scored"]))
-            replied[request].update(drafted=expected["verified"], accepted=expected["followed"])
+            if expected["verified"]:
+                steps[request].append((expected["verified"], expected["followed"]))
         columns = outcome.node_draft, outcome.node_confidence, outcome.node_drawn, outcome.node_held
         assert [*zip(*(c.tolist() for c in columns), strict=True)] == nodes, "fates of nodes"
         assert Counter(unused) <= Counter(free_rows(outcome)), "what free drafts would have had"
@@ -141,20 +142,20 @@ def counts(served: Served) -> None:
     for (name, *labels), value in deployment.counters().items():
         totals[name] += value
         assert name != "spindle_fallback_total", f"fallback: {labels}"
-    told = sum(replied.values(), Counter())
-    assert totals["spindle_draft_tokens_total"] == told["drafted"], "metrics"
-    assert totals["spindle_accepted_tokens_total"] == told["accepted"], "metrics"
+    every = [step for of_one in steps.values() for step in of_one]
+    assert totals["spindle_verified_proposals_total"] == len(every), "metrics"
+    assert totals["spindle_draft_tokens_total"] == sum(k for k, _ in every), "metrics"
+    assert totals["spindle_accepted_tokens_total"] == sum(taken for _, taken in every), "metrics"
     committed = sum(done.values()) - sum(s.sequence.prompt_tokens for s in served.sessions)
     assert totals["spindle_emitted_tokens_total"] == committed, "metrics"
     for session in served.sessions:
         assert done[session.id] == len(session.sequence.tokens), "counts of tokens"
-        usage = session.sink.usage
-        if usage is not None:
-            assert usage.output_tokens == len(session.sequence.tokens) - usage.input_tokens
-            said = usage.drafted, usage.accepted
-            assert said == (replied[session.id]["drafted"], replied[session.id]["accepted"]), (
-                "usage"
-            )
+        usage = session.sink.usage or session.usage()  # cancelled ones count what they drafted, too
+        assert usage.output_tokens == len(session.sequence.tokens) - usage.input_tokens
+        assert usage.verified_steps == steps[session.id], "steps of a request"
+        sums = tuple(map(sum, zip(*usage.verified_steps, strict=True))) or (0, 0)
+        assert (usage.drafted, usage.accepted) == sums, "usage"
+        assert usage.k_max == K_MAX >= max((taken for _, taken in usage.verified_steps), default=0)
 
 
 def paths(proposal: Proposal) -> list[tuple[int, ...]]:

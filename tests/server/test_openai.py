@@ -448,6 +448,32 @@ def test_a_request_may_do_without_speculation(client, fronted):
     )
     fronted.wait_until(lambda: counted()[0] >= before[0] + 60, 10)
     assert counted()[1] == before[1]
+    plain = client.completions.create(**options, extra_body={"num_draft_tokens": 0})
+    counts = plain.metrics["speculative_decoding"]
+    assert (counts["num_spec_steps"], counts["num_draft_tokens"]) == (0, 0)
+    assert counts["mean_acceptance_length"] == 1.0
+
+
+@pytest.mark.parametrize("texts", [1, 4])
+def test_how_proposals_did_comes_once_at_the_root_of_whole_and_streamed_answers(client, texts):
+    prompts = ["guess ", "again "][: 1 + (texts > 1)]
+    asked = {"model": "fake", "prompt": prompts, "n": 1 + (texts > 1), "max_tokens": 40}
+    whole = client.completions.create(**asked, seed=1)
+    plain = list(client.completions.create(**asked, seed=1, stream=True))
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    with_usage = list(client.completions.create(**asked, seed=1, **usage))
+    for stream in plain, with_usage:
+        assert not [chunk for chunk in stream[:-1] if "metrics" in chunk.model_extra]
+    assert (len(plain[-1].choices), len(with_usage[-1].choices)) == (1, 0)
+    for answer in whole, plain[-1], with_usage[-1]:
+        counts = answer.metrics["speculative_decoding"]
+        histogram, steps = counts["acceptance_histogram"], counts["num_spec_steps"]
+        accepted = sum(tokens * count for tokens, count in enumerate(histogram))
+        assert (sum(histogram), len(histogram)) == (steps, counts["num_spec_tokens"] + 1)
+        assert accepted == counts["num_accepted_draft_tokens"] <= counts["num_draft_tokens"]
+        assert counts["mean_acceptance_length"] == 1 + accepted / steps
+        assert counts["draft_acceptance_rate"] == accepted / counts["num_draft_tokens"]
+        assert 0 < accepted + steps <= 40 * texts
 
 
 def test_texts_are_tokenized_and_back(fronted):

@@ -48,6 +48,7 @@ FINAL = {
     "accepted_draft_tokens": 6,
 }
 FINAL |= {"drafts": [("small", 5, 4), ("lookup", 3, 2)], "seed": 2**64 - 1}
+FINAL |= {"verified_steps": [(3, 3), (3, 1), (2, 2)], "k_max": 4}
 FINAL |= {"times_s": [time_ns / 1e9 for time_ns in TIMES.values()], "kv_blocks": (5, 2)}
 
 
@@ -477,6 +478,9 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
         "draft_names": [b"small", b"lookup"],
         "draft_tokens": [5, 3],
         "accepted_draft_tokens": [4, 2],
+        "acceptance_histogram": [0, 1, 1, 1, 0],
+        "per_step_drafted": [3, 3, 2],
+        "per_step_accepted": [3, 1, 2],
         "cum_log_probs": [-0.75],
         "output_log_probs": [-0.5],
         "batch_index": [2],
@@ -498,10 +502,11 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
 
 
 def test_no_draft_tokens_mean_an_acceptance_rate_of_zero():
-    message = Final(**FINAL | {"draft_tokens": 0, "accepted_draft_tokens": 0, "drafts": []})
-    outputs = encode_final(message, [], Wanted(perf_metrics=True))
+    none = {"draft_tokens": 0, "accepted_draft_tokens": 0, "drafts": [], "verified_steps": []}
+    outputs = encode_final(Final(**FINAL | none), [], Wanted(perf_metrics=True))
     assert outputs["acceptance_rate"].tolist() == [[0.0]]
-    assert "draft_names" not in outputs
+    assert outputs["acceptance_histogram"].tolist() == [[0] * 5]
+    assert not {"draft_names", "per_step_drafted", "per_step_accepted"} & set(outputs)
 
 
 def test_the_committed_table_of_tensors_is_the_rendered_one():

@@ -61,6 +61,14 @@ def test_traces_go_nowhere_unless_asked_for_and_then_at_triton_s_rate():
     assert read_settings({"TRACE_URL": url, "TRACE_RATE": "0"}).trace_rate == 0
 
 
+def test_the_level_of_speculation_counts_is_one_of_vllm_s():
+    name = "OPENAI_SPEC_DECODE_METRICS"
+    levels = [read_settings({name: level}).spec_decode_metrics for level in ("", "detailed")]
+    assert levels == ["summary", "detailed"]
+    with pytest.raises(LaunchError, match="one of summary, detailed, none, got 'full'"):
+        read_settings({name: "full"})
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [

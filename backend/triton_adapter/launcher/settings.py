@@ -30,6 +30,8 @@ PORTS = (
     ("OPENAI_PORT", "--openai-port", 9000),
 )
 """Environment variable, option of the command line and default of each port."""
+SPEC_DECODE_METRICS = ("summary", "detailed", "none")
+"""Levels of ``metrics.speculative_decoding`` in OpenAI responses; the first is the default."""
 
 
 class LaunchError(Exception):
@@ -50,6 +52,7 @@ class Settings:
     trace_url: str = ""
     trace_rate: int = DEFAULT_TRACE_RATE
     openai_port: int = 0
+    spec_decode_metrics: str = SPEC_DECODE_METRICS[0]
 
     @property
     def client_host(self) -> str:
@@ -63,8 +66,8 @@ class Settings:
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG`` and
-    ``TRACE_*``. Raises LaunchError.
+    """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG``,
+    ``OPENAI_SPEC_DECODE_METRICS`` and ``TRACE_*``. Raises LaunchError.
     """
     ports = [
         _port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS
@@ -77,9 +80,12 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         )
     config = Path(environment.get("SPINDLE_CONFIG") or DEFAULT_CONFIG).absolute()
     trace = _trace(environment.get("TRACE_URL") or "", environment.get("TRACE_RATE") or "")
-    return Settings(
-        environment.get("BIND") or "127.0.0.1", http, grpc, metrics, config, *trace, openai
-    )
+    level = environment.get("OPENAI_SPEC_DECODE_METRICS") or SPEC_DECODE_METRICS[0]
+    if level not in SPEC_DECODE_METRICS:
+        choices = ", ".join(SPEC_DECODE_METRICS)
+        raise LaunchError(f"OPENAI_SPEC_DECODE_METRICS must be one of {choices}, got {level!r}")
+    bind = environment.get("BIND") or "127.0.0.1"
+    return Settings(bind, http, grpc, metrics, config, *trace, openai, level)
 
 
 def _trace(url: str, rate: str) -> tuple[str, int]:
