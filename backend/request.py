@@ -177,7 +177,8 @@ class GenerationRequest:
     one of token ids, and gets token ids: ``text_input`` is empty then, and words and weights (token
     id, addend) come as ids as well. With ``prompt_token_ids`` only the prompt is one of ids, and
     the request gets text. ``timeout_s`` is the client's own limit on the request's life. ``guide``
-    is a grammar of the kind ``guide_type`` that the output must follow.
+    is a grammar of the kind ``guide_type`` that the output must follow. ``fit_max_tokens`` lowers
+    ``max_tokens`` to what fits.
     """
 
     text_input: str
@@ -217,3 +218,4 @@ class GenerationRequest:
     top_p_min: float | None = None
     top_p_reset_id: int | None = None
     remember: bool = True
+    fit_max_tokens: bool = False

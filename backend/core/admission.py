@@ -43,9 +43,8 @@ class Admission:
         if not self._ledger.fits_ever(_life_tokens(session)):
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
-                f"prompt of {session.sequence.prompt_tokens} tokens and max_tokens "
-                f"{session.request.max_tokens} need more KV cache "
-                "than this server has",
+                f"max_tokens {session.request.max_tokens} and a prompt of "
+                f"{session.sequence.prompt_tokens} tokens need more KV cache than this server has",
             )
         if len(self._queue) >= self._max_queued:
             raise RequestError(

@@ -12,7 +12,7 @@ from backend.core.session import ReplySink, Session
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
 from backend.sampling.options import sampling_params
-from backend.sequence import Sequence
+from backend.sequence import BLOCK_TOKENS, Sequence
 from backend.tokenizer import IncrementalDecoder, Tokenizer
 
 NO_END_ID = -1
@@ -38,6 +38,7 @@ class Preparation:
         check_ids(request, self.vocab_size)
         ids = request.input_ids or request.prompt_token_ids
         prompt = list(ids) if ids else self._encoded(request.text_input)
+        request = self._fitted(request, len(prompt))
         check_lengths(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
         check_served(request, self.config.target.kind.refuses)
         limit = self.config.limits.max_logits_bytes
@@ -69,6 +70,15 @@ class Preparation:
         session.logits_bytes = logits_bytes
         session.control = self.in_control(session.id)
         return session
+
+    def _fitted(self, request: GenerationRequest, prompt_tokens: int) -> GenerationRequest:
+        """Return the request with no more ``max_tokens`` than there is room, where it asks so."""
+        limits, k_max = self.config.limits, self.config.policy.k_max
+        in_kv = limits.kv_cache_tokens // BLOCK_TOKENS * BLOCK_TOKENS - (k_max + 1)
+        left = max(1, min(self.max_context_tokens, in_kv) - prompt_tokens)
+        if not request.fit_max_tokens or request.max_tokens <= left:
+            return request
+        return replace(request, max_tokens=left)
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, self.config.add_special_tokens)

@@ -16,16 +16,22 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from backend.openai_frontend.choices import COMPLETION, Choice, Style
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
 from backend.openai_frontend.hangup import until_gone
-from backend.openai_frontend.schema import Options
+from backend.openai_frontend.schema import ChatRequest, Options
 from backend.openai_frontend.speculation import Speculation
 from backend.openai_frontend.triton import Piece, Triton
 
 
 def tensors(
-    body: Options, max_tokens: int, *, echo: bool = False, top: int | None = None
+    body: Options,
+    max_tokens: int | None,
+    default: int,
+    *,
+    echo: bool = False,
+    top: int | None = None,
 ) -> dict[str, Any]:
     """Return the inputs of the text model that a body's options mean. OpenAI's temperature is 1
-    unless given.
+    unless given; without ``max_tokens`` a text has at most ``default`` tokens and what is left of
+    the context.
 
     ``top``: log-probabilities are wanted, and so many of the likeliest at each place; with ``echo``
     of the prompt, too.
@@ -42,7 +48,8 @@ def tensors(
     )
     options = {name: getattr(body, name) for name in names}
     options |= {
-        "max_tokens": max_tokens,
+        "max_tokens": default if max_tokens is None else max_tokens,
+        "fit_max_tokens": True if max_tokens is None else None,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "seed": None if body.seed is None else body.seed % 2**64,
         "stop_words": body.stop or None,
@@ -88,16 +95,18 @@ class Answer:
             "created": int(time.time()),
             "model": self.body.model,
         }
-        fields = (
-            FIELDS
-            if kind is COMPLETION
-            else CHAT_FIELDS
-            if self.style.tool is None
-            else TOOL_FIELDS
-        )
-        pieces = triton.generate(self.prompts, self.options, fields)
+        pieces = triton.generate(self.prompts, self.options, self._fields())
         answer = self._streamed if self.body.stream else self._whole
         return await until_gone(request, answer(pieces, choices, head))
+
+    def _fields(self) -> dict[str, str]:
+        """Return the fields of the tensors whose name is another one."""
+        if self.style.kind is COMPLETION:
+            return FIELDS
+        fields = CHAT_FIELDS if self.style.tool is None else TOOL_FIELDS
+        if isinstance(self.body, ChatRequest) and self.body.max_completion_tokens is not None:
+            fields = {**fields, "max_tokens": "max_completion_tokens"}
+        return fields
 
     async def _streamed(
         self, pieces: AsyncIterator[Piece], choices: list[Choice], head: dict[str, Any]

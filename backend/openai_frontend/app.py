@@ -21,6 +21,7 @@ from backend.openai_frontend.edge import REQUEST_ID, Guard, RequestIds
 from backend.openai_frontend.errors import ApiError, handle_errors
 from backend.openai_frontend.guides import guide_of
 from backend.openai_frontend.schema import (
+    INT32,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -33,8 +34,7 @@ from backend.openai_frontend.template import ChatTemplate
 from backend.openai_frontend.triton import Triton
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's own for completions."""
-DEFAULT_CHAT_TOKENS = 256
+"""OpenAI's own for completions; chats go on to the end of the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +167,11 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionRequest)
         settings.check_model(body.model)
-        most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        silent = body.max_tokens == 0
         # the text model writes one token at least: it never sees a max_tokens of 0
-        options = tensors(body, max(1, most), echo=body.echo, top=body.logprobs)
-        style = Style(COMPLETION, body.logprobs is not None, echo=body.echo, silent=most == 0)
+        most = 1 if silent else body.max_tokens
+        options = tensors(body, most, DEFAULT_MAX_TOKENS, echo=body.echo, top=body.logprobs)
+        style = Style(COMPLETION, body.logprobs is not None, echo=body.echo, silent=silent)
         answer = Answer(body, style, body.prompt, options, settings.spec_decode_metrics)
         return await answer.response(request, request.app.state.triton)
 
@@ -181,9 +182,7 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
         called = body.tool_choice is None or body.tool_choice.type != "none"
         prompt = settings.prompt(body.messages, body.tools if called else None)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        options = tensors(
-            body, body.max_completion_tokens or body.max_tokens or DEFAULT_CHAT_TOKENS, top=top
-        )
+        options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
         tool, guide = guide_of(body)
         options |= guide
         style = Style(CHAT, body.logprobs, tool, parallel=body.parallel_tool_calls)

@@ -32,6 +32,9 @@ _CODES = {401: "invalid_api_key", 405: "method_not_supported"}
 _MOST_SHOWN = 60
 _SCHEMA_LINE = re.compile(r": at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
 """An error in a grammar of ``backend.openai_frontend.guides``: line n has the schema of tool n."""
+_TOO_MANY = re.compile(r" (\d+) and a prompt of (\d+) tokens exceed the context of (\d+) tokens")
+_TOO_LONG = re.compile(r" of (\d+) tokens is over the limit of (\d+)")
+"""The text model's errors about the context."""
 RETRY_AFTER_S = 1
 """When a client may try again: a full queue has places before long. It waits longer by itself."""
 
@@ -98,12 +101,32 @@ def upstream_error(status: int, message: str, names: Mapping[str, str]) -> ApiEr
     if field == "tools" and (at := _SCHEMA_LINE.search(message)) is not None:
         field = f"tools[{int(at[1]) - 1}].function.parameters"
         return ApiError(400, f"{field} is no schema that can be served: {at[2]}", field)
-    code = (
-        "context_length_exceeded"
-        if "exceed the context" in message or "is over the limit of" in message
-        else None
-    )
-    return ApiError(status, field + message[found.end() :], field, code)
+    if (sentence := _context_exceeded(message, field, names)) is not None:
+        return ApiError(status, sentence, field, "context_length_exceeded")
+    return ApiError(status, field + message[found.end() :], field)
+
+
+def _context_exceeded(message: str, field: str, names: Mapping[str, str]) -> str | None:
+    """Return OpenAI's sentence, by which clients know the error, of the text model's own; None
+    where that is another one.
+    """
+    prompt = names.get("text_input", "prompt")
+    if found := _TOO_MANY.search(message):
+        asked, given, context = map(int, found.groups())
+        return (
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{given + asked} tokens ({given} in the {prompt}, {asked} by {field}). Please reduce "
+            f"the length of the {prompt} or {field}."
+        )
+    if found := _TOO_LONG.search(message):
+        given, most = map(int, found.groups())
+        verb = "have" if prompt == "messages" else "has"
+        return (
+            f"This model's maximum context length is {most + 1} tokens. However, the {prompt} "
+            f"{verb} {given} tokens, and at least one must be left for the completion. Please "
+            f"reduce the length of the {prompt}."
+        )
+    return None
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:

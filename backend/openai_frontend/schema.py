@@ -184,7 +184,11 @@ class CompletionRequest(Options):
         description="a text, token ids, or an array of either"
     )
     max_tokens: int | None = Field(
-        None, ge=0, le=INT32, description="16 unless given; 0 (with `echo`): the prompt alone"
+        None,
+        ge=0,
+        le=INT32,
+        description="absent: 16, or what the prompt leaves of the context if that is less; 0 (with "
+        "`echo`): the prompt alone",
     )
     echo: bool = Field(
         False, description="the prompt before each text; with `logprobs` those of its tokens, too"
@@ -363,7 +367,10 @@ class ChatRequest(Options):
         min_length=1, description="the conversation, by the model's chat template"
     )
     max_completion_tokens: int | None = Field(
-        None, ge=1, le=INT32, description="goes before max_tokens; 256 where neither is given"
+        None,
+        ge=1,
+        le=INT32,
+        description="goes before max_tokens; neither: as many as the context leaves",
     )
     logprobs: bool = Field(False, description="log-probabilities of the tokens")
     top_logprobs: int | None = Field(

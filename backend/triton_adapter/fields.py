@@ -232,6 +232,14 @@ _TEXT_INPUTS = (
     _f(
         "max_tokens", "INT32", _ONE, "1 up to what the context holds", required=True, range=Range(1)
     ),
+    _f(
+        "fit_max_tokens",
+        "BOOL",
+        _ONE,
+        "true: a max_tokens over what the prompt leaves of the context is lowered to that, not "
+        "refused",
+        added=True,
+    ),
     _f("stream", "BOOL", _ONE, "send deltas (decoupled mode only)"),
     _f("stop_words", "STRING", _ANY, "end before the first of them, wherever token borders fall"),
     _f(

@@ -213,7 +213,14 @@ BAD = [
         "invalid_type",
         'expected an integer, but got "few"',
     ),
-    ({"max_tokens": 100000}, 400, "max_tokens", "context_length_exceeded", "100000 and a prompt"),
+    (
+        {"max_tokens": 100000},
+        400,
+        "max_tokens",
+        "context_length_exceeded",
+        "maximum context length is 2048 tokens. However, you requested 100001 tokens (1 in the "
+        "prompt, 100000 by max_tokens)",
+    ),
     ({"temperature": 3}, 400, "temperature", "invalid_value", "expected a value <= 2.0, but got 3"),
     ({"temprature": 1}, 400, "temprature", "unknown_parameter", "Did you mean 'temperature'?"),
     ({"surprise": 1}, 400, "surprise", "unknown_parameter", "Unknown parameter: 'surprise'"),
@@ -305,6 +312,17 @@ BAD_CHATS = [
     ({"functions": [{"name": "x"}]}, "functions", "not served: use tools"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "how long to reason"),
     ({"max_completion_token": 5}, "max_completion_token", "Did you mean 'max_completion_tokens'?"),
+    ({"max_completion_tokens": 5000}, "max_completion_tokens", "5000 by max_completion_tokens"),
+    (
+        {"max_tokens": 5000, "n": 2, "tools": TOOLS, "tool_choice": "required"},
+        "max_tokens",
+        "5000 by max_tokens",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x" * 2100}]},
+        "messages",
+        "the messages have 2117 tokens",
+    ),
 ]
 
 
@@ -352,6 +370,30 @@ def test_a_developer_is_a_system_to_a_template_without_developers(client, fronte
         reply.choices[0].message.content
         == expected(fronted, "<system>be kind<user>hi<assistant>", 9)[0]
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("left", [1, 5, 200])
+def test_without_max_tokens_a_text_has_what_is_left_of_the_context(client, stream, left):
+    def counted(create, **body):
+        reply = create(model="fake", temperature=0, stream=stream, extra_body=KEEPS_ON, **body)
+        if not stream:
+            return reply.usage, {choice.finish_reason for choice in reply.choices}
+        *parts, last = list(reply)
+        reasons = {choice.finish_reason for part in parts for choice in part.choices}
+        return last.usage, reasons - {None}
+
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    messages = [{"role": "user", "content": "x" * (2048 - left - len("<user><assistant>"))}]
+    usage, reasons = counted(client.chat.completions.create, messages=messages, n=2, **options)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (2048 - left, 2 * left)
+    assert reasons == {"length"}
+    prompts = ["x" * (2048 - left), "y" * 2000]
+    usage, _ = counted(client.completions.create, prompt=prompts, echo=True, **options)
+    assert usage.completion_tokens == min(left, 16) + 16
+
+
+KEEPS_ON = {"ignore_eos": True}
 
 
 def test_a_logit_bias_is_added_to_the_logits_of_its_tokens(client):

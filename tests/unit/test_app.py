@@ -204,6 +204,32 @@ def test_a_run_ends_at_the_edge_of_the_context(policy):
 
 
 @pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "limits", "most"),
+    [
+        (4, 2**31 - 1, {}, 28),
+        (4, 29, {}, 28),
+        (4, 28, {}, 28),
+        (4, 5, {}, 5),
+        (31, 2**31 - 1, {}, 1),
+        (4, 999, {"max_context_tokens": 1024, "kv_cache_tokens": 256}, 256 - 9 - 4),
+    ],
+)
+def test_max_tokens_may_be_lowered_to_what_fits(prompt_tokens, max_tokens, limits, most):
+    limits = {"max_context_tokens": 32, **limits}
+    app = build(parse_config({"target": {"engine": "fake"}, "limits": limits}))
+    request = GenerationRequest("x" * prompt_tokens, max_tokens, end_id=-1, fit_max_tokens=True)
+    sink = Sink()
+    app.orchestrator.submit(app.session(request, sink))
+    while sink.reply is None:
+        app.orchestrator.step()
+    _, reason, usage = sink.reply
+    assert (reason, usage.output_tokens) == (FinishReason.LENGTH, most)
+    context = limits["max_context_tokens"]
+    with pytest.raises(RequestError, match=f"is over the limit of {context - 1}"):
+        app.session(replace(request, text_input="x" * context), sink)
+
+
+@pytest.mark.parametrize(
     ("settings", "kind"),
     [
         ({"kind": "adaptive"}, AdaptivePlanner),
@@ -307,8 +333,15 @@ SERVED_BY_TENSORRT_LLM = {
     *("end_id", "pad_id", "exclude_input_in_output", "num_draft_tokens", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bias"),
     *("embedding_bias_words", "embedding_bias_weights", "return_log_probs", "cache_salt"),
-    "remember",
-    *("input_ids", "prompt_token_ids", "stop_word_ids", "bad_word_ids", "timeout_s"),
+    *("remember", "fit_max_tokens"),
+    *(
+        "fit_max_tokens",
+        "input_ids",
+        "prompt_token_ids",
+        "stop_word_ids",
+        "bad_word_ids",
+        "timeout_s",
+    ),
     *("guide", "top_p_min", "top_p_reset_id"),  # of no effect beside what is refused
 }
 

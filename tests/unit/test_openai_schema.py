@@ -96,8 +96,28 @@ def test_a_message_of_an_answer_is_a_message_of_the_next_request():
         (
             "max_tokens 9 and a prompt of 8 tokens exceed the context of 16 tokens",
             {},
-            None,
+            "This model's maximum context length is 16 tokens. However, you requested 17 tokens "
+            "(8 in the prompt, 9 by max_tokens). Please reduce the length of the prompt or "
+            "max_tokens.",
             "max_tokens",
+            "context_length_exceeded",
+        ),
+        (
+            "max_tokens 9 and a prompt of 8 tokens exceed the context of 16 tokens",
+            {"text_input": "messages", "max_tokens": "max_completion_tokens"},
+            "This model's maximum context length is 16 tokens. However, you requested 17 tokens "
+            "(8 in the messages, 9 by max_completion_tokens). Please reduce the length of the "
+            "messages or max_completion_tokens.",
+            "max_completion_tokens",
+            "context_length_exceeded",
+        ),
+        (
+            "text_input of 20 tokens is over the limit of 15",
+            {"text_input": "messages"},
+            "This model's maximum context length is 16 tokens. However, the messages have 20 "
+            "tokens, and at least one must be left for the completion. Please reduce the length of "
+            "the messages.",
+            "messages",
             "context_length_exceeded",
         ),
         ("the engine failed", {"text_input": "prompt"}, None, None, None),
@@ -111,7 +131,7 @@ def test_the_model_s_own_refusal_names_the_field(message, names, told, param, co
 def test_salt_and_not_being_remembered_reach_the_text_model():
     def sent(**options):
         body = CompletionRequest.model_validate({"model": "m", "prompt": "p", **options})
-        return {k: v for k, v in tensors(body, 4).items() if k in ("cache_salt", "remember")}
+        return {k: v for k, v in tensors(body, 4, 16).items() if k in ("cache_salt", "remember")}
 
     assert sent() == sent(remember=True) == {}
     assert sent(cache_salt="a", remember=False) == {"cache_salt": "a", "remember": False}
