@@ -1,6 +1,7 @@
 """The OpenAI front end by the real ``openai`` client, over the real tritonserver."""
 
 import json
+import re
 import signal
 import socket
 import time
@@ -516,6 +517,38 @@ def test_how_proposals_did_comes_once_at_the_root_of_whole_and_streamed_answers(
         assert counts["mean_acceptance_length"] == 1 + accepted / steps
         assert counts["draft_acceptance_rate"] == accepted / counts["num_draft_tokens"]
         assert 0 < accepted + steps <= 40 * texts
+
+
+def test_the_counts_of_all_answers_add_up_to_the_counters(client, fronted):
+    names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+
+    def counted():
+        shown = get(fronted, "/metrics", Authorization=f"Bearer {KEY}")[1]
+        kinds = ("drafts", "draft_tokens", "accepted_tokens")
+        found = [
+            re.search(rf"(?m)^vllm:spec_decode_num_{kind}_total (\d+)$", shown) for kind in kinds
+        ]
+        return [int(count[1]) for count in found]
+
+    before = counted()
+    while before != (now := (time.sleep(1.1), counted())[1]):  # they are told twice a second
+        before = now
+    variations = ({}, {"n": 2}, {"prompt": ["one ", "two "]}, {"num_draft_tokens": 2})
+    variations += ({"logprobs": 1}, {"stop": "e"}, {"temperature": 0}, {"num_draft_tokens": 0})
+    total = [0, 0, 0]
+    for seed, variation in enumerate(variations):
+        asked = {"model": "fake", "prompt": f"{seed} ", "max_tokens": 30, "seed": seed}
+        for stream in False, True:
+            status, text, _ = post(
+                fronted, "/v1/completions", asked | variation | {"stream": stream}
+            )
+            assert status == 200
+            last = text.removesuffix("data: [DONE]\n\n").rpartition("data: ")[2]
+            counts = json.loads(last)["metrics"]["speculative_decoding"]
+            total = [so_far + counts[name] for so_far, name in zip(total, names, strict=True)]
+    assert 0 < total[0] <= total[2] + total[0] <= 30 * 20
+    expected = [count + own for count, own in zip(before, total, strict=True)]
+    fronted.wait_until(lambda: counted() == expected, 10)
 
 
 def test_texts_are_tokenized_and_back(fronted):

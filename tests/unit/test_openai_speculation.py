@@ -3,6 +3,7 @@
 import pytest
 
 from backend.openai_frontend.speculation import Speculation
+from backend.openai_frontend.status import VLLM_COUNTERS, with_vllm_counters
 from backend.openai_frontend.triton import Piece
 
 ONE = {
@@ -61,3 +62,22 @@ def test_steps_are_listed_in_detail_where_there_is_one_text():
 @pytest.mark.parametrize(("texts", "level"), [((ONE,), "none"), ((), "summary")])
 def test_nothing_is_sent_where_it_is_off_or_nothing_has_ended(texts, level):
     assert counts(*texts, level=level) == {}
+
+
+def test_vllm_s_counters_are_sums_over_drafts_and_arms():
+    metrics = """# TYPE spindle_draft_tokens_total counter
+spindle_draft_tokens_total{arm="planner",draft="a b"} 5
+spindle_draft_tokens_total{arm="fixed",draft="suffix"} 1234567890
+spindle_draft_tokens_by_position_total{draft="suffix",position="1"} 7
+spindle_accepted_tokens_total{arm="planner",draft="suffix"} 3
+"""
+    shown = with_vllm_counters(metrics)
+    assert shown.startswith(metrics)
+    samples = [line for line in shown[len(metrics) :].splitlines() if line[0] != "#"]
+    assert samples == [
+        "vllm:spec_decode_num_drafts_total 0",
+        "vllm:spec_decode_num_draft_tokens_total 1234567895",
+        "vllm:spec_decode_num_accepted_tokens_total 3",
+    ]
+    for name in VLLM_COUNTERS.values():
+        assert f"# TYPE {name} counter\n" in shown
