@@ -1,5 +1,5 @@
 """``python -m backend.engine_process --config FILE --socket PATH``: load, warm up, serve the socket
-until SIGTERM or the parent's death.
+until SIGTERM.
 """
 
 from __future__ import annotations

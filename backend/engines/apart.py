@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any
 
+from backend import lifeline
 from backend.config import LogConfig
 from backend.engines.port import Completion, Engine, EngineLimits, Turn
 from backend.engines.seen import Seen
@@ -70,6 +70,7 @@ class _Known:
 class _Child:
     process: BaseProcess
     pipe: Connection
+    lifeline: Connection
     ready: bool = False
 
 
@@ -192,12 +193,14 @@ class EngineApart:
     def _launch(self) -> _Child:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
+        reader, writer = context.Pipe(duplex=False)
         process = context.Process(
-            target=serve, args=(theirs, self._make, self.name), name=self.name, daemon=True
+            target=serve, args=(theirs, reader, self._make, self.name), name=self.name, daemon=True
         )
         process.start()
         theirs.close()
-        return _Child(process, ours)
+        reader.close()
+        return _Child(process, ours, writer)
 
     def _is_ready(self) -> bool:
         child = self._child
@@ -284,15 +287,17 @@ class EngineApart:
         return replace(completion, sequence_id=turn.sequence.id)
 
 
-def serve(pipe: Connection, make: Callable[[Count], Engine], name: str) -> None:
+def serve(
+    pipe: Connection, lifeline_end: Connection, make: Callable[[Count], Engine], name: str
+) -> None:
     """Make an engine and ask it what comes through the pipe, until that is closed (the child's
     only function).
     """
+    lifeline.die_when_closed(lifeline_end.fileno())
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal's Ctrl-C reaches the whole group; the parent decides
     set_up_logging(name, LogConfig())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     counts: list[tuple[str, float, dict[str, str]]] = []
 
     def count(metric: str, amount: float = 1, **labels: str) -> None:
@@ -308,13 +313,6 @@ def serve(pipe: Connection, make: Callable[[Count], Engine], name: str) -> None:
     except Exception as error:
         logger.exception("%s ends", name)
         pipe.send(("died", str(error)))
-
-
-def _end_with_parent() -> None:
-    """Leave no process behind that keeps a GPU's memory, whatever the engine is at."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _ask_until_closed(pipe: Connection, engine: Engine, counts: list[Any]) -> None:
@@ -353,6 +351,7 @@ def _end(child: _Child) -> None:
     child.process.kill()
     child.process.join()
     child.pipe.close()
+    child.lifeline.close()
 
 
 def _closed(_count: Count) -> Engine:

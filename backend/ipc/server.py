@@ -142,7 +142,6 @@ class Server:
         self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
         self._started_s = monotonic()
         self._drain_until_s: float | None = None
-        self._parent = os.getppid()
 
     def post(self, connection: Connection, message: Message) -> None:
         """Send a message when the IO thread next runs."""
@@ -163,8 +162,7 @@ class Server:
         self._drain_until_s = monotonic() + limit_s
 
     def serve(self) -> bool:
-        """Serve until drained, or until the parent process has died; False when the loop ended by
-        itself or hangs.
+        """Serve until drained; False when the loop ended by itself or hangs.
 
         The socket file appears complete, by a rename.
         """
@@ -175,7 +173,7 @@ class Server:
         )
         loop.start()
         next_stats_s = monotonic()
-        while not self._done() and self._is_well(loop) and os.getppid() == self._parent:
+        while not self._done() and self._is_well(loop):
             for key, events in self._selector.select(timeout=0.1):
                 self._handle(key, events)
             self._flush_dirty()

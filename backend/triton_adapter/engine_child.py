@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 from time import monotonic
 
+from backend import lifeline
 from backend.triton_adapter.paths import PROJECT_ROOT, engine_python
-from backend.triton_adapter.tied import tied
 
 logger = logging.getLogger(__name__)
 
@@ -21,24 +21,10 @@ STABLE_S = 30.0
 
 
 class EngineChild:
-    """Keeps one engine process alive from ``start`` to ``stop``; its own thread starts it, so that
-    both live equally long.
-    """
+    """Keeps one engine process alive from ``start`` to ``stop``."""
 
     def __init__(self, config: Path, socket: Path) -> None:
-        python = engine_python()
-        self._command = tied(
-            python,
-            [
-                python,
-                "-m",
-                "backend.engine_process",
-                "--config",
-                str(config),
-                "--socket",
-                str(socket),
-            ],
-        )
+        self._arguments = ["--config", str(config), "--socket", str(socket)]
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._came_up = False
@@ -95,8 +81,13 @@ class EngineChild:
 
     def _run_once(self) -> int:
         """Run the process to its end and return its status."""
-        self._process = subprocess.Popen(
-            self._command, cwd=PROJECT_ROOT, env=engine_environment(), start_new_session=True
+        python = engine_python()
+        self._process = lifeline.start(
+            python,
+            [python, "-m", "backend.engine_process", *self._arguments],
+            cwd=PROJECT_ROOT,
+            env=engine_environment(),
+            start_new_session=True,
         )
         logger.info("engine process %d started", self._process.pid)
         return self._process.wait()

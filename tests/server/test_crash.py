@@ -256,7 +256,7 @@ def test_a_killed_launcher_takes_everything_with_it(start_service):
     while any(map(is_running, tree)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [pid for pid in tree if is_running(pid)] == []
-    assert service.shared_memory()
+    assert service.shared_memory() == []
     assert len(service.run_folders()) == 1
     start_service(
         TMPDIR=str(service.log.parent)

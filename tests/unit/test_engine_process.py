@@ -1,7 +1,6 @@
 """The real engine process over its real socket, with the fake engine."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -209,26 +208,6 @@ def test_another_protocol_version_is_turned_away(start):
     client.until(Hello)
     with pytest.raises(EOFError):
         client.receive()
-
-
-def test_it_ends_with_its_parent(start, tmp_path):
-    file, path, pid_file = tmp_path / "serving.json", tmp_path / "engine.sock", tmp_path / "pid"
-    file.write_text(json.dumps(CONFIG))
-    script = (
-        f"{sys.executable} -m backend.engine_process --config {file} --socket {path} & echo "
-        f"$! > {pid_file}; sleep 60"
-    )
-    parent = subprocess.Popen(["sh", "-c", script], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    parent.kill()
-    parent.wait()
-    while os.path.exists(f"/proc/{pid_file.read_text().strip()}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert not path.exists()
 
 
 def test_a_bad_configuration_is_an_exit_status_and_a_sentence(start):

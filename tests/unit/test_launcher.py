@@ -241,19 +241,6 @@ def test_the_process_tree_is_found_and_killed():
     parent.wait()
 
 
-def test_a_tied_process_dies_with_its_parent():
-    code = (
-        "import subprocess, sys; from backend.triton_adapter.tied import tied; "
-        "subprocess.run(tied(sys.executable, ['sleep', '60']))"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT_ROOT)
-    wait_until(lambda: sleepers(parent.pid))
-    child = sleepers(parent.pid)[0]
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not is_running(child))
-
-
 class FakeServer:
     """Plays a script: each start is (becomes ready, the trouble it then has); the last one runs
     until told to stop.

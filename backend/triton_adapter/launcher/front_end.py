@@ -12,17 +12,17 @@ import threading
 from time import monotonic
 from typing import IO
 
+from backend import lifeline
 from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import Settings
 from backend.triton_adapter.paths import PROJECT_ROOT
-from backend.triton_adapter.tied import tied
 
 BACKOFF_S = 1.0
 STOP_LIMIT_S = 12.0
 
 
 class FrontEnd:
-    """Runs from ``start`` to ``stop``; the process is tied to the thread that watches it."""
+    """Runs from ``start`` to ``stop``."""
 
     def __init__(self, settings: Settings, output: IO[bytes] | None = None) -> None:
         """Run it with these settings; its log goes to ``output``, by default to the terminal."""
@@ -73,15 +73,17 @@ class FrontEnd:
             self._thread.join()
 
     def _run(self) -> None:
-        command = tied(sys.executable, [sys.executable, "-m", "backend.openai_frontend"])
+        command = [sys.executable, "-m", "backend.openai_frontend"]
         environment = {**os.environ, "SPINDLE_CONFIG": str(self._settings.config)}
         while not self._stop.is_set():
-            self._process = subprocess.Popen(
+            self._process = lifeline.start(
+                sys.executable,
                 command,
                 cwd=PROJECT_ROOT,
                 env=environment,
                 stdout=self._output,
                 stderr=self._output,
+                start_new_session=True,
             )
             if self._stop.is_set():
                 self._process.terminate()

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
+from backend import lifeline
 from backend.triton_adapter.launcher.package import packaged_libraries, packaged_triton
 from backend.triton_adapter.launcher.processes import (
     command_line,
@@ -27,7 +28,6 @@ from backend.triton_adapter.launcher.run_folder import SHARED_MEMORY, socket_in
 from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import Settings, python_library_folder
 from backend.triton_adapter.paths import PROJECT_ROOT
-from backend.triton_adapter.tied import tied
 
 STUB_NAME = "triton_python_backend_stub"
 EXIT_TIMEOUT_S = 12
@@ -72,12 +72,13 @@ class TritonServer:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Start the process, tied to the calling thread."""
+        """Start the process."""
         # by its beginning the run folder's end deletes it too
         self._shm_prefix = f"{self._folder.name}_{monotonic():.0f}_"
         self._ended.clear()
-        self._process = subprocess.Popen(
-            tied(sys.executable, self._command()),
+        self._process = lifeline.start(
+            sys.executable,
+            self._command(),
             env=self._environment(),
             cwd=PROJECT_ROOT,
             stdout=self._output,

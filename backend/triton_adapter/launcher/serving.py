@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
+from backend import lifeline
 from backend.config import ConfigError, ServingConfig
 from backend.storage import cache
 from backend.triton_adapter.launcher import example
@@ -45,10 +45,11 @@ class StoppedError(Exception):
 
 
 def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
-    """Serve until SIGINT or SIGTERM; ``arguments`` are tritonserver's. Returns the exit status."""
+    """Serve until a signal ends it; ``arguments`` are tritonserver's. Returns the exit status."""
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda *_: stop.set())
     os.environ["SPINDLE_CACHE"] = str(cache.root().absolute())  # others have another current folder
     status = 0
     try:
@@ -115,7 +116,9 @@ def _prepare(
     if not any(engine.kind.on_cpu for engine in (config.target, *config.drafts)):
         return
     command = [sys.executable, "-m", "engines_build.prepare", "--config", str(settings.config)]
-    process = subprocess.Popen([*command, *(["--verbose"] if verbose else [])], cwd=PROJECT_ROOT)
+    if verbose:
+        command.append("--verbose")
+    process = lifeline.start(sys.executable, command, cwd=PROJECT_ROOT)
     while process.poll() is None:
         if stop.wait(0.1):
             process.terminate()

@@ -1,0 +1,90 @@
+"""Every process ends with its parent, however that ends.
+
+A child that we start reads a pipe that only its parent can write: the lifeline. It closes when the
+parent has gone, and the kernel then kills the child (``F_SETSIG`` of fcntl(2)). Threads that end,
+an interpreter lock that native code holds, and the exec of another program make no difference.
+tritonserver starts its stubs itself and has no such pipe, so a stub watches its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+WATCH_PERIOD_S = 1.0
+STUCK_LIMIT_S = 10.0
+"""Longest time without the interpreter lock before a stub ends."""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def start(python: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a child that is killed when this process ends, or drops the returned object.
+
+    ``python`` is any interpreter, ``options`` are those of ``subprocess.Popen``.
+    """
+    reader, writer = os.pipe()
+    try:
+        wrapped = [python, "-I", "-S", __file__, str(reader), *command]
+        process = subprocess.Popen(wrapped, pass_fds=(reader,), **options)
+    except BaseException:
+        os.close(writer)
+        raise
+    finally:
+        os.close(reader)
+    weakref.finalize(process, os.close, writer)
+    return process
+
+
+def die_when_closed(reader: int) -> None:
+    """Have the kernel kill this process when the other end of a pipe is closed.
+
+    Nothing may be written to the pipe.
+    """
+    fcntl.fcntl(reader, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([reader], [], [], 0)[0]:  # it was closed before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_parent() -> None:
+    """End this process, a stub, once its parent has gone or its interpreter is stuck."""
+    arguments = Path("/proc/self/cmdline").read_text("utf-8", errors="replace").split("\0")
+    region, parent = arguments[2], int(arguments[5])
+    threading.Thread(target=_watch, args=(parent, region), name="lifeline", daemon=True).start()
+
+
+def _watch(parent: int, region: str) -> NoReturn:
+    """Wait for the parent's end; ``faulthandler`` ends a process that cannot.
+
+    Calls into the server (a metric, ``is_cancelled``) hold the interpreter lock while they wait for
+    an answer, and a killed server gives none.
+    """
+    ended = select.poll()
+    with contextlib.suppress(OSError):  # without a pidfd the next look tells
+        ended.register(os.pidfd_open(parent))
+    while os.getppid() == parent:
+        faulthandler.dump_traceback_later(
+            STUCK_LIMIT_S, exit=True, file=sys.__stderr__ or sys.stderr
+        )
+        ended.poll(1000 * WATCH_PERIOD_S)
+    with contextlib.suppress(OSError):
+        (SHARED_MEMORY / region).unlink()  # tritonserver would have done it
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+if __name__ == "__main__":
+    die_when_closed(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])
