@@ -146,10 +146,15 @@ class Session:
         if self._extras is not None:
             self._extras.add(tokens[:taken], extras)
         guide = self.sequence.sampling.guide
-        if guide is not None and guide.failure is not None:
+        if (
+            guide is not None
+            and guide.failure is not None
+            and self.finish_reason in (None, FinishReason.END_ID)
+        ):
             raise RequestError(
-                ErrorCode.INTERNAL,
-                f"the grammar could not be followed any further: {guide.failure}",
+                ErrorCode.INVALID_ARGUMENT,
+                f"guided_decoding_guide cannot be followed beyond {self.output_tokens} tokens: "
+                f"{guide.failure}",
             )
         return taken
 

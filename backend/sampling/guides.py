@@ -28,6 +28,10 @@ BoolArray = npt.NDArray[np.bool_]
 MOST_CHARACTERS = 256 * 1024
 MOST_REASON_CHARACTERS = 300
 _KEPT_MASKS = 64
+_TOO_LARGE = "it is too large"
+_DEAD_END = "no token may come next"
+_DEAD_ENDS = ("NoExtension", "NoExtensionBias")
+"""What llguidance calls it."""
 
 
 class Grammars:
@@ -69,17 +73,19 @@ class Grammars:
             )
         guide = Guide(matcher, self._tokenizer.vocab_size, end_ids, self._tokens.eos_token)
         guide.mask([])  # the first may take a second, which is not to be the loop's
-        if guide.failure is not None:
-            raise _invalid(
-                f"guided_decoding_guide is no {kind} that can be served: it allows no text "
-                f"({guide.failure})"
-            )
+        if (reason := guide.failure) is not None:
+            reason = "it allows no text" if reason == _DEAD_END else reason
+            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {reason}")
         return guide
 
 
+class _ParserError(Exception):
+    """The parser gave up."""
+
+
 class Guide:
-    """One request's grammar. ``failure`` is set when it grew beyond the parser's limits; then
-    nothing but an end is allowed.
+    """One request's grammar. ``failure`` is set when the parser gives up, because the grammar is
+    too large or leads nowhere; from then on nothing but an end is allowed.
     """
 
     def __init__(
@@ -97,12 +103,26 @@ class Guide:
         """Return what may follow ``output``, bool[vocab]; None where it has left the grammar, as a
         draft may do that lacks a token.
         """
-        return self._mask() if self._stand_behind(output) else None
+        if self.failure is None:
+            try:
+                return self._mask() if self._stand_behind(output) else None
+            except _ParserError as error:
+                self.failure = str(error)
+        ends = np.zeros(self._vocab_size, np.bool_)
+        ends[list(self._end_ids)] = True
+        return ends
 
     def allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
         """Return how many of the proposed tokens the grammar takes; a token that ends the text is
         the last of them.
         """
+        try:
+            return self._allowed(output, proposed) if self.failure is None else 0
+        except _ParserError as error:
+            self.failure = str(error)
+            return 0
+
+    def _allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
         if not self._stand_behind(output):
             return 0
         count = next(
@@ -131,10 +151,23 @@ class Guide:
         return all(self._consume(token) for token in output[common:])
 
     def _consume(self, token: int) -> bool:
-        if token in self._end_ids or self._matcher.try_consume_tokens([token]) == 0:
+        if token in self._end_ids:
+            return False
+        if self._matcher.try_consume_tokens([token]) == 0:
+            self._check()
+            mask = self._masks.get(len(self._trail))
+            if mask is not None and mask[token]:
+                # rolled back from its limits, a matcher takes nothing and reports no error
+                raise _ParserError(_TOO_LARGE)
             return False
         self._trail.append(token)
         return True
+
+    def _check(self) -> None:
+        """Raise _ParserError where the matcher has given up, which is for good."""
+        if self._matcher.is_error():
+            line = _one_line(self._matcher.get_error())
+            raise _ParserError(_DEAD_END if line in _DEAD_ENDS else f"{_TOO_LARGE}: {line}")
 
     def _mask(self) -> BoolArray:
         place = len(self._trail)
@@ -146,11 +179,9 @@ class Guide:
 
     def _made_mask(self) -> BoolArray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        if self._matcher.is_error():
-            self.failure = _one_line(self._matcher.get_error())
-            bits = np.zeros_like(bits)
+        self._check()
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-        ends = bool(mask[self._end_bit]) or self.failure is not None
+        ends = bool(mask[self._end_bit])
         mask[self._end_bit] = False
         mask[list(self._end_ids)] |= ends
         return mask

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from tests.server.test_tensors import client, token_request  # noqa: F401 (a fixture)
 
@@ -109,6 +110,18 @@ def test_a_guide_that_is_wrong_is_refused_by_name(service, inputs, message):
     status, reply = service.generate("ab", 4, **{"end_id": 256, **inputs})
     assert status >= 400
     assert message in reply["error"]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 0}])
+def test_a_grammar_that_grows_too_large_is_the_request_s_fault(service, client, options):  # noqa: F811
+    guide = {**GUIDE, "guided_decoding_guide": "(a{1,1000}){1,1000}"}
+    refusal = r"guided_decoding_guide cannot be followed beyond \d+ tokens: it is too large: lexer"
+    status, reply = service.generate("ab", 200, **guide, **options)
+    assert (status, bool(re.match(refusal, reply["error"]))) == (400, True), reply
+    ask = {name: [[value]] for name, value in (guide | options).items()}
+    with pytest.raises(InferenceServerException, match=refusal):
+        client.ask("tensorrt_llm", **{**token_request("ab", 200), **ask})
+    assert service.generate("ab", 50, **guide, **options)[0] == 200
 
 
 def test_an_empty_guide_asks_for_nothing(service):

@@ -675,6 +675,58 @@ def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(clien
     assert json.loads(call.function.arguments).keys() == {"n", "b"}
 
 
+LARGE = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": "^(a{1,1000}){200,1000}$"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+LARGE_TOOL = {"type": "function", "function": {"name": "f", "parameters": LARGE}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": LARGE},
+                }
+            },
+            "response_format",
+        ),
+        ({"tools": [LARGE_TOOL], "tool_choice": "required"}, "tools"),
+        (
+            {
+                "tools": [LARGE_TOOL],
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+            },
+            "tools",
+        ),
+    ],
+    ids=["format", "any", "named"],
+)
+def test_a_grammar_that_grows_too_large_is_the_request_s_fault(client, options, field, stream):
+    """A stream has begun by then: its last event says so."""
+    options = {**options, "logit_bias": dict.fromkeys(map(ord, " \t\r\n"), -100)}
+
+    def ask():
+        return list(
+            client.chat.completions.create(
+                model="fake", messages=HI, max_tokens=400, temperature=0, stream=stream, **options
+            )
+        )
+
+    with pytest.raises(openai.APIError) as raised:
+        ask()
+    assert raised.value.body["type"] == "invalid_request_error"
+    assert raised.value.param == field
+    assert f"{field} cannot be followed beyond" in str(raised.value)
+    assert stream or raised.value.status_code == 400
+
+
 def called(**options):
     """Return options by which the fake writes a call as Llama does: it is held to one by a
     schema.

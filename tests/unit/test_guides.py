@@ -116,9 +116,41 @@ def test_the_first_mask_is_made_with_the_guide_and_not_by_the_loop(grammars):
     assert list(made(grammars)._masks) == [0]
 
 
-def test_a_grammar_beyond_the_parsers_limits_allows_nothing_but_an_end_and_says_so(grammars):
-    guide = made(grammars)
-    guide._matcher.consume_token(ord("!"))  # the parser's own errors are for good
-    guide._masks.clear()
-    assert guide.mask([]).nonzero()[0].tolist() == [END]
+@pytest.mark.parametrize(
+    ("kind", "text", "output"),
+    [
+        ("regex", "(a{1,1000}){1,1000}", "a" * 200),  # found by a mask
+        ("ebnf_grammar", 'root ::= "a" b\nb ::= "c" b', "acc"),  # found by taking a token
+    ],
+)
+def test_a_grammar_beyond_the_parsers_limits_allows_nothing_but_an_end_and_says_so(
+    grammars, kind, text, output
+):
+    guide, tokens = grammars.guide(kind, text, BYTES.end_ids), list(output.encode())
+    masks = [guide.mask(tokens[:at]) for at in range(len(tokens) + 1)]
+    assert masks[0][ord("a")]
+    assert masks[-1].nonzero()[0].tolist() == [END]
+    assert guide.failure.startswith("it is too large: ")
+    assert guide.allowed(tokens, tokens) == 0
+    assert grammars.guide(kind, text, BYTES.end_ids).failure is None
+
+
+def test_a_matcher_that_is_rolled_back_from_its_limits_never_lets_a_text_leave_the_grammar(
+    grammars,
+):
+    strings = {"type": "string", "pattern": "^(a{1,1000}){200,1000}$"}
+    schema = {"type": "object", "properties": {"a": strings}, "required": ["a"]}
+    guide = grammars.guide("json_schema", json.dumps(schema), BYTES.end_ids)
+    text = list(b'{"a":"')
+    assert letters(guide.mask(text)) == "a"  # as a draft looks ahead
+    for at in range(len(text) + 1):
+        assert guide.mask(text[:at]) is not None
     assert guide.failure
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("json_schema", '{"$ref": "#"}'), ("regex", "a[^\\s\\S]")]
+)
+def test_a_grammar_without_a_text_is_refused_in_plain_words(grammars, kind, text):
+    with pytest.raises(RequestError, match=r"can be served: it allows no text$"):
+        grammars.guide(kind, text, BYTES.end_ids)

@@ -1,7 +1,13 @@
 import pytest
 
 from backend.core.session import Session
-from backend.request import FinishReason, GenerationRequest, SamplingParams
+from backend.request import (
+    ErrorCode,
+    FinishReason,
+    GenerationRequest,
+    RequestError,
+    SamplingParams,
+)
 from backend.sequence import Sequence
 
 EOS = 0
@@ -119,3 +125,25 @@ def test_the_usage_names_the_seed_of_a_sampled_text(temperature, seed):
     request = GenerationRequest("prompt", 4)
     made = Session(sequence, request, frozenset({EOS}), LetterDecoder(), sink=None)
     assert made.usage().seed == seed
+
+
+class Failing:
+    """A grammar that its parser has given up."""
+
+    failure = "it is too large"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ended"),
+    [(ids("ab"), None), ([*ids("ab"), EOS], None), (ids("abc"), FinishReason.LENGTH)],
+)
+def test_a_grammar_that_cannot_be_followed_is_the_request_s_fault(tokens, ended):
+    made = session(3)
+    made.sequence.sampling = SamplingParams(guide=Failing())
+    if ended is not None:  # a text that is complete needs no more of its grammar
+        made.commit(tokens)
+        assert made.finish_reason == ended
+        return
+    with pytest.raises(RequestError, match="guided_decoding_guide cannot be followed") as raised:
+        made.commit(tokens)
+    assert raised.value.code == ErrorCode.INVALID_ARGUMENT
