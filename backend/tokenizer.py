@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from backend.limits import NO_BOUND, TextBound
 from backend.request import ErrorCode, RequestError
 
 BYTE_VALUES = 256
 _BYTE_TOKEN_LENGTH = len("<0x00>")
 _SPACE_MARK = "▁"
+_ONE_BYTE = TextBound(1, 1)
+_UNICODE_SHRINKAGE = 4
+"""The most bytes that Unicode normalisation makes one byte of: four for a mathematical letter."""
 
 
 class TokenizerError(ValueError):
@@ -46,6 +51,11 @@ class Tokenizer(Protocol):
     @property
     def end_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
+        ...
+
+    @property
+    def bound(self) -> TextBound:
+        """The bytes that a token can stand for."""
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -93,6 +103,7 @@ class ByteTokenizer:
     vocab_size: int = BYTE_VALUES + 1
     token_bytes: tuple[bytes, ...] = (*(bytes([value]) for value in range(BYTE_VALUES)), b"")
     end_ids: frozenset[int] = frozenset({BYTE_VALUES})
+    bound: TextBound = _ONE_BYTE
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the UTF-8 bytes of a text; there are no special tokens to add."""
@@ -109,6 +120,7 @@ class FolderTokenizer:
     token_bytes: tuple[bytes, ...]
     end_ids: frozenset[int]
     strips_space: bool
+    bound: TextBound
     _library: Any
 
     @property
@@ -119,9 +131,14 @@ class FolderTokenizer:
         return len(self.token_bytes)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises RequestError if it has a lone surrogate."""
+        """Return the token ids of a text. Raises RequestError if it has a lone surrogate.
+
+        ``encode_batch_fast`` releases Python's lock while it works; ``encode`` holds it, 3 s for
+        1 MB of digits, and nothing else in the process runs.
+        """
         _utf8(text)
-        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        (encoding,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
 
@@ -144,7 +161,9 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
         table, strips_space = _token_bytes(library.get_vocab(with_added_tokens=True), spec)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
-    return FolderTokenizer(table, _end_ids(folder), strips_space, library)
+    return FolderTokenizer(
+        table, _end_ids(folder), strips_space, text_bound(spec, library), library
+    )
 
 
 def _token_bytes(
@@ -186,6 +205,83 @@ def _metaspace_steps(decoder: dict[str, Any]) -> list[str] | None:
     ):
         return [step["type"] for step in steps]
     return None
+
+
+def text_bound(spec: dict[str, Any], library: Any) -> TextBound:
+    """Return how many bytes a token can stand for, by a ``tokenizer.json`` and what it loads as."""
+    model, added = spec["model"], spec.get("added_tokens") or ()
+    ascii_factor, other_factor = _shrinkage(spec.get("normalizer"))
+    if not (_keeps_text(spec.get("pre_tokenizer")) and _knows_all_bytes(spec)):
+        return NO_BOUND
+    pieces = model["vocab"]
+    if model["type"] == "Unigram":
+        pieces = [piece for piece, _ in pieces]
+    to_bytes = _byte_level if _is_byte_level(spec) else str.encode
+    longest = max(len(to_bytes(piece)) for piece in pieces)
+    contents = [token["content"] for token in added]
+    if library.normalizer is not None:
+        contents += [library.normalizer.normalize_str(content) for content in contents]
+    longest = max([longest, *(len(content.encode()) for content in contents)])
+    swallows = any(token["lstrip"] or token["rstrip"] for token in added)
+    return TextBound(longest * ascii_factor, longest * other_factor, swallows)
+
+
+def _shrinkage(normalizer: dict[str, Any] | None) -> tuple[float, float]:
+    """Return the most bytes of ASCII text, and of any text, that become one byte."""
+    match normalizer:
+        case None | {"type": "Prepend" | "ByteLevel"}:
+            return 1, 1
+        case {"type": "NFC" | "NFD" | "NFKC" | "NFKD"}:
+            return 1, _UNICODE_SHRINKAGE
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if new:
+            factor = max(1.0, len(old.encode()) / len(new.encode()))
+            return factor, factor
+        case {"type": "Sequence", "normalizers": steps}:
+            factors = [_shrinkage(step) for step in steps]
+            first, second = (math.prod(column) for column in zip((1, 1), *factors, strict=True))
+            return first, second
+    return math.inf, math.inf
+
+
+def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return a normalizer or pre-tokenizer as a list of its steps."""
+    if part is None:
+        return []
+    return [s for step in part[key] for s in _steps(step, key)] if key in part else [part]
+
+
+def _keeps_text(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Return whether a pre-tokenizer cuts text without dropping any."""
+    return all(
+        step["type"] in ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
+        or (step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed")
+        for step in _steps(pre_tokenizer, "pretokenizers")
+    )
+
+
+def _is_byte_level(spec: dict[str, Any]) -> bool:
+    return "ByteLevel" in (
+        *(step["type"] for step in _steps(spec.get("normalizer"), "normalizers")),
+        *(step["type"] for step in _steps(spec.get("pre_tokenizer"), "pretokenizers")),
+    )
+
+
+def _knows_all_bytes(spec: dict[str, Any]) -> bool:
+    """Return whether every text has tokens of its own, so that nothing is dropped or unknown."""
+    model = spec["model"]
+    if model.get("type") == "BPE":
+        affixes = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
+        if any(affixes):
+            return False
+        if _is_byte_level(spec):
+            return set(_ALPHABET) <= set(model["vocab"])
+        known = set(model["vocab"])
+    elif model.get("type") == "Unigram":
+        known = {piece for piece, _ in model["vocab"]}
+    else:
+        return False
+    fallback = {f"<0x{value:02X}>" for value in range(BYTE_VALUES)}
+    return bool(model.get("byte_fallback")) and fallback <= known
 
 
 def _byte_level_alphabet() -> dict[str, int]:

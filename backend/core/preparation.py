@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from backend.config import ServingConfig
 from backend.core.session import ReplySink, Session
+from backend.limits import Limits
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
 from backend.sampling.options import sampling_params
@@ -35,6 +36,7 @@ class Preparation:
 
     def session(self, request: GenerationRequest, sink: ReplySink) -> Session:
         """Tokenise and check a request. Raises RequestError naming the field and the value."""
+        self.limits.check(request)
         check_ids(request, self.vocab_size)
         ids = request.input_ids or request.prompt_token_ids
         prompt = list(ids) if ids else self._encoded(request.text_input)
@@ -79,6 +81,11 @@ class Preparation:
         if not request.fit_max_tokens or request.max_tokens <= left:
             return request
         return replace(request, max_tokens=left)
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes that the tokenizer and the context allow."""
+        return Limits(self.tokenizer.bound, self.max_context_tokens - 1)
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, self.config.add_special_tokens)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from backend.ipc.messages import Decode, Decoded, Encode, Encoded
+from backend.limits import Limits
 from backend.request import ErrorCode, RequestError
-from backend.tokenizer import IncrementalDecoder, Tokenizer
+from backend.tokenizer import Tokenizer
 
 
-def encoded(tokenizer: Tokenizer, asked: Encode, add_special_tokens: bool) -> Encoded:
+def encoded(
+    tokenizer: Tokenizer, asked: Encode, add_special_tokens: bool, limits: Limits
+) -> Encoded:
     """Return the ids of texts and words; words have no special tokens. Raises RequestError."""
+    for text in asked.prompts:
+        limits.check_text("QUERY", text)
     return Encoded(
         id=asked.id,
         prompts=[tokenizer.encode(text, add_special_tokens) for text in asked.prompts],
@@ -20,12 +25,12 @@ def encoded(tokenizer: Tokenizer, asked: Encode, add_special_tokens: bool) -> En
 
 def decoded(tokenizer: Tokenizer, asked: Decode) -> Decoded:
     """Return the texts of ids. Raises RequestError."""
-    texts = []
+    table, texts = tokenizer.token_bytes, []
     for tokens in asked.tokens:
-        decoder = IncrementalDecoder(tokenizer.token_bytes)
         if tokens and min(tokens) < 0:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT, f"TOKENS_BATCH must be of token ids, got {min(tokens)}"
             )
-        texts.append("".join(map(decoder.push, tokens)) + decoder.finish())
+        data = b"".join(table[token] for token in tokens if token < len(table))
+        texts.append(data.decode("utf-8", "replace"))
     return Decoded(id=asked.id, texts=texts)

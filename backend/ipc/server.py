@@ -1,5 +1,5 @@
-"""The engine process's end of the socket: one IO thread and a tokeniser thread; the loop waits for
-neither.
+"""The engine process's end of the socket: one IO thread and two tokeniser threads; the loop waits
+for none of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 STATS_PERIOD_S = 0.5
 STUCK_LIMIT_S = 120.0
 """A loop that is in one step for so long hangs."""
+LONG_TEXT_CHARACTERS = 32 * 1024
+"""Longer texts and grammars are prepared by a thread of their own: short ones do not wait."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """What a connection may owe before it is closed: a stub that stopped reading must not grow this
 process.
@@ -140,6 +143,7 @@ class Server:
         self._dirty: deque[Connection] = deque()
         self._connections: set[Connection] = set()
         self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
+        self._long_texts = ThreadPoolExecutor(1, "long-texts")
         self._started_s = monotonic()
         self._drain_until_s: float | None = None
 
@@ -186,7 +190,8 @@ class Server:
         stop.set()
         self._app.orchestrator.wake()
         loop.join(timeout=5.0)
-        self._tokenizers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._tokenizers, self._long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._send_stats()
         self._flush_dirty()
         self.replies.close()
@@ -301,8 +306,12 @@ class Server:
                     self._app.orchestrator.wake()
             case Admin():
                 self._command(connection, message)
-            case Encode() | Decode():
-                self._tokenizers.submit(self._convert, connection, message)
+            case Encode():
+                size = sum(map(len, (*message.prompts, *message.words)))
+                self._threads(size).submit(self._convert, connection, message)
+            case Decode():
+                size = sum(map(len, message.tokens))
+                self._threads(size).submit(self._convert, connection, message)
             case Subscribe():
                 connection.subscribed = True
             case _:
@@ -315,11 +324,19 @@ class Server:
         if self._drain_until_s is not None:
             ticket.error(ErrorCode.UNAVAILABLE, "the server is shutting down")
         else:
-            self._tokenizers.submit(self._tokenise, ticket, message.request)
+            request = message.request
+            size = len(request.text_input) + len(request.guide or "")
+            self._threads(size).submit(self._tokenise, ticket, request)
+
+    def _threads(self, characters: int) -> ThreadPoolExecutor:
+        """Return where texts of so many characters are prepared."""
+        return self._long_texts if characters > LONG_TEXT_CHARACTERS else self._tokenizers
 
     def _tokenise(self, ticket: Ticket, request: GenerationRequest) -> None:
-        """Make a session of a request and hand it to the loop (tokeniser thread)."""
+        """Make a session of a request and hand it to the loop (a tokeniser thread)."""
         try:
+            if ticket.cancelled:  # with its client, or with a request of the same body
+                raise RequestError(ErrorCode.CANCELLED, "Request cancelled by client")
             session = self._app.session(request, ticket)
             if ticket.trace is not None:
                 session.trace = ticket.trace
@@ -338,12 +355,15 @@ class Server:
             )
 
     def _convert(self, connection: Connection, message: Encode | Decode) -> None:
-        """Answer those who tokenise for themselves (tokeniser thread)."""
+        """Answer those who tokenise for themselves (a tokeniser thread)."""
+        if connection not in self._connections:
+            return
         tokenizer = self._app.tokenizer
         reply: Message
         try:
             if isinstance(message, Encode):
-                reply = encoded(tokenizer, message, self._app.config.add_special_tokens)
+                limits, special = self._app.preparation.limits, self._app.config.add_special_tokens
+                reply = encoded(tokenizer, message, special, limits)
             else:
                 reply = decoded(tokenizer, message)
         except RequestError as error:
@@ -430,6 +450,7 @@ class Server:
             "drafts": [draft.name for draft in config.drafts],
             "policy": config.policy.kind,
             "max_context_tokens": self._app.max_context_tokens,
+            "text_bound": astuple(self._app.tokenizer.bound),
             "max_request_s": config.limits.max_request_s,
         }
 

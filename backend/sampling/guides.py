@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 BoolArray = npt.NDArray[np.bool_]
 
-MOST_CHARACTERS = 256 * 1024
 MOST_REASON_CHARACTERS = 300
 _KEPT_MASKS = 64
 _TOO_LARGE = "it is too large"
@@ -51,11 +50,6 @@ class Grammars:
             raise _invalid(
                 "end_id must not be -1 beside guided_decoding_guide_type: nothing could end the "
                 "text"
-            )
-        if len(text) > MOST_CHARACTERS:
-            raise _invalid(
-                f"guided_decoding_guide must have at most {MOST_CHARACTERS} characters, got "
-                f"{len(text)}"
             )
         if self._tokens is None:
             self._tokens = llguidance.LLTokenizer(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from backend.ipc.messages import Chunk, Final
+from backend.limits import MOST_ELEMENTS, check_sizes
 from backend.request import GUIDE_TYPES, ErrorCode, GenerationRequest, RequestError
 from backend.triton_adapter.fields import (
     NUMPY_TYPES,
@@ -30,6 +32,9 @@ Array = npt.NDArray[Any]
 _OUTPUT_TYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_OUTPUTS, *TOKEN_OUTPUTS)}
 
 _INPUT_NAMES = tuple({field.name: None for field in (*TEXT_INPUTS, *TOKEN_INPUTS)})
+_LONGEST_NAME = max(map(len, _INPUT_NAMES))
+MOST_PARAMETERS = 64
+"""Parameters of a request that are looked at for misspelt inputs."""
 LEAST_LIKENESS = 0.85
 """Of two names, by ``difflib``, from which on one is a misspelling of the other: two letters of
 ``temperature``.
@@ -125,6 +130,11 @@ def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:
         if field.name not in inputs:
             if field.required:
                 raise invalid(f"{field.name} is required")
+        elif inputs[field.name].size > MOST_ELEMENTS:
+            raise invalid(
+                f"{field.name} must have at most {MOST_ELEMENTS} elements, got "
+                f"{inputs[field.name].size}"
+            )
         elif field.refused is not None:
             _refuse(field, inputs[field.name])
         elif not field.effect:
@@ -140,7 +150,7 @@ def check_parameters(parameters: Iterable[str]) -> None:
 
     Others are left alone: NVIDIA's models accept any. Raises RequestError naming both.
     """
-    for name in parameters:
+    for name in islice(parameters, MOST_PARAMETERS):
         if meant := _meant(name):
             raise invalid(f"{name} is no input: did you mean {meant}?")
 
@@ -150,6 +160,8 @@ def _meant(name: str) -> str | None:
     """Return the input that a name is a misspelling of. One that another of the models has is
     none.
     """
+    if len(name) > 2 * _LONGEST_NAME:  # no misspelling, and slow to compare
+        return None
     near = difflib.get_close_matches(name, _INPUT_NAMES, 1, LEAST_LIKENESS)
     return near[0] if near and near[0] != name else None
 
@@ -371,6 +383,7 @@ def _check(request: GenerationRequest, decoupled: bool) -> None:
         raise invalid(
             f"text_input must be empty beside prompt_token_ids, got {request.text_input[:40]!r}"
         )
+    check_sizes(request)
     if request.stream and not decoupled:
         raise invalid("Streaming is only supported in decoupled mode. Got stream true")
     words, weights = request.embedding_bias_words, request.embedding_bias_weights

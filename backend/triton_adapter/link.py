@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from backend.ipc.framing import FrameError, Frames, frame
+from backend.ipc.framing import MAX_FRAME_BYTES, FrameError, Frames, frame
 from backend.ipc.messages import Failed, FromEngine, Hello, Message, VersionError, check_hello
 from backend.request import ErrorCode, RequestError
 
@@ -64,13 +64,18 @@ class EngineLink:
 
     def send(self, message: Message) -> None:
         """Send a message, or hold it. Raises RequestError: UNAVAILABLE when the engine is down for
-        too long, INVALID_ARGUMENT for text that cannot be encoded.
+        too long, INVALID_ARGUMENT for text that cannot be encoded or is too long.
         """
         try:
             data = frame(message)
         except UnicodeEncodeError as error:
             reason = f"text has a lone surrogate at character {error.start}"
             raise RequestError(ErrorCode.INVALID_ARGUMENT, reason) from error
+        if len(data) > MAX_FRAME_BYTES:  # the engine would close the connection of all requests
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"the request of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES} bytes",
+            )
         with self._send_lock:
             if self._sock is None:
                 if self._is_over():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from backend.ipc.messages import Decode, Decoded, Encode, Encoded
+from backend.limits import MOST_ELEMENTS, check_words
 from backend.triton_adapter.codec import Array, invalid, meanings
 from backend.triton_adapter.fields import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
 
@@ -31,6 +32,9 @@ def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Enc
                 f"EMBEDDING_BIAS_WEIGHTS must be as many as EMBEDDING_BIAS_WORDS ({len(words)}), "
                 f"got {len(weights)}"
             )
+    for row in rows:
+        for name in _WORDS:
+            check_words(name, row.get(name, ()))
     words = [word for row in rows for name in _WORDS for word in row.get(name, ())]
     return rows, Encode(prompts=[row["QUERY"] for row in rows], words=words)
 
@@ -88,6 +92,8 @@ def decode_tokens(inputs: Mapping[str, Array]) -> tuple[tuple[int, int], Decode]
             f"SEQUENCE_LENGTH must be [batch, beams] lengths of at most {tokens.shape[2]}, got "
             f"{lengths.tolist()}"
         )
+    if tokens.size > MOST_ELEMENTS:
+        raise invalid(f"TOKENS_BATCH must have at most {MOST_ELEMENTS} ids, got {tokens.size}")
     beams = tokens.reshape(-1, tokens.shape[2])
     ids = [row[:length].tolist() for row, length in zip(beams, lengths.reshape(-1), strict=True)]
     return (tokens.shape[0], tokens.shape[1]), Decode(tokens=ids)

@@ -14,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 from msgspec.structs import replace
 
 from backend.ipc.messages import Decode, Encode, Failed, Message
+from backend.limits import Limits
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Array
 from backend.triton_adapter.link import EngineLink
@@ -72,6 +73,9 @@ class TritonPythonModel:
     def _decode(self, inputs: dict[str, Array]) -> tuple[Outputs, Encode | Decode]:
         if self._texts:
             rows, texts = decode_texts(inputs)
+            limits = Limits.from_info(self._link.info)
+            for text in texts.prompts:
+                limits.check_text("QUERY", text)
             return partial(encode_ids, rows), texts
         shape, tokens = decode_tokens(inputs)
         return partial(encode_texts, shape), tokens

@@ -1,3 +1,4 @@
+import difflib
 import math
 from pathlib import Path
 
@@ -6,15 +7,18 @@ import pytest
 
 from backend.ipc.framing import Frames, frame
 from backend.ipc.messages import Chunk, Final, FromStub, PromptScores, Submit
+from backend.limits import MOST_ELEMENTS
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.triton_adapter import codec
 from backend.triton_adapter.codec import (
+    MOST_PARAMETERS,
     Wanted,
     check_parameters,
     decode_command,
     encode_chunk,
     encode_final,
     load_arrays,
+    meanings,
 )
 from backend.triton_adapter.fields import (
     MODELS,
@@ -147,6 +151,28 @@ def test_a_prompt_may_be_token_ids_and_the_answer_is_text():
 def test_a_parameter_that_is_a_misspelt_input_is_refused(name, meant):
     with pytest.raises(RequestError, match=f"{name} is no input: did you mean {meant}?"):
         check_parameters({"sequence_id": 3, name: 1})
+
+
+def test_a_flood_of_parameters_is_not_compared(monkeypatch):
+    compared = []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *given: compared.append(given) or [])
+    check_parameters([f"parameter_{number}" for number in range(100_000)])
+    check_parameters(["temperature" * 100_000])
+    assert len(compared) <= MOST_PARAMETERS
+
+
+@pytest.mark.parametrize("name", ["embedding_bias", "input_ids", "draft_input_ids"])
+def test_a_tensor_of_too_many_elements_is_refused_before_it_is_read(name):
+    dtype = np.float32 if name == "embedding_bias" else np.int32
+    with pytest.raises(RequestError, match=f"{name} must have at most 2097152 elements, got 2097"):
+        meanings(
+            {
+                "input_lengths": np.array([[1]], np.int32),
+                "request_output_len": np.array([[1]], np.int32),
+                name: np.zeros((1, MOST_ELEMENTS + 1), dtype),
+            },
+            TOKEN_INPUTS,
+        )
 
 
 def test_other_parameters_are_the_client_s_own():

@@ -9,8 +9,10 @@ import types
 import pytest
 
 from backend.ipc import server as module
-from backend.ipc.messages import Chunk
+from backend.ipc.messages import Cancel, Chunk, Encode, Submit
 from backend.ipc.server import Connection, Server
+from backend.limits import Limits, TextBound
+from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.tokenizer import ByteTokenizer
 
 
@@ -89,3 +91,84 @@ def test_a_reader_that_stopped_is_given_up(monkeypatch):
     connection.frames.append(bytes(3_000_000))
     with pytest.raises(ConnectionResetError, match="bytes unread"):
         connection.flush()
+
+
+class Holding:
+    """A tokenizer that waits with long texts until it may go on, and notes what it was given."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+        self.texts = []
+
+    def __getattr__(self, name):
+        return getattr(ByteTokenizer(), name)
+
+    def encode(self, text, add_special_tokens=True):
+        self.texts.append(text[:1])
+        if len(text) > module.LONG_TEXT_CHARACTERS:
+            assert self.go_on.wait(30)
+        return [1]
+
+
+def converting(server, **limits):
+    app = server._app
+    app.tokenizer = Holding()
+    app.config = types.SimpleNamespace(add_special_tokens=True)
+    app.preparation = types.SimpleNamespace(limits=Limits(**limits))
+    connection, _far = connected()
+    server._connections.add(connection)
+    return connection, app.tokenizer
+
+
+def wait_for(condition):
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def encode(server, connection, text):
+    connection.greeted = True
+    server._receive(connection, Encode(prompts=[text], words=[]))
+
+
+def test_a_short_text_does_not_wait_for_a_long_one(server):
+    connection, tokenizer = converting(server)
+    encode(server, connection, "a" * (module.LONG_TEXT_CHARACTERS + 1))
+    encode(server, connection, "b")
+    wait_for(lambda: len(connection.frames) == 1)
+    assert sorted(tokenizer.texts) == ["a", "b"]
+    tokenizer.go_on.set()
+    wait_for(lambda: len(connection.frames) == 2)
+
+
+def test_a_text_that_cannot_fit_is_never_tokenised(server):
+    connection, tokenizer = converting(server, bound=TextBound(1, 1), prompt_tokens=100)
+    encode(server, connection, "a" * 101)
+    wait_for(lambda: connection.frames)
+    assert b"QUERY of 101 bytes is over the limit of 100 tokens" in connection.frames[0]
+    assert tokenizer.texts == []
+
+
+def test_requests_cancelled_while_they_waited_are_not_tokenised(server):
+    connection, _tokenizer = converting(server)
+    prepared, go_on = [], threading.Event()
+
+    def session(request, ticket):
+        prepared.append(request.text_input)
+        assert go_on.wait(30)
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "too long")
+
+    server._app.session = session
+    server._app.tracing = types.SimpleNamespace(begin=lambda trace: None)
+    server._app.orchestrator = types.SimpleNamespace(wake=lambda: None)
+    connection.greeted = True
+    for number in range(3):
+        server._receive(connection, Submit(id=number, request=GenerationRequest(f"{number}", 1)))
+    wait_for(lambda: prepared)
+    for number in (1, 2):
+        server._receive(connection, Cancel(id=number))
+    go_on.set()
+    wait_for(lambda: len(connection.frames) == 3)
+    assert prepared == ["0"]
+    assert not connection.tickets

@@ -1,4 +1,6 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 
 import pytest
 import tokenizers
@@ -165,3 +167,16 @@ def test_the_byte_tokenizer_maps_bytes_and_ends_with_its_last_id():
     assert tokenizer.encode("é!") == [0xC3, 0xA9, 0x21]
     assert decode(tokenizer.token_bytes, [*tokenizer.encode("é!"), *tokenizer.end_ids]) == "é!"
     assert (tokenizer.vocab_size, tokenizer.end_ids) == (257, {256})
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised(tmp_path):
+    """``Tokenizer.encode`` would hold Python's lock all the time."""
+    tokenizer = load_tokenizer(folder_of(tmp_path, byte_level()))
+    turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        ids = pool.submit(tokenizer.encode, "1a " * 300_000)
+        while not ids.done():
+            turns += 1
+            sleep(0.001)
+    assert len(ids.result()) >= 300_000
+    assert turns > 20
