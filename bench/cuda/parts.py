@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,25 @@ from backend.engines.cuda.layers import add_rms_norm, silu_mul
 from backend.engines.cuda.linear import Tiling, linear
 from bench.cuda.step import PAGE, SHAPES, Shape, Step, Weights, new_kv
 
-TILINGS = (
-    Tiling(16, 256, 4, 4),
-    Tiling(32, 128, 4, 4),
-    Tiling(32, 256, 3, 4),
-    Tiling(32, 256, 4, 4),
-    Tiling(64, 128, 4, 4),
-    Tiling(64, 128, 5, 4, swap=True),
-    Tiling(64, 256, 3, 4, swap=True),
-    Tiling(128, 128, 4, 4, swap=True),
-)
-ATTENTIONS = ((128, 64, 4), (256, 64, 4), (512, 64, 4), (1024, 64, 4), (256, 32, 4), (512, 32, 4))
-ATTENTIONS += ((512, 32, 2), (512, 128, 4), (256, 128, 8))
+
+def tilings(rows: int) -> list[Tiling]:
+    """Return the tilings that are tried for a number of rows."""
+    if rows <= 64:
+        tile = max(16, triton.next_power_of_2(rows))
+        few = [(64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 4, 4), (64, 64, 8, 4), (128, 64, 6, 4)]
+        return [Tiling(n, k, tile, stages, warps) for n, k, stages, warps in few]
+    return [
+        Tiling(64, 128, 128, 4, 4),
+        Tiling(128, 64, 128, 4, 4),
+        Tiling(128, 64, 128, 5, 8),
+        Tiling(128, 128, 128, 3, 8),
+        Tiling(128, 64, 256, 4, 8),
+        Tiling(256, 64, 128, 3, 8),
+        Tiling(128, 64, 64, 6, 4),
+    ]
+
+
+ATTENTIONS = ((512, 128, 4), (128, 128, 4), (256, 128, 4), (256, 64, 4), (512, 128, 8))
 """Tokens of a split, tokens of a tile, warps."""
 
 MIB = 1 << 20
@@ -47,7 +55,7 @@ class Probe:
         self.shape = SHAPES["tiny" if rehearse else "8b"]
         self.copy_gb_s = 3000.0
         self.tilings: dict[int, dict[str, Tiling]] = {}
-        self.attention = (512, 64, 4)
+        self.attention = (512, 128, 4)
 
     def left_s(self) -> float:
         """Return the seconds left for all parts."""
@@ -111,20 +119,16 @@ def warm(probe: Probe) -> dict[str, Any]:
 def variants(probe: Probe) -> Iterator[Callable[[], object]]:
     """Yield one launch for every kernel that later parts compile, over small tensors."""
     device, dtype = probe.device, probe.dtype
-    inner = 256 if probe.rehearse else 1024
-    for rows in (1, 16, 32):
-        for tiling in TILINGS:
-            x = torch.zeros(rows, inner, device=device, dtype=dtype)
-            weight = torch.zeros(128, inner, device=device, dtype=dtype)
-            out = torch.zeros(rows, 128, device=device, dtype=dtype)
-            yield lambda x=x, weight=weight, out=out, tiling=tiling: linear(  # type: ignore[misc]
-                x, weight, out, tiling=tiling
-            )
+    for rows in (1, 16, 32, 64, 128):
+        for tiling in tilings(rows):
+            for pdl in (False,) if probe.rehearse else (False, True):
+                x = torch.zeros(rows, 1024, device=device, dtype=dtype)
+                weight = torch.zeros(256, 1024, device=device, dtype=dtype)
+                out = torch.zeros(rows, 256, device=device, dtype=dtype)
+                yield partial(linear, x, weight, out, tiling=tiling, pdl=pdl)
     for most in (1, 5, 3, 2, 9):
-        for split, tile, warps in ATTENTIONS:
-            if most in (1, 5) or (split, tile, warps) in ((512, 64, 4), (256, 64, 4)):
-                case = attention_case(probe, probe.shape, 2, most, 40, 1, split, tile, warps)
-                yield case[0]
+        for choice in ATTENTIONS:
+            yield attention_case(probe, probe.shape, 2, most, 40, 1)[0](*choice)
 
 
 def machine(probe: Probe) -> dict[str, Any]:
@@ -180,7 +184,7 @@ def products(probe: Probe) -> dict[str, Any]:
     for name, (n, k) in sizes.items():
         copies = 2 if probe.rehearse else max(2, int(600e6 / (2 * n * k)) + 1)
         weights = [torch.randn(n, k, device=device, dtype=dtype) for _ in range(copies)]
-        for m in (1, 2) if probe.rehearse else (1, 4, 8, 16, 32, 64, 128, 320, 640):
+        for m in (1, 2) if probe.rehearse else (1, 16, 32, 64, 128, 192, 320, 640):
             x = torch.randn(m, k, device=device, dtype=dtype)
             out = torch.empty(m, n, device=device, dtype=dtype)
 
@@ -191,32 +195,23 @@ def products(probe: Probe) -> dict[str, Any]:
             cells: dict[str, float | None] = {
                 "cublas": all_of(lambda w: torch.mm(x, w.t(), out=out))
             }
-            tilings = TILINGS if m in (1, 16, 32, 64) else ()
-            for tiling in TILINGS[:1] if probe.rehearse else tilings:
-                key = "/".join(str(int(v)) for v in tiling)
+            for tiling in tilings(m)[: 1 if probe.rehearse else None]:
                 if n % tiling.columns or k % tiling.inner:
                     continue
+                key = "/".join(map(str, tiling))
                 try:
                     cells[key] = all_of(lambda w: linear(x, w, out, tiling=tiling))
                 except Exception as error:
                     cells[key] = None
                     print(name, m, tiling, type(error).__name__, str(error)[:80], flush=True)
-            for tiling, block in ((TILINGS[2], 16), (TILINGS[5], 64), (TILINGS[7], 64)):
-                key = "/".join(str(int(v)) for v in tiling) + f" of {block}"
-                if m == 64 and not n % tiling.columns and not k % tiling.inner:
-                    cells[key] = all_of(
-                        lambda w: linear(x, w, out, tiling=tiling, block_rows=block)
-                    )
             found[f"{name} {m}"] = cells
             ours = {key: v for key, v in cells.items() if v and key != "cublas"}
             best = min(ours, key=ours.__getitem__, default=None)
             line = f"{name:8s} M {m:4d}: cublas {_product_line(cells['cublas'], n, k, m)}"
             if best:
                 line += f" | {best} {_product_line(ours[best], n, k, m)}"
-                if " of " not in best:
-                    values = [int(v) for v in best.split("/")]
-                    tiling = Tiling(*values[:4], swap=bool(values[4]))
-                    probe.tilings.setdefault(m, {})[name] = tiling
+                tiling = Tiling(*map(int, best.split("/")))
+                probe.tilings.setdefault(m, {})[name] = tiling
             print(line, flush=True)
         del weights
         probe.empty()
@@ -233,17 +228,13 @@ def _shown(tilings: dict[str, Tiling]) -> dict[str, list[int]]:
 
 
 def attention_case(
-    probe: Probe,
-    shape: Shape,
-    rows: int,
-    most: int,
-    context: int,
-    layers: int,
-    split: int,
-    tile: int,
-    warps: int,
-) -> tuple[Callable[[], object], Callable[[int, int, int], Callable[[], object]]]:
-    """Return the launch of some layers' attention, and what makes it for another cut."""
+    probe: Probe, shape: Shape, rows: int, most: int, context: int, layers: int
+) -> tuple[
+    Callable[..., Callable[[], object]], torch.Tensor, list[torch.Tensor], list[torch.Tensor]
+]:
+    """Return what makes the launch of some layers' attention for a cut, its result, the layers' KV
+    and the other inputs.
+    """
     device, dtype = probe.device, probe.dtype
     need = -(-(context + most) // PAGE)
     size = (rows * need, 2, shape.kv_heads, PAGE, shape.dim)
@@ -256,7 +247,7 @@ def attention_case(
     first = torch.arange(rows + 1, dtype=torch.int32, device=device) * most
     words = torch.tensor(ancestor_words(list(range(-1, most - 2))) * rows, device=device)
 
-    def cut(split: int, tile: int, warps: int) -> Callable[[], object]:
+    def cut(split: int, tile: int, warps: int, max_lanes: int = 32) -> Callable[[], object]:
         attend = PagedAttention(
             heads=shape.heads,
             kv_heads=shape.kv_heads,
@@ -268,13 +259,14 @@ def attention_case(
             split=split,
             tile=tile,
             warps=warps,
+            max_lanes=max_lanes,
         )
         return lambda: [
             attend(q, kv, table, start, first, words, out, most=most, scale=shape.dim**-0.5)
             for kv in kvs
         ]
 
-    return cut(split, tile, warps), cut
+    return cut, out, kvs, [q, table, start, words]
 
 
 def attention(probe: Probe) -> dict[str, Any]:
@@ -284,14 +276,14 @@ def attention(probe: Probe) -> dict[str, Any]:
     sums: dict[tuple[int, int, int], float] = {}
     found: dict[str, Any] = {}
     for rows, context in [(2, 70)] if probe.rehearse else cases:
-        for most in (1, 5):
+        for most in (1, 5, 9):
             layer_bytes = rows * context * shape.kv_bytes / shape.layers
             layers = 2 if probe.rehearse else max(2, min(12, int(2e9 / layer_bytes)))
-            case = attention_case(probe, shape, rows, most, context, layers, *ATTENTIONS[2])
+            case = attention_case(probe, shape, rows, most, context, layers)
             cells = {}
             for choice in ATTENTIONS[:1] if probe.rehearse else ATTENTIONS:
                 try:
-                    launch = probe.graph(case[1](*choice))
+                    launch = probe.graph(case[0](*choice))
                     cells[choice] = probe.time_ms(launch, 7) / layers
                 except Exception as error:
                     print(choice, type(error).__name__, str(error)[:80], flush=True)
@@ -321,10 +313,10 @@ def attention(probe: Probe) -> dict[str, Any]:
 def _step_options(probe: Probe, product: str, tokens: int) -> dict[str, Any]:
     split, tile, warps = probe.attention
     options: dict[str, Any] = {"split": split, "tile": tile, "warps": warps}
-    if product != "cublas":
+    if "ours" in product:
         sizes = [m for m in probe.tilings if m >= min(tokens, max(probe.tilings))]
         options["tilings"] = probe.tilings[min(sizes)]
-    return options
+    return options | {"pdl": "pdl" in product}
 
 
 def steps(probe: Probe) -> dict[str, Any]:
@@ -332,9 +324,10 @@ def steps(probe: Probe) -> dict[str, Any]:
     weights, kv, context = _weights_and_kv(probe, 128, 1100)
     found: dict[str, Any] = {}
     for rows in (2,) if probe.rehearse else (1, 8, 32, 64, 128):
-        for most in (1, 3, 5):
-            for product in ("cublas", "ours") if probe.tilings else ("cublas",):
-                if probe.left_s() < 30 or (product == "ours" and rows * most > 96):
+        for most in (1, 3, 5, 9):
+            arms = ["cublas", "ours", "cublas, pdl", "ours, pdl"]
+            for product in arms[:1] if probe.rehearse else arms:
+                if probe.left_s() < 30:
                     continue
                 options = _step_options(probe, product, rows * most)
                 step = Step(weights, kv, rows, most, context + 100, **options)
@@ -367,7 +360,10 @@ def _step_parts(
     """Time a step with one kind of kernel left out, which is what that kind costs in place."""
     found: dict[str, Any] = {}
     for rows, most in ((2, 1),) if probe.rehearse else ((1, 1), (64, 1), (64, 5)):
-        step = Step(weights, kv, rows, most, context + 100, **_step_options(probe, "cublas", 0))
+        arm = "cublas" if probe.rehearse else "ours, pdl"
+        step = Step(
+            weights, kv, rows, most, context + 100, **_step_options(probe, arm, rows * most)
+        )
         step.fill(context)
         cells = {"whole": probe.time_ms(probe.graph(step.run))}
         nothing: Any = lambda *args, **options: None  # noqa: E731
@@ -407,19 +403,14 @@ def bits(probe: Probe) -> dict[str, Any]:
     weights = Weights(shape, probe.device, probe.dtype)
     kv = new_kv(shape, 256 if probe.rehearse else 64 * 40, probe.device, probe.dtype)
     context, whole_rows = (40, 4) if probe.rehearse else (1000, 64)
-    invariant = dict.fromkeys(("qkv", "o", "gate_up", "down", "head"), Tiling(32, 256, 3))
-    if probe.rehearse:
-        invariant = dict.fromkeys(invariant, Tiling(32, 32, 3))
+    names = ("qkv", "o", "gate_up", "down", "head")
+    ours = Tiling(32, 32, 16, 3) if probe.rehearse else Tiling()
     arms: dict[str, dict[str, Any]] = {
         "cublas": {},
-        "ours of 16": {"tilings": invariant, "block_rows": 16},
-        "ours of 16 and 32": {"tilings": invariant},
-        "ours swapped of 16 and 32": {
-            "tilings": {name: Tiling(64, 128, 5, swap=True) for name in invariant}
-        },
+        "ours": {"tilings": dict.fromkeys(names, ours)},
     }
-    if probe.rehearse:
-        del arms["ours swapped of 16 and 32"]
+    if not probe.rehearse:
+        arms["ours, pdl"] = arms["ours"] | {"pdl": True}
     found: dict[str, Any] = {}
     for name, options in arms.items():
         many = Step(weights, kv, whole_rows, 1, 2048, **options)
@@ -435,11 +426,6 @@ def bits(probe: Probe) -> dict[str, Any]:
             found[f"{name}: {rows} of {whole_rows}"] = bool(
                 torch.equal(one.logits, together[:rows])
             )
-        if "swapped" in name:
-            wide = Step(weights, kv, whole_rows, 1, 2048, **options | {"block_rows": 64})
-            wide.fill(context)
-            wide.run()
-            found[f"{name}: 64 as a tile of 64"] = bool(torch.equal(wide.logits, together))
         chain = Step(weights, kv, 4, 4, 2048, **options)
         chain.fill(context)
         chain.run()
@@ -454,8 +440,78 @@ def bits(probe: Probe) -> dict[str, Any]:
             one.run()
             same.append(bool(torch.equal(one.logits, verified[:, at])))
         found[f"{name}: chain"] = same
+    if not probe.rehearse:
+        found |= _same_products(probe) | _same_attention(probe)
     print(found, flush=True)
     return {"same": found}
+
+
+def _same_products(probe: Probe) -> dict[str, Any]:
+    """Compare our product over all tilings and numbers of rows with that of a row alone."""
+    found: dict[str, Any] = {}
+    for n, k in ((6144, 4096), (4096, 14336)):
+        weight = torch.randn(n, k, device="cuda", dtype=probe.dtype) * k**-0.5
+        x = torch.randn(320, k, device="cuda", dtype=probe.dtype)
+        alone = torch.cat(
+            [linear(x[r : r + 1], weight, x.new_empty(1, n), tiling=Tiling()) for r in range(320)]
+        )
+        exact = x.double() @ weight.double().T
+        found[f"product {n} error"] = float((alone.double() - exact).norm() / exact.norm())
+        for rows in (16, 32, 64, 128, 320):
+            for tiling in tilings(rows):
+                for pdl in (False, True):
+                    out = linear(x[:rows], weight, x.new_empty(rows, n), tiling=tiling, pdl=pdl)
+                    key = f"product {n}, {rows} rows, {'/'.join(map(str, tiling))} pdl {int(pdl)}"
+                    found[key] = bool(torch.equal(out, alone[:rows]))
+    return found
+
+
+def _same_attention(probe: Probe) -> dict[str, Any]:
+    """Compare the attention of chains with that of their tokens one by one."""
+    found: dict[str, Any] = {}
+    shape, rows, context = probe.shape, 4, 1000
+    for most in (2, 4, 5, 9):
+        cut, out, kv, inputs = attention_case(probe, shape, rows, most, context, 1)
+        q, table, _, _ = inputs
+        queries = q.view(rows, most, shape.heads, shape.dim)
+        first = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+        itself = torch.ones(rows, dtype=torch.int64, device="cuda")
+        for lanes in (16, 32, 64):
+            for split, tile, warps in ATTENTIONS:
+                cut(split, tile, warps, lanes)()
+                chain = out.clone().view_as(queries)
+                attend = PagedAttention(
+                    heads=shape.heads,
+                    kv_heads=shape.kv_heads,
+                    dim=shape.dim,
+                    page=PAGE,
+                    max_tokens=16,
+                    max_keys=context + 64,
+                    device="cuda",
+                    split=split,
+                    tile=tile,
+                    warps=warps,
+                    max_lanes=lanes,
+                )
+                same = []
+                for at in range(most):
+                    one = queries[:, at].contiguous()
+                    start = torch.full((rows,), context + at, dtype=torch.int32, device="cuda")
+                    alone = attend(
+                        one,
+                        kv[0],
+                        table,
+                        start,
+                        first,
+                        itself,
+                        torch.empty_like(one),
+                        most=1,
+                        scale=shape.dim**-0.5,
+                    )
+                    same.append(bool(torch.equal(alone, chain[:, at])))
+                key = f"attention {split}/{tile}/{warps} of {lanes} lanes, chain of {most}"
+                found[key] = all(same)
+    return found
 
 
 def draws(probe: Probe) -> dict[str, Any]:
@@ -463,15 +519,19 @@ def draws(probe: Probe) -> dict[str, Any]:
     found: dict[str, Any] = {}
     vocab = 3000 if probe.rehearse else 128256
     for rows in (2,) if probe.rehearse else (1, 64, 320):
-        logits = torch.randn(rows, vocab, device=probe.device, dtype=probe.dtype) * 3
+        rank = torch.stack([torch.randperm(vocab, device=probe.device) for _ in range(rows)]) + 1
+        logits = (rank.float().log() * -1.3).to(
+            probe.dtype
+        )  # a law as of text: a few dozen in the head
         words = torch.randint(0, 2**62, (rows,), device=probe.device)
         bound = torch.full((rows,), float("-inf"), device=probe.device)
         tokens = torch.zeros(rows, dtype=torch.int32, device=probe.device)
-        draw = Draw(rows, vocab, probe.device, chunk=1024 if probe.rehearse else 4096)
-        for temperature in (0.0, 1.0):
-            heat = torch.full((rows,), temperature, device=probe.device)
-            replay = probe.graph(lambda: draw(logits, heat, bound, words, tokens))
-            found[f"{rows} rows at {temperature}"] = probe.time_ms(replay)
+        for chunk in (1024,) if probe.rehearse else (1024, 2048, 4096):
+            draw = Draw(rows, vocab, probe.device, chunk=chunk)
+            for temperature in (0.0, 1.0):
+                heat = torch.full((rows,), temperature, device=probe.device)
+                replay = probe.graph(lambda: draw(logits, heat, bound, words, tokens))
+                found[f"{rows} rows at {temperature}, {chunk}"] = probe.time_ms(replay)
         found[f"{rows} rows arg-max"] = probe.time_ms(probe.graph(lambda: logits.argmax(-1)))
     if not probe.rehearse:
         pinned = torch.empty(4096, dtype=torch.int32, pin_memory=True)
@@ -518,7 +578,7 @@ def heads(probe: Probe) -> dict[str, Any]:
         kv = new_kv(shape, 128 * 36, probe.device, probe.dtype)
         for rows in (2,) if probe.rehearse else (1, 8, 32, 64, 128):
             context = 70 if probe.rehearse else 1000
-            step = Step(weights, kv, rows, 1, context + 100, split=256)
+            step = Step(weights, kv, rows, 1, context + 100, split=512)
             step.fill(context)
             replay = probe.graph(step.run)
             read = weights.pass_bytes + rows * context * shape.kv_bytes
@@ -585,12 +645,14 @@ def pipelining(probe: Probe) -> dict[str, Any]:
     kv = [new_kv(w.shape, blocks, probe.device, probe.dtype) for w in (target, draft)]
     found: dict[str, Any] = {}
     for rows in (2,) if probe.rehearse else (8, 16, 32, 64):
+        alive = []
 
         def turn(rows: int) -> tuple[Callable[[], None], Callable[[], None]]:
-            verify = Step(target, kv[0], rows, 5, context + 100, split=256)
-            propose = Step(draft, kv[1], rows, 1, context + 100, split=256)
+            verify = Step(target, kv[0], rows, 5, context + 100, split=512)
+            propose = Step(draft, kv[1], rows, 1, context + 100, split=512)
             verify.fill(context)
             propose.fill(context)
+            alive.extend((verify, propose))
             return (
                 probe.graph(lambda: [propose.run() for _ in range(4)]),
                 probe.graph(verify.run),

@@ -106,14 +106,15 @@ class Step:
         *,
         tilings: dict[str, Tiling] | None = None,
         split: int = 512,
-        tile: int = 64,
+        tile: int = 128,
         warps: int = 4,
-        block_rows: int | None = None,
+        max_lanes: int = 32,
+        pdl: bool = False,
     ) -> None:
         """``tilings`` are those of our product by matrix; None: cuBLAS."""
         shape, device = weights.shape, weights.device
         self.weights, self.kv, self.rows, self.most = weights, kv, rows, most
-        self.tilings, self.block_rows = tilings, block_rows
+        self.tilings, self.pdl = tilings, pdl
         tokens = self.tokens = rows * most
 
         def empty(*size: int) -> torch.Tensor:
@@ -146,6 +147,8 @@ class Step:
             split=split,
             tile=tile,
             warps=warps,
+            max_lanes=max_lanes,
+            pdl=pdl,
         )
         self.draw = Draw(tokens, shape.vocab, device)
 
@@ -168,7 +171,7 @@ class Step:
         if self.tilings is None:
             torch.mm(x, weight.t(), out=out)
         else:
-            linear(x, weight, out, tiling=self.tilings[name], block_rows=self.block_rows)
+            linear(x, weight, out, tiling=self.tilings[name], pdl=self.pdl)
 
     def run(self) -> torch.Tensor:
         """Launch the step; return the tokens drawn at every place, int32[tokens]."""
@@ -176,10 +179,17 @@ class Step:
         torch.index_select(weights.embedding, 0, self.ids, out=self.residual)
         x = None
         for layer, kv in zip(weights.layers, self.kv, strict=True):
-            add_rms_norm(x, self.residual, layer["norm1"], 1e-5, self.x)
+            add_rms_norm(x, self.residual, layer["norm1"], 1e-5, self.x, pdl=self.pdl)
             self.product("qkv", self.x, layer["qkv"], self.qkv)
             rotate_and_store(
-                self.qkv, self.q, kv, weights.cos, weights.sin, self.position, self.place
+                self.qkv,
+                self.q,
+                kv,
+                weights.cos,
+                weights.sin,
+                self.position,
+                self.place,
+                pdl=self.pdl,
             )
             self.attend(
                 self.q,
@@ -193,11 +203,11 @@ class Step:
                 scale=shape.dim**-0.5,
             )
             self.product("o", self.attended.view(self.tokens, -1), layer["o"], self.y)
-            add_rms_norm(self.y, self.residual, layer["norm2"], 1e-5, self.x)
+            add_rms_norm(self.y, self.residual, layer["norm2"], 1e-5, self.x, pdl=self.pdl)
             self.product("gate_up", self.x, layer["gate_up"], self.gate_up)
-            silu_mul(self.gate_up, self.inner)
+            silu_mul(self.gate_up, self.inner, pdl=self.pdl)
             self.product("down", self.inner, layer["down"], self.y)
             x = self.y
-        add_rms_norm(x, self.residual, weights.norm, 1e-5, self.x)
+        add_rms_norm(x, self.residual, weights.norm, 1e-5, self.x, pdl=self.pdl)
         self.product("head", self.x, weights.head, self.logits)
         return self.draw(self.logits, self.temperature, self.bound, self.words, self.drawn)

@@ -14,6 +14,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from backend.engines.cuda.linear import launch_options
 
 MAX_NEW_TOKENS = 64
 """New tokens of a row in one pass: bits of an ancestor word."""
@@ -38,26 +41,31 @@ def _attend_split(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    MOST: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, split = tl.program_id(0), tl.program_id(2)
+    head, query_block = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     first = tl.load(first_ptr + row)
     count = tl.load(first_ptr + row + 1) - first
     start = tl.load(start_ptr + row)
     keys = start + count
     begin = split * SPLIT
-    if (count <= 0) | (begin >= keys):
+    if (count <= query_block * BLOCK_Q) | (begin >= keys):
         return
     end = tl.minimum(begin + SPLIT, keys)
 
     lane = tl.arange(0, BLOCK_M)  # query token `token` of the row, head `member` of the group
-    token, member = lane // GROUP, lane % GROUP
-    is_query = (token < count) & (token < MOST)
+    token, member = query_block * BLOCK_Q + lane // GROUP, lane % GROUP
+    is_query = (token < count) & (lane < BLOCK_Q * GROUP)
     columns = tl.arange(0, DIM)
     query_row = ((first + token).to(tl.int64) * KV_HEADS + head) * GROUP + member
     queries = tl.load(
@@ -97,7 +105,7 @@ def _attend_split(
         seen = exists[None, :] & ((new < 0)[None, :] | (is_ancestor != 0))
         if WINDOW > 0:
             depth = tl.zeros((BLOCK_M,), tl.int32)
-            for bit in tl.static_range(MOST):
+            for bit in tl.static_range(64):
                 depth += ((word >> bit) & 1).to(tl.int32)
             oldest = start + depth - WINDOW  # position + 1 - WINDOW
             seen = seen & (key[None, :] >= oldest[:, None])
@@ -129,7 +137,11 @@ def _merge_splits(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(first_ptr + row)
     count = tl.load(first_ptr + row + 1) - first
@@ -176,6 +188,8 @@ class PagedAttention:
         stages: int = 3,
         window: int = 0,
         softcap: float = 0.0,
+        max_lanes: int = 32,
+        pdl: bool = False,
     ) -> None:
         if split % tile or (tile != page and tile % page and page % tile):
             raise ValueError(
@@ -184,6 +198,7 @@ class PagedAttention:
         self.heads, self.kv_heads, self.dim, self.page = heads, kv_heads, dim, page
         self.split, self.tile, self.warps, self.stages = split, tile, warps, stages
         self.window, self.softcap = window, softcap
+        self.max_lanes, self.pdl = max_lanes, pdl
         self.splits = -(-max_keys // split)
         self.partial = torch.empty(self.splits, max_tokens * heads, dim, device=device)
         self.lse = torch.empty(self.splits, max_tokens * heads, device=device)
@@ -209,7 +224,9 @@ class PagedAttention:
         """
         rows, group = len(start), self.heads // self.kv_heads
         rows_of_partial = self.lse.shape[1]
-        _attend_split[(rows, self.kv_heads, self.splits)](
+        block_q = min(most, max(1, self.max_lanes // group))
+        query_blocks = triton.cdiv(most, block_q)
+        _attend_split[(rows, self.kv_heads * query_blocks, self.splits)](
             q,
             kv,
             table,
@@ -225,14 +242,16 @@ class PagedAttention:
             GROUP=group,
             DIM=self.dim,
             PAGE=self.page,
-            MOST=most,
-            BLOCK_M=max(16, triton.next_power_of_2(most * group)),
+            BLOCK_Q=block_q,
+            BLOCK_M=max(16, triton.next_power_of_2(block_q * group)),
             SPLIT=self.split,
             TILE=self.tile,
             WINDOW=self.window,
             SOFTCAP=self.softcap,
+            PDL=self.pdl,
             num_warps=self.warps,
             num_stages=self.stages,
+            **launch_options(self.pdl),
         )
         _merge_splits[(rows, most, self.heads)](
             self.partial,
@@ -244,7 +263,9 @@ class PagedAttention:
             HEADS=self.heads,
             DIM=self.dim,
             SPLIT=self.split,
+            PDL=self.pdl,
             num_warps=1,
+            **launch_options(self.pdl),
         )
         return out
 

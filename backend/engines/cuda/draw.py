@@ -102,15 +102,14 @@ def _race_heads(
         logits_ptr + row.to(tl.int64) * stride + column, mask=column < vocab, other=float("-inf")
     ).to(tl.float32)
     weight = tl.where(x >= tl.load(bound_ptr + row), tl.exp((x - top) / temperature), 0.0)
-    share = weight.to(tl.float64) / mass
-    in_head = share >= _HEAD
+    in_head = weight.to(tl.float64) >= _HEAD * mass
     at = row * chunks + chunk
-    tl.store(tail_ptr + at, tl.sum(tl.where(in_head, 0.0, share), 0))
+    tl.store(tail_ptr + at, tl.sum(tl.where(in_head, 0.0, weight).to(tl.float64), 0) / mass)
     if tl.max(in_head.to(tl.int32), 0) > 0:
         noise = _exponential(word ^ column.to(tl.uint64))
-        time = tl.where(in_head, noise / tl.where(in_head, share, 1.0), float("inf"))
+        time = tl.where(in_head, noise / tl.where(in_head, weight, 1.0), float("inf"))
         least = tl.min(time, 0)
-        tl.store(time_ptr + at, least)
+        tl.store(time_ptr + at, least * mass)
         tl.store(winner_ptr + at, tl.min(tl.where(time == least, column, _NONE), 0))
     else:
         tl.store(time_ptr + at, float("inf"))
@@ -161,10 +160,9 @@ def _race_tails(
             other=float("-inf"),
         ).to(tl.float32)
         weight = tl.where(x >= tl.load(bound_ptr + row), tl.exp((x - top) / temperature), 0.0)
-        share = weight.to(tl.float64) / mass
-        in_tail = (share > 0.0) & (share < _HEAD)
+        in_tail = (weight > 0.0) & (weight.to(tl.float64) < _HEAD * mass)
         noise = _exponential(word ^ column.to(tl.uint64))
-        time = tl.where(in_tail, noise / tl.where(in_tail, share, 1.0), float("inf"))
+        time = tl.where(in_tail, noise / tl.where(in_tail, weight, 1.0), float("inf"))
         least = tl.min(time, 0)
         at = row * chunks + chunk
         tl.store(tail_time_ptr + at, least)

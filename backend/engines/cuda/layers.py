@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from backend.engines.cuda.linear import launch_options
 
 
 @triton.jit
@@ -17,11 +20,15 @@ def _add_rms_norm(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     exists = column < HIDDEN
     weight = tl.load(weight_ptr + column, mask=exists, other=0.0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     residual = tl.load(residual_ptr + row + column, mask=exists, other=0.0)
     if ADD:
         residual += tl.load(x_ptr + row + column, mask=exists, other=0.0)
@@ -37,6 +44,8 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
+    *,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Add ``x`` to ``residual`` in place (None: nothing), and write its RMS norm into ``out``.
 
@@ -52,7 +61,9 @@ def add_rms_norm(
         HIDDEN=hidden,
         BLOCK=triton.next_power_of_2(hidden),
         ADD=x is not None,
+        PDL=pdl,
         num_warps=8,
+        **launch_options(pdl),
     )
     return out
 
@@ -70,7 +81,11 @@ def _rotate_and_store(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = DIM // 2
     column = tl.arange(0, HALF)
@@ -102,6 +117,8 @@ def rotate_and_store(
     sin: torch.Tensor,
     position: torch.Tensor,
     place: torch.Tensor,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Rotate queries and keys of ``qkv`` [tokens, (heads + 2 kv_heads) dim]; write the queries
     into ``q`` [tokens, heads, dim], keys and values into ``kv`` [blocks, 2, kv_heads, page, dim].
@@ -123,12 +140,17 @@ def rotate_and_store(
         KV_HEADS=kv_heads,
         DIM=dim,
         PAGE=page,
+        PDL=pdl,
         num_warps=1,
+        **launch_options(pdl),
     )
 
 
 @triton.jit
-def _silu_mul(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < INNER
@@ -138,9 +160,11 @@ def _silu_mul(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out_ptr + token * INNER + column, activated * up, mask=exists)
 
 
-def silu_mul(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def silu_mul(x: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
     """Write silu(gate) * up into ``out`` [tokens, inner]; ``x`` [tokens, 2 inner] is gate, up."""
     tokens, inner = out.shape
     block = min(1024, triton.next_power_of_2(inner))
-    _silu_mul[(tokens, triton.cdiv(inner, block))](x, out, INNER=inner, BLOCK=block, num_warps=4)
+    _silu_mul[(tokens, triton.cdiv(inner, block))](
+        x, out, INNER=inner, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+    )
     return out

@@ -1,8 +1,9 @@
 """A matrix product for few rows whose result for a row does not depend on the other rows.
 
-One program computes a tile of columns for a tile of rows and walks the inner dimension in one
-order. The block along that dimension and the tensor-core instruction are the same for every number
-of rows, so a row has the same bits alone and in any batch.
+One program computes a tile of the transposed product: the weights are the left operand, so that
+Hopper's warp-group instruction takes 64 of their rows and 16 of the inner dimension at a time, in
+order. Each element of the result is therefore the same sum for every number of rows and every
+tiling: a row has the same bits alone and in any batch.
 """
 
 from __future__ import annotations
@@ -12,20 +13,17 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 class Tiling(NamedTuple):
-    """How a product is cut: columns and inner elements of a tile, warps, and pipeline stages.
+    """How a product is cut: columns, inner elements and rows of a tile, pipeline stages, warps."""
 
-    ``swap`` computes the transposed tile, with the weights as the left operand: on Hopper that
-    reads them through its warp-group instruction.
-    """
-
-    columns: int = 32
-    inner: int = 256
-    stages: int = 3
+    columns: int = 64
+    inner: int = 128
+    rows: int = 16
+    stages: int = 5
     warps: int = 4
-    swap: bool = False
 
 
 @triton.jit
@@ -41,40 +39,33 @@ def _linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     is_row = m < rows
-    if SWAP:
-        x_at = x_ptr + m[None, :] * K + k[:, None]
-        weight_at = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
-        out = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for _ in range(0, K, BLOCK_K):
-            weight = tl.load(weight_at, eviction_policy="evict_first")
-            x = tl.load(x_at, mask=is_row[None, :], other=0.0)
-            out = tl.dot(weight, x, out)
-            x_at += BLOCK_K
-            weight_at += BLOCK_K
-        if HAS_BIAS:
-            out += tl.load(bias_ptr + n)[:, None].to(tl.float32)
-        at = out_ptr + m[None, :] * N + n[:, None]
-        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_row[None, :])
-    else:
-        x_at = x_ptr + m[:, None] * K + k[None, :]
-        weight_at = weight_ptr + n[None, :].to(tl.int64) * K + k[:, None]
-        out = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for _ in range(0, K, BLOCK_K):
-            weight = tl.load(weight_at, eviction_policy="evict_first")
-            x = tl.load(x_at, mask=is_row[:, None], other=0.0)
-            out = tl.dot(x, weight, out)
-            x_at += BLOCK_K
-            weight_at += BLOCK_K
-        if HAS_BIAS:
-            out += tl.load(bias_ptr + n)[None, :].to(tl.float32)
-        at = out_ptr + m[:, None] * N + n[None, :]
-        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+    x_at = x_ptr + m[None, :] * K + k[:, None]
+    weight_at = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
+    out = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if PDL:  # weights are constant: the first tile is on its way before the kernel before ends
+        gdc_launch_dependents()
+        weight = tl.load(weight_at, eviction_policy="evict_first")
+        gdc_wait()
+        x = tl.load(x_at, mask=is_row[None, :], other=0.0)
+        out = tl.dot(weight, x, out)
+        x_at += BLOCK_K
+        weight_at += BLOCK_K
+    for _ in range(BLOCK_K if PDL else 0, K, BLOCK_K):
+        weight = tl.load(weight_at, eviction_policy="evict_first")
+        x = tl.load(x_at, mask=is_row[None, :], other=0.0)
+        out = tl.dot(weight, x, out)
+        x_at += BLOCK_K
+        weight_at += BLOCK_K
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + n)[:, None].to(tl.float32)
+    at = out_ptr + m[None, :] * N + n[:, None]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_row[None, :])
 
 
 def linear(
@@ -83,12 +74,10 @@ def linear(
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    tiling: Tiling = Tiling(),  # noqa: B008 (immutable)
-    block_rows: int | None = None,
+    tiling: Tiling,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Write ``x @ weight.T + bias`` into ``out`` [rows, columns]; ``x`` is [rows, inner].
-
-    ``block_rows`` are the rows of a tile; None: 16, or 32 where there are more rows than that.
 
     Raises ValueError for a weight whose shape is no multiple of the tiling.
     """
@@ -96,8 +85,7 @@ def linear(
     columns = weight.shape[0]
     if columns % tiling.columns or inner % tiling.inner:
         raise ValueError(f"weight {tuple(weight.shape)} is no multiple of {tiling}")
-    block_m = block_rows or (16 if rows <= 16 else 32)
-    _linear[(columns // tiling.columns, triton.cdiv(rows, block_m))](
+    _linear[(triton.cdiv(rows, tiling.rows), columns // tiling.columns)](
         x,
         weight,
         weight if bias is None else bias,
@@ -106,11 +94,19 @@ def linear(
         columns,
         inner,
         HAS_BIAS=bias is not None,
-        BLOCK_M=block_m,
+        BLOCK_M=tiling.rows,
         BLOCK_N=tiling.columns,
         BLOCK_K=tiling.inner,
-        SWAP=tiling.swap,
+        PDL=pdl,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **launch_options(pdl),
     )
     return out
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Return the options of a launch that may overlap with the end of the kernel before it
+    (programmatic dependent launch, sm_90 and later).
+    """
+    return {"launch_pdl": True} if pdl else {}
