@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from backend.openai_frontend.schema import ChatRequest, Function
+from backend.openai_frontend.strict import close_objects
 
 NO_ARGUMENTS: dict[str, Any] = {
     "type": "object",
@@ -32,15 +33,17 @@ def guide_of(body: ChatRequest) -> tuple[str | None, dict[str, str]]:
     if body.response_format is None or body.response_format.type == "text":
         return None, {}
     asked = body.response_format.json_schema
-    return None, _schema_guide({"type": "object"} if asked is None else asked.schema_)
+    if asked is None:
+        return None, _schema_guide({"type": "object"})
+    return None, _schema_guide(close_objects(asked.schema_) if asked.strict else asked.schema_)
 
 
-def arguments_schema(function: Function) -> dict[str, Any]:
+def arguments_schema(function: Function) -> Any:
     """Return the schema of a function's arguments."""
     given = function.parameters or {}
     if not given or (given.keys() <= _ANNOTATIONS and given.get("properties") == {}):
         return NO_ARGUMENTS
-    return given
+    return close_objects(given) if function.strict else given
 
 
 def call_grammar(functions: list[Function]) -> str:

@@ -298,12 +298,12 @@ def _json_schema(value: Any) -> dict[str, Any] | bool:
 
 
 class JsonSchema(_Body):
-    """The schema that a text must keep."""
+    """The schema that a text must keep; ``strict`` closes its objects."""
 
     name: str = ""
     description: str | None = None
     schema_: Annotated[Any, PlainValidator(_json_schema)] = Field(True, alias="schema")
-    strict: Any = _ignored("a schema is always kept")
+    strict: bool | None = None
 
 
 class ResponseFormat(_Body):
@@ -322,12 +322,14 @@ class ResponseFormat(_Body):
 
 
 class Function(_Body):
-    """A function that the model may call; ``parameters`` is the schema of its arguments."""
+    """A function that the model may call; ``parameters`` is the schema of its arguments, whose
+    objects ``strict`` closes.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Any = _ignored("the schema of a call that must come is always kept")
+    strict: bool | None = None
 
 
 class Tool(_Body):

@@ -222,3 +222,118 @@ def test_a_response_format_is_its_own_grammar():
     assert allows(chat(response_format={"type": "json_object"}), '{"a": [1]}')
     assert guide_of(chat(response_format={"type": "text"})) == (None, {})
     assert guide_of(chat()) == (None, {})
+
+
+NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OTHER = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+BASE = {"$defs": {"A": NAMED, "B": OTHER}}
+
+
+def form(schema, **more):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (NAMED, {"a": 1}, {"a": 1, "c": 1}),
+        ({"properties": {"a": NAMED}}, {"a": {"a": 1}}, {"a": {"a": 1, "c": 1}}),
+        ({"type": "array", "items": NAMED}, [{"a": 1}], [{"a": 1, "c": 1}]),
+        ({"anyOf": [NAMED, OTHER]}, {"b": 1}, {"b": 1, "a": 1}),
+        ({"type": ["object", "null"], "properties": {"a": {}}}, None, {"c": 1}),
+        ({"type": "object"}, {}, {"c": 1}),
+        ({**BASE, "$ref": "#/$defs/A"}, {"a": 1}, {"a": 1, "c": 1}),
+        ({**BASE, "allOf": [{"$ref": "#/$defs/A"}]}, {"a": 1}, {"a": 1, "c": 1}),
+        (
+            {**BASE, "allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+            {"a": 1, "b": 2},
+            {"a": 1, "b": 2, "c": 3},
+        ),
+        (
+            {**BASE, "properties": {"c": {}}, "anyOf": [NAMED, {"$ref": "#/$defs/B"}]},
+            {"c": 1, "b": 2},
+            {"c": 1, "b": 2, "d": 3},
+        ),
+        (
+            {
+                "$ref": "#/components/Tree",
+                "components": {
+                    "Tree": {
+                        "type": "object",
+                        "properties": {"next": {"$ref": "#/components/Tree"}},
+                    }
+                },
+            },
+            {"next": {"next": {}}},
+            {"next": {"c": 1}},
+        ),
+        (
+            {"type": "object", "patternProperties": {"^x": {"type": "integer"}}},
+            {"x1": 1},
+            {"y1": 1},
+        ),
+        (
+            {"type": "object", "properties": {"properties": NAMED, "enum": {}}},
+            {"properties": {"a": 1}, "enum": 1},
+            {"properties": {"a": 1, "c": 1}},
+        ),
+    ],
+    ids=[
+        *("plain", "nested", "items", "any", "nullable", "empty", "ref", "one part", "parts"),
+        *("parts and own", "tree", "patterns", "names"),
+    ],
+)
+def test_strict_closes_objects_that_are_not_declared_open(schema, right, wrong):
+    strict = chat(response_format=form(schema, strict=True))
+    assert allows(strict, json.dumps(right))
+    assert not allows(strict, json.dumps(wrong))
+    for loose in (form(schema), form(schema, strict=False), form(schema, strict=None)):
+        assert allows(chat(response_format=loose), json.dumps(wrong))
+
+
+@pytest.mark.parametrize("value", [True, {"type": "integer"}])
+def test_strict_leaves_open_what_is_declared_open(value):
+    schema = {**NAMED, "additionalProperties": value}
+    text = '{"a": 1, "b": 2, "c": 3}'
+    for kept in (schema, {"allOf": [schema, OTHER]}, {**schema, "anyOf": [OTHER]}):
+        assert allows(chat(response_format=form(kept, strict=True)), text)
+    for whole in ({"const": {"a": 1}}, {"type": "object", "enum": [{"a": 1}]}, True, {}):
+        assert allows(chat(response_format=form(whole, strict=True)), '{"a": 1}')
+
+
+def test_strict_closes_the_arguments_of_a_function():
+    strict = tool({**with_seat("#/$defs/A"), **BASE})
+    strict["function"]["strict"] = True
+    assert calls([strict], {"seat": {"a": 1}})
+    assert not calls([strict], {"seat": {"a": 1, "c": 1}})
+    assert calls([tool({**with_seat("#/$defs/A"), **BASE})], {"seat": {"a": 1, "c": 1}})
+
+
+def deep(levels):
+    schema = NAMED
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def doubling(levels):
+    """Return a schema that would be of 2 ** levels parts, were references put in place."""
+    parts = {f"A{n}": {"allOf": [{"$ref": f"#/$defs/A{n + 1}"}] * 2} for n in range(levels)}
+    return {"$ref": "#/$defs/A0", "$defs": {**parts, f"A{levels}": NAMED}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"allOf": 5, "anyOf": 5}, {"properties": 5, "$ref": 5}, {"$ref": "#", "allOf": [{}, 5]}),
+        *(deep(450), {"allOf": [{"$ref": "#/allOf/0"}, NAMED]}, {"properties": [1], "items": 5}),
+    ],
+)
+def test_a_strict_schema_that_is_none_is_refused_like_any(schema):
+    with pytest.raises(RequestError, match="guided_decoding_guide"):
+        allows(chat(response_format=form(schema, strict=True)), "")
+
+
+def test_references_are_not_multiplied():
+    _, guide = guide_of(chat(response_format=form(doubling(60), strict=True)))
+    assert len(guide["guided_decoding_guide"]) < 20_000
