@@ -102,6 +102,7 @@ class StreamOptions(_Body):
 
     include_usage: bool = Field(False, description="a last chunk with the token counts")
     include_obfuscation: Any = _ignored("no padding is sent")
+    continuous_usage_stats: Any = _ignored("vLLM's; the counts come with the last chunk only")
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]

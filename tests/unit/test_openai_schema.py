@@ -58,6 +58,12 @@ def test_null_is_the_same_as_no_field():
     assert made(ChatRequest, **nothing) == made(ChatRequest)
 
 
+def test_a_stream_as_guidellm_and_aiperf_ask_for_it_is_served():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = made(ChatRequest, stream=True, stream_options=options, stop=None, ignore_eos=True)
+    assert body.stream_options.include_usage
+
+
 def test_a_message_of_an_answer_is_a_message_of_the_next_request():
     answered = {
         "role": "assistant",
