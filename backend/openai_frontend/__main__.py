@@ -17,7 +17,8 @@ from pathlib import Path
 import uvicorn
 
 from backend.config import EMBEDDED_MODEL, load_config
-from backend.openai_frontend.app import FrontEnd, create_app
+from backend.openai_frontend.app import create_app
+from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
 from backend.storage import cache
 from backend.triton_adapter.launcher.say import say

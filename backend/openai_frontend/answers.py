@@ -101,7 +101,7 @@ class Answer:
 
     def _fields(self) -> dict[str, str]:
         """Return the fields of the tensors whose name is another one."""
-        if self.style.kind is COMPLETION:
+        if self.style.kind == COMPLETION:
             return FIELDS
         fields = CHAT_FIELDS if self.style.tool is None else TOOL_FIELDS
         if isinstance(self.body, ChatRequest) and self.body.max_completion_tokens is not None:

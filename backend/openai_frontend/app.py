@@ -7,76 +7,30 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-from backend.openai_frontend.answers import Answer, tensors
-from backend.openai_frontend.bodies import read_body
-from backend.openai_frontend.choices import CHAT, COMPLETION, Style
 from backend.openai_frontend.edge import REQUEST_ID, Guard, RequestIds
-from backend.openai_frontend.errors import ApiError, handle_errors
-from backend.openai_frontend.guides import guide_of
-from backend.openai_frontend.schema import (
-    INT32,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Message,
-    TokenizeRequest,
-    Tool,
-)
+from backend.openai_frontend.errors import handle_errors
+from backend.openai_frontend.reader import BodyReader
+from backend.openai_frontend.routes import chat_of, completion_of, text_of, tokens_of
+from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.status import PAGE, PAGE_HEADERS, fetch_metrics
-from backend.openai_frontend.template import ChatTemplate
 from backend.openai_frontend.triton import Triton
-
-DEFAULT_MAX_TOKENS = 16
-"""OpenAI's own for completions; chats go on to the end of the context."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrontEnd:
-    """Settings: where Triton's gRPC is, the model's public name, its chat template, and who may
-    call ('': anyone; (): no site).
-    """
-
-    address: str
-    model: str
-    template: ChatTemplate | None = None
-    api_key: str = ""
-    origins: tuple[str, ...] = ()
-    max_body_bytes: int = 4 * 1024 * 1024
-    metrics_url: str = ""
-    spec_decode_metrics: str = "summary"
-    version: str = ""
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError for another model's name."""
-        if name not in (None, self.model):
-            message = f"The model {name!r} does not exist; there is {self.model!r}"
-            raise ApiError(404, message, "model", "model_not_found")
-
-    def prompt(self, messages: list[Message], tools: list[Tool] | None) -> str:
-        """Return the prompt of a conversation. Raises ApiError."""
-        if self.template is None:
-            raise ApiError(400, "the model has no chat template", "messages")
-        shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-        try:
-            return self.template.prompt([message.as_dict() for message in messages], shown or None)
-        except ValueError as error:
-            raise ApiError(400, str(error), "messages") from None
 
 
 def create_app(settings: FrontEnd) -> FastAPI:
     """Return the application."""
+    bodies = BodyReader(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.triton = Triton(settings.address)
         yield
+        bodies.close()
         await app.state.triton.close()
 
     app = FastAPI(
@@ -99,8 +53,8 @@ def create_app(settings: FrontEnd) -> FastAPI:
     app.add_middleware(RequestIds)
     handle_errors(app)
     _add_status(app, settings)
-    _add_tokens(app, settings)
-    _add_openai(app, settings)
+    _add_tokens(app, bodies)
+    _add_openai(app, settings, bodies)
     return app
 
 
@@ -127,28 +81,21 @@ def _add_status(app: FastAPI, settings: FrontEnd) -> None:
         return reply
 
 
-def _add_tokens(app: FastAPI, settings: FrontEnd) -> None:
+def _add_tokens(app: FastAPI, bodies: BodyReader) -> None:
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        body = await read_body(request, TokenizeRequest)
-        settings.check_model(body.model)
-        text = body.prompt if body.messages is None else settings.prompt(body.messages, body.tools)
-        triton = request.app.state.triton
+    async def tokenize(request: Request) -> Response:
+        triton, text = request.app.state.triton, await bodies.read(request, text_of)
         tokens, health = await triton.tokenize(text), await triton.command("health")
-        return {
-            "count": len(tokens),
-            "max_model_len": health["max_context_tokens"],
-            "tokens": tokens,
-        }
+        length = health["max_context_tokens"]
+        return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        body = await read_body(request, DetokenizeRequest)
-        settings.check_model(body.model)
-        return {"prompt": await request.app.state.triton.detokenize(body.tokens)}
+    async def detokenize(request: Request) -> Response:
+        tokens = await bodies.read(request, tokens_of)
+        return JSONResponse({"prompt": await request.app.state.triton.detokenize(tokens)})
 
 
-def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
+def _add_openai(app: FastAPI, settings: FrontEnd, bodies: BodyReader) -> None:
     created = int(time.time())
 
     def model() -> dict[str, Any]:
@@ -165,30 +112,10 @@ def _add_openai(app: FastAPI, settings: FrontEnd) -> None:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionRequest)
-        settings.check_model(body.model)
-        silent = body.max_tokens == 0
-        # the text model writes one token at least: it never sees a max_tokens of 0
-        most = 1 if silent else body.max_tokens
-        options = tensors(body, most, DEFAULT_MAX_TOKENS, echo=body.echo, top=body.logprobs)
-        style = Style(COMPLETION, body.logprobs is not None, echo=body.echo, silent=silent)
-        answer = Answer(body, style, body.prompt, options, settings.spec_decode_metrics)
+        answer = await bodies.read(request, completion_of)
         return await answer.response(request, request.app.state.triton)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await read_body(request, ChatRequest)
-        settings.check_model(body.model)
-        called = body.tool_choice is None or body.tool_choice.type != "none"
-        prompt = settings.prompt(body.messages, body.tools if called else None)
-        top = (body.top_logprobs or 0) if body.logprobs else None
-        options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
-        tool, guide = guide_of(body)
-        options |= guide
-        style = Style(CHAT, body.logprobs, tool, parallel=body.parallel_tool_calls)
-        if body.tools and called and tool is None and settings.template is not None:
-            style = replace(
-                style, calls=settings.template.calls, names=tuple(body.function_names())
-            )
-        answer = Answer(body, style, [prompt], options, settings.spec_decode_metrics)
+        answer = await bodies.read(request, chat_of)
         return await answer.response(request, request.app.state.triton)

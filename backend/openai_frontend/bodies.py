@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from backend.openai_frontend.errors import ApiError, invalid_body, path_of
@@ -23,11 +22,6 @@ _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Body = TypeVar("Body", bound=BaseModel)
-
-
-async def read_body(request: Request, kind: type[Body]) -> Body:
-    """Return the body of a request. Raises ApiError."""
-    return parse(await request.body(), request.headers, kind)
 
 
 def parse(data: bytes, headers: Mapping[str, str], kind: type[Body]) -> Body:

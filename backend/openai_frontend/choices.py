@@ -81,7 +81,7 @@ class Choice:
 
     def whole(self) -> dict[str, Any]:
         """Return the choice of an answer that is not streamed."""
-        if self.style.kind is COMPLETION:
+        if self.style.kind == COMPLETION:
             return self._completion()
         content, calls = self._read()
         message: dict[str, Any] = {
@@ -101,7 +101,7 @@ class Choice:
         """Return what is new as the choice of an event, and forget it; None while it may be part of
         a call.
         """
-        if self.style.kind is COMPLETION:
+        if self.style.kind == COMPLETION:
             made = self._completion()
         else:
             content, calls = self._read()

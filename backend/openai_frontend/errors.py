@@ -33,7 +33,7 @@ _MOST_SHOWN = 60
 _SCHEMA_LINE = re.compile(r": at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
 """An error in a grammar of ``backend.openai_frontend.guides``: line n has the schema of tool n."""
 _TOO_MANY = re.compile(r" (\d+) and a prompt of (\d+) tokens exceed the context of (\d+) tokens")
-_TOO_LONG = re.compile(r" of (\d+) tokens is over the limit of (\d+)")
+_TOO_LONG = re.compile(r" of (\d+) (tokens|bytes) is over the limit of (\d+)(?! bytes)\b")
 """The text model's errors about the context."""
 RETRY_AFTER_S = 1
 """When a client may try again: a full queue has places before long. It waits longer by itself."""
@@ -67,6 +67,10 @@ class ApiError(Exception):
         self.status = status
         self.param = None if param is None else _printable(param)
         self.code = code or _CODES.get(status)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes it."""
+        return ApiError, (self.status, str(self), self.param, self.code)
 
     def body(self) -> dict[str, Any]:
         """Return what the client gets."""
@@ -119,12 +123,16 @@ def _context_exceeded(message: str, field: str, names: Mapping[str, str]) -> str
             f"the length of the {prompt} or {field}."
         )
     if found := _TOO_LONG.search(message):
-        given, most = map(int, found.groups())
+        size, unit, most = found.groups()
         verb = "have" if prompt == "messages" else "has"
+        why = (
+            "and at least one must be left for the completion"
+            if unit == "tokens"
+            else "which are certainly more tokens"
+        )
         return (
-            f"This model's maximum context length is {most + 1} tokens. However, the {prompt} "
-            f"{verb} {given} tokens, and at least one must be left for the completion. Please "
-            f"reduce the length of the {prompt}."
+            f"This model's maximum context length is {int(most) + 1} tokens. However, the {prompt} "
+            f"{verb} {size} {unit}, {why}. Please reduce the length of the {prompt}."
         )
     return None
 

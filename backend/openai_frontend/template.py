@@ -25,6 +25,7 @@ class ChatTemplate:
         """``bos_added``: the tokenizer begins every text by the begin token, so that the template's
         own is one too many.
         """
+        self._made_of = (source, bos_token, eos_token, bos_added)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -38,6 +39,10 @@ class ChatTemplate:
         self._developers = "developer" in source
         self.shows_tools = "tools" in source
         self.calls = call_format(source)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes it."""
+        return _template, self._made_of
 
     def prompt(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
@@ -58,6 +63,10 @@ class ChatTemplate:
         except (TemplateError, TypeError) as error:
             raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
         return text.removeprefix(self._tokens["bos_token"]) if self._bos_added else text
+
+
+def _template(source: str, bos_token: str, eos_token: str, bos_added: bool) -> ChatTemplate:
+    return ChatTemplate(source, bos_token, eos_token, bos_added=bos_added)
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from backend.openai_frontend.errors import ApiError, upstream_error
+from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
 from backend.triton_adapter.fields import MODELS, NUMPY_TYPES
 from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
 
@@ -78,9 +78,12 @@ class Triton:
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids that a prompt has. Raises ApiError."""
         given = {"QUERY": [[text]], "REQUEST_OUTPUT_LEN": [[1]]}
-        ids: list[int] = (
-            (await self._infer("preprocessing", given)).as_numpy("INPUT_ID")[0].tolist()
-        )
+        try:
+            reply = await self._infer("preprocessing", given)
+        except ApiError as error:
+            message = str(error).replace("QUERY", "text_input", 1)
+            raise upstream_error(error.status, message, FIELDS) from None
+        ids: list[int] = reply.as_numpy("INPUT_ID")[0].tolist()
         return ids
 
     async def detokenize(self, ids: list[int]) -> str:

@@ -6,7 +6,8 @@ import json
 import pytest
 from starlette.testclient import TestClient
 
-from backend.openai_frontend.app import FrontEnd, create_app
+from backend.openai_frontend.app import create_app
+from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate
 from tests.server.harness import free_ports
 

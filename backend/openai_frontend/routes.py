@@ -1,0 +1,76 @@
+"""What each route asks of Triton for a body: pure functions, which can run in any process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from backend.openai_frontend.answers import Answer, tensors
+from backend.openai_frontend.bodies import parse
+from backend.openai_frontend.choices import CHAT, COMPLETION, Style
+from backend.openai_frontend.guides import guide_of
+from backend.openai_frontend.schema import (
+    INT32,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from backend.openai_frontend.settings import FrontEnd
+
+_KEPT = {"model", "n", "stream", "stream_options", "max_completion_tokens"}
+"""Fields of a body that its answer reads."""
+AnyBody = TypeVar("AnyBody", CompletionRequest, ChatRequest)
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's own for completions; chats go on to the end of the context."""
+
+
+def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:
+    """Return the answer to a body of ``/v1/completions``. Raises ApiError, as all of these do."""
+    body = parse(data, headers, CompletionRequest)
+    settings.check_model(body.model)
+    silent = body.max_tokens == 0
+    # the text model writes one token at least: it never sees a max_tokens of 0
+    most = 1 if silent else body.max_tokens
+    options = tensors(body, most, DEFAULT_MAX_TOKENS, echo=body.echo, top=body.logprobs)
+    style = Style(COMPLETION, body.logprobs is not None, echo=body.echo, silent=silent)
+    return Answer(_slim(body), style, body.prompt, options, settings.spec_decode_metrics)
+
+
+def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:
+    """Return the answer to a body of ``/v1/chat/completions``."""
+    body = parse(data, headers, ChatRequest)
+    settings.check_model(body.model)
+    called = body.tool_choice is None or body.tool_choice.type != "none"
+    prompt = settings.prompt(body.messages, body.tools if called else None)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
+    tool, guide = guide_of(body)
+    options |= guide
+    style = Style(CHAT, body.logprobs, tool, parallel=body.parallel_tool_calls)
+    if body.tools and called and tool is None and settings.template is not None:
+        style = replace(style, calls=settings.template.calls, names=tuple(body.function_names()))
+    return Answer(_slim(body), style, [prompt], options, settings.spec_decode_metrics)
+
+
+def _slim(body: AnyBody) -> AnyBody:
+    """Return a body without what has been rendered or is in the options."""
+    fields = type(body).model_fields.keys() & _KEPT
+    return type(body).model_construct(**{name: getattr(body, name) for name in fields})
+
+
+def text_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> str:
+    """Return the text that a body of ``/tokenize`` is about."""
+    body = parse(data, headers, TokenizeRequest)
+    settings.check_model(body.model)
+    if body.messages is None:
+        return body.prompt or ""
+    return settings.prompt(body.messages, body.tools)
+
+
+def tokens_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> list[int]:
+    """Return the tokens that a body of ``/detokenize`` is about."""
+    body = parse(data, headers, DetokenizeRequest)
+    settings.check_model(body.model)
+    return body.tokens

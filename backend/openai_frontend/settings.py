@@ -1,0 +1,42 @@
+"""What the front end is started with, and what follows from it for every body."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend.openai_frontend.errors import ApiError
+from backend.openai_frontend.schema import Message, Tool
+from backend.openai_frontend.template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """Settings: where Triton's gRPC is, the model's public name, its chat template, and who may
+    call ('': anyone; (): no site).
+    """
+
+    address: str
+    model: str
+    template: ChatTemplate | None = None
+    api_key: str = ""
+    origins: tuple[str, ...] = ()
+    max_body_bytes: int = 4 * 1024 * 1024
+    metrics_url: str = ""
+    spec_decode_metrics: str = "summary"
+    version: str = ""
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for another model's name."""
+        if name not in (None, self.model):
+            message = f"The model {name!r} does not exist; there is {self.model!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def prompt(self, messages: list[Message], tools: list[Tool] | None) -> str:
+        """Return the prompt of a conversation. Raises ApiError."""
+        if self.template is None:
+            raise ApiError(400, "the model has no chat template", "messages")
+        shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+        try:
+            return self.template.prompt([message.as_dict() for message in messages], shown or None)
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None

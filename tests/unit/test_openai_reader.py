@@ -1,0 +1,121 @@
+"""Large bodies are read by a process of their own, with the same answers as small ones."""
+
+import asyncio
+import json
+import os
+
+import pytest
+
+from backend.openai_frontend import reader as module
+from backend.openai_frontend.errors import ApiError
+from backend.openai_frontend.reader import BodyReader
+from backend.openai_frontend.routes import chat_of, completion_of, text_of, tokens_of
+from backend.openai_frontend.settings import FrontEnd
+from backend.openai_frontend.template import ChatTemplate
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+SETTINGS = FrontEnd("", "m", ChatTemplate(TEMPLATE, "<s>"))
+HELLO = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+HEADERS = {"content-type": "application/json"}
+LARGE = {"metadata": {"blank": " " * module.LARGE_BODY_BYTES}}
+
+
+class Request:
+    def __init__(self, body):
+        self.headers = HEADERS
+        self._body = json.dumps(body).encode()
+
+    async def body(self):
+        return self._body
+
+
+@pytest.fixture
+def bodies():
+    made = BodyReader(SETTINGS)
+    yield made
+    made.close()
+
+
+def read(bodies, work, body):
+    return asyncio.run(bodies.read(Request(body), work))
+
+
+def pid_of(settings, data, headers):
+    return os.getpid()
+
+
+def fail(settings, data, headers):
+    raise ValueError("a fault")
+
+
+def end(settings, data, headers):
+    os._exit(1)
+
+
+def test_only_a_large_body_leaves_the_process(bodies):
+    assert read(bodies, pid_of, {}) == os.getpid()
+    assert bodies._child is None
+    first, second = read(bodies, pid_of, LARGE), read(bodies, pid_of, LARGE)
+    assert first == second != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("work", "body"),
+    [
+        (completion_of, {"prompt": ["a", [1, 2]], "logprobs": 2, "echo": True, "n": 2}),
+        (completion_of, {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}),
+        (chat_of, {"messages": [HELLO, HELLO], "max_completion_tokens": 5}),
+        (chat_of, {"messages": [HELLO], "tools": [TOOL], "tool_choice": "required"}),
+        (chat_of, {"messages": [HELLO], "response_format": {"type": "json_object"}}),
+        (text_of, {"prompt": "a"}),
+        (text_of, {"messages": [HELLO]}),
+        (tokens_of, {"tokens": [1, 2]}),
+    ],
+)
+def test_a_large_body_means_the_same_as_a_small_one(bodies, monkeypatch, work, body):
+    body = {"model": "m", **body}
+    small = read(bodies, work, body)
+    monkeypatch.setattr(module, "LARGE_BODY_BYTES", 0)
+    assert read(bodies, work, body) == small
+    assert bodies._child is not None
+
+
+@pytest.mark.parametrize("body", [{"model": "other"}, {"model": "m", "top_k": -5}, {"modell": 1}])
+def test_it_is_refused_for_the_same_reason(bodies, monkeypatch, body):
+    refusals = []
+    for limit in (module.LARGE_BODY_BYTES, 0):
+        monkeypatch.setattr(module, "LARGE_BODY_BYTES", limit)
+        with pytest.raises(ApiError) as raised:
+            read(bodies, chat_of, {"messages": [HELLO], **body})
+        refusals.append((raised.value.status, raised.value.body()))
+    assert refusals[0] == refusals[1]
+
+
+def test_what_an_answer_does_not_need_stays_in_the_process():
+    body = {"model": "m", "messages": [HELLO] * 1000, "tools": [TOOL], "user": "u" * 1000}
+    answer = chat_of(SETTINGS, json.dumps(body).encode(), HEADERS)
+    assert len(str(answer.body)) < 1000
+
+
+def test_a_fault_is_an_error_and_a_death_a_restart(bodies):
+    with pytest.raises(ApiError, match="internal error"):
+        read(bodies, fail, LARGE)
+    first = read(bodies, pid_of, LARGE)
+    with pytest.raises(ApiError, match="try again later") as raised:
+        read(bodies, end, LARGE)
+    assert raised.value.status == 503
+    assert read(bodies, pid_of, LARGE) not in (first, os.getpid())
+
+
+def test_a_body_that_takes_too_long_is_given_up(bodies, monkeypatch):
+    assert read(bodies, pid_of, LARGE)
+    monkeypatch.setattr(module, "LONGEST_READ_S", 0.05)
+    with pytest.raises(ApiError, match="try again later"):
+        read(bodies, wait, LARGE)
+    monkeypatch.undo()
+    assert read(bodies, pid_of, LARGE) != os.getpid()
+
+
+def wait(settings, data, headers):
+    module.signal.pause()
