@@ -23,18 +23,21 @@ from bench.cuda.step import PAGE, SHAPES, Shape, Step, Weights, new_kv
 
 def tilings(rows: int) -> list[Tiling]:
     """Return the tilings that are tried for a number of rows."""
+    tile = max(16, triton.next_power_of_2(rows))
     if rows <= 64:
-        tile = max(16, triton.next_power_of_2(rows))
-        few = [(64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 4, 4), (64, 64, 8, 4), (128, 64, 6, 4)]
-        return [Tiling(n, k, tile, stages, warps) for n, k, stages, warps in few]
+        few = [(64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 4, 4), (128, 64, 8, 4)]
+        plain = [Tiling(n, k, tile, stages, warps) for n, k, stages, warps in few[:1]]
+        return plain + [Tiling(n, k, tile, stages, warps, True) for n, k, stages, warps in few]
     return [
-        Tiling(64, 128, 128, 4, 4),
-        Tiling(128, 64, 128, 4, 4),
+        Tiling(64, 128, 64, 5, 4),
         Tiling(128, 64, 128, 5, 8),
-        Tiling(128, 128, 128, 3, 8),
-        Tiling(128, 64, 256, 4, 8),
-        Tiling(256, 64, 128, 3, 8),
-        Tiling(128, 64, 64, 6, 4),
+        Tiling(64, 128, 64, 5, 4, True),
+        Tiling(128, 64, 64, 6, 4, True),
+        Tiling(128, 64, 128, 5, 8, True),
+        Tiling(128, 64, 128, 5, 4, True),
+        Tiling(64, 64, 128, 6, 4, True),
+        Tiling(128, 64, 256, 4, 8, True),
+        Tiling(128, 128, 128, 3, 8, True),
     ]
 
 
@@ -68,11 +71,17 @@ class Probe:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def graph(self, launch: Callable[[], object]) -> Callable[[], None]:
-        """Capture launches in a CUDA graph and return its replay."""
+    def graph(
+        self, launch: Callable[[], object], stream: torch.cuda.Stream | None = None
+    ) -> Callable[[], None]:
+        """Capture launches in a CUDA graph and return its replay.
+
+        Graphs that run at once need streams of their own: cuBLAS has a workspace for each, and two
+        kernels that share one wait for each other without end.
+        """
         if self.rehearse:
             return launch  # type: ignore[return-value]
-        stream = torch.cuda.Stream()
+        stream = stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             launch()
@@ -80,7 +89,7 @@ class Probe:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             launch()
         replay: Callable[[], None] = graph.replay
         return replay
@@ -198,7 +207,7 @@ def products(probe: Probe) -> dict[str, Any]:
             for tiling in tilings(m)[: 1 if probe.rehearse else None]:
                 if n % tiling.columns or k % tiling.inner:
                     continue
-                key = "/".join(map(str, tiling))
+                key = "/".join(str(int(v)) for v in tiling)
                 try:
                     cells[key] = all_of(lambda w: linear(x, w, out, tiling=tiling))
                 except Exception as error:
@@ -210,7 +219,8 @@ def products(probe: Probe) -> dict[str, Any]:
             line = f"{name:8s} M {m:4d}: cublas {_product_line(cells['cublas'], n, k, m)}"
             if best:
                 line += f" | {best} {_product_line(ours[best], n, k, m)}"
-                tiling = Tiling(*map(int, best.split("/")))
+                *numbers, tma = map(int, best.split("/"))
+                tiling = Tiling(*numbers, tma=bool(tma))
                 probe.tilings.setdefault(m, {})[name] = tiling
             print(line, flush=True)
         del weights
@@ -315,7 +325,10 @@ def _step_options(probe: Probe, product: str, tokens: int) -> dict[str, Any]:
     options: dict[str, Any] = {"split": split, "tile": tile, "warps": warps}
     if "ours" in product:
         sizes = [m for m in probe.tilings if m >= min(tokens, max(probe.tilings))]
-        options["tilings"] = probe.tilings[min(sizes)]
+        options["tilings"] = {
+            name: tiling._replace(stages=max(2, tiling.stages - 1)) if "pdl" in product else tiling
+            for name, tiling in probe.tilings[min(sizes)].items()
+        }
     return options | {"pdl": "pdl" in product}
 
 
@@ -460,8 +473,11 @@ def _same_products(probe: Probe) -> dict[str, Any]:
         for rows in (16, 32, 64, 128, 320):
             for tiling in tilings(rows):
                 for pdl in (False, True):
-                    out = linear(x[:rows], weight, x.new_empty(rows, n), tiling=tiling, pdl=pdl)
-                    key = f"product {n}, {rows} rows, {'/'.join(map(str, tiling))} pdl {int(pdl)}"
+                    try:
+                        out = linear(x[:rows], weight, x.new_empty(rows, n), tiling=tiling, pdl=pdl)
+                    except triton.runtime.errors.OutOfResources:
+                        continue
+                    key = f"product {n}, {rows} rows, {'/'.join(str(int(v)) for v in tiling)} pdl {int(pdl)}"
                     found[key] = bool(torch.equal(out, alone[:rows]))
     return found
 
@@ -647,36 +663,38 @@ def pipelining(probe: Probe) -> dict[str, Any]:
     for rows in (2,) if probe.rehearse else (8, 16, 32, 64):
         alive = []
 
-        def turn(rows: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        def turn(
+            rows: int, stream: torch.cuda.Stream | None
+        ) -> tuple[Callable[[], None], Callable[[], None]]:
             verify = Step(target, kv[0], rows, 5, context + 100, split=512)
             propose = Step(draft, kv[1], rows, 1, context + 100, split=512)
             verify.fill(context)
             propose.fill(context)
             alive.extend((verify, propose))
             return (
-                probe.graph(lambda: [propose.run() for _ in range(4)]),
-                probe.graph(verify.run),
+                probe.graph(lambda: [propose.run() for _ in range(4)], stream),
+                probe.graph(verify.run, stream),
             )
 
-        whole, halves = turn(rows), [turn(rows // 2) for _ in range(2)]
+        streams = [None if probe.rehearse else torch.cuda.Stream() for _ in range(3)]
+        whole, *halves = (turn(rows // (1 if n == 0 else 2), streams[n]) for n in range(3))
         if probe.rehearse:
             found[str(rows)] = {}
             continue
         rounds = 20
         one_ms = _timed(lambda: [run() for _ in range(rounds) for run in whole]) / rounds
-        streams = [torch.cuda.Stream() for _ in range(2)]
 
         def two() -> None:
             main = torch.cuda.current_stream()
-            for stream in streams:
+            for stream in streams[1:]:
                 stream.wait_stream(main)
             for n in range(rounds):
-                for which, stream in enumerate(streams):
+                for which, stream in enumerate(streams[1:]):
                     with torch.cuda.stream(stream):
                         order = halves[which] if which == 0 or n else halves[which][1:]
                         for run in order:
                             run()
-            for stream in streams:
+            for stream in streams[1:]:
                 main.wait_stream(stream)
 
         two_ms = _timed(two) / rounds

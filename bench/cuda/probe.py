@@ -34,6 +34,7 @@ PARTS = {
     "pipelining": "two half batches in two streams against one batch, a 1B draft",
 }
 SEED = 20261126
+PART_LIMIT_S = 60.0
 
 
 def main() -> None:
@@ -49,6 +50,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     parts = list(PARTS) if "all" in args.parts else args.parts
+    for part in parts if not args.inside else ():
+        (args.out / f"{part}.json").unlink(missing_ok=True)
     end_s = time.monotonic() + args.limit
     if args.inside:
         run_parts(parts, args.out, end_s, rehearse=args.rehearse)
@@ -59,15 +62,26 @@ def main() -> None:
         command += ["--limit", f"{left_s:.0f}", "--inside"]
         if args.rehearse:
             command.append("--rehearse")
-        try:
-            subprocess.run([sys.executable, *command], timeout=max(left_s, 1) + 20, check=False)
-        except subprocess.TimeoutExpired:
-            print("killed: time is up", flush=True)
-            return
+        child = subprocess.Popen([sys.executable, *command])
+        _wait(child, parts, args.out, end_s)
         begun = [part for part in parts if (args.out / f"{part}.json").exists()]
         if not begun:
             return
         parts = parts[parts.index(begun[-1]) + 1 :]
+
+
+def _wait(child: subprocess.Popen[bytes], parts: list[str], out: Path, end_s: float) -> None:
+    """Wait for a process that runs parts; kill it where one of them takes too long."""
+    part_s, begun, since = PART_LIMIT_S, 0, time.monotonic()
+    while child.poll() is None:
+        time.sleep(0.2)
+        count, now = sum((out / f"{part}.json").exists() for part in parts), time.monotonic()
+        if count != begun:
+            begun, since = count, now
+        if now > since + part_s or now > end_s + 20:
+            print("killed: a part took too long, or all of them", flush=True)
+            child.kill()
+            child.wait()
 
 
 def run_parts(parts: list[str], out: Path, end_s: float, *, rehearse: bool) -> None:

@@ -144,14 +144,15 @@ def test_silu_mul() -> None:
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1e-6
 
 
+@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("rows", [1, 16, 40])
-def test_linear(rows: int) -> None:
-    x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(96, 256, device=DEVICE)
-    bias = torch.randn(96, device=DEVICE)
-    tiling = Tiling(columns=32, inner=64)
-    out = linear(x, weight, torch.empty(rows, 96, device=DEVICE), bias, tiling=tiling)
+def test_linear(rows: int, tma: bool) -> None:
+    x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(128, 256, device=DEVICE)
+    bias = torch.randn(128, device=DEVICE)
+    tiling = Tiling(columns=64, inner=64, tma=tma)
+    out = linear(x, weight, torch.empty(rows, 128, device=DEVICE), bias, tiling=tiling)
     assert relative_error(out, x.double() @ weight.T.double() + bias.double()) < FP32_ERROR
-    alone = linear(x[:1], weight, torch.empty(1, 96, device=DEVICE), bias, tiling=tiling)
+    alone = linear(x[:1], weight, torch.empty(1, 128, device=DEVICE), bias, tiling=tiling)
     assert torch.equal(out[:1], alone)
 
 

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Tiling(NamedTuple):
@@ -24,6 +25,7 @@ class Tiling(NamedTuple):
     rows: int = 16
     stages: int = 5
     warps: int = 4
+    tma: bool = False
 
 
 @triton.jit
@@ -68,6 +70,38 @@ def _linear(
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_row[None, :])
 
 
+@triton.jit
+def _linear_tma(
+    x_desc,
+    weight_desc,
+    bias_ptr,
+    out_ptr,
+    rows,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    at_m, at_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    m, n = at_m + tl.arange(0, BLOCK_M), at_n + tl.arange(0, BLOCK_N)
+    is_row = m < rows
+    out = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for k in range(0, K, BLOCK_K):
+        weight = weight_desc.load([at_n, k])
+        x = x_desc.load([at_m, k])
+        out = tl.dot(weight, x.T, out)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + n)[:, None].to(tl.float32)
+    at = out_ptr + m[None, :] * N + n[:, None]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_row[None, :])
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -85,9 +119,14 @@ def linear(
     columns = weight.shape[0]
     if columns % tiling.columns or inner % tiling.inner:
         raise ValueError(f"weight {tuple(weight.shape)} is no multiple of {tiling}")
-    _linear[(triton.cdiv(rows, tiling.rows), columns // tiling.columns)](
-        x,
-        weight,
+    left, right = x, weight
+    if tiling.tma:
+        left = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner])
+        right = TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.inner])
+    kernel = _linear_tma if tiling.tma else _linear
+    kernel[(triton.cdiv(rows, tiling.rows), columns // tiling.columns)](
+        left,
+        right,
         weight if bias is None else bias,
         out,
         rows,
