@@ -62,7 +62,6 @@ def tensors(
         "exclude_input_in_output": True,
         "return_num_input_tokens": True,
         "return_num_output_tokens": True,
-        "return_perf_metrics": True,
         "return_log_probs": None if top is None else True,
         "return_top_log_probs": top,
         "return_prompt_log_probs": True if echo and top is not None else None,
@@ -95,7 +94,8 @@ class Answer:
             "created": int(time.time()),
             "model": self.body.model,
         }
-        pieces = triton.generate(self.prompts, self.options, self._fields())
+        counted = {} if self.spec_decode_metrics == "none" else {"return_perf_metrics": True}
+        pieces = triton.generate(self.prompts, self.options | counted, self._fields())
         answer = self._streamed if self.body.stream else self._whole
         return await until_gone(request, answer(pieces, choices, head))
 

@@ -44,6 +44,11 @@ def test_the_reply_says_which_drafts_proposed_how_much(service):
     assert set(names) <= {draft.name for draft in load_config(CONFIG).drafts}
     assert sum(proposed) == reply["total_draft_tokens"] > 0
     assert sum(accepted) == reply["total_accepted_draft_tokens"]
+    steps = [listed(reply[name]) for name in ("per_step_drafted", "per_step_accepted")]
+    assert [sum(steps[0]), sum(steps[1])] == [sum(proposed), sum(accepted)]
+    histogram = listed(reply["acceptance_histogram"])
+    assert histogram == [steps[1].count(tokens) for tokens in range(len(histogram))]
+    assert len(histogram) == 1 + load_config(CONFIG).policy.k_max
 
 
 def listed(value):
