@@ -13,8 +13,9 @@ from __future__ import annotations
 import codecs
 import json
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +57,11 @@ class Tokenizer(Protocol):
     @property
     def bound(self) -> TextBound:
         """The bytes that a token can stand for."""
+        ...
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of special tokens by what they are called: they are no text of the output."""
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -104,6 +110,7 @@ class ByteTokenizer:
     token_bytes: tuple[bytes, ...] = (*(bytes([value]) for value in range(BYTE_VALUES)), b"")
     end_ids: frozenset[int] = frozenset({BYTE_VALUES})
     bound: TextBound = _ONE_BYTE
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the UTF-8 bytes of a text; there are no special tokens to add."""
@@ -121,6 +128,7 @@ class FolderTokenizer:
     end_ids: frozenset[int]
     strips_space: bool
     bound: TextBound
+    special_tokens: Mapping[str, int]
     _library: Any
 
     @property
@@ -161,9 +169,10 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
         table, strips_space = _token_bytes(library.get_vocab(with_added_tokens=True), spec)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
-    return FolderTokenizer(
-        table, _end_ids(folder), strips_space, text_bound(spec, library), library
-    )
+    added = spec.get("added_tokens", ())
+    special = {token["content"]: token["id"] for token in added if token["special"]}
+    bound = text_bound(spec, library)
+    return FolderTokenizer(table, _end_ids(folder), strips_space, bound, special, library)
 
 
 def _token_bytes(

@@ -68,7 +68,7 @@ class Preparation:
             remember=request.remember and not alone,
         )
         decoder = IncrementalDecoder(self.tokenizer.token_bytes)
-        session = Session(sequence, request, end_ids, decoder, sink)
+        session = Session(sequence, request, end_ids, decoder, sink, self.tokenizer.special_tokens)
         session.logits_bytes = logits_bytes
         session.control = self.in_control(session.id)
         return session

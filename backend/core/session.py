@@ -5,17 +5,21 @@ tokens grow.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from backend.core.extras import Gathered, Gatherer
+from backend.core.stop_words import StopWords
 from backend.engines.port import Extras
 from backend.ops.request_trace import RequestTrace
 from backend.ops.stats import Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.sequence import Proposal, Sequence
 
+NO_SPECIAL_TOKENS: Mapping[str, int] = MappingProxyType({})
 _SOURCE_TOKENS = 16  # a block of KV: by so many tokens the kind of a prompt is known
 
 
@@ -71,9 +75,10 @@ class Session:
     """A request's state machine: it takes tokens one by one until it is finished.
 
     Stop words are matched in the text, wherever token borders fall; text that could still grow into
-    a stop word is held back, and a stop word itself is not part of the output. ``end_ids`` end the
-    generation without text. A request of token ids gets every token that it took: an end id, and
-    the stop word (token ids of the output) that ended it, too.
+    a stop word is held back, and a stop word itself is not part of the output. One that names
+    ``special_tokens`` (ids by name) matches these tokens. ``end_ids`` end the generation without
+    text. A request of token ids gets every token that it took: an end id, and the stop word (token
+    ids of the output) that ended it, too.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Session:
         end_ids: frozenset[int],
         decoder: Decoder,
         sink: ReplySink,
+        special_tokens: Mapping[str, int] = NO_SPECIAL_TOKENS,
     ) -> None:
         self.id = sequence.id
         self.sequence = sequence
@@ -106,8 +112,7 @@ class Session:
         self.last_commit_s: float | None = None
         self._end_ids = end_ids
         self._decoder = decoder
-        self._stop_words = tuple(word for word in request.stop_words if word)
-        self._longest_stop_word = max(map(len, self._stop_words), default=0)
+        self._stop_words = StopWords(request.stop_words, special_tokens, end_ids)
         self._held = "" if request.stream or request.exclude_input_in_output else request.text_input
         self._searched = len(
             self._held
@@ -193,10 +198,11 @@ class Session:
     def _pop_text(self) -> str:
         keep = 0
         if self._stop_words and self.finish_reason is None:
-            keep = _longest_prefix_at_end(self._held[self._searched :], self._stop_words)
+            keep = self._stop_words.most_at_end(self._held, self._searched)
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
         self._searched = max(0, self._searched - cut)
+        self._stop_words.cut(cut)
         return text
 
     def usage(self) -> Usage:
@@ -217,6 +223,8 @@ class Session:
         self.output_tokens += 1
         if self._tokens is not None:
             self._tokens.append(token)
+        if self._stop_words.marks:
+            self._stop_words.note(token, len(self._held))
         if token in self._end_ids:
             self._end(FinishReason.END_ID)
             return
@@ -246,25 +254,10 @@ class Session:
     def _cut_at_stop_word(self) -> bool:
         if not self._stop_words:
             return False
-        found = [
-            at
-            for at in (self._held.find(word, self._searched) for word in self._stop_words)
-            if at >= 0
-        ]
-        if not found:
-            self._searched = max(self._searched, len(self._held) - self._longest_stop_word + 1)
+        at = self._stop_words.find(self._held, self._searched)
+        if at < 0:
+            self._searched = max(self._searched, self._stop_words.first_place(self._held))
             return False
-        self._held = self._held[: min(found)]
+        self._held = self._held[:at]
         self.finish_reason = FinishReason.STOP_WORDS
         return True
-
-
-def _longest_prefix_at_end(text: str, words: tuple[str, ...]) -> int:
-    """Return the length of the longest end of ``text`` that begins one of ``words`` without
-    completing it.
-    """
-    longest = max((len(word) for word in words), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(word.startswith(text[-size:]) for word in words):
-            return size
-    return 0

@@ -121,7 +121,9 @@ class Options(_Body):
     )
     n: int = Field(1, ge=1, le=128, description="texts for every prompt; text i has the seed + i")
     stop: Annotated[list[str], BeforeValidator(_stop)] | None = Field(
-        None, description="a text or several, before the first of which the output ends"
+        None,
+        description="a text or several, before the first of which the output ends; the name of a "
+        "special token in one of them, such as `<|im_end|>`, is that token, too",
     )
     seed: int | None = Field(
         None,

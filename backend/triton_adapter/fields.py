@@ -241,7 +241,13 @@ _TEXT_INPUTS = (
         added=True,
     ),
     _f("stream", "BOOL", _ONE, "send deltas (decoupled mode only)"),
-    _f("stop_words", "STRING", _ANY, "end before the first of them, wherever token borders fall"),
+    _f(
+        "stop_words",
+        "STRING",
+        _ANY,
+        "end before the first of them, wherever token borders fall; the name of a special token in "
+        "one of them is that token, too",
+    ),
     _f(
         "bad_words",
         "STRING",

@@ -18,6 +18,9 @@ TOKENIZER = ByteTokenizer()
 END_ID = 256
 PROMPT = "é👋"
 LETTERS = "aé€😀"  # one to four bytes, which share some
+SPECIAL_TOKENS = {"<x>": 257, "<x>y": 258, "<end>": END_ID}
+END_MARK = "\ue000"
+MARKS = {"<x>y": "\ue002", "<x>": "\ue001", "<end>": END_MARK}  # the longest name first
 
 
 def run(blocks, stop_words, max_tokens, *, stream):
@@ -28,7 +31,12 @@ def run(blocks, stop_words, max_tokens, *, stream):
     prompt = TOKENIZER.encode(PROMPT)
     sequence = Sequence(1, list(prompt), len(prompt), SamplingParams(log_probs=True))
     session = Session(
-        sequence, request, frozenset({END_ID}), IncrementalDecoder(TOKENIZER.token_bytes), sink=None
+        sequence,
+        request,
+        frozenset({END_ID}),
+        IncrementalDecoder(TOKENIZER.token_bytes),
+        None,
+        SPECIAL_TOKENS,
     )
     text, log_probs, total = "", [], 0.0
     for block in blocks:
@@ -55,17 +63,35 @@ def run(blocks, stop_words, max_tokens, *, stream):
     return text, None, session.output_tokens, log_probs, total
 
 
+def mark_of(token):
+    return next(MARKS[name] for name, special in SPECIAL_TOKENS.items() if special == token)
+
+
+def with_marks(word):
+    for name, mark in MARKS.items():
+        word = word.replace(name, mark)
+    return word
+
+
+def without_marks(text):
+    return "".join(letter for letter in text if letter not in MARKS.values())
+
+
 def expected(tokens, stop_words, max_tokens):
-    """Return (text, reason, tokens) by looking at the whole text behind every token."""
+    """Return (text, reason, tokens) by looking at the whole text after every token."""
+    words = [word for word in map(with_marks, stop_words) if word not in (*stop_words, END_MARK)]
     for count in range(1, len(tokens) + 1):
         reason = (
             "end_id" if tokens[count - 1] == END_ID else "length" if count == max_tokens else None
         )
-        data = bytes(token for token in tokens[:count] if token != END_ID)
-        text = codecs.getincrementaldecoder("utf-8")("replace").decode(
-            data, final=reason is not None
-        )
+        decoder, marked = codecs.getincrementaldecoder("utf-8")("replace"), ""
+        for token in tokens[:count]:
+            marked += decoder.decode(bytes([token])) if token < END_ID else mark_of(token)
+        marked += decoder.decode(b"", final=reason is not None)
+        text = without_marks(marked)
         found = [text.index(word) for word in stop_words if word in text]
+        places = [marked.index(word) for word in words if word in marked]
+        found += [len(without_marks(marked[:place])) for place in places]
         if found:
             return text[: min(found)], "stop_words", count
         if reason:
@@ -75,11 +101,19 @@ def expected(tokens, stop_words, max_tokens):
 
 texts = st.lists(
     st.sampled_from(
-        [*(letter.encode() for letter in LETTERS), b"\xf0", b"\x80", b"\xe2\x82", bytes([0])]
+        [
+            *(letter.encode() for letter in LETTERS),
+            b"\xf0",
+            b"\x80",
+            b"\xe2\x82",
+            bytes([0]),
+            (257,),
+            (258,),
+        ]
     ),
     max_size=12,
 )
-tokens = texts.map(lambda parts: list(b"".join(parts))).flatmap(
+tokens = texts.map(lambda parts: [token for part in parts for token in part]).flatmap(
     lambda data: st.integers(0, 3 * len(data)).map(
         lambda end: [*data[:end], END_ID, *data[end:]] if end < len(data) else data
     )
@@ -90,11 +124,19 @@ tokens = texts.map(lambda parts: list(b"".join(parts))).flatmap(
 @given(
     tokens=tokens.filter(bool),
     cuts=st.lists(st.integers(1, 48), max_size=12),
-    stop_words=st.lists(st.text(LETTERS + "\ufffd", max_size=3), max_size=3),
+    stop_words=st.lists(
+        st.lists(st.sampled_from([*LETTERS, "\ufffd", *SPECIAL_TOKENS]), max_size=3).map("".join),
+        max_size=3,
+    ),
     max_tokens=st.integers(1, 48),
 )
 @example(tokens=list("a€".encode()), cuts=[2], stop_words=["€"], max_tokens=9)
 @example(tokens=[*"a€".encode()[:3], END_ID], cuts=[], stop_words=["\ufffd"], max_tokens=9)
+@example(tokens=[*b"ab", 257, *b"c"], cuts=[1], stop_words=["b<x>c"], max_tokens=9)
+@example(tokens=[*b"ab", 257, *b"c"], cuts=[1], stop_words=["<x>", "bc"], max_tokens=9)
+@example(tokens=[257, *b"<x>", 258], cuts=[1], stop_words=["<x>"], max_tokens=9)
+@example(tokens=[*b"ab", END_ID], cuts=[2], stop_words=["b<end>"], max_tokens=9)
+@example(tokens=[*b"ab", END_ID], cuts=[2], stop_words=["<end>"], max_tokens=9)
 @example(tokens=list("é😀é".encode()), cuts=[1, 4], stop_words=["é😀é"], max_tokens=8)
 @pytest.mark.parametrize("stream", [True, False])
 def test_any_cut_into_runs_gives_the_replies_of_one_token_at_a_time(
@@ -115,4 +157,5 @@ def test_any_cut_into_runs_gives_the_replies_of_one_token_at_a_time(
     elif stream:  # what is held back is nothing but the beginning of a stop word
         assert full.startswith(text)
         held = full[len(text) :]
+        words += [without_marks(with_marks(word)) for word in words]
         assert not held or any(word.startswith(held) for word in words)

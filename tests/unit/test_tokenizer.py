@@ -89,6 +89,7 @@ def test_special_tokens_and_padding_ids_are_no_text_but_added_words_are(tmp_path
     assert (
         decode(tokenizer.token_bytes, [special, added, tokenizer.vocab_size + 7]) == "<plain added>"
     )
+    assert tokenizer.special_tokens == {"<|end|>": special}
     assert tokenizer.vocab_size == library.get_vocab_size()
 
 
