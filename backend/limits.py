@@ -11,7 +11,7 @@ from backend.request import ErrorCode, GenerationRequest, RequestError
 MOST_TEXT_BYTES = 32 * 1024 * 1024
 """Bytes of one text, whatever the context: half a frame of the socket."""
 MOST_STOP_WORDS = 256
-"""Stop words of a request: each is searched for after every token."""
+"""Stop words, or stop tokens, of a request: each is searched for after every token."""
 MOST_WORD_LENGTH = 1024
 """Characters, or token ids, of one word."""
 MOST_WORDS_LENGTH = 64 * 1024
@@ -106,6 +106,8 @@ def check_sizes(request: GenerationRequest) -> None:
         check_words(name, words)
         if name.startswith("stop") and len(words) > MOST_STOP_WORDS:
             raise _over(f"{name} of {len(words)} words", f"{MOST_STOP_WORDS}")
+    if len(request.stop_token_ids) > MOST_STOP_WORDS:
+        raise _over(f"stop_token_ids of {len(request.stop_token_ids)} ids", f"{MOST_STOP_WORDS}")
     for name, text, most in (
         ("cache_salt", request.cache_salt or "", MOST_SALT_CHARACTERS),
         ("guided_decoding_guide", request.guide or "", MOST_GUIDE_CHARACTERS),

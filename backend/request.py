@@ -65,7 +65,8 @@ class Guide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0 and top_p 1.0 are off.
+    """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0, top_p 1.0 and min_p 0.0
+    are off.
 
     Every token is a function of its law, ``seed`` and position alone. The options change the logits
     before the law is made of them: ``bias`` holds (token id, addend); the penalties count a token
@@ -88,6 +89,8 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are left out, before top_k and top_p."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -188,8 +191,11 @@ class GenerationRequest:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
     end_id: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """More tokens that end the text and are no part of it."""
     pad_id: int | None = None
     exclude_input_in_output: bool = False
     num_draft_tokens: int | None = None

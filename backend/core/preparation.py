@@ -48,6 +48,7 @@ class Preparation:
         end_ids = self.tokenizer.end_ids
         if request.end_id is not None:
             end_ids = frozenset({request.end_id} - {NO_END_ID})
+        end_ids |= frozenset(request.stop_token_ids)
         sampling = sampling_params(request, self.tokenizer, end_ids)
         if request.guide_type is not None:
             guide = self.grammars.guide(request.guide_type, request.guide or "", end_ids)
@@ -118,6 +119,7 @@ def check_ids(request: GenerationRequest, vocab_size: int) -> None:
     for name, ids in (
         ("prompt_token_ids", request.prompt_token_ids),
         ("input_ids", request.input_ids or ()),
+        ("stop_token_ids", request.stop_token_ids),
         ("stop_words_list", itertools.chain.from_iterable(request.stop_word_ids)),
         ("bad_words_list", itertools.chain.from_iterable(request.bad_word_ids)),
         (

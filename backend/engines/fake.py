@@ -339,11 +339,12 @@ def _log_softmax(logits: FloatArray) -> FloatArray:
 
 
 def _truncated(law: FloatArray, sampling: SamplingParams) -> FloatArray:
-    """Apply top-k, then top-p."""
-    if not sampling.top_k and sampling.top_p == 1.0:
+    """Apply min-p, top-k, then top-p."""
+    if not (sampling.min_p or sampling.top_k) and sampling.top_p == 1.0:
         return law
     order = np.argsort(-law, kind="stable")
     p: FloatArray = law[order]
+    p[p < sampling.min_p * p[0]] = 0.0
     p[sampling.top_k or VOCAB_SIZE :] = 0.0
     p /= p.sum()
     p[np.cumsum(p) - p >= sampling.top_p] = 0.0

@@ -38,7 +38,7 @@ def tensors(
     """
     names = (
         "top_p",
-        "top_k",
+        "min_p",
         "presence_penalty",
         "frequency_penalty",
         "repetition_penalty",
@@ -52,7 +52,9 @@ def tensors(
         "fit_max_tokens": True if max_tokens is None else None,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "seed": None if body.seed is None else body.seed % 2**64,
+        "top_k": None if body.top_k is None else max(0, body.top_k),
         "stop_words": body.stop or None,
+        "stop_token_ids": body.stop_token_ids or None,
         "logit_bias_ids": list(body.logit_bias) if body.logit_bias else None,
         "logit_bias_values": list(body.logit_bias.values()) if body.logit_bias else None,
         "num_return_sequences": body.n if body.n > 1 else None,

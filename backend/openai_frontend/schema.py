@@ -150,7 +150,17 @@ class Options(_Body):
         "request",
     )
     top_k: int | None = Field(
-        None, ge=0, le=INT32, description="Spindle's: of the k likeliest tokens; 0: off"
+        None, ge=-1, le=INT32, description="vLLM's: of the k likeliest tokens; 0 or -1: off"
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="vLLM's: no token less likely than this share of the likeliest; 0: off",
+    )
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32)]] | None = Field(
+        None,
+        description="vLLM's: tokens that end the text and are no part of it, `ignore_eos` or not",
     )
     repetition_penalty: float | None = Field(
         None,

@@ -24,10 +24,10 @@ _HEADS = (
 
 def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     """Return the law [rows, vocab] that each row's token is drawn from, of sum one: temperature
-    first, then top-k, then top-p (as transformers does).
+    first, then min-p, top-k, top-p (as vLLM does).
 
     fp64 logits give fp64 probabilities, all others fp32. Top-k keeps ties with the k-th token,
-    top-p with the one that crosses the threshold.
+    top-p with the one that crosses the threshold, min-p with the threshold itself.
     """
     wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
     device = logits.device
@@ -36,6 +36,9 @@ def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tens
     scores = (scores - scores.amax(-1, keepdim=True)).div_(
         temperature[:, None]
     )  # the greatest is 0: no temperature overflows it
+    if any(param.min_p for param in params):
+        shares = torch.tensor([param.min_p for param in params], dtype=wide, device=device)
+        scores = scores.masked_fill(scores < shares.log()[:, None], -torch.inf)
     vocab = scores.shape[-1]
     limits = [min(param.top_k, vocab) or vocab for param in params]
     if min(limits) < vocab:

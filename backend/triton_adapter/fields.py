@@ -133,6 +133,14 @@ def _no(
 
 _ONE, _ANY, _ROWS = (1,), (-1,), (-1, -1)
 
+_MIN_P = _f(
+    "min_p",
+    "FP32",
+    _ONE,
+    "no token less likely than this share of the likeliest, before top_k and top_p; 0: off",
+    added=True,
+    range=_SHARE,
+)
 _SHARED_INPUTS = (
     _f("end_id", "INT32", _ONE, "token that ends the text; -1: none; absent: the model's own"),
     _f("pad_id", "INT32", _ONE, "checked, without effect: nothing is padded"),
@@ -140,7 +148,7 @@ _SHARED_INPUTS = (
         "temperature",
         "FP32",
         _ONE,
-        "none of the three given, temperature 0 (below 1e-5) or top_k 1: greedy",
+        "none of it, top_k, top_p and min_p given, temperature 0 (below 1e-5) or top_k 1: greedy",
         range=Range(0),
     ),
     _f(
@@ -257,6 +265,14 @@ _TEXT_INPUTS = (
     ),
     _f("top_k", "INT32", _ONE, "0: off", range=Range(0)),
     _f("top_p", "FP32", _ONE, "0 or 1: off", range=Range(0, 1, note=" (0 = off)")),
+    _MIN_P,
+    _f(
+        "stop_token_ids",
+        "INT32",
+        _ANY,
+        "more tokens that end the text and are no part of it, whatever end_id is",
+        added=True,
+    ),
     _f(
         "embedding_bias_words",
         "STRING",
@@ -451,6 +467,7 @@ _TOKEN_INPUTS = (
         key="top_p",
         range=Range(0, 1, note=" (0 = off)"),
     ),
+    _MIN_P,
     _f(
         "runtime_top_p_min",
         "FP32",

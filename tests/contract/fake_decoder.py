@@ -124,6 +124,7 @@ class Decoder:
         top_k, top_p = self._sampling.top_k or 0, self._sampling.top_p or 0.0
         if top_k == 0 and top_p == 0.0:
             top_k = 1  # nothing given is greedy
+        probs = np.where(probs < (self._sampling.min_p or 0.0) * probs.max(), 0.0, probs)
         if top_k == 1:
             return np.eye(len(probs))[int(probs.argmax())]
         if top_k:

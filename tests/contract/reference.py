@@ -73,6 +73,7 @@ class Reference:
     def law(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
         """The law [vocab] of the next token of a request that samples."""
         law = np.exp(self.log_probs(tokens, prompt_tokens, sampling))
+        law[law < sampling.min_p * law.max()] = 0.0
         if sampling.top_k:
             law[law < np.sort(law)[-sampling.top_k]] = 0.0
         law /= law.sum()

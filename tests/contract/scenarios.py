@@ -197,7 +197,7 @@ CROSSED = (
     SamplingParams(
         0.8, seed=3, min_tokens=3, end_ids=(1, 4), frequency_penalty=0.4, top_p=0.8, log_probs=True
     ),
-    SamplingParams(1.5, seed=4, bias=((5, 2.0),), bad_words=((5, 5),), log_probs=True),
+    SamplingParams(1.5, seed=4, min_p=0.1, bias=((5, 2.0),), bad_words=((5, 5),), log_probs=True),
 )
 """All options, in greedy and in sampled requests."""
 

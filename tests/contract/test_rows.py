@@ -65,6 +65,7 @@ def samplings(draw, likely, greedy_only):
         "temperature": draw(st.floats(0.3, 2.0)),
         "top_k": draw(st.integers(0, 8)),
         "top_p": draw(st.floats(0.3, 1.0)),
+        "min_p": draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
     }
     return SamplingParams(**law, seed=draw(st.integers(0, 2**64 - 1)), **options)
 

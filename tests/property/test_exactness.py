@@ -28,6 +28,7 @@ laws = {
     "temperature": st.floats(0.3, 2.0),
     "top_k": st.integers(0, VOCAB),
     "top_p": st.floats(0.3, 1.0),
+    "min_p": st.sampled_from([0.0, 0.1, 0.5]),
     "seed": st.integers(0, 2**64 - 1),
 }
 samplings = (

@@ -142,6 +142,25 @@ def test_several_prompts_and_several_texts_are_choices_in_order(client, fronted)
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_options_of_vllm_mean_what_they_mean_there(client, stream):
+    def text(**options):
+        reply = client.completions.create(
+            model="fake", prompt="vllm ", max_tokens=30, stream=stream, extra_body=options
+        )
+        choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+        return "".join(choice.text for choice in choices), choices[-1].finish_reason
+
+    greedy, reason = text(temperature=0, ignore_eos=True)
+    assert reason == "length"
+    assert text(min_p=1, ignore_eos=True)[0] == greedy
+    assert text(temperature=0, ignore_eos=True, top_k=-1)[0] == greedy
+    assert text(seed=1, top_k=-1) == text(seed=1, top_k=0) == text(seed=1)
+    for more in ({}, {"num_draft_tokens": 0}):
+        stopped = text(temperature=0, ignore_eos=True, stop_token_ids=[ord(greedy[9])], **more)
+        assert stopped == (greedy[: greedy.index(greedy[9])], "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_text_can_be_had_again_by_the_seed_that_its_choice_names(client, stream):
     def ask(**options):
         """Return (text, seed) of each choice."""

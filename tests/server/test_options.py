@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
+from backend.engines.fake import ORDER, _candidates
 from backend.request import SamplingParams
 from backend.triton_adapter.fields import NUMPY_TYPES
 from tests.options import greedy
@@ -169,6 +170,45 @@ def test_tritonclient_gets_the_contracts_shapes(ask_over_grpc, model, stream):
     assert (
         b"".join(response.as_numpy("text_output").item() for response in responses).decode() == text
     )
+
+
+def test_tokens_below_a_share_of_the_likeliest_are_never_drawn_whatever_is_speculated(service):
+    """The fake's letters have the shares 0.6, 0.25, 0.1 and 0.05."""
+
+    def text(seed, **options):
+        asked = {"temperature": 1.0, "exclude_input_in_output": True, "seed": seed, **options}
+        status, reply = service.generate(PROMPT, 60, **asked)
+        assert status == 200, reply
+        return reply["text_output"]
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda seed: text(seed, min_p=0.3), range(6)))
+        plain = list(pool.map(lambda seed: text(seed, min_p=0.3, num_draft_tokens=0), range(6)))
+    assert plain == texts
+    places = set()
+    for made in texts:
+        tokens = list((PROMPT + made).encode())
+        for at in range(len(PROMPT), len(tokens)):
+            letters = _candidates(b"target", bytes(tokens[:at][-ORDER:])).tolist()
+            places.add(letters.index(tokens[at]))
+    assert places == {0, 1}
+    assert text(1, min_p=1.0) == text(2, min_p=1.0) == PLAIN[:60]
+    assert text(1, min_p=0.0) == text(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 0}, {"end_id": -1}])
+def test_stop_token_ids_end_the_text_and_are_no_part_of_it(service, options):
+    flags = {"exclude_input_in_output": True, "return_num_output_tokens": True, **options}
+    ids = [ord(PLAIN[7]), 0]
+    cut = min(PLAIN.index(chr(token)) for token in ids if chr(token) in PLAIN)
+    status, reply = service.generate(PROMPT, TOKENS, stop_token_ids=ids, **flags)
+    assert (status, reply["text_output"], reply["finish_reason"]) == (200, PLAIN[:cut], "end_id")
+    assert reply["num_output_tokens"] == cut + 1
+    status, reply = service.generate(PROMPT, TOKENS, stop_token_ids=ids, min_tokens=TOKENS, **flags)
+    assert not any(chr(token) in reply["text_output"] for token in ids)
+    status, reply = service.generate(PROMPT, 4, stop_token_ids=[999])
+    assert status == 400
+    assert "stop_token_ids must be of token ids below 257, got 999" in reply["error"]
 
 
 def test_a_seed_gives_the_same_text_under_any_speculation_and_load_and_none_another_each_time(

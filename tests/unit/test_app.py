@@ -51,6 +51,8 @@ def params(end_ids=(), **options):
         ({"temperature": 0.7}, SamplingParams(0.7, seed=5)),
         ({"top_p": 0.9}, SamplingParams(1.0, 0, 0.9, seed=5)),
         ({"top_k": 3}, SamplingParams(1.0, 3, seed=5)),
+        ({"min_p": 0.2}, SamplingParams(1.0, seed=5, min_p=0.2)),
+        ({"temperature": 0.0, "min_p": 0.2}, SamplingParams(0.0, seed=5, min_p=0.2)),
         ({"temperature": 0.7, "top_p": 0.0}, SamplingParams(0.7, seed=5)),
         ({"temperature": 1e-7}, SamplingParams(0.0, seed=5)),
         (
@@ -92,17 +94,35 @@ def test_the_weights_of_a_token_add_up_over_a_word_and_over_words():
     assert params(**words).bias == ((97, 3.0), (99, 2.0))
 
 
-@pytest.mark.parametrize(("end_id", "expected"), [(None, (256,)), (101, (101,)), (-1, ())])
-def test_the_end_ids_of_a_request_are_known_to_engine_and_session(end_id, expected):
+@pytest.mark.parametrize(
+    ("end_id", "stops", "expected"),
+    [
+        (None, (), (256,)),
+        (101, (), (101,)),
+        (-1, (), ()),
+        (-1, (101, 101), (101,)),
+        (None, (101,), (101, 256)),
+    ],
+)
+def test_the_end_ids_of_a_request_are_known_to_engine_and_session(end_id, stops, expected):
     session = build(parse_config(FAKE)).session(
-        GenerationRequest("a", 9, end_id=end_id, min_tokens=2), sink=None
+        GenerationRequest(
+            "a", 9, end_id=end_id, min_tokens=2, stop_token_ids=stops, exclude_input_in_output=True
+        ),
+        sink=None,
     )
     assert (session.sequence.sampling.end_ids, session.sequence.sampling.min_tokens) == (
         expected,
         2,
     )
     session.commit([97, 256, 101])
-    assert session.output_tokens == {None: 2, 101: 3, -1: 3}[end_id]
+    assert session.output_tokens == (2 if end_id is None else 3)
+    ended = session.finish_reason is not None
+    assert (session.pop_delta().text, ended) == {
+        **dict.fromkeys([(None, ()), (None, (101,)), (101, ())], ("a", True)),
+        (-1, ()): ("ae", False),
+        (-1, (101, 101)): ("a", True),
+    }[end_id, stops]
 
 
 def test_more_logits_than_the_limit_are_refused_with_the_numbers():
@@ -333,7 +353,7 @@ SERVED_BY_TENSORRT_LLM = {
     *("end_id", "pad_id", "exclude_input_in_output", "num_draft_tokens", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bias"),
     *("embedding_bias_words", "embedding_bias_weights", "return_log_probs", "cache_salt"),
-    *("remember", "fit_max_tokens"),
+    *("remember", "fit_max_tokens", "min_p", "stop_token_ids"),
     *(
         "fit_max_tokens",
         "input_ids",
@@ -355,7 +375,7 @@ def test_every_option_is_served_or_refused_by_tensorrt_llm():
 COMPILED = {"temperature", "top_k", "top_p", "seed", "end_ids"}
 DECLINED = {
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "bad_words"),
-    *("bias", "guide", "log_probs", "top_log_probs", "top_p_decay"),
+    *("bias", "guide", "log_probs", "top_log_probs", "top_p_decay", "min_p"),
     *("top_p_min", "top_p_reset_id"),  # of no effect without a decay
 }
 

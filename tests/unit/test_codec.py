@@ -81,6 +81,7 @@ def test_every_input_arrives_in_the_request():
         "temperature": 0.5,
         "top_k": 3,
         "top_p": 0.25,
+        "min_p": 0.5,
         "seed": 2**64 - 1,
         "end_id": -1,
         "pad_id": 2,
@@ -104,6 +105,7 @@ def test_every_input_arrives_in_the_request():
     flags |= {"remember": False, "fit_max_tokens": True}
     lists = {
         "stop_words": ["ab", "", "ü"],
+        "stop_token_ids": [3, 9],
         "bad_words": ["x y"],
         "embedding_bias_words": ["", "z"],
         "embedding_bias_weights": [0.5, -2.0],
@@ -201,6 +203,7 @@ def test_other_parameters_are_the_client_s_own():
         ({"top_p": 1.5}, ["top_p", "1.5"]),
         ({"return_top_log_probs": 21}, ["return_top_log_probs", "20", "21"]),
         ({"top_p": -0.5}, ["top_p", "-0.5"]),
+        ({"min_p": 1.5}, ["min_p", "between 0 and 1", "1.5"]),
         ({"top_p": math.nan}, ["top_p", "nan"]),
         ({"temperature": -1.0}, ["temperature", "-1"]),
         ({"temperature": math.nan}, ["temperature", "nan"]),

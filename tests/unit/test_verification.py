@@ -84,7 +84,7 @@ def test_a_request_takes_a_proposal_s_nodes_and_refuses_what_is_no_tree():
         Row.of(sequence, Proposal("d", [3, 2], [-1, 1], [1.0, 1.0]))
 
 
-def test_a_law_is_temperature_then_top_k_then_top_p():
+def test_a_law_is_temperature_then_min_p_then_top_k_then_top_p():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
 
     def law(**options):
@@ -110,6 +110,14 @@ def test_a_law_is_temperature_then_top_k_then_top_p():
         0.0,
         0.0,
     ]  # 7/9 of the top 3 is enough
+    assert law(temperature=1.0, min_p=0.5) == [
+        *(round(v, 6) for v in (4 / 9, 3 / 9, 2 / 9)),
+        0.0,
+    ]  # 0.2 is half of 0.4
+    assert law(temperature=0.5, min_p=0.5) == [round(v, 6) for v in (0.64, 0.36, 0.0, 0.0)]
+    assert law(temperature=1.0, min_p=1.0) == [1.0, 0.0, 0.0, 0.0]
+    assert law(temperature=1.0, min_p=0.6, top_p=0.55) == [1.0, 0.0, 0.0, 0.0]  # 4/7 is enough
+    assert law(temperature=1.0, min_p=0.3, top_k=2) == law(temperature=1.0, top_k=2)
 
 
 def test_rows_with_different_options_are_processed_as_if_alone():
@@ -120,7 +128,7 @@ def test_rows_with_different_options_are_processed_as_if_alone():
         SamplingParams(0.7, top_k=5),
         SamplingParams(1.3, top_p=0.8),
         SamplingParams(1.0, 3, 0.5),
-        SamplingParams(2.0, top_k=50),
+        SamplingParams(2.0, top_k=50, min_p=0.2),
     ]
     together = target_laws(logits, params)
     for row, param in enumerate(params):

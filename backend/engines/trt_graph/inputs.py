@@ -28,11 +28,12 @@ Tensors = dict[str, torch.Tensor]
 def suits(request: Row) -> bool:
     """Whether a verification can decide about a request.
 
-    Options that change logits, a top-p of every place's own and log-probabilities are not compiled.
+    Options that change logits, min-p, a top-p of every place's own and log-probabilities are not
+    compiled.
     """
     sampling = request.sampling
-    own_top_p = sampling.top_p_decay != 1.0
-    return not (sampling.changes_logits or sampling.reads_log_probs or own_top_p)
+    own_law = sampling.min_p > 0.0 or sampling.top_p_decay != 1.0
+    return not (sampling.changes_logits or sampling.reads_log_probs or own_law)
 
 
 def network_for(requests: Seq[Row]) -> str:

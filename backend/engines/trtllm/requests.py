@@ -197,7 +197,10 @@ def _sampling(trtllm: Any, sampling: SamplingParams, greedy: bool, seed: int) ->
     without a seed its seed is 0.
     """
     law = {"top_k": 1} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
-    neutral = (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
+    neutral = (
+        *(("min_p", 0.0), ("repetition_penalty", 1.0)),
+        *(("presence_penalty", 0.0), ("frequency_penalty", 0.0)),
+    )
     options = {
         name: getattr(sampling, name) for name, value in neutral if getattr(sampling, name) != value
     }
