@@ -5,6 +5,7 @@ from settings to a reply.
 import json
 import random
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,13 +81,21 @@ def test_as_many_requests_as_the_engine_takes_are_in_flight_at_once(tmp_path):
     for name, drafted in (("target", 4), ("small", 0)):
         folder(tmp_path, name, max_draft_len=drafted, max_seq_len=8 * BLOCK_TOKENS)
     made = app.build(parse_config(raw))
-    for _ in range(10):
-        made.orchestrator.submit(made.session(GenerationRequest("ab", 40), Reply()))
+    replies = [Reply() for _ in range(10)]
+    for reply in replies:
+        made.orchestrator.submit(made.session(GenerationRequest("ab", 40), reply))
     made.orchestrator.step()
     assert made.orchestrator.counts() == (8, 2)
     while made.orchestrator.step():
         pass
     made.close()
+    steps = np.array([step for reply in replies for step in reply.usage.verified_steps])
+    counted = Counter()
+    for name, _, value in made.stats.drain().counters:
+        counted[name] += value
+    assert counted["spindle_verified_proposals_total"] == len(steps) > 10
+    assert counted["spindle_draft_tokens_total"] == steps[:, 0].sum()
+    assert counted["spindle_accepted_tokens_total"] == steps[:, 1].sum() > 0
 
 
 def test_texts_in_flight_fit_two_iterations_of_every_engine(tmp_path):
