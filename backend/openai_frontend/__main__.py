@@ -33,7 +33,8 @@ def main() -> None:
     """Serve until a signal comes."""
     environment = os.environ
     settings = read_settings(environment)
-    model = load_config(settings.config).target.model
+    config = load_config(settings.config)
+    model = config.target.model
     folder = None
     if model:
         folder = (
@@ -48,6 +49,7 @@ def main() -> None:
         address=f"{settings.client_host}:{settings.grpc_port}",
         model=Path(model).name or "fake",
         template=template,
+        most_texts=config.limits.max_active_requests,
         api_key=environment.get("OPENAI_API_KEY") or "",
         metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
         version=version(),

@@ -57,7 +57,6 @@ def tensors(
         "stop_token_ids": body.stop_token_ids or None,
         "logit_bias_ids": list(body.logit_bias) if body.logit_bias else None,
         "logit_bias_values": list(body.logit_bias.values()) if body.logit_bias else None,
-        "num_return_sequences": body.n if body.n > 1 else None,
         "end_id": -1 if body.ignore_eos else None,
         "remember": None if body.remember else False,
         "stream": body.stream,
@@ -97,7 +96,7 @@ class Answer:
             "model": self.body.model,
         }
         counted = {} if self.spec_decode_metrics == "none" else {"return_perf_metrics": True}
-        pieces = triton.generate(self.prompts, self.options | counted, self._fields())
+        pieces = triton.generate(self.prompts, self.options | counted, self._fields(), self.body.n)
         answer = self._streamed if self.body.stream else self._whole
         return await until_gone(request, answer(pieces, choices, head))
 

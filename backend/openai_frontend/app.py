@@ -28,7 +28,7 @@ def create_app(settings: FrontEnd) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.triton = Triton(settings.address)
+        app.state.triton = Triton(settings.address, settings.most_texts)
         yield
         bodies.close()
         await app.state.triton.close()

@@ -42,7 +42,6 @@ FIELDS = {
     "text_input": "prompt",
     "prompt_token_ids": "prompt",
     "stop_words": "stop",
-    "num_return_sequences": "n",
     "logit_bias_ids": "logit_bias",
     "logit_bias_values": "logit_bias",
     "return_prompt_log_probs": "logprobs",

@@ -12,7 +12,7 @@ from backend.openai_frontend.template import ChatTemplate
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
     """Settings: where Triton's gRPC is, the model's public name, its chat template, and who may
-    call ('': anyone; (): no site).
+    call ('': anyone; (): no site). ``most_texts`` of one body are generated at once.
     """
 
     address: str
@@ -20,6 +20,7 @@ class FrontEnd:
     template: ChatTemplate | None = None
     api_key: str = ""
     origins: tuple[str, ...] = ()
+    most_texts: int = 64
     max_body_bytes: int = 4 * 1024 * 1024
     metrics_url: str = ""
     spec_decode_metrics: str = "summary"

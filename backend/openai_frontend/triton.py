@@ -4,6 +4,7 @@ others.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -61,7 +62,9 @@ class Piece:
 class Triton:
     """A client of the model ``tensorrt_llm_bls``; make it inside the event loop."""
 
-    def __init__(self, address: str, model: str = "tensorrt_llm_bls") -> None:
+    def __init__(self, address: str, most_texts: int, model: str = "tensorrt_llm_bls") -> None:
+        """``most_texts`` of one body are asked for at once."""
+        self._most_texts = most_texts
         self._client = grpcclient.InferenceServerClient(address)
         self._model = model
 
@@ -95,28 +98,33 @@ class Triton:
         return text.decode()
 
     async def generate(
-        self, prompts: Sequence[str | list[int]], options: dict[str, Any], names: Mapping[str, str]
+        self,
+        prompts: Sequence[str | list[int]],
+        options: dict[str, Any],
+        names: Mapping[str, str],
+        n: int = 1,
     ) -> AsyncIterator[Piece]:
-        """Yield the pieces of the texts that continue the prompts, of which each is a request with
-        the same options.
+        """Yield the pieces of the texts that continue the prompts, ``n`` for each: every text is a
+        request of its own with the same options, the next one as soon as there is a place.
 
         ``names`` are what a client calls the inputs. Raises ApiError. Closing the iterator cancels
         them.
         """
+        seed = options.get("seed")
+        shared = {name: value for name, value in options.items() if name != "seed"}
+        inputs = [_tensors(_rows(prompt, shared)) for prompt in prompts]
+        texts = _Texts(len(prompts) * n, self._most_texts)
         body = secrets.token_hex(8)
-        made = [
-            {
-                "model_name": self._model,
-                "inputs": _tensors(_rows(prompt, options)),
-                "request_id": f"{body}/{index}",
-                "parameters": {ERRORS_AS_OUTPUTS: True},
-            }
-            for index, prompt in enumerate(prompts)
-        ]
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
-            for request in made:
-                yield request
+            while (index := await texts.next()) is not None:
+                prompt, sequence = divmod(index, n)
+                yield {
+                    "model_name": self._model,
+                    "inputs": inputs[prompt] + _seed_of(seed, sequence),
+                    "request_id": f"{body}/{index}",
+                    "parameters": {ERRORS_AS_OUTPUTS: True},
+                }
 
         responses = self._client.stream_infer(requests())
         try:
@@ -125,7 +133,16 @@ class Triton:
                     raise ApiError(
                         503, str(failure)
                     )  # Triton's own: a model that is not there (again) yet
-                yield _piece(result, names)
+                index = int(result.get_response().id.rpartition("/")[2])
+                try:
+                    piece = _piece(result, names, *divmod(index, n))
+                except ApiError as error:
+                    if not (_is_full_queue(error) and texts.put_off(index)):
+                        raise
+                    continue
+                if piece.finish_reason is not None:
+                    texts.ended()
+                yield piece
         except grpc.RpcError as error:
             raise ApiError(_STATUS.get(error.code().name, 500), str(error.details())) from None
         finally:
@@ -138,6 +155,53 @@ class Triton:
         except InferenceServerException as error:
             code = str(error.status()).removeprefix("StatusCode.")
             raise ApiError(_STATUS.get(code, 500), error.message()) from None
+
+
+class _Texts:
+    """Says which text of a body is asked for next: at most so many at once, and one that found the
+    queue full again when another has ended.
+    """
+
+    def __init__(self, count: int, most: int) -> None:
+        self._left = count
+        self._in_flight = min(count, most)
+        self._waiting = iter(range(self._in_flight, count))
+        self._put_off: list[int] = []
+        self._due: asyncio.Queue[int | None] = asyncio.Queue()
+        for index in range(self._in_flight):
+            self._due.put_nowait(index)
+
+    async def next(self) -> int | None:
+        """Return the next text as soon as there is a place for it, None after the last."""
+        return await self._due.get()
+
+    def ended(self) -> None:
+        """Give its place to another text."""
+        self._left -= 1
+        self._in_flight -= 1
+        index = self._put_off.pop() if self._put_off else next(self._waiting, None)
+        if index is not None:
+            self._in_flight += 1
+            self._due.put_nowait(index)
+        elif not self._left:
+            self._due.put_nowait(None)
+
+    def put_off(self, index: int) -> bool:
+        """Ask for a text again when another has ended; False where no other is in flight."""
+        self._in_flight -= 1
+        self._put_off.append(index)
+        return self._in_flight > 0
+
+
+def _is_full_queue(error: ApiError) -> bool:
+    return error.status == 503 and "maximum queue size" in str(error)
+
+
+def _seed_of(seed: int | None, sequence: int) -> list[Any]:
+    """Return the input that is not the same for all texts of a prompt: their seeds follow one
+    another.
+    """
+    return [] if seed is None else _tensors({"seed": [[(seed + sequence) % 2**64]]})
 
 
 def _rows(prompt: str | list[int], options: dict[str, Any]) -> dict[str, list[list[Any]]]:
@@ -171,7 +235,7 @@ def _tensors(values: dict[str, Any]) -> list[Any]:
     return made
 
 
-def _piece(result: Any, names: Mapping[str, str]) -> Piece:
+def _piece(result: Any, names: Mapping[str, str], prompt: int, sequence: int) -> Piece:
     def number(name: str) -> int:
         array = result.as_numpy(name)
         return 0 if array is None else int(array.item())
@@ -187,8 +251,8 @@ def _piece(result: Any, names: Mapping[str, str]) -> Piece:
             _STATUS.get(reason.item().decode().removeprefix("error:"), 500), text, names
         )
     return Piece(
-        int(result.get_response().id.rpartition("/")[2]),
-        number("sequence_index"),
+        prompt,
+        sequence,
         text,
         None if reason is None else reason.item().decode(),
         number("num_input_tokens"),

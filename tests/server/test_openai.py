@@ -161,6 +161,21 @@ def test_options_of_vllm_mean_what_they_mean_there(client, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_body_may_ask_for_more_texts_than_the_queue_holds(client, stream):
+    prompts, n = [f"{index} " for index in range(256)], 6  # the queue has 1,024 places
+    reply = client.completions.create(
+        model="fake", prompt=prompts, n=n, max_tokens=1, echo=True, stream=stream
+    )
+    texts = {}
+    choices = [choice for part in reply for choice in part.choices] if stream else reply.choices
+    for choice in choices:
+        texts[choice.index] = texts.get(choice.index, "") + choice.text
+    assert [texts[index].partition(" ")[0] for index in range(256 * n)] == [
+        str(index // n) for index in range(256 * n)
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_text_can_be_had_again_by_the_seed_that_its_choice_names(client, stream):
     def ask(**options):
         """Return (text, seed) of each choice."""
@@ -341,7 +356,7 @@ BAD_CHATS = [
     (
         {"messages": [{"role": "user", "content": "x" * 2100}]},
         "messages",
-        "the messages have 2117 tokens",
+        "the messages have 2117 bytes, which are certainly more tokens",
     ),
 ]
 

@@ -15,7 +15,7 @@ class QueuedTriton:
     def __init__(self):
         self.asked = self.cancelled = False
 
-    async def generate(self, prompts, options, names):
+    async def generate(self, prompts, options, names, n):
         """Wait for ever."""
         self.asked = True
         try:
