@@ -110,7 +110,7 @@ class ByteTokenizer:
     token_bytes: tuple[bytes, ...] = (*(bytes([value]) for value in range(BYTE_VALUES)), b"")
     end_ids: frozenset[int] = frozenset({BYTE_VALUES})
     bound: TextBound = _ONE_BYTE
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    special_tokens: Mapping[str, int] = field(default_factory=lambda: {"<|end|>": BYTE_VALUES})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the UTF-8 bytes of a text; there are no special tokens to add."""
@@ -169,10 +169,19 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
         table, strips_space = _token_bytes(library.get_vocab(with_added_tokens=True), spec)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
-    added = spec.get("added_tokens", ())
-    special = {token["content"]: token["id"] for token in added if token["special"]}
-    bound = text_bound(spec, library)
+    bound, special = text_bound(spec, library), _special_tokens(spec)
     return FolderTokenizer(table, _end_ids(folder), strips_space, bound, special, library)
+
+
+def special_tokens(folder: Path) -> dict[str, int]:
+    """Return the ids of special tokens by name, of a folder that may have no tokenizer."""
+    path = folder / "tokenizer.json"
+    return _special_tokens(_read_json(path)) if path.is_file() else {}
+
+
+def _special_tokens(spec: dict[str, Any]) -> dict[str, int]:
+    added = spec.get("added_tokens") or ()
+    return {token["content"]: token["id"] for token in added if token["special"]}
 
 
 def _token_bytes(

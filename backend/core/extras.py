@@ -15,6 +15,9 @@ from backend.sequence import Sequence
 
 FloatArray = npt.NDArray[np.float32]
 
+LEAST_LOG_PROB = -9999.0
+"""The log-probability that a banned token is reported with, as OpenAI and vLLM do."""
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -88,7 +91,10 @@ class Gatherer:
         self._tokens += tokens
         if extras is None:
             return
-        self._top += extras.top[: len(tokens)]
+        self._top += [
+            [(token, max(value, LEAST_LOG_PROB)) for token, value in row]
+            for row in extras.top[: len(tokens)]
+        ]
         if self.sequence.generation_logits and extras.logits is not None:
             self._logits.append(extras.logits[: len(tokens)])
         if extras.context_logits is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from backend.core.extras import Gathered, Gatherer
+from backend.core.extras import LEAST_LOG_PROB, Gathered, Gatherer
 from backend.core.stop_words import StopWords
 from backend.engines.port import Extras
 from backend.ops.request_trace import RequestTrace
@@ -146,8 +146,9 @@ class Session:
             if self.finish_reason is not None:
                 break
         if self._log_probs is not None and log_probs is not None:
-            self._log_probs += log_probs[:taken]
-            self._cum_log_prob = sum(log_probs[:taken], self._cum_log_prob)
+            bounded = [max(value, LEAST_LOG_PROB) for value in log_probs[:taken]]
+            self._log_probs += bounded
+            self._cum_log_prob = sum(bounded, self._cum_log_prob)
         if self._extras is not None:
             self._extras.add(tokens[:taken], extras)
         guide = self.sequence.sampling.guide

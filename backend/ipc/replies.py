@@ -15,6 +15,7 @@ from backend.core.session import Delta
 from backend.ipc.messages import Chunk, Final, PromptScores
 from backend.ops.stats import Usage
 from backend.request import FinishReason
+from backend.tokenizer import Tokenizer
 
 
 class Replies:
@@ -22,9 +23,10 @@ class Replies:
     in ``folder``, which their reader removes.
     """
 
-    def __init__(self, folder: Path, token_bytes: Seq[bytes]) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self._folder = folder
-        self._token_bytes = token_bytes
+        self._token_bytes = tokenizer.token_bytes
+        self._names = {token: name.encode() for name, token in tokenizer.special_tokens.items()}
         self._numbers = itertools.count()
         shutil.rmtree(folder, ignore_errors=True)  # an earlier process's
 
@@ -86,4 +88,6 @@ class Replies:
         return [[(self._bytes(token), log_prob) for token, log_prob in row] for row in rows]
 
     def _bytes(self, token: int) -> bytes:
-        return self._token_bytes[token] if token < len(self._token_bytes) else b""
+        """Return the bytes of a token, or the name of one that is no text."""
+        data = self._token_bytes[token] if token < len(self._token_bytes) else b""
+        return data or self._names.get(token) or b"<token %d>" % token

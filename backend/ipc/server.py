@@ -136,7 +136,7 @@ class Server:
         self._path = path
         self._config = config
         self._reloading = threading.Lock()
-        self.replies = Replies(path.with_suffix(".logits"), app.tokenizer.token_bytes)
+        self.replies = Replies(path.with_suffix(".logits"), app.tokenizer)
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._wake_sent = False

@@ -21,6 +21,7 @@ from backend.openai_frontend.app import create_app
 from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
 from backend.storage import cache
+from backend.tokenizer import ByteTokenizer, special_tokens
 from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import read_settings
 from backend.triton_adapter.paths import PROJECT_ROOT
@@ -53,6 +54,9 @@ def main() -> None:
         api_key=environment.get("OPENAI_API_KEY") or "",
         metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
         version=version(),
+        special_tokens=tuple(
+            ByteTokenizer().special_tokens if folder is None else special_tokens(folder)
+        ),
         spec_decode_metrics=settings.spec_decode_metrics,
         origins=tuple(filter(None, (environment.get("OPENAI_CORS_ORIGINS") or "").split(","))),
     )

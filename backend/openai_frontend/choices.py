@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backend.openai_frontend.calls import Call, CallFormat, CallReader
+from backend.openai_frontend.places import Places, by_text, token_text
 from backend.openai_frontend.triton import Piece, Token
 
 
@@ -33,7 +34,7 @@ class Style:
     ``tool``: the text is the arguments of this function, or ('') a call that names its own.
     ``calls``: the text may have calls of the functions ``names`` in this format, of which only the
     first counts unless ``parallel``. ``echo``: the prompt is part of the text; ``silent``: nothing
-    else is.
+    else is. ``special``: the names of special tokens.
     """
 
     kind: Kind
@@ -44,6 +45,7 @@ class Style:
     parallel: bool = True
     echo: bool = False
     silent: bool = False
+    special: frozenset[bytes] = frozenset()
 
 
 @dataclass(slots=True)
@@ -58,26 +60,41 @@ class Choice:
     reason: str | None = None
     seed: int | None = None
     tokens: list[Token] = field(default_factory=list)
+    _offsets: list[int] = field(default_factory=list)
     _begun: bool = False
-    _offset: int = 0
     _calls: int = 0
     _reader: CallReader | None = None
+    _places: Places = field(init=False)
 
     def __post_init__(self) -> None:
+        self._places = Places(self.text, self.style.special)
         if self.style.calls is not None:
             self._reader = CallReader(self.style.calls, self.style.names)
 
     def add(self, piece: Piece) -> None:
         """Take what is new."""
-        self.tokens += piece.prompt_tokens
+        if piece.prompt_tokens:
+            self.tokens += piece.prompt_tokens
+            self._offsets += self._places.of_prompt(token.data for token in piece.prompt_tokens)
         if not self.style.silent:
             self.text += piece.text
             self.seed = piece.seed
-            self.tokens += [token for token in piece.tokens if token.data or self.style.echo]
+            tokens = self._listed(piece)
+            self.tokens += tokens
+            self._offsets += self._places.of_output(token.data for token in tokens)
         if piece.finish_reason is not None:
             self.reason = (
                 "length" if piece.finish_reason == "length" or self.style.silent else "stop"
             )
+
+    def _listed(self, piece: Piece) -> list[Token]:
+        """Return the tokens of the text. With the prompt before it all count: evaluation harnesses
+        take the last one away.
+        """
+        if self.style.echo:
+            return piece.tokens
+        tokens = piece.tokens[:-1] if piece.finish_reason == "end_id" else piece.tokens
+        return [token for token in tokens if token.data not in self.style.special]
 
     def whole(self) -> dict[str, Any]:
         """Return the choice of an answer that is not streamed."""
@@ -122,7 +139,7 @@ class Choice:
                 "logprobs": self._chat_log_probs(),
                 **self._ending(),
             }
-        self.tokens, self._begun = [], True
+        self.tokens, self._offsets, self._begun = [], [], True
         return made
 
     def _completion(self) -> dict[str, Any]:
@@ -169,23 +186,16 @@ class Choice:
         return {"content": content, "refusal": None}
 
     def _text_log_probs(self) -> dict[str, Any] | None:
-        """Return the older form, whose offsets count characters of the text."""
+        """Return the older form; an offset is that of the character that a token begins in."""
         if not self.style.log_probs:
             return None
-        texts, offsets = [_text(token.data) for token in self.tokens], []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
         return {
-            "tokens": texts,
+            "tokens": [token_text(token.data) for token in self.tokens],
             "token_logprobs": [token.log_prob for token in self.tokens],
             "top_logprobs": [
-                None
-                if token.log_prob is None
-                else {_text(data): log_prob for data, log_prob in token.top}
-                for token in self.tokens
+                None if token.log_prob is None else by_text(token.top) for token in self.tokens
             ],
-            "text_offset": offsets,
+            "text_offset": self._offsets,
         }
 
 
@@ -208,8 +218,4 @@ def _told_call(call: Call) -> dict[str, Any]:
 
 
 def _told(data: bytes, log_prob: float | None) -> dict[str, Any]:
-    return {"token": _text(data), "logprob": log_prob, "bytes": list(data)}
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+    return {"token": data.decode("utf-8", "replace"), "logprob": log_prob, "bytes": list(data)}

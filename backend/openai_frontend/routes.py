@@ -34,7 +34,9 @@ def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -
     # the text model writes one token at least: it never sees a max_tokens of 0
     most = 1 if silent else body.max_tokens
     options = tensors(body, most, DEFAULT_MAX_TOKENS, echo=body.echo, top=body.logprobs)
-    style = Style(COMPLETION, body.logprobs is not None, echo=body.echo, silent=silent)
+    special = frozenset(name.encode() for name in settings.special_tokens)
+    scored = body.logprobs is not None
+    style = Style(COMPLETION, scored, echo=body.echo, silent=silent, special=special)
     return Answer(_slim(body), style, body.prompt, options, settings.spec_decode_metrics)
 
 
@@ -48,7 +50,9 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
     options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
     tool, guide = guide_of(body)
     options |= guide
-    style = Style(CHAT, body.logprobs, tool, parallel=body.parallel_tool_calls)
+    special = frozenset(name.encode() for name in settings.special_tokens)
+    parallel = body.parallel_tool_calls
+    style = Style(CHAT, body.logprobs, tool, parallel=parallel, special=special)
     if body.tools and called and tool is None and settings.template is not None:
         style = replace(style, calls=settings.template.calls, names=tuple(body.function_names()))
     return Answer(_slim(body), style, [prompt], options, settings.spec_decode_metrics)

@@ -13,6 +13,7 @@ from backend.openai_frontend.template import ChatTemplate
 class FrontEnd:
     """Settings: where Triton's gRPC is, the model's public name, its chat template, and who may
     call ('': anyone; (): no site). ``most_texts`` of one body are generated at once.
+    ``special_tokens`` are the names of the model's.
     """
 
     address: str
@@ -25,6 +26,7 @@ class FrontEnd:
     metrics_url: str = ""
     spec_decode_metrics: str = "summary"
     version: str = ""
+    special_tokens: tuple[str, ...] = ()
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model's name."""

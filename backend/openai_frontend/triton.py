@@ -26,8 +26,8 @@ _STATUS = {"INVALID_ARGUMENT": 400, "UNIMPLEMENTED": 400, "UNAVAILABLE": 503, "C
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's bytes (none of a special one), its log-probability (None: of a text's first token),
-    and (bytes, log-probability) of the likeliest at its place.
+    """A token's bytes (of a special one its name), its log-probability (None: of a text's first
+    token), and (bytes, log-probability) of the likeliest at its place.
     """
 
     data: bytes

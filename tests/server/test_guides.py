@@ -26,6 +26,9 @@ GUIDE = {
 }
 
 
+NO_GUIDE = {"guided_decoding_guide_type": [[""]], "guided_decoding_guide": [[""]]}
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"temperature": 0.9, "seed": 4}, {"temperature": 1.0}],
@@ -81,6 +84,21 @@ def test_a_stream_of_token_ids_follows_the_grammar_over_grpc(client):  # noqa: F
     ].tolist()
     assert tokens.pop() == 256
     assert re.fullmatch(PATTERN, bytes(tokens).decode())
+
+
+def test_log_probabilities_of_what_the_grammar_forbids_are_bounded(client):  # noqa: F811
+    ask = {name: [[value]] for name, value in GUIDE.items()}
+    ask |= {"return_log_probs": [[True]], "return_top_log_probs": [[20]]}
+    (response,) = client.ask("ensemble", text_input=[["ab"]], max_tokens=[[8]], **ask)
+    values = response["top_log_probs"][0]
+    assert (values.shape, values.min(), values[:, 0].min() > -10) == ((8, 20), -9999, True)
+    assert response["output_log_probs"].min() >= -9999
+    end = {"logit_bias_ids": [[256]], "logit_bias_values": [[100.0]]}
+    (response,) = client.ask(
+        "ensemble", text_input=[["ab"]], max_tokens=[[2]], **{**ask, **end, **NO_GUIDE}
+    )
+    assert response["output_tokens"][0].tolist() == [b"<|end|>"]
+    assert response["top_tokens"][0, 0, 0] == b"<|end|>"
 
 
 @pytest.mark.parametrize(

@@ -647,6 +647,30 @@ def test_a_chat_has_the_log_probabilities_of_its_tokens(client):
     ]
 
 
+def test_what_is_banned_is_shown_with_the_log_probability_that_openai_gives_it(client):
+    reply = client.chat.completions.create(
+        model="fake",
+        messages=HI,
+        max_tokens=2,
+        logprobs=True,
+        top_logprobs=20,
+        response_format={"type": "json_object"},
+    )
+    for token in reply.choices[0].logprobs.content:
+        values = [best.logprob for best in token.top_logprobs]
+        assert len(values) == 20
+        assert values[-1] == -9999.0
+        assert values[0] > -10
+    end = str(BYTE_VALUES)
+    reply = client.completions.create(
+        model="fake", prompt="é", max_tokens=3, logprobs=2, echo=True, logit_bias={end: 100}
+    )
+    log_probs = reply.choices[0].logprobs
+    assert log_probs.tokens == [r"bytes:\xc3", r"bytes:\xa9", "<|end|>"]
+    assert log_probs.text_offset == [0, 0, 1]
+    assert log_probs.top_logprobs[-1]["<|end|>"] == max(log_probs.top_logprobs[-1].values())
+
+
 def test_a_completion_has_log_probabilities_with_offsets(client):
     choice = client.completions.create(
         model="fake", prompt="lp ", max_tokens=15, logprobs=2, seed=1
