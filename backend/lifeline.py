@@ -55,7 +55,13 @@ def die_when_closed(reader: int) -> None:
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([reader], [], [], 0)[0]:  # it was closed before
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
+
+
+def die() -> NoReturn:
+    """End this process at once, and with it all that it has started."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def watch_parent() -> None:
@@ -81,8 +87,7 @@ def _watch(parent: int, region: str) -> NoReturn:
         ended.poll(1000 * WATCH_PERIOD_S)
     with contextlib.suppress(OSError):
         (SHARED_MEMORY / region).unlink()  # tritonserver would have done it
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
+    die()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ becomes_healthy() {
     done
 }
 
-survives_the_death_of_a_stub() { # in the container: the healthcheck sees it, serve.sh ends, docker starts it again
+survives_the_death_of_a_stub() { # in the container: the healthcheck sees it, the container ends, docker starts it again
     docker exec "$CONTAINER" "$PYTHON" -c '
 import os, pathlib, signal
 stubs = [p.parent.name for p in pathlib.Path("/proc").glob("[0-9]*/comm") if p.read_text().startswith("triton_python")]

@@ -27,7 +27,7 @@ COPY policy /opt/spindle/policy
 COPY backend /opt/spindle/backend
 COPY engines_build /opt/spindle/engines_build
 COPY model_repository /opt/spindle/model_repository
-COPY docker/healthcheck.py docker/serve.sh /opt/spindle/docker/
+COPY docker/healthcheck.py /opt/spindle/docker/
 COPY docker/deployments /opt/spindle/docker/deployments
 
 # Names of the engine process's files; the container's own Triton serves, without the launcher.
@@ -48,4 +48,4 @@ EXPOSE 8000 8001 8002 9000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=30s --timeout=20s --start-period=15m --retries=3 \
     CMD ["/opt/venv-tritonserver/bin/python3", "docker/healthcheck.py"]
-CMD ["bash", "docker/serve.sh"]
+CMD ["/opt/venv-tritonserver/bin/python3", "-m", "backend.triton_adapter.launcher.container"]

@@ -242,6 +242,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         "Tokens that they ran in context phases",
         ("engine",),
     ),
+    Family("spindle_engine_restarts_total", _C, "Restarts of the engine process"),
     Family(
         "spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)
     ),

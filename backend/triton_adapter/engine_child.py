@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
@@ -17,17 +18,25 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 10.0
 STABLE_S = 30.0
-"""An engine that lived this long is restarted without delay."""
+"""Time after which an engine that serves has not failed quickly, in seconds."""
+QUICK_FAILURES = 5
+"""Quick failures in a row after which no engine is started."""
 
 
 class EngineChild:
-    """Keeps one engine process alive from ``start`` to ``stop``."""
+    """Keeps one engine process alive from ``start`` to ``stop``.
 
-    def __init__(self, config: Path, socket: Path) -> None:
+    ``give_up`` is called when it fails ``QUICK_FAILURES`` times in quick succession.
+    """
+
+    def __init__(self, config: Path, socket: Path, give_up: Callable[[], None]) -> None:
         self._arguments = ["--config", str(config), "--socket", str(socket)]
+        self._give_up = give_up
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._came_up = False
+        self._ready_s: float | None = None
+        self._restarts = 0
         self._failed_first = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-child", daemon=True)
 
@@ -41,8 +50,15 @@ class EngineChild:
         return self._failed_first.is_set()
 
     def ready(self) -> None:
-        """Note that the engine came up: from now on its death is followed by a restart."""
+        """Note that the engine answers: from now on its death is followed by a restart."""
         self._came_up = True
+        if self._ready_s is None:
+            self._ready_s = monotonic()
+
+    def take_restarts(self) -> int:
+        """Return how many engines were started again since the last call."""
+        restarts, self._restarts = self._restarts, 0
+        return restarts
 
     def kill(self) -> None:
         """Kill a process that no longer answers; the watch restarts it."""
@@ -64,20 +80,27 @@ class EngineChild:
             process.wait()
 
     def _run(self) -> None:
-        backoff_s = FIRST_BACKOFF_S
+        failures = 0
         while not self._stopping.is_set():
-            started_s = monotonic()
+            self._ready_s = None
             status = self._run_once()
             if self._stopping.is_set():
                 return
-            logger.error("the engine process ended with status %d", status)
+            text = f"the engine process ended with status {status}"
             if not self._came_up:
+                logger.error("%s before it was ready", text)
                 self._failed_first.set()
                 return
-            if monotonic() - started_s >= STABLE_S:
-                backoff_s = FIRST_BACKOFF_S
+            is_stable = self._ready_s is not None and monotonic() - self._ready_s >= STABLE_S
+            failures = 1 if is_stable else failures + 1
+            if failures >= QUICK_FAILURES:
+                logger.error("%s; failure %d in quick succession: giving up", text, failures)
+                self._give_up()
+                return
+            backoff_s = min(FIRST_BACKOFF_S * 2 ** (failures - 1), LONGEST_BACKOFF_S)
+            logger.error("%s: restarting in %g s", text, backoff_s)
             self._stopping.wait(backoff_s)
-            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+            self._restarts += 1
 
     def _run_once(self) -> int:
         """Run the process to its end and return its status."""

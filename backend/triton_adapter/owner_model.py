@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from backend import lifeline
 from backend.ipc.messages import (
     SWITCHES_SUFFIX,
     Admin,
@@ -57,7 +58,7 @@ class TritonPythonModel:
         path.unlink(missing_ok=True)
         path.with_suffix(SWITCHES_SUFFIX).unlink(missing_ok=True)
         self._link = EngineLink(path, self._received, self._engine_lost, greeting=(Subscribe(),))
-        self._child = EngineChild(config_path(args), path)
+        self._child = EngineChild(config_path(args), path, give_up=lifeline.die)
         self._child.start()
         self._link.start()
         while not self._link.wait(0.1):
@@ -89,6 +90,9 @@ class TritonPythonModel:
         self._heard_s = monotonic()
         try:
             if isinstance(message, Stats):
+                self._child.ready()
+                if restarts := self._child.take_restarts():
+                    message.counters.append(("spindle_engine_restarts_total", {}, restarts))
                 self._metrics.update(message)
             elif isinstance(message, Failed):
                 self._fail(message.id, RequestError(message.code, message.message))

@@ -1,5 +1,7 @@
 """Engines that a child process makes by name: drafts over the fake executor."""
 
+import ctypes
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,3 +41,9 @@ def slow_when_made_anew(marker: Path, build_s: float) -> Behaviour:
     behaviour = Behaviour(build_s=build_s * marker.exists())
     marker.touch()
     return behaviour
+
+
+def hangs(_count):
+    """Print this process's number and keep the interpreter's lock for an hour."""
+    print(os.getpid(), flush=True)
+    ctypes.PyDLL(None).sleep(3600)

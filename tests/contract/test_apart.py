@@ -4,6 +4,8 @@ be made.
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -15,6 +17,7 @@ from backend.engines.apart import DraftDiedError, EngineApart
 from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import Sequence
+from backend.triton_adapter.launcher.processes import is_running
 from tests.contract.apart_drafts import make, slow_when_made_anew, twin
 from tests.contract.deployment import VOCAB, Deployment, Scripted, tiny_engine
 from tests.contract.engine_folders import engine_folder
@@ -152,3 +155,24 @@ def test_a_draft_that_says_nothing_is_dead_and_one_that_cannot_be_made_is_an_err
         draft.poll(0.01)
     with pytest.raises(DraftDiedError, match="draft cannot be made"):
         apart(partial(make, tmp_path / "nowhere", Behaviour))
+
+
+MAKES_A_DRAFT = """
+from backend.engines.apart import EngineApart
+from tests.contract.apart_drafts import hangs
+EngineApart("draft", hangs, answer_within_s=60.0)
+"""
+
+
+def test_a_draft_that_is_being_made_in_native_code_dies_with_its_parent():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", MAKES_A_DRAFT], stdout=subprocess.PIPE, text=True
+    )
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    until_s = time.monotonic() + PATIENCE_S
+    while is_running(child):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    parent.stdout.close()

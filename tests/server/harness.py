@@ -2,6 +2,7 @@
 client that sees raw responses.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -27,9 +28,23 @@ from backend.triton_adapter.launcher.processes import command_line, descendants
 from backend.triton_adapter.launcher.run_folder import PREFIX
 from backend.triton_adapter.paths import PROJECT_ROOT
 
+MARK = "SPINDLE_TEST_MARK"
+"""An environment variable by which all processes of a service are known."""
 CONFIG = Path(__file__).parent / "serving.json"
 START_LIMIT_S = 60
 STOP_LIMIT_S = 20
+END_LIMIT_S = 15
+"""Time for all processes to end after their parent, in seconds."""
+ROLES = {
+    "launcher": "backend.cli serve",
+    "preparation": "engines_build.prepare",
+    "tritonserver": "bin/tritonserver --",
+    "engine": "backend.engine_process",
+    "front end": "backend.openai_frontend",
+    "stub of spindle": "/spindle/1/model.py",
+    "stub of ensemble": "/ensemble/1/model.py",
+}
+"""Words in the command line of each of our processes."""
 PACK = {"INT32": "<i", "BOOL": "<?", "FP32": "<f", "UINT64": "<Q"}
 DTYPES = {field.name: field.dtype for field in TEXT_INPUTS}
 
@@ -55,9 +70,11 @@ def write_engine_python(path, module):
 
 
 class Service:
-    """A launcher process and what it serves; ``root`` is the checkout that it runs."""
+    """A launcher process and what it serves; ``root`` is the checkout that it runs, ``inside`` a
+    command that runs it.
+    """
 
-    def __init__(self, log, config, *arguments, root=PROJECT_ROOT, **environment):
+    def __init__(self, log, config, *arguments, root=PROJECT_ROOT, inside=(), **environment):
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log = log
         ports = {
@@ -72,13 +89,18 @@ class Service:
             "SPINDLE_CONFIG": str(config),
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(log.parent),
+            MARK: log.parent.as_posix(),
             **environment,
         }
         self.openai = int(environment["OPENAI_PORT"])
         with log.open("wb") as output:
             command = [sys.executable, "-m", "backend.cli", "serve", "--verbose", "--", *arguments]
             self.process = subprocess.Popen(
-                command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT
+                [*inside, *command],
+                cwd=root,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
 
     def wait_until(self, condition, limit_s=START_LIMIT_S):
@@ -175,6 +197,33 @@ class Service:
     def tree(self):
         """Return the pids of everything below the launcher."""
         return descendants(self.process.pid)
+
+    def running(self):
+        """Return {pid: command line} of everything that the service has started and that runs,
+        whichever process is its parent now.
+        """
+        mark = f"{MARK}={self.log.parent}".encode()
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                if mark in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = " ".join(command_line(int(folder.name)))
+        return found
+
+    def pids(self, role):
+        """Return the running processes of a role, without those that are still to become it."""
+        return [
+            pid
+            for pid, command in self.running().items()
+            if ROLES[role] in command and not re.search(r"lifeline\.py|pty\.spawn", command)
+        ]
+
+    def left(self):
+        """Wait for the end of everything; return what still runs after the limit."""
+        deadline = time.monotonic() + END_LIMIT_S
+        while (running := self.running()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return running
 
     def run_folders(self):
         """Return the run folders in this service's TMPDIR."""

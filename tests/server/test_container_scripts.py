@@ -1,4 +1,4 @@
-"""What runs in the containers, as far as it runs without one: ``serve.sh``, the healthcheck and the
+"""What runs in the containers, as far as it runs without one: their start, the healthcheck and the
 smoke test, on a real tritonserver.
 """
 
@@ -18,14 +18,14 @@ from backend.triton_adapter.launcher.processes import command_line, descendants,
 from backend.triton_adapter.launcher.run_folder import write_backend
 from backend.triton_adapter.launcher.server import STUB_NAME
 from backend.triton_adapter.launcher.settings import python_library_folder
-from tests.server.harness import CONFIG, PROJECT_ROOT, Service, free_ports
+from tests.server.harness import CONFIG, MARK, PROJECT_ROOT, Service, free_ports
 
 pytestmark = pytest.mark.slow
 
 
 class Container(Service):
-    """``docker/serve.sh`` with this machine's tritonserver; stubs and engine run on this
-    environment's Python.
+    """What the image of ``docker/trtllm.Dockerfile`` runs, with this machine's tritonserver; stubs
+    and engine run on this environment's Python.
     """
 
     def __init__(self, folder, config=CONFIG):
@@ -47,11 +47,13 @@ class Container(Service):
             "OPENAI_PORT": str(self.openai),
             "FRONT_END_PYTHON": sys.executable,
             "PROBE_PERIOD_S": "1",
+            MARK: str(folder),
         }
         addresses = [f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")]
         command = [
-            "bash",
-            "docker/serve.sh",
+            sys.executable,
+            "-m",
+            "backend.triton_adapter.launcher.container",
             f"--backend-directory={write_backend(folder)}",
             *addresses,
         ]
@@ -102,6 +104,7 @@ class Container(Service):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(30)
+        assert self.left() == {}
 
 
 @pytest.fixture
@@ -124,7 +127,7 @@ def test_the_smoke_test_passes_item_by_item_and_a_dead_stub_ends_the_container(c
     os.kill(stub, signal.SIGKILL)
     container.wait_until(lambda: not container.healthy())
     assert container.process.wait(90) == 1
-    assert "three probes in a row have failed" in container.log.read_text(errors="replace")
+    assert "3 probes in a row have failed" in container.log.read_text(errors="replace")
 
 
 def test_a_container_that_is_stopped_ends_in_good_order(container):
@@ -134,6 +137,17 @@ def test_a_container_that_is_stopped_ends_in_good_order(container):
     container.process.send_signal(signal.SIGTERM)
     assert container.process.wait(30) == 0
     assert not is_running(front_end)
+
+
+@pytest.mark.parametrize("role", ["container", "tritonserver"])
+def test_whatever_ends_a_container_leaves_no_process(container, role):
+    container.wait_until(container.healthy)
+    container.wait_until(container.lists_models)
+    os.kill(
+        container.process.pid if role == "container" else container.pids(role)[0], signal.SIGKILL
+    )
+    container.process.wait(30)
+    assert container.left() == {}
 
 
 def test_an_openai_front_end_that_dies_is_started_again(container):

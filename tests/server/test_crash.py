@@ -247,24 +247,6 @@ def final_or_error(stream):
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_takes_everything_with_it(start_service):
-    service = start_service().wait_ready()
-    tree = service.tree()
-    service.process.kill()
-    service.process.wait()
-    deadline = time.monotonic() + 20
-    while any(map(is_running, tree)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert [pid for pid in tree if is_running(pid)] == []
-    assert service.shared_memory() == []
-    assert len(service.run_folders()) == 1
-    start_service(
-        TMPDIR=str(service.log.parent)
-    ).wait_ready().stop()  # the next start deletes what nobody was left to delete
-    assert left_by(service, tree) == []
-
-
-@pytest.mark.slow
 def test_a_hanging_engine_is_killed_and_started_again(start_service):
     service = start_service().wait_ready()
     victim = service.health()["pid"]

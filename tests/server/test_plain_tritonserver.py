@@ -2,15 +2,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
 from backend.triton_adapter.launcher.package import packaged_libraries, packaged_triton
-from backend.triton_adapter.launcher.processes import descendants, is_running
 from backend.triton_adapter.launcher.run_folder import write_backend
 from backend.triton_adapter.launcher.settings import python_library_folder
-from tests.server.harness import CONFIG, PROJECT_ROOT, Service, free_ports
+from tests.server.harness import CONFIG, MARK, PROJECT_ROOT, Service, free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +22,7 @@ class PlainServer(Service):
     def __init__(self, folder):
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log = folder / "log"
+        self.regions = f"spindle-plain-{self.http}-{os.getpid()}-"
         backends = write_backend(folder)
         options = [
             "--model-repository",
@@ -46,6 +46,7 @@ class PlainServer(Service):
             "--metrics-address",
             "127.0.0.1",
             "--disable-auto-complete-config",
+            f"--backend-config=python,shm-region-prefix-name={self.regions}",
         ]
         environment = {
             **{
@@ -56,12 +57,16 @@ class PlainServer(Service):
             "PYTHONPATH": str(PROJECT_ROOT),
             "TMPDIR": str(folder),
             "SPINDLE_CONFIG": str(CONFIG),
+            MARK: str(folder),
         }
         command = [str(part) for part in (packaged_triton() / "bin" / "tritonserver", *options)]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
+
+    def shared_memory(self):
+        return list(Path("/dev/shm").glob(f"{self.regions}*"))
 
     def answers(self):
         try:
@@ -75,7 +80,8 @@ def plain(tmp_path):
     server = PlainServer(tmp_path)
     yield server
     if server.process.poll() is None:
-        server.stop()
+        kill(server)
+    server.left()
 
 
 def test_the_committed_repository_serves_without_the_launcher(plain, reference_text):
@@ -84,8 +90,37 @@ def test_the_committed_repository_serves_without_the_launcher(plain, reference_t
         assert plain.generate("plain ", 20, model)[1]["text_output"] == "plain " + reference_text(
             "plain ", 20
         )
-    tree = descendants(plain.process.pid)
     plain.process.send_signal(signal.SIGTERM)
     assert plain.process.wait(20) == 0
-    time.sleep(0.5)
-    assert [pid for pid in tree if is_running(pid)] == []
+    assert plain.left() == {}
+    assert plain.shared_memory() == []
+
+
+def kill(plain):
+    plain.process.kill()
+    plain.process.wait()
+
+
+@pytest.mark.parametrize("role", ["tritonserver", "engine", "stub of spindle", "stub of ensemble"])
+def test_what_dies_leaves_no_process_after_tritonserver(plain, role):
+    plain.wait_until(plain.answers)
+    (victim,) = plain.pids(role)
+    os.kill(victim, signal.SIGKILL)
+    if role == "engine":
+        plain.wait_until(lambda: plain.pids("engine") not in ([], [victim]))
+        plain.wait_until(plain.answers)
+    if role == "stub of spindle":
+        plain.wait_until(lambda: plain.pids("engine") == [])
+    kill(plain)
+    assert plain.left() == {}
+    regions = plain.shared_memory()
+    for region in regions:
+        region.unlink()
+    assert len(regions) == role.startswith("stub")  # its own stub and tritonserver were killed
+
+
+@pytest.mark.parametrize("role", ["stub of ensemble", "stub of spindle", "engine"])
+def test_tritonserver_that_is_killed_while_it_starts_leaves_no_process(plain, role):
+    plain.wait_until(lambda: plain.pids(role))
+    kill(plain)
+    assert plain.left() == {}

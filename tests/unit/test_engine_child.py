@@ -1,7 +1,76 @@
-"""What the engine process is started with."""
+"""What the engine process is started with, and how often."""
 
-from backend.triton_adapter.engine_child import engine_environment
+import sys
+import threading
+
+import pytest
+
+from backend.triton_adapter import engine_child
+from backend.triton_adapter.engine_child import EngineChild, engine_environment
 from backend.triton_adapter.paths import PROJECT_ROOT
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    """A child whose engine ends at once, having counted its start; its end sets the event."""
+    starts, python = tmp_path / "starts", tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$2" = backend.engine_process ]; then echo x >> {starts}; exit 3; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setenv("SPINDLE_PYTHON", str(python))
+    monkeypatch.setattr(engine_child, "FIRST_BACKOFF_S", 0.001)
+    given_up = threading.Event()
+    child = EngineChild(tmp_path / "serving.json", tmp_path / "engine.sock", given_up.set)
+    yield child, given_up, lambda: starts.read_text().count("x") if starts.exists() else 0
+    child.stop(1.0)
+
+
+def test_an_engine_that_never_was_ready_is_not_restarted(failing):
+    child, given_up, starts = failing
+    child.start()
+    child._thread.join(LIMIT_S)
+    assert child.failed_to_start
+    assert (starts(), child.take_restarts(), given_up.is_set()) == (1, 0, False)
+
+
+def test_restarts_in_quick_succession_are_bounded(failing, caplog):
+    child, given_up, starts = failing
+    child.ready()
+    child.start()
+    assert given_up.wait(LIMIT_S)
+    child._thread.join(LIMIT_S)
+    assert (starts(), child.take_restarts(), child.take_restarts()) == (5, 4, 0)
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert lines == [
+        *(
+            f"the engine process ended with status 3: restarting in {0.001 * 2**i:g} s"
+            for i in range(4)
+        ),
+        "the engine process ended with status 3; failure 5 in quick succession: giving up",
+    ]
+
+
+def test_an_engine_that_served_for_a_while_is_restarted_however_often(failing, monkeypatch):
+    monkeypatch.setattr(engine_child, "STABLE_S", 0.0)
+    child, given_up, starts = failing
+    run_once = child._run_once
+    enough = threading.Event()
+
+    def answers_and_ends():
+        child.ready()
+        if starts() >= 8:
+            enough.set()
+        return run_once()
+
+    child._run_once = answers_and_ends
+    child.ready()
+    child.start()
+    assert enough.wait(LIMIT_S)
+    assert not given_up.is_set()
 
 
 def test_the_policys_matrices_run_on_one_thread_unless_the_operator_says_otherwise(monkeypatch):

@@ -24,8 +24,13 @@ STOP_LIMIT_S = 12.0
 class FrontEnd:
     """Runs from ``start`` to ``stop``."""
 
-    def __init__(self, settings: Settings, output: IO[bytes] | None = None) -> None:
-        """Run it with these settings; its log goes to ``output``, by default to the terminal."""
+    def __init__(
+        self, settings: Settings, output: IO[bytes] | None = None, python: str = sys.executable
+    ) -> None:
+        """Run it with these settings by the interpreter ``python``; its log goes to ``output``, by
+        default to the terminal.
+        """
+        self._python = python
         self._settings = settings
         self._output = output
         self._listens = threading.Event()
@@ -73,11 +78,11 @@ class FrontEnd:
             self._thread.join()
 
     def _run(self) -> None:
-        command = [sys.executable, "-m", "backend.openai_frontend"]
+        command = [self._python, "-m", "backend.openai_frontend"]
         environment = {**os.environ, "SPINDLE_CONFIG": str(self._settings.config)}
         while not self._stop.is_set():
             self._process = lifeline.start(
-                sys.executable,
+                self._python,
                 command,
                 cwd=PROJECT_ROOT,
                 env=environment,
