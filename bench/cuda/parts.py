@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from backend.engines.cuda.attention import PagedAttention, ancestor_words
+from backend.engines.cuda.attention import PagedAttention
+from backend.engines.cuda.attention_words import ancestor_words
 from backend.engines.cuda.draw import Draw
-from backend.engines.cuda.layers import add_rms_norm, silu_mul
+from backend.engines.cuda.layers import add_rms_norm, gated
 from backend.engines.cuda.linear import Tiling, linear
 from bench.cuda.step import PAGE, SHAPES, Shape, Step, Weights, new_kv
 
@@ -635,7 +636,7 @@ def prefill(probe: Probe) -> dict[str, Any]:
             out = attend().transpose(1, 2).reshape(tokens, -1)
             torch.mm(out, layer["o"].t(), out=y)
             add_rms_norm(y, residual, layer["norm2"], 1e-5, y)
-            silu_mul(torch.mm(y, layer["gate_up"].t()), inner)
+            gated(torch.mm(y, layer["gate_up"].t()), inner)
             torch.mm(inner, layer["down"].t(), out=y)
 
         ms, attention_ms = probe.time_ms(run, 7), probe.time_ms(attend, 7)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from backend.engines.cuda.attention import PagedAttention, ancestor_words
+from backend.engines.cuda.attention import PagedAttention
+from backend.engines.cuda.attention_words import ancestor_words
 from backend.engines.cuda.draw import Draw
-from backend.engines.cuda.layers import add_rms_norm, rotate_and_store, silu_mul
+from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
 from backend.engines.cuda.linear import Tiling, linear
 
 PAGE = 32
@@ -78,8 +79,7 @@ class Weights:
         ]
         half = shape.dim // 2
         frequency = 500000.0 ** -(torch.arange(half, device=device).float() / half)
-        angle = torch.arange(32768, device=device).float()[:, None] * frequency
-        self.cos, self.sin = angle.cos(), angle.sin()
+        self.frequency = torch.cat((frequency, frequency))
 
     @property
     def pass_bytes(self) -> int:
@@ -177,6 +177,8 @@ class Step:
         """Launch the step; return the tokens drawn at every place, int32[tokens]."""
         weights, shape = self.weights, self.weights.shape
         torch.index_select(weights.embedding, 0, self.ids, out=self.residual)
+        angle = self.position.float()[:, None] * weights.frequency
+        cos, sin = angle.cos(), angle.sin()
         x = None
         for layer, kv in zip(weights.layers, self.kv, strict=True):
             add_rms_norm(x, self.residual, layer["norm1"], 1e-5, self.x, pdl=self.pdl)
@@ -185,9 +187,8 @@ class Step:
                 self.qkv,
                 self.q,
                 kv,
-                weights.cos,
-                weights.sin,
-                self.position,
+                cos,
+                sin,
                 self.place,
                 pdl=self.pdl,
             )
@@ -205,7 +206,7 @@ class Step:
             self.product("o", self.attended.view(self.tokens, -1), layer["o"], self.y)
             add_rms_norm(self.y, self.residual, layer["norm2"], 1e-5, self.x, pdl=self.pdl)
             self.product("gate_up", self.x, layer["gate_up"], self.gate_up)
-            silu_mul(self.gate_up, self.inner, pdl=self.pdl)
+            gated(self.gate_up, self.inner, pdl=self.pdl)
             self.product("down", self.inner, layer["down"], self.y)
             x = self.y
         add_rms_norm(x, self.residual, weights.norm, 1e-5, self.x, pdl=self.pdl)

@@ -8,9 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from backend.engines.cuda.attention import MAX_NEW_TOKENS, PagedAttention, ancestor_words
+from backend.engines.cuda import plain
+from backend.engines.cuda.attention import PagedAttention
+from backend.engines.cuda.attention_words import MAX_NEW_TOKENS, ancestor_words
 from backend.engines.cuda.draw import Draw
-from backend.engines.cuda.layers import add_rms_norm, rotate_and_store, silu_mul
+from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
 from backend.engines.cuda.linear import Tiling, linear
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD
@@ -116,32 +118,35 @@ def test_add_rms_norm() -> None:
     assert relative_error(out, wanted) < 1e-6
 
 
-def test_rotate_and_store() -> None:
+@pytest.mark.parametrize("rotary", [32, 24])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rotate_and_store(rotary: int, has_norm: bool) -> None:
     tokens, heads, kv_heads, dim, page = 3, 4, 2, 32, 16
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=DEVICE)
-    angle = torch.rand(64, dim // 2, device=DEVICE) * 6
-    position = torch.tensor([5, 0, 63], dtype=torch.int32, device=DEVICE)
+    angle = torch.rand(tokens, rotary // 2, device=DEVICE) * 6
+    cos, sin = (torch.cat((f(angle), f(angle)), -1) for f in (torch.cos, torch.sin))
     place = torch.tensor([7, 33, 16], dtype=torch.int32, device=DEVICE)
-    q = torch.empty(tokens, heads, dim, device=DEVICE)
+    q = torch.full((tokens, heads, dim), float("nan"), device=DEVICE)
     kv = torch.full((3, 2, kv_heads, page, dim), float("nan"), device=DEVICE)
-    rotate_and_store(qkv, q, kv, angle.cos(), angle.sin(), position, place)
-    parts = qkv.view(tokens, -1, dim)
-    low, high = parts.chunk(2, -1)
-    cos, sin = (f(angle[position.long()])[:, None] for f in (torch.cos, torch.sin))
-    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-    assert relative_error(q, rotated[:, :heads]) < 1e-6
-    for token, (block, offset) in enumerate([(0, 7), (2, 1), (1, 0)]):
-        stored = kv[block, :, :, offset]
-        assert relative_error(stored[0], rotated[token, heads : heads + kv_heads]) < 1e-6
-        assert torch.equal(stored[1], parts[token, heads + kv_heads :])
-    assert int(kv.isnan().any(-1).sum()) == 3 * 2 * kv_heads * page - 3 * 2 * kv_heads
+    weights = torch.rand(2, dim, device=DEVICE) + 0.5
+    norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-5} if has_norm else {}
+    rotate_and_store(qkv, q, kv, cos, sin, place, **norms)  # type: ignore[arg-type]
+    plain_q, plain_kv = torch.empty_like(q), torch.full_like(kv, float("nan"))
+    plain.rotate_and_store(qkv, plain_q, plain_kv, cos, sin, place, **norms)  # type: ignore[arg-type]
+    assert relative_error(q, plain_q) < 1e-6
+    stored = ~plain_kv.isnan()
+    assert int(stored.sum()) == tokens * 2 * kv_heads * dim
+    assert torch.equal(stored, ~kv.isnan())
+    assert relative_error(kv[stored], plain_kv[stored]) < 1e-6
 
 
-def test_silu_mul() -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated(gelu: bool) -> None:
     x = torch.randn(3, 2 * 1500, device=DEVICE)
-    out = silu_mul(x, torch.empty(3, 1500, device=DEVICE))
-    gate, up = x.chunk(2, -1)
-    assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1e-6
+    out, wanted = (torch.empty(3, 1500, device=DEVICE) for _ in range(2))
+    gated(x, out, gelu=gelu)
+    plain.gated(x, wanted, gelu=gelu)
+    assert relative_error(out, wanted) < 1e-6
 
 
 @pytest.mark.parametrize("tma", [False, True])

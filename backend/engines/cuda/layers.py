@@ -20,6 +20,7 @@ def _add_rms_norm(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * HIDDEN
@@ -35,7 +36,11 @@ def _add_rms_norm(
         tl.store(residual_ptr + row + column, residual, mask=exists)
     wide = residual.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
-    tl.store(out_ptr + row + column, normed.to(residual.dtype) * weight, mask=exists)
+    if WIDE:
+        scaled = (normed * weight.to(tl.float32)).to(residual.dtype)
+    else:
+        scaled = normed.to(residual.dtype) * weight
+    tl.store(out_ptr + row + column, scaled, mask=exists)
 
 
 def add_rms_norm(
@@ -45,11 +50,13 @@ def add_rms_norm(
     eps: float,
     out: torch.Tensor,
     *,
+    wide: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Add ``x`` to ``residual`` in place (None: nothing), and write its RMS norm into ``out``.
 
-    Tensors are [tokens, hidden], ``weight`` [hidden].
+    Tensors are [tokens, hidden], ``weight`` [hidden]. With ``wide`` the weight multiplies before
+    the result is rounded, as Gemma's does.
     """
     tokens, hidden = residual.shape
     _add_rms_norm[(tokens,)](
@@ -61,6 +68,7 @@ def add_rms_norm(
         HIDDEN=hidden,
         BLOCK=triton.next_power_of_2(hidden),
         ADD=x is not None,
+        WIDE=wide,
         PDL=pdl,
         num_warps=8,
         **launch_options(pdl),
@@ -75,26 +83,49 @@ def _rotate_and_store(
     kv_ptr,
     cos_ptr,
     sin_ptr,
-    position_ptr,
     place_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
     PAGE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    HALF: tl.constexpr = DIM // 2
-    column = tl.arange(0, HALF)
+    HALF: tl.constexpr = ROTARY // 2
+    column = tl.arange(0, HALF_BLOCK)
+    is_half = column < HALF
     source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head) * DIM
-    low, high = tl.load(source + column), tl.load(source + HALF + column)
+    low = tl.load(source + column, mask=is_half, other=0.0)
+    high = tl.load(source + HALF + column, mask=is_half, other=0.0)
+    other = tl.arange(0, REST_BLOCK)  # dimensions that are not rotated
+    is_rest = other < DIM - ROTARY
+    rest = tl.load(source + ROTARY + other, mask=is_rest, other=0.0)
     if head < HEADS + KV_HEADS:
-        angle = tl.load(position_ptr + token).to(tl.int64) * HALF + column
-        cos, sin = tl.load(cos_ptr + angle), tl.load(sin_ptr + angle)
-        a, b = low.to(tl.float32), high.to(tl.float32)
+        a, b, c = low.to(tl.float32), high.to(tl.float32), rest.to(tl.float32)
+        if HAS_NORM:
+            norm_ptr = q_norm_ptr if head < HEADS else k_norm_ptr
+            square = tl.sum(a * a, 0) + tl.sum(b * b, 0) + tl.sum(c * c, 0)
+            scale = tl.rsqrt(square / DIM + eps)
+            weight_a = tl.load(norm_ptr + column, mask=is_half, other=0.0)
+            weight_b = tl.load(norm_ptr + HALF + column, mask=is_half, other=0.0)
+            weight_c = tl.load(norm_ptr + ROTARY + other, mask=is_rest, other=0.0)
+            a = ((a * scale).to(low.dtype) * weight_a).to(tl.float32)
+            b = ((b * scale).to(low.dtype) * weight_b).to(tl.float32)
+            c = ((c * scale).to(low.dtype) * weight_c).to(tl.float32)
+            rest = c.to(rest.dtype)
+        at = token * ROTARY + column
+        cos = tl.load(cos_ptr + at, mask=is_half, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + at, mask=is_half, other=0.0).to(tl.float32)
         low = (a * cos - b * sin).to(low.dtype)
         high = (b * cos + a * sin).to(high.dtype)
     if head < HEADS:
@@ -105,8 +136,9 @@ def _rotate_and_store(
         kv_head = (head - HEADS) % KV_HEADS
         tile = ((place // PAGE) * 2 + is_value) * KV_HEADS + kv_head
         target = kv_ptr + (tile * PAGE + place % PAGE) * DIM
-    tl.store(target + column, low)
-    tl.store(target + HALF + column, high)
+    tl.store(target + column, low, mask=is_half)
+    tl.store(target + HALF + column, high, mask=is_half)
+    tl.store(target + ROTARY + other, rest, mask=is_rest)
 
 
 def rotate_and_store(
@@ -115,31 +147,42 @@ def rotate_and_store(
     kv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    position: torch.Tensor,
     place: torch.Tensor,
     *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
     """Rotate queries and keys of ``qkv`` [tokens, (heads + 2 kv_heads) dim]; write the queries
     into ``q`` [tokens, heads, dim], keys and values into ``kv`` [blocks, 2, kv_heads, page, dim].
 
-    ``cos`` and ``sin`` are float32[positions, dim / 2], ``position`` int32[tokens]; ``place``
-    int32[tokens] is where a token's KV lies: block times page plus its offset.
+    ``cos`` and ``sin`` are [tokens, rotary], of which the first half is read; dimensions from
+    ``rotary`` on are not rotated. ``q_norm`` and ``k_norm`` [dim] are weights of RMS norms of each
+    head before the rotation, with ``eps``; both or none. ``place`` int32[tokens] is where a
+    token's KV lies: block times page plus its offset.
     """
     _, _, kv_heads, page, dim = kv.shape
     tokens, heads, _ = q.shape
+    rotary = cos.shape[-1]
     _rotate_and_store[(tokens, heads + 2 * kv_heads)](
         qkv,
         q,
         kv,
         cos,
         sin,
-        position,
         place,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        eps,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
+        ROTARY=rotary,
         PAGE=page,
+        HAS_NORM=q_norm is not None,
+        HALF_BLOCK=triton.next_power_of_2(rotary // 2),
+        REST_BLOCK=max(2, triton.next_power_of_2(dim - rotary)) if dim > rotary else 2,
         PDL=pdl,
         num_warps=1,
         **launch_options(pdl),
@@ -147,7 +190,14 @@ def rotate_and_store(
 
 
 @triton.jit
-def _silu_mul(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated(
+    x_ptr,
+    out_ptr,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -156,15 +206,28 @@ def _silu_mul(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.
     exists = column < INNER
     gate = tl.load(x_ptr + token * 2 * INNER + column, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * 2 * INNER + INNER + column, mask=exists, other=0.0)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
+    if GELU:  # its tanh form: x (1 + tanh(y)) / 2 is x sigmoid(2 y)
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        slope = gate
+    activated = (gate / (1.0 + tl.exp(-slope))).to(up.dtype)
     tl.store(out_ptr + token * INNER + column, activated * up, mask=exists)
 
 
-def silu_mul(x: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """Write silu(gate) * up into ``out`` [tokens, inner]; ``x`` [tokens, 2 inner] is gate, up."""
+def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False, pdl: bool = False) -> None:
+    """Write act(gate) * up into ``out`` [tokens, inner]; ``x`` [tokens, 2 inner] is gate and up.
+
+    The activation is SiLU, or GELU by tanh.
+    """
     tokens, inner = out.shape
     block = min(1024, triton.next_power_of_2(inner))
-    _silu_mul[(tokens, triton.cdiv(inner, block))](
-        x, out, INNER=inner, BLOCK=block, PDL=pdl, num_warps=4, **launch_options(pdl)
+    _gated[(tokens, triton.cdiv(inner, block))](
+        x,
+        out,
+        INNER=inner,
+        BLOCK=block,
+        GELU=gelu,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
     )
-    return out

@@ -149,3 +149,22 @@ def launch_options(pdl: bool) -> dict[str, bool]:
     (programmatic dependent launch, sm_90 and later).
     """
     return {"launch_pdl": True} if pdl else {}
+
+
+def tiling_for(columns: int, inner: int, tokens: int) -> Tiling | None:
+    """Return the tiling that was fastest on an H100 for a weight [columns, inner] and a number of
+    tokens; None for a weight that is no multiple of any (docs/adr/0041).
+    """
+    is_wide = columns >= 16384
+    if tokens <= 64:
+        rows = max(16, triton.next_power_of_2(tokens))
+        tiling = (
+            Tiling(128, 128, rows, 4, 4, tma=True) if is_wide else Tiling(64, 128, rows, tma=True)
+        )
+    elif tokens <= 128 and not is_wide:
+        tiling = Tiling(64, 128, 64, tma=True)
+    else:
+        tiling = Tiling(128, 64, 128, 5, 8, tma=True)
+    if columns % tiling.columns or inner % tiling.inner:
+        return None
+    return tiling

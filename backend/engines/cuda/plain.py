@@ -1,0 +1,114 @@
+"""The engine's kernels in plain torch, for devices without Triton: the same arguments and results."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def add_rms_norm(
+    x: torch.Tensor | None,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    wide: bool = False,
+) -> torch.Tensor:
+    """As ``layers.add_rms_norm``."""
+    if x is not None:
+        residual += x
+    normed = functional.rms_norm(residual.float(), (residual.shape[-1],), eps=eps)
+    scaled = normed * weight.float() if wide else normed.to(residual.dtype) * weight
+    return out.copy_(scaled)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    place: torch.Tensor,
+    *,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """As ``layers.rotate_and_store``."""
+    _, _, kv_heads, page, dim = kv.shape
+    tokens, heads, _ = q.shape
+    rotary = cos.shape[-1]
+    parts = qkv.view(tokens, -1, dim)
+    queries, keys, values = parts.split([heads, kv_heads, kv_heads], 1)
+    if q_norm is not None and k_norm is not None:
+        queries, keys = (
+            functional.rms_norm(x.float(), (dim,), eps=eps).to(x.dtype) * weight
+            for x, weight in ((queries, q_norm), (keys, k_norm))
+        )
+    queries, keys = (_rotated(x, cos, sin, rotary) for x in (queries, keys))
+    q.copy_(queries)
+    block, offset = (place // page).long(), (place % page).long()
+    kv[block, 0, :, offset] = keys
+    kv[block, 1, :, offset] = values
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> torch.Tensor:
+    half = rotary // 2
+    low, high, rest = x.float().split([half, half, x.shape[-1] - rotary], -1)
+    cos, sin = (angle[:, None, :half].float() for angle in (cos, sin))
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1).to(x.dtype)
+
+
+def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
+    """As ``layers.gated``."""
+    gate, up = x.chunk(2, -1)
+    wide = gate.float()
+    activated = functional.gelu(wide, approximate="tanh") if gelu else functional.silu(wide)
+    out.copy_(activated.to(up.dtype) * up)
+
+
+def attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    table: torch.Tensor,
+    start: torch.Tensor,
+    first: torch.Tensor,
+    ancestors: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """As ``attention.PagedAttention``, row by row."""
+    kv_heads, page, dim = kv.shape[2:]
+    heads = q.shape[1]
+    for row, context in enumerate(start.tolist()):
+        begin, end = int(first[row]), int(first[row + 1])
+        new = end - begin
+        if not new:
+            continue
+        keys = context + new
+        pages = kv[table[row, : -(-keys // page)].long()]
+        k, v = (
+            pages[:, which]
+            .transpose(0, 1)
+            .reshape(kv_heads, -1, dim)[:, :keys]
+            .repeat_interleave(heads // kv_heads, 0)
+            for which in (0, 1)
+        )
+        scores = torch.einsum("qhd,hkd->hqk", q[begin:end], k).float() * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        words = ancestors[begin:end]
+        own = ((words[:, None] >> torch.arange(new, device=q.device)) & 1).bool()
+        committed = own.new_ones(new, context)
+        if window:
+            position = context + own.sum(-1) - 1
+            age = position[:, None] - torch.arange(context, device=q.device)
+            committed &= age < window
+        seen = torch.cat((committed, own), 1)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
+        out[begin:end] = torch.einsum("hqk,hkd->qhd", weights, v)
+    return out

@@ -1,0 +1,135 @@
+"""Decoder families of transformers over our pages, against the same models' plain forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from backend.engines.cuda.attention_words import ancestor_words
+from backend.engines.cuda.model import ATTENTION, PAGE, Layout, PagedModel
+
+pytestmark = pytest.mark.slow
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 24},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 24},
+    "phi3": {},
+    "granite": {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "olmo2": {},
+    "smollm3": {},
+}
+ALL_FUSED = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3"}
+
+
+def models(family: str) -> tuple[nn.Module, PagedModel]:
+    """Return a tiny model's plain form and its paged one, with the same random weights."""
+    config = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 199,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | FAMILIES[family]
+    torch.manual_seed(0)
+    made = [
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, **config), attn_implementation=kind, dtype=torch.float32
+        ).eval()
+        for kind in ("eager", ATTENTION)
+    ]
+    for weight in made[0].parameters():
+        if weight.dim() > 1:
+            nn.init.normal_(weight, std=0.15)
+        else:
+            nn.init.normal_(weight, mean=0.7, std=0.1)
+    made[1].load_state_dict(made[0].state_dict())
+    paged = PagedModel(made[1], blocks=64, max_tokens=64, max_keys=256, fast=False)
+    return made[0], paged
+
+
+def rows(texts: list[tuple[list[int], int, list[int], list[int]]]) -> tuple[Any, ...]:
+    """Return ids, positions and layout of rows (new tokens, committed, blocks, parents of nodes)."""
+    ids, position, words, place, first = [], [], [], [], [0]
+    for tokens, start, table, parents in texts:
+        chain = len(tokens) - len(parents)
+        tree = [*range(-1, chain - 2), *(chain - 1 + p if p >= 0 else chain - 2 for p in parents)]
+        own = ancestor_words(tree) if len(tokens) <= 63 else [0] * len(tokens)
+        depth = [bin(word % (1 << 64)).count("1") - 1 for word in own]
+        position += (
+            [start + d for d in depth] if len(tokens) <= 63 else range(start, start + len(tokens))
+        )
+        words += own
+        place += [table[at // PAGE] * PAGE + at % PAGE for at in range(start, start + len(tokens))]
+        ids += tokens
+        first.append(len(ids))
+    width = max(len(text[2]) for text in texts)
+    table = torch.tensor(
+        [text[2] + [0] * (width - len(text[2])) for text in texts], dtype=torch.int32
+    )
+    spans = [(text[1], len(text[0])) for text in texts]
+    layout = Layout(
+        table,
+        torch.tensor([text[1] for text in texts], dtype=torch.int32),
+        torch.tensor(first, dtype=torch.int32),
+        torch.tensor(words),
+        torch.tensor(place, dtype=torch.int32),
+        max(b - a for a, b in zip(first, first[1:], strict=False)),
+        spans if max(new for _, new in spans) > 63 else None,
+    )
+    return torch.tensor(ids), torch.tensor(position), layout, first
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, fused: bool) -> None:
+    plain_model, paged = models(family)
+    if fused:
+        paged.fuse()
+        if family in ALL_FUSED:
+            assert paged.refused == []
+            assert paged.fused["attentions"] == paged.fused["units"] == 4
+        assert paged.fused["norms"] >= 9
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, 199, (n,), generator=generator).tolist() for n in (40, 95)]
+    tables = [[3, 9, 4, 20], [11, 5, 30, 2]]
+
+    def check(logits: torch.Tensor, tokens: list[int]) -> None:
+        with torch.inference_mode():
+            wanted = plain_model(torch.tensor([tokens]), use_cache=False).logits[0, -len(logits) :]
+        assert float((logits - wanted).norm() / wanted.norm()) < 2e-5
+
+    def run(*batch: tuple[list[int], int, list[int], list[int]]) -> tuple[torch.Tensor, list[int]]:
+        ids, position, layout, first = rows(list(batch))
+        with torch.inference_mode():
+            return paged.run(ids, position, layout), first
+
+    # two prompts at once, one of them longer than an ancestor word
+    logits, first = run((texts[0][:-1], 0, tables[0], []), (texts[1][:70], 0, tables[1], []))
+    check(logits[: first[1]], texts[0][:-1])
+    check(logits[first[1] :], texts[1][:70])
+    # a decoding row and a chunk of a prompt
+    logits, first = run((texts[0][-1:], 39, tables[0], []), (texts[1][70:-1], 70, tables[1], []))
+    check(logits[:1], texts[0])
+    check(logits[1:], texts[1][:-1])
+    # a tree of five nodes and a chain of three
+    nodes, tree = [5, 6, 8, 9, 10], [-1, -1, 0, 0, 1]
+    logits, first = run(
+        ([7, *nodes], 40, tables[0], tree), ([texts[1][-1], 5, 6, 8], 94, tables[1], [-1, 0, 1])
+    )
+    check(logits[first[1] :], [*texts[1], 5, 6, 8])
+    for node, path in enumerate(([0], [1], [0, 2], [0, 3], [1, 4])):
+        check(logits[1 + node][None], [*texts[0], 7, *(nodes[n] for n in path)])
