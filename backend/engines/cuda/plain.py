@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.nn import functional
+
+from backend.sampling.draw import draw as host_draw
 
 
 def add_rms_norm(
@@ -112,3 +115,23 @@ def attention(
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
         out[begin:end] = torch.einsum("hqk,hkd->qhd", weights, v)
     return out
+
+
+def draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    bound: torch.Tensor,
+    words: torch.Tensor,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """As ``draw.Draw``, by the host's own draw."""
+    heat, place = temperature.tolist(), logits.argmax(-1)
+    broken = logits.isnan().any(-1)
+    for row, word in enumerate(words.tolist()):
+        if broken[row]:
+            place[row] = -1
+        elif heat[row] > 0.0:
+            scores = logits[row].float().masked_fill(logits[row] < bound[row], -torch.inf)
+            law = ((scores - scores.max()) / heat[row]).softmax(-1)
+            place[row] = host_draw(law[None], np.array([word]).view(np.uint64))[0]
+    return tokens.copy_(place)
