@@ -18,7 +18,7 @@ from backend.engines.cuda.attention import PagedAttention
 from backend.engines.cuda.attention_words import ancestor_words
 from backend.engines.cuda.draw import Draw
 from backend.engines.cuda.layers import add_rms_norm, gated
-from backend.engines.cuda.linear import Tiling, linear
+from backend.engines.cuda.linear import Tiling, linear, tiling_for
 from bench.cuda.step import PAGE, SHAPES, Shape, Step, Weights, new_kv
 
 
@@ -26,19 +26,21 @@ def tilings(rows: int) -> list[Tiling]:
     """Return the tilings that are tried for a number of rows."""
     tile = max(16, triton.next_power_of_2(rows))
     if rows <= 64:
-        few = [(64, 128, 5, 4), (64, 256, 3, 4), (128, 128, 4, 4), (128, 64, 8, 4)]
-        plain = [Tiling(n, k, tile, stages, warps) for n, k, stages, warps in few[:1]]
-        return plain + [Tiling(n, k, tile, stages, warps, True) for n, k, stages, warps in few]
+        few = [(64, 128, 5, 4, 1), (128, 128, 4, 4, 1), (64, 128, 5, 4, 2), (64, 128, 4, 4, 2)]
+        few += [(128, 64, 6, 4, 2), (128, 128, 4, 4, 2)]
+        return [Tiling(n, k, tile, stages, warps, parts) for n, k, stages, warps, parts in few]
     return [
         Tiling(64, 128, 64, 5, 4),
+        Tiling(128, 64, 64, 6, 4),
         Tiling(128, 64, 128, 5, 8),
-        Tiling(64, 128, 64, 5, 4, True),
-        Tiling(128, 64, 64, 6, 4, True),
-        Tiling(128, 64, 128, 5, 8, True),
-        Tiling(128, 64, 128, 5, 4, True),
-        Tiling(64, 64, 128, 6, 4, True),
-        Tiling(128, 64, 256, 4, 8, True),
-        Tiling(128, 128, 128, 3, 8, True),
+        Tiling(256, 64, 64, 5, 8),
+        Tiling(256, 64, 128, 4, 8),
+        Tiling(128, 64, 256, 4, 8),
+        Tiling(64, 128, 64, 5, 4, 2),
+        Tiling(128, 64, 64, 6, 4, 2),
+        Tiling(128, 64, 128, 5, 8, 2),
+        Tiling(256, 64, 128, 4, 8, 2),
+        Tiling(128, 64, 256, 4, 8, 2),
     ]
 
 
@@ -46,6 +48,8 @@ ATTENTIONS = ((512, 128, 4), (128, 128, 4), (256, 128, 4), (256, 64, 4), (512, 1
 """Tokens of a split, tokens of a tile, warps."""
 
 MIB = 1 << 20
+MOST_COLUMNS_OF_PARTS = 8192
+"""Weights of more columns fill the device without being split."""
 
 
 class Probe:
@@ -136,6 +140,13 @@ def variants(probe: Probe) -> Iterator[Callable[[], object]]:
                 weight = torch.zeros(256, 1024, device=device, dtype=dtype)
                 out = torch.zeros(rows, 256, device=device, dtype=dtype)
                 yield partial(linear, x, weight, out, tiling=tiling, pdl=pdl)
+    for tokens in () if probe.rehearse else (1, 5, 8, 32, 40, 64, 96, 128, 160, 320):
+        for columns in (256, 16384):
+            x = torch.zeros(tokens, 1024, device=device, dtype=dtype)
+            weight = torch.zeros(columns, 1024, device=device, dtype=dtype)
+            out = torch.zeros(tokens, columns, device=device, dtype=dtype)
+            tiling = tiling_for(columns, 1024, tokens)
+            yield partial(linear, x, weight, out, tiling=tiling)
     for most in (1, 5, 3, 2, 9):
         for choice in ATTENTIONS:
             yield attention_case(probe, probe.shape, 2, most, 40, 1)[0](*choice)
@@ -206,9 +217,11 @@ def products(probe: Probe) -> dict[str, Any]:
                 "cublas": all_of(lambda w: torch.mm(x, w.t(), out=out))
             }
             for tiling in tilings(m)[: 1 if probe.rehearse else None]:
-                if n % tiling.columns or k % tiling.inner:
+                if n % tiling.columns or k % (tiling.inner * tiling.parts):
                     continue
-                key = "/".join(str(int(v)) for v in tiling)
+                if tiling.parts == 2 and n > MOST_COLUMNS_OF_PARTS:
+                    continue
+                key = "/".join(map(str, tiling))
                 try:
                     cells[key] = all_of(lambda w: linear(x, w, out, tiling=tiling))
                 except Exception as error:
@@ -220,8 +233,7 @@ def products(probe: Probe) -> dict[str, Any]:
             line = f"{name:8s} M {m:4d}: cublas {_product_line(cells['cublas'], n, k, m)}"
             if best:
                 line += f" | {best} {_product_line(ours[best], n, k, m)}"
-                *numbers, tma = map(int, best.split("/"))
-                tiling = Tiling(*numbers, tma=bool(tma))
+                tiling = Tiling(*map(int, best.split("/")))
                 probe.tilings.setdefault(m, {})[name] = tiling
             print(line, flush=True)
         del weights
@@ -469,6 +481,12 @@ def _same_products(probe: Probe) -> dict[str, Any]:
         alone = torch.cat(
             [linear(x[r : r + 1], weight, x.new_empty(1, n), tiling=Tiling()) for r in range(320)]
         )
+        halves = torch.cat(
+            [
+                linear(x[r : r + 1], weight, x.new_empty(1, n), tiling=Tiling(parts=2))
+                for r in range(320)
+            ]
+        )
         exact = x.double() @ weight.double().T
         found[f"product {n} error"] = float((alone.double() - exact).norm() / exact.norm())
         for rows in (16, 32, 64, 128, 320):
@@ -478,8 +496,9 @@ def _same_products(probe: Probe) -> dict[str, Any]:
                         out = linear(x[:rows], weight, x.new_empty(rows, n), tiling=tiling, pdl=pdl)
                     except triton.runtime.errors.OutOfResources:
                         continue
-                    key = f"product {n}, {rows} rows, {'/'.join(str(int(v)) for v in tiling)} pdl {int(pdl)}"
-                    found[key] = bool(torch.equal(out, alone[:rows]))
+                    key = f"product {n}, {rows} rows, {'/'.join(map(str, tiling))} pdl {int(pdl)}"
+                    wanted = alone if tiling.parts == 1 else halves
+                    found[key] = bool(torch.equal(out, wanted[:rows]))
     return found
 
 
@@ -720,3 +739,141 @@ def _timed(launch: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         found.append((time.perf_counter() - start) * 1e3)
     return statistics.median(found[1:])
+
+
+def model(probe: Probe) -> dict[str, Any]:
+    """Time steps of transformers' 8B with fused leaves, and compare texts between plans."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from backend.engines.cuda import plain
+    from backend.engines.cuda.chain import ChainStep, Slots
+    from backend.engines.cuda.model import ATTENTION, PagedModel
+
+    shape, rows_most = probe.shape, 3 if probe.rehearse else 128
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.dim,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        initializer_range=shape.hidden**-0.5,
+    )
+    start = time.monotonic()
+    with torch.device(probe.device):
+        lm = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION, dtype=probe.dtype
+        ).eval()
+    context, room = (40, 100) if probe.rehearse else (1000, 1150)
+    need = -(-room // PAGE)
+    paged = PagedModel(
+        lm,
+        blocks=rows_most * need,
+        max_tokens=rows_most * 5,
+        max_keys=room,
+        fast=not probe.rehearse,
+    )
+    paged.fuse()
+    found: dict[str, Any] = {
+        "seconds_to_load_and_fuse": time.monotonic() - start,
+        "fused": paged.fused,
+        "refused": paged.refused,
+    }
+    print(found, flush=True)
+    for kv in paged.kv:
+        kv.normal_().mul_(0.1)
+    slots = Slots(rows_most, -(-need // 16) * 16, paged.device)
+    blocks = torch.randperm(rows_most * need, device=paged.device).view(rows_most, need).int()
+    slots.table[:, :need] = blocks
+    slots.seed.copy_(torch.randint(-(2**62), 2**62, (rows_most,)))
+    first = torch.randint(0, shape.vocab, (rows_most,)).to(probe.device)
+    draw = plain.draw if probe.rehearse else Draw(rows_most * 5, shape.vocab, probe.device)
+    buckets: dict[tuple[int, int], tuple[ChainStep, Callable[[], None]]] = {}
+
+    def bucket(rows: int, most: int) -> tuple[ChainStep, Callable[[], None]]:
+        if (rows, most) not in buckets:
+            step = ChainStep(paged, slots, rows, most, draw=draw)  # type: ignore[arg-type]
+            buckets[rows, most] = step, probe.graph(step.run)
+        return buckets[rows, most]
+
+    found["steps"] = {}
+    for rows in (2,) if probe.rehearse else (1, 8, 32, 64, 128):
+        for most in (1, 3, 5):
+            begun = time.monotonic()
+            slots.length.fill_(context)
+            _, replay = bucket(rows, most)
+            capture_s = time.monotonic() - begun
+            slots.length.fill_(context)
+            ms = probe.time_ms(replay)
+            begun = time.perf_counter()
+            replay()
+            host_us = (time.perf_counter() - begun) * 1e6
+            found["steps"][f"{rows} rows, {most} tokens"] = {
+                "ms": ms,
+                "capture_s": capture_s,
+                "replay_host_us": host_us,
+            }
+            print(rows, most, found["steps"][f"{rows} rows, {most} tokens"], flush=True)
+    found["texts"] = {}
+    texts: dict[tuple[int, float], torch.Tensor] = {}
+    for temperature in (0.0, 0.8):
+        for rows in (3, 2, 1) if probe.rehearse else (64, 8, 1):
+            slots.temperature.fill_(temperature)
+            text, steps = _text(slots, first, context, bucket(rows, 1), None)
+            texts[rows, temperature] = text
+            widest = texts[max(r for r, t in texts if t == temperature), temperature]
+            same = {"alone as in the batch": bool(torch.equal(text, widest[:rows]))}
+            again, steps = _text(slots, first, context, bucket(rows, 5), text)
+            same["proposed itself, same text"] = bool(torch.equal(again, text))
+            same["all proposed accepted"] = steps == -(-TEXT_TOKENS // 5)
+            wrong = text.clone()
+            wrong[:, 3::4] = 7
+            wrong[::3] = 9
+            again, steps = _text(slots, first, context, bucket(rows, 3), wrong)
+            same["proposed wrongly, same text"] = bool(torch.equal(again, text))
+            found["texts"][f"{rows} rows at temperature {temperature}"] = same | {
+                "distinct_tokens": int(text.unique().numel())
+            }
+            print(rows, temperature, found["texts"][f"{rows} rows at temperature {temperature}"])
+    return found
+
+
+TEXT_TOKENS = 40
+
+
+def _text(
+    slots: Any,
+    first: torch.Tensor,
+    context: int,
+    bucket: tuple[Any, Callable[[], None]],
+    guess: torch.Tensor | None,
+) -> tuple[torch.Tensor, int]:
+    """Return the texts [rows, tokens] that a bucket writes after the same contexts, and its steps.
+    ``guess`` [rows, tokens] are proposed at their places.
+    """
+    step, replay = bucket
+    rows, most, device = step.rows, step.most, first.device
+    slots.length.fill_(context)
+    slots.last.copy_(first)
+    text = torch.full((rows, TEXT_TOKENS + 8), -1, dtype=torch.int64, device=device)
+    done = torch.zeros(rows, dtype=torch.int64, device=device)
+    offset, steps = torch.arange(most, device=device), 0
+    padded = None
+    if guess is not None:
+        padded = torch.cat((guess, guess.new_full((rows, 16), -1)), 1)
+    while int(done.min()) < TEXT_TOKENS:
+        if padded is not None:
+            step.proposal.copy_(
+                padded.gather(1, (done[:, None] + offset[:-1]).clamp(max=TEXT_TOKENS))
+            )
+        replay()
+        steps += 1
+        at = (done[:, None] + offset).clamp(max=TEXT_TOKENS + 7)
+        is_text = offset < step.count[:, None]
+        text.scatter_(1, at, torch.where(is_text, step.emitted, text.gather(1, at)))
+        done += step.count
+        done.clamp_(max=TEXT_TOKENS)
+    return text[:, :TEXT_TOKENS], steps

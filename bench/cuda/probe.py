@@ -31,6 +31,7 @@ PARTS = {
     "table": "8B step times by rows, tokens and context: a latency table",
     "heads": "a draft head's and a 1B draft's step times",
     "prefill": "chunks of a prompt through the products and torch's attention",
+    "model": "transformers' 8B with fused leaves: step times, texts between plans",
     "pipelining": "two half batches in two streams against one batch, a 1B draft",
 }
 SEED = 20261126

@@ -149,16 +149,18 @@ def test_gated(gelu: bool) -> None:
     assert relative_error(out, wanted) < 1e-6
 
 
-@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("rows", [1, 16, 40])
-def test_linear(rows: int, tma: bool) -> None:
+def test_linear(rows: int, parts: int) -> None:
     x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(128, 256, device=DEVICE)
     bias = torch.randn(128, device=DEVICE)
-    tiling = Tiling(columns=64, inner=64, tma=tma)
+    tiling = Tiling(columns=64, inner=64, parts=parts)
     out = linear(x, weight, torch.empty(rows, 128, device=DEVICE), bias, tiling=tiling)
     assert relative_error(out, x.double() @ weight.T.double() + bias.double()) < FP32_ERROR
     alone = linear(x[:1], weight, torch.empty(1, 128, device=DEVICE), bias, tiling=tiling)
     assert torch.equal(out[:1], alone)
+    again = linear(x, weight, torch.empty(rows, 128, device=DEVICE), bias, tiling=tiling)
+    assert torch.equal(out, again)  # counters of parts are zero again
 
 
 def test_linear_refuses_shapes_that_are_no_multiple() -> None:

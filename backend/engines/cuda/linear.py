@@ -18,64 +18,26 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Tiling(NamedTuple):
-    """How a product is cut: columns, inner elements and rows of a tile, pipeline stages, warps."""
+    """How a product is cut: columns, inner elements and rows of a tile, pipeline stages, warps, and
+    parts of the inner dimension (1 or 2).
+    """
 
     columns: int = 64
     inner: int = 128
     rows: int = 16
     stages: int = 5
     warps: int = 4
-    tma: bool = False
+    parts: int = 1
 
 
 @triton.jit
 def _linear(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    rows,
-    N,
-    K,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    is_row = m < rows
-    x_at = x_ptr + m[None, :] * K + k[:, None]
-    weight_at = weight_ptr + n[:, None].to(tl.int64) * K + k[None, :]
-    out = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL:  # weights are constant: the first tile is on its way before the kernel before ends
-        gdc_launch_dependents()
-        weight = tl.load(weight_at, eviction_policy="evict_first")
-        gdc_wait()
-        x = tl.load(x_at, mask=is_row[None, :], other=0.0)
-        out = tl.dot(weight, x, out)
-        x_at += BLOCK_K
-        weight_at += BLOCK_K
-    for _ in range(BLOCK_K if PDL else 0, K, BLOCK_K):
-        weight = tl.load(weight_at, eviction_policy="evict_first")
-        x = tl.load(x_at, mask=is_row[None, :], other=0.0)
-        out = tl.dot(weight, x, out)
-        x_at += BLOCK_K
-        weight_at += BLOCK_K
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + n)[:, None].to(tl.float32)
-    at = out_ptr + m[None, :] * N + n[:, None]
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_row[None, :])
-
-
-@triton.jit
-def _linear_tma(
     x_desc,
     weight_desc,
     bias_ptr,
     out_ptr,
+    partial_ptr,
+    arrived_ptr,
     rows,
     N,
     K,
@@ -83,23 +45,55 @@ def _linear_tma(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     at_m, at_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    part = tl.program_id(2)
+    begin, end = part * (K // PARTS), (part + 1) * (K // PARTS)
     m, n = at_m + tl.arange(0, BLOCK_M), at_n + tl.arange(0, BLOCK_N)
     is_row = m < rows
     out = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if PDL:
+    if PDL:  # weights are constant: the first tile is on its way before the kernel before ends
         gdc_launch_dependents()
+        weight = weight_desc.load([at_n, begin])
         gdc_wait()
-    for k in range(0, K, BLOCK_K):
+        x = x_desc.load([at_m, begin])
+        out = tl.dot(weight, x.T, out)
+        begin += BLOCK_K
+    for k in range(begin, end, BLOCK_K):
         weight = weight_desc.load([at_n, k])
         x = x_desc.load([at_m, k])
         out = tl.dot(weight, x.T, out)
-    if HAS_BIAS:
-        out += tl.load(bias_ptr + n)[:, None].to(tl.float32)
-    at = out_ptr + m[None, :] * N + n[:, None]
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_row[None, :])
+    at = m[None, :] * N + n[:, None]
+    is_last = part == PARTS - 1
+    if PARTS == 2:  # the part that comes second adds the other's sum to its own
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        lane = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        mine = partial_ptr + (tile * 2 + part) * BLOCK_N * BLOCK_M + lane
+        other = partial_ptr + (tile * 2 + 1 - part) * BLOCK_N * BLOCK_M + lane
+        tl.store(mine, out)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrived_ptr + tile, 1) == 1
+        if is_last:
+            tl.debug_barrier()
+            out += tl.load(other, cache_modifier=".cg")
+            tl.store(arrived_ptr + tile, 0)
+    if is_last:
+        if HAS_BIAS:
+            out += tl.load(bias_ptr + n)[:, None].to(tl.float32)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=is_row[None, :])
+
+
+_workspaces: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of parts, 64 MiB, and their counters, which are zero between products."""
+    if device not in _workspaces:
+        partial = torch.empty(1 << 24, dtype=torch.float32, device=device)
+        _workspaces[device] = partial, torch.zeros(1 << 14, dtype=torch.int32, device=device)
+    return _workspaces[device]
 
 
 def linear(
@@ -113,22 +107,26 @@ def linear(
 ) -> torch.Tensor:
     """Write ``x @ weight.T + bias`` into ``out`` [rows, columns]; ``x`` is [rows, inner].
 
-    Raises ValueError for a weight whose shape is no multiple of the tiling.
+    Products of two parts share a workspace: they must not run at once in several streams. Raises
+    ValueError for a weight whose shape is no multiple of the tiling, and for too many tiles.
     """
     rows, inner = x.shape
     columns = weight.shape[0]
-    if columns % tiling.columns or inner % tiling.inner:
+    if columns % tiling.columns or inner % (tiling.inner * tiling.parts):
         raise ValueError(f"weight {tuple(weight.shape)} is no multiple of {tiling}")
-    left, right = x, weight
-    if tiling.tma:
-        left = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner])
-        right = TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.inner])
-    kernel = _linear_tma if tiling.tma else _linear
-    kernel[(triton.cdiv(rows, tiling.rows), columns // tiling.columns)](
-        left,
-        right,
+    grid = (triton.cdiv(rows, tiling.rows), columns // tiling.columns, tiling.parts)
+    partial, arrived = (out, out) if tiling.parts == 1 else _workspace(x.device)
+    if tiling.parts == 2:
+        tiles = grid[0] * grid[1]
+        if tiles > len(arrived) or tiles * 2 * tiling.rows * tiling.columns > len(partial):
+            raise ValueError(f"{rows} rows of weight {tuple(weight.shape)} are too many for parts")
+    _linear[grid](
+        TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
+        TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.inner]),
         weight if bias is None else bias,
         out,
+        partial,
+        arrived,
         rows,
         columns,
         inner,
@@ -136,6 +134,7 @@ def linear(
         BLOCK_M=tiling.rows,
         BLOCK_N=tiling.columns,
         BLOCK_K=tiling.inner,
+        PARTS=tiling.parts,
         PDL=pdl,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
@@ -158,13 +157,11 @@ def tiling_for(columns: int, inner: int, tokens: int) -> Tiling | None:
     is_wide = columns >= 16384
     if tokens <= 64:
         rows = max(16, triton.next_power_of_2(tokens))
-        tiling = (
-            Tiling(128, 128, rows, 4, 4, tma=True) if is_wide else Tiling(64, 128, rows, tma=True)
-        )
+        tiling = Tiling(128, 128, rows, 4, 4) if is_wide else Tiling(64, 128, rows)
     elif tokens <= 128 and not is_wide:
-        tiling = Tiling(64, 128, 64, tma=True)
+        tiling = Tiling(64, 128, 64)
     else:
-        tiling = Tiling(128, 64, 128, 5, 8, tma=True)
+        tiling = Tiling(128, 64, 128, 5, 8)
     if columns % tiling.columns or inner % tiling.inner:
         return None
     return tiling

@@ -322,13 +322,18 @@ class PagedModel:
     @torch.inference_mode()
     def fuse(self) -> None:
         """Replace leaves by fused ones where they give the same on random input."""
-        for parent, name, module in list(_named(self.lm)):
+        self._fuse_children(self.lm)
+
+    def _fuse_children(self, parent: nn.Module) -> None:
+        for name, module in list(parent.named_children()):
             new, kind = self._replacement(module)
             if new is not None:
                 setattr(parent, name, new)
                 self.fused[kind] += 1
-            elif kind:
+                continue
+            if kind:
                 self.refused.append(f"{type(module).__name__} of {type(parent).__name__}")
+            self._fuse_children(module)
 
     def _replacement(self, module: nn.Module) -> tuple[nn.Module | None, str]:
         if hasattr(module, "paged"):
@@ -431,14 +436,6 @@ class PagedModel:
         )
         logits: torch.Tensor = out.logits[0]
         return logits
-
-
-def _named(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield parents, names and modules, outer ones first."""
-    for parent in list(root.modules()):
-        for name, module in list(parent.named_children()):
-            if getattr(parent, name, None) is module:
-                yield parent, name, module
 
 
 def _inner(module: nn.Module) -> int:
