@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import multiprocessing
 import os
 import select
 import signal
@@ -18,7 +19,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +49,31 @@ def start(python: str, command: Sequence[str], **options: Any) -> subprocess.Pop
     return process
 
 
-def die_when_closed(reader: int) -> None:
+def spawn(
+    target: Callable[..., None], arguments: tuple[Any, ...], name: str
+) -> tuple[BaseProcess, Connection]:
+    """Start ``target(pipe, *arguments)`` in another interpreter, which is killed as those of
+    ``start`` are; return the process and this end of the pipe.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_run, args=(reader, target, theirs, *arguments), name=name, daemon=True
+    )
+    process.start()
+    theirs.close()
+    reader.close()
+    weakref.finalize(process, writer.close)
+    return process, ours
+
+
+def _run(reader: Connection, target: Callable[..., None], *arguments: Any) -> None:
+    _die_when_closed(reader.fileno())
+    target(*arguments)
+
+
+def _die_when_closed(reader: int) -> None:
     """Have the kernel kill this process when the other end of a pipe is closed.
 
     Nothing may be written to the pipe.
@@ -91,5 +118,5 @@ def _watch(parent: int, region: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    die_when_closed(int(sys.argv[1]))
+    _die_when_closed(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])

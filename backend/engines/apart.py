@@ -8,7 +8,6 @@ turns and completions cross a pipe, of a text only what is new.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import signal
 import threading
 from collections.abc import Callable, Iterable
@@ -70,7 +69,6 @@ class _Known:
 class _Child:
     process: BaseProcess
     pipe: Connection
-    lifeline: Connection
     ready: bool = False
 
 
@@ -191,16 +189,7 @@ class EngineApart:
     # -- the child
 
     def _launch(self) -> _Child:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(
-            target=serve, args=(theirs, reader, self._make, self.name), name=self.name, daemon=True
-        )
-        process.start()
-        theirs.close()
-        reader.close()
-        return _Child(process, ours, writer)
+        return _Child(*lifeline.spawn(serve, (self._make, self.name), self.name))
 
     def _is_ready(self) -> bool:
         child = self._child
@@ -287,13 +276,10 @@ class EngineApart:
         return replace(completion, sequence_id=turn.sequence.id)
 
 
-def serve(
-    pipe: Connection, lifeline_end: Connection, make: Callable[[Count], Engine], name: str
-) -> None:
+def serve(pipe: Connection, make: Callable[[Count], Engine], name: str) -> None:
     """Make an engine and ask it what comes through the pipe, until that is closed (the child's
     only function).
     """
-    lifeline.die_when_closed(lifeline_end.fileno())
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal's Ctrl-C reaches the whole group; the parent decides
@@ -351,7 +337,6 @@ def _end(child: _Child) -> None:
     child.process.kill()
     child.process.join()
     child.pipe.close()
-    child.lifeline.close()
 
 
 def _closed(_count: Count) -> Engine:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -79,29 +78,18 @@ class BodyReader:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """The process, its pipe, and the end of its lifeline that stays open here."""
+    """The process and its pipe."""
 
     process: BaseProcess
     pipe: Connection
-    lifeline: Connection
 
 
 def _start(settings: FrontEnd) -> _Child:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(
-        target=serve, args=(theirs, reader, settings), name="large-bodies", daemon=True
-    )
-    process.start()
-    theirs.close()
-    reader.close()
-    return _Child(process, ours, writer)
+    return _Child(*lifeline.spawn(serve, (settings,), "large-bodies"))
 
 
-def serve(pipe: Connection, lifeline_end: Connection, settings: FrontEnd) -> None:
+def serve(pipe: Connection, settings: FrontEnd) -> None:
     """Read the bodies that come through the pipe (the child's only function)."""
-    lifeline.die_when_closed(lifeline_end.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent decides
     while True:
         read, data, headers = pipe.recv()
