@@ -42,6 +42,7 @@ class Preparation:
         prompt = list(ids) if ids else self._encoded(request.text_input)
         request = self._fitted(request, len(prompt))
         check_lengths(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
+        check_bias(request, self.tokenizer.vocab_size, self.vocab_size)
         check_served(request, self.config.target.kind.refuses)
         limit = self.config.limits.max_logits_bytes
         logits_bytes = _logits_bytes(request, len(prompt), self.vocab_size, limit)
@@ -137,6 +138,19 @@ def check_ids(request: GenerationRequest, vocab_size: int) -> None:
                     ErrorCode.INVALID_ARGUMENT,
                     f"{name} must be of token ids below {vocab_size}, got {token}",
                 )
+
+
+def check_bias(request: GenerationRequest, *sizes: int) -> None:
+    """Check that the bias of a request of token ids has a number for every token: the tokenizer's
+    or the model's. Raises RequestError.
+    """
+    count = request.bias[-1][0] + 1 if request.input_ids is not None and request.bias else 0
+    if count and count not in sizes:
+        must = " or ".join(map(str, sorted(set(sizes))))
+        raise RequestError(
+            ErrorCode.INVALID_ARGUMENT,
+            f"embedding_bias must have {must} numbers, one for every token, got {count}",
+        )
 
 
 def check_lengths(

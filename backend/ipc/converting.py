@@ -23,13 +23,17 @@ def encoded(
     )
 
 
-def decoded(tokenizer: Tokenizer, asked: Decode) -> Decoded:
-    """Return the texts of ids. Raises RequestError."""
+def decoded(tokenizer: Tokenizer, asked: Decode, model_vocab_size: int) -> Decoded:
+    """Return the texts of ids; those that only the model's padded vocabulary has are no text.
+    Raises RequestError.
+    """
     table, texts = tokenizer.token_bytes, []
     for tokens in asked.tokens:
-        if tokens and min(tokens) < 0:
+        unknown = next((token for token in tokens if not 0 <= token < model_vocab_size), None)
+        if unknown is not None:
             raise RequestError(
-                ErrorCode.INVALID_ARGUMENT, f"TOKENS_BATCH must be of token ids, got {min(tokens)}"
+                ErrorCode.INVALID_ARGUMENT,
+                f"TOKENS_BATCH must be of token ids below {model_vocab_size}, got {unknown}",
             )
         data = b"".join(table[token] for token in tokens if token < len(table))
         texts.append(data.decode("utf-8", "replace"))

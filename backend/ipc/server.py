@@ -365,7 +365,7 @@ class Server:
                 limits, special = self._app.preparation.limits, self._app.config.add_special_tokens
                 reply = encoded(tokenizer, message, special, limits)
             else:
-                reply = decoded(tokenizer, message)
+                reply = decoded(tokenizer, message, self._app.preparation.vocab_size)
         except RequestError as error:
             reply = Failed(id=message.id, code=error.code, message=error.message)
         except Exception as error:

@@ -178,6 +178,8 @@ def _invalid_value(
         message = (
             f"Invalid '{param}': expected at least {context['min_length']} of them, but got {given}"
         )
+    elif kind == "string_unicode":
+        message = f"Invalid '{param}': a lone surrogate is no text, got {given}"
     elif kind == "string_pattern_mismatch":
         message = (
             f"Invalid '{param}': expected a string that matches {context['pattern']}, "

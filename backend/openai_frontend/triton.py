@@ -94,7 +94,12 @@ class Triton:
         if not ids:  # Triton takes no tensor without elements
             return ""
         given = {"TOKENS_BATCH": [[ids]], "SEQUENCE_LENGTH": [[len(ids)]]}
-        text: bytes = (await self._infer("postprocessing", given)).as_numpy("OUTPUT").item()
+        try:
+            reply = await self._infer("postprocessing", given)
+        except ApiError as error:
+            message = str(error).replace("TOKENS_BATCH", "tokens_batch", 1)
+            raise upstream_error(error.status, message, {"tokens_batch": "tokens"}) from None
+        text: bytes = reply.as_numpy("OUTPUT").item()
         return text.decode()
 
     async def generate(

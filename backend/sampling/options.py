@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from backend.request import GenerationRequest, SamplingParams
+from backend.sampling.processing import IMPOSSIBLE
 from backend.tokenizer import Tokenizer
 
 SEED_BITS = 53
@@ -48,7 +49,7 @@ def sampling_params(
 
 def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
     """Return (token id, addend): every token of a word gets its weight, and weights of the same
-    token add up.
+    token add up; minus infinity is a ban.
     """
     addends: dict[int, float] = {}
     for token, addend in request.bias:
@@ -58,4 +59,6 @@ def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, 
     ):
         for token in tokenizer.encode(word, add_special_tokens=False):
             addends[token] = addends.get(token, 0.0) + weight
-    return tuple((token, addend) for token, addend in sorted(addends.items()) if addend)
+    return tuple(
+        (token, max(addend, IMPOSSIBLE)) for token, addend in sorted(addends.items()) if addend
+    )

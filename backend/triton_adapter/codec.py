@@ -322,7 +322,8 @@ def _meaning(field: Field, array: Array) -> Any:
         return _words(field, array)
     values = _values(field, array)
     if field.attribute == "bias":
-        return tuple((token, addend) for token, addend in enumerate(values) if addend)
+        last = len(values) - 1  # kept even if it is 0: the engine checks how many there were
+        return tuple((n, addend) for n, addend in enumerate(values) if addend or n == last)
     return tuple(values) if field.dims == (-1,) else values[0]
 
 

@@ -47,11 +47,14 @@ class Range:
     high: float = math.inf
     over: bool = False
     note: str = ""
+    bans: bool = False  # minus infinity is allowed, too
 
     def wrong(self, value: float) -> str:
         """Return what a value should be and is not; '' where it is."""
         enough = value > self.low if self.over else value >= self.low
         if enough and value <= self.high and math.isfinite(value):
+            return ""
+        if self.bans and value == -math.inf:
             return ""
         if self.over:
             must = f"over {self.low:g} and at most {self.high:g}"
@@ -72,6 +75,7 @@ LARGEST_CHANGE = 1e6
 at.
 """
 _CHANGE = Range(-LARGEST_CHANGE, LARGEST_CHANGE)
+_BIAS = Range(-LARGEST_CHANGE, LARGEST_CHANGE, note=", or -inf: a ban", bans=True)
 _SHARE = Range(0, 1)
 
 
@@ -279,9 +283,16 @@ _TEXT_INPUTS = (
         _ANY,
         "every token of a word gets its weight added to its logit",
     ),
-    _f("embedding_bias_weights", "FP32", _ANY, "as many as words", range=_CHANGE),
+    _f("embedding_bias_weights", "FP32", _ANY, "as many as words; -inf is a ban", range=_BIAS),
     _f("logit_bias_ids", "INT32", _ANY, "tokens whose logits get an addend", added=True),
-    _f("logit_bias_values", "FP32", _ANY, "the addends, as many as ids", added=True, range=_CHANGE),
+    _f(
+        "logit_bias_values",
+        "FP32",
+        _ANY,
+        "the addends, as many as ids; -inf is a ban",
+        added=True,
+        range=_BIAS,
+    ),
     _f(
         "prompt_token_ids", "INT32", _ANY, "the prompt as tokens; text_input is '' then", added=True
     ),
@@ -454,9 +465,9 @@ _TOKEN_INPUTS = (
         "embedding_bias",
         "FP32",
         _ANY,
-        "an addend for the logit of every token",
+        "an addend for the logit of every token; -inf bans it",
         key="bias",
-        range=_CHANGE,
+        range=_BIAS,
     ),
     _f("runtime_top_k", "INT32", _ONE, "0: off", key="top_k", range=Range(0)),
     _f(

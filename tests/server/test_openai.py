@@ -602,6 +602,11 @@ def test_texts_are_tokenized_and_back(fronted):
         json.loads(post(fronted, "/detokenize", {"tokens": [-1]})[1])["error"]["param"]
         == "tokens[0]"
     )
+    error = json.loads(post(fronted, "/detokenize", {"tokens": [97, 99999]})[1])["error"]
+    assert (error["message"], error["param"]) == (
+        "tokens must be of token ids below 257, got 99999",
+        "tokens",
+    )
     assert post(fronted, "/tokenize", {"model": "other", "prompt": "a"})[0] == 404
 
 

@@ -2,6 +2,7 @@
 tritonserver by its own client.
 """
 
+import math
 import queue
 import time
 from contextlib import contextmanager
@@ -102,6 +103,7 @@ TOGETHER = {
     "guided_decoding_guide": {"guided_decoding_guide_type": [["regex"]], "end_id": [[256]]},
 }
 SAMPLES = {
+    "embedding_bias": [[0.5] * 257],
     "guided_decoding_guide_type": [["regex"]],
     "stop": [[False]],
     "stop_words_list": [[[1, 2], [1, 2]]],
@@ -220,6 +222,30 @@ def test_bad_words_and_bias_by_ids_mean_what_they_mean_as_words(client, service)
         ).decode()
         == reply["text_output"]
     )
+
+
+@pytest.mark.parametrize("size", [1, 2, 256])
+@pytest.mark.parametrize("last", [0.0, 1.0])
+def test_a_bias_that_is_not_of_every_token_is_refused(client, size, last):
+    inputs = token_request("abc", 4, embedding_bias=[[0.0] * (size - 1) + [last]])
+    with pytest.raises(
+        InferenceServerException,
+        match=f"embedding_bias must have 257 numbers, one for every token, got {size}",
+    ):
+        client.ask("tensorrt_llm", **inputs)
+
+
+def test_a_bias_of_minus_infinity_is_a_ban(client):
+    ban = [-math.inf] * 257
+    ban[ord("q")] = 0.0
+    responses = client.ask("tensorrt_llm", **token_request("abc", 4, embedding_bias=[ban]))
+    assert bytes(ids_of(responses)).endswith(b"qqqq")
+    banned = [token for token in range(257) if token != ord("q")]
+    bias = {"logit_bias_ids": [banned], "logit_bias_values": [[-math.inf] * 256]}
+    responses = client.ask("ensemble", text_input=[["abc"]], max_tokens=[[4]], **bias)
+    assert responses[-1]["text_output"].item().endswith(b"qqqq")
+    with pytest.raises(InferenceServerException, match="or -inf: a ban, got inf"):
+        client.ask("tensorrt_llm", **token_request("abc", 4, embedding_bias=[[math.inf] * 257]))
 
 
 def test_ids_beyond_the_vocabulary_are_refused_by_tensor_and_id(client):
@@ -457,7 +483,7 @@ def test_without_words_preprocessing_gives_lists_that_ask_for_nothing(infer):
         (
             "postprocessing",
             {"TOKENS_BATCH": [[[1, -2]]], "SEQUENCE_LENGTH": [[2]]},
-            "TOKENS_BATCH must be of token ids, got -2",
+            "TOKENS_BATCH must be of token ids below 257, got -2",
         ),
     ],
 )
@@ -466,6 +492,10 @@ def test_what_the_tokenizer_models_cannot_read_is_named(infer, model, inputs, wo
         infer(model, **inputs)
 
 
-def test_ids_beyond_the_table_are_no_text(infer):
-    made = infer("postprocessing", TOKENS_BATCH=[[[97, 99999, 98, 256, 0]]], SEQUENCE_LENGTH=[[4]])
+def test_special_tokens_are_no_text_and_ids_beyond_the_vocabulary_are_refused(infer):
+    made = infer("postprocessing", TOKENS_BATCH=[[[97, 256, 98, 999]]], SEQUENCE_LENGTH=[[3]])
     assert made["OUTPUT"].tolist() == [[b"ab"]]
+    with pytest.raises(
+        InferenceServerException, match="TOKENS_BATCH must be of token ids below 257, got 999"
+    ):
+        infer("postprocessing", TOKENS_BATCH=[[[97, 999]]], SEQUENCE_LENGTH=[[2]])
