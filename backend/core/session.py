@@ -159,8 +159,7 @@ class Session:
         ):
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
-                f"guided_decoding_guide cannot be followed beyond {self.output_tokens} tokens: "
-                f"{guide.failure}",
+                f"guided_decoding_guide cannot be followed any further: {guide.failure}",
             )
         return taken
 

@@ -94,6 +94,7 @@ TURNS = {
     "every option": (
         SamplingParams(
             1.0,
+            min_p=0.1,
             repetition_penalty=1.1,
             presence_penalty=0.5,
             frequency_penalty=0.5,

@@ -188,7 +188,7 @@ def fits(found, law, limit=4.5):
 def test_what_is_compiled_in():
     plain = Row(SamplingParams(0.8), 1, tokens=[1, 2], parents=[ROOT, 0])
     assert suits(plain)
-    for option in ("log_probs", "repetition_penalty", "top_p_decay", "bias"):
+    for option in ("log_probs", "repetition_penalty", "top_p_decay", "bias", "min_p"):
         value = {"log_probs": True, "bias": ((1, 1.0),)}.get(option, 0.9)
         assert not suits(replace(plain, sampling=replace(plain.sampling, **{option: value})))
     greedy = replace(plain, sampling=SamplingParams())

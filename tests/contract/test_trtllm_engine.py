@@ -103,6 +103,13 @@ def test_sampling_says_with_logits_that_a_proposal_is_certain(tmp_path):
     assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 4 * 4 * 2 * VOCAB
 
 
+def test_min_p_is_the_decoder_s_own(tmp_path):
+    rig = Rig(tmp_path)
+    rig.run(Turn(sequence([1, 2], SamplingParams(1.0, min_p=0.25)), 2))
+    rig.run(Turn(sequence([1, 2], SamplingParams(1.0)), 2))
+    assert [request.sampling_config.min_p for request in rig.executor.requests] == [0.25, None]
+
+
 def test_a_draft_proposes_what_is_likeliest_and_exchanges_no_logits(tmp_path):
     rig = Rig(tmp_path, target=False)
     sampling = SamplingParams(1.0, log_probs=True, bad_words=((4,),), seed=3)

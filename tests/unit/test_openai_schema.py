@@ -149,6 +149,16 @@ def test_the_model_s_own_refusal_names_the_field(message, names, told, param, co
     assert (str(error), error.param, error.code) == (told or message, param, code)
 
 
+def test_minus_one_is_no_top_k():
+    def sent(**options):
+        body = CompletionRequest.model_validate({"model": "m", "prompt": "p", **options})
+        return tensors(body, 4, 16).get("top_k")
+
+    assert [sent(top_k=k) for k in (-1, 0, 5)] == [0, 0, 5]
+    with pytest.raises(ValidationError, match="greater than or equal to -1"):
+        sent(top_k=-2)
+
+
 def test_salt_and_not_being_remembered_reach_the_text_model():
     def sent(**options):
         body = CompletionRequest.model_validate({"model": "m", "prompt": "p", **options})

@@ -127,6 +127,14 @@ def test_the_usage_names_the_seed_of_a_sampled_text(temperature, seed):
     assert made.usage().seed == seed
 
 
+def test_a_token_that_everything_bans_is_reported_as_openai_does():
+    made = session(3)
+    made._log_probs = []
+    made.commit(ids("ab"), [-0.5, -2e30])
+    delta = made.pop_delta()
+    assert (delta.log_probs, delta.cum_log_prob) == ([-0.5, -9999.0], -9999.5)
+
+
 class Failing:
     """A grammar that its parser has given up."""
 
