@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+import math
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from backend.request import ErrorCode, GenerationRequest, RequestError
 
 MOST_TEXT_BYTES = 32 * 1024 * 1024
 """Bytes of one text, whatever the context: half a frame of the socket."""
+UNBOUNDED_BYTES_PER_TOKEN = 64
+UNBOUNDED_TEXT_BYTES = 1024 * 1024
+"""Bytes of a text (at least the second) where the tokenizer has no bound."""
 MOST_STOP_WORDS = 256
 """Stop words, or stop tokens, of a request: each is searched for after every token."""
 MOST_WORD_LENGTH = 1024
@@ -27,27 +32,62 @@ _WHITE_SPACE = (
 """Unicode's White_Space, which is what the ``tokenizers`` library strips."""
 
 
+_CLASSES = (
+    range(0x21),  # white space and control characters
+    range(0x80, 0x100),  # parts of characters beyond ASCII
+    b"0123456789",
+    b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz",
+    b"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~\x7f",
+)
+_OTHERS = tuple(bytes(set(range(256)) - set(members)) for members in _CLASSES)
+
+
 @dataclass(frozen=True, slots=True)
 class TextBound:
     """The most bytes of a text that one token can stand for, so that a text with more bytes than a
-    context of such tokens is refused without tokenising it. Infinite where the tokenizer may drop
-    text or make one unknown token of any amount of it.
+    context of such tokens is refused without tokenising it.
     """
 
-    ascii_bytes: float  # in a text of ASCII only
-    other_bytes: float  # in any other text, which the normaliser may shorten
-    skips_white_space: bool = False  # there are tokens that swallow the white space next to them
+    bytes_per_token: float
+    """Infinite where the tokenizer may drop text, or make one unknown token of any amount of it."""
+    class_bytes_per_token: tuple[float, ...] = ()
+    """The same by kind of byte (``class_sizes``), where the normaliser leaves ASCII as it is: the
+    longest tokens are white space or rules, those of digits and letters much shorter.
+    """
+    shrinkage: float = 1.0
+    """The most bytes that the normaliser makes one of, in text beyond ASCII."""
+    dropped: bytes = b""
+    """Byte values without a token, which the tokenizer leaves out."""
+    skips_white_space: bool = False
+    """There are tokens that swallow the white space next to them."""
 
     def fits(self, text: str, tokens: float) -> bool:
         """Return False where the text is certainly more than so many tokens."""
-        most = tokens * (self.ascii_bytes if text.isascii() else self.other_bytes)
-        size = byte_size(text)
-        if size > most and self.skips_white_space:
+        data = text.encode("utf-8", "surrogatepass")
+        if len(data) <= tokens or math.isinf(self.bytes_per_token):
+            return True
+        if self.dropped:
+            data = data.translate(None, self.dropped)
+        size, shrinkage = len(data), 1.0 if text.isascii() else self.shrinkage
+        if self.skips_white_space:
             size -= sum(text.count(blank) * len(blank.encode()) for blank in _WHITE_SPACE)
-        return size <= most
+        if size > tokens * self.bytes_per_token * shrinkage:
+            return False
+        if shrinkage > 1.0 or not self.class_bytes_per_token:
+            return True
+        sizes = zip(class_sizes(data), self.class_bytes_per_token, strict=True)
+        checked = islice(sizes, 2 if self.skips_white_space else 0, None)
+        return all(size <= tokens * most for size, most in checked)
 
 
-NO_BOUND = TextBound(float("inf"), float("inf"))
+def class_sizes(data: bytes) -> list[int]:
+    """Return how many bytes of a text are white space or control characters, parts of characters
+    beyond ASCII, digits, letters, punctuation.
+    """
+    return [len(data.translate(None, others)) for others in _OTHERS]
+
+
+NO_BOUND = TextBound(math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +102,7 @@ class Limits:
         """Return the limits that an engine's hello has; no limits where there was no hello yet."""
         if "text_bound" not in info:
             return Limits()
-        return Limits(TextBound(*info["text_bound"]), info["max_context_tokens"] - 1)
+        return Limits(TextBound(**info["text_bound"]), info["max_context_tokens"] - 1)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError for a request whose prompt cannot fit into the context."""
@@ -76,13 +116,14 @@ class Limits:
 
     def check_text(self, name: str, text: str) -> None:
         """Raise RequestError for a text that cannot fit into the context."""
-        size = byte_size(text)
-        if size > MOST_TEXT_BYTES:
-            raise _over(f"{name} of {size} bytes", f"{MOST_TEXT_BYTES} bytes")
+        size, most = byte_size(text), MOST_TEXT_BYTES
+        if math.isinf(self.bound.bytes_per_token) and math.isfinite(self.prompt_tokens):
+            by_context = int(UNBOUNDED_BYTES_PER_TOKEN * self.prompt_tokens)
+            most = min(most, max(UNBOUNDED_TEXT_BYTES, by_context))
+        if size > most:
+            raise _over(f"{name} of {size} bytes", f"{most} bytes")
         if not self.bound.fits(text, self.prompt_tokens):
-            most = self.bound.ascii_bytes if text.isascii() else self.bound.other_bytes
-            limit = f"{self.prompt_tokens} tokens of at most {most:g} bytes"
-            raise _over(f"{name} of {size} bytes", limit)
+            raise _over(f"{name} of {size} bytes", f"{self.prompt_tokens} tokens")
 
 
 def check_words(name: str, words: Iterable[Sized]) -> None:
@@ -94,18 +135,20 @@ def check_words(name: str, words: Iterable[Sized]) -> None:
         raise _over(f"{name} with a word of {longest} characters or ids", f"{MOST_WORD_LENGTH}")
 
 
+def check_stop_words(name: str, words: Sequence[Sized]) -> None:
+    """Raise RequestError for a list of stop words that is too long, or has a word that is."""
+    check_words(name, words)
+    if len(words) > MOST_STOP_WORDS:
+        raise _over(f"{name} of {len(words)} words", f"{MOST_STOP_WORDS}")
+
+
 def check_sizes(request: GenerationRequest) -> None:
     """Raise RequestError for an option whose size is over its limit, whatever the model."""
-    for name, words in (
-        ("stop_words", request.stop_words),
-        ("bad_words", request.bad_words),
-        ("embedding_bias_words", request.embedding_bias_words),
-        ("stop_words_list", request.stop_word_ids),
-        ("bad_words_list", request.bad_word_ids),
-    ):
-        check_words(name, words)
-        if name.startswith("stop") and len(words) > MOST_STOP_WORDS:
-            raise _over(f"{name} of {len(words)} words", f"{MOST_STOP_WORDS}")
+    check_stop_words("stop_words", request.stop_words)
+    check_stop_words("stop_words_list", request.stop_word_ids)
+    check_words("bad_words", request.bad_words)
+    check_words("embedding_bias_words", request.embedding_bias_words)
+    check_words("bad_words_list", request.bad_word_ids)
     if len(request.stop_token_ids) > MOST_STOP_WORDS:
         raise _over(f"stop_token_ids of {len(request.stop_token_ids)} ids", f"{MOST_STOP_WORDS}")
     for name, text, most in (

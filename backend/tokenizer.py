@@ -13,20 +13,21 @@ from __future__ import annotations
 import codecs
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from backend.limits import NO_BOUND, TextBound
+from backend.limits import NO_BOUND, TextBound, class_sizes
 from backend.request import ErrorCode, RequestError
 
 BYTE_VALUES = 256
 _BYTE_TOKEN_LENGTH = len("<0x00>")
 _SPACE_MARK = "▁"
-_ONE_BYTE = TextBound(1, 1)
-_UNICODE_SHRINKAGE = 4
+_NEVER_IN_UTF8 = bytes([0xC0, 0xC1, *range(0xF5, BYTE_VALUES)])
+_ONE_BYTE = TextBound(1.0)
+_UNICODE_SHRINKAGE = 4.0
 """The most bytes that Unicode normalisation makes one byte of: four for a mathematical letter."""
 
 
@@ -227,38 +228,63 @@ def _metaspace_steps(decoder: dict[str, Any]) -> list[str] | None:
 
 def text_bound(spec: dict[str, Any], library: Any) -> TextBound:
     """Return how many bytes a token can stand for, by a ``tokenizer.json`` and what it loads as."""
-    model, added = spec["model"], spec.get("added_tokens") or ()
-    ascii_factor, other_factor = _shrinkage(spec.get("normalizer"))
-    if not (_keeps_text(spec.get("pre_tokenizer")) and _knows_all_bytes(spec)):
+    shrinks = [_shrinkage(step) for step in _steps(spec.get("normalizer"), "normalizers")]
+    dropped = _dropped_bytes(spec) if _keeps_text(spec.get("pre_tokenizer")) else None
+    if dropped is None or None in shrinks or (dropped and shrinks):
         return NO_BOUND
-    pieces = model["vocab"]
-    if model["type"] == "Unigram":
+    factor, other_factor = (math.prod(column) for column in zip((1.0, 1.0), *shrinks, strict=True))
+    tokens = list(_meanings(spec, library))
+    classes = tuple(float(max(sizes)) for sizes in zip(*map(class_sizes, tokens), strict=True))
+    return TextBound(
+        max(map(len, tokens)) * factor,
+        classes if all(map(_keeps_ascii, _steps(spec.get("normalizer"), "normalizers"))) else (),
+        other_factor / factor,
+        dropped,
+        any(token["lstrip"] or token["rstrip"] for token in spec.get("added_tokens") or ()),
+    )
+
+
+def _meanings(spec: dict[str, Any], library: Any) -> Iterator[bytes]:
+    """Yield the texts that tokens stand for, the longest where there are several."""
+    pieces = spec["model"]["vocab"]
+    if spec["model"]["type"] == "Unigram":
         pieces = [piece for piece, _ in pieces]
-    to_bytes = _byte_level if _is_byte_level(spec) else str.encode
-    longest = max(len(to_bytes(piece)) for piece in pieces)
-    contents = [token["content"] for token in added]
-    if library.normalizer is not None:
-        contents += [library.normalizer.normalize_str(content) for content in contents]
-    longest = max([longest, *(len(content.encode()) for content in contents)])
-    swallows = any(token["lstrip"] or token["rstrip"] for token in added)
-    return TextBound(longest * ascii_factor, longest * other_factor, swallows)
+    if _is_byte_level(spec):
+        yield from map(_byte_level, pieces)
+    else:
+        yield from (bytes([value]) for value in range(BYTE_VALUES))  # of byte tokens
+        for piece in pieces:
+            yield piece.encode()
+            yield piece.replace(_SPACE_MARK, " ").encode()
+    for token in spec.get("added_tokens") or ():
+        yield token["content"].encode()
+        if library.normalizer is not None:
+            yield library.normalizer.normalize_str(token["content"]).encode()
 
 
-def _shrinkage(normalizer: dict[str, Any] | None) -> tuple[float, float]:
-    """Return the most bytes of ASCII text, and of any text, that become one byte."""
+def _shrinkage(normalizer: dict[str, Any]) -> tuple[float, float] | None:
+    """Return the most bytes of ASCII text, and of any text, that become one byte; None where that
+    is not known.
+    """
     match normalizer:
-        case None | {"type": "Prepend" | "ByteLevel"}:
-            return 1, 1
+        case {"type": "Prepend" | "ByteLevel"}:
+            return 1.0, 1.0
         case {"type": "NFC" | "NFD" | "NFKC" | "NFKD"}:
-            return 1, _UNICODE_SHRINKAGE
+            return 1.0, _UNICODE_SHRINKAGE
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if new:
             factor = max(1.0, len(old.encode()) / len(new.encode()))
             return factor, factor
-        case {"type": "Sequence", "normalizers": steps}:
-            factors = [_shrinkage(step) for step in steps]
-            first, second = (math.prod(column) for column in zip((1, 1), *factors, strict=True))
-            return first, second
-    return math.inf, math.inf
+    return None
+
+
+def _keeps_ascii(normalizer: dict[str, Any]) -> bool:
+    """Return whether ASCII text stays as it is, but for spaces that become marks."""
+    if normalizer["type"] != "Replace":
+        return True
+    is_mark: bool = (
+        normalizer["pattern"] == {"String": " "} and normalizer["content"] == _SPACE_MARK
+    )
+    return is_mark
 
 
 def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
@@ -284,22 +310,21 @@ def _is_byte_level(spec: dict[str, Any]) -> bool:
     )
 
 
-def _knows_all_bytes(spec: dict[str, Any]) -> bool:
-    """Return whether every text has tokens of its own, so that nothing is dropped or unknown."""
+def _dropped_bytes(spec: dict[str, Any]) -> bytes | None:
+    """Return the byte values of text that have no token and are left out; None where any amount of
+    text can become one unknown token.
+    """
     model = spec["model"]
-    if model.get("type") == "BPE":
-        affixes = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
-        if any(affixes):
-            return False
-        if _is_byte_level(spec):
-            return set(_ALPHABET) <= set(model["vocab"])
-        known = set(model["vocab"])
-    elif model.get("type") == "Unigram":
-        known = {piece for piece, _ in model["vocab"]}
-    else:
-        return False
-    fallback = {f"<0x{value:02X}>" for value in range(BYTE_VALUES)}
-    return bool(model.get("byte_fallback")) and fallback <= known
+    affixes = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
+    if model.get("type") == "BPE" and _is_byte_level(spec) and not any(affixes):
+        missing = bytes(_ALPHABET[c] for c in _ALPHABET.keys() - model["vocab"].keys())
+        missing = missing.translate(None, _NEVER_IN_UTF8)
+        return missing if model.get("unk_token") is None or not missing else None
+    if model.get("type") not in ("BPE", "Unigram") or any(affixes):
+        return None
+    known = set(model["vocab"] if model["type"] == "BPE" else (p for p, _ in model["vocab"]))
+    fallback = {f"<0x{value:02X}>" for value in range(BYTE_VALUES) if value not in _NEVER_IN_UTF8}
+    return b"" if model.get("byte_fallback") and fallback <= known else None
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -18,7 +18,7 @@ import uvicorn
 
 from backend.config import EMBEDDED_MODEL, load_config
 from backend.openai_frontend.app import create_app
-from backend.openai_frontend.settings import FrontEnd
+from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
 from backend.storage import cache
 from backend.tokenizer import ByteTokenizer, special_tokens
@@ -35,7 +35,7 @@ def main() -> None:
     environment = os.environ
     settings = read_settings(environment)
     config = load_config(settings.config)
-    model = config.target.model
+    model, context = config.target.model, config.limits.max_context_tokens
     folder = None
     if model:
         folder = (
@@ -50,6 +50,8 @@ def main() -> None:
         address=f"{settings.client_host}:{settings.grpc_port}",
         model=Path(model).name or "fake",
         template=template,
+        max_context_tokens=context,
+        max_body_bytes=max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * context),
         most_texts=config.limits.max_active_requests,
         api_key=environment.get("OPENAI_API_KEY") or "",
         metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",

@@ -6,18 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from backend.limits import check_stop_words
 from backend.openai_frontend.answers import Answer, tensors
 from backend.openai_frontend.bodies import parse
 from backend.openai_frontend.choices import CHAT, COMPLETION, Style
+from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
 from backend.openai_frontend.guides import guide_of
 from backend.openai_frontend.schema import (
     INT32,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Options,
     TokenizeRequest,
 )
 from backend.openai_frontend.settings import FrontEnd
+from backend.request import RequestError
 
 _KEPT = {"model", "n", "stream", "stream_options", "max_completion_tokens"}
 """Fields of a body that its answer reads."""
@@ -30,6 +34,11 @@ def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -
     """Return the answer to a body of ``/v1/completions``. Raises ApiError, as all of these do."""
     body = parse(data, headers, CompletionRequest)
     settings.check_model(body.model)
+    _check_stop(body)
+    for ids in (prompt for prompt in body.prompt if isinstance(prompt, list)):
+        if len(ids) >= (context := settings.max_context_tokens):
+            message = f"text_input of {len(ids)} tokens is over the limit of {context - 1}"
+            raise upstream_error(400, message, FIELDS)
     silent = body.max_tokens == 0
     # the text model writes one token at least: it never sees a max_tokens of 0
     most = 1 if silent else body.max_tokens
@@ -44,6 +53,7 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
     """Return the answer to a body of ``/v1/chat/completions``."""
     body = parse(data, headers, ChatRequest)
     settings.check_model(body.model)
+    _check_stop(body)
     called = body.tool_choice is None or body.tool_choice.type != "none"
     prompt = settings.prompt(body.messages, body.tools if called else None)
     top = (body.top_logprobs or 0) if body.logprobs else None
@@ -56,6 +66,14 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
     if body.tools and called and tool is None and settings.template is not None:
         style = replace(style, calls=settings.template.calls, names=tuple(body.function_names()))
     return Answer(_slim(body), style, [prompt], options, settings.spec_decode_metrics)
+
+
+def _check_stop(body: Options) -> None:
+    """Refuse here what the text model would refuse: a million words take long to send."""
+    try:
+        check_stop_words("stop", body.stop or [])
+    except RequestError as error:
+        raise ApiError(400, error.message, "stop") from None
 
 
 def _slim(body: AnyBody) -> AnyBody:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.schema import Message, Tool
+from backend.openai_frontend.schema import INT32, Message, Tool
 from backend.openai_frontend.template import ChatTemplate
+
+MIN_BODY_BYTES = 4 * 1024 * 1024
+BODY_BYTES_PER_TOKEN = 32
+"""Bytes of the longest body: so many for each token of the context, at least the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,8 @@ class FrontEnd:
     api_key: str = ""
     origins: tuple[str, ...] = ()
     most_texts: int = 64
-    max_body_bytes: int = 4 * 1024 * 1024
+    max_context_tokens: int = INT32
+    max_body_bytes: int = MIN_BODY_BYTES
     metrics_url: str = ""
     spec_decode_metrics: str = "summary"
     version: str = ""

@@ -39,11 +39,13 @@ BEHAVIOUR = """\
   penalties are at most 1e6 in size. Where other options ban all that a grammar allows, the grammar
   wins.
 - A prompt that cannot fit into the context is refused by its size, before it is tokenised: more
-  bytes than the context's tokens times the bytes of the longest token (four times that where the
-  tokenizer normalises Unicode, for text beyond ASCII), or over 32 MiB. A tokenizer that drops text
-  has the 32 MiB only. Limits whatever the model: 256 stop words; 1,024 characters of a word and
-  65,536 of a list of words; 1,024 of a `cache_salt`; 262,144 of a grammar; 2,097,152 elements of a
-  tensor; 64 MiB of a request.
+  bytes than the context's tokens times the bytes of the longest token, or more digits, letters,
+  white space, punctuation or bytes beyond ASCII than so many tokens can have; in any case over
+  32 MiB. Where a tokenizer drops text, so that no such bound holds, the limit is 1 MiB or 64 bytes
+  a token, whichever is more.
+- Limits whatever the model: 256 stop words; 1,024 characters of a word and 65,536 of a list of
+  words; 1,024 of a `cache_salt`; 262,144 of a grammar; 2,097,152 elements of a tensor; 64 MiB of a
+  request.
 - `output_log_probs` has as many entries as `num_output_tokens`, an end token included; over several
   responses, text may come later than its tokens. `/generate` writes a list of one as a number.
 - `context_logits` and `generation_logits` are the model's own, before every option. They stay in

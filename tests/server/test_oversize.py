@@ -16,7 +16,7 @@ from tests.server.test_tensors import connected, tensors
 
 MEGABYTES = "1" * 8_000_000
 NEARLY_4_MIB = "1" * 3_900_000
-BYTES_OVER = "of 8000000 bytes is over the limit of 2047 tokens of at most 1 bytes"
+BYTES_OVER = "of 8000000 bytes is over the limit of 2047 tokens"
 SENTENCE = (
     "This model's maximum context length is 2048 tokens. However, the {} 3900000 bytes, which are "
     "certainly more tokens. Please reduce the length of the {}."

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -119,3 +120,18 @@ def test_a_body_that_takes_too_long_is_given_up(bodies, monkeypatch):
 
 def wait(settings, data, headers):
     module.signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("work", "body", "param", "words"),
+    [
+        (completion_of, {"prompt": [[1] * 9, [1] * 10]}, "prompt", "has 10 tokens"),
+        (completion_of, {"prompt": "a", "stop": ["a"] * 300}, "stop", "300 words"),
+        (chat_of, {"messages": [HELLO], "stop": "a" * 2000}, "stop", "a word of 2000"),
+    ],
+)
+def test_what_the_text_model_would_refuse_by_its_size_does_not_go_there(work, body, param, words):
+    settings = replace(SETTINGS, max_context_tokens=10)
+    with pytest.raises(ApiError, match=words) as raised:
+        work(settings, json.dumps({"model": "m", **body}).encode(), HEADERS)
+    assert (raised.value.status, raised.value.param) == (400, param)

@@ -127,7 +127,7 @@ def test_a_message_of_an_answer_is_a_message_of_the_next_request():
             "context_length_exceeded",
         ),
         (
-            "text_input of 900 bytes is over the limit of 15 tokens of at most 8 bytes",
+            "text_input of 900 bytes is over the limit of 15 tokens",
             {"text_input": "prompt"},
             "This model's maximum context length is 16 tokens. However, the prompt has 900 bytes, "
             "which are certainly more tokens. Please reduce the length of the prompt.",

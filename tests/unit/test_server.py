@@ -143,7 +143,7 @@ def test_a_short_text_does_not_wait_for_a_long_one(server):
 
 
 def test_a_text_that_cannot_fit_is_never_tokenised(server):
-    connection, tokenizer = converting(server, bound=TextBound(1, 1), prompt_tokens=100)
+    connection, tokenizer = converting(server, bound=TextBound(1), prompt_tokens=100)
     encode(server, connection, "a" * 101)
     wait_for(lambda: connection.frames)
     assert b"QUERY of 101 bytes is over the limit of 100 tokens" in connection.frames[0]
