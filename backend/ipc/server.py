@@ -54,7 +54,7 @@ STATS_PERIOD_S = 0.5
 STUCK_LIMIT_S = 120.0
 """A loop that is in one step for so long hangs."""
 LONG_TEXT_CHARACTERS = 32 * 1024
-"""Longer texts and grammars are prepared by a thread of their own: short ones do not wait."""
+"""Longer texts are prepared by a thread of their own: short ones do not wait."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """What a connection may owe before it is closed: a stub that stopped reading must not grow this
 process.
@@ -144,6 +144,7 @@ class Server:
         self._connections: set[Connection] = set()
         self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
         self._long_texts = ThreadPoolExecutor(1, "long-texts")
+        self._grammars = ThreadPoolExecutor(1, "grammars")  # a short one may take two seconds
         self._started_s = monotonic()
         self._drain_until_s: float | None = None
 
@@ -190,7 +191,7 @@ class Server:
         stop.set()
         self._app.orchestrator.wake()
         loop.join(timeout=5.0)
-        for threads in (self._tokenizers, self._long_texts):
+        for threads in (self._tokenizers, self._long_texts, self._grammars):
             threads.shutdown(wait=False, cancel_futures=True)
         self._send_stats()
         self._flush_dirty()
@@ -325,8 +326,9 @@ class Server:
             ticket.error(ErrorCode.UNAVAILABLE, "the server is shutting down")
         else:
             request = message.request
-            size = len(request.text_input) + len(request.guide or "")
-            self._threads(size).submit(self._tokenise, ticket, request)
+            threads = self._threads(len(request.text_input))
+            threads = threads if request.guide_type is None else self._grammars
+            threads.submit(self._tokenise, ticket, request)
 
     def _threads(self, characters: int) -> ThreadPoolExecutor:
         """Return where texts of so many characters are prepared."""

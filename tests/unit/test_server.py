@@ -150,6 +150,27 @@ def test_a_text_that_cannot_fit_is_never_tokenised(server):
     assert tokenizer.texts == []
 
 
+def test_a_request_without_a_grammar_does_not_wait_for_one_with(server):
+    connection, _tokenizer = converting(server)
+    prepared, go_on = [], threading.Event()
+
+    def session(request, ticket):
+        assert request.guide is None or go_on.wait(30)
+        prepared.append(request.text_input)
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "no")
+
+    server._app.session = session
+    server._app.tracing = types.SimpleNamespace(begin=lambda trace: None)
+    connection.greeted = True
+    guided = GenerationRequest("guided", 1, guide_type="regex", guide="a")
+    for number, request in enumerate((guided, GenerationRequest("plain", 1))):
+        server._receive(connection, Submit(id=number, request=request))
+    wait_for(lambda: prepared)
+    assert prepared == ["plain"]
+    go_on.set()
+    wait_for(lambda: len(prepared) == 2)
+
+
 def test_requests_cancelled_while_they_waited_are_not_tokenised(server):
     connection, _tokenizer = converting(server)
     prepared, go_on = [], threading.Event()
