@@ -29,7 +29,7 @@ IGNORED, REFUSED = "ignored", "refused"
 
 def _ignored(does: str) -> Any:
     """Return a field that is accepted, whatever its value."""
-    return Field(None, description=does, json_schema_extra={"fate": IGNORED})
+    return Field(None, description=does, json_schema_extra={"fate": IGNORED}, exclude=True)
 
 
 def _refused(why: str, *neutral: Any) -> Any:
@@ -95,6 +95,9 @@ def _is_ids(value: Any) -> bool:
         and bool(value)
         and all(type(token) is int and 0 <= token <= INT32 for token in value)
     )
+
+
+_CACHE_CONTROL = "Anthropic's: prompts that begin alike share KV without it"
 
 
 class StreamOptions(_Body):
@@ -188,6 +191,7 @@ class Options(_Body):
     safety_identifier: Any = _ignored("labels the caller")
     prompt_cache_key: Any = _ignored("prompts that begin alike share KV without it")
     prompt_cache_retention: Any = _ignored("KV is kept by last use")
+    cache_control: Any = _ignored(_CACHE_CONTROL)
 
 
 class CompletionRequest(Options):
@@ -228,6 +232,7 @@ class ContentPart(_Body):
     type: str
     text: str = ""
     refusal: str = ""
+    cache_control: Any = _ignored(_CACHE_CONTROL)
 
     @model_validator(mode="before")
     @classmethod
@@ -270,7 +275,7 @@ class ToolCall(_Body):
 
 
 class Message(_Body):
-    """A message of a chat. One that calls tools may have no content."""
+    """A message of a chat. An assistant's may have null content beside a refusal or calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="a `developer` message is a `system` message to templates that know no "
@@ -282,14 +287,18 @@ class Message(_Body):
     name: str | None = Field(None, description="for the chat template")
     tool_calls: list[ToolCall] | None = Field(None, description="for the chat template")
     tool_call_id: str | None = Field(None, description="for the chat template")
-    refusal: Any = _ignored("of an earlier answer")
+    refusal: str | None = Field(
+        None, description="of an earlier answer: its text where content is null"
+    )
     annotations: Any = _ignored("of an earlier answer")
+    cache_control: Any = _ignored(_CACHE_CONTROL)
     audio: Any = _refused("there is no audio")
     function_call: Any = _refused("use tool_calls")
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        is_answer = self.role == "assistant" and (self.tool_calls, self.refusal) != (None, None)
+        if self.content is None and not self.tool_calls and not is_answer:
             raise wrong("content must be a text or parts of type text, got null", "content")
         return self
 
@@ -298,9 +307,10 @@ class Message(_Body):
         given = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:
             given["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        parts = (part.text + part.refusal for part in self.content or ())
         return {
             **given,
-            "content": "".join(part.text + part.refusal for part in self.content or ()),
+            "content": (self.refusal or "") if self.content is None else "".join(parts),
         }
 
 
@@ -342,6 +352,7 @@ class Function(_Body):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    cache_control: Any = _ignored(_CACHE_CONTROL)
     strict: bool | None = None
 
 
@@ -350,6 +361,7 @@ class Tool(_Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = _ignored(_CACHE_CONTROL)
 
 
 class NamedFunction(_Body):

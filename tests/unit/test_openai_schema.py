@@ -53,6 +53,38 @@ def test_what_is_refused_is_named_but_for_null(body, name):
     assert f"'{name}' is not served" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": None, "refusal": "I cannot."}, "I cannot."),
+        ({"content": None, "tool_calls": []}, ""),
+        ({"content": "a", "refusal": "b"}, "a"),
+        ({"content": [{"type": "refusal", "refusal": "c"}]}, "c"),
+    ],
+)
+def test_an_answer_may_have_null_content(message, content):
+    answer = {"role": "assistant", **message}
+    assert Message(**answer).as_dict() == {"role": "assistant", "content": content}
+    if message["content"] is None:
+        for wrong in ({**answer, "role": "user"}, {"role": "assistant", "content": None}):
+            with pytest.raises(ValidationError, match="content must be a text or parts"):
+                Message(**wrong)
+
+
+def test_hints_for_caches_are_accepted_and_not_shown_to_the_model():
+    hint = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", "function": {"name": "f", **hint}, **hint}
+    parts = [{"type": "text", "text": "a", **hint}]
+    body = made(ChatRequest, tools=[tool], **hint)
+    body.messages = [Message(role="user", content=parts, **hint)]
+    assert body.tools[0].model_dump(exclude_none=True) == {
+        "type": "function",
+        "function": {"name": "f"},
+    }
+    assert body.messages[0].as_dict() == {"role": "user", "content": "a"}
+    made(CompletionRequest, stream_options={"continuous_usage_stats": True}, stream=True)
+
+
 def test_null_is_the_same_as_no_field():
     nothing = {name: None for name in ChatRequest.model_fields if name not in ("model", "messages")}
     assert made(ChatRequest, **nothing) == made(ChatRequest)
