@@ -437,7 +437,7 @@ class Server:
         active, waiting = self._app.orchestrator.counts()
         uptime_s = round(monotonic() - self._started_s, 3)
         return {
-            "status": "ok",
+            "status": "ok" if self._drain_until_s is None else "draining",
             "active": active,
             "waiting": waiting,
             "uptime_s": uptime_s,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import uvicorn
 
 from backend.config import EMBEDDED_MODEL, load_config
 from backend.openai_frontend.app import create_app
+from backend.openai_frontend.draining import DrainingServer
 from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
 from backend.storage import cache
@@ -25,9 +27,6 @@ from backend.tokenizer import ByteTokenizer, special_tokens
 from backend.triton_adapter.launcher.say import say
 from backend.triton_adapter.launcher.settings import read_settings
 from backend.triton_adapter.paths import PROJECT_ROOT
-
-GRACE_S = 10
-"""How long requests in flight may take to end."""
 
 
 def main() -> None:
@@ -62,15 +61,17 @@ def main() -> None:
         spec_decode_metrics=settings.spec_decode_metrics,
         origins=tuple(filter(None, (environment.get("OPENAI_CORS_ORIGINS") or "").split(","))),
     )
-    uvicorn.run(
-        create_app(front_end),
+    draining = threading.Event()
+    server = uvicorn.Config(
+        create_app(front_end, draining),
         host=settings.bind,
         port=settings.openai_port,
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=1,
     )
+    DrainingServer(server, draining).run()
 
 
 def about_tools(template: ChatTemplate | None) -> str:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from backend.openai_frontend.edge import REQUEST_ID, Guard, RequestIds
-from backend.openai_frontend.errors import handle_errors
+from backend.openai_frontend.errors import ApiError, handle_errors
 from backend.openai_frontend.reader import BodyReader
 from backend.openai_frontend.routes import chat_of, completion_of, text_of, tokens_of
 from backend.openai_frontend.settings import FrontEnd
@@ -22,8 +23,8 @@ from backend.openai_frontend.status import PAGE, PAGE_HEADERS, fetch_metrics
 from backend.openai_frontend.triton import Triton
 
 
-def create_app(settings: FrontEnd) -> FastAPI:
-    """Return the application."""
+def create_app(settings: FrontEnd, draining: threading.Event | None = None) -> FastAPI:
+    """Return the application. Once ``draining`` is set it takes no new requests."""
     bodies = BodyReader(settings)
 
     @asynccontextmanager
@@ -41,7 +42,7 @@ def create_app(settings: FrontEnd) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
-    app.add_middleware(Guard, api_key=settings.api_key)
+    app.add_middleware(Guard, api_key=settings.api_key, draining=draining or threading.Event())
     if settings.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -65,7 +66,10 @@ def _add_status(app: FastAPI, settings: FrontEnd) -> None:
 
     @app.get("/health")
     async def health(request: Request) -> dict[str, Any]:
-        return {"status": (await request.app.state.triton.command("health"))["status"]}
+        status = (await request.app.state.triton.command("health"))["status"]
+        if status != "ok":
+            raise ApiError(503, f"the engine is {status}")
+        return {"status": status}
 
     @app.get("/version")
     async def version() -> dict[str, Any]:

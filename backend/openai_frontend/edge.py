@@ -6,6 +6,7 @@ import hmac
 import logging
 import re
 import secrets
+import threading
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,13 +47,15 @@ class RequestIds:
 
 
 class Guard:
-    """Refuses a request without the key before its body is read, and answers one whose route
-    raised: within CORS, so that the pages of a site that may call can read both.
+    """Refuses a request without the key, and any while the server drains, before its body is read;
+    answers one whose route raised. Within CORS, so that the pages of a site that may call can read
+    the answers.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, draining: threading.Event) -> None:
         self._app = app
         self._api_key = api_key.encode()
+        self._draining = draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -61,6 +64,10 @@ class Guard:
             return
         if not self._is_allowed(scope):
             refusal = ApiError(401, "the API key is missing or wrong").response()
+            await refusal(scope, receive, send)
+            return
+        if self._draining.is_set():
+            refusal = ApiError(503, "the server is shutting down").response()
             await refusal(scope, receive, send)
             return
         begun = False

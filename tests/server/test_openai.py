@@ -996,9 +996,22 @@ def test_a_front_end_that_died_is_started_again(fronted):
     fronted.wait_until(lambda: post(fronted, "/v1/none", {})[0] == 404, 30)
 
 
-def test_at_the_end_nothing_is_left(fronted):
+def test_at_the_end_requests_in_flight_end_and_nothing_is_left(fronted):
+    from concurrent.futures import ThreadPoolExecutor
+
     tree = fronted.tree()
-    assert fronted.stop() == 0
+    body = {"model": "fake", "prompt": "last ", "max_tokens": 500, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(post, fronted, "/v1/completions", body)
+        fronted.wait_until(lambda: fronted.health()["active"] == 1, 10)
+        fronted.process.send_signal(signal.SIGTERM)
+        fronted.wait_until(lambda: get(fronted, "/health")[0] == 503, 5)
+        assert not last.done()
+        status, _, headers = post(fronted, "/v1/completions", body)
+        assert (status, headers["Retry-After"]) == (503, "1")
+        status, text, _ = last.result()
+    assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 500)
+    assert fronted.process.wait(20) == 0
     assert fronted.tree() == []
     from backend.triton_adapter.launcher.processes import is_running
 

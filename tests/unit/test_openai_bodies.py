@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import threading
 
 import pytest
 from starlette.testclient import TestClient
@@ -230,6 +231,18 @@ def test_an_unavailable_service_says_when_to_try_again(client):
     reply = post(client, "/tokenize", '{"prompt":"a"}')
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
     assert "retry-after" not in post(client, "/tokenize", "{").headers
+
+
+def test_a_server_that_drains_takes_no_requests_and_tells_probes():
+    draining = threading.Event()
+    app = create_app(FrontEnd("127.0.0.1:1", "m", api_key=KEY), draining)
+    with TestClient(app) as client:
+        assert client.get("/").status_code == 200
+        draining.set()
+        for reply in (client.get("/health"), post(client, "/v1/completions", "{")):
+            assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+            assert reply.json()["error"]["message"] == "the server is shutting down"
+        assert client.post("/v1/completions").status_code == 401
 
 
 def test_a_fault_is_answered_logged_and_readable_by_the_site_s_page(client, caplog):
