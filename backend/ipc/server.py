@@ -55,6 +55,11 @@ STUCK_LIMIT_S = 120.0
 """A loop that is in one step for so long hangs."""
 LONG_TEXT_CHARACTERS = 32 * 1024
 """Longer texts are prepared by a thread of their own: short ones do not wait."""
+DEEP_STACK_BYTES = 256 * 1024 * 1024
+"""Address space for the stack of a thread that reads grammars, by recursion: rules that refer to
+each other overflow the usual 8 MiB from a depth of 1,000 on, which ends the process. The longest
+grammar took 100 MB.
+"""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """What a connection may owe before it is closed: a stub that stopped reading must not grow this
 process.
@@ -123,6 +128,17 @@ class Ticket:
                 self._server.ended(self.trace)
 
 
+def _deep_thread(name: str) -> ThreadPoolExecutor:
+    """Return an executor whose one thread has a stack of ``DEEP_STACK_BYTES``."""
+    usual = threading.stack_size(DEEP_STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, name)
+        pool.submit(int).result()  # the thread starts now
+    finally:
+        threading.stack_size(usual)
+    return pool
+
+
 class Server:
     """Serves the socket until stopped. ``post`` and ``ended`` may be called from any thread, all
     else runs on the IO thread.
@@ -142,8 +158,8 @@ class Server:
         self._wake_sent = False
         self._dirty: deque[Connection] = deque()
         self._connections: set[Connection] = set()
-        self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
-        self._long_texts = ThreadPoolExecutor(1, "long-texts")
+        self._tokenizers = _deep_thread("tokenizer")
+        self._long_texts = _deep_thread("long-texts")
         self._grammars = ThreadPoolExecutor(1, "grammars")  # a short one may take two seconds
         self._started_s = monotonic()
         self._drain_until_s: float | None = None

@@ -1,5 +1,6 @@
 """What the engine process's IO thread must never lose, without a process around it."""
 
+import json
 import select
 import socket
 import threading
@@ -13,6 +14,7 @@ from backend.ipc.messages import Cancel, Chunk, Encode, Submit
 from backend.ipc.server import Connection, Server
 from backend.limits import Limits, TextBound
 from backend.request import ErrorCode, GenerationRequest, RequestError
+from backend.sampling.guides import Grammars
 from backend.tokenizer import ByteTokenizer
 
 
@@ -193,3 +195,21 @@ def test_requests_cancelled_while_they_waited_are_not_tokenised(server):
     wait_for(lambda: len(connection.frames) == 3)
     assert prepared == ["0"]
     assert not connection.tickets
+
+
+@pytest.mark.parametrize("links", [400, 3400])
+def test_a_deep_grammar_does_not_overflow_the_stack(server, links):
+    """3,400 schemas, each of which refers to the next, are as many as a grammar can have."""
+    schemas = {
+        f"d{link}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{link + 1}"}}}
+        for link in range(links)
+    }
+    schema = {"$ref": "#/$defs/d0", "$defs": {**schemas, f"d{links}": {"type": "string"}}}
+    text, tokenizer = json.dumps(schema), ByteTokenizer()
+    grammars = Grammars(tokenizer)
+    guide = (
+        server._threads(len(text))
+        .submit(grammars.guide, "json_schema", text, tokenizer.end_ids)
+        .result()
+    )
+    assert guide.mask(list(b'{"a')) is not None
