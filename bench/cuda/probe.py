@@ -9,9 +9,9 @@ shapes on a CPU under Triton's interpreter (set TRITON_INTERPRET=1).
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,25 +21,26 @@ from pathlib import Path
 from typing import Any
 
 PARTS = {
-    "warm": "compile the kernels of later parts in parallel",
-    "machine": "copy bandwidth, bf16 products, kernels in a row in a graph",
-    "products": "the 8B's five products at 1 to 640 rows: cuBLAS and our own tilings",
-    "attention": "paged attention over splits and tiles",
-    "steps": "whole 8B steps by rows and tokens: cuBLAS and our own product",
-    "bits": "equality of a row's bits alone and in a batch, decoding and verifying",
-    "draws": "the draw, the copy to the host, a replay's host time",
-    "table": "8B step times by rows, tokens and context: a latency table",
-    "heads": "a draft head's and a 1B draft's step times",
-    "prefill": "chunks of a prompt through the products and torch's attention",
-    "model": "transformers' 8B with fused leaves: step times, texts between plans",
-    "pipelining": "two half batches in two streams against one batch, a 1B draft",
+    "machine": ("kernel_parts", "copy bandwidth, bf16 products"),
+    "products": ("kernel_parts", "the 8B's five products at 1 to 640 tokens: cuBLAS and ours"),
+    "attention": ("kernel_parts", "paged attention over splits and tiles"),
+    "draws": ("kernel_parts", "the draw"),
+    "prefill": ("kernel_parts", "chunks of a prompt through a layer"),
+    "steps": ("step_parts", "whole 8B steps by rows and tokens"),
+    "table": ("step_parts", "8B steps by rows, tokens and context: a latency table"),
+    "heads": ("step_parts", "steps of a draft head and of a 1B draft"),
+    "bits": ("exactness_parts", "bits of rows alone, in batches and in chains"),
+    "model": ("exactness_parts", "transformers' 8B with fused leaves: step times, texts"),
+    "pipelining": ("step_parts", "two half batches in two streams against one batch"),
 }
+"""A part's module and what it measures."""
+
 SEED = 20261126
 PART_LIMIT_S = 60.0
 
 
 def main() -> None:
-    """Run parts in the order given; the exit status is 0, for failures are in the files."""
+    """Run parts in the order given; the exit status is 0: failures are in the files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,15 +90,16 @@ def run_parts(parts: list[str], out: Path, end_s: float, *, rehearse: bool) -> N
     """Run parts one after the other; return early where the CUDA context is broken."""
     import torch
 
-    from bench.cuda import parts as functions
+    from bench.cuda.measuring import Probe
 
-    probe = functions.Probe(end_s, rehearse=rehearse)
+    probe = Probe(end_s, rehearse=rehearse)
     for name in parts:
         start = time.monotonic()
+        module, what = PARTS[name]
         path = out / f"{name}.json"
         report: dict[str, Any] = {
             "part": name,
-            "what": PARTS[name],
+            "what": what,
             "gpu": probe.gpu,
             "versions": versions(),
             "seed": SEED,
@@ -106,10 +108,11 @@ def run_parts(parts: list[str], out: Path, end_s: float, *, rehearse: bool) -> N
             "status": "begun",
         }
         path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-        print(f"--- {name}: {PARTS[name]} ({probe.left_s():.0f} s left)", flush=True)
+        print(f"--- {name}: {what} ({probe.left_s():.0f} s left)", flush=True)
         try:
             with torch.inference_mode():
                 torch.manual_seed(SEED)
+                functions = importlib.import_module(f"bench.cuda.{module}")
                 found = getattr(functions, name)(probe)
             report |= {"status": "ok"} | found
         except Exception:
@@ -124,40 +127,10 @@ def run_parts(parts: list[str], out: Path, end_s: float, *, rehearse: bool) -> N
             os._exit(1)
 
 
-def warm_in_parallel(shards: int, *, rehearse: bool) -> float:
-    """Compile the kernels of later parts in processes; return the seconds it took."""
-    start = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_warm, args=(n, shards, rehearse)) for n in range(shards)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(timeout=90)
-        worker.kill()
-    return time.monotonic() - start
-
-
-def _warm(shard: int, shards: int, rehearse: bool) -> None:
-    from bench.cuda import parts as functions
-
-    probe = functions.Probe(time.monotonic() + 90, rehearse=rehearse)
-    for index, launch in enumerate(functions.variants(probe)):
-        if index % shards == shard:
-            try:
-                launch()
-            except Exception as error:  # the part itself reports it
-                print(f"variant {index}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of what is measured; None for what is not installed."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for package in ("torch", "triton", "numpy"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+def versions() -> dict[str, str]:
+    """Return the versions of what is measured."""
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "triton", "numpy")}
+    return {"python": sys.version.split()[0]} | packages
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A Llama-shaped decoder step with random weights over static buffers, to be captured in a graph.
 
-It has the kernels of ``backend/engines/cuda`` and nothing else: 4 products and 6 small kernels a
-layer, then the draw. It is the ceiling of what the engine can reach with transformers' modules.
+It has the kernels of ``backend/engines/cuda`` and nothing else: what the engine can reach at best
+with transformers' modules.
 """
 
 from __future__ import annotations
@@ -10,13 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from backend.engines.cuda.attention import PagedAttention
-from backend.engines.cuda.attention_words import ancestor_words
-from backend.engines.cuda.draw import Draw
-from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
-from backend.engines.cuda.linear import Tiling, linear
-
-PAGE = 32
+from backend.engines.cuda.ancestors import ancestor_words
+from backend.engines.cuda.kernels import Kernels
+from backend.engines.cuda.pages import PAGE
 
 
 @dataclass(frozen=True)
@@ -103,18 +99,11 @@ class Step:
         rows: int,
         most: int,
         max_keys: int,
-        *,
-        tilings: dict[str, Tiling] | None = None,
-        split: int = 512,
-        tile: int = 128,
-        warps: int = 4,
-        max_lanes: int = 32,
-        pdl: bool = False,
+        kernels: Kernels,
     ) -> None:
-        """``tilings`` are those of our product by matrix; None: cuBLAS."""
         shape, device = weights.shape, weights.device
         self.weights, self.kv, self.rows, self.most = weights, kv, rows, most
-        self.tilings, self.pdl = tilings, pdl
+        self._kernels = kernels
         tokens = self.tokens = rows * most
 
         def empty(*size: int) -> torch.Tensor:
@@ -132,11 +121,11 @@ class Step:
         self.temperature = torch.zeros(tokens, device=device)
         self.bound = torch.full((tokens,), float("-inf"), device=device)
         self.words = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.x, self.residual, self.y = (empty(tokens, shape.hidden) for _ in range(3))
+        self.x, self.residual = (empty(tokens, shape.hidden) for _ in range(2))
         self.q, self.attended = (empty(tokens, shape.heads, shape.dim) for _ in range(2))
-        self.qkv, self.gate_up = empty(tokens, shape.qkv), empty(tokens, 2 * shape.inner)
-        self.inner, self.logits = empty(tokens, shape.inner), empty(tokens, shape.vocab)
-        self.attend = PagedAttention(
+        self.inner = empty(tokens, shape.inner)
+        self.logits = empty(0)
+        self.attend = kernels.attention(
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             dim=shape.dim,
@@ -144,13 +133,8 @@ class Step:
             max_tokens=tokens,
             max_keys=max_keys,
             device=device,
-            split=split,
-            tile=tile,
-            warps=warps,
-            max_lanes=max_lanes,
-            pdl=pdl,
         )
-        self.draw = Draw(tokens, shape.vocab, device)
+        self.draw = kernels.draw(tokens, shape.vocab, device)
 
     def fill(self, context: int, seed: int = 0) -> None:
         """Give every row ``context`` committed tokens in blocks of its own, shuffled."""
@@ -166,32 +150,17 @@ class Step:
         place = blocks[:, (position // PAGE).tolist()] * PAGE + (position % PAGE).int()[None]
         self.place.copy_(place.flatten().int())
 
-    def product(self, name: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiply by cuBLAS or by our product, as this bucket has it."""
-        if self.tilings is None:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            linear(x, weight, out, tiling=self.tilings[name], pdl=self.pdl)
-
     def run(self) -> torch.Tensor:
         """Launch the step; return the tokens drawn at every place, int32[tokens]."""
-        weights, shape = self.weights, self.weights.shape
-        torch.index_select(weights.embedding, 0, self.ids, out=self.residual)
+        weights, shape, kernels = self.weights, self.weights.shape, self._kernels
         angle = self.position.float()[:, None] * weights.frequency
         cos, sin = angle.cos(), angle.sin()
-        x = None
+        torch.index_select(weights.embedding, 0, self.ids, out=self.residual)
+        y = None
         for layer, kv in zip(weights.layers, self.kv, strict=True):
-            add_rms_norm(x, self.residual, layer["norm1"], 1e-5, self.x, pdl=self.pdl)
-            self.product("qkv", self.x, layer["qkv"], self.qkv)
-            rotate_and_store(
-                self.qkv,
-                self.q,
-                kv,
-                cos,
-                sin,
-                self.place,
-                pdl=self.pdl,
-            )
+            kernels.add_rms_norm(y, self.residual, layer["norm1"], 1e-5, self.x)
+            qkv = kernels.linear(self.x, layer["qkv"], None)
+            kernels.rotate_and_store(qkv, self.q, kv, cos, sin, self.place)
             self.attend(
                 self.q,
                 kv,
@@ -203,12 +172,10 @@ class Step:
                 most=self.most,
                 scale=shape.dim**-0.5,
             )
-            self.product("o", self.attended.view(self.tokens, -1), layer["o"], self.y)
-            add_rms_norm(self.y, self.residual, layer["norm2"], 1e-5, self.x, pdl=self.pdl)
-            self.product("gate_up", self.x, layer["gate_up"], self.gate_up)
-            gated(self.gate_up, self.inner, pdl=self.pdl)
-            self.product("down", self.inner, layer["down"], self.y)
-            x = self.y
-        add_rms_norm(x, self.residual, weights.norm, 1e-5, self.x, pdl=self.pdl)
-        self.product("head", self.x, weights.head, self.logits)
+            y = kernels.linear(self.attended.view(self.tokens, -1), layer["o"], None)
+            kernels.add_rms_norm(y, self.residual, layer["norm2"], 1e-5, self.x)
+            kernels.gated(kernels.linear(self.x, layer["gate_up"], None), self.inner)
+            y = kernels.linear(self.inner, layer["down"], None)
+        kernels.add_rms_norm(y, self.residual, weights.norm, 1e-5, self.x)
+        self.logits = kernels.linear(self.x, weights.head, None)
         return self.draw(self.logits, self.temperature, self.bound, self.words, self.drawn)

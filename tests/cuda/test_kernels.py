@@ -9,11 +9,11 @@ import torch
 pytest.importorskip("triton")
 
 from backend.engines.cuda import plain
+from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
 from backend.engines.cuda.attention import PagedAttention
-from backend.engines.cuda.attention_words import MAX_NEW_TOKENS, ancestor_words
 from backend.engines.cuda.draw import Draw
 from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
-from backend.engines.cuda.linear import Tiling, linear
+from backend.engines.cuda.linear import Tiling, linear, tiling_for
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD
 from backend.sampling.draw import draw as host_draw
@@ -149,24 +149,31 @@ def test_gated(gelu: bool) -> None:
     assert relative_error(out, wanted) < 1e-6
 
 
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("rows", [1, 16, 40])
-def test_linear(rows: int, parts: int) -> None:
+def test_linear(rows: int) -> None:
     x, weight = torch.randn(rows, 256, device=DEVICE), torch.randn(128, 256, device=DEVICE)
     bias = torch.randn(128, device=DEVICE)
-    tiling = Tiling(columns=64, inner=64, parts=parts)
+    tiling = Tiling(64, 64, 16, 2, 4)
     out = linear(x, weight, torch.empty(rows, 128, device=DEVICE), bias, tiling=tiling)
     assert relative_error(out, x.double() @ weight.T.double() + bias.double()) < FP32_ERROR
     alone = linear(x[:1], weight, torch.empty(1, 128, device=DEVICE), bias, tiling=tiling)
     assert torch.equal(out[:1], alone)
-    again = linear(x, weight, torch.empty(rows, 128, device=DEVICE), bias, tiling=tiling)
-    assert torch.equal(out, again)  # counters of parts are zero again
 
 
-def test_linear_refuses_shapes_that_are_no_multiple() -> None:
+@pytest.mark.parametrize("tokens", [1, 16, 64, 65, 128, 160, 320, 640])
+@pytest.mark.parametrize(("columns", "inner"), [(6144, 4096), (4096, 14336), (28672, 4096)])
+def test_a_tiling_fits_the_shapes_of_an_8b(columns: int, inner: int, tokens: int) -> None:
+    tiling = tiling_for(columns, inner, tokens)
+    assert tiling is not None
+    stage_bytes = 2 * tiling.inner * (tiling.rows + tiling.columns)
+    assert stage_bytes * tiling.stages < 227 * 1024
+    assert tiling_for(columns + 1, inner, tokens) is None
+
+
+def test_linear_refuses_shapes_that_are_not_multiples() -> None:
     x, weight = torch.zeros(1, 64, device=DEVICE), torch.zeros(40, 64, device=DEVICE)
     with pytest.raises(ValueError, match=r"weight \(40, 64\)"):
-        linear(x, weight, torch.empty(1, 40, device=DEVICE), tiling=Tiling())
+        linear(x, weight, torch.empty(1, 40, device=DEVICE), tiling=Tiling(64, 128, 16, 2, 4))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend.engines.cuda.attention_words import ancestor_words
-from backend.engines.cuda.model import ATTENTION, PAGE, Layout, PagedModel
+from backend.engines.cuda.ancestors import ancestor_words
+from backend.engines.cuda.kernels import plain_kernels
+from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.pages import ATTENTION, PAGE, Layout
 
 pytestmark = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,12 +60,12 @@ def models(family: str) -> tuple[nn.Module, PagedModel]:
         else:
             nn.init.normal_(weight, mean=0.7, std=0.1)
     made[1].load_state_dict(made[0].state_dict())
-    paged = PagedModel(made[1], blocks=64, max_tokens=64, max_keys=256, fast=False)
+    paged = PagedModel(made[1], plain_kernels(), blocks=64, max_tokens=64, max_keys=256)
     return made[0], paged
 
 
 def rows(texts: list[tuple[list[int], int, list[int], list[int]]]) -> tuple[Any, ...]:
-    """Return ids, positions and layout of rows (new tokens, committed, blocks, parents of nodes)."""
+    """Return ids, positions and layout of rows: new tokens, committed ones, blocks, parents."""
     ids, position, words, place, first = [], [], [], [], [0]
     for tokens, start, table, parents in texts:
         chain = len(tokens) - len(parents)
@@ -87,7 +90,7 @@ def rows(texts: list[tuple[list[int], int, list[int], list[int]]]) -> tuple[Any,
         torch.tensor(first, dtype=torch.int32),
         torch.tensor(words),
         torch.tensor(place, dtype=torch.int32),
-        max(b - a for a, b in zip(first, first[1:], strict=False)),
+        max(b - a for a, b in itertools.pairwise(first)),
         spans if max(new for _, new in spans) > 63 else None,
     )
     return torch.tensor(ids), torch.tensor(position), layout, first

@@ -14,9 +14,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from backend.engines.cuda.linear import launch_options
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -44,11 +41,7 @@ def _attend_split(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row, split = tl.program_id(0), tl.program_id(2)
     head, query_block = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     first = tl.load(first_ptr + row)
@@ -134,11 +127,7 @@ def _merge_splits(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(first_ptr + row)
     count = tl.load(first_ptr + row + 1) - first
@@ -150,7 +139,7 @@ def _merge_splits(
     best = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     out = tl.zeros((DIM,), tl.float32)
-    for split in range(0, (keys + SPLIT - 1) // SPLIT):  # in order: the same sum every time
+    for split in range((keys + SPLIT - 1) // SPLIT):  # in order: the same sum every time
         lse = tl.load(lse_ptr + split * partial_rows + query_row + tl.arange(0, 1))
         greatest = tl.maximum(best, lse)
         base = tl.where(greatest == float("-inf"), 0.0, greatest)
@@ -186,16 +175,16 @@ class PagedAttention:
         window: int = 0,
         softcap: float = 0.0,
         max_lanes: int = 32,
-        pdl: bool = False,
     ) -> None:
         if split % tile or (tile != page and tile % page and page % tile):
             raise ValueError(
-                f"split {split} must be a multiple of tile {tile}, tile and page {page} of each other"
+                f"split {split} must be a multiple of tile {tile}, and of tile and page {page} "
+                "one a multiple of the other"
             )
         self.heads, self.kv_heads, self.dim, self.page = heads, kv_heads, dim, page
         self.split, self.tile, self.warps, self.stages = split, tile, warps, stages
         self.window, self.softcap = window, softcap
-        self.max_lanes, self.pdl = max_lanes, pdl
+        self.max_lanes = max_lanes
         self.splits = -(-max_keys // split)
         self.partial = torch.empty(self.splits, max_tokens * heads, dim, device=device)
         self.lse = torch.empty(self.splits, max_tokens * heads, device=device)
@@ -245,10 +234,8 @@ class PagedAttention:
             TILE=self.tile,
             WINDOW=self.window,
             SOFTCAP=self.softcap,
-            PDL=self.pdl,
             num_warps=self.warps,
             num_stages=self.stages,
-            **launch_options(self.pdl),
         )
         _merge_splits[(rows, most, self.heads)](
             self.partial,
@@ -260,8 +247,6 @@ class PagedAttention:
             HEADS=self.heads,
             DIM=self.dim,
             SPLIT=self.split,
-            PDL=self.pdl,
             num_warps=1,
-            **launch_options(self.pdl),
         )
         return out

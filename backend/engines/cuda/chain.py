@@ -6,15 +6,10 @@ the same number of rows and tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from backend.engines.cuda.model import PAGE, Layout, PagedModel
-
-Draw = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
-]
+from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.pages import PAGE, Layout
 
 _GOLDEN, _FIRST, _SECOND = (
     value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -46,11 +41,10 @@ class ChainStep:
     ``count`` are its text's, the rest are not. A token of -1 says that a row's logits had a NaN.
     """
 
-    def __init__(
-        self, model: PagedModel, slots: Slots, rows: int, most: int, *, draw: Draw
-    ) -> None:
+    def __init__(self, model: PagedModel, slots: Slots, rows: int, most: int, vocab: int) -> None:
         device = model.device
-        self.model, self.slots, self.rows, self.most, self.draw = model, slots, rows, most, draw
+        self.model, self.slots, self.rows, self.most = model, slots, rows, most
+        self.draw = model.kernels.draw(rows * most, vocab, device)
         self.slot = torch.arange(rows, device=device)
         self.proposal = torch.full((rows, most - 1), -1, dtype=torch.int64, device=device)
         self.emitted = torch.zeros(rows, most, dtype=torch.int64, device=device)

@@ -23,7 +23,7 @@ _NONE = tl.constexpr(2147483647)
 
 @triton.jit
 def _exponential(word):
-    """A standard exponential of 53 bits of SplitMix64's finaliser."""
+    """Return a standard exponential of 53 bits of SplitMix64's finaliser."""
     x = word + _GOLDEN
     x = (x ^ (x >> 30)) * _FIRST
     x = (x ^ (x >> 27)) * _SECOND
@@ -209,7 +209,7 @@ def _pick(
 
 
 class Draw:
-    """Buffers for the chunks of at most ``rows`` rows of ``vocab`` logits, and the four launches."""
+    """Buffers for the chunks of at most ``rows`` rows of ``vocab`` logits, and the launches."""
 
     def __init__(
         self, rows: int, vocab: int, device: str | torch.device, *, chunk: int = 4096

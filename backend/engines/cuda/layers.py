@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from backend.engines.cuda.linear import launch_options
 
 
 @triton.jit
@@ -21,15 +18,11 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     WIDE: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     exists = column < HIDDEN
     weight = tl.load(weight_ptr + column, mask=exists, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     residual = tl.load(residual_ptr + row + column, mask=exists, other=0.0)
     if ADD:
         residual += tl.load(x_ptr + row + column, mask=exists, other=0.0)
@@ -51,7 +44,6 @@ def add_rms_norm(
     out: torch.Tensor,
     *,
     wide: bool = False,
-    pdl: bool = False,
 ) -> torch.Tensor:
     """Add ``x`` to ``residual`` in place (None: nothing), and write its RMS norm into ``out``.
 
@@ -69,9 +61,7 @@ def add_rms_norm(
         BLOCK=triton.next_power_of_2(hidden),
         ADD=x is not None,
         WIDE=wide,
-        PDL=pdl,
         num_warps=8,
-        **launch_options(pdl),
     )
     return out
 
@@ -95,11 +85,7 @@ def _rotate_and_store(
     HAS_NORM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = ROTARY // 2
     column = tl.arange(0, HALF_BLOCK)
@@ -152,7 +138,6 @@ def rotate_and_store(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
-    pdl: bool = False,
 ) -> None:
     """Rotate queries and keys of ``qkv`` [tokens, (heads + 2 kv_heads) dim]; write the queries
     into ``q`` [tokens, heads, dim], keys and values into ``kv`` [blocks, 2, kv_heads, page, dim].
@@ -183,9 +168,7 @@ def rotate_and_store(
         HAS_NORM=q_norm is not None,
         HALF_BLOCK=triton.next_power_of_2(rotary // 2),
         REST_BLOCK=max(2, triton.next_power_of_2(dim - rotary)) if dim > rotary else 2,
-        PDL=pdl,
         num_warps=1,
-        **launch_options(pdl),
     )
 
 
@@ -196,25 +179,20 @@ def _gated(
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < INNER
     gate = tl.load(x_ptr + token * 2 * INNER + column, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * 2 * INNER + INNER + column, mask=exists, other=0.0)
+    slope = gate
     if GELU:  # its tanh form: x (1 + tanh(y)) / 2 is x sigmoid(2 y)
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    else:
-        slope = gate
     activated = (gate / (1.0 + tl.exp(-slope))).to(up.dtype)
     tl.store(out_ptr + token * INNER + column, activated * up, mask=exists)
 
 
-def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False, pdl: bool = False) -> None:
+def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
     """Write act(gate) * up into ``out`` [tokens, inner]; ``x`` [tokens, 2 inner] is gate and up.
 
     The activation is SiLU, or GELU by tanh.
@@ -227,7 +205,5 @@ def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False, pdl: bool =
         INNER=inner,
         BLOCK=block,
         GELU=gelu,
-        PDL=pdl,
         num_warps=4,
-        **launch_options(pdl),
     )

@@ -1,4 +1,4 @@
-"""The engine's kernels in plain torch, for devices without Triton: the same arguments and results."""
+"""The engine's kernels in plain torch, for devices without Triton: same arguments, same results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from backend.sampling.draw import draw as host_draw
+from backend.sampling.draw import draw
 
 
 def add_rms_norm(
@@ -43,7 +43,7 @@ def rotate_and_store(
     tokens, heads, _ = q.shape
     rotary = cos.shape[-1]
     parts = qkv.view(tokens, -1, dim)
-    queries, keys, values = parts.split([heads, kv_heads, kv_heads], 1)
+    queries, keys, values = torch.split(parts, [heads, kv_heads, kv_heads], 1)
     if q_norm is not None and k_norm is not None:
         queries, keys = (
             functional.rms_norm(x.float(), (dim,), eps=eps).to(x.dtype) * weight
@@ -58,7 +58,7 @@ def rotate_and_store(
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> torch.Tensor:
     half = rotary // 2
-    low, high, rest = x.float().split([half, half, x.shape[-1] - rotary], -1)
+    low, high, rest = torch.split(x.float(), [half, half, x.shape[-1] - rotary], -1)
     cos, sin = (angle[:, None, :half].float() for angle in (cos, sin))
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1).to(x.dtype)
 
@@ -71,67 +71,80 @@ def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
     out.copy_(activated.to(up.dtype) * up)
 
 
-def attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    table: torch.Tensor,
-    start: torch.Tensor,
-    first: torch.Tensor,
-    ancestors: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> torch.Tensor:
+class Attention:
     """As ``attention.PagedAttention``, row by row."""
-    kv_heads, page, dim = kv.shape[2:]
-    heads = q.shape[1]
-    for row, context in enumerate(start.tolist()):
-        begin, end = int(first[row]), int(first[row + 1])
-        new = end - begin
-        if not new:
-            continue
-        keys = context + new
-        pages = kv[table[row, : -(-keys // page)].long()]
-        k, v = (
-            pages[:, which]
-            .transpose(0, 1)
-            .reshape(kv_heads, -1, dim)[:, :keys]
-            .repeat_interleave(heads // kv_heads, 0)
-            for which in (0, 1)
-        )
-        scores = torch.einsum("qhd,hkd->hqk", q[begin:end], k).float() * scale
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        words = ancestors[begin:end]
-        own = ((words[:, None] >> torch.arange(new, device=q.device)) & 1).bool()
-        committed = own.new_ones(new, context)
-        if window:
-            position = context + own.sum(-1) - 1
-            age = position[:, None] - torch.arange(context, device=q.device)
-            committed &= age < window
-        seen = torch.cat((committed, own), 1)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
-        out[begin:end] = torch.einsum("hqk,hkd->qhd", weights, v)
-    return out
+
+    def __init__(self, *, window: int = 0, softcap: float = 0.0, **_: object) -> None:
+        self._window, self._softcap = window, softcap
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        table: torch.Tensor,
+        start: torch.Tensor,
+        first: torch.Tensor,
+        ancestors: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        most: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """As ``attention.PagedAttention``."""
+        del most  # the bucket's bound; ``first`` says how many there are
+        kv_heads, page, dim = kv.shape[2:]
+        group = q.shape[1] // kv_heads
+        for row, committed in enumerate(start.tolist()):
+            begin, end = int(first[row]), int(first[row + 1])
+            keys = committed + end - begin
+            pages = kv[table[row, : -(-keys // page)].long()]
+            k, v = (
+                pages[:, which]
+                .transpose(0, 1)
+                .reshape(kv_heads, -1, dim)[:, :keys]
+                .repeat_interleave(group, 0)
+                for which in (0, 1)
+            )
+            scores = torch.einsum("qhd,hkd->hqk", q[begin:end], k).float() * scale
+            if self._softcap:
+                scores = torch.tanh(scores / self._softcap) * self._softcap
+            seen = self._seen(ancestors[begin:end], committed)
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
+            out[begin:end] = torch.einsum("hqk,hkd->qhd", weights, v)
+        return out
+
+    def _seen(self, words: torch.Tensor, committed: int) -> torch.Tensor:
+        """Return which keys each new token sees, bool[new, committed + new]."""
+        new = torch.arange(len(words), device=words.device)
+        own = ((words[:, None] >> new) & 1).bool()
+        old = own.new_ones(len(words), committed)
+        if self._window:
+            position = committed + own.sum(-1) - 1
+            age = position[:, None] - torch.arange(committed, device=words.device)
+            old &= age < self._window
+        return torch.cat((old, own), 1)
 
 
-def draw(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    bound: torch.Tensor,
-    words: torch.Tensor,
-    tokens: torch.Tensor,
-) -> torch.Tensor:
+class Draw:
     """As ``draw.Draw``, by the host's own draw."""
-    heat, place = temperature.tolist(), logits.argmax(-1)
-    broken = logits.isnan().any(-1)
-    for row, word in enumerate(words.tolist()):
-        if broken[row]:
-            place[row] = -1
-        elif heat[row] > 0.0:
+
+    def __init__(self, rows: int, vocab: int, device: str | torch.device) -> None:
+        del rows, vocab, device  # no buffers are needed
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        bound: torch.Tensor,
+        words: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """As ``draw.Draw``."""
+        drawn, is_broken = logits.argmax(-1), logits.isnan().any(-1)
+        drawn[is_broken] = -1
+        for row in ((temperature > 0.0) & ~is_broken).nonzero()[:, 0].tolist():
             scores = logits[row].float().masked_fill(logits[row] < bound[row], -torch.inf)
-            law = ((scores - scores.max()) / heat[row]).softmax(-1)
-            place[row] = host_draw(law[None], np.array([word]).view(np.uint64))[0]
-    return tokens.copy_(place)
+            law = ((scores - scores.max()) / temperature[row]).softmax(-1)
+            word = words[row : row + 1].cpu().numpy().view(np.uint64)
+            drawn[row] = draw(law[None], word)[0]
+        return tokens.copy_(drawn)

@@ -1,0 +1,64 @@
+"""The functions that a step is made of, in Triton or in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from backend.engines.cuda import plain
+
+MOST_INVARIANT_TOKENS = 128
+"""Up to this many tokens our own product is as fast as cuBLAS (docs/adr/0041)."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every function; ``layers``, ``attention`` and ``draw`` say what they
+    take. ``linear(x, weight, bias)`` returns ``x @ weight.T + bias`` for ``x`` [tokens, inner].
+    """
+
+    add_rms_norm: Callable[..., torch.Tensor]
+    rotate_and_store: Callable[..., None]
+    gated: Callable[..., None]
+    linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    attention: Callable[..., Callable[..., torch.Tensor]]
+    draw: Callable[..., Callable[..., torch.Tensor]]
+
+
+def plain_kernels() -> Kernels:
+    """Return the functions in plain torch, for devices without Triton."""
+    return Kernels(
+        plain.add_rms_norm,
+        plain.rotate_and_store,
+        plain.gated,
+        functional.linear,
+        plain.Attention,
+        plain.Draw,
+    )
+
+
+def triton_kernels(*, invariant: bool) -> Kernels:
+    """Return the functions in Triton. ``invariant``: a row has the same bits in every batch, at a
+    cost beyond ``MOST_INVARIANT_TOKENS``; else cuBLAS multiplies for more tokens than that.
+    """
+    from backend.engines.cuda import attention, draw, layers, linear
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        tiling = None
+        if invariant or len(x) <= MOST_INVARIANT_TOKENS:
+            tiling = linear.tiling_for(weight.shape[0], weight.shape[1], len(x))
+        if tiling is None:
+            return functional.linear(x, weight, bias)
+        out = x.new_empty(len(x), len(weight))
+        return linear.linear(x, weight, out, bias, tiling=tiling)
+
+    def attend(**options: Any) -> Callable[..., torch.Tensor]:
+        return attention.PagedAttention(**options)
+
+    return Kernels(
+        layers.add_rms_norm, layers.rotate_and_store, layers.gated, multiply, attend, draw.Draw
+    )

@@ -1,0 +1,208 @@
+"""Parts of the probe that compare bits and texts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from backend.engines.cuda.chain import ChainStep, Slots
+from backend.engines.cuda.kernels import plain_kernels, triton_kernels
+from backend.engines.cuda.linear import Tiling, linear
+from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.pages import ATTENTION
+from bench.cuda.kernel_parts import ATTENTIONS, AttentionCase, tilings
+from bench.cuda.measuring import Probe
+from bench.cuda.step import PAGE, Step, Weights, new_kv
+
+TEXT_TOKENS = 40
+
+
+def bits(probe: Probe) -> dict[str, Any]:
+    """Compare the logits of rows alone and in a batch, of chains and of decoding their tokens, and
+    products and attention over all ways of cutting them.
+    """
+    shape = replace(probe.shape, layers=probe.of(4, 2))
+    weights = Weights(shape, probe.device, probe.dtype)
+    kv = new_kv(shape, probe.of(64 * 40, 256), probe.device, probe.dtype)
+    whole_rows, found = probe.of(64, 4), {}
+    kernels = triton_kernels(invariant=True)
+    many = Step(weights, kv, whole_rows, 1, 2048, kernels)
+    many.fill(probe.context)
+    many.run()
+    together = many.logits.clone()
+    for rows in probe.of((1, 2, 8, 17, 33), (1, 2)):
+        one = Step(weights, kv, rows, 1, 2048, kernels)
+        for field in ("ids", "position", "place", "table", "start"):
+            target = getattr(one, field)
+            target.copy_(getattr(many, field)[: len(target)])
+        one.run()
+        found[f"{rows} of {whole_rows} rows"] = torch.equal(one.logits, together[:rows])
+    chain = Step(weights, kv, 4, 4, 2048, kernels)
+    chain.fill(probe.context)
+    chain.run()
+    verified = chain.logits.view(4, 4, -1).clone()
+    for at in range(4):
+        one = Step(weights, kv, 4, 1, 2048, kernels)
+        one.table.copy_(chain.table)
+        one.start.fill_(probe.context + at)
+        for field in ("ids", "position", "place"):
+            getattr(one, field).copy_(getattr(chain, field).view(4, 4)[:, at])
+        one.run()
+        found[f"token {at} of a chain"] = torch.equal(one.logits, verified[:, at])
+    if not probe.rehearse:
+        found |= _same_products() | _same_attention(probe)
+    print({key: same for key, same in found.items() if not same} or "all equal", flush=True)
+    return {"same": found}
+
+
+def _same_products() -> dict[str, bool]:
+    """Compare our product over tilings and numbers of tokens with that of a token alone."""
+    found = {}
+    alone = Tiling(64, 128, 16, 5, 4)
+    for n, k in ((6144, 4096), (4096, 14336)):
+        weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
+        x = torch.randn(320, k, device="cuda", dtype=torch.bfloat16)
+        rows = [linear(row[None], weight, x.new_empty(1, n), tiling=alone) for row in x]
+        wanted = torch.cat(rows)
+        for tokens in (16, 32, 64, 128, 320):
+            for tiling in tilings(tokens):
+                out = linear(x[:tokens], weight, x.new_empty(tokens, n), tiling=tiling)
+                key = f"product {n} x {k}, {tokens} tokens, {'/'.join(map(str, tiling))}"
+                found[key] = torch.equal(out, wanted[:tokens])
+    return found
+
+
+def _same_attention(probe: Probe) -> dict[str, bool]:
+    """Compare the attention of chains with that of their tokens one by one."""
+    found, rows = {}, 4
+    for most in (2, 4, 5, 9):
+        case = AttentionCase(probe, probe.shape, rows, most, probe.context, 1)
+        one = AttentionCase(probe, probe.shape, rows, 1, probe.context, 1)
+        queries = case.q.view(rows, most, *case.q.shape[1:])
+        one.kvs, one.table = case.kvs, case.table
+        for lanes in (16, 32, 64):
+            for cut in ATTENTIONS:
+                chain = case.run(case.kernel(*cut, lanes)).clone().view_as(queries)
+                kernel, same = one.kernel(*cut, lanes), True
+                for at in range(most):
+                    one.q, one.start = queries[:, at].contiguous(), case.start + at
+                    same &= torch.equal(one.run(kernel), chain[:, at])
+                key = f"attention {'/'.join(map(str, cut))} of {lanes} lanes, chain of {most}"
+                found[key] = same
+    return found
+
+
+def model(probe: Probe) -> dict[str, Any]:
+    """Time steps of transformers' 8B with fused leaves, acceptance and commit included, and compare
+    the texts that different plans and batches write.
+    """
+    rows_most = probe.of(128, 3)
+    start = time.monotonic()
+    paged, room = _paged_llama(probe, rows_most)
+    found: dict[str, Any] = {
+        "load_and_fuse_s": time.monotonic() - start,
+        "fused": paged.fused,
+        "refused": paged.refused,
+    }
+    print(found, flush=True)
+    need = -(-room // PAGE)
+    slots = Slots(rows_most, -(-need // 16) * 16, paged.device)
+    blocks = torch.randperm(rows_most * need, device=paged.device).view(rows_most, need)
+    slots.table[:, :need] = blocks.int()
+    slots.seed.copy_(torch.randint(-(2**62), 2**62, (rows_most,)))
+    found["steps"] = {}
+    buckets: dict[tuple[int, int], tuple[ChainStep, Callable[[], object]]] = {}
+    for rows in probe.of((1, 8, 32, 64, 128), (1, 2, 3)):
+        for most in (1, 3, 5):
+            slots.length.fill_(probe.context)
+            step = ChainStep(paged, slots, rows, most, probe.shape.vocab)
+            buckets[rows, most] = step, probe.graph(step.run)
+            slots.length.fill_(probe.context)
+            ms = probe.time_ms(buckets[rows, most][1])
+            found["steps"][f"{rows} rows, {most} tokens"] = ms
+            print(f"{rows} rows, {most} tokens: {ms:.2f} ms", flush=True)
+    first = torch.randint(0, probe.shape.vocab, (rows_most,)).to(paged.device)
+    found["texts"] = {}
+    for temperature in (0.0, 0.8):
+        slots.temperature.fill_(temperature)
+        widest = None
+        for rows in probe.of((64, 8, 1), (3, 1)):
+
+            def write(
+                most: int, guess: torch.Tensor | None, rows: int = rows
+            ) -> tuple[torch.Tensor, int]:
+                slots.length.fill_(probe.context)
+                slots.last.copy_(first)
+                return _text(*buckets[rows, most], guess)
+
+            text, _ = write(1, None)
+            widest = text if widest is None else widest
+            itself, steps = write(5, text)
+            wrong = text.clone()
+            wrong[:, 3::4] = 7
+            wrong[::3] = 9
+            found["texts"][f"{rows} rows at temperature {temperature}"] = cell = {
+                "same as among more rows": torch.equal(text, widest[:rows]),
+                "same where itself was proposed": torch.equal(itself, text),
+                "all of itself accepted": steps == -(-TEXT_TOKENS // 5),
+                "same where wrong tokens were proposed": torch.equal(write(3, wrong)[0], text),
+                "distinct_tokens": int(text.unique().numel()),
+            }
+            print(rows, temperature, cell, flush=True)
+    return found
+
+
+def _paged_llama(probe: Probe, rows: int) -> tuple[PagedModel, int]:
+    """Return a Llama of random weights and KV, and the tokens that a row has room for."""
+    shape, room = probe.shape, probe.context + 150
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.dim,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        initializer_range=shape.hidden**-0.5,
+    )
+    with torch.device(probe.device):
+        lm = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION, dtype=probe.dtype
+        ).eval()
+    kernels = plain_kernels() if probe.rehearse else triton_kernels(invariant=True)
+    blocks = rows * -(-room // PAGE)
+    paged = PagedModel(lm, kernels, blocks=blocks, max_tokens=rows * 5, max_keys=room)
+    paged.fuse()
+    for kv in paged.kv:
+        kv.normal_().mul_(0.1)
+    return paged, room
+
+
+def _text(
+    step: ChainStep, replay: Callable[[], object], guess: torch.Tensor | None
+) -> tuple[torch.Tensor, int]:
+    """Return the texts [rows, TEXT_TOKENS] that a bucket writes from where its slots are, and the
+    steps it took. ``guess`` [rows, TEXT_TOKENS] are proposed at their places.
+    """
+    rows, most, device = step.rows, step.most, step.slot.device
+    text = torch.full((rows, TEXT_TOKENS + most), -1, dtype=torch.int64, device=device)
+    done = torch.zeros(rows, dtype=torch.int64, device=device)
+    offset, steps = torch.arange(most, device=device), 0
+    while int(done.min()) < TEXT_TOKENS:
+        if guess is not None:
+            padded = torch.cat((guess, guess.new_full((rows, most), -1)), 1)
+            step.proposal.copy_(padded.gather(1, done[:, None] + offset[:-1]))
+        replay()
+        steps += 1
+        at = done[:, None] + offset
+        is_text = offset < step.count[:, None]
+        text.scatter_(1, at, torch.where(is_text, step.emitted, text.gather(1, at)))
+        done = (done + step.count).clamp(max=TEXT_TOKENS)
+    return text[:, :TEXT_TOKENS], steps
