@@ -38,6 +38,8 @@ END_LIMIT_S = 15
 ROLES = {
     "launcher": "backend.cli serve",
     "preparation": "engines_build.prepare",
+    "download": "-m pip ",
+    "reader of large bodies": "multiprocessing.spawn",
     "tritonserver": "bin/tritonserver --",
     "engine": "backend.engine_process",
     "front end": "backend.openai_frontend",

@@ -1,18 +1,30 @@
 """When a process dies, no process outlives its parent, and what is to be restarted serves again."""
 
+import json
 import os
 import re
 import signal
+import socket
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from backend.config import DEFAULT_CONFIG
-from tests.server.harness import CONFIG, ROLES, Service, free_ports, write_engine_python
+from tests.server.harness import (
+    CONFIG,
+    ROLES,
+    Service,
+    free_ports,
+    infer_request,
+    write_engine_python,
+)
 
 REAL = pytest.param(DEFAULT_CONFIG, id="real", marks=pytest.mark.slow)
 FAKE = pytest.param(CONFIG, id="fake")
+SERVING = set(ROLES) - {"preparation", "download", "reader of large bodies"}
 TERMINAL = (sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])")
 
 
@@ -41,6 +53,15 @@ def wait_ready(service, starts=1):
     service.wait_for_front_end()
 
 
+def send_large_body(service):
+    """Have the front end start the process that reads large bodies."""
+    body = json.dumps({"model": "any", "prompt": "a" * 100_000}).encode()
+    url = f"http://127.0.0.1:{service.openai}/v1/completions"
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(urllib.request.Request(url, body), timeout=30)
+    assert service.pids("reader of large bodies")
+
+
 def kill_launcher(service):
     service.process.kill()
     service.process.wait()
@@ -57,7 +78,8 @@ def generates(service):
 def test_a_killed_launcher_leaves_no_process_and_its_files_until_the_next_start(start, config):
     service = start(config)
     wait_ready(service)
-    assert all(service.pids(role) for role in ROLES if role != "preparation")
+    send_large_body(service)
+    assert all(service.pids(role) for role in SERVING)
     kill_launcher(service)
     assert service.left() == {}
     assert len(service.run_folders()) == 1
@@ -99,16 +121,14 @@ def test_a_launcher_ends_with_its_terminal(start, config):
 def test_what_dies_serves_again_and_ends_with_the_launcher(start, config, role):
     service = start(config)
     wait_ready(service)
+    send_large_body(service)
     (victim,) = service.pids(role)
-    before = service.running()
     os.kill(victim, signal.SIGKILL)
     starts = 1 if role in ("engine", "front end") else 2
     service.wait_until(lambda: service.pids(role) not in ([], [victim]))
     wait_ready(service, starts)
     service.wait_until(lambda: generates(service))
-    after = service.running()
-    assert len(after) == len(before)
-    assert all(len(service.pids(each)) == 1 for each in ROLES if each != "preparation")
+    assert all(len(service.pids(each)) == 1 for each in SERVING)
     log = service.log.read_text(errors="replace")
     assert log.count("spindle: try: curl") == starts
     engines = 1 if role == "front end" else 2
@@ -164,6 +184,31 @@ def test_a_launcher_that_is_killed_while_it_starts_leaves_no_process(start, conf
     service.wait_until(lambda: MOMENTS[moment](service), limit_s=300)
     kill_launcher(service)
     assert service.left() == {}
+
+
+@pytest.mark.slow
+def test_a_download_ends_with_the_launcher(start, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as index:  # it never answers
+        url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
+        pip = {"PIP_INDEX_URL": url, "PIP_CONFIG_FILE": os.devnull, "PIP_EXTRA_INDEX_URL": ""}
+        service = start(DEFAULT_CONFIG, SPINDLE_CACHE=str(tmp_path / "cache"), **pip)
+        service.wait_until(lambda: service.pids("download"))
+        kill_launcher(service)
+        assert service.left() == {}
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_while_it_stops_leaves_no_process(start):
+    service = start(CONFIG)
+    wait_ready(service)
+    with service.stub() as stub:
+        request = infer_request("ensemble", text_input="a", max_tokens=2000, stream=True, end_id=-1)
+        stream = stub.ModelStreamInfer(iter([request]))
+        next(stream)
+        service.process.send_signal(signal.SIGTERM)
+        service.wait_until(lambda: said(service, "stopping: "))
+        kill_launcher(service)
+        assert service.left() == {}
 
 
 @pytest.mark.slow
