@@ -1,11 +1,12 @@
-"""Hours of trouble in minutes: many streams, some cancelled, some read slowly, while stubs and the
-engine process are killed.
+"""Hours of trouble in minutes: many streams, some cancelled, some read slowly, some prompts far too
+long, while stubs and the engine process are killed.
 
     python -m bench.micro.soak --minutes 30
 
 A real tritonserver with the OpenAI front end serves the fake engine (``--config`` names another
 configuration). Requests come through every door: gRPC streams, Triton's HTTP interface and the
 OpenAI routes. Each must end exactly once: sent = final replies + errors + cancelled by the client.
+Prompts that cannot fit the context must be refused.
 Memory, threads, file handles and shared memory are sampled and compared between the first and the
 last third. Writes a record; the exit status is 1 when something was violated.
 """
@@ -50,7 +51,8 @@ DOORS = ("grpc", "http", "openai")
 SAMPLE_PERIOD_S = 3.0
 RECOVERY_LIMIT_S = 60.0
 LEAVING_LIMIT_S = 3.0
-CANCELLED_SHARE, SLOW_SHARE = 0.15, 0.1
+CANCELLED_SHARE, SLOW_SHARE, OVERSIZE_SHARE = 0.15, 0.1, 0.03
+OVERSIZE_CHARACTERS = (100_000, 1_000_000, 4_000_000, 8_000_000)
 
 
 class Soak:
@@ -85,10 +87,9 @@ class Soak:
             for number in itertools.count():
                 if time.perf_counter() >= self.end_s:
                     return
-                kind = rng.choices(
-                    ("cancels", "slow", "plain"),
-                    (CANCELLED_SHARE, SLOW_SHARE, 1 - CANCELLED_SHARE - SLOW_SHARE),
-                )[0]
+                shares = (CANCELLED_SHARE, SLOW_SHARE, OVERSIZE_SHARE)
+                kinds = ("cancels", "slow", "oversize", "plain")
+                kind = rng.choices(kinds, (*shares, 1 - sum(shares)))[0]
                 served = await self._one(
                     connection, session, kind, f"client {index} request {number} ", rng
                 )
@@ -110,6 +111,8 @@ class Soak:
             "max_tokens": rng.randrange(4, 120),
             "end_id": -1,
         }
+        if kind == "oversize":
+            inputs["text_input"] = rng.choice("1 a,") * rng.choice(OVERSIZE_CHARACTERS)
         pause_s = rng.uniform(0.05, 0.5)
         stop_at = rng.randrange(8)
         self.sent += 1
@@ -123,6 +126,8 @@ class Soak:
             served = await serve_http(session, url, body, pause, stops)
         self.by_door[door][served.outcome] += 1
         self.outcomes[served.outcome] += 1
+        if kind == "oversize" and served.outcome == FINAL:
+            self.violations.append(f"a prompt of {len(inputs['text_input'])} characters was served")
         if served.message:
             self.messages[served.message[:100]] += 1
         if kind == "plain" and served.outcome == FINAL:
