@@ -4,7 +4,8 @@ tritonserver.
 ``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: who
 calls must have it; ``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
 ``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template;
-``OPENAI_SPEC_DECODE_METRICS``: ``none``, ``summary`` or ``detailed``.
+``OPENAI_SPEC_DECODE_METRICS``: ``none``, ``summary`` or ``detailed``;
+``OPENAI_ESCAPE_SPECIAL_TOKENS``: 1 makes special tokens in messages plain text.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ def main() -> None:
         api_key=environment.get("OPENAI_API_KEY") or "",
         metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
         version=version(),
-        special_tokens=tuple(
+        special_tokens=(
             ByteTokenizer().special_tokens if folder is None else special_tokens(folder)
         ),
+        escape_special_tokens=settings.escape_special_tokens,
         spec_decode_metrics=settings.spec_decode_metrics,
         origins=tuple(filter(None, (environment.get("OPENAI_CORS_ORIGINS") or "").split(","))),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from backend.openai_frontend.choices import COMPLETION, Choice, Style
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
+from backend.openai_frontend.escaping import Escaped
 from backend.openai_frontend.hangup import until_gone
 from backend.openai_frontend.schema import ChatRequest, Options
 from backend.openai_frontend.speculation import Speculation
@@ -78,7 +79,7 @@ class Answer:
 
     body: Options
     style: Style
-    prompts: list[str | list[int]]
+    prompts: Sequence[str | list[int] | Escaped]
     options: dict[str, Any]
     spec_decode_metrics: str = "summary"
 
@@ -86,7 +87,12 @@ class Answer:
         """Ask Triton and return its answer. A client that hangs up ends its request. Raises
         ApiError.
         """
-        echoed = [await _text(triton, prompt) if self.style.echo else "" for prompt in self.prompts]
+        fields = self._fields()
+        prompts = [
+            await triton.tokenize(prompt, fields) if isinstance(prompt, Escaped) else prompt
+            for prompt in self.prompts
+        ]
+        echoed = [await _text(triton, prompt) if self.style.echo else "" for prompt in prompts]
         texts = [text for text in echoed for _ in range(self.body.n)]
         choices = [Choice(self.style, index, text) for index, text in enumerate(texts)]
         kind = self.style.kind
@@ -96,7 +102,7 @@ class Answer:
             "model": self.body.model,
         }
         counted = {} if self.spec_decode_metrics == "none" else {"return_perf_metrics": True}
-        pieces = triton.generate(self.prompts, self.options | counted, self._fields(), self.body.n)
+        pieces = triton.generate(prompts, self.options | counted, fields, self.body.n)
         answer = self._streamed if self.body.stream else self._whole
         return await until_gone(request, answer(pieces, choices, head))
 

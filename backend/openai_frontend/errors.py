@@ -47,7 +47,12 @@ FIELDS = {
     "return_prompt_log_probs": "logprobs",
     "return_top_log_probs": "logprobs",
 }
-CHAT_FIELDS = {**FIELDS, "text_input": "messages", "guided_decoding_guide": "response_format"}
+CHAT_FIELDS = {
+    **FIELDS,
+    "text_input": "messages",
+    "prompt_token_ids": "messages",
+    "guided_decoding_guide": "response_format",
+}
 TOOL_FIELDS = {**CHAT_FIELDS, "guided_decoding_guide": "tools"}
 """Tensors of the text model whose field has another name: of a completion, of a chat, of one that
 must call a tool.

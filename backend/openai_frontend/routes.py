@@ -11,6 +11,7 @@ from backend.openai_frontend.answers import Answer, tensors
 from backend.openai_frontend.bodies import parse
 from backend.openai_frontend.choices import CHAT, COMPLETION, Style
 from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
+from backend.openai_frontend.escaping import Escaped
 from backend.openai_frontend.guides import guide_of
 from backend.openai_frontend.schema import (
     INT32,
@@ -82,7 +83,7 @@ def _slim(body: AnyBody) -> AnyBody:
     return type(body).model_construct(**{name: getattr(body, name) for name in fields})
 
 
-def text_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> str:
+def text_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> str | Escaped:
     """Return the text that a body of ``/tokenize`` is about."""
     body = parse(data, headers, TokenizeRequest)
     settings.check_model(body.model)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from backend.openai_frontend.errors import ApiError
+from backend.openai_frontend.escaping import Escaped, Escaper
 from backend.openai_frontend.schema import INT32, Message, Tool
 from backend.openai_frontend.template import ChatTemplate
 
@@ -17,7 +19,8 @@ BODY_BYTES_PER_TOKEN = 32
 class FrontEnd:
     """Settings: where Triton's gRPC is, the model's public name, its chat template, and who may
     call ('': anyone; (): no site). ``most_texts`` of one body are generated at once.
-    ``special_tokens`` are the names of the model's.
+    ``special_tokens`` are the model's ids by name; ``escape_special_tokens`` makes them plain text
+    where messages spell them.
     """
 
     address: str
@@ -31,7 +34,8 @@ class FrontEnd:
     metrics_url: str = ""
     spec_decode_metrics: str = "summary"
     version: str = ""
-    special_tokens: tuple[str, ...] = ()
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    escape_special_tokens: bool = False
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model's name."""
@@ -39,12 +43,16 @@ class FrontEnd:
             message = f"The model {name!r} does not exist; there is {self.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def prompt(self, messages: list[Message], tools: list[Tool] | None) -> str:
+    def prompt(self, messages: list[Message], tools: list[Tool] | None) -> str | Escaped:
         """Return the prompt of a conversation. Raises ApiError."""
         if self.template is None:
             raise ApiError(400, "the model has no chat template", "messages")
         shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+        given = [message.as_dict() for message in messages]
+        escaper = Escaper(self.special_tokens) if self.escape_special_tokens else None
         try:
-            return self.template.prompt([message.as_dict() for message in messages], shown or None)
+            given = escaper.messages(given) if escaper else given
+            text = self.template.prompt(given, shown or None)
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
+        return escaper.prompt(text) if escaper else text

@@ -17,6 +17,7 @@ import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
+from backend.openai_frontend.escaping import Escaped
 from backend.triton_adapter.fields import MODELS, NUMPY_TYPES
 from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
 
@@ -62,8 +63,16 @@ class Piece:
 class Triton:
     """A client of the model ``tensorrt_llm_bls``; make it inside the event loop."""
 
-    def __init__(self, address: str, most_texts: int, model: str = "tensorrt_llm_bls") -> None:
-        """``most_texts`` of one body are asked for at once."""
+    def __init__(
+        self,
+        address: str,
+        most_texts: int,
+        special_tokens: Mapping[str, int],
+        model: str = "tensorrt_llm_bls",
+    ) -> None:
+        """``most_texts`` of one body are asked for at once; ``special_tokens`` are ids by name."""
+        self._special_tokens = special_tokens
+        self._letters: dict[str, list[int]] = {}  # of special tokens as plain text
         self._most_texts = most_texts
         self._client = grpcclient.InferenceServerClient(address)
         self._model = model
@@ -78,15 +87,33 @@ class Triton:
         reply: dict[str, Any] = json.loads(result.as_numpy("reply").item())
         return reply
 
-    async def tokenize(self, text: str) -> list[int]:
-        """Return the token ids that a prompt has. Raises ApiError."""
+    async def tokenize(self, text: str | Escaped, names: Mapping[str, str] = FIELDS) -> list[int]:
+        """Return the token ids that a prompt has; ``names`` are what a client calls the inputs.
+        Raises ApiError.
+        """
+        if isinstance(text, Escaped):
+            ids = await self.tokenize(text.text, names)
+            for name in text.plain - self._letters.keys():
+                self._letters[name] = await self._letters_of(name)
+            if (escaped := text.ids(ids, self._special_tokens, self._letters)) is None:
+                message = "messages have special tokens, which this tokenizer cannot take as text"
+                raise ApiError(400, message, "messages")
+            return escaped
         given = {"QUERY": [[text]], "REQUEST_OUTPUT_LEN": [[1]]}
         try:
             reply = await self._infer("preprocessing", given)
         except ApiError as error:
             message = str(error).replace("QUERY", "text_input", 1)
-            raise upstream_error(error.status, message, FIELDS) from None
-        ids: list[int] = reply.as_numpy("INPUT_ID")[0].tolist()
+            raise upstream_error(error.status, message, names) from None
+        made: list[int] = reply.as_numpy("INPUT_ID")[0].tolist()
+        return made
+
+    async def _letters_of(self, name: str) -> list[int]:
+        """Return the tokens of a special token's name as plain text: those of two parts of it."""
+        parts = {"STOP_WORDS_DICT": [[name[:1], name[1:]]]}
+        given = {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], **parts}
+        reply = await self._infer("preprocessing", given)
+        ids: list[int] = reply.as_numpy("STOP_WORDS_IDS")[0, 0].tolist()
         return ids
 
     async def detokenize(self, ids: list[int]) -> str:

@@ -9,7 +9,7 @@ from tests.server.harness import free_ports
 
 def test_a_triton_that_is_not_there_is_unavailable():
     async def ask():
-        triton = Triton(f"127.0.0.1:{free_ports(1)[0]}", 4)
+        triton = Triton(f"127.0.0.1:{free_ports(1)[0]}", 4, {})
         try:
             with pytest.raises(ApiError) as raised:
                 await triton.command("health")

@@ -53,6 +53,7 @@ class Settings:
     trace_rate: int = DEFAULT_TRACE_RATE
     openai_port: int = 0
     spec_decode_metrics: str = SPEC_DECODE_METRICS[0]
+    escape_special_tokens: bool = False
 
     @property
     def client_host(self) -> str:
@@ -67,7 +68,8 @@ class Settings:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG``,
-    ``OPENAI_SPEC_DECODE_METRICS`` and ``TRACE_*``. Raises LaunchError.
+    ``OPENAI_SPEC_DECODE_METRICS``, ``OPENAI_ESCAPE_SPECIAL_TOKENS`` and ``TRACE_*``. Raises
+    LaunchError.
     """
     ports = [
         _port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS
@@ -84,8 +86,11 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     if level not in SPEC_DECODE_METRICS:
         choices = ", ".join(SPEC_DECODE_METRICS)
         raise LaunchError(f"OPENAI_SPEC_DECODE_METRICS must be one of {choices}, got {level!r}")
+    escape = environment.get("OPENAI_ESCAPE_SPECIAL_TOKENS") or "0"
+    if escape not in ("0", "1"):
+        raise LaunchError(f"OPENAI_ESCAPE_SPECIAL_TOKENS must be 0 or 1, got {escape!r}")
     bind = environment.get("BIND") or "127.0.0.1"
-    return Settings(bind, http, grpc, metrics, config, *trace, openai, level)
+    return Settings(bind, http, grpc, metrics, config, *trace, openai, level, escape == "1")
 
 
 def _trace(url: str, rate: str) -> tuple[str, int]:
