@@ -64,14 +64,14 @@ def deployments() -> dict[str, Deployment]:
         for name in ("target", "head")
     }
     plain = presets.llama_8b_h100(), presets.llama_70b_h100(), presets.smollm2_cpu(tables)
-    special = (presets.specialists(0.85, 0.40), presets.slow_draft(1.1), presets.padded())
-    return {d.name: d for d in (*plain, *(deployment for deployment, _ in special))}
+    specialists, _ = presets.specialists(0.85, 0.40)
+    return {d.name: d for d in (*plain, specialists)}
 
 
 def mixes() -> dict[str, Mix]:
     """Return the mixes by name."""
-    special = (presets.specialists(0.85, 0.40), presets.slow_draft(1.1), presets.padded())
-    return presets.MIXES | {mix.name: mix for _, mix in special}
+    _, mix = presets.specialists(0.85, 0.40)
+    return presets.MIXES | {mix.name: mix}
 
 
 class Runner:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from backend.app import App, build
-from backend.config import EngineConfig, ServingConfig, build_settings, parse_config, settled
+from backend.config import ServingConfig, parse_config
 from backend.model_folders import model_path
 from backend.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
@@ -29,13 +29,9 @@ from policy import LatencyTable
 NONE, AGAIN, SPINDLE = "none", "none-again", "spindle"
 ADAPTING = ("schedule", "ema", "smartspec", "smartspec-untold", "spin")
 PARTS: dict[str, tuple[str, str, Any, Any]] = {
-    "cohorts": ("policy", "cohorts", 1, 2),
-    "decomposition": ("target", "attention", "ragged", "padded"),
     "prefix-reuse": ("limits", "enable_kv_cache_reuse", False, True),
 }
-"""Where ``serving.json`` has a part's setting, what it is without the part and with it; padded
-attention cuts contexts where it pays.
-"""
+"""Where ``serving.json`` has a part's setting, what it is without the part and with it."""
 _DEFAULTS = ServingConfig()
 _UNLIMITED = 100_000
 _SWITCHED = "fixed"
@@ -69,12 +65,8 @@ def is_ablation(name: str) -> bool:
 
 
 def ablation_names(config: dict[str, Any]) -> list[str]:
-    """Return the arms that differ from spindle by one part or draft; decomposition for torch
-    targets alone.
-    """
-    target = settled(build_settings(EngineConfig, config["target"], "target"))
-    parts = [part for part in PARTS if target.engine == "torch" or part != "decomposition"]
-    named = [f"{'without' if _has(config, part) else 'with'}-{part}" for part in parts]
+    """Return the arms that differ from spindle by one part or draft."""
+    named = [f"{'without' if _has(config, part) else 'with'}-{part}" for part in PARTS]
     return [*named, *(f"without-{draft['name']}" for draft in config["drafts"])]
 
 

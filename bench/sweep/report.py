@@ -413,8 +413,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         "What each part brings",
         "Spindle's speed with a part over its speed without it, and 95 % intervals; parts are "
         "taken away one by one, those that are off "
-        "by default are added. decomposition: padded attention whose contexts are cut where that "
-        "pays, against ragged, which never pads. "
+        "by default are added. "
         "Of this record or, where it has none, of docs/results/ablations*.json on this processor.",
         _ablations,
     ),

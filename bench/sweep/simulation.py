@@ -7,7 +7,7 @@ the acceptance that the fixed choices saw on it (``bench.sweep.hazards``). What 
 measured once for the whole sweep, on its cold block, which is not scored (``Constants``). A
 planner's state goes on from block to block, as in the server.
 
-Left out: prefixes shared within a run, trees and cohorts, how acceptance changes within a text,
+Left out: prefixes shared within a run, trees, how acceptance changes within a text,
 contention between the client and the server beyond the constants, and noise: every step takes its
 mean time.
 """
@@ -152,7 +152,7 @@ class Simulation:
         planners = [name for name in names if name in POLICIES or PolicyConfig(name).own]
         self.policies = [NONE, *self._fixed, *planners]
         self.config = parse_config(
-            arm_config(self._plain_config(), SPINDLE, self._tuning, self._settings["active"])
+            arm_config(self._settings["config"], SPINDLE, self._tuning, self._settings["active"])
         )
         self._drafts = tuple(draft.name for draft in self.config.drafts)
         runs = [(key, run) for key, run in self.runs.items() if key[3] in self._fixed]
@@ -164,15 +164,10 @@ class Simulation:
             self.config.policy.k_max,
         )
 
-    def _plain_config(self) -> dict[str, Any]:
-        """Return the configuration without cohorts."""
-        config = self._settings["config"]
-        return {**config, "policy": {**config.get("policy", {}), "cohorts": 1}}
-
     def policy(self, name: str) -> Lasting:
         """Return an arm's policy, which reads the tables as they are."""
         config = parse_config(
-            arm_config(self._plain_config(), name, self._tuning, self._settings["active"])
+            arm_config(self._settings["config"], name, self._tuning, self._settings["active"])
         )
         engines = [
             SimpleNamespace(limits=SimpleNamespace(scores=True, free=draft.kind.free))

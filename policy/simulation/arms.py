@@ -20,9 +20,7 @@ from policy.baselines import (
     SmartSpec,
     SpinSelection,
 )
-from policy.decomposition import Decomposition
 from policy.latency import LatencyModel
-from policy.pipelining import Pipelining
 from policy.plan import Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
 from policy.wrappers import PolicyError, made
@@ -76,11 +74,10 @@ class Oracle(AdaptivePlanner):
         latency: LatencyModel,
         truth: Truth,
         config: PlannerConfig,
-        execution: Pipelining | Decomposition | None = None,
     ) -> None:
         config = replace(config, explore_share=0.0)
         known = _Known(truth, len(drafts), config.k_max)
-        super().__init__(drafts, latency, config, execution, known)
+        super().__init__(drafts, latency, config, estimator=known)
 
 
 class _Lacking(AdaptivePlanner):
@@ -168,7 +165,7 @@ def make_policy(
     ``:NAME=VALUE`` its options. Raises PolicyError for any other.
     """
     drafts, k_max = deployment.drafts, deployment.k_max
-    config, execution = PlannerConfig(k_max=k_max, catchup_scored=True), deployment.execution
+    config = PlannerConfig(k_max=k_max, catchup_scored=True)
     policy: Policy
     match arm.split(":"):
         case ["none"]:
@@ -184,15 +181,13 @@ def make_policy(
         case ["spin", length] if length.isdigit():
             policy = SpinSelection(drafts, int(length))
         case ["adaptive"]:
-            policy = AdaptivePlanner(drafts, read, config, execution)
-        case ["without", "execution"]:
             policy = AdaptivePlanner(drafts, read, config)
         case ["without", part] if part in WITHOUT:
             config = replace(config, **WITHOUT[part])
-            policy = _Lacking(part, deployment, drafts, read, config, execution)
+            policy = _Lacking(part, deployment, drafts, read, config)
         case ["oracle"]:
             truth = workload.acceptance.hazard
-            policy = Oracle(drafts, deployment.latency, truth, config, execution)
+            policy = Oracle(drafts, deployment.latency, truth, config)
         case [path, *options] if "." in path:
             policy = made(path, drafts, read, k_max, _options(arm, options))
         case _:

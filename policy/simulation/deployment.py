@@ -6,10 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from policy.decomposition import Decomposition
 from policy.latency import LatencyCurve, LatencyModel
-from policy.pipelining import Pipelining, pipelined_s
-from policy.plan import FloatArray, IntArray, Plan, View
+from policy.plan import FloatArray, IntArray, View
 
 BLOCK_TOKENS = 16
 _KNOT_FACTOR = 8
@@ -24,7 +22,7 @@ class Deployment:
     ``noise`` is the standard deviation of the logarithm of a step's time; ``planning_s`` by batch
     size, as (rows, seconds) in order, what planning and learning add to a step that is planned for;
     ``full_information`` lets policies learn in every step how each draft would have guessed, which
-    no real server can. ``execution`` is what the engine does beyond one pass for all rows.
+    no real server can.
     """
 
     name: str
@@ -40,7 +38,6 @@ class Deployment:
     noise: float = 0.03
     planning_s: tuple[tuple[int, float], ...] = ()
     full_information: bool = False
-    execution: Pipelining | Decomposition | None = None
 
     def planned_s(self, rows: int) -> float:
         """Return what planning for so many rows takes, linear between the batch sizes."""
@@ -88,55 +85,10 @@ def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> di
     return parts
 
 
-def step_time(
-    deployment: Deployment, view: View, plan: Plan, work: Work, cohorts_before: int
-) -> tuple[dict[str, float], float]:
-    """Return the busy seconds by part, and those of the step, fewer where cohorts overlap.
-
-    A batch that was not cut like this in the step before has nothing in flight: its first cohort's
-    drafting overlaps nothing.
-    """
-    if plan.flight is None or not isinstance(deployment.execution, Pipelining):
-        parts_s = _parts(deployment, view, plan, work, np.arange(len(view)))
-        return parts_s, sum(parts_s.values())
-    contention, busy_s = deployment.execution.contention or 1.0, dict[str, float]()
-    draft_s, verify_s = [], []
-    cohorts = int(plan.flight.max()) + 1
-    chunks = work.rows - len(work.length), work.context_tokens - int(view.context.sum())
-    for number in range(cohorts):
-        rows = np.flatnonzero(plan.flight == number)
-        own, first = (len(rows), int(view.context[rows].sum())), number == 0
-        part = replace(
-            work,
-            rows=own[0] + first * chunks[0],
-            context_tokens=own[1] + first * chunks[1],
-            prefill_tokens=first * work.prefill_tokens,
-            free_rows=work.free_rows if first else {},
-        )
-        parts_s = _parts(deployment, view, plan, part, rows)
-        verify_s.append(parts_s["verify"])
-        draft_s.append(sum(parts_s.values()) - verify_s[-1])
-        for name, seconds in parts_s.items():
-            busy_s[name] = busy_s.get(name, 0.0) + contention * seconds
-    step_s = pipelined_s(np.array(draft_s), np.array(verify_s), contention)
-    return busy_s, step_s + (draft_s[0] if cohorts_before != cohorts else 0.0)
-
-
-def _parts(
-    deployment: Deployment, view: View, plan: Plan, work: Work, rows: IntArray
-) -> dict[str, float]:
-    """Return the seconds by part of some rows of the view, one after the other."""
-    names = ("draft", "length", "verified", "catchup")
-    part = replace(work, **{name: getattr(work, name)[rows] for name in names})
-    parts_s, latency = step_parts(deployment.latency, part, view.drafts), deployment.latency
-    parts_s["verify"] += latency.target.node_context_s * int(part.verified @ view.context[rows])
-    if isinstance(deployment.execution, Decomposition) and len(rows):
-        context = view.context[rows]
-        read = float(len(rows) * int(context.max()))
-        if plan.piece_tokens:
-            pieces = int((-(-context // plan.piece_tokens)).sum())
-            read = (plan.piece_tokens + deployment.execution.merge_tokens) * pieces
-        parts_s["verify"] += latency.target.context_s * (read - int(context.sum()))
+def step_time(deployment: Deployment, view: View, work: Work) -> dict[str, float]:
+    """Return the seconds of a step by part."""
+    parts_s, latency = step_parts(deployment.latency, work, view.drafts), deployment.latency
+    parts_s["verify"] += latency.target.node_context_s * int(work.verified @ view.context)
     return parts_s
 
 

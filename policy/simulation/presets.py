@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from policy.decomposition import Decomposition
 from policy.latency import LatencyCurve, LatencyModel, LatencyTable, nonnegative_least_squares
-from policy.pipelining import Pipelining
 from policy.plan import FloatArray
 
 from .deployment import Deployment
@@ -135,36 +133,6 @@ def specialists(good: float, poor: float) -> tuple[Deployment, Mix]:
     provenance = f"{_PUBLISHED}; heads made up"
     telling = (TELLING,) * 4
     return Deployment("llama-8b-4-heads", provenance, names, latency, (False,) * 4, telling), mix
-
-
-def slow_draft(contention: float) -> tuple[Deployment, Mix]:
-    """Return a made-up server whose draft is slow, and right nearly always: what SPIN's pipelining
-    is for.
-    """
-    latency = LatencyModel(
-        Linear(12.0, 0.05, 0.0, 0.0).curve(), (Linear(2.0, 0.02, 0.0, 0.0).curve(),)
-    )
-    provenance = "made up: verifying 12 ms + 0.05 ms a token, drafting 2 ms + 0.02 ms a row"
-    deployment = Deployment("slow-draft", provenance, ("1b",), latency, (False,), max_active=16)
-    mix = Mix("even", (Category("chat", 1.0, 300, 150, {"1b": 0.97}),), {"1b": 0.98})
-    return replace(deployment, execution=Pipelining(2, contention)), mix
-
-
-def padded() -> tuple[Deployment, Mix]:
-    """Return the 8B on an engine that pads, contexts weighing as much as its weights (40 times the
-    published price of a cached token), one request in ten long: what SPIN's decomposition is for.
-    """
-    ragged = llama_8b_h100()
-    target = ragged.latency.target
-    dearer = replace(target, context_s=40 * target.context_s)
-    latency = replace(ragged.latency, target=dearer)
-    deployment = replace(ragged, name="padded", latency=latency, execution=Decomposition(16.0, 16))
-    hazards = {"eagle": 0.7, "1b": 0.62}, {"eagle": 0.8, "1b": 0.66}
-    chat, book = (
-        Category("chat", 0.9, 100, 100, hazards[0]),
-        Category("book", 0.1, 6000, 100, hazards[1]),
-    )
-    return replace(deployment, max_active=32), Mix("long-and-short", (chat, book))
 
 
 def smollm2_cpu(tables: Mapping[str, LatencyTable]) -> Deployment:

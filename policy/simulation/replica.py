@@ -102,7 +102,6 @@ class Replica:
         self._queue: deque[int] = deque()
         self._prefill: list[_Prefill] = []
         self._rows = _NONE
-        self._cohorts = 1
         self._pending: _Pending | None = None
         self._blocks = deployment.kv_tokens // BLOCK_TOKENS
         self._plans = bool(policy.drift(self._state))
@@ -238,13 +237,13 @@ class Replica:
             free_rows={d: rows for d, rows in free_rows.items() if rows},
         )
         noise = float(np.exp(self._deployment.noise * self._noise_rng.standard_normal()))
-        parts_s, step_s = step_time(self._deployment, view, plan, work, self._cohorts)
-        self._cohorts = 1 if plan.flight is None else int(plan.flight.max()) + 1
+        parts_s = step_time(self._deployment, view, work)
         parts_s = {part: noise * s for part, s in parts_s.items()}
+        step_s = sum(parts_s.values())
         planned = self._plans and "kept" not in plan.notes
         planning_s = self._deployment.planned_s(n) if planned else 0.0
         parts_s |= {"planning": planning_s, "overhead": parts_s["overhead"] + planning_s}
-        step_s = noise * step_s + planning_s
+        step_s += planning_s
         return self._decided(view, plan, verified, confidence, ended, parts_s, step_s, now)
 
     def _trimmed(self, view: View, plan: Plan, now: float) -> tuple[IntArray, FloatArray]:
@@ -316,8 +315,6 @@ class Replica:
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.concatenate([rows[over[0]], first[over[1]]]),
-            flight=None if plan.flight is None else np.concatenate([plan.flight, tail - 1]),
-            piece_tokens=plan.piece_tokens,
             node_draft=plan.draft[node_row],
             node_confidence=claims[known],
             node_drawn=np.zeros(len(node_row), np.bool_),

@@ -67,7 +67,7 @@ TUNING = Tuning("d-1", 3, ((1, 3), (8, 0)))
 def test_a_policy_is_a_patched_configuration():
     base = {
         **FAKE,
-        "policy": {"k_max": 4, "cohorts": 2},
+        "policy": {"k_max": 4, "trace_lines": 5},
         "limits": {"max_active_requests": 64, "kv_cache_tokens": 1024},
     }
     made = {name: arm_config(base, name, TUNING, 8) for name in POLICIES}
@@ -84,10 +84,8 @@ def test_a_policy_is_a_patched_configuration():
         {"batch": 8, "length": 0},
     ]
     assert (made["ema"]["policy"]["kind"], made["spin"]["policy"]["length"]) == ("ema", 3)
-    assert (made["spindle"]["policy"]["kind"], made["spindle"]["policy"]["cohorts"]) == (
-        "adaptive",
-        2,
-    )
+    assert made["spindle"]["policy"]["kind"] == "adaptive"
+    assert made["spindle"]["policy"]["trace_lines"] == 5
     assert {config["limits"]["max_active_requests"] for config in made.values()} == {8}
     assert all(config["limits"]["kv_cache_tokens"] == 1024 for config in made.values())
 
@@ -104,19 +102,16 @@ def test_an_ablation_is_spindle_without_a_part_or_with_one_that_is_off():
     base = {
         "target": {"engine": "torch"},
         "drafts": FAKE["drafts"],
-        "policy": {"k_max": 4, "cohorts": 2},
+        "policy": {"k_max": 4},
     }
     names = ablation_names(base)
-    assert names[:3] == ["without-cohorts", "with-decomposition", "without-prefix-reuse"]
-    assert names[3:] == ["without-d-1", "without-lookup"]
+    assert names == ["without-prefix-reuse", "without-d-1", "without-lookup"]
     made = {name: arm_config(base, name, TUNING, 8) for name in names}
     spindle = arm_config(base, "spindle", TUNING, 8)
     changes = {
         name: {key: config[key] for key in config if config[key] != spindle.get(key)}
         for name, config in made.items()
     }
-    assert changes["without-cohorts"] == {"policy": {**spindle["policy"], "cohorts": 1}}
-    assert changes["with-decomposition"] == {"target": {"engine": "torch", "attention": "padded"}}
     assert changes["without-prefix-reuse"] == {
         "limits": {**spindle["limits"], "enable_kv_cache_reuse": False}
     }
@@ -452,7 +447,7 @@ def test_the_page_has_the_ablations_and_peers_that_were_measured_apart(finished,
         "blocks": 4,
     }
     parts = [
-        {**ratio, "part": "cohorts", "by_default": False},
+        {**ratio, "part": "prefix-reuse", "by_default": False},
         {**ratio, "part": "lookup", "by_default": True},
     ]
     here = {"machine": record["machine"]}
@@ -468,7 +463,7 @@ def test_the_page_has_the_ablations_and_peers_that_were_measured_apart(finished,
     assert all(
         words in page
         for words in (
-            '<td class="text">cohorts</td>',
+            '<td class="text">prefix-reuse</td>',
             "1.020 to 1.120",
             "another-stack",
             "1.25 (1.20 to 1.30)",

@@ -37,7 +37,7 @@ def run(policy, block, seconds, load="closed-2", tokens=10):
 
 
 def test_what_a_part_brings_is_the_speed_with_it_over_that_without_it():
-    policies = ["none", "spindle", "with-cohorts", "without-d-1"]
+    policies = ["none", "spindle", "with-prefix-reuse", "without-d-1"]
     runs = [
         run(policy, block, seconds)
         for block in (0, 1, 2)
@@ -45,7 +45,7 @@ def test_what_a_part_brings_is_the_speed_with_it_over_that_without_it():
     ]
     rows = sweep_figures.ablations(sweep_figures.blocks(runs, policies), policies)
     assert [(row["part"], row["by_default"], row["ratio"]) for row in rows] == [
-        ("cohorts", False, 0.25),
+        ("prefix-reuse", False, 0.25),
         ("d-1", True, 2.0),
     ]
 
