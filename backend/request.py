@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
@@ -170,18 +171,28 @@ class SamplingParams:
         }
 
 
+def tenant_id(cache_salt: str | None) -> int:
+    """Return the tenant of a salt as the policy knows it, 64 bits that are the same in every
+    process; 0 without one.
+    """
+    if not cache_salt:
+        return 0
+    digest = blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One request as a stub sends it, already type-checked by the codec; absent options are None.
 
     ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the
     policy decides). Only requests of one ``cache_salt`` share KV, and what drafts ``remember`` of
-    their answers. With ``input_ids`` the request is
-    one of token ids, and gets token ids: ``text_input`` is empty then, and words and weights (token
-    id, addend) come as ids as well. With ``prompt_token_ids`` only the prompt is one of ids, and
-    the request gets text. ``timeout_s`` is the client's own limit on the request's life. ``guide``
-    is a grammar of the kind ``guide_type`` that the output must follow. ``fit_max_tokens`` lowers
-    ``max_tokens`` to what fits.
+    their answers; what the policy learns of them moves no plan of other requests
+    (``policy.tenants``). With ``input_ids`` the request is one of token ids, and gets token ids:
+    ``text_input`` is empty then, and words and weights (token id, addend) come as ids as well. With
+    ``prompt_token_ids`` only the prompt is one of ids, and the request gets text. ``timeout_s`` is
+    the client's own limit on the request's life. ``guide`` is a grammar of the kind ``guide_type``
+    that the output must follow. ``fit_max_tokens`` lowers ``max_tokens`` to what fits.
     """
 
     text_input: str

@@ -4,13 +4,14 @@ The hazard h_j = accepted_j / reached_j is the chance that position j is accepte
 before it were. Counted where a position was *reached*, it is unbiased whatever lengths were planned
 (accepted / k is not). Survival is s_j = h_1 ... h_j; a step of k tokens emits 1 + sum_{j<=k} s_j.
 
-A draft's level is its counts. A request deviates from it by x logits at all positions of a draft.
-Before any evidence x is normal around 0, with a variance that finished requests teach, or around
-what is expected of its group (``View.group``). Its counts are taken as normal observations of x
-(Laplace's approximation): with the hazards h at the present x they have the weight
-w = sum reached h (1 - h) and the surprise s = sum (accepted - reached h). With a prior of mean m
-and variance V, x becomes v (w x + s + m / V), where v = 1 / (w + 1 / V): one Newton step towards
-the likeliest x. At last the request's own counts refine each position.
+A draft's level is its counts, by tenant (``policy.tenants``). A request deviates from it by x
+logits at all positions of a draft. Before any evidence x is normal around 0, with a variance that
+finished requests of the tenant teach, or around what is expected of its group (``View.group``). Its
+counts are taken as normal observations of x (Laplace's approximation): with the hazards h at the
+present x they have the weight w = sum reached h (1 - h) and the surprise s = sum (accepted -
+reached h). With a prior of mean m and variance V, x becomes v (w x + s + m / V), where
+v = 1 / (w + 1 / V): one Newton step towards the likeliest x. At last the request's own counts
+refine each position.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .plan import BoolArray, FloatArray, IntArray
+from .tenants import NOBODY, with_rows
 
 _Pair = tuple[FloatArray, FloatArray]
 
@@ -35,7 +37,7 @@ _FIRST_REQUESTS = 20.0  # that the first belief of how requests differ counts fo
 _TELLING_REQUESTS = 10.0  # after so many, half of a deviation is the request's and not the draft's
 _MOST_STEP = 2.0  # logits: farther away Laplace's approximation overshoots
 _NEWTON_STEPS = 8  # for counts that come all at once; others grow step by step
-_NO_GROUP = -1
+NO_GROUP = -1
 _GROUP_SHARE = 0.5  # of the variance between requests: that between members of one group
 _GROUP_MEMORY_REQUESTS = 30.0
 _RECENT_KEEP = 0.85  # in a step with a chain: a memory of seven steps
@@ -50,8 +52,8 @@ class AcceptanceConfig:
     ``prior_strength`` counts chains that the prior hazard is worth, ``request_variance`` (squared
     logits) is the first belief of how unlike requests are. Evidence fades to 1/e in
     ``request_memory_steps`` steps of a request and ``draft_memory_rows`` steps of any requests; the
-    drafts' levels fade by half in ``half_life_s`` even if nothing runs. The ``most_groups`` last
-    used are remembered.
+    drafts' levels fade by half in ``half_life_s`` even if nothing runs. The ``most_groups`` and the
+    ``most_tenants`` last used are remembered.
     """
 
     prior_hazard: float = 0.6
@@ -60,6 +62,7 @@ class AcceptanceConfig:
     request_memory_steps: float = 100.0
     draft_memory_rows: float = 8000.0
     most_groups: int = 128
+    most_tenants: int = 32
     half_life_s: float = 900.0
 
 
@@ -72,9 +75,11 @@ class AcceptanceState:
     float64[2, K, D, S] (accepted, reached), ``prior`` float64[2, D, S] of the deviation (1 / V and
     m / V), ``deviation`` float64[D, S] in logits, ``hazard`` float64[K, D, S] at that deviation,
     ``recent`` float64[2, D, S] weight and surprise of the last few chains, and ``request_tokens``
-    float64[S] emitted since it came. By draft: ``draft_accepted``, ``draft_reached`` and the level
-    made of them, ``draft_hazard``, float64[D, K]; ``variance`` float64[D] between requests, learnt
-    from ``requests`` of them. ``now`` (seconds) is the time up to which the levels have faded.
+    float64[S] emitted since it came, ``tenant`` int64[S] the row of its tenant. By column of tenant
+    and draft (C = T * D, ``policy.tenants``): ``draft_accepted``, ``draft_reached`` and the level
+    made of them, ``draft_hazard``, float64[C, K]; ``variance`` float64[C] between requests, learnt
+    from ``requests`` float64[T] of them. ``now`` (seconds) is the time up to which the levels have
+    faded.
     """
 
     slots: dict[int, int]
@@ -86,12 +91,34 @@ class AcceptanceState:
     hazard: FloatArray
     recent: FloatArray
     request_tokens: FloatArray
+    tenant: IntArray
     draft_accepted: FloatArray
     draft_reached: FloatArray
     draft_hazard: FloatArray
     variance: FloatArray
-    requests: float
+    requests: FloatArray
     now: float
+
+    @property
+    def tenants(self) -> int:
+        """Return T."""
+        return len(self.requests)
+
+    def of_slots(self, column: FloatArray, slots: list[int] | IntArray | slice) -> FloatArray:
+        """Return the columns [C, ...] of slots' tenants, [..., D, n]; n is 1 for one tenant."""
+        if self.tenants == 1:
+            return column.T[..., None]
+        by_tenant = column.T.reshape(*column.T.shape[:-1], self.tenants, -1)
+        of_slots: FloatArray = by_tenant[..., self.tenant[slots], :].swapaxes(-1, -2)
+        return of_slots
+
+    def by_tenant(self, values: FloatArray) -> FloatArray:
+        """Return the sums of values [..., D, S] over the slots of each tenant, [..., C]."""
+        if self.tenants == 1:
+            total: FloatArray = np.add.reduce(values, -1)
+            return total
+        sums: FloatArray = values @ (self.tenant[:, None] == np.arange(self.tenants))
+        return sums.swapaxes(-1, -2).reshape(*values.shape[:-2], -1)
 
 
 class Expected(NamedTuple):
@@ -138,8 +165,8 @@ def _posterior(state: AcceptanceState, slots: list[int] | slice) -> _Pair:
 
 
 def _set_hazards(after: AcceptanceState) -> None:
-    """Make the slots' hazards anew of levels and deviations."""
-    after.hazard = shifted(after.draft_hazard.T[:, :, None], after.deviation)
+    """Compute the slots' hazards from levels and deviations."""
+    after.hazard = shifted(after.of_slots(after.draft_hazard, slice(None)), after.deviation)
 
 
 def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, list[int]]:
@@ -161,8 +188,10 @@ def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, lis
         recent=grown(state.recent),
         request_tokens=grown(state.request_tokens),
     )
+    after.tenant = np.concatenate([state.tenant, np.full(more, NOBODY)])
     fresh = [*free, *range(nobody, nobody + more + 1)]
-    after.prior[0][:, fresh], after.prior[1][:, fresh] = 1.0 / state.variance[:, None], 0.0
+    after.tenant[fresh] = NOBODY
+    after.prior[0][:, fresh], after.prior[1][:, fresh] = 1.0 / MIN_VARIANCE, 0.0
     after.deviation[:, free] = after.recent[..., free] = after.request_tokens[free] = 0.0
     return after, free
 
@@ -177,7 +206,7 @@ class AcceptanceModel:
     def __init__(self, drafts: int, k_max: int, config: AcceptanceConfig) -> None:
         self._drafts, self._k_max, self._config = drafts, k_max, config
         self._passed = np.tri(k_max + 1, k_max, -1).T  # [j, end]: 1 where the end is behind j
-        self.most_groups = config.most_groups
+        self.most_groups, self.most_tenants = config.most_groups, config.most_tenants
 
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
@@ -194,11 +223,12 @@ class AcceptanceModel:
             hazard=np.zeros((k_max, drafts, slots)),
             recent=pair,
             request_tokens=np.zeros(slots),
+            tenant=np.full(slots, NOBODY),
             draft_accepted=none,
             draft_reached=none,
             draft_hazard=none,
             variance=variance,
-            requests=_FIRST_REQUESTS,
+            requests=np.array([_FIRST_REQUESTS]),
             now=-math.inf,
         )
         return self.with_drafts(state, none, none)
@@ -208,26 +238,33 @@ class AcceptanceModel:
         state: AcceptanceState,
         requests: list[int],
         group: list[int] | None = None,
+        tenant: IntArray | None = None,
     ) -> AcceptanceState:
-        """Return the state with a slot for every request (``group`` of each, -1 or None: none).
+        """Return the state with a slot for every request (``group`` of each, -1 or None: none;
+        ``tenant`` row of each, None: the first).
 
-        A new one is believed to be as its group, as far as that is known, else as all are.
+        A new one is believed to be as its group, as far as that is known, else as all of its
+        tenant are.
         """
         if all(map(state.slots.__contains__, requests)):
             return state
         new = {r: i for i, r in enumerate(requests) if r not in state.slots}
         after, free = _with_room(state, len(new))
         after.slots = {**state.slots, **dict(zip(new, free, strict=True))}
+        after.tenant[free] = 0 if tenant is None else tenant[[*new.values()]]
+        variance = after.of_slots(after.variance, free)
+        after.prior[0][:, free] = 1.0 / variance
         if group is not None and self.most_groups:
-            source = {r: group[i] for r, i in new.items() if group[i] != _NO_GROUP}
+            source = {r: group[i] for r, i in new.items() if group[i] != NO_GROUP}
             after.source = {**state.source, **source}
             for request in (r for r, its in source.items() if its in state.groups):
                 mean, variance = _posterior(state, [state.groups[source[request]]])
-                weight = 1.0 / (variance[:, 0] + _GROUP_SHARE * state.variance)
                 slot = after.slots[request]
+                between = after.of_slots(after.variance, [slot])[:, 0]
+                weight = 1.0 / (variance[:, 0] + _GROUP_SHARE * between)
                 after.prior[..., slot] = weight, weight * mean[:, 0]
                 after.deviation[:, slot] = mean[:, 0]
-        level = after.draft_hazard.T[:, :, None]
+        level = after.of_slots(after.draft_hazard, free)
         after.hazard[..., free] = shifted(level, after.deviation[:, free])
         return after
 
@@ -246,19 +283,33 @@ class AcceptanceModel:
         after.counts[..., slots] = 0.0
         seen = [slot for slot in slots if state.counts[1, ..., slot].any()]
         if seen:
-            mean, variance = _posterior(state, seen)
-            total = state.requests + len(seen)
-            step = (mean * mean + variance - state.variance[:, None]).sum(1) / total
-            after.variance = np.clip(state.variance + step, MIN_VARIANCE, MAX_VARIANCE)
-            after.requests = min(total, _VARIANCE_MEMORY_REQUESTS)
-            after.prior[0][:, [*after.groups.values()]] = 1.0 / after.variance[:, None]
-            level, reached = state.draft_hazard, state.draft_reached
-            slope = reached * level * (1.0 - level)
-            moved = state.draft_accepted + slope * (mean.sum(1) / total)[:, None]
-            after.draft_accepted = np.clip(moved, 0.0, reached)
-            after.draft_hazard = self._levels(after, range(self._drafts))
+            after.variance, after.requests = state.variance.copy(), state.requests.copy()
+            after.draft_accepted = state.draft_accepted.copy()
+            tenants = state.tenant[seen].tolist()
+            for row in sorted({*tenants}):
+                own = [slot for slot, its in zip(seen, tenants, strict=True) if its == row]
+                self._taught_by_requests(state, after, row, own)
+            groups = [*after.groups.values()]
+            after.prior[0][:, groups] = 1.0 / after.of_slots(after.variance, groups)
+            after.draft_hazard = self._levels(after, range(len(after.draft_hazard)))
         _set_hazards(after)
         return after
+
+    def _taught_by_requests(
+        self, state: AcceptanceState, after: AcceptanceState, row: int, slots: list[int]
+    ) -> None:
+        """Let finished requests of one tenant, by their slots, teach its drafts in place."""
+        mean, variance = _posterior(state, slots)
+        total = float(state.requests[row]) + len(slots)
+        own = slice(row * self._drafts, (row + 1) * self._drafts)
+        between = state.variance[own]
+        step = (mean * mean + variance - between[:, None]).sum(1) / total
+        after.variance[own] = np.clip(between + step, MIN_VARIANCE, MAX_VARIANCE)
+        after.requests[row] = min(total, _VARIANCE_MEMORY_REQUESTS)
+        level, reached = state.draft_hazard[own], state.draft_reached[own]
+        slope = reached * level * (1.0 - level)
+        moved = state.draft_accepted[own] + slope * (mean.sum(1) / total)[:, None]
+        after.draft_accepted[own] = np.clip(moved, 0.0, reached)
 
     def _taught_groups(self, state: AcceptanceState, gone: list[int]) -> AcceptanceState:
         """Return a state whose slots may be written to, groups having learnt from these requests.
@@ -269,20 +320,30 @@ class AcceptanceModel:
         new = {group for _, group in members}.difference(state.groups)
         after, free = _with_room(state, len(new))
         after.source, groups, counts = state.source.copy(), state.groups.copy(), after.counts
-        keep, slope = math.exp(-1 / _GROUP_MEMORY_REQUESTS), state.draft_hazard.T
-        slope = slope * (1.0 - slope)
+        keep = math.exp(-1 / _GROUP_MEMORY_REQUESTS)
         for request, group in members:
             slot = groups.pop(group, None)
             slot = groups[group] = free.pop() if slot is None else slot
-            own = state.counts[..., state.slots[request]]
-            weight = (own[1] * slope).sum(0)
+            member = [state.slots[request]]
+            after.tenant[slot] = state.tenant[member[0]]
+            own, level = state.counts[..., member[0]], state.of_slots(state.draft_hazard, member)
+            weight = (own[1] * (level * (1.0 - level))[..., 0]).sum(0)
+            between = state.of_slots(state.variance, member)[:, 0]
+            after.prior[0][:, slot] = 1.0 / between
             counts[..., slot] *= keep
-            counts[..., slot] += own / (1.0 + _GROUP_SHARE * state.variance * weight)
+            counts[..., slot] += own / (1.0 + _GROUP_SHARE * between * weight)
             del after.source[request]
         while len(groups) > self.most_groups:
-            counts[..., groups.pop(next(iter(groups)))] = 0.0
+            counts[..., groups.pop(self._spare_group(after, groups))] = 0.0
         after.groups = groups
         return after
+
+    @staticmethod
+    def _spare_group(state: AcceptanceState, groups: dict[int, int]) -> int:
+        """Return the least recently used group of the tenant that has the most groups."""
+        tenants = state.tenant[[*groups.values()]].tolist()
+        most = max(tenants, key=tenants.count)
+        return next(group for group, its in zip(groups, tenants, strict=True) if its == most)
 
     def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
         """Return the state at a time (seconds of any monotonic clock): levels fade to the prior.
@@ -320,7 +381,7 @@ class AcceptanceModel:
         slot = np.array([of(r, size - 1) for r in request.tolist()], np.int64)
         stepped = slot[: len(emitted)]
         keep = np.exp(np.bincount(stepped, minlength=size) / -self._config.request_memory_steps)
-        fading = math.exp(-len(emitted) / self._config.draft_memory_rows)
+        fading = self._faded(state, stepped)
         after = replace(
             state,
             counts=state.counts * keep,
@@ -338,6 +399,17 @@ class AcceptanceModel:
             self._teach_levels(after, counted)
             _set_hazards(after)
         return after
+
+    def _faded(self, state: AcceptanceState, stepped: IntArray) -> FloatArray:
+        """Return what is left of levels after a step of some slots, float64[C, 1]: a tenant's fade
+        by its own rows.
+        """
+        rows = [len(stepped)]
+        if state.tenants > 1:
+            tenant = state.tenant[stepped]
+            rows = np.bincount(tenant[tenant >= 0], minlength=state.tenants).tolist()
+        memory = -self._config.draft_memory_rows
+        return np.repeat([math.exp(n / memory) for n in rows], self._drafts)[:, None]
 
     def _counted(
         self, column: IntArray, accepted: IntArray, scored: IntArray, slots: int
@@ -374,18 +446,19 @@ class AcceptanceModel:
         differ, all is taken for the draft's.
         """
         finished = after.requests - _FIRST_REQUESTS
-        accepted, reached = np.add.reduce(counted, 3).transpose(0, 2, 1)
-        expected = np.add.reduce(counted[1] * after.hazard, 2).T
+        accepted, reached = after.by_tenant(counted).transpose(0, 2, 1)
+        expected = after.by_tenant(counted[1] * after.hazard).T
         keep = np.exp(reached[:, :1] / -_DRAFT_MEMORY_CHAINS)
         explained = after.draft_hazard * reached - expected
-        explained *= finished / (finished + _TELLING_REQUESTS)
+        telling = finished / (finished + _TELLING_REQUESTS)
+        explained *= np.repeat(telling, self._drafts)[:, None]
         held = keep * after.draft_accepted + accepted + explained
         after.draft_reached = keep * after.draft_reached + reached
         after.draft_accepted = np.minimum(np.maximum(held, 0.0), after.draft_reached)
         after.draft_hazard = self._levels(after, reached[:, 0].nonzero()[0].tolist())
 
-    def _levels(self, state: AcceptanceState, drafts: Iterable[int]) -> FloatArray:
-        """Return the drafts' levels [D, K], those of some made anew of their counts.
+    def _levels(self, state: AcceptanceState, columns: Iterable[int]) -> FloatArray:
+        """Return the levels [C, K], those of some columns computed from their counts.
 
         Each position's prior is the estimate of the one before it. An unprobed position inherits
         the posterior predictive: after i more successes of one unknown rate ~ Beta(a, b) the next
@@ -394,9 +467,9 @@ class AcceptanceModel:
         far: what is well known is inherited as it is.
         """
         strength, hazard = self._config.prior_strength, state.draft_hazard.copy()
-        for draft in drafts:
+        for column in columns:
             inherited, evidence, chain = self._config.prior_hazard, strength, []
-            counts = state.draft_accepted[draft].tolist(), state.draft_reached[draft].tolist()
+            counts = state.draft_accepted[column].tolist(), state.draft_reached[column].tolist()
             for a, r in zip(*counts, strict=True):  # a few positions: quicker without arrays
                 mean = (a + strength * inherited) / (r + strength)
                 low = _MIN_HAZARD if mean < _MIN_HAZARD else mean
@@ -404,7 +477,7 @@ class AcceptanceModel:
                 evidence += r
                 inherited = (mean * evidence + 1) / (evidence + 1)
                 evidence += 1
-            hazard[draft] = chain
+            hazard[column] = chain
         return hazard
 
     def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
@@ -424,21 +497,51 @@ class AcceptanceModel:
         slope = expected.hazard * (1.0 - expected.hazard)
         weight = (state.counts[1].take(expected.slot, 2) * slope).sum(0)
         variance = 1.0 / (weight + state.prior[0].take(expected.slot, 1))
-        level = 1.0 / (state.draft_reached.T[:, :, None] + self._config.prior_strength + 1.0)
+        reached = state.of_slots(state.draft_reached, expected.slot)
+        level = 1.0 / (reached + self._config.prior_strength + 1.0)
         return np.sqrt(slope * (variance * slope + level)), variance
 
     def with_drafts(
         self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray
     ) -> AcceptanceState:
-        """Return the state with this evidence by draft, float64[D, K] each."""
+        """Return the state with this evidence by column, float64[C, K] each."""
         after = replace(state, draft_accepted=accepted, draft_reached=reached)
-        after.draft_hazard = self._levels(after, range(self._drafts))
+        after.draft_hazard = self._levels(after, range(len(reached)))
         _set_hazards(after)
         return after
 
-    def with_groups(self, state: AcceptanceState, groups: dict[int, FloatArray]) -> AcceptanceState:
-        """Return the state with these groups, counts [2, D, K] each, the least recent first."""
+    def with_tenants(
+        self, state: AcceptanceState, tenants: int, emptied: list[int]
+    ) -> AcceptanceState:
+        """Return the state with so many tenants; nothing is known of those in ``emptied`` rows."""
+
+        def rows(column: FloatArray, value: float = 0.0) -> FloatArray:
+            return with_rows(column, state.tenants, tenants, emptied, value)
+
+        gone = {g: slot for g, slot in state.groups.items() if state.tenant[slot] in emptied}
+        after = replace(
+            state,
+            counts=state.counts.copy(),
+            groups={g: slot for g, slot in state.groups.items() if g not in gone},
+            variance=rows(state.variance, self._config.request_variance),
+            requests=rows(state.requests, _FIRST_REQUESTS),
+            draft_hazard=rows(state.draft_hazard),
+        )
+        after.counts[..., [*gone.values()]] = 0.0
+        return self.with_drafts(after, rows(state.draft_accepted), rows(state.draft_reached))
+
+    def with_groups(
+        self,
+        state: AcceptanceState,
+        groups: dict[int, FloatArray],
+        tenant: list[int] | None = None,
+    ) -> AcceptanceState:
+        """Return the state with these groups, counts [2, D, K] each, the least recent first, of
+        these ``tenant`` rows (None: the first).
+        """
         after, free = _with_room(replace(state, groups={}), len(groups))
+        after.tenant[free] = tenant or 0
+        after.prior[0][:, free] = 1.0 / after.of_slots(after.variance, free)
         after.groups = dict(zip(groups, free, strict=True))
         for slot, counts in zip(free, groups.values(), strict=True):
             after.counts[..., slot] = counts.transpose(0, 2, 1)

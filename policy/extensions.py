@@ -21,8 +21,19 @@ class Estimator(Protocol):
     def start(self) -> Any:
         """Return the state before any evidence."""
 
-    def admit(self, state: Any, requests: list[int], group: list[int] | None = None) -> Any:
-        """Return the state with a place for each request; ``group`` of each, -1: none."""
+    def admit(
+        self,
+        state: Any,
+        requests: list[int],
+        group: list[int] | None = None,
+        tenant: IntArray | None = None,
+    ) -> Any:
+        """Return the state with a place for each request; ``group`` of each, -1: none; ``tenant``
+        row of each, None: the first.
+        """
+
+    def with_tenants(self, state: Any, tenants: int, emptied: list[int]) -> Any:
+        """Return the state with so many rows of tenants; ``emptied`` ones are of new tenants."""
 
     def forget(self, state: Any, requests: Iterable[int]) -> Any:
         """Return the state without these requests; unknown ones do not matter."""

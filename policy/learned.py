@@ -1,7 +1,7 @@
 """What the planner has learnt as plain data: for a file, and back into another process.
 
-What is known of a draft goes with its name: a planner takes up the drafts that it has, and begins
-afresh with those that are new to it.
+What is known of a draft goes with its name, what is known of a tenant with the hash of its salt: a
+planner takes up the drafts that it has, and begins afresh with those that are new to it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import numpy as np
 from .acceptance import MAX_VARIANCE, MIN_VARIANCE, AcceptanceModel, AcceptanceState
 from .latency import MAX_CORRECTION, MAX_SHAPE, Correction
 from .plan import FloatArray
+from .tenants import Tenants
 from .trim import Calibration
 
-SCHEMA = 7
+SCHEMA = 8
 _FACTORS = (1 / MAX_CORRECTION, MAX_CORRECTION)
 _RANGES = {
     "factor": _FACTORS,
@@ -40,6 +41,7 @@ class Learnt(NamedTuple):
     acceptance: AcceptanceState
     calibration: Calibration
     correction: Correction
+    tenants: Tenants
 
 
 def saved(learnt: Learnt, drafts: Sequence[str], now: float) -> dict[str, Any]:
@@ -51,12 +53,22 @@ def saved(learnt: Learnt, drafts: Sequence[str], now: float) -> dict[str, Any]:
     acceptance = learnt.acceptance
     if acceptance.now == -math.inf:
         return {}
+    ids, row = learnt.tenants.ids.tolist(), acceptance.tenant
+    tenants = [
+        {"tenant": ids[place], **_of_tenant(learnt, drafts, place)}
+        for place in learnt.tenants.used.argsort(kind="stable").tolist()
+    ]
     groups = [
-        {"group": group, "drafts": _by_name(drafts, _counts(counts))}
+        {
+            "group": group,
+            "tenant": ids[row[acceptance.groups[group]]],
+            "drafts": _by_name(drafts, _counts(counts)),
+        }
         for group, counts in AcceptanceModel.by_group(acceptance).items()
     ]
     age_s = max(0.0, now - acceptance.now)
-    return {"schema": SCHEMA, **_plain(learnt, drafts), "age_s": age_s, "groups": groups}
+    of_all = {**_plain(learnt.correction, drafts), "age_s": age_s}
+    return {"schema": SCHEMA, **of_all, "tenants": tenants, "groups": groups}
 
 
 def restored(
@@ -73,54 +85,106 @@ def restored(
     """
     if data.get("schema") != SCHEMA:
         raise LearnedError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
-    known, entries = _fitted(data, _plain(start, drafts)), data.get("groups")
-    if not isinstance(entries, list):
-        raise LearnedError(f"groups must be a list, got {entries!r}")
-    groups, none = (
-        {},
-        _by_name(drafts, _counts(np.zeros((2, *start.acceptance.draft_reached.shape)))),
-    )
-    for entry in entries[max(len(entries) - model.most_groups, 0) :]:
-        group = entry.get("group") if isinstance(entry, Mapping) else None
-        if type(group) is not int or not -(1 << 63) <= group < 1 << 63:
-            raise LearnedError(f"groups must have integers of 64 bits as 'group', got {entry!r}")
-        counts = _stacked(_fitted(entry, {"drafts": none}, f"groups.{group}.")["drafts"])
-        groups[group] = np.array([counts["accepted"], counts["reached"]])
-    target, of = known["target"], _stacked(known["drafts"])
-    acceptance = model.with_drafts(start.acceptance, of["accepted"], of["reached"])
-    then = now - float(known["age_s"]) - max(0.0, idle_s)
-    requests = float(known["requests"])
-    acceptance = replace(acceptance, variance=of["variance"], requests=requests, now=then)
+    known = _fitted(data, _plain(start.correction, drafts))
+    tenants = _tenants(data, start, drafts, model.most_tenants)
+    groups, members = _groups(data, start, drafts, model.most_groups, tenants)
+    acceptance, calibration, rows = start.acceptance, start.calibration, start.tenants
+    if tenants:
+        of = _rows([entry["drafts"] for entry in tenants.values()])
+        acceptance = model.with_tenants(acceptance, len(tenants), [])
+        acceptance = model.with_drafts(acceptance, of["accepted"], of["reached"])
+        requests = np.array([float(entry["requests"]) for entry in tenants.values()])
+        acceptance = replace(acceptance, variance=of["variance"], requests=requests)
+        calibration = Calibration.of(of["nodes"], of["claimed"], of["held"])
+        used = np.arange(len(tenants))
+        rows = Tenants(np.array([*tenants], np.int64), used, turn=len(tenants))
+    target, factors = known["target"], _stacked(known["drafts"])["factor"]
+    acceptance = replace(acceptance, now=now - float(known["age_s"]) - max(0.0, idle_s))
     return Learnt(
-        model.aged(model.with_groups(acceptance, groups), now),
-        Calibration.of(of["nodes"], of["claimed"], of["held"]),
+        model.aged(model.with_groups(acceptance, groups, members), now),
+        calibration,
         Correction(
-            np.array([target["factor"], target["overhead_factor"], *of["factor"]]),
+            np.array([target["factor"], target["overhead_factor"], *factors]),
             *(target["log_factor"], target["seen"], target["log_factor"]),
         ),
+        rows,
     )
 
 
-def _plain(learnt: Learnt, drafts: Sequence[str]) -> dict[str, Any]:
-    """Return what was learnt but for groups; its age is left to who knows the time."""
-    acceptance, calibration, correction = learnt
+def _tenants(
+    data: Mapping[str, Any], start: Learnt, drafts: Sequence[str], most: int
+) -> dict[int, dict[str, Any]]:
+    """Return what was saved of each tenant, the least recently used first."""
+    form, tenants = _of_tenant(start, drafts, 0), {}
+    for entry in _entries(data, "tenants")[-most:]:
+        tenant = _key(entry, "tenants", "tenant")
+        tenants[tenant] = _fitted(entry, form, f"tenants.{tenant}.")
+    return tenants
+
+
+def _groups(
+    data: Mapping[str, Any],
+    start: Learnt,
+    drafts: Sequence[str],
+    most: int,
+    tenants: Mapping[int, Any],
+) -> tuple[dict[int, FloatArray], list[int]]:
+    """Return the counts of each group, the least recently used first, and its tenant's row."""
+    rows = {tenant: row for row, tenant in enumerate(tenants)}
+    none = _by_name(drafts, _counts(np.zeros((2, *start.acceptance.draft_reached.shape))))
+    groups, members = {}, []
+    entries = _entries(data, "groups")
+    for entry in entries[max(len(entries) - most, 0) :]:
+        group, tenant = _key(entry, "groups", "group"), _key(entry, "groups", "tenant")
+        fitted = _fitted(entry, {"drafts": none}, f"groups.{group}.")
+        counts = _stacked(fitted["drafts"])
+        if tenant in rows and group not in groups:
+            groups[group] = np.array([counts["accepted"], counts["reached"]])
+            members.append(rows[tenant])
+    return groups, members
+
+
+def _entries(data: Mapping[str, Any], name: str) -> list[Any]:
+    entries = data.get(name)
+    if not isinstance(entries, list):
+        raise LearnedError(f"{name} must be a list, got {entries!r}")
+    return entries
+
+
+def _key(entry: Any, name: str, key: str) -> int:
+    value = entry.get(key) if isinstance(entry, Mapping) else None
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise LearnedError(f"{name} must have integers of 64 bits as {key!r}, got {entry!r}")
+    return value
+
+
+def _plain(correction: Correction, drafts: Sequence[str]) -> dict[str, Any]:
+    """Return what was learnt of times; its age is left to who knows the time."""
     target_factor, overhead_factor, *factors = correction.factor.tolist()
-    columns = {
-        "factor": np.array(factors),
-        "variance": acceptance.variance,
-        "accepted": acceptance.draft_accepted,
-        "reached": acceptance.draft_reached,
-        **{name: getattr(calibration, name) for name in ("nodes", "claimed", "held")},
-    }
     return {
         "age_s": 0.0,
-        "requests": acceptance.requests,
         "target": {
             "factor": target_factor,
             "overhead_factor": overhead_factor,
             "log_factor": correction.log_factor.tolist(),
             "seen": correction.seen.tolist(),
         },
+        "drafts": _by_name(drafts, {"factor": np.array(factors)}),
+    }
+
+
+def _of_tenant(learnt: Learnt, drafts: Sequence[str], row: int) -> dict[str, Any]:
+    """Return what a tenant's texts taught."""
+    acceptance, calibration = learnt.acceptance, learnt.calibration
+    own = slice(row * len(drafts), (row + 1) * len(drafts))
+    columns = {
+        "variance": acceptance.variance[own],
+        "accepted": acceptance.draft_accepted[own],
+        "reached": acceptance.draft_reached[own],
+        **{name: getattr(calibration, name)[own] for name in ("nodes", "claimed", "held")},
+    }
+    return {
+        "requests": float(acceptance.requests[row]),
         "drafts": _by_name(drafts, columns),
     }
 
@@ -132,6 +196,12 @@ def _counts(both: FloatArray) -> dict[str, FloatArray]:
 def _by_name(drafts: Sequence[str], columns: Mapping[str, FloatArray]) -> dict[str, Any]:
     names = enumerate(drafts)
     return {draft: {name: c[d].tolist() for name, c in columns.items()} for d, draft in names}
+
+
+def _rows(tenants: Sequence[Mapping[str, Any]]) -> dict[str, FloatArray]:
+    """Return the columns of tenants and drafts (``policy.tenants``)."""
+    by_tenant = [_stacked(drafts) for drafts in tenants]
+    return {name: np.concatenate([of[name] for of in by_tenant]) for name in by_tenant[0]}
 
 
 def _stacked(drafts: Mapping[str, Mapping[str, FloatArray]]) -> dict[str, FloatArray]:

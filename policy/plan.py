@@ -30,6 +30,7 @@ _ROWS_OF_VIEW = (
     "ready",
     "control",
     "group",
+    "tenant",
 )
 
 
@@ -45,10 +46,11 @@ class View:
 
     ``prefill_tokens`` prompt tokens share the step, ``prefilling`` requests are in prefill;
     ``queued`` more wait for admission (no policy here minds them). ``group[n]`` names a source of
-    requests that are expected to be alike, -1 for none. ``cap_s`` is the longest step (seconds) to
-    be planned, unless one without speculation takes longer. The target's last pass had
-    ``pass_tokens``; one of another number takes as much longer as ``change_tokens`` more do (0: it
-    does not).
+    requests that are expected to be alike, -1 for none; ``tenant[n]`` whose requests they are: what
+    texts teach is counted by tenant (``policy.tenants``; None: one for all). ``cap_s`` is the
+    longest step (seconds) to be planned, unless one without speculation takes longer. The target's
+    last pass had ``pass_tokens``; one of another number takes as much longer as ``change_tokens``
+    more do (0: it does not).
 
     Two plans are made elsewhere: ``control_plan`` for the rows ``control[n]`` (a canary's other
     arm); ``in_flight`` for the rows in flight in one pass with the ready ones (TensorRT-LLM's
@@ -69,6 +71,7 @@ class View:
     control_plan: Plan | None = None
     cap_s: float = math.inf
     group: IntArray | None = None
+    tenant: IntArray | None = None
     in_flight: Plan | None = None
     pass_tokens: int = 0
     change_tokens: int = 0
@@ -214,10 +217,10 @@ class Outcome:
     where it is not these rows. Requests in ``finished`` are over.
 
     ``free_*`` int64[f]: draft ``free_draft`` would have had ``free_accepted`` of its first
-    ``free_scored`` tokens accepted for ``free_request``. ``node_*`` [q] are nodes whose fate
-    (``node_held``: whether the target drew their path) is known whatever it drew, as their parent
-    is the text or was verified; of deeper nodes only failures would be seen. Else as in
-    ``Drafted``.
+    ``free_scored`` tokens accepted for ``free_request``. ``node_*`` [q] are nodes,
+    ``node_row`` the turn of each, whose fate (``node_held``: whether the target drew their path) is
+    known whatever it drew, as their parent is the text or was verified; of deeper nodes only
+    failures would be seen. Else as in ``Drafted``.
     """
 
     request: IntArray
@@ -239,7 +242,7 @@ class Outcome:
     piece_tokens: int = 0
     ran: Ran | None = None
     followed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    node_draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    node_row: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_confidence: FloatArray = field(default_factory=lambda: np.zeros(0))
     node_drawn: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
     node_held: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))

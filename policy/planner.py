@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
+from .acceptance import NO_GROUP, AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
 from .exploration import TRIAL_TOKENS, Hope, trial
 from .extensions import Estimator, Execution
 from .kept import MANY, Kept, most_steps
@@ -28,6 +28,7 @@ from .problem import (
     step_problem,
 )
 from .search import FEW_ROWS, Priced, best
+from .tenants import NOBODY, Tenants, with_rows
 from .trim import Calibration, Promise, trimmed
 
 _WARM_PLANS = 8  # that begin with the plan before them, until one is searched for from nothing
@@ -74,12 +75,13 @@ class PlannerConfig:
 class PlannerState:
     """What the planner remembers from step to step.
 
-    ``nodes`` float64[2, drafts]: how many nodes were verified, and tokens of the longest paths that
-    were proposed (fading); ``brought`` float64[drafts] how many nodes more than one such a token
-    brings, by these. ``promise`` is what the last plan, if new, expected of its rows; ``held``
-    float64[2, drafts]: the nodes of such plans that held, and those expected, where some were cut
-    off (fading); ``held_share`` float64[drafts] their ratio, by which gains count: what the trim
-    cuts off is no token gained.
+    ``tenants`` are those that ``nodes``, ``brought``, ``held`` and ``held_share`` have a column
+    for with each draft. ``nodes`` float64[2, columns]: how many nodes were verified, and tokens of
+    the longest paths that were proposed (fading); ``brought`` float64[columns] how many nodes more
+    than one such a token brings, by these. ``promise`` is what the last plan, if new, expected of
+    its rows; ``held`` float64[2, columns]: the nodes of such plans that held, and those expected,
+    where some were cut off (fading); ``held_share`` float64[columns] their ratio, by which gains
+    count: what the trim cuts off is no token gained.
     ``view`` is the last one planned for, ``planned`` whether its plan was made anew; ``goodput`` of
     the batch then, in tokens per second without prefill (0: unknown). ``credit_s`` is saved for
     trials, ``look_s`` of it make the next look worth while. ``debt_s`` is what planning and
@@ -98,6 +100,7 @@ class PlannerState:
     promise: Promise | None
     held: FloatArray
     held_share: FloatArray
+    tenants: Tenants = field(default_factory=Tenants)
     memory: Any = None
     view: View | None = None
     planned: bool = False
@@ -180,10 +183,8 @@ class AdaptivePlanner(Policy):
         if view.prefill_tokens:
             plan.predicted_s += extra_prefill_s(self.times(state, len(view)), view, len(view))
         credit_s = state.credit_s + self.config.explore_share * plan.predicted_s
-        acceptance = self._admitted(state.acceptance, view)
         return plan, replace(
-            state,
-            acceptance=acceptance,
+            self._admitted(state, view),
             view=view,
             planned=False,
             credit_s=credit_s,
@@ -221,7 +222,11 @@ class AdaptivePlanner(Policy):
         if after.plain and plan.length.any():
             return self._plainly(plan, problem, after), after
         after.promise = Promise.of(
-            problem, priced.choice, view.request.take(rows), state.held_share
+            problem,
+            priced.choice,
+            view.request.take(rows),
+            after.tenants.of(view.request.take(rows).tolist()),
+            after.held_share,
         )
         after.goodput, after.kept = priced.goodput, self._kept(plan, prefill_s, view, state)
         after.credit_s += view.share * config.explore_share * plan.predicted_s
@@ -305,29 +310,56 @@ class AdaptivePlanner(Policy):
         times = times or self.times(state, view.decoding)
         limits = self.config.k_max, self.config.switch_horizon_steps
         problem = step_problem(times, view, rows, expected.hazard, given, *limits)
-        problem.gain *= state.held_share[:, None]
+        self._by_tenant(problem, view, rows, state)
         if self.execution is not None:
             self.execution.prepare(problem, view, times)
         return problem, rows, expected, given
 
     def admitted(self, view: View, state: PlannerState, now: float) -> PlannerState:
         """Return the state at a time, with a place for the requests of a view."""
-        after = self._learnt(state, now)
-        after.acceptance = self._admitted(after.acceptance, view)
-        return after
+        return self._admitted(self._learnt(state, now), view)
+
+    def _by_tenant(
+        self, problem: StepProblem, view: View, rows: IntArray, state: PlannerState
+    ) -> None:
+        """Let gains and costs of rows be those that their tenants have seen, in place."""
+        if state.tenants.rows == 1:
+            problem.gain *= state.held_share[:, None]
+            return
+        tenant = state.tenants.of(view.request.take(rows).tolist())
+        share, brought = (
+            column.reshape(state.tenants.rows, -1)[tenant].T
+            for column in (state.held_share, state.brought)
+        )
+        problem.gain *= share
+        row_s, context_s = self._drafting_s(state, view.decoding, brought.T)
+        part = 1.0 if view.in_flight is None else view.share
+        problem.draft_row_s = part * (row_s.T + context_s.T * view.context.take(rows))
 
     def times(self, state: PlannerState, rows: int) -> Times:
         """Return the corrected seconds of a step, drafting charged for the nodes that it brings.
 
         A plan counts a proposed token as one node; how many the trim verifies for it is learnt by
-        draft. A node's seconds are the mean of the next four of each of the rows, and those by
-        cached token before it.
+        draft (of several tenants: their mean). A node's seconds are the mean of the next four of
+        each of the rows, and those by cached token before it.
+        """
+        times = state.correction.times(self.latency)
+        brought = state.brought
+        if state.tenants.rows > 1:
+            brought = brought.reshape(state.tenants.rows, -1).mean(0)
+        times.draft_row_s, times.draft_context_s = self._drafting_s(state, rows, brought)
+        return times
+
+    def _drafting_s(
+        self, state: PlannerState, rows: int, brought: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return the seconds of a drafts' forward by row and by cached token of it, with those of
+        the nodes that it brings, as ``brought`` [..., drafts].
         """
         times = state.correction.times(self.latency)
         node_s = (times.verify_at(5 * rows) - times.verify_at(rows)) / max(4 * rows, 1)
-        times.draft_row_s = np.maximum(times.draft_row_s + node_s * state.brought, 0.0)
-        times.draft_context_s = times.draft_context_s + times.node_context_s * (1 + state.brought)
-        return times
+        row_s = np.maximum(times.draft_row_s + node_s * brought, 0.0)
+        return row_s, times.draft_context_s + times.node_context_s * (1 + brought)
 
     def needs_offers(self, request: IntArray, state: PlannerState) -> bool:
         """Return False where a plan without speculation is kept for these requests."""
@@ -343,15 +375,50 @@ class AdaptivePlanner(Policy):
             in_flight = int(
                 np.count_nonzero(~whole.ready) + whole.in_flight.length[~whole.ready].sum()
             )
+        if state.tenants.rows > 1:
+            tenant = state.tenants.of(view.request.tolist())
+            column = tenant[drafted.row] * len(self.drafts) + drafted.draft
+            drafted = replace(drafted, draft=column)
         return trimmed(times, state.calibration, view, plan, drafted, in_flight)
 
-    def _admitted(self, acceptance: AcceptanceState, view: View) -> Any:
-        """Return the estimator's state with a place for all who share the step."""
-        if view.decoding == len(view):
-            group = None if view.group is None else view.group.tolist()
-            return self.estimator.admit(acceptance, view.request.tolist(), group)
-        group = None if view.group is None else view.group[view.ready].tolist()
-        return self.estimator.admit(acceptance, view.request[view.ready].tolist(), group)
+    def _admitted(self, state: PlannerState, view: View) -> PlannerState:
+        """Return the state with a place for all requests that share the step."""
+        some = slice(None) if view.decoding == len(view) else view.ready
+        request, group, tenant = view.request[some], view.group, view.tenant
+        group = None if group is None else group[some]
+        tenant = np.zeros(len(request), np.int64) if tenant is None else tenant[some]
+        if group is not None:  # requests of two tenants are never of one group
+            group = np.where(group == NO_GROUP, group, group ^ tenant)
+        requests, most = request.tolist(), self.config.acceptance.most_tenants
+        tenants, emptied = state.tenants.admitted(requests, tenant.tolist(), most)
+        after = state
+        if emptied or tenants.rows != state.tenants.rows:
+            after = self._with_tenants(state, tenants.rows, emptied)
+        acceptance = self.estimator.admit(
+            after.acceptance,
+            requests,
+            None if group is None else group.tolist(),
+            tenants.of(requests) if tenants.rows > 1 else None,
+        )
+        if acceptance is after.acceptance and tenants is after.tenants:
+            return after
+        return replace(after, tenants=tenants, acceptance=acceptance)
+
+    def _with_tenants(self, state: PlannerState, tenants: int, emptied: list[int]) -> PlannerState:
+        """Return the state with so many rows of tenants, of which ``emptied`` have seen nothing."""
+        before = state.tenants.rows
+        nodes, held = (
+            with_rows(counts.T, before, tenants, emptied).T for counts in (state.nodes, state.held)
+        )
+        return replace(
+            state,
+            acceptance=self.estimator.with_tenants(state.acceptance, tenants, emptied),
+            calibration=state.calibration.with_tenants(before, tenants, emptied),
+            nodes=nodes,
+            brought=_ratio(nodes) - 1,
+            held=held,
+            held_share=_ratio(held),
+        )
 
     def _kept(self, plan: Plan, prefill_s: float, view: View, state: PlannerState) -> Kept | None:
         """Return what is kept of a plan."""
@@ -393,18 +460,17 @@ class AdaptivePlanner(Policy):
         timed = state.planned or not len(state.unlearnt) % _TIMED_STEPS
         if state.view is not None and len(outcome.request) and timed:
             after.correction = self._timed(outcome, state, state.view)
-        used = outcome.draft >= 0
+        column = self._column(outcome, state.tenants)
+        used = column >= 0
         if used.any():
-            both = outcome.verified[used], outcome.length[used]
-            new = [np.bincount(outcome.draft[used], counts, len(self.drafts)) for counts in both]
+            both, columns = (outcome.verified[used], outcome.length[used]), len(state.brought)
+            new = [np.bincount(column[used], counts, columns) for counts in both]
             after.nodes = state.nodes * np.exp(-new[1] / _MEMORY_TOKENS) + np.array(new)
-            verified, planned = after.nodes + _SURE_TOKENS
-            after.brought = verified / planned - 1
+            after.brought = _ratio(after.nodes) - 1
             if state.promise is not None and len(outcome.followed):
-                held = state.promise.held(outcome, len(self.drafts))
+                held = state.promise.held(outcome, columns)
                 after.held = state.held * np.exp(-held[1] / _MEMORY_PROMISED) + held
-                came, expected = after.held + _SURE_TOKENS
-                after.held_share = came / expected
+                after.held_share = _ratio(after.held)
         after.debt_s = self._debt_s(outcome, state)
         return after
 
@@ -448,9 +514,16 @@ class AdaptivePlanner(Policy):
         known = restored(data, _known(start), self.drafts, self.estimator, now, idle_s)
         return replace(start, **known._asdict())
 
+    def _column(self, outcome: Outcome, tenants: Tenants) -> IntArray:
+        """Return by turn the column of its tenant and draft, NOBODY where there is none."""
+        tenant = tenants.of(outcome.request.tolist())
+        column = tenant * len(self.drafts) + outcome.draft
+        return np.where((tenant >= 0) & (outcome.draft >= 0), column, NOBODY)
+
     def _learnt(self, state: PlannerState, now: float, *outcomes: Outcome) -> PlannerState:
         """Return the state after the steps that were not learnt from, and these."""
         acceptance, calibration = self.estimator.aged(state.acceptance, now), state.calibration
+        tenants = state.tenants
         if steps := (*state.unlearnt, *outcomes):
             chains = [(o.request, o.draft, o.accepted, o.scored) for o in steps]
             free = [o for o in steps if len(o.free_request)]
@@ -461,16 +534,30 @@ class AdaptivePlanner(Policy):
             acceptance = self.estimator.observe(
                 acceptance, request, draft, accepted, scored, emitted
             )
-            over = itertools.chain.from_iterable(o.finished.tolist() for o in steps)
+            over = list(itertools.chain.from_iterable(o.finished.tolist() for o in steps))
             acceptance = self.estimator.forget(acceptance, over)
             nodes = [
-                (o.node_draft, o.node_drawn, o.node_confidence, o.node_held)
+                (
+                    self._column(o, tenants)[o.node_row],
+                    o.node_drawn,
+                    o.node_confidence,
+                    o.node_held,
+                )
                 for o in steps
-                if len(o.node_draft)
+                if len(o.node_row)
             ]
             if nodes:
-                calibration = calibration.learnt(*map(np.concatenate, zip(*nodes, strict=True)))
-        return replace(state, acceptance=acceptance, calibration=calibration, unlearnt=())
+                column, *rest = map(np.concatenate, zip(*nodes, strict=True))
+                known = column >= 0
+                calibration = calibration.learnt(column[known], *(c[known] for c in rest))
+            tenants = tenants.without(over)
+        return replace(
+            state,
+            acceptance=acceptance,
+            calibration=calibration,
+            tenants=tenants,
+            unlearnt=(),
+        )
 
     def _timed(self, outcome: Outcome, state: PlannerState, view: View) -> Correction:
         """Return the correction after the step's time is held against what the model says of it.
@@ -493,7 +580,14 @@ class AdaptivePlanner(Policy):
 
 
 def _known(state: PlannerState) -> Learnt:
-    return Learnt(state.acceptance, state.calibration, state.correction)
+    return Learnt(state.acceptance, state.calibration, state.correction, state.tenants)
+
+
+def _ratio(counts: FloatArray) -> FloatArray:
+    """Return the first over the second of counts [2, columns], shrunk towards 1."""
+    one, other = counts + _SURE_TOKENS
+    ratio: FloatArray = one / other
+    return ratio
 
 
 def _whole(view: View, rows: IntArray, choice: Choice, result: Score, price: float) -> Plan:

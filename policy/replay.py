@@ -137,7 +137,7 @@ class _Row:
         return f"{self._drafts[option[0]]} x {option[1]}"
 
 
-SCHEMA = 7
+SCHEMA = 8
 
 
 class TraceError(ValueError):

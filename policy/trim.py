@@ -22,6 +22,7 @@ import numpy as np
 from .latency import Times
 from .plan import BoolArray, Drafted, FloatArray, IntArray, Outcome, Plan, View
 from .problem import TIE, Choice, StepProblem
+from .tenants import with_rows
 
 EDGES = np.array(
     [0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98],
@@ -41,7 +42,8 @@ _APART = 2.0  # from one map to the next: all lie on one axis, for one look-up
 class Calibration:
     """What confidences are worth, by draft and apart for greedy and sampled (``drawn``) rows.
 
-    Fading counts by bin, float64[drafts, 2, BINS] each: ``nodes``, the sum ``claimed`` of their
+    Of several ``tenants`` a draft has a column for each (``policy.tenants``). Fading counts by bin,
+    float64[columns, 2, BINS] each: ``nodes``, the sum ``claimed`` of their
     confidences, and how many ``held``. The map is linear between the bins' means, each shrunk
     towards the claim itself; it never falls, so that a row's best-first order stays. The maps lie
     one behind the other: ``held_at`` at confidence ``knots``.
@@ -72,6 +74,16 @@ class Calibration:
         zero = np.zeros((drafts, 2, BINS))
         return cls.of(zero, zero, zero)
 
+    def with_tenants(self, before: int, tenants: int, emptied: list[int]) -> Calibration:
+        """Return the calibration of ``before`` tenants for so many; nothing is known of ``emptied``
+        rows.
+        """
+        nodes, claimed, held = (
+            with_rows(column, before, tenants, emptied)
+            for column in (self.nodes, self.claimed, self.held)
+        )
+        return self.of(nodes, claimed, held)
+
     @staticmethod
     def claims(nodes: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Return the least and the most that so many nodes can claim, float64[..., BINS] each."""
@@ -83,7 +95,9 @@ class Calibration:
         return EDGES.searchsorted(confidence, side="right")
 
     def probability(self, draft: IntArray, drawn: BoolArray, confidence: FloatArray) -> FloatArray:
-        """Return how likely the target draws the paths to nodes (as in ``Drafted``), [q] each."""
+        """Return how likely the target draws the paths to nodes (as in ``Drafted``, but ``draft``
+        is the column of tenant and draft), [q] each.
+        """
         place = confidence + _APART * (2 * draft + drawn)
         likely: FloatArray = np.interp(place, self.knots, self.held_at)
         return likely
@@ -91,7 +105,9 @@ class Calibration:
     def learnt(
         self, draft: IntArray, drawn: BoolArray, confidence: FloatArray, held: BoolArray
     ) -> Calibration:
-        """Return the calibration after nodes whose fate would be known whatever it is, [q] each."""
+        """Return the calibration after nodes, by column as ``draft``, whose fate would be known
+        whatever it is, [q] each.
+        """
         if not len(draft):
             return self
         place = (2 * draft + drawn) * BINS + self.bins(confidence)
@@ -101,43 +117,56 @@ class Calibration:
         true = np.bincount(place, held, size).reshape(shape)
         keep = np.exp(new.sum(2, keepdims=True) / -_MEMORY_NODES)
         return self.of(
-            keep * self.nodes + new, keep * self.claimed + claimed, keep * self.held + true
+            keep * self.nodes + new,
+            keep * self.claimed + claimed,
+            keep * self.held + true,
         )
 
 
 class Promise(NamedTuple):
-    """What a plan expects of rows, by rising ``request`` int64[n] with their ``draft``:
-    ``accepted`` float64[K + 1, n] tokens of so many that are verified.
+    """What a plan expects of rows, by rising ``request`` int64[n] with their ``draft`` and
+    ``column`` of tenant and draft: ``accepted`` float64[K + 1, n] tokens of so many that are
+    verified.
     """
 
     request: IntArray
     draft: IntArray
+    column: IntArray
     accepted: FloatArray
 
     @classmethod
     def of(
-        cls, problem: StepProblem, choice: Choice, request: IntArray, held_share: FloatArray
+        cls,
+        problem: StepProblem,
+        choice: Choice,
+        request: IntArray,
+        tenant: IntArray,
+        held_share: FloatArray,
     ) -> Promise | None:
-        """Return that of a choice; the problem's gains are times ``held_share`` float64[drafts]."""
+        """Return that of a choice for requests of these tenants' rows; the problem's gains are
+        times ``held_share`` float64[columns].
+        """
         used = choice.length.nonzero()[0]
         if not len(used):
             return None
         draft = choice.draft[used]
-        accepted = problem.value[:, draft, used] / held_share[draft]
-        return cls(request[used], draft, np.concatenate([np.zeros((1, len(used))), accepted]))
+        column = tenant[used] * problem.gain.shape[1] + draft
+        accepted = problem.value[:, draft, used] / held_share[column]
+        accepted = np.concatenate([np.zeros((1, len(used))), accepted])
+        return cls(request[used], draft, column, accepted)
 
-    def held(self, outcome: Outcome, drafts: int) -> FloatArray:
-        """Return the verified nodes that held, and what was expected, float64[2, drafts]; 0 where
-        the trim cut off nothing of a draft.
+    def held(self, outcome: Outcome, columns: int) -> FloatArray:
+        """Return the verified nodes that held, and what was expected, float64[2, columns]; 0 where
+        the trim cut off nothing of a column.
         """
         place = np.minimum(self.request.searchsorted(outcome.request), len(self.request) - 1)
         same = (self.request[place] == outcome.request) & (self.draft[place] == outcome.draft)
         place, cut = place[same], outcome.verified < outcome.length
-        draft = self.draft[place]
+        column = self.column[place]
         length = np.minimum(outcome.length[same], len(self.accepted) - 1)  # of a plan before, more
-        held = np.bincount(draft, outcome.followed[same], drafts)
-        expected = np.bincount(draft, self.accepted[length, place], drafts)
-        some_cut = np.bincount(draft, cut[same], drafts) > 0
+        held = np.bincount(column, outcome.followed[same], columns)
+        expected = np.bincount(column, self.accepted[length, place], columns)
+        some_cut = np.bincount(column, cut[same], columns) > 0
         counts: FloatArray = np.where(some_cut, [held, expected], 0.0)
         return counts
 

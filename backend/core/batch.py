@@ -65,10 +65,10 @@ class Batch:
         """
         rows, ready = self.decoding, len(self.decoding)
         numbers = [
-            (s.id, len(s.sequence.tokens), s.remaining, s.group)
+            (s.id, len(s.sequence.tokens), s.remaining, s.group, s.tenant)
             for s in (*rows, *self.other_passes)
         ]
-        request, context, remaining, group = np.array(numbers, np.int64).reshape(-1, 4).T
+        request, context, remaining, group, tenant = np.array(numbers, np.int64).reshape(-1, 5).T
         rests = not self.other_passes and self.in_flight is None and not needs_offers(request)
         ceiling, unseen = drafting.ceilings(
             [s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests
@@ -91,6 +91,7 @@ class Batch:
             queued=queued,
             prefilling=self.prefilling,
             group=group,
+            tenant=tenant,
             control=np.array([s.control for s in rows], np.bool_),
             pass_tokens=self.width[0],
             change_tokens=self.width[1],

@@ -16,7 +16,13 @@ from backend.core.stop_words import StopWords
 from backend.engines.port import Extras
 from backend.ops.request_trace import RequestTrace
 from backend.ops.stats import Usage
-from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
+from backend.request import (
+    ErrorCode,
+    FinishReason,
+    GenerationRequest,
+    RequestError,
+    tenant_id,
+)
 from backend.sequence import Proposal, Sequence
 
 NO_SPECIAL_TOKENS: Mapping[str, int] = MappingProxyType({})
@@ -105,6 +111,7 @@ class Session:
         self.group = hash(
             tuple(sequence.tokens[:_SOURCE_TOKENS])
         )  # prompts of one source begin alike; equal in every process
+        self.tenant = tenant_id(request.cache_salt)
         self.arrived_s = 0.0
         self.deadline_s = math.inf
         self.admitted_s: float | None = None

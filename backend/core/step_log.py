@@ -20,7 +20,7 @@ _NONE = np.zeros(0, np.int64)
 @dataclass(slots=True)
 class StepLog:
     """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored,
-    verified, followed) as in ``Outcome``, ``nodes`` (draft, confidence, drawn, held) of it;
+    verified, followed) as in ``Outcome``, ``nodes`` (place in ``rows``, confidence, drawn, held);
     ``free`` (request, draft, accepted, scored) what a draft would have had accepted where it was
     not chosen; ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning``
     and ``learning`` from the step before, belong to ``overhead``). Of a submission that ran
@@ -94,7 +94,9 @@ class StepLog:
             if parent in unknown:
                 unknown.add(node)
             elif parent < verified:
-                self.nodes.append((draft, drafted.confidence[node], drawn, node in held))
+                self.nodes.append(
+                    (len(self.rows) - 1, drafted.confidence[node], drawn, node in held)
+                )
 
     def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
         """Note how an unused proposal would have fared against the tokens that were emitted
@@ -124,7 +126,7 @@ class StepLog:
             self.rows, 8
         )
         free = _columns(self.free, 4)
-        node_draft, confidence, drawn, held = _node_columns(self.nodes)
+        node_row, confidence, drawn, held = _node_columns(self.nodes)
         return Outcome(
             request=request,
             draft=draft,
@@ -148,7 +150,7 @@ class StepLog:
             flight=np.zeros(len(length), np.int64) if self.beside else None,
             piece_tokens=self.piece_tokens,
             ran=self.ran,
-            node_draft=node_draft,
+            node_row=node_row,
             node_confidence=confidence,
             node_drawn=drawn,
             node_held=held,
@@ -164,9 +166,9 @@ def _node_columns(
     nodes: Seq[tuple[int, float, bool, bool]],
 ) -> tuple[IntArray, npt.NDArray[np.float64], BoolArray, BoolArray]:
     """Return ``StepLog.nodes`` as columns."""
-    draft, confidence, drawn, held = np.array(nodes).T if nodes else [_NONE] * 4
+    row, confidence, drawn, held = np.array(nodes).T if nodes else [_NONE] * 4
     return (
-        draft.astype(np.int64),
+        row.astype(np.int64),
         confidence.astype(np.float64),
         drawn.astype(np.bool_),
         held.astype(np.bool_),

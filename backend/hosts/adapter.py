@@ -28,7 +28,7 @@ from backend.hosts.calibration import draft_table
 from backend.hosts.settings import TARGET, HostConfig
 from backend.ops.stats import Stats, StepStats
 from backend.policy_factory import make_policy
-from backend.request import SamplingParams
+from backend.request import SamplingParams, tenant_id
 from backend.sequence import Proposal, Sequence
 from policy import LatencyTable, NoSpeculation, Plan, View
 from policy.extensions import Execution
@@ -48,8 +48,8 @@ class Row:
     """A request that the host decodes in its next step.
 
     ``key`` is the host's name of it. ``tokens`` are its prompt and all that is committed; of those
-    only new ones are read. It may still emit ``remaining`` >= 1 tokens. ``salt`` keeps answers that
-    drafts remember apart.
+    only new ones are read. It may still emit ``remaining`` >= 1 tokens. ``salt`` names its tenant:
+    answers that drafts remember, and what the policy learns, are kept apart by it.
     """
 
     key: Hashable
@@ -222,7 +222,8 @@ class Host:
         ceiling, unseen = self._drafting.ceilings(sequences, most.tolist(), only_free=rests)
         ready = np.ones(len(rows), np.bool_)
         names = self._drafting.names
-        return View(names, request, context, remaining, ceiling, unseen, ready)
+        tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)
+        return View(names, request, context, remaining, ceiling, unseen, ready, tenant=tenant)
 
     # -- behind it
 

@@ -178,7 +178,8 @@ class Options(_Body):
     cache_salt: str | None = Field(
         None,
         min_length=1,
-        description="vLLM's: only requests of the same salt share KV and what drafts remember",
+        description="vLLM's: only requests of the same salt share KV, what drafts remember and "
+        "what the policy learns of texts",
     )
     remember: bool = Field(
         True,

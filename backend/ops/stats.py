@@ -288,12 +288,13 @@ class StepStats:
                 rows = (outcome.draft == d) & (np.array(control) == theirs)
             name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
             self._draft(name, arm, outcome, rows)
-        if len(outcome.node_draft):
+        if len(outcome.node_row):
             self._nodes(outcome, drafts)
 
     def _nodes(self, outcome: Outcome, drafts: tuple[str, ...]) -> None:
         """Count what became of nodes by what was claimed of them."""
-        columns = outcome.node_draft, outcome.node_drawn, Calibration.bins(outcome.node_confidence)
+        draft, bins = outcome.draft[outcome.node_row], Calibration.bins(outcome.node_confidence)
+        columns = draft, outcome.node_drawn, bins
         nodes = list(zip(*(column.tolist() for column in columns), strict=True))
         seen, held = Counter(nodes), Counter(compress(nodes, outcome.node_held.tolist()))
         labels = {

@@ -320,8 +320,8 @@ _TEXT_INPUTS = (
         "cache_salt",
         "STRING",
         _ONE,
-        "only requests of the same salt share KV, and what drafts remember, which keeps tenants "
-        "apart",
+        "only requests of the same salt share KV, what drafts remember and what the policy "
+        "learns of texts, which keeps tenants apart",
         added=True,
     ),
     _f(

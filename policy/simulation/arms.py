@@ -43,9 +43,13 @@ class _Known(AcceptanceModel):
         self._truth = truth
 
     def admit(
-        self, state: AcceptanceState, requests: list[int], group: list[int] | None = None
+        self,
+        state: AcceptanceState,
+        requests: list[int],
+        group: list[int] | None = None,
+        tenant: IntArray | None = None,
     ) -> AcceptanceState:
-        del requests, group
+        del requests, group, tenant
         return state
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
@@ -104,7 +108,7 @@ class _Lacking(AdaptivePlanner):
         elif self._lacks == "shape":
             after.correction = replace(after.correction, applied=None)
         elif self._lacks == "charge":
-            after.brought = np.zeros(len(self.drafts))
+            after.brought = np.zeros(len(state.brought))
         return after
 
 

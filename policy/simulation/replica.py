@@ -213,9 +213,10 @@ class Replica:
         names = self._deployment.drafts
         queued = len(self._queue)
         group = None if workload.group is None else workload.group[rows]
+        tenant = None if workload.tenant is None else workload.tenant[rows]
         columns = rows, context, remaining, ceiling, catchup, ready
         waiting = prefill_tokens, queued, len(self._prefill)
-        return View(names, *columns, *waiting, group=group)
+        return View(names, *columns, *waiting, group=group, tenant=tenant)
 
     def _begin(self, now: float) -> _Pending:
         ended, prefill_tokens, prefill_rows, prefill_context = self._chunks()
@@ -315,7 +316,7 @@ class Replica:
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.concatenate([rows[over[0]], first[over[1]]]),
-            node_draft=plan.draft[node_row],
+            node_row=node_row,
             node_confidence=claims[known],
             node_drawn=np.zeros(len(node_row), np.bool_),
             node_held=(depth < held[:, None])[known],

@@ -198,7 +198,7 @@ class Acceptance:
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """N requests in order of arrival: ``arrival_s``, prompt and true output tokens, ``max_tokens``
-    (what the client allows), ``group`` if policies see sources.
+    (what the client allows), ``group`` if policies see sources, ``tenant`` if there are several.
     """
 
     arrival_s: FloatArray
@@ -207,6 +207,7 @@ class Workload:
     max_tokens: IntArray
     acceptance: Acceptance
     group: IntArray | None = None
+    tenant: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)

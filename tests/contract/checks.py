@@ -135,7 +135,8 @@ def counts(served: Served) -> None:
                 unused.append((request, of_it["draft"], of_it["accepted"], of_it["scored"]))
             if expected["verified"]:
                 steps[request].append((expected["verified"], expected["followed"]))
-        columns = outcome.node_draft, outcome.node_confidence, outcome.node_drawn, outcome.node_held
+        draft = outcome.draft[outcome.node_row]
+        columns = draft, outcome.node_confidence, outcome.node_drawn, outcome.node_held
         assert [*zip(*(c.tolist() for c in columns), strict=True)] == nodes, "fates of nodes"
         assert Counter(unused) <= Counter(free_rows(outcome)), "what free drafts would have had"
     totals = Counter()

@@ -177,15 +177,15 @@ def test_what_a_draft_s_confidence_is_worth_goes_with_its_name():
 )
 def test_counts_that_cannot_be_are_refused_by_their_name(name, change):
     data = saved(taught(0.9, 0.5, 1000))
-    entry = data["drafts"]["small"]
+    entry = data["tenants"][0]["drafts"]["small"]
     entry[name] = change(np.array(entry[name])).tolist()
-    with pytest.raises(LearnedError, match=f"drafts.small.{name}"):
+    with pytest.raises(LearnedError, match=f"tenants.0.drafts.small.{name}"):
         planner().load(data, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("name", ["nodes", "claimed", "held"])
 def test_counts_that_are_missing_are_named(name):
     data = saved(taught(0.9, 0.5, 100))
-    del data["drafts"]["small"][name]
-    with pytest.raises(LearnedError, match=f"drafts.small.{name} is missing"):
+    del data["tenants"][0]["drafts"]["small"][name]
+    with pytest.raises(LearnedError, match=f"tenants.0.drafts.small.{name} is missing"):
         planner().load(data, 0.0, 0.0)

@@ -16,7 +16,7 @@ GROUP = {
 def saved():
     """What was learnt of the drafts small and large, as it is in a file, with a group."""
     data = planner().save(taught(planner()), 59.0)
-    data["groups"] = [{"group": 7, "drafts": GROUP}]
+    data["groups"] = [{"group": 7, "tenant": 0, "drafts": GROUP}]
     data["target"].update(factor=1.1, overhead_factor=1.2)
     data["drafts"]["small"]["factor"], data["drafts"]["large"]["factor"] = 1.3, 1.4
     data["age_s"] = 0.0
@@ -45,15 +45,17 @@ def test_what_is_known_of_a_draft_goes_with_its_name(after):
     assert again["target"] == data["target"]
     fresh = other.start()
     for column, name in enumerate(after):
-        known, group = again["drafts"][name], again["groups"][0]["drafts"][name]
+        known = again["tenants"][0]["drafts"][name]
+        group, times = again["groups"][0]["drafts"][name], again["drafts"][name]
         if name in DRAFTS:
-            assert known == data["drafts"][name]
+            assert known == data["tenants"][0]["drafts"][name]
+            assert times == data["drafts"][name]
             assert group == GROUP[name]
         else:
             assert not np.any(known["reached"])
             assert not np.any(known["nodes"])
             assert not np.any(group["reached"])
-            assert known["factor"] == 1.0
+            assert times["factor"] == 1.0
             assert known["variance"] == fresh.acceptance.variance[column]
 
 

@@ -82,7 +82,7 @@ def changed(data, path, value):
     *parts, last = path.split(".")
     inner = data
     for part in parts:
-        inner = inner[part]
+        inner = inner[int(part) if isinstance(inner, list) else part]
     if value is Ellipsis:
         del inner[last]
     else:
@@ -93,16 +93,20 @@ def changed(data, path, value):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("schema", 6, ["schema must be 7", "6"]),
-        ("drafts.small.accepted", [1.0], ["drafts.small.accepted", "shape"]),
-        ("drafts.small.accepted", "many", ["drafts.small.accepted", "many"]),
-        ("drafts.small.accepted", ..., ["drafts.small.accepted is missing"]),
-        ("drafts.small.reached", [0.0] * 8, ["drafts.small.accepted is out of range"]),
+        ("schema", 7, ["schema must be 8", "7"]),
+        ("tenants.0.drafts.small.accepted", [1.0], ["tenants.0.drafts.small.accepted", "shape"]),
+        ("tenants.0.drafts.small.accepted", "many", ["tenants.0.drafts.small.accepted", "many"]),
+        ("tenants.0.drafts.small.accepted", ..., ["tenants.0.drafts.small.accepted is missing"]),
+        (
+            "tenants.0.drafts.small.reached",
+            [0.0] * 8,
+            ["tenants.0.drafts.small.accepted is out of range"],
+        ),
         ("drafts.large.factor", 1000.0, ["drafts.large.factor", "1000"]),
         ("drafts.large.factor", float("nan"), ["drafts.large.factor", "nan"]),
         ("drafts.large.factor", 10**400, ["drafts.large.factor must be numbers", "1000"]),
-        ("drafts.small.variance", None, ["drafts.small.variance", "nan"]),
-        ("drafts.small.variance", 20.0, ["drafts.small.variance", "20"]),
+        ("tenants.0.drafts.small.variance", None, ["tenants.0.drafts.small.variance", "nan"]),
+        ("tenants.0.drafts.small.variance", 20.0, ["tenants.0.drafts.small.variance", "20"]),
         ("drafts.small", 3, ["drafts.small must be an object", "3"]),
         ("drafts", [], ["drafts must be an object", "[]"]),
         ("target.factor", [1.0, 1.0], ["target.factor", "shape"]),
@@ -113,19 +117,29 @@ def changed(data, path, value):
         ("target.log_factor", [0.1], ["target.log_factor", "shape"]),
         ("target", ..., ["target is missing"]),
         ("age_s", -1.0, ["age_s", "-1"]),
-        ("requests", float("inf"), ["requests", "inf"]),
+        ("tenants.0.requests", float("inf"), ["tenants.0.requests", "inf"]),
+        ("tenants", 3, ["tenants must be a list", "3"]),
+        ("tenants.0.tenant", "salt", ["tenants", "salt"]),
+        ("tenants.0.drafts", ..., ["tenants.0.drafts is missing"]),
         ("groups", None, ["groups", "None"]),
         ("groups", [{"group": "tag"}], ["group", "tag"]),
         ("groups", [{"group": 1 << 63}], ["group", "9223372036854775808"]),
-        ("groups", [{"group": 1}], ["groups.1.drafts is missing"]),
+        ("groups", [{"group": 1}], ["tenant", "group"]),
+        ("groups", [{"group": 1, "tenant": 0}], ["groups.1.drafts is missing"]),
         (
             "groups",
-            [{"group": 1, "drafts": {"small": {"accepted": [1.0], "reached": [1.0]}}}],
+            [{"group": 1, "tenant": 0, "drafts": {"small": {"accepted": [1.0], "reached": [1.0]}}}],
             ["groups.1.drafts.small.accepted", "shape"],
         ),
         (
             "groups",
-            [{"group": 1, "drafts": {"small": {"accepted": [1.0] * 8, "reached": [0.5] * 8}}}],
+            [
+                {
+                    "group": 1,
+                    "tenant": 0,
+                    "drafts": {"small": {"accepted": [1.0] * 8, "reached": [0.5] * 8}},
+                }
+            ],
             ["groups.1.drafts.small.accepted is out of range"],
         ),
     ],

@@ -261,9 +261,9 @@ def outcome(seen, plan, **changes):
     return Outcome(*columns, measured_s=1.0, **changes)
 
 
-def fates(q, claimed, held, draft=0):
+def fates(q, claimed, held):
     return {
-        "node_draft": np.full(q, draft),
+        "node_row": np.zeros(q, np.int64),
         "node_confidence": np.full(q, claimed),
         "node_drawn": np.zeros(q, np.bool_),
         "node_held": np.full(q, held),
@@ -301,11 +301,12 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, plann
     for step in range(60):
         plan, state = p.plan(seen, state, float(step), RNG)
         kept += not state.planned
-        done = outcome(seen, plan, **fates(8, 0.9, held=False), parts_s={"planning": planning_s})
+        parts_s, drafting = {"planning": planning_s}, replace(plan, draft=np.zeros(rows, np.int64))
+        done = outcome(seen, drafting, **fates(8, 0.9, held=False), parts_s=parts_s)
         state = p.observe(done, state, float(step))
     assert (kept > 20) == (planning_s > 0)
     data = p.save(state, 60.0)
-    nodes = sum(np.sum(draft["nodes"]) for draft in data["drafts"].values())
+    nodes = sum(np.sum(draft["nodes"]) for draft in data["tenants"][0]["drafts"].values())
     assert nodes == pytest.approx(8 * 60, rel=0.05)
     priced, proposed = planned([4] * rows, price=4.0), drafted(*[[0.9] * 4] * rows)
     assert p.trim(seen, priced, proposed, p.start()).tolist() == [4] * rows

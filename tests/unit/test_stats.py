@@ -1,3 +1,4 @@
+from dataclasses import replace
 from time import sleep
 
 import numpy as np
@@ -65,15 +66,15 @@ def test_a_step_s_rows_are_counted_by_draft_and_arm():
 
 
 def test_nodes_are_counted_by_what_was_claimed_of_them():
-    stats, none = Stats(), np.zeros(0, np.int64)
+    stats, none = Stats(), np.zeros(2, np.int64)
     nodes = {
-        "node_draft": np.array([0, 0, 1, 0]),
+        "node_row": np.array([0, 0, 1, 0]),
         "node_confidence": np.array([0.91, 0.88, 1.0, 0.91]),
         "node_drawn": np.array([True, True, False, False]),
         "node_held": np.array([True, False, False, True]),
     }
-    outcome = Outcome(*[none] * 7, measured_s=0.03, **nodes)
-    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
+    outcome = replace(step([0, 1], [1, 1], [0, 0]), **nodes)
+    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [False, False])
     counted = {
         key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_total"
     }
@@ -82,7 +83,7 @@ def test_nodes_are_counted_by_what_was_claimed_of_them():
         ("1.0", "lookup", "false"): 1,
         ("0.94", "small", "false"): 1,
     }
-    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [])
+    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [False, False])
     counted = {
         key[1:]: n
         for key, n in figures(stats).items()

@@ -15,7 +15,7 @@ from backend.engines.port import Turn
 from backend.engines.registry import Service, make_engine
 from backend.engines.suffix import SuffixEngine
 from backend.kinds import KINDS
-from backend.request import GenerationRequest, SamplingParams
+from backend.request import GenerationRequest, SamplingParams, tenant_id
 from backend.sequence import ROOT, Proposal, Sequence
 from bench.in_process import generate
 
@@ -463,3 +463,13 @@ def test_what_a_kind_says_of_being_free_its_engine_says_too(kind):
 
 def vars_of(engine_config):
     return {name: getattr(engine_config, name) for name in engine_config.__slots__}
+
+
+def test_what_the_policy_learns_of_answers_is_kept_apart_by_salt():
+    app = build(parse_config({**SERVED, "policy": {"kind": "adaptive", "k_max": 4}}))
+    for salt in (None, "a", "a", "b"):
+        ask(app, **({} if salt is None else {"cache_salt": salt}))
+    state = app.orchestrator.planning.state.inner
+    assert state.tenants.ids.tolist() == [0, tenant_id("a"), tenant_id("b")]
+    reached = state.acceptance.draft_reached[:, 0]
+    assert reached[1] > reached[2] > 0

@@ -1,0 +1,59 @@
+"""Whatever the texts of other tenants are, what is known of a tenant is the same."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policy.acceptance import AcceptanceConfig, AcceptanceModel
+from policy.tenants import Tenants
+
+K, DRAFTS = 4, 2
+CHAIN = st.tuples(
+    st.integers(0, 2),  # tenant
+    st.integers(0, 1),  # which of its requests
+    st.integers(0, DRAFTS - 1),
+    st.integers(0, K),  # accepted
+    st.integers(1, K),  # scored
+    st.booleans(),  # its last
+)
+
+
+def learnt(chains):
+    """What is known after chains, one a step, of requests that come with their first one."""
+    model, tenants = AcceptanceModel(DRAFTS, K, AcceptanceConfig()), Tenants()
+    state, over = model.start(), {}
+    for tenant, which, draft, accepted, scored, last in chains:
+        request = [100 * tenant + 10 * which + 1000 * over.get((tenant, which), 0)]
+        before = tenants.rows
+        tenants, emptied = tenants.admitted(request, [tenant], 8)
+        if emptied or tenants.rows != before:
+            state = model.with_tenants(state, tenants.rows, emptied)
+        state = model.admit(state, request, [tenant], tenants.of(request))
+        columns = (np.array([value]) for value in (draft, accepted, scored, accepted + 1))
+        state = model.observe(state, np.array(request), *columns)
+        if last:
+            state, tenants = model.forget(state, request), tenants.without(request)
+            over[tenant, which] = over.get((tenant, which), 0) + 1
+    return model, state, tenants
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(CHAIN, max_size=40), st.integers(0, 2))
+def test_other_texts_of_other_tenants_change_nothing_that_is_known_of_a_tenant(chains, tenant):
+    others = [
+        c if c[0] == tenant else (*c[:2], 1 - c[2], K - c[3], 1 + K - c[4], c[5]) for c in chains
+    ]
+    model, one, tenants = learnt(chains)
+    _, other, _ = learnt(others)
+    if tenant not in tenants.ids.tolist():
+        return
+    row = tenants.ids.tolist().index(tenant)
+    for name in ("draft_accepted", "draft_reached", "draft_hazard", "variance"):
+        columns = (
+            getattr(state, name)[row * DRAFTS : (row + 1) * DRAFTS] for state in (one, other)
+        )
+        np.testing.assert_allclose(*columns, rtol=1e-12, atol=1e-12)
+    assert one.requests[row] == other.requests[row]
+    for request in [request for request, place in tenants.row.items() if place == row]:
+        hazards = (model.expected(state, [request]).hazard for state in (one, other))
+        np.testing.assert_allclose(*hazards, rtol=1e-12)

@@ -1,0 +1,252 @@
+"""What is learnt of one tenant's texts moves no plan of another."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policy import AcceptanceConfig
+from policy.acceptance import AcceptanceModel
+from policy.plan import Drafted, Plan
+from policy.simulation.arms import make_policy
+from policy.simulation.fleet import simulate_closed
+from policy.simulation.presets import llama_8b_h100
+from policy.simulation.workload import Category, Drift, Mix, backlog, draw
+from policy.tenants import NOBODY, Tenants
+from policy.wrappers import Wrapper
+from tests.unit.test_policy_planner import RNG, latency, outcome, planner, view
+
+NORMAL, HOSTILE = 0, 77
+
+
+def loop(p, state, tenants, rates, *, first, steps=6, requests=10, now=0.0):
+    """Serve batches of one row for each of ``tenants``; return the state and, by tenant, the
+    lengths that were planned for it.
+
+    A draft's token is accepted at the tenant's rate; which ones depends on the row's request and
+    step alone.
+    """
+    lengths = {tenant: [] for tenant in tenants}
+    for number in range(requests):
+        request = np.array([first + 100 * tenants.index(t) + number for t in tenants])
+        seen = view(len(tenants), request=request, tenant=np.array(tenants))
+        for step in range(steps):
+            plan, state = p.plan(seen, state, now, RNG)
+            chain = replace(plan, draft=np.zeros(len(tenants), np.int64))
+            held = [
+                int(np.cumprod(np.random.default_rng([r, step]).random(8) < rates[t]).sum())
+                for r, t in zip(request.tolist(), tenants, strict=True)
+            ]
+            for tenant, length in zip(tenants, plan.length.tolist(), strict=True):
+                lengths[tenant].append(length)
+            over = request if step == steps - 1 else np.zeros(0, np.int64)
+            done = outcome(seen, replace(chain, length=np.full(len(tenants), 4)), held, 1.0)
+            state = p.observe(replace(done, finished=over), state, now)
+            now += 0.01
+    return state, lengths
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05, 1.0])
+def test_a_flood_of_another_tenant_s_requests_changes_no_planned_length(rate):
+    """Random text, of which no draft guesses anything, or text that every draft guesses."""
+    p, rates = planner(explore_share=0.0), {NORMAL: 0.7, HOSTILE: rate}
+    known, _ = loop(p, p.start(), [NORMAL], rates, first=1)
+    flooded, _ = loop(p, known, [HOSTILE], rates, first=5000, requests=200)
+    shared, _ = loop(p, known, [NORMAL], {NORMAL: rate}, first=5000, requests=200)
+    later = {"first": 9000, "now": 100.0}
+    _, before = loop(p, known, [NORMAL], rates, **later)
+    _, after = loop(p, flooded, [NORMAL], rates, **later)
+    _, moved = loop(p, shared, [NORMAL], rates, **later)
+    for name in ("draft_hazard", "variance"):
+        mine, its = (getattr(s.acceptance, name)[:2] for s in (known, flooded))
+        np.testing.assert_allclose(its, mine, rtol=0.01)  # it fades by time alone
+    plain, flood, one = (np.mean(lengths[NORMAL]) for lengths in (before, after, moved))
+    assert plain > 1
+    assert flood == pytest.approx(plain, rel=0.02)  # the price of the last step is common to all
+    assert one != pytest.approx(plain, rel=0.1)  # as it was of one tenant
+
+
+def test_beside_another_tenant_s_rows_the_estimates_are_those_of_the_own_text():
+    p = planner(explore_share=0.0)
+    one, _ = loop(p, p.start(), [NORMAL], {NORMAL: 0.7}, first=1)
+    for rate in (0.0, 0.95):
+        both, _ = loop(p, p.start(), [NORMAL, HOSTILE], {NORMAL: 0.7, HOSTILE: rate}, first=1)
+        drafts = len(p.drafts)
+        for name in ("draft_accepted", "draft_reached", "draft_hazard", "variance"):
+            alone, beside = getattr(one.acceptance, name), getattr(both.acceptance, name)
+            np.testing.assert_allclose(beside[:drafts], alone, rtol=1e-12)
+            assert not np.allclose(beside[drafts:], alone)
+        assert both.acceptance.requests[0] == one.acceptance.requests[0]
+
+
+def test_confidences_and_kept_gains_are_judged_by_the_own_nodes():
+    p = planner(latency(token_s=0.3, free_tokens=1))
+    seen = view(2, request=np.array([1, 2]), tenant=np.array([NORMAL, HOSTILE]))
+    _, state = p.plan(seen, p.start(), 0.0, RNG)
+    chain = Plan(np.zeros(2, np.int64), np.full(2, 4))
+    none, four = np.zeros(2, np.int64), np.full(2, 4)
+    for step in range(100):
+        done = replace(
+            outcome(seen, chain, none),
+            verified=np.array([4, 0]),
+            followed=np.array([4, 0]),
+            accepted=np.array([4, 0]),
+            scored=four,
+            node_row=np.repeat([0, 1], 4),
+            node_confidence=np.full(8, 0.9),
+            node_drawn=np.zeros(8, np.bool_),
+            node_held=np.repeat([True, False], 4),
+        )
+        _, state = p.plan(seen, state, 0.01 * step, RNG)
+        state = p.observe(done, state, 0.01 * step)
+    column = np.array([0, 2])
+    mine, theirs = state.calibration.probability(column, none > 0, np.full(2, 0.9)).tolist()
+    assert mine > 0.9
+    assert theirs < 0.2
+    assert state.brought[0] == pytest.approx(0.0)
+    assert state.brought[2] < -0.8
+    confident = Drafted(
+        np.repeat([0, 1], 4), np.zeros(8, np.int64), np.full(8, 0.9), np.zeros(8, bool)
+    )
+    nodes = p.trim(seen, replace(chain, price=1.0), confident, state)
+    assert nodes.tolist() == [4, 0]
+
+
+def test_one_tenant_is_one_whether_it_has_a_salt_or_not():
+    p = planner()
+    plain, one = loop(p, p.start(), [NORMAL], {NORMAL: 0.7}, first=1)
+    salted, other = loop(p, p.start(), [HOSTILE], {HOSTILE: 0.7}, first=1)
+    assert one[NORMAL] == other[HOSTILE]
+    drafts = len(p.drafts)
+    np.testing.assert_allclose(
+        salted.acceptance.draft_hazard[drafts:], plain.acceptance.draft_hazard, rtol=1e-12
+    )
+
+
+def test_groups_of_two_tenants_are_apart_though_their_prompts_begin_alike():
+    estimator = AcceptanceModel(1, 4, AcceptanceConfig(most_groups=4))
+    p = planner(explore_share=0.0)
+    state = p.start()
+    for number in range(10):
+        for tenant in (NORMAL, HOSTILE):
+            request = np.array([2 * number + (tenant == HOSTILE)])
+            seen = view(1, request=request, tenant=np.array([tenant]), group=np.array([5]))
+            plan, state = p.plan(seen, state, 0.0, RNG)
+            chain = replace(plan, draft=np.zeros(1, np.int64), length=np.full(1, 4))
+            done = outcome(seen, chain, np.full(1, 4 * (tenant == NORMAL)))
+            state = p.observe(replace(done, finished=request), state, 0.0)
+    assert len(state.acceptance.groups) == 2
+    flooded = estimator.with_tenants(estimator.start(), 2, [])
+    for number in range(20):  # the second tenant's groups push out its own
+        row = np.array([0 if number < 2 else 1])
+        flooded = estimator.admit(flooded, [number], [number], row)
+        flooded = estimator.forget(flooded, [number])
+    assert {0, 1} < set(flooded.groups)
+    assert len(flooded.groups) == 4
+
+
+def test_of_more_tenants_than_are_remembered_the_least_recently_used_idle_one_begins_again():
+    p = planner(acceptance=AcceptanceConfig(most_tenants=2))
+    state, _ = loop(p, p.start(), [1], {1: 0.9}, first=1)
+    state, _ = loop(p, state, [2], {2: 0.1}, first=1000)
+    assert sorted(state.tenants.ids.tolist()) == [1, 2]
+    assert state.tenants.rows == 2
+    first = state.acceptance.draft_hazard.copy()
+    state, _ = loop(p, state, [2], {2: 0.1}, first=2000)
+    state, _ = loop(p, state, [3], {3: 0.5}, first=3000)
+    assert sorted(state.tenants.ids.tolist()) == [2, 3]
+    again = view(1, request=np.array([9]), tenant=np.array([1]))
+    _, state = p.plan(again, state, 0.0, RNG)
+    row = state.tenants.of([9])[0]
+    new = state.acceptance.draft_hazard[row * 2 : row * 2 + 2]
+    assert np.array_equal(new, p.start().acceptance.draft_hazard)
+    assert not np.array_equal(new, first[:2])
+
+
+def test_rows_are_bounded_by_what_is_remembered_or_in_flight_and_no_request_leaks():
+    tenants, rng = Tenants(), np.random.default_rng(0)
+    flying = []
+    for number in range(2000):
+        tenants, _ = tenants.admitted([number], [int(rng.integers(0, 500))], 8)
+        flying.append(number)
+        if len(flying) > 20:
+            tenants = tenants.without([flying.pop(int(rng.integers(0, 20)))])
+        assert tenants.rows <= 8 + 21
+        assert len(tenants.row) == len(flying)
+        assert len(set(tenants.ids.tolist())) == tenants.rows
+    assert tenants.of([1, *flying[:1]]).tolist()[0] == NOBODY
+
+
+def test_what_tenants_taught_outlasts_a_restart_apart():
+    p = planner()
+    state, _ = loop(p, p.start(), [NORMAL, HOSTILE], {NORMAL: 0.9, HOSTILE: 0.1}, first=1)
+    data = json.loads(json.dumps(p.save(state, 1.0)))
+    assert [entry["tenant"] for entry in data["tenants"]] == [NORMAL, HOSTILE]
+    back = p.load(data, 0.0, 0.0)
+    np.testing.assert_allclose(back.acceptance.draft_hazard, state.acceptance.draft_hazard)
+    np.testing.assert_allclose(back.acceptance.requests, state.acceptance.requests)
+    few = planner(acceptance=AcceptanceConfig(most_tenants=1)).load(data, 0.0, 0.0)
+    assert few.tenants.ids.tolist() == [HOSTILE]
+
+
+# -- simulated
+
+
+class _Lengths(Wrapper):
+    """A policy, and the lengths that it planned by request."""
+
+    def __init__(self, policy):
+        super().__init__(policy)
+        self.planned = []
+
+    def plan(self, view, state, now, rng):
+        plan, after = super().plan(view, state, now, rng)
+        self.planned += zip(view.request.tolist(), plan.length.tolist(), strict=True)
+        return plan, after
+
+
+def simulated(arm, other, seed, requests=160, in_flight=8):
+    """Return the mean planned length and the latency of one tenant's requests beside another's,
+    of which no token (0.02), or each (0.98), is accepted; after what is learnt first.
+    """
+    deployment = llama_8b_h100()
+    kinds = [
+        Category(name, 1.0, 200, 120, dict.fromkeys(deployment.drafts, hazard))
+        for name, hazard in (("normal", 0.7), ("hostile", other))
+    ]
+    mix = Mix("tenants", tuple(kinds), spread=0.3, draft_spread=0.2, length_spread=0.3)
+    nothing = Drift.none(2, len(deployment.drafts))
+    work = draw(mix, deployment.drafts, backlog(requests), seed, deployment.k_max, 1.0, nothing)
+    kind = work.acceptance.category
+    work = replace(work, tenant=kind)
+    policy = _Lengths(make_policy(arm, deployment, mix, work, deployment.latency, seed))
+    run = simulate_closed(deployment, work, policy, seed, in_flight)
+    late = np.arange(requests) > requests // 4
+    request, length = np.array(policy.planned).T
+    mine = (kind == 0) & late
+    return length[mine[request]].mean(), run.latency_s[mine].mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [0.02, 0.98])
+def test_beside_a_hostile_tenant_plans_are_as_with_true_acceptance(other):
+    """The oracle knows the truth and learns from nobody: what remains is the load."""
+    pairs = [
+        (simulated("adaptive", other, seed), simulated("oracle", other, seed))
+        for seed in (1, 2, 3, 4)
+    ]
+    length, latency_s = np.array(pairs).mean(0).T
+    assert length[0] == pytest.approx(length[1], rel=0.1)
+    assert latency_s[0] == pytest.approx(latency_s[1], rel=0.05)
+
+
+def test_rows_of_two_tenants_in_one_plan_have_each_its_own_gain_and_charge():
+    p = planner(latency((0.05, 0.15)), explore_share=0.0)
+    seen = view(2, request=np.array([1, 2]), tenant=np.array([NORMAL, HOSTILE]))
+    _, state = p.plan(seen, p.start(), 0.0, RNG)
+    state.held_share = np.array([1.0, 1.0, 0.5, 0.5])
+    state.brought = np.array([0.0, 0.0, 2.0, 2.0])
+    problem, _, _, _ = p.problem(seen, state)
+    assert problem.gain[0, :, 1] == pytest.approx(problem.gain[0, :, 0] / 2)
+    assert (problem.draft_row_s[:, 1] >= problem.draft_row_s[:, 0]).all()
