@@ -87,11 +87,10 @@ def _same_attention(probe: Probe) -> dict[str, bool]:
         one.kvs, one.table = case.kvs, case.table
         for lanes in (16, 32, 64):
             for cut in ATTENTIONS:
-                chain = case.run(case.kernel(*cut, lanes)).clone().view_as(queries)
-                kernel, same = one.kernel(*cut, lanes), True
+                chain, same = case.run(*cut, lanes).view_as(queries), True
                 for at in range(most):
                     one.q, one.start = queries[:, at].contiguous(), case.start + at
-                    same &= torch.equal(one.run(kernel), chain[:, at])
+                    same &= torch.equal(one.run(*cut, lanes), chain[:, at])
                 key = f"attention {'/'.join(map(str, cut))} of {lanes} lanes, chain of {most}"
                 found[key] = same
     return found
@@ -120,7 +119,7 @@ def model(probe: Probe) -> dict[str, Any]:
     for rows in probe.of((1, 8, 32, 64, 128), (1, 2, 3)):
         for most in (1, 3, 5):
             slots.length.fill_(probe.context)
-            step = ChainStep(paged, slots, rows, most, probe.shape.vocab)
+            step = ChainStep(paged, slots, rows, most, room)
             buckets[rows, most] = step, probe.graph(step.run)
             slots.length.fill_(probe.context)
             ms = probe.time_ms(buckets[rows, most][1])
@@ -178,7 +177,7 @@ def _paged_llama(probe: Probe, rows: int) -> tuple[PagedModel, int]:
         ).eval()
     kernels = plain_kernels() if probe.rehearse else triton_kernels(invariant=True)
     blocks = rows * -(-room // PAGE)
-    paged = PagedModel(lm, kernels, blocks=blocks, max_tokens=rows * 5, max_keys=room)
+    paged = PagedModel(lm, kernels, blocks=blocks)
     paged.fuse()
     for kv in paged.kv:
         kv.normal_().mul_(0.1)

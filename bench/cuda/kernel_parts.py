@@ -10,8 +10,8 @@ import torch
 import triton
 
 from backend.engines.cuda.ancestors import ancestor_words
-from backend.engines.cuda.attention import PagedAttention
-from backend.engines.cuda.draw import Draw
+from backend.engines.cuda.attention import attention as attend
+from backend.engines.cuda.draw import draw
 from backend.engines.cuda.layers import add_rms_norm, gated
 from backend.engines.cuda.linear import Tiling, linear
 from backend.engines.cuda.pages import PAGE
@@ -114,7 +114,6 @@ class AttentionCase:
         size = (rows * need, 2, shape.kv_heads, PAGE, shape.dim)
         self.kvs = [torch.randn(size, device=device, dtype=dtype) for _ in range(layers)]
         self.q = torch.randn(rows * most, shape.heads, shape.dim, device=device, dtype=dtype)
-        self.out = torch.empty_like(self.q)
         self.table = torch.zeros(rows, -(-need // 16) * 16, dtype=torch.int32, device=device)
         blocks = torch.randperm(rows * need, device=device).view(rows, need)
         self.table[:, :need] = blocks.int()
@@ -123,29 +122,25 @@ class AttentionCase:
         words = ancestor_words(list(range(-1, most - 2))) * rows
         self.words = torch.tensor(words, device=device)
 
-    def kernel(self, split: int, tile: int, warps: int, max_lanes: int = 32) -> PagedAttention:
-        """Return the kernel of a cut."""
-        shape = self.shape
-        return PagedAttention(
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            dim=shape.dim,
-            page=PAGE,
-            max_tokens=-(-self.rows * self.most // 16) * 16,
-            max_keys=self.context + 64,
-            device=self.device,
-            split=split,
-            tile=tile,
-            warps=warps,
-            max_lanes=max_lanes,
-        )
-
-    def run(self, kernel: PagedAttention) -> torch.Tensor:
-        """Attend in every layer; return the last one's result."""
-        inputs = (self.table, self.start, self.first, self.words, self.out)
+    def run(self, split: int, tile: int, warps: int, max_lanes: int = 32) -> torch.Tensor:
+        """Attend in every layer, so cut; return the last one's result."""
         for kv in self.kvs:
-            kernel(self.q, kv, *inputs, most=self.most, scale=self.shape.dim**-0.5)
-        return self.out
+            out = attend(
+                self.q,
+                kv,
+                self.table,
+                self.start,
+                self.first,
+                self.words,
+                most=self.most,
+                keys=self.context + 64,
+                scale=self.shape.dim**-0.5,
+                split=split,
+                tile=tile,
+                warps=warps,
+                max_lanes=max_lanes,
+            )
+        return out
 
 
 def attention(probe: Probe) -> dict[str, Any]:
@@ -159,7 +154,7 @@ def attention(probe: Probe) -> dict[str, Any]:
             case = AttentionCase(probe, shape, rows, most, context, layers)
             cells = {}
             for cut in probe.of(ATTENTIONS, ATTENTIONS[:1]):
-                replay = probe.graph(partial(case.run, case.kernel(*cut)))
+                replay = probe.graph(partial(case.run, *cut))
                 cells["/".join(map(str, cut))] = probe.time_ms(replay, 7) / layers
             key, floor_ms = f"{rows} x {context}, {most} tokens", probe.floor_ms(layer_bytes)
             found[key] = {"floor_ms": floor_ms, "ms": cells}
@@ -178,12 +173,10 @@ def draws(probe: Probe) -> dict[str, Any]:
         logits = (rank.float().log() * -1.3).to(probe.dtype)
         words = torch.randint(0, 2**62, (rows,), device=probe.device)
         bound = torch.full((rows,), float("-inf"), device=probe.device)
-        tokens = torch.zeros(rows, dtype=torch.int32, device=probe.device)
         for chunk in probe.of((1024, 2048, 4096), (1024,)):
-            draw = Draw(rows, vocab, probe.device, chunk=chunk)
             for temperature in (0.0, 1.0):
                 heat = torch.full((rows,), temperature, device=probe.device)
-                replay = probe.graph(partial(draw, logits, heat, bound, words, tokens))
+                replay = probe.graph(partial(draw, logits, heat, bound, words, chunk=chunk))
                 found[f"{rows} rows at {temperature}, chunks of {chunk}"] = probe.time_ms(replay)
         found[f"{rows} rows, arg-max"] = probe.time_ms(probe.graph(partial(logits.argmax, -1)))
     print({key: round(ms, 4) for key, ms in found.items()}, flush=True)

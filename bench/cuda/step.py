@@ -103,7 +103,7 @@ class Step:
     ) -> None:
         shape, device = weights.shape, weights.device
         self.weights, self.kv, self.rows, self.most = weights, kv, rows, most
-        self._kernels = kernels
+        self._kernels, self._keys = kernels, max_keys
         tokens = self.tokens = rows * most
 
         def empty(*size: int) -> torch.Tensor:
@@ -113,7 +113,7 @@ class Step:
             return torch.zeros(*size, dtype=torch.int32, device=device)
 
         self.ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.position, self.place, self.drawn = (integers(tokens) for _ in range(3))
+        self.position, self.place = (integers(tokens) for _ in range(2))
         self.table, self.start = integers(rows, -(-max_keys // PAGE // 16) * 16), integers(rows)
         self.first = torch.arange(rows + 1, dtype=torch.int32, device=device) * most
         words = ancestor_words(list(range(-1, most - 2))) * rows
@@ -122,19 +122,9 @@ class Step:
         self.bound = torch.full((tokens,), float("-inf"), device=device)
         self.words = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.x, self.residual = (empty(tokens, shape.hidden) for _ in range(2))
-        self.q, self.attended = (empty(tokens, shape.heads, shape.dim) for _ in range(2))
+        self.q = empty(tokens, shape.heads, shape.dim)
         self.inner = empty(tokens, shape.inner)
         self.logits = empty(0)
-        self.attend = kernels.attention(
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            dim=shape.dim,
-            page=PAGE,
-            max_tokens=tokens,
-            max_keys=max_keys,
-            device=device,
-        )
-        self.draw = kernels.draw(tokens, shape.vocab, device)
 
     def fill(self, context: int, seed: int = 0) -> None:
         """Give every row ``context`` committed tokens in blocks of its own, shuffled."""
@@ -161,21 +151,21 @@ class Step:
             kernels.add_rms_norm(y, self.residual, layer["norm1"], 1e-5, self.x)
             qkv = kernels.linear(self.x, layer["qkv"], None)
             kernels.rotate_and_store(qkv, self.q, kv, cos, sin, self.place)
-            self.attend(
+            attended = kernels.attention(
                 self.q,
                 kv,
                 self.table,
                 self.start,
                 self.first,
                 self.ancestors,
-                self.attended,
                 most=self.most,
+                keys=self._keys,
                 scale=shape.dim**-0.5,
             )
-            y = kernels.linear(self.attended.view(self.tokens, -1), layer["o"], None)
+            y = kernels.linear(attended.view(self.tokens, -1), layer["o"], None)
             kernels.add_rms_norm(y, self.residual, layer["norm2"], 1e-5, self.x)
             kernels.gated(kernels.linear(self.x, layer["gate_up"], None), self.inner)
             y = kernels.linear(self.inner, layer["down"], None)
         kernels.add_rms_norm(y, self.residual, weights.norm, 1e-5, self.x)
         self.logits = kernels.linear(self.x, weights.head, None)
-        return self.draw(self.logits, self.temperature, self.bound, self.words, self.drawn)
+        return kernels.draw(self.logits, self.temperature, self.bound, self.words)

@@ -32,7 +32,7 @@ def texts(
     """Return the texts of ``TOKENS`` tokens and the steps taken; ``guess`` [rows, tokens] are
     proposed at their places.
     """
-    step = ChainStep(model, slots, ROWS, most, 199)
+    step = ChainStep(model, slots, ROWS, most, 128)
     step.slot.copy_(torch.arange(ROWS) + 1)
     found: list[list[int]] = [[] for _ in range(ROWS)]
     steps = 0

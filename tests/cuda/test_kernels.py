@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from backend.engines.cuda import plain
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
-from backend.engines.cuda.attention import PagedAttention
-from backend.engines.cuda.draw import Draw
+from backend.engines.cuda.attention import attention
+from backend.engines.cuda.draw import draw
 from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
 from backend.engines.cuda.linear import Tiling, linear, tiling_for
 from backend.request import SamplingParams
@@ -19,7 +19,7 @@ from backend.sampling.draw import HEAD
 from backend.sampling.draw import draw as host_draw
 from backend.sampling.laws import target_laws
 from backend.sampling.randomness import word
-from tests.cuda.cases import attention_reference, paged_case
+from tests.cuda.cases import PagedCase, attention_reference, paged_case
 
 pytestmark = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,15 +36,12 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def attention(tile: int = 32, page: int = 32, **options: float) -> PagedAttention:
-    return PagedAttention(
-        heads=8,
-        kv_heads=2,
-        dim=64,
-        page=page,
-        max_tokens=64,
-        max_keys=256,
-        device=DEVICE,
+def attend(case: PagedCase, tile: int = 32, most: int = 0, **options: float) -> torch.Tensor:
+    return attention(
+        *case.tensors,
+        most=most or case.most,
+        keys=256,
+        scale=0.125,
         split=64,
         tile=tile,
         **options,  # type: ignore[arg-type]
@@ -66,31 +63,25 @@ def test_attention(
     contexts: list[int], trees: list[list[int]], tile: int, page: int, dtype: torch.dtype
 ) -> None:
     case = paged_case(8, 2, 64, page, contexts, trees, dtype, DEVICE)
-    attend = attention(tile, page)
-    attend.partial.fill_(float("nan"))
-    attend.lse.fill_(float("nan"))
-    out = torch.full_like(case.q, float("nan"))
-    attend(*case.tensors, out, most=case.most, scale=0.125)
     wanted = attention_reference(case, 0.125)
-    assert relative_error(out, wanted) < (FP32_ERROR if dtype == torch.float32 else 1e-2)
+    assert relative_error(attend(case, tile), wanted) < (
+        FP32_ERROR if dtype == torch.float32 else 1e-2
+    )
 
 
 @pytest.mark.parametrize("trees", [[[], [], []], [CHAIN, TREE, []]])
 def test_attention_of_a_row_has_the_same_bits_alone(trees: list[list[int]]) -> None:
     case = paged_case(8, 2, 64, 32, [3, 60, 200], trees, HALF, DEVICE)
-    attend = attention()
-    together = attend(*case.tensors, torch.empty_like(case.q), most=8, scale=0.125)
+    together = attend(case, most=8)
     for row in range(3):
-        alone = case.row(row)
-        out = attend(*alone.tensors, torch.empty_like(alone.q), most=8, scale=0.125)
+        out = attend(case.row(row), most=8)
         first, last = case.first[row], case.first[row + 1]
         assert torch.equal(out, together[first:last])
 
 
 def test_attention_within_a_window_and_with_capped_scores() -> None:
     case = paged_case(8, 2, 64, 32, [3, 90, 200], [CHAIN, TREE, []], torch.float32, DEVICE)
-    attend = attention(window=48, softcap=2.0)
-    out = attend(*case.tensors, torch.empty_like(case.q), most=8, scale=0.125)
+    out = attend(case, window=48, softcap=2.0)
     wanted = attention_reference(case, 0.125, window=48, softcap=2.0)
     assert relative_error(out, wanted) < FP32_ERROR
     assert relative_error(out, attention_reference(case, 0.125)) > 0.01
@@ -210,14 +201,13 @@ def _drawn(
     temperature: list[float],
     bound: list[float] | None = None,
 ) -> list[int]:
-    rows, vocab = logits.shape
-    tokens = torch.full((rows,), -7, dtype=torch.int32, device=DEVICE)
-    Draw(rows, vocab, DEVICE, chunk=256 if DEVICE == "cpu" else 4096)(
+    rows = len(logits)
+    tokens = draw(
         logits.to(DEVICE),
         torch.tensor(temperature, device=DEVICE),
         torch.tensor(bound or [float("-inf")] * rows, device=DEVICE),
         torch.from_numpy(words.view(np.int64)).to(DEVICE),
-        tokens,
+        chunk=256 if DEVICE == "cpu" else 4096,
     )
     found: list[int] = tokens.cpu().tolist()
     return found

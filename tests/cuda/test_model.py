@@ -60,7 +60,7 @@ def models(family: str) -> tuple[nn.Module, PagedModel]:
         else:
             nn.init.normal_(weight, mean=0.7, std=0.1)
     made[1].load_state_dict(made[0].state_dict())
-    paged = PagedModel(made[1], plain_kernels(), blocks=64, max_tokens=64, max_keys=256)
+    paged = PagedModel(made[1], plain_kernels(), blocks=64)
     return made[0], paged
 
 
@@ -91,6 +91,7 @@ def rows(texts: list[tuple[list[int], int, list[int], list[int]]]) -> tuple[Any,
         torch.tensor(words),
         torch.tensor(place, dtype=torch.int32),
         max(b - a for a, b in itertools.pairwise(first)),
+        128,
         spans if max(new for _, new in spans) > 63 else None,
     )
     return torch.tensor(ids), torch.tensor(position), layout, first

@@ -151,102 +151,81 @@ def _merge_splits(
     tl.store(out_ptr + query_row * DIM + columns, (out / total).to(out_ptr.dtype.element_ty))
 
 
-class PagedAttention:
-    """Buffers for the partial results of a bucket, and the launch of its two kernels.
+SPLIT_TOKENS, TILE_TOKENS, MAX_LANES = 512, 128, 32
+"""How a context is cut, and the query lanes of a program. With 64 lanes Triton picks another
+tensor-core instruction, and a row's bits would depend on the number of its new tokens.
+"""
 
-    ``max_tokens`` and ``max_keys`` bound the query tokens of a pass and the keys of a row;
-    ``window`` (0: none) is a sliding window in tokens, ``softcap`` (0: none) bounds the scores.
+
+def attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    table: torch.Tensor,
+    start: torch.Tensor,
+    first: torch.Tensor,
+    ancestors: torch.Tensor,
+    *,
+    most: int,
+    keys: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    split: int = SPLIT_TOKENS,
+    tile: int = TILE_TOKENS,
+    warps: int = 4,
+    max_lanes: int = MAX_LANES,
+) -> torch.Tensor:
+    """Return the attention of queries ``q`` [tokens, heads, dim], same shape.
+
+    ``kv`` is [blocks, 2, kv_heads, page, dim], ``table`` int32[rows, blocks of a row], ``start``
+    int32[rows], ``first`` int32[rows + 1], ``ancestors`` int64[tokens]. ``most`` bounds the new
+    tokens of a row, ``keys`` all of its tokens. ``window`` (0: none) is a sliding window in tokens,
+    ``softcap`` (0: none) bounds the scores. What tokens of no row get is undefined.
+
+    ``split`` is a multiple of ``tile``; of that and the page one is a multiple of the other.
     """
-
-    def __init__(
-        self,
-        *,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        page: int,
-        max_tokens: int,
-        max_keys: int,
-        device: str | torch.device,
-        split: int = 512,
-        tile: int = 64,
-        warps: int = 4,
-        stages: int = 3,
-        window: int = 0,
-        softcap: float = 0.0,
-        max_lanes: int = 32,
-    ) -> None:
-        if split % tile or (tile != page and tile % page and page % tile):
-            raise ValueError(
-                f"split {split} must be a multiple of tile {tile}, and of tile and page {page} "
-                "one a multiple of the other"
-            )
-        self.heads, self.kv_heads, self.dim, self.page = heads, kv_heads, dim, page
-        self.split, self.tile, self.warps, self.stages = split, tile, warps, stages
-        self.window, self.softcap = window, softcap
-        self.max_lanes = max_lanes
-        self.splits = -(-max_keys // split)
-        self.partial = torch.empty(self.splits, max_tokens * heads, dim, device=device)
-        self.lse = torch.empty(self.splits, max_tokens * heads, device=device)
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        table: torch.Tensor,
-        start: torch.Tensor,
-        first: torch.Tensor,
-        ancestors: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        most: int,
-        scale: float,
-    ) -> torch.Tensor:
-        """Write the attention of queries ``q`` [tokens, heads, dim] into ``out``, same shape.
-
-        ``kv`` is [blocks, 2, kv_heads, page, dim], ``table`` int32[rows, blocks of a row],
-        ``start`` int32[rows], ``first`` int32[rows + 1], ``ancestors`` int64[tokens]. ``most``
-        bounds the new tokens of a row.
-        """
-        rows, group = len(start), self.heads // self.kv_heads
-        rows_of_partial = self.lse.shape[1]
-        block_q = min(most, max(1, self.max_lanes // group))
-        query_blocks = triton.cdiv(most, block_q)
-        _attend_split[(rows, self.kv_heads * query_blocks, self.splits)](
-            q,
-            kv,
-            table,
-            start,
-            first,
-            ancestors,
-            self.partial,
-            self.lse,
-            scale,
-            table.stride(0),
-            rows_of_partial,
-            KV_HEADS=self.kv_heads,
-            GROUP=group,
-            DIM=self.dim,
-            PAGE=self.page,
-            BLOCK_Q=block_q,
-            BLOCK_M=max(16, triton.next_power_of_2(block_q * group)),
-            SPLIT=self.split,
-            TILE=self.tile,
-            WINDOW=self.window,
-            SOFTCAP=self.softcap,
-            num_warps=self.warps,
-            num_stages=self.stages,
-        )
-        _merge_splits[(rows, most, self.heads)](
-            self.partial,
-            self.lse,
-            out,
-            start,
-            first,
-            rows_of_partial,
-            HEADS=self.heads,
-            DIM=self.dim,
-            SPLIT=self.split,
-            num_warps=1,
-        )
-        return out
+    rows, heads = len(start), q.shape[1]
+    _, _, kv_heads, page, dim = kv.shape
+    group, splits = heads // kv_heads, triton.cdiv(keys, split)
+    block_q = min(most, max(1, max_lanes // group))
+    out = torch.empty_like(q)
+    partial = q.new_empty(splits, len(q) * heads, dim, dtype=torch.float32)
+    lse = q.new_empty(splits, len(q) * heads, dtype=torch.float32)
+    _attend_split[(rows, kv_heads * triton.cdiv(most, block_q), splits)](
+        q,
+        kv,
+        table,
+        start,
+        first,
+        ancestors,
+        partial,
+        lse,
+        scale,
+        table.stride(0),
+        lse.shape[1],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        DIM=dim,
+        PAGE=page,
+        BLOCK_Q=block_q,
+        BLOCK_M=max(16, triton.next_power_of_2(block_q * group)),
+        SPLIT=split,
+        TILE=tile,
+        WINDOW=window,
+        SOFTCAP=softcap,
+        num_warps=warps,
+        num_stages=3,
+    )
+    _merge_splits[(rows, most, heads)](
+        partial,
+        lse,
+        out,
+        start,
+        first,
+        lse.shape[1],
+        HEADS=heads,
+        DIM=dim,
+        SPLIT=split,
+        num_warps=1,
+    )
+    return out

@@ -34,22 +34,22 @@ class Slots:
 
 
 class ChainStep:
-    """One bucket: ``rows`` sequences of ``most`` new tokens each, the last one and a proposal.
+    """One bucket: ``rows`` sequences of ``most`` new tokens each, the last one and a proposal, and
+    at most ``keys`` tokens in all.
 
     ``slot`` int64[rows] and ``proposal`` int64[rows, most - 1] (-1: none) are read; ``emitted``
     int64[rows, most] and ``count`` int64[rows] are written: of a row's emitted tokens the first
     ``count`` are its text's, the rest are not. A token of -1 says that a row's logits had a NaN.
     """
 
-    def __init__(self, model: PagedModel, slots: Slots, rows: int, most: int, vocab: int) -> None:
+    def __init__(self, model: PagedModel, slots: Slots, rows: int, most: int, keys: int) -> None:
         device = model.device
+        self._keys = keys
         self.model, self.slots, self.rows, self.most = model, slots, rows, most
-        self.draw = model.kernels.draw(rows * most, vocab, device)
         self.slot = torch.arange(rows, device=device)
         self.proposal = torch.full((rows, most - 1), -1, dtype=torch.int64, device=device)
         self.emitted = torch.zeros(rows, most, dtype=torch.int64, device=device)
         self.count = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.drawn = torch.zeros(rows * most, dtype=torch.int32, device=device)
         self.ancestors = torch.tensor(
             [(2 << n) - 1 for n in range(most)] * rows, dtype=torch.int64, device=device
         )
@@ -64,14 +64,22 @@ class ChainStep:
         position = start[:, None] + self._offset
         table = slots.table[self.slot]
         place = table.gather(1, position // PAGE) * PAGE + position % PAGE
-        layout = Layout(table, start.int(), self.first, self.ancestors, place.int().flatten(), most)
+        layout = Layout(
+            table,
+            start.int(),
+            self.first,
+            self.ancestors,
+            place.int().flatten(),
+            most,
+            self._keys,
+        )
         logits = self.model.run(ids.clamp(min=0).flatten(), position.flatten(), layout)
         seed, temperature, bound = (
             column[self.slot].repeat_interleave(most, output_size=rows * most)
             for column in (slots.seed, slots.temperature, slots.bound)
         )
         words = _mix(seed ^ (position.flatten() + 1))
-        drawn = self.draw(logits, temperature, bound, words, self.drawn).long().view(rows, most)
+        drawn = self.model.kernels.draw(logits, temperature, bound, words).long().view(rows, most)
         accepted = (self.proposal == drawn[:, :-1]).long().cumprod(1).sum(1)
         self.emitted.copy_(drawn)
         self.count.copy_(accepted + 1)

@@ -208,85 +208,51 @@ def _pick(
     tl.store(token_ptr + row, tl.where(token == _NONE, -1, token))
 
 
-class Draw:
-    """Buffers for the chunks of at most ``rows`` rows of ``vocab`` logits, and the launches."""
+CHUNK = 4096
+"""Columns of a program."""
 
-    def __init__(
-        self, rows: int, vocab: int, device: str | torch.device, *, chunk: int = 4096
-    ) -> None:
-        self.vocab, self.chunk = vocab, chunk
-        self.chunks = -(-vocab // chunk)
-        shape = (rows, self.chunks)
-        self._top = torch.empty(shape, device=device)
-        self._mass, self._time, self._tail, self._tail_time = (
-            torch.empty(shape, dtype=torch.float64, device=device) for _ in range(4)
-        )
-        self._place, self._winner, self._tail_winner = (
-            torch.empty(shape, dtype=torch.int32, device=device) for _ in range(3)
-        )
 
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        bound: torch.Tensor,
-        words: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the tokens drawn from ``logits`` [rows, vocab] into ``tokens`` int32[rows].
+def draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    bound: torch.Tensor,
+    words: torch.Tensor,
+    *,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """Return the tokens int32[rows] drawn from ``logits`` [rows, vocab]; -1 for a row with a NaN.
 
-        ``temperature`` and ``bound`` are float32[rows]: logits below the bound have no probability
-        (-inf: all have). ``words`` int64[rows] are the bits of the noise word of (seed, position).
-        A row with a NaN draws -1.
-        """
-        rows = logits.shape[0]
-        grid, stride = (rows, self.chunks), logits.stride(0)
-        shape = {"CHUNKS": triton.next_power_of_2(self.chunks)}
-        row = (logits, stride, temperature, bound)
-        size = (self.vocab, self.chunks)
-        _measure_chunks[grid](
-            *row, self._top, self._place, self._mass, *size, CHUNK=self.chunk, num_warps=8
-        )
-        _race_heads[grid](
-            *row,
-            words,
-            self._top,
-            self._mass,
-            self._time,
-            self._winner,
-            self._tail,
-            *size,
-            CHUNK=self.chunk,
-            **shape,
-            num_warps=8,
-        )
-        _race_tails[grid](
-            *row,
-            words,
-            self._top,
-            self._mass,
-            self._time,
-            self._tail,
-            self._tail_time,
-            self._tail_winner,
-            *size,
-            CHUNK=self.chunk,
-            **shape,
-            num_warps=8,
-        )
-        _pick[(rows,)](
-            temperature,
-            words,
-            self._top,
-            self._place,
-            self._time,
-            self._winner,
-            self._tail,
-            self._tail_time,
-            self._tail_winner,
-            tokens,
-            self.chunks,
-            **shape,
-            num_warps=1,
-        )
-        return tokens
+    ``temperature`` and ``bound`` are float32[rows]: logits below the bound have no probability
+    (-inf: all have). ``words`` int64[rows] are the bits of the noise word of (seed, position).
+    """
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, chunk)
+    grid, columns = (rows, chunks), {"CHUNKS": triton.next_power_of_2(chunks)}
+    shape = (logits, logits.stride(0), temperature, bound)
+    top = logits.new_empty(grid, dtype=torch.float32)
+    mass, time, tail, tail_time = (logits.new_empty(grid, dtype=torch.float64) for _ in range(4))
+    place, winner, tail_winner = (logits.new_empty(grid, dtype=torch.int32) for _ in range(3))
+    tokens = logits.new_empty(rows, dtype=torch.int32)
+    size = (vocab, chunks)
+    options = {"CHUNK": chunk, "num_warps": 8}
+    _measure_chunks[grid](*shape, top, place, mass, *size, **options)
+    _race_heads[grid](*shape, words, top, mass, time, winner, tail, *size, **columns, **options)
+    _race_tails[grid](
+        *shape, words, top, mass, time, tail, tail_time, tail_winner, *size, **columns, **options
+    )
+    _pick[(rows,)](
+        temperature,
+        words,
+        top,
+        place,
+        time,
+        winner,
+        tail,
+        tail_time,
+        tail_winner,
+        tokens,
+        chunks,
+        **columns,
+        num_warps=1,
+    )
+    return tokens

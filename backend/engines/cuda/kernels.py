@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -25,8 +24,8 @@ class Kernels:
     rotate_and_store: Callable[..., None]
     gated: Callable[..., None]
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    attention: Callable[..., Callable[..., torch.Tensor]]
-    draw: Callable[..., Callable[..., torch.Tensor]]
+    attention: Callable[..., torch.Tensor]
+    draw: Callable[..., torch.Tensor]
 
 
 def plain_kernels() -> Kernels:
@@ -36,8 +35,8 @@ def plain_kernels() -> Kernels:
         plain.rotate_and_store,
         plain.gated,
         functional.linear,
-        plain.Attention,
-        plain.Draw,
+        plain.attention,
+        plain.draw,
     )
 
 
@@ -56,9 +55,11 @@ def triton_kernels(*, invariant: bool) -> Kernels:
         out = x.new_empty(len(x), len(weight))
         return linear.linear(x, weight, out, bias, tiling=tiling)
 
-    def attend(**options: Any) -> Callable[..., torch.Tensor]:
-        return attention.PagedAttention(**options)
-
     return Kernels(
-        layers.add_rms_norm, layers.rotate_and_store, layers.gated, multiply, attend, draw.Draw
+        layers.add_rms_norm,
+        layers.rotate_and_store,
+        layers.gated,
+        multiply,
+        attention.attention,
+        draw.draw,
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 from backend.engines.cuda.kernels import Kernels
 from backend.engines.cuda.leaves import Attention, Norm, Product, Unit
-from backend.engines.cuda.pages import PAGE, Layout, Pages, Scoring
+from backend.engines.cuda.pages import PAGE, Layout, Pages
 
 _PROBE_TOKENS = 7
 
@@ -22,20 +22,15 @@ _PROBE_TOKENS = 7
 class PagedModel:
     """A causal language model of transformers whose keys and values lie in ``blocks`` pages.
 
-    ``lm`` was made with ``attn_implementation=ATTENTION``. ``max_tokens`` and ``max_keys`` bound
-    the tokens of a captured pass and the keys of a row. ``fused`` counts replaced leaves by kind,
-    ``refused`` names those that gave something else.
+    ``lm`` was made with ``attn_implementation=ATTENTION``. ``fused`` counts replaced leaves by
+    kind, ``refused`` names those that gave something else.
 
     Raises ValueError for a size of heads that is not a power of two.
     """
 
-    def __init__(
-        self, lm: nn.Module, kernels: Kernels, *, blocks: int, max_tokens: int, max_keys: int
-    ) -> None:
+    def __init__(self, lm: nn.Module, kernels: Kernels, *, blocks: int) -> None:
         self.lm, self.kernels = lm, kernels
         self.layout: Layout | None = None
-        self._bounds = {"page": PAGE, "max_tokens": max_tokens, "max_keys": max_keys}
-        self._attentions: dict[tuple[int, int, int, Scoring], Callable[..., torch.Tensor]] = {}
         weight = next(lm.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         config: Any = lm.config
@@ -51,9 +46,8 @@ class PagedModel:
             kv = torch.zeros(size, device=self.device, dtype=self.dtype)
             self.kv.append(kv)
             heads = config.num_attention_heads
-            object.__setattr__(
-                module, "pages", Pages(kv, heads, self._current_layout, self._attention)
-            )
+            pages = Pages(kv, heads, self._current_layout, kernels.attention)
+            object.__setattr__(module, "pages", pages)
         self.fused = dict.fromkeys(("attentions", "units", "norms", "products"), 0)
         self.refused: list[str] = []
 
@@ -84,22 +78,6 @@ class PagedModel:
     def _current_layout(self) -> Layout:
         assert self.layout is not None
         return self.layout
-
-    def _attention(
-        self, heads: int, kv_heads: int, dim: int, scoring: Scoring
-    ) -> Callable[..., torch.Tensor]:
-        key = (heads, kv_heads, dim, scoring)
-        if key not in self._attentions:
-            self._attentions[key] = self.kernels.attention(
-                heads=heads,
-                kv_heads=kv_heads,
-                dim=dim,
-                device=self.device,
-                window=scoring.window,
-                softcap=scoring.softcap,
-                **self._bounds,
-            )
-        return self._attentions[key]
 
     def _fuse_children(self, parent: nn.Module) -> None:
         for name, module in list(parent.named_children()):
@@ -157,6 +135,7 @@ class PagedModel:
             torch.tensor([0, _PROBE_TOKENS], **integers),
             torch.tensor([(2 << n) - 1 for n in range(_PROBE_TOKENS)], device=self.device),
             torch.arange(_PROBE_TOKENS, **integers),
+            _PROBE_TOKENS,
             _PROBE_TOKENS,
         )
         x = self._random_states(module)

@@ -24,9 +24,9 @@ class Layout:
 
     ``table`` int32[rows, blocks], ``start`` int32[rows] committed tokens, ``first``
     int32[rows + 1], ``ancestors`` int64[tokens] (``ancestors.py``), ``place`` int32[tokens] block
-    times page plus offset. ``most`` bounds the new tokens of a row. ``spans`` are each row's
-    committed and new tokens as the host knows them, for prompts: such a pass is causal, of any
-    length, and is not captured.
+    times page plus offset. ``most`` bounds the new tokens of a row, ``keys`` all of its tokens.
+    ``spans`` are each row's committed and new tokens as the host knows them, for prompts: such a
+    pass is causal, of any length, and is not captured.
     """
 
     table: torch.Tensor
@@ -35,6 +35,7 @@ class Layout:
     ancestors: torch.Tensor
     place: torch.Tensor
     most: int
+    keys: int
     spans: list[tuple[int, int]] | None = None
 
 
@@ -49,8 +50,8 @@ class Scoring(NamedTuple):
 class Pages:
     """One layer's ``kv`` [blocks, 2, kv_heads, PAGE, dim], as its attention module finds it.
 
-    ``layout`` returns the pass's layout; ``attention`` makes the kernel for a way of scoring.
-    ``scoring`` is what the module last gave to the attention function.
+    ``layout`` returns the pass's layout. ``scoring`` is what the module last gave to the attention
+    function.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Pages:
         kv: torch.Tensor,
         heads: int,
         layout: Callable[[], Layout],
-        attention: Callable[[int, int, int, Scoring], Callable[..., torch.Tensor]],
+        attention: Callable[..., torch.Tensor],
     ) -> None:
         self.kv, self.heads, self.layout = kv, heads, layout
         self._attention = attention
@@ -73,25 +74,31 @@ class Pages:
 
     def attend(self, q: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Return the attention of queries [tokens, heads, dim], same shape."""
-        layout, out = self.layout(), torch.empty_like(q)
+        layout = self.layout()
         if layout.spans is not None:
-            self._attend_causally(q, out, layout.table, layout.spans, scoring)
-            return out
-        kernel = self._attention(self.heads, self.kv.shape[2], self.kv.shape[4], scoring)
-        inputs = (layout.table, layout.start, layout.first, layout.ancestors, out)
-        return kernel(q, self.kv, *inputs, most=layout.most, scale=scoring.scale)
+            return self._attend_causally(q, layout.table, layout.spans, scoring)
+        return self._attention(
+            q,
+            self.kv,
+            layout.table,
+            layout.start,
+            layout.first,
+            layout.ancestors,
+            most=layout.most,
+            keys=layout.keys,
+            **scoring._asdict(),
+        )
 
     def _attend_causally(
         self,
         q: torch.Tensor,
-        out: torch.Tensor,
         table: torch.Tensor,
         spans: list[tuple[int, int]],
         scoring: Scoring,
-    ) -> None:
+    ) -> torch.Tensor:
         """Attend row by row over gathered pages, by torch."""
         _, _, kv_heads, _, dim = self.kv.shape
-        at = 0
+        at, out = 0, torch.empty_like(q)
         for row, (committed, new) in enumerate(spans):
             keys = committed + new
             pages = self.kv[table[row, : -(-keys // PAGE)].long()]
@@ -105,6 +112,7 @@ class Pages:
             queries = q[at : at + new].transpose(0, 1)
             out[at : at + new] = _attend_over(queries, k, v, seen, scoring).transpose(0, 1)
             at += new
+        return out
 
 
 def _attend_over(

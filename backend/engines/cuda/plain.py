@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from backend.sampling.draw import draw
+from backend.sampling import draw as host
 
 
 def add_rms_norm(
@@ -21,8 +21,8 @@ def add_rms_norm(
     """As ``layers.add_rms_norm``."""
     if x is not None:
         residual += x
-    normed = functional.rms_norm(residual.float(), (residual.shape[-1],), eps=eps)
-    scaled = normed * weight.float() if wide else normed.to(residual.dtype) * weight
+    normed = functional.rms_norm(_wide(residual), (residual.shape[-1],), eps=eps)
+    scaled = normed * _wide(weight) if wide else normed.to(residual.dtype) * weight
     return out.copy_(scaled)
 
 
@@ -46,7 +46,7 @@ def rotate_and_store(
     queries, keys, values = torch.split(parts, [heads, kv_heads, kv_heads], 1)
     if q_norm is not None and k_norm is not None:
         queries, keys = (
-            functional.rms_norm(x.float(), (dim,), eps=eps).to(x.dtype) * weight
+            functional.rms_norm(_wide(x), (dim,), eps=eps).to(x.dtype) * weight
             for x, weight in ((queries, q_norm), (keys, k_norm))
         )
     queries, keys = (_rotated(x, cos, sin, rotary) for x in (queries, keys))
@@ -58,93 +58,82 @@ def rotate_and_store(
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> torch.Tensor:
     half = rotary // 2
-    low, high, rest = torch.split(x.float(), [half, half, x.shape[-1] - rotary], -1)
-    cos, sin = (angle[:, None, :half].float() for angle in (cos, sin))
+    low, high, rest = torch.split(_wide(x), [half, half, x.shape[-1] - rotary], -1)
+    cos, sin = (_wide(angle[:, None, :half]) for angle in (cos, sin))
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1).to(x.dtype)
 
 
 def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
     """As ``layers.gated``."""
     gate, up = x.chunk(2, -1)
-    wide = gate.float()
+    wide = _wide(gate)
     activated = functional.gelu(wide, approximate="tanh") if gelu else functional.silu(wide)
     out.copy_(activated.to(up.dtype) * up)
 
 
-class Attention:
-    """As ``attention.PagedAttention``, row by row."""
-
-    def __init__(self, *, window: int = 0, softcap: float = 0.0, **_: object) -> None:
-        self._window, self._softcap = window, softcap
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        table: torch.Tensor,
-        start: torch.Tensor,
-        first: torch.Tensor,
-        ancestors: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        most: int,
-        scale: float,
-    ) -> torch.Tensor:
-        """As ``attention.PagedAttention``."""
-        del most  # the bucket's bound; ``first`` says how many there are
-        kv_heads, page, dim = kv.shape[2:]
-        group = q.shape[1] // kv_heads
-        for row, committed in enumerate(start.tolist()):
-            begin, end = int(first[row]), int(first[row + 1])
-            keys = committed + end - begin
-            pages = kv[table[row, : -(-keys // page)].long()]
-            k, v = (
-                pages[:, which]
-                .transpose(0, 1)
-                .reshape(kv_heads, -1, dim)[:, :keys]
-                .repeat_interleave(group, 0)
-                for which in (0, 1)
-            )
-            scores = torch.einsum("qhd,hkd->hqk", q[begin:end], k).float() * scale
-            if self._softcap:
-                scores = torch.tanh(scores / self._softcap) * self._softcap
-            seen = self._seen(ancestors[begin:end], committed)
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
-            out[begin:end] = torch.einsum("hqk,hkd->qhd", weights, v)
-        return out
-
-    def _seen(self, words: torch.Tensor, committed: int) -> torch.Tensor:
-        """Return which keys each new token sees, bool[new, committed + new]."""
-        new = torch.arange(len(words), device=words.device)
-        own = ((words[:, None] >> new) & 1).bool()
-        old = own.new_ones(len(words), committed)
-        if self._window:
-            position = committed + own.sum(-1) - 1
-            age = position[:, None] - torch.arange(committed, device=words.device)
-            old &= age < self._window
-        return torch.cat((old, own), 1)
+def attention(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    table: torch.Tensor,
+    start: torch.Tensor,
+    first: torch.Tensor,
+    ancestors: torch.Tensor,
+    *,
+    most: int,
+    keys: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """As ``attention.attention``, row by row."""
+    del most, keys  # bounds of a graph: ``first`` and ``start`` say how many there are
+    kv_heads, page, dim = kv.shape[2:]
+    group, out = q.shape[1] // kv_heads, torch.empty_like(q)
+    for row, committed in enumerate(start.tolist()):
+        begin, end = int(first[row]), int(first[row + 1])
+        count = committed + end - begin
+        pages = kv[table[row, : -(-count // page)].long()]
+        k, v = (
+            pages[:, which]
+            .transpose(0, 1)
+            .reshape(kv_heads, -1, dim)[:, :count]
+            .repeat_interleave(group, 0)
+            for which in (0, 1)
+        )
+        scores = _wide(torch.einsum("qhd,hkd->hqk", q[begin:end], k)) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        seen = _seen(ancestors[begin:end], committed, window)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
+        out[begin:end] = torch.einsum("hqk,hkd->qhd", weights, v)
+    return out
 
 
-class Draw:
-    """As ``draw.Draw``, by the host's own draw."""
+def _seen(words: torch.Tensor, committed: int, window: int) -> torch.Tensor:
+    """Return which keys each new token sees, bool[new, committed + new]."""
+    new = torch.arange(len(words), device=words.device)
+    own = ((words[:, None] >> new) & 1).bool()
+    old = own.new_ones(len(words), committed)
+    if window:
+        position = committed + own.sum(-1) - 1
+        age = position[:, None] - torch.arange(committed, device=words.device)
+        old &= age < window
+    return torch.cat((old, own), 1)
 
-    def __init__(self, rows: int, vocab: int, device: str | torch.device) -> None:
-        del rows, vocab, device  # no buffers are needed
 
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        bound: torch.Tensor,
-        words: torch.Tensor,
-        tokens: torch.Tensor,
-    ) -> torch.Tensor:
-        """As ``draw.Draw``."""
-        drawn, is_broken = logits.argmax(-1), logits.isnan().any(-1)
-        drawn[is_broken] = -1
-        for row in ((temperature > 0.0) & ~is_broken).nonzero()[:, 0].tolist():
-            scores = logits[row].float().masked_fill(logits[row] < bound[row], -torch.inf)
-            law = ((scores - scores.max()) / temperature[row]).softmax(-1)
-            word = words[row : row + 1].cpu().numpy().view(np.uint64)
-            drawn[row] = draw(law[None], word)[0]
-        return tokens.copy_(drawn)
+def draw(
+    logits: torch.Tensor, temperature: torch.Tensor, bound: torch.Tensor, words: torch.Tensor
+) -> torch.Tensor:
+    """As ``draw.draw``, by the host's own draw."""
+    drawn, is_broken = logits.argmax(-1), logits.isnan().any(-1)
+    drawn[is_broken] = -1
+    for row in ((temperature > 0.0) & ~is_broken).nonzero()[:, 0].tolist():
+        scores = _wide(logits[row]).masked_fill(logits[row] < bound[row], -torch.inf)
+        law = ((scores - scores.max()) / temperature[row]).softmax(-1)
+        word = words[row : row + 1].cpu().numpy().view(np.uint64)
+        drawn[row] = host.draw(law[None], word)[0]
+    return drawn.int()
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
