@@ -158,9 +158,9 @@ class Server:
         self._wake_sent = False
         self._dirty: deque[Connection] = deque()
         self._connections: set[Connection] = set()
-        self._tokenizers = _deep_thread("tokenizer")
-        self._long_texts = _deep_thread("long-texts")
-        self._grammars = ThreadPoolExecutor(1, "grammars")  # a short one may take two seconds
+        self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
+        self._long_texts = ThreadPoolExecutor(1, "long-texts")
+        self._grammars = _deep_thread("grammars")  # a short one may take two seconds
         self._started_s = monotonic()
         self._drain_until_s: float | None = None
 

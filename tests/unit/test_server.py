@@ -205,11 +205,18 @@ def test_a_deep_grammar_does_not_overflow_the_stack(server, links):
         for link in range(links)
     }
     schema = {"$ref": "#/$defs/d0", "$defs": {**schemas, f"d{links}": {"type": "string"}}}
-    text, tokenizer = json.dumps(schema), ByteTokenizer()
-    grammars = Grammars(tokenizer)
-    guide = (
-        server._threads(len(text))
-        .submit(grammars.guide, "json_schema", text, tokenizer.end_ids)
-        .result()
-    )
+    connection, _far = connected()
+    connection.greeted = True
+    grammars, made = Grammars(ByteTokenizer()), []
+
+    def session(request, ticket):
+        made.append(grammars.guide("json_schema", request.guide, ByteTokenizer().end_ids))
+        raise RequestError(ErrorCode.UNAVAILABLE, "there is no loop")
+
+    server._app.session = session
+    server._app.tracing = types.SimpleNamespace(begin=lambda trace: None)
+    request = GenerationRequest("a", 1, guide_type="json_schema", guide=json.dumps(schema))
+    server._receive(connection, Submit(id=1, request=request))
+    wait_for(lambda: made)
+    (guide,) = made
     assert guide.mask(list(b'{"a')) is not None
