@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 """What a grammar may be written in, by NVIDIA's names. ``ebnf_grammar`` is GBNF or Lark."""
+IMPOSSIBLE = -1e30
+"""The logit of a banned token: finite, so that softmax is defined where all tokens are banned."""
 
 
 class ErrorCode(str, Enum):

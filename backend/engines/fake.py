@@ -20,7 +20,7 @@ import numpy.typing as npt
 from backend.config import EngineConfig
 from backend.engines.port import Completion, EngineLimits, Extras, Turn
 from backend.engines.registry import Service
-from backend.request import SamplingParams
+from backend.request import IMPOSSIBLE, SamplingParams
 from backend.sampling.randomness import exponentials, word
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 
@@ -32,8 +32,7 @@ ORDER = 8
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8).astype(np.int64)
 _LOGITS = np.log([0.6, 0.25, 0.1, 0.05]) + 4.0
 _UNLIKELY_LOGIT = -26.0
-_IMPOSSIBLE_LOGIT = -1e30  # finite: a row in which everything is banned still has a law
-_UNGRAMMATICAL_LOGIT = -2e30
+_UNGRAMMATICAL_LOGIT = 2 * IMPOSSIBLE
 _FAINT = 0.02  # a candidate so much less likely than the best one is not worth a node
 
 FloatArray = npt.NDArray[np.float64]
@@ -323,8 +322,8 @@ def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> Fl
         logits = np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
         logits -= sampling.presence_penalty * seen + sampling.frequency_penalty * counts
     if len(context) - sequence.prompt_tokens < sampling.min_tokens:
-        logits[list(sampling.end_ids)] = _IMPOSSIBLE_LOGIT
-    logits[sampling.banned(context, len(context))] = _IMPOSSIBLE_LOGIT
+        logits[list(sampling.end_ids)] = IMPOSSIBLE
+    logits[sampling.banned(context, len(context))] = IMPOSSIBLE
     if sampling.guide is not None:
         mask = sampling.guide.mask(context[sequence.prompt_tokens :])
         if mask is not None:

@@ -6,8 +6,7 @@ import secrets
 from dataclasses import fields
 from typing import Any
 
-from backend.request import GenerationRequest, SamplingParams
-from backend.sampling.processing import IMPOSSIBLE
+from backend.request import IMPOSSIBLE, GenerationRequest, SamplingParams
 from backend.tokenizer import Tokenizer
 
 SEED_BITS = 53

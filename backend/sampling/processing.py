@@ -14,12 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.request import SamplingParams
+from backend.request import IMPOSSIBLE, SamplingParams
 
-IMPOSSIBLE = -1e30
-"""The logit of a banned token. Finite, so that a row in which everything is banned still has a
-law.
-"""
 UNGRAMMATICAL = 2 * IMPOSSIBLE
 """The logit of a token that the grammar forbids: where options ban all that it allows, it is the
 grammar that is kept.

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.request import SamplingParams
-from backend.sampling.processing import IMPOSSIBLE, WHOLE_VOCABULARY, Columns, process
+from backend.request import IMPOSSIBLE, SamplingParams
+from backend.sampling.processing import WHOLE_VOCABULARY, Columns, process
 
 VOCAB = 12
 
