@@ -92,6 +92,13 @@ KINDS = {
         tells_features=True,
         behaviour=2,
     ),
+    "cuda": Kind(
+        "backend.engines.cuda.engine",
+        on_cpu=True,
+        dtypes=("bf16", "fp32", "fp64"),
+        tells_features=True,
+        behaviour=1,
+    ),
     "head": Kind(
         "backend.engines.head.engine",
         on_cpu=True,

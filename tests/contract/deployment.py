@@ -415,6 +415,8 @@ def cells(engine: StepEngine) -> list[torch.Tensor]:
     model = engine._model
     if hasattr(model, "pool"):  # OpenVINO's, which is not installed on every GPU machine
         return [pool.permute(1, 3, 0, 2, 4) for pool in model.pool]
+    if hasattr(model, "kv"):  # the CUDA engine's
+        return [kv.permute(0, 3, 1, 2, 4) for kv in model.kv]
     size = engine.limits.kv_blocks * BLOCK_TOKENS  # of compiled networks there is one more
     return [pool[:size].unflatten(0, (-1, BLOCK_TOKENS)) for pool in model._pool]
 
@@ -443,6 +445,4 @@ def kv(engine: TorchEngine, sequence: Sequence) -> torch.Tensor:
     """The keys and values of the committed tokens [layers, seen, 2 x kv_heads, head_dim]."""
     held = torch.tensor(slots(engine, sequence, seen(engine, sequence)), dtype=torch.int64)
     found = [pool[held // BLOCK_TOKENS, held % BLOCK_TOKENS] for pool in cells(engine)]
-    config = engine._model.config
-    shape = len(found), len(held), 2 * config.num_kv_heads, config.head_dim
-    return torch.stack(found).reshape(shape)
+    return torch.stack(found).flatten(2, -2)

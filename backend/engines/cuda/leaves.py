@@ -30,7 +30,8 @@ class Product(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply ``x`` [..., inner]."""
         rows = x.reshape(-1, x.shape[-1])
-        return self._kernels.linear(rows, self.weight, self.bias).view(*x.shape[:-1], -1)
+        out = self._kernels.linear(rows, self.weight, self.bias)
+        return out.view(*x.shape[:-1], len(self.weight))
 
 
 class Norm(nn.Module):

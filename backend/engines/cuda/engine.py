@@ -1,0 +1,94 @@
+"""The engine of NVIDIA GPUs: decoders of transformers over paged KV, with Triton kernels and CUDA
+graphs. On a CPU it runs the same passes in plain torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from backend.config import EngineConfig
+from backend.engines.checkpoint import DTYPES, read_config
+from backend.engines.cuda.ancestors import MAX_NEW_TOKENS
+from backend.engines.cuda.forward import PagedForward
+from backend.engines.cuda.kernels import plain_kernels, triton_kernels
+from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.pages import ATTENTION
+from backend.engines.port import EngineLimits
+from backend.engines.registry import Service
+from backend.engines.stepping.engine import StepEngine
+
+logger = logging.getLogger(__name__)
+
+
+class CudaEngine(StepEngine):
+    """A step engine over a causal language model of transformers, for targets and drafts.
+
+    ``lm`` was made with ``attn_implementation=ATTENTION`` and is on its device. With ``invariant``
+    a row's logits have the same bits in every batch; it costs time where more than 128 tokens are
+    verified at once (docs/adr/0041). ``count(reason)`` is told of passes without a graph.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lm: nn.Module,
+        *,
+        vocab_size: int,
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int = 8,
+        taps: Sequence[int] = (),
+        invariant: bool = True,
+        count: Callable[[str], None] | None = None,
+    ) -> None:
+        is_cuda = next(lm.parameters()).device.type == "cuda"
+        kernels = triton_kernels(invariant=invariant) if is_cuda else plain_kernels()
+        model = PagedModel(lm, kernels, blocks=kv_blocks + 1)
+        model.fuse()
+        logger.info("%s: fused %s, kept %s", name, model.fused, sorted(set(model.refused)))
+        limits = EngineLimits(
+            vocab_size=vocab_size,
+            max_context_tokens=max_context_tokens,
+            max_draft_tokens=min(max_draft_tokens, MAX_NEW_TOKENS - 1),
+            max_run_tokens=max(1, max_draft_tokens),
+            kv_blocks=kv_blocks,
+            tree=True,
+            scores=True,
+        )
+        super().__init__(name, PagedForward(model, taps=taps, count=count), limits)
+
+    def _wait(self, jobs: list) -> None:  # type: ignore[type-arg]
+        if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
+            torch.cuda.current_stream(self._model.device).synchronize()
+
+
+def make(engine: EngineConfig, service: Service) -> CudaEngine:
+    """Make an engine of this kind (``backend.engines.registry``)."""
+    folder = service.path(engine)
+    config = read_config(folder)
+    if engine.device == "cpu":
+        torch.set_num_threads(service.threads)
+    lm: nn.Module = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[engine.dtype], attn_implementation=ATTENTION, local_files_only=True
+    )
+
+    def count(reason: str) -> None:
+        if service.count is not None:
+            service.count("spindle_fallback_total", reason=reason)
+
+    sizes = service.sizes
+    return CudaEngine(
+        engine.name,
+        lm.eval().to(engine.device),
+        vocab_size=config.vocab_size,
+        kv_blocks=sizes["kv_blocks"],
+        max_context_tokens=sizes["max_context_tokens"],
+        max_draft_tokens=sizes["max_draft_tokens"],
+        taps=service.taps if engine.name == service.config.target.name else (),
+        count=count,
+    )

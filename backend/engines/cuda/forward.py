@@ -1,0 +1,282 @@
+"""Passes of a paged decoder for the step engine: chunks in, logits out, by CUDA graphs where the
+device has them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
+from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.pages import PAGE, Layout
+from backend.engines.stepping.chunks import Chunk, logit_rows, moves
+
+logger = logging.getLogger(__name__)
+
+ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+TOKEN_SIZES = (*ROW_SIZES, 320, 384, 512, 640, 768, 1024)
+MOST_SIZES = (1, 2, 4, 8, 16, 32, MAX_NEW_TOKENS)
+KEY_SIZES = tuple(1 << n for n in range(10, 21))
+"""Sizes of graphs: rows, tokens, the most new tokens of a row, and the most keys of one."""
+
+_COLUMNS = (
+    ("ids", np.int64),
+    ("position", np.int64),
+    ("ancestors", np.int64),
+    ("place", np.int32),
+    ("first", np.int32),
+    ("start", np.int32),
+    ("table", np.int32),
+)
+
+
+class Size(NamedTuple):
+    """What a graph has room for."""
+
+    rows: int
+    tokens: int
+    most: int
+    keys: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of a pass's columns."""
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("ids", "position", "ancestors", "place"), (self.tokens,)
+        )
+        pages = -(-self.keys // PAGE)
+        return shapes | {
+            "first": (self.rows + 1,),
+            "start": (self.rows,),
+            "table": (self.rows, pages),
+        }
+
+
+class Inputs:
+    """The columns of a pass in one piece of memory, so that one copy brings them to the device."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        self.size = size
+        lengths = [
+            int(np.prod(size.shapes[name])) * np.dtype(kind).itemsize for name, kind in _COLUMNS
+        ]
+        ends = list(accumulate(-(-length // 8) * 8 for length in lengths))
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=is_cuda)
+        self._device = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        self.host: dict[str, np.ndarray] = {}  # type: ignore[type-arg]
+        self.device: dict[str, torch.Tensor] = {}
+        for (name, kind), length, end in zip(_COLUMNS, lengths, ends, strict=True):
+            begin = end - -(-length // 8) * 8
+            shape, dtype = size.shapes[name], torch.int64 if kind is np.int64 else torch.int32
+            self.host[name] = self._host[begin : begin + length].view(dtype).view(shape).numpy()
+            self.device[name] = self._device[begin : begin + length].view(dtype).view(shape)
+
+    def send(self) -> None:
+        """Copy the host's columns to the device."""
+        self._device.copy_(self._host, non_blocking=True)
+
+    def layout(self, spans: list[tuple[int, int]] | None = None) -> Layout:
+        """Return what attention reads."""
+        columns = self.device
+        return Layout(
+            columns["table"],
+            columns["start"],
+            columns["first"],
+            columns["ancestors"],
+            columns["place"],
+            self.size.most,
+            self.size.keys,
+            spans,
+        )
+
+
+class Graph(NamedTuple):
+    """A captured pass: what it reads, what replays it, and what it leaves."""
+
+    inputs: Inputs
+    replay: Callable[[], None]
+    logits: torch.Tensor
+    states: torch.Tensor | None
+
+
+class PagedForward:
+    """``stepping.engine.Model`` over a paged decoder, of which no sequence has the last page.
+
+    ``taps``: the layers, counted from 1, after which ``features`` are kept. ``count(reason)`` is
+    told when a graph cannot be captured; its size then runs without.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        taps: Sequence[int] = (),
+        count: Callable[[str], None] | None = None,
+    ) -> None:
+        self.model, self.device = model, model.device
+        self.token_ids: torch.Tensor | None = None
+        self.features: torch.Tensor | None = None
+        self._count = count
+        self._scratch = len(model.kv[0]) - 1
+        self._graphs: dict[Size, Graph | None] = {}
+        self._captures = self.device.type == "cuda"
+        self._states: dict[int, torch.Tensor] = {}
+        self._taps = tuple(taps)
+        layers = [m for m in model.lm.modules() if type(m).__name__.endswith("DecoderLayer")]
+        for tap in taps:
+            layers[tap - 1].register_forward_hook(self._keep_states(tap))
+
+    @property
+    def kv(self) -> list[torch.Tensor]:
+        """Keys and values by layer, without the page that no sequence has."""
+        return [kv[: self._scratch] for kv in self.model.kv]
+
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Run the chunks (``Model.forward``): prompts first, then all others in one pass."""
+        is_long = [len(chunk.tokens) > MAX_NEW_TOKENS for chunk in chunks]
+        parts: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for wants_long in (True, False):
+            own = [chunk for chunk, long in zip(chunks, is_long, strict=True) if long == wants_long]
+            if own:
+                parts.append(self._run(own, captured=self._captures and not wants_long))
+        if len(parts) == 1:
+            logits, self.features = parts[0]
+            return logits
+        order = self._order(chunks, is_long)
+        self.features = None
+        if self._taps:
+            self.features = torch.cat([s for _, s in parts if s is not None])[order]
+        return torch.cat([logits for logits, _ in parts])[order]
+
+    def keep(self, accepted: Sequence[tuple[Chunk, Sequence[int]]]) -> None:
+        """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
+        sources, targets = moves(accepted)
+        if len(sources):
+            (block, offset), (to_block, to_offset) = (
+                (slots // PAGE, slots % PAGE) for slots in (sources, targets)
+            )
+            for kv in self.model.kv:
+                kv[to_block, :, :, to_offset] = kv[block, :, :, offset]
+
+    def _run(
+        self, chunks: Sequence[Chunk], *, captured: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits [wanted, vocab] and states [wanted, taps, hidden] of one pass."""
+        lengths = [len(chunk.tokens) for chunk in chunks]
+        keys = max(chunk.start + n for chunk, n in zip(chunks, lengths, strict=True))
+        exact = Size(len(chunks), sum(lengths), max(lengths), keys)
+        wanted = torch.tensor(logit_rows(chunks), dtype=torch.int64, device=self.device)
+        if captured and (graph := self._graph(exact)) is not None:
+            self._fill(graph.inputs, chunks)
+            graph.inputs.send()
+            graph.replay()
+            states = None if graph.states is None else graph.states[wanted]
+            return graph.logits[wanted], states
+        inputs = Inputs(exact, self.device)
+        self._fill(inputs, chunks)
+        inputs.send()
+        is_long = exact.most > MAX_NEW_TOKENS
+        spans = [(chunk.start, n) for chunk, n in zip(chunks, lengths, strict=True)]
+        logits = self._pass(inputs, wanted, spans if is_long else None)
+        states = self._tapped()
+        return logits, None if states is None else states[wanted]
+
+    def _pass(
+        self,
+        inputs: Inputs,
+        wanted: torch.Tensor | None,
+        spans: list[tuple[int, int]] | None = None,
+    ) -> torch.Tensor:
+        columns = inputs.device
+        return self.model.run(columns["ids"], columns["position"], inputs.layout(spans), wanted)
+
+    def _fill(self, inputs: Inputs, chunks: Sequence[Chunk]) -> None:
+        """Write a pass's columns; the rows and tokens left over belong to no sequence."""
+        host, at = inputs.host, 0
+        host["place"].fill(self._scratch * PAGE)
+        host["ids"].fill(0)
+        host["position"].fill(0)
+        host["start"].fill(0)
+        for row, chunk in enumerate(chunks):
+            count = len(chunk.tokens)
+            end = at + count
+            chain = count - len(chunk.parents)
+            host["ids"][at:end] = chunk.tokens
+            host["position"][at:end] = chunk.positions
+            places = np.arange(chunk.start, chunk.start + count)
+            blocks = chunk.table.numbers
+            host["place"][at:end] = blocks[places // PAGE] * PAGE + places % PAGE
+            if count <= MAX_NEW_TOKENS:
+                tree = [parent + chain - 1 for parent in chunk.parents]
+                host["ancestors"][at:end] = ancestor_words([*range(-1, chain - 2), *tree])
+            host["first"][row] = at
+            host["start"][row] = chunk.start
+            pages = -(-(chunk.start + count) // PAGE)
+            host["table"][row, :pages] = blocks[:pages]
+            at = end
+        host["first"][len(chunks) :] = at
+
+    def _graph(self, exact: Size) -> Graph | None:
+        """Return the graph that a pass runs in, captured at first use; None where there is none."""
+        sizes = (ROW_SIZES, TOKEN_SIZES, MOST_SIZES, KEY_SIZES)
+        fitting = [
+            next((size for size in known if size >= value), None)
+            for known, value in zip(sizes, exact, strict=True)
+        ]
+        if None in fitting:
+            return None
+        size = Size(*fitting)  # type: ignore[arg-type]
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        return self._graphs[size]
+
+    def _capture(self, size: Size) -> Graph | None:
+        inputs = Inputs(size, self.device)
+        inputs.host["place"].fill(self._scratch * PAGE)
+        inputs.send()
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(stream):
+                self._pass(inputs, None)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                logits = self._pass(inputs, None)
+        except (RuntimeError, NotImplementedError) as error:
+            logger.warning("no CUDA graph for %s: %s", size, error)
+            if self._count is not None:
+                self._count("cuda_graph")
+            return None
+        return Graph(inputs, graph.replay, logits, self._tapped())
+
+    def _keep_states(self, tap: int) -> Callable[[nn.Module, object, object], None]:
+        def keep(_: nn.Module, __: object, output: object) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            assert isinstance(hidden, torch.Tensor)
+            self._states[tap] = hidden.view(-1, hidden.shape[-1])
+
+        return keep
+
+    def _tapped(self) -> torch.Tensor | None:
+        if not self._taps:
+            return None
+        return torch.stack([self._states[tap] for tap in self._taps], 1)
+
+    def _order(self, chunks: Sequence[Chunk], is_long: Sequence[bool]) -> torch.Tensor:
+        """Return where each chunk's rows lie when those of long ones come first."""
+        at = [0, sum(chunk.logits for chunk, long in zip(chunks, is_long, strict=True) if long)]
+        order: list[int] = []
+        for chunk, long in zip(chunks, is_long, strict=True):
+            begin = at[0 if long else 1]
+            at[0 if long else 1] += chunk.logits
+            order += range(begin, begin + chunk.logits)
+        return torch.tensor(order, dtype=torch.int64, device=self.device)

@@ -1,0 +1,66 @@
+"""The CUDA engine, on a CPU in fp64, in the place of torch's, under the same scenarios."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig as TransformersConfig
+from transformers import LlamaForCausalLM
+
+from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.cuda.engine import CudaEngine
+from backend.engines.cuda.pages import ATTENTION
+from backend.engines.port import Engine
+from backend.engines.torch.engine import TorchEngine
+from tests.contract.checks import fresh
+from tests.contract.scenarios import Scenario, plain_text
+
+
+def llama(config: LlamaConfig, weights: Weights) -> LlamaForCausalLM:
+    """Return transformers' model of these weights, in their dtype."""
+    shape = TransformersConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_theta": config.rope_theta, **config.rope},
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tied,
+        attn_implementation=ATTENTION,
+    )
+    dtype = weights["model.norm.weight"].dtype
+    lm = LlamaForCausalLM(shape).to(dtype).eval()
+    lm.load_state_dict(weights)
+    return lm
+
+
+@contextmanager
+def on_cuda_engine(*scenarios: Scenario) -> Iterator[None]:
+    """Make every engine of weights a CUDA engine, but for drafts with a shortlisted head; what is
+    compared with has been made on torch before.
+    """
+    for scenario in scenarios:
+        for ask in scenario.asks:
+            plain_text(ask)
+    fresh()
+    original = TorchEngine.from_weights
+
+    def made(name: str, config: LlamaConfig, weights: Weights, **sizes: Any) -> Engine:
+        if config.draft_vocab_size:
+            return original(name, config, weights, **sizes)
+        sizes.pop("attention", None)
+        with torch.inference_mode(False):
+            lm = llama(config, weights)
+        return CudaEngine(name, lm, vocab_size=config.vocab_size, **sizes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchEngine, "from_weights", made)
+        yield
