@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from backend.config import EngineConfig
 from backend.engines.checkpoint import DTYPES, read_config
@@ -73,6 +74,7 @@ def make(engine: EngineConfig, service: Service) -> CudaEngine:
     config = read_config(folder)
     if engine.device == "cpu":
         torch.set_num_threads(service.threads)
+    disable_progress_bar()
     lm: nn.Module = AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPES[engine.dtype], attn_implementation=ATTENTION, local_files_only=True
     )
