@@ -237,6 +237,7 @@ def test_what_was_learnt_outlasts_a_restart(start, tmp_path, monkeypatch):
     _, path = start(config)
     after = known(Client(path))
     assert after["restored_age_s"] is not None
-    chains = [sum(data["drafts"]["d0"]["reached"]) for data in (before, after)]
+    drafts = [data["tenants"][0]["drafts"] for data in (before, after)]
+    chains = [sum(of["d0"]["reached"]) for of in drafts]
     assert chains[1] == pytest.approx(chains[0], rel=0.05)
     assert chains[1] > 100
