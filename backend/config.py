@@ -50,9 +50,7 @@ class EngineConfig:
     ``engine`` and ``dtype`` ``auto`` are settled when the file is read (``settled``). ``invariant``
     of an ``openvino`` target: the same request gives the same text, bit for bit, under any load and
     plan. A ``head`` draft continues the target's own states (``model``: a folder that
-    ``engines_build.distill`` wrote for this target). ``attention`` of a ``torch`` engine runs
-    decoding rows one by one (``ragged``) or, in a target, padded to the longest (``padded``), cut
-    into pieces where the adaptive policy finds that to pay. ``min_ngram``/``max_ngram`` belong to
+    ``engines_build.distill`` wrote for this target). ``min_ngram``/``max_ngram`` belong to
     ``lookup`` and ``suffix``; of ``suffix``, ``remembered_tokens`` bounds what it keeps of answers,
     and ``keep_remembered`` keeps that over restarts. ``seed``, ``agreement`` (how often a fake
     draft proposes what the fake target would emit) and ``step_s`` (seconds per pass) belong to
@@ -69,7 +67,6 @@ class EngineConfig:
     dtype: str = setting("auto", choices=("auto", "bf16", "int8", "fp32", "fp64"))
     device: str = "cpu"
     invariant: bool = True
-    attention: str = setting("ragged", choices=("ragged", "padded"))
     min_ngram: int = setting(2, low=1, high=16)
     max_ngram: int = setting(4, low=1, high=16)
     remembered_tokens: int = setting(2**18, low=4096, high=100_000_000)
@@ -247,7 +244,7 @@ def parse_config(raw: Any) -> ServingConfig:
         )
     _check_names(config)
     _check_engines(config)
-    _check_policy(config.policy, config.target, [draft.name for draft in config.drafts])
+    _check_policy(config.policy, [draft.name for draft in config.drafts])
     _check_drafts(config)
     # What KV is reserved for.
     most_run = config.policy.k_max + 1 if config.target.kind.asynchronous else 1
@@ -280,7 +277,7 @@ def _check_names(config: ServingConfig) -> None:
 
 
 def _check_engines(config: ServingConfig) -> None:
-    """Raise ConfigError for a model, a dtype or an attention that an engine's kind lacks."""
+    """Raise ConfigError for a model or a dtype that an engine's kind lacks."""
     for where, engine in [
         ("target", config.target),
         *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts)),
@@ -292,12 +289,6 @@ def _check_engines(config: ServingConfig) -> None:
         if engine.kind.model and not engine.kind.on_cpu and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
         _check_engine(where, engine)
-        if engine.attention == "padded" and (
-            engine.engine != "torch" or engine is not config.target
-        ):
-            raise ConfigError(
-                f"{where}.attention must be 'ragged' but for a torch target, got 'padded'"
-            )
 
 
 def settled(engine: EngineConfig) -> EngineConfig:
@@ -347,12 +338,7 @@ def _check_drafts(config: ServingConfig) -> None:
             )
 
 
-def _check_policy(policy: PolicyConfig, target: EngineConfig, drafts: list[str]) -> None:
-    if policy.cohorts > 1 and target.attention == "padded":
-        raise ConfigError(
-            f"policy.cohorts must be 1 for a target whose attention is 'padded', got "
-            f"{policy.cohorts}"
-        )
+def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
     if policy.kind == "average":
         raise ConfigError("policy.kind 'average' is called 'ema'")
     if policy.kind not in POLICIES and not policy.own:
@@ -393,6 +379,12 @@ def _check_switches(switches: SwitchesConfig, config: ServingConfig) -> None:
         )
 
 
+_REMOVED = {
+    "attention": "is gone: every engine reads each context at its own length",
+}
+"""What became of earlier settings."""
+
+
 def build_settings(cls: type[Any], raw: Any, path: str) -> Any:
     """Build a config dataclass from a JSON object, checking every key, type and range."""
     if not isinstance(raw, dict):
@@ -400,6 +392,8 @@ def build_settings(cls: type[Any], raw: Any, path: str) -> Any:
     hints = typing.get_type_hints(cls)
     fields = {item.name: item for item in dataclasses.fields(cls)}
     for key in raw:
+        if key in _REMOVED and key not in fields:
+            raise ConfigError(f"{_join(path, key)!r} {_REMOVED[key]}: remove it from the file")
         if key not in fields:
             raise ConfigError(f"unknown key {_join(path, key)!r}; known here: {', '.join(fields)}")
     return cls(

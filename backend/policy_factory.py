@@ -11,10 +11,8 @@ from backend.config import ConfigError, EngineConfig, PolicyConfig, ServingConfi
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
 from backend.ops.trace_file import TraceFile
-from backend.sequence import BLOCK_TOKENS
 from policy import LatencyTable, wrappers
 from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
-from policy.decomposition import Decomposition
 from policy.extensions import Execution
 from policy.pipelining import FreeRuns, Pipelining
 from policy.replay import Traced
@@ -22,11 +20,6 @@ from policy.replay import Traced
 OVERHEAD_S, SPECULATION_S = 5e-4, 3e-4
 """Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup.
 Measured steps correct them.
-"""
-
-MERGE_TOKENS = 20.0
-"""What merging a piece of a cut context costs in cached tokens read, by
-``bench.micro.padding``.
 """
 
 
@@ -120,8 +113,6 @@ def _execution(config: ServingConfig, contention: float | None) -> Execution | N
     """Return how plans are executed, where that is more than all rows in one pass."""
     if config.policy.cohorts > 1:
         return Pipelining(config.policy.cohorts, contention)
-    if config.target.attention == "padded":
-        return Decomposition(MERGE_TOKENS, BLOCK_TOKENS)
     if config.limits.free_run_tokens > 1:
         return FreeRuns(config.limits.free_run_tokens)
     return None

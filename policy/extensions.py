@@ -63,7 +63,7 @@ class Estimator(Protocol):
 
 class Execution(Protocol):
     """How an engine executes a plan, where that is more than all rows side by side in one pass:
-    ``policy.pipelining``, ``policy.decomposition``. ``memory`` is its own, and is not changed.
+    ``policy.pipelining``. ``memory`` is its own, and is not changed.
     """
 
     def start(self) -> Any:

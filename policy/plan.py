@@ -120,9 +120,8 @@ class Plan:
     ``shadow`` is what the policy would have done where something else is done.
 
     Of engines that can: ``flight[n]`` numbers parts of the batch that go one behind the other, one
-    drafted for while another is verified (None: all go together; -1: not ready); contexts are cut
-    into pieces of ``piece_tokens`` (0: not cut); ``run[n]`` tokens that a row without a proposal
-    runs in its turn (None: as many as a turn may).
+    drafted for while another is verified (None: all go together; -1: not ready); ``run[n]`` tokens
+    that a row without a proposal runs in its turn (None: as many as a turn may).
     """
 
     draft: IntArray
@@ -133,7 +132,6 @@ class Plan:
     notes: dict[str, Any] = field(default_factory=dict)
     shadow: Plan | None = None
     flight: IntArray | None = None
-    piece_tokens: int = 0
     run: IntArray | None = None
 
     @classmethod
@@ -213,8 +211,8 @@ class Outcome:
 
     ``measured_s`` is the step's wall time, ``parts_s`` its parts by name (``verify``,
     ``draft:<name>``, ``overhead``, which includes ``planning`` and the last step's ``learning``);
-    ``flight`` and ``piece_tokens`` are the plan's, as executed; ``ran`` is what the times are of,
-    where it is not these rows. Requests in ``finished`` are over.
+    ``flight`` is the plan's, as executed; ``ran`` is what the times are of, where it is not these
+    rows. Requests in ``finished`` are over.
 
     ``free_*`` int64[f]: draft ``free_draft`` would have had ``free_accepted`` of its first
     ``free_scored`` tokens accepted for ``free_request``. ``node_*`` [q] are nodes,
@@ -239,7 +237,6 @@ class Outcome:
     free_scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     flight: IntArray | None = None
-    piece_tokens: int = 0
     ran: Ran | None = None
     followed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_row: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 from numpy.random import Generator as Rng
 
-from .decomposition import Decomposition
 from .latency import LatencyModel
 from .pipelining import FreeRuns, Overlap, Pipelining
 from .plan import NO_DRAFT, Outcome, Plan, View
@@ -71,8 +70,6 @@ def explain_batch(plan: Plan) -> str:
     text += f"at {plan.price:.1f} tokens/s"
     if plan.flight is not None:
         text += f"; {int(plan.flight.max()) + 1} cohorts"
-    if plan.piece_tokens:
-        text += f"; contexts cut into pieces of {plan.piece_tokens} tokens"
     why_not = plan.notes.get("why_not", {})
     return text + "".join(f"; no {name}: {why}" for name, why in why_not.items())
 
@@ -248,7 +245,7 @@ def _records(*kinds: Any) -> dict[str, type]:
 
 
 _RECORDS = _records(View, Plan, Outcome, PlannerState, PlannerConfig, LatencyModel)
-_RECORDS |= _records(Pipelining, Overlap, Decomposition, FreeRuns)
+_RECORDS |= _records(Pipelining, Overlap, FreeRuns)
 _DTYPES = {"i": np.int64, "f": np.float64, "b": np.bool_}
 _KEYS = {"in_flight": "flying", "control_plan": "given"}
 """Fields that a trace has by an older name, so that recorded ones are still replayed."""

@@ -289,22 +289,19 @@ class Orchestrator:
 
     def _submit(self, submission: Submission, proposals: dict[int, Proposals]) -> None:
         """Give a submission to the target."""
-        piece_tokens = submission.log.piece_tokens = submission.plan.piece_tokens
         runs = (
             [self._free_run_tokens] * len(submission.sessions)
             if submission.plan.run is None
             else submission.plan.run.tolist()
         )
         rows = (
-            self._turn(session, proposals[session.id].chosen, run, piece_tokens)
+            self._turn(session, proposals[session.id].chosen, run)
             for session, run in zip(submission.sessions, runs, strict=True)
         )
         submission.turns = [*rows, *submission.prefill]
         self._in_flight.submit(submission, proposals)
 
-    def _turn(
-        self, session: Session, proposal: Proposal | None, run: int, piece_tokens: int
-    ) -> Turn:
+    def _turn(self, session: Session, proposal: Proposal | None, run: int) -> Turn:
         """Verify a proposal, or else run as many tokens as planned, at most as a turn may: an
         engine that queues turns pays for each.
         """
@@ -315,7 +312,6 @@ class Orchestrator:
             len(session.sequence.tokens),
             run,
             proposal,
-            piece_tokens=piece_tokens,
             streamed=streamed,
         )
 

@@ -22,8 +22,8 @@ class StepLog:
     """A step in the making. ``rows`` are (request, draft, length, accepted, emitted, scored,
     verified, followed) as in ``Outcome``, ``nodes`` (place in ``rows``, confidence, drawn, held);
     ``free`` (request, draft, accepted, scored) what a draft would have had accepted where it was
-    not chosen; ``piece_tokens`` how contexts were cut; ``parts_s`` wall times by part (``planning``
-    and ``learning`` from the step before, belong to ``overhead``). Of a submission that ran
+    not chosen; ``parts_s`` wall times by part (``planning`` and ``learning`` from the step before,
+    belong to ``overhead``). Of a submission that ran
     ``beside`` another, ``waited_s`` is how long its turns were in flight and did not run, and the
     step is counted from ``since_s`` on, when the one before it came back. ``ran`` as in
     ``Outcome``.
@@ -37,7 +37,6 @@ class StepLog:
     rows: list[tuple[int, ...]] = field(default_factory=list)
     free: list[tuple[int, int, int, int]] = field(default_factory=list)
     nodes: list[tuple[int, float, bool, bool]] = field(default_factory=list)
-    piece_tokens: int = 0
     control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     beside: bool = False
@@ -148,7 +147,6 @@ class StepLog:
             free_scored=free[3],
             finished=np.array(self.finished, np.int64) if self.finished else _NONE,
             flight=np.zeros(len(length), np.int64) if self.beside else None,
-            piece_tokens=self.piece_tokens,
             ran=self.ran,
             node_row=node_row,
             node_confidence=confidence,

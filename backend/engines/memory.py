@@ -36,11 +36,6 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
         elif engine.name in folders:
             verified = k_max if engine is config.target else 0
             rows = limits.max_active_requests * (1 + verified)
-            padded = (
-                limits.max_active_requests * limits.max_context_tokens
-                if engine.attention == "padded"
-                else 0
-            )
             footprints[engine.name] = footprint(
                 folders[engine.name],
                 engine.kind,
@@ -52,8 +47,6 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
                 law_rows=0 if engine is config.target else limits.max_active_requests * k_max,
                 kept_rows=limits.prefill_chunk_tokens if engine is config.target else 0,
                 kept_bytes=limits.max_logits_bytes,
-                padded_tokens=padded,
-                padded_queries=1 + verified if padded else 0,
             )
     return footprints
 

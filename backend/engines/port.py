@@ -32,8 +32,7 @@ class Turn:
     len(sequence.tokens)``. ``nodes`` above 0 asks a draft for a ``Completion.proposal`` of at most
     so many nodes, no path of it longer than ``run``; a model makes it of ``run`` forward passes.
     ``streamed`` asks for the tokens of a free run as they come (``Completion.partial``), which
-    asynchronous engines may heed. ``piece_tokens`` above 0 has an engine that pads cut the context
-    into pieces of so many tokens, whole blocks.
+    asynchronous engines may heed.
     """
 
     sequence: Sequence
@@ -41,7 +40,6 @@ class Turn:
     run: int = 1
     proposal: Proposal | None = None
     nodes: int = 0
-    piece_tokens: int = 0
     streamed: bool = False
 
 
@@ -97,13 +95,12 @@ class EngineLimits:
 
     ``free`` says that proposing costs next to nothing (lookup, suffix), so that the loop scores it
     on every step, chosen or not; ``tree`` that it verifies trees; as a draft, ``scores`` that it
-    scores what it catches up on (``Completion.scored``). ``pads``: verified rows are padded to the
-    longest context, or cut (``Turn.piece_tokens``).
-    ``invariant``: the logits behind a text are the same bits whatever else is in a pass, while
-    those of a prompt may differ from those of the same tokens when they were generated: blocks with
-    generated tokens have other keys. ``overlaps``: while one thread is in ``poll``, another
-    may ask about, and cancel, sequences that have no turn in flight. ``asynchronous``: turns run in
-    one in-flight batch and complete each in its time, not all with the next ``poll``.
+    scores what it catches up on (``Completion.scored``). ``invariant``: the logits behind a text
+    are the same bits whatever else is in a pass, while those of a prompt may differ from those of
+    the same tokens when they were generated: blocks with generated tokens have other keys.
+    ``overlaps``: while one thread is in ``poll``, another may ask about, and cancel, sequences that
+    have no turn in flight. ``asynchronous``: turns run in one in-flight batch and complete each in
+    its time, not all with the next ``poll``.
     """
 
     vocab_size: int
@@ -114,7 +111,6 @@ class EngineLimits:
     free: bool = False
     tree: bool = False
     scores: bool = False
-    pads: bool = False
     overlaps: bool = False
     invariant: bool = False
     asynchronous: bool = False

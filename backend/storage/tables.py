@@ -76,7 +76,6 @@ def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
         "layout_sha256": read_manifest(folder).layout_sha256,
         "dtype": engine.dtype,
         "device": engine.device,
-        "attention": engine.attention,
         "invariant": engine.invariant,
         "threads": threads,
     }

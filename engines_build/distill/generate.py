@@ -130,10 +130,7 @@ class Teacher:
         device, chunks = self._model.device, []
         for row in rows:
             table = KVTable(row.blocks, device)
-            chunk = Chunk(row.tokens[row.seen :], row.seen, table, logits=1)
-            if device.type != "cpu" and len(chunk.tokens) == 1:
-                chunk.piece_tokens = 0  # all decoding rows in one call
-            chunks.append(chunk)
+            chunks.append(Chunk(row.tokens[row.seen :], row.seen, table, logits=1))
             row.seen = len(row.tokens)
         return self._forward(chunks)
 

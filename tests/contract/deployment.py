@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +61,6 @@ def tiny_engine(
     scale: float = 0.5,
     dtype: torch.dtype = torch.float64,
     kv_blocks: int = BLOCKS,
-    attention: str = "ragged",
 ) -> TorchEngine:
     """An engine of random weights that are the same for every name, moved by ``noise`` of ``seed``:
     a draft that is right now and then.
@@ -88,7 +87,6 @@ def tiny_engine(
         kv_blocks=kv_blocks,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         max_draft_tokens=K_MAX,
-        attention=attention,
         taps=TAPS if name == "target" else (),
     )
 
@@ -135,17 +133,15 @@ class Scripted(Policy):
     """A policy that reads (draft column, length) off a script, another place of it in every step
     and for every request.
 
-    ``trims`` are how many nodes of a row's tree are verified, ``pieces`` how contexts are cut, step
-    by step.
+    ``trims`` are how many nodes of a row's tree are verified, step by step.
     """
 
     def __init__(
         self,
         script: Seq[tuple[int, int]] = ((NO_DRAFT, 0),),
         trims: Seq[int] = (NODES,),
-        pieces: Seq[int] = (0,),
     ) -> None:
-        self.script, self.trims, self.pieces = list(script), trims, pieces
+        self.script, self.trims = list(script), trims
         self.outcomes: list[Outcome] = []
         self.trimmed: dict[tuple[int, int], int] = {}  # by request and context
 
@@ -156,9 +152,7 @@ class Scripted(Policy):
         self, view: View, state: int, now: float, rng: np.random.Generator
     ) -> tuple[Plan, int]:
         chosen = [self.script[(state + row) % len(self.script)] for row in range(len(view))]
-        plan = Plan.within(view, *np.array(chosen, np.int64).reshape(-1, 2).T)
-        piece = self.pieces[state % len(self.pieces)]
-        return replace(plan, piece_tokens=piece or 0), state + 1
+        return Plan.within(view, *np.array(chosen, np.int64).reshape(-1, 2).T), state + 1
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: int) -> np.ndarray:
         nodes = [self.trims[(state + n) % len(self.trims)] for n in range(len(view))]

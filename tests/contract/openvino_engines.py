@@ -44,8 +44,7 @@ def on_openvino(
         for ask in scenario.asks:
             plain_text(ask)
 
-    def made(name, config, weights, *, attention="ragged", **sizes):
-        assert attention == "ragged"
+    def made(name, config, weights, **sizes):
         narrow = {k: w.float() if w.is_floating_point() else w for k, w in weights.items()}
         exact = invariant and name == "target"
         return OpenvinoEngine.from_weights(

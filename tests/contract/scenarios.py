@@ -80,8 +80,7 @@ TRIMS = (NODES, NODES, 3, NODES, 1, 5, NODES, 0, 2, 4, NODES)
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests, the policy's script (``Scripted``), and the limits of the deployment; the target
-    pads where there are ``pieces``.
+    """Requests, the policy's script (``Scripted``), and the limits of the deployment.
 
     ``nodes``, ``cohorts`` and ``poisons`` as of ``Deployment``.
     """
@@ -94,7 +93,6 @@ class Scenario:
     max_active: int = 8
     kv_blocks: int = 64
     reuse: bool = True
-    pieces: tuple[int, ...] = ()
     cohorts: tuple[int, ...] = ()
     poisons: bool = True
 
@@ -134,11 +132,8 @@ UNEVEN = Scenario(
         for n, prompt in enumerate((7, 0, 1, 6, 2, 5, 8))
     ),
     max_active=5,
-    pieces=tuple(blocks * BLOCK_TOKENS for blocks in (1, 0, 2, 1, 3, 6, 1)),
 )
-"""Long contexts beside short ones in a target that pads, cut into other pieces in every step, or
-not.
-"""
+"""Long and short contexts in one batch."""
 
 ALIKE = Scenario(
     (
@@ -255,9 +250,9 @@ def new_drafts() -> list[Engine]:
 def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> Served:
     """Run a scenario to its end."""
     deployment = Deployment(
-        tiny_engine(attention="padded" if scenario.pieces else "ragged"),
+        tiny_engine(),
         new_drafts(),
-        Scripted(scenario.script, scenario.trims, scenario.pieces or (0,)),
+        Scripted(scenario.script, scenario.trims),
         chunk_tokens=scenario.chunk_tokens,
         max_active=scenario.max_active,
         kv_blocks=scenario.kv_blocks,

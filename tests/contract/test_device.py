@@ -4,13 +4,11 @@ step makes the host wait for.
 
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 
 from backend.engines.torch.engine import TorchEngine
-from backend.sequence import BLOCK_TOKENS
 from tests.contract import checks
 from tests.contract.on_device import engines_on
 from tests.contract.pretend_device import DEVICE, OnDevice, PretendDevice
@@ -24,14 +22,12 @@ def pretended():
     assert not device.broken
 
 
-@pytest.mark.parametrize("blocks", [(), (1, 0, 2)], ids=["ragged", "padded"])
 @pytest.mark.parametrize("scenario", [BUSY, MIXED], ids=["busy", "options"])
 def test_texts_of_a_device_are_those_of_plain_decoding_and_nothing_meets_the_host_s(
-    blocks, scenario
+    scenario,
 ):
     with pretended():
-        pieces = tuple(count * BLOCK_TOKENS for count in blocks)
-        served = serve(replace(scenario, pieces=pieces))
+        served = serve(scenario)
         assert isinstance(served.deployment.target._model._pool, OnDevice)
         checks.texts(served)
 

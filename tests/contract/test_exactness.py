@@ -26,8 +26,6 @@ SETTLED = (*checks.ALL, checks.one_token_is_unseen)
 LATE = Scenario(tuple(Ask(n % 6, 24, n, n + 3 + n % 4 if n % 2 else None) for n in range(14)))
 """Clients that leave while their cohort is being verified."""
 
-CUT = tuple(replace(ask, prompt=5 + n % 4) for n, ask in enumerate(MIXED.asks))
-PIECES = (BLOCK_TOKENS, 2 * BLOCK_TOKENS)
 DECAYING = SamplingParams(1.0, top_p=0.95, top_p_decay=0.6, top_p_min=0.2, top_p_reset_id=2)
 DECAYED = tuple(replace(DECAYING, temperature=1.5, seed=n) for n in range(2))
 SCENARIOS = {
@@ -42,13 +40,11 @@ SCENARIOS = {
     "crowded": (CROWDED, checks.ALL),
     "pre-empted": (CRAMPED, checks.ALL),
     "pre-empted, nothing kept": (replace(CRAMPED, reuse=False), checks.ALL),
-    "padded": (replace(UNEVEN, pieces=(0,)), SETTLED),
-    "in pieces": (UNEVEN, SETTLED),
-    "options in pieces": (replace(MIXED, asks=CUT, pieces=PIECES), SETTLED),
+    "uneven": (UNEVEN, SETTLED),
     "cohorts": (in_cohorts(BUSY), checks.ALL),
     "options in cohorts": (in_cohorts(MIXED), checks.ALL),
     "alike in cohorts": (in_cohorts(ALIKE), checks.ALL),
-    "uneven cohorts": (in_cohorts(replace(UNEVEN, pieces=())), checks.ENDS),
+    "uneven cohorts": (in_cohorts(UNEVEN), checks.ENDS),
     "cohorts in earnest": (in_earnest(BUSY), checks.ENDS),
     "options in earnest": (in_earnest(MIXED), checks.ENDS),
     "alike in earnest": (in_earnest(ALIKE), checks.ENDS),
@@ -85,13 +81,6 @@ def test_kv_is_shared_and_requests_are_pre_empted():
     assert ("spindle_preemptions_total",) not in shared
     for scenario in (CRAMPED, CROWDED):
         assert checks.exact(scenario).deployment.counters()["spindle_preemptions_total",] > 0
-
-
-def test_outcomes_say_how_contexts_were_cut():
-    """By them the planner judges the time of a step."""
-    _, deployment, _ = checks.exact(UNEVEN)
-    outcomes = [o for o in deployment.policy.outcomes if len(o.request)]
-    assert {o.piece_tokens for o in outcomes} == {n * BLOCK_TOKENS for n in (0, 1, 2, 3, 6)}
 
 
 def test_a_text_follows_the_target_s_law():

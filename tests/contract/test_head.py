@@ -134,7 +134,7 @@ SCENARIOS = {
     "alike": ALIKE,
     "crowded": CROWDED,
     "pre-empted": CRAMPED,
-    "padded": UNEVEN,
+    "uneven": UNEVEN,
     "cohorts": in_cohorts(BUSY),
     "cohorts in earnest": in_earnest(MIXED),
     "chains only": replace(MIXED, nodes=0),

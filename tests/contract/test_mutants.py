@@ -4,11 +4,9 @@ it.
 
 import pytest
 
-from tests.contract import cohort_mutants, padded_mutants
+from tests.contract.cohort_mutants import MUTANTS
 
 pytestmark = pytest.mark.slow
-
-MUTANTS = cohort_mutants.MUTANTS | padded_mutants.MUTANTS
 
 
 @pytest.mark.parametrize("name", MUTANTS)

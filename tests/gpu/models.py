@@ -49,14 +49,11 @@ def engine_of(
     context: int,
     *,
     name: str = "",
-    attention: str = "ragged",
 ) -> TorchEngine:
     """Make an engine of a shape whose sequences hold up to ``context`` tokens."""
     config = SHAPES[shape]
     sizes = {"kv_blocks": kv_blocks, "max_context_tokens": context, "max_draft_tokens": 16}
-    return TorchEngine.from_weights(
-        name or shape, config, weights_of(config, device), attention=attention, **sizes
-    )
+    return TorchEngine.from_weights(name or shape, config, weights_of(config, device), **sizes)
 
 
 def read_bytes(config: LlamaConfig, context_tokens: int) -> int:

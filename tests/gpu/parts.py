@@ -57,14 +57,12 @@ def tests(job: Job) -> None:
     """Part b: a product of the engine on the device against the host's, then the suites that want a
     GPU, by pytest.
     """
-    job.result["differences"] = {
-        mode: differences(mode, job.device) for mode in ("ragged", "padded")
-    }
+    job.result["difference"] = difference(job.device)
     job.keep()
     need("pytest")
     suites = ["tests/gpu/test_cuda.py"]
     if not job.rehearse:
-        suites += [f"tests/contract/test_{name}.py" for name in ("device", "padded")]
+        suites.append("tests/contract/test_device.py")
     command = [
         "-m",
         "pytest",
@@ -92,7 +90,7 @@ def tests(job: Job) -> None:
         raise RuntimeError(f"pytest ended with {ended.returncode}: {ended.stdout[-600:]}")
 
 
-def differences(attention: str, device: str) -> float:
+def difference(device: str) -> float:
     """Return the greatest difference of logits in fp64 between a verification on the device and one
     on the host.
     """
@@ -105,10 +103,10 @@ def differences(attention: str, device: str) -> float:
         name: 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in config.shapes().items()
     }
-    for where, mode in ((device, attention), ("cpu", "ragged")):
+    for where in (device, "cpu"):
         here = {name: weight.to(where) for name, weight in weights.items()}
         engine = TorchEngine.from_weights(
-            "target", config, here, kv_blocks=16, max_context_tokens=64, attention=mode
+            "target", config, here, kv_blocks=16, max_context_tokens=64
         )
         chunks = [
             Chunk(
@@ -116,7 +114,6 @@ def differences(attention: str, device: str) -> float:
                 0,
                 KVTable([4 * n, 4 * n + 1], where),
                 rows,
-                piece_tokens=0,
             )
             for n, rows in enumerate((5, 2, 9))
         ]
@@ -160,22 +157,21 @@ def steps(job: Job) -> None:
     shapes, batches, contexts, chunk = sizes(job)
     blocks = max(batches) * blocks_of(max(contexts), 1 + LONGEST) + blocks_of(max(contexts), chunk)
     job.result |= {"steps": [], "launches": [], "left_out": 0}
-    engines = list(itertools.product(shapes, ("ragged", "padded")))
-    for number, (shape, attention) in enumerate(engines):
-        share_s = job.left_s / (len(engines) - number)
+    for number, shape in enumerate(shapes):
+        share_s = job.left_s / (len(shapes) - number)
         end_s = job.left_s - share_s
-        engine = engine_of(shape, job.device, blocks, max(contexts) + chunk, attention=attention)
+        engine = engine_of(shape, job.device, blocks, max(contexts) + chunk)
         for kind, batch, beside in [
             *itertools.product(("0", "4"), (batches[0], batches[-1]), (0,)),
             ("4", batches[-1], chunk),
         ]:
             cell = {"context": contexts[0], "batch": batch, "k": kind, "chunk": beside}
-            attempt(job, "launches", engine, shape, attention, cell, profiled=True)
+            attempt(job, "launches", engine, shape, cell, profiled=True)
         for cell in cells(job):
             if job.left_s < end_s:
                 job.result["left_out"] += 1
             else:
-                attempt(job, "steps", engine, shape, attention, cell)
+                attempt(job, "steps", engine, shape, cell)
         engine.close()
         del engine
         release(job.device)
@@ -186,7 +182,6 @@ def attempt(
     kind: str,
     engine: Any,
     shape: str,
-    attention: str,
     cell: dict[str, Any],
     *,
     profiled: bool = False,
@@ -194,7 +189,7 @@ def attempt(
     """Measure one step (its time; ``profiled`` what it launches, too) and keep what came of it, if
     only the error.
     """
-    row = {"shape": shape, "attention": attention, **cell}
+    row = {"shape": shape, **cell}
     try:
         step = stepper(engine, cell["context"], lengths_of(cell["k"], cell["batch"]), cell["chunk"])
         with torch.inference_mode():
@@ -217,15 +212,14 @@ def floor(job: Job) -> None:
     job.result |= {"bandwidth_gb_s": round(bandwidth / 1e9, 1), "steps": []}
     some = [batch for batch in batches if batch in (1, 3, 8, 32, 64)]
     blocks = max(some) * blocks_of(max(contexts), 1 + LONGEST)
-    engines = list(itertools.product(shapes, ("ragged", "padded")))
-    for number, (shape, attention) in enumerate(engines):
-        end_s = job.left_s * (1 - 1 / (len(engines) - number))
-        engine = engine_of(shape, job.device, blocks, max(contexts), attention=attention)
+    for number, shape in enumerate(shapes):
+        end_s = job.left_s * (1 - 1 / (len(shapes) - number))
+        engine = engine_of(shape, job.device, blocks, max(contexts))
         for context, kind, batch in itertools.product(contexts, ("0", "4"), some):
             if job.left_s < end_s:
                 break
             cell = {"context": context, "batch": batch, "k": kind, "chunk": 0}
-            attempt(job, "steps", engine, shape, attention, cell, profiled=True)
+            attempt(job, "steps", engine, shape, cell, profiled=True)
             row = job.result["steps"][-1]
             row["floor_ms"] = round(1e3 * read_bytes(SHAPES[shape], batch * context) / bandwidth, 4)
             if "ms" in row:

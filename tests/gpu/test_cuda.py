@@ -2,14 +2,11 @@
 
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
 
-from backend.engines.torch.padded import partial_by_products
 from backend.engines.torch.side_stream import SideStream
-from backend.sequence import BLOCK_TOKENS
 from tests.contract import checks
 from tests.contract.on_device import engines_on
 from tests.contract.scenarios import BUSY, MIXED, in_cohorts, in_earnest
@@ -20,12 +17,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("blocks", [(), (1, 0, 2)], ids=["ragged", "padded"])
 @pytest.mark.parametrize("scenario", [BUSY, MIXED], ids=["busy", "options"])
-def test_texts_in_fp64_are_those_of_plain_decoding_on_the_host(blocks, scenario):
-    pieces = tuple(count * BLOCK_TOKENS for count in blocks)
+def test_texts_in_fp64_are_those_of_plain_decoding_on_the_host(scenario):
     with engines_on(torch.device("cuda")):
-        served = checks.exact(replace(scenario, pieces=pieces), checks.texts)
+        served = checks.exact(scenario, checks.texts)
     assert served.deployment.target._model.device.type == "cuda"
 
 
@@ -55,12 +50,3 @@ def test_the_target_s_thread_runs_on_another_stream_and_finds_what_the_loop_queu
     ((stream, least),) = seen
     assert stream != here == torch.cuda.current_stream()
     assert least == 50.0
-
-
-def test_pieces_of_attention_are_merged_as_on_the_host():
-    torch.manual_seed(0)
-    queries, keys, values = torch.randn(3, 2, 2, 4, 8, dtype=torch.float64).unbind()
-    mask = torch.zeros(2, 1, 4, 4, dtype=torch.float64)
-    host = partial_by_products(queries, keys, values, mask)
-    there = partial_by_products(*(tensor.cuda() for tensor in (queries, keys, values, mask)))
-    assert all(torch.allclose(a, b.cpu(), atol=1e-12) for a, b in zip(host, there, strict=True))

@@ -7,7 +7,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.request import SamplingParams
-from backend.sequence import BLOCK_TOKENS
 from tests.contract import checks
 from tests.contract.deployment import K_MAX, NODES, VOCAB
 from tests.contract.scenarios import DRAFTS, GREEDY, PROMPTS, Ask, Scenario
@@ -66,9 +65,6 @@ scenarios = st.builds(
     max_active=st.integers(1, 6),
     kv_blocks=st.integers(6, 20),
     reuse=st.booleans(),
-    pieces=st.lists(
-        st.sampled_from([blocks * BLOCK_TOKENS for blocks in (0, 1, 1, 2, 3, 6)]), max_size=4
-    ).map(tuple),
 )
 
 

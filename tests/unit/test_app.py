@@ -17,7 +17,6 @@ from policy import (
     BatchSchedule,
     FixedLength,
     LatencyError,
-    LatencyTable,
     NoSpeculation,
 )
 from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
@@ -280,19 +279,6 @@ def test_the_configured_policy_is_built_and_serves(settings, kind):
     _, reason, usage = sink.reply
     assert (reason, usage.output_tokens) == (FinishReason.LENGTH, 40)
     assert (usage.drafted == 0) == (kind is NoSpeculation)
-
-
-def test_contexts_are_planned_to_be_cut_where_the_target_pads_them():
-    config = parse_config(
-        {**FAKE, "target": {"engine": "torch", "model": "m", "attention": "padded"}}
-    )
-    planner = make_policy(
-        config,
-        [FakeEngine("d0")],
-        {"target": LatencyTable.synthetic("target", {1: 1.0, 2: 1.1})},
-        StepStats(Stats()),
-    )
-    assert planner.execution.merge_tokens > 0
 
 
 def test_a_deployment_without_drafts_does_not_speculate():

@@ -49,12 +49,8 @@ def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, ins
         ),
         ({"target": {"engine": "lookup"}}, ["target.engine", "lookup"]),
         (
-            {"target": {"engine": "fake", "attention": "padded"}},
-            ["target.attention", "ragged", "padded"],
-        ),
-        (
-            {"target": TORCH, "drafts": [{**TORCH, "name": "a", "attention": "padded"}]},
-            ["drafts[0].attention", "ragged", "padded"],
+            {"target": {**TORCH, "attention": "padded"}},
+            ["target.attention", "gone", "each context at its own length"],
         ),
         ({"target": {"engine": "torch"}}, ["target.model"]),
         ({"target": TORCH, "drafts": {}}, ["drafts", "list"]),

@@ -66,16 +66,6 @@ def test_a_deployment_with_cohorts_runs_its_target_in_a_thread_and_tells_its_tex
 
 
 def test_cohorts_are_refused_where_they_cannot_be():
-    with pytest.raises(
-        ConfigError,
-        match=r"policy.cohorts must be 1 for a target whose attention is 'padded', got 2",
-    ):
-        parse_config(
-            {
-                "target": {"engine": "torch", "model": "x", "attention": "padded"},
-                "policy": {"cohorts": 2},
-            }
-        )
     alone = FakeEngine("target")
     alone.limits = type(alone.limits)(257, 100, 4, 4, 0)
     with pytest.raises(

@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 from math import prod
 
 import pytest
@@ -97,16 +96,6 @@ def test_a_pass_grows_with_the_requests_and_the_length_that_it_may_verify(tmp_pa
     assert many["target"].passes > few["target"].passes > 4 * 6 * 300 * 24
     assert many["small"].passes > few["small"].passes
     assert many["target"].passes - few["target"].passes > many["small"].passes - few["small"].passes
-
-
-def test_padded_rows_are_copied_side_by_side_for_a_layer(tmp_path):
-    target, draft = folder(tmp_path / "target"), folder(tmp_path / "draft")
-    plain = serving(target, draft, max_active_requests=4, max_context_tokens=512)
-    padded = replace(plain, target=replace(plain.target, attention="padded"))
-    folders = {"target": target, "small": draft}
-    before, after = memory.plan(plain, folders), memory.plan(padded, folders)
-    assert after["target"].passes - before["target"].passes == 4 * 512 * 2 * (2 * 2 * 4 + 6 * 2)
-    assert after["small"] == before["small"]
 
 
 def test_a_plan_that_fits_is_one_line_and_one_that_does_not_is_refused_with_every_number():

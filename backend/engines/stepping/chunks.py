@@ -57,9 +57,8 @@ class Chunk:
     one, or the row before the tree (-1). It sees these and itself, and has the position of its
     depth; all others are a chain. KV is written in the order of the rows.
 
-    ``piece_tokens``: attend by itself (None), or beside others, its keys whole (0) or cut into
-    pieces of so many (``padded``). ``prompt_rows``: how many of the first rows are of the prompt.
-    Nobody changes one: that it is not frozen saves the microseconds that freezing takes.
+    ``prompt_rows``: how many of the first rows are of the prompt. Treat it as immutable: it is not
+    frozen, because that costs microseconds.
     """
 
     tokens: list[int]
@@ -67,7 +66,6 @@ class Chunk:
     table: KVTable
     logits: int
     parents: Seq[int] = ()
-    piece_tokens: int | None = None
     prompt_rows: int = 0
 
     @property

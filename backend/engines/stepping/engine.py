@@ -193,19 +193,8 @@ class StepEngine:
         reads_context = in_prompt and sequence.reads_context and not turn.nodes
         context = end - start if reads_context else 0
         logits = max(scored + decides, context) + len(request.tokens)
-        pieces = self._piece_tokens(turn, start)
-        chunk = (
-            Chunk(tokens, start, cache.table, logits, parents, pieces, prompt_rows)
-            if tokens
-            else None
-        )
+        chunk = Chunk(tokens, start, cache.table, logits, parents, prompt_rows) if tokens else None
         return Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
-
-    def _piece_tokens(self, turn: Turn, start: int) -> int | None:
-        """Return how a turn's keys are cut beside others'; None for a chunk by itself: with many
-        rows it would pad theirs.
-        """
-        return turn.piece_tokens if self.limits.pads and turn.end - start <= 1 else None
 
     def _take_rows_to_score(self, turn: Turn, cache: Cache, start: int) -> int:
         """Return how many of the last committed tokens, run from ``start`` on, are scored: those of
@@ -243,8 +232,6 @@ class StepEngine:
         """Return what is wrong with the KV that a turn reads and needs; None where there is
         room.
         """
-        if turn.piece_tokens < 0 or turn.piece_tokens % BLOCK_TOKENS:
-            return f"piece_tokens must be whole blocks of {BLOCK_TOKENS}, got {turn.piece_tokens}"
         proposed = len(turn.proposal.tokens) if turn.proposal else 0
         shared = proposed - turn.proposal.depth if turn.proposal else 0  # nodes at the same place
         needed = turn.end + proposed + max(0, turn.run - 1)
@@ -328,9 +315,9 @@ class StepEngine:
         return torch.cat(deciding)
 
     def _next_chunk(self, job: Job) -> Chunk:
-        run, pieces = job.run, self._piece_tokens(job.turn, job.turn.end - 1)
+        run = job.run
         job.request = job.request.behind(run[:])
-        return Chunk(run[-1:], len(job.cache.ran), job.cache.table, 1, (), pieces)
+        return Chunk(run[-1:], len(job.cache.ran), job.cache.table, 1)
 
     def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
         """Turn logits (for each job one row, and one for each proposed token) into tokens or
@@ -408,7 +395,6 @@ def step_limits(
     max_context_tokens: int,
     max_draft_tokens: int,
     *,
-    pads: bool = False,
     overlaps: bool = False,
     invariant: bool = False,
 ) -> EngineLimits:
@@ -423,7 +409,6 @@ def step_limits(
         kv_blocks=kv_blocks,
         tree=config.draft_vocab_size == 0,
         scores=True,
-        pads=pads,
         overlaps=overlaps,
         invariant=invariant,
     )

@@ -50,14 +50,11 @@ def footprint(
     law_rows: int,
     kept_rows: int = 0,
     kept_bytes: int = 0,
-    padded_tokens: int = 0,
-    padded_queries: int = 0,
 ) -> Footprint:
     """Return what a model takes; its largest pass has ``rows`` rows, of which ``logit_rows`` want
     logits, and keeps ``law_rows`` laws. Up to ``kept_rows`` of the others, as many as are
-    ``kept_bytes`` in fp32, give logits that are kept for replies. Where rows are padded, a layer's
-    attention copies ``padded_tokens`` KV rows and masks them for so many queries each. Raises
-    CheckpointError for a folder that cannot be served.
+    ``kept_bytes`` in fp32, give logits that are kept for replies. Raises CheckpointError for a
+    folder that cannot be served.
     """
     config, item = read_config(folder), activation_bytes(dtype)
     weights = weight_bytes(config.shapes(), kind, dtype)
@@ -69,9 +66,6 @@ def footprint(
     vocab = config.draft_vocab_size or config.vocab_size
     passes = rows * row * item + vocab * (logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES)
     passes += vocab * min(kept_rows, kept_bytes // (4 * vocab)) * (item + 4)
-    passes += (
-        padded_tokens * (kv_row + padded_queries * config.num_heads // config.num_kv_heads) * item
-    )
     kv = (kv_tokens + kind.scratch_tokens) * config.num_layers * kv_row * item
     return Footprint(device, weights, kv, passes)
 

@@ -20,8 +20,6 @@ from backend.engines.torch.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
 
-RAGGED, PADDED = "ragged", "padded"
-
 
 class TorchEngine(StepEngine):
     """A step engine on torch, for targets and drafts, on CPUs and CUDA alike."""
@@ -34,7 +32,7 @@ class TorchEngine(StepEngine):
         dtype: str = "bf16",
         device: str = "cpu",
         threads: int | None = None,
-        **sizes: int | str | Seq[int],
+        **sizes: int | Seq[int],
     ) -> None:
         """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process;
         ``sizes`` are those of ``from_weights``.
@@ -47,14 +45,13 @@ class TorchEngine(StepEngine):
 
     @classmethod
     def from_weights(
-        cls, name: str, config: LlamaConfig, weights: Weights, **sizes: int | str | Seq[int]
+        cls, name: str, config: LlamaConfig, weights: Weights, **sizes: int | Seq[int]
     ) -> TorchEngine:
         """Build an engine of weights that are in memory (``config.shapes()`` names them), in their
         dtype and on their device.
 
-        ``sizes``: ``kv_blocks``, ``max_context_tokens``, ``max_draft_tokens`` (8), ``attention``,
-        which runs decoding rows one by one (``RAGGED``) or padded to the longest (``PADDED``), and
-        ``taps``, the layers whose output drafts read (none).
+        ``sizes``: ``kv_blocks``, ``max_context_tokens``, ``max_draft_tokens`` (8) and ``taps``, the
+        layers whose output drafts read (none).
         """
         engine = cls.__new__(cls)
         engine._set_up(name, config, dict(weights), **sizes)  # type: ignore[arg-type]
@@ -69,13 +66,9 @@ class TorchEngine(StepEngine):
         kv_blocks: int,
         max_context_tokens: int,
         max_draft_tokens: int = 8,
-        attention: str = RAGGED,
         taps: Seq[int] = (),
     ) -> None:
-        pads = attention == PADDED
-        limits = step_limits(
-            config, kv_blocks, max_context_tokens, max_draft_tokens, pads=pads, overlaps=True
-        )
+        limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens, overlaps=True)
         with torch.inference_mode():
             model = Llama(
                 config,
@@ -114,7 +107,6 @@ def make(engine: EngineConfig, service: Service) -> TorchEngine:
         dtype=engine.dtype,
         device=engine.device,
         threads=service.threads,
-        attention=engine.attention,
         taps=service.taps if engine.name == service.config.target.name else (),
         **service.sizes,
     )

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch.nn import functional
@@ -16,7 +15,6 @@ from torch.nn import functional
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.stepping.chunks import Chunk, ancestors, logit_rows, moves
 from backend.engines.stepping.rope import rope_tables
-from backend.engines.torch.padded import Padded
 from backend.sequence import BLOCK_TOKENS
 
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -142,7 +140,12 @@ class Llama:
             [chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)] for chunk in chunks]
         )
         wanted = torch.tensor(logit_rows(chunks), dtype=torch.int64, device=self.device)
-        return self._run(ids, positions, slots, self._attention(chunks), wanted)
+        masks = [self._mask(chunk) for chunk in chunks]
+
+        def attend(qkv: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+            return self._attend(qkv, pool, chunks, masks)
+
+        return self._run(ids, positions, slots, attend, wanted)
 
     def _run(
         self,
@@ -204,36 +207,6 @@ class Llama:
             nodes = ancestors(chunk.parents).to(self.device)
             mask[-len(nodes) :, -len(nodes) :].masked_fill_(~nodes, -math.inf)
         return mask.repeat(self.config.num_heads // self.config.num_kv_heads, 1)
-
-    def _attention(self, chunks: Seq[Chunk]) -> Attend:
-        """Return attention over the chunks, a function of ``qkv`` and a layer's pool."""
-        together = [n for n, chunk in enumerate(chunks) if chunk.piece_tokens is not None]
-        alone = [n for n, chunk in enumerate(chunks) if chunk.piece_tokens is None]
-        masks = [self._mask(chunks[number]) for number in alone]
-        if not together:
-            return lambda qkv, pool: self._attend(qkv, pool, chunks, masks)
-        firsts = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
-        padded = Padded(
-            [chunks[n] for n in together],
-            [firsts[n] for n in together],
-            self.config.num_heads // self.config.num_kv_heads,
-            self.dtype,
-            self.device,
-        )
-        others = torch.tensor(
-            [row for n in alone for row in range(firsts[n], firsts[n + 1])],
-            dtype=torch.int64,
-            device=self.device,
-        )
-        order = torch.cat([padded.rows, others]).argsort()
-
-        def both(qkv: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-            parts = [padded(qkv, pool)]
-            if alone:
-                parts.append(self._attend(qkv[others], pool, [chunks[n] for n in alone], masks))
-            return _joined(parts)[order]
-
-        return both
 
     def _attend(
         self,
