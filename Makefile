@@ -1,5 +1,6 @@
 # make serve     spindle serve: ARGS="--model FOLDER --port 8080", ARGS=--help for more
-# make test      lint, types, import contracts and the everyday tests, before every commit
+# make check     lint, types, import contracts, fast unit and property tests: under a minute
+# make test      the same and the everyday tests: under eight minutes
 # make test-all  the rest: deliberate faults, many draws, restarts, the real model, training
 # make test-vllm the policy inside vLLM: its CPU build, 4 GB into .venv-vllm, six minutes
 # make docs      the site of docs/ into build/site; index.html opens as a file
@@ -12,16 +13,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS := .venv-docs
 
-.PHONY: serve test test-all test-vllm docs bench audit clean
+.PHONY: serve lint check test test-all test-vllm docs bench audit clean
 
 serve: $(BIN)/spindle
 	@exec $(BIN)/spindle serve $(ARGS)
 
-test: $(VENV)/.test
+lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint
+	$(BIN)/pytest -q -m "not slow and not medium" tests/unit tests/property
+
+test: lint
 	$(BIN)/pytest -m "not slow"
 
 test-all: $(VENV)/.test $(DOCS)/.ready

@@ -68,6 +68,7 @@ scenarios = st.builds(
 )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_whatever_is_asked_and_planned(examples):
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])

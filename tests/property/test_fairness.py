@@ -5,6 +5,7 @@ bounded number of steps, oldest first.
 import itertools
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -183,6 +184,7 @@ ARRIVALS = st.lists(
 )
 
 
+@pytest.mark.medium
 @settings(max_examples=100, deadline=None)
 @given(
     arrivals=ARRIVALS,

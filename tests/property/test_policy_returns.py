@@ -169,6 +169,7 @@ def test_a_draft_that_comes_to_be_right_for_some_tokens_is_used_for_no_fewer(
     assert np.mean([any(d == draft and k >= length for d, k in step) for step in planned]) > 0.5
 
 
+@pytest.mark.medium
 def test_a_draft_that_was_too_slow_to_pay_is_used_again_once_it_is_not():
     """All its tokens hold, but eight times as slow as its table it does not pay; and a draft that
     is not used is not timed.

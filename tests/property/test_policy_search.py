@@ -67,6 +67,7 @@ def test_the_two_oracles_agree():
         )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("rows", "drafts", "k_max"), [(4, 3, 3), (5, 2, 3), (6, 2, 3), (8, 2, 2)])
 def test_from_four_rows_to_eight_it_loses_little(rows, drafts, k_max):
     rng = np.random.default_rng(3)

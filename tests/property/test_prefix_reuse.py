@@ -4,6 +4,7 @@ lost, blocks are shared by content only.
 
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -125,4 +126,4 @@ class Reuse(RuleBasedStateMachine):
 
 
 Reuse.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestReuse = Reuse.TestCase
+TestReuse = pytest.mark.medium(Reuse.TestCase)

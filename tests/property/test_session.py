@@ -120,6 +120,7 @@ tokens = texts.map(lambda parts: [token for part in parts for token in part]).fl
 )
 
 
+@pytest.mark.medium
 @settings(max_examples=500, deadline=None)
 @given(
     tokens=tokens.filter(bool),

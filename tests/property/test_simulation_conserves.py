@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +54,7 @@ def in_turn(outstanding, request):
     return request % len(outstanding)
 
 
+@pytest.mark.medium
 @settings(max_examples=25, deadline=None)
 @given(
     arm=st.sampled_from(ARMS),

@@ -12,6 +12,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from backend.limits import NO_BOUND
 from backend.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.medium
+
 CORPUS = [
     "the quick brown fox jumps over the lazy dog " * 3,
     "f" * 32,

@@ -36,6 +36,7 @@ class Cohorts(World):
         )
 
 
+@pytest.mark.medium
 @settings(max_examples=40, deadline=None)
 @given(
     prompts=st.lists(st.text("abcdef ", min_size=1, max_size=40), min_size=1, max_size=8),

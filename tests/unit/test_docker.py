@@ -110,6 +110,7 @@ def test_what_a_named_package_requires_is_named_too(name, there):
         assert required <= wanted | there, package
 
 
+@pytest.mark.medium
 def test_what_the_front_end_imports_is_named():
     script = "import sys, backend.openai_frontend.__main__, backend.openai_frontend.app\n"
     script += "print(*(m.__file__ for name, m in sys.modules.items() if name[:8] == 'backend.'))"

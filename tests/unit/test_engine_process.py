@@ -26,6 +26,8 @@ from backend.ipc.messages import (
 )
 from backend.request import ErrorCode, GenerationRequest
 
+pytestmark = pytest.mark.medium
+
 CONFIG = {
     "target": {"engine": "fake", "step_s": 0.002},
     "drafts": [{"name": "d0", "engine": "fake", "agreement": 0.8}],

@@ -14,6 +14,8 @@ from backend.openai_frontend.routes import chat_of, completion_of, text_of, toke
 from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate
 
+pytestmark = pytest.mark.medium
+
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
 SETTINGS = FrontEnd("", "m", ChatTemplate(TEMPLATE, "<s>"))
 HELLO = {"role": "user", "content": "hello"}

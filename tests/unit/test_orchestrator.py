@@ -151,6 +151,7 @@ def plain_text(prompt, max_tokens=20):
     return sink.text
 
 
+@pytest.mark.medium
 @settings(max_examples=40, deadline=None)
 @given(
     prompts=st.lists(st.text("abcdef ", min_size=1, max_size=40), min_size=1, max_size=6),

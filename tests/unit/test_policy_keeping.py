@@ -85,6 +85,7 @@ def test_a_choice_is_kept_until_planning_has_its_share_of_the_time(planning_s, s
     assert (again > 0) == (steps > 0)
 
 
+@pytest.mark.medium
 def test_learning_counts_like_planning():
     loop = Loop(1e-4, planning_share=0.02).settled()
     kept = [loop.step(learning=2e-4)[1] for _ in range(200)]

@@ -47,6 +47,7 @@ def loop(p, state, tenants, rates, *, first, steps=6, requests=10, now=0.0):
     return state, lengths
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("rate", [0.0, 0.05, 1.0])
 def test_a_flood_of_another_tenant_s_requests_changes_no_planned_length(rate):
     """Random text, of which no draft guesses anything, or text that every draft guesses."""

@@ -129,6 +129,7 @@ def test_what_is_verified_is_the_planner_s_word():
     assert nodes.tolist() == [1, 2]
 
 
+@pytest.mark.medium
 def test_the_command_counts_the_plans_and_shows_the_first_that_differs(tmp_path):
     lines, path = traced(steps=10), tmp_path / "trace.jsonl"
     path.write_text("\n".join(lines))

@@ -115,6 +115,7 @@ def test_a_closed_loop_serves_all_even_when_there_are_fewer_than_places():
     assert np.isfinite(run.latency_s).all()
 
 
+@pytest.mark.medium
 def test_without_speculation_it_is_the_queue_m_d_1():
     load, service_s = 0.6, 2 * STEP_S
     deployment = flat(max_active=1)
@@ -128,6 +129,7 @@ def test_without_speculation_it_is_the_queue_m_d_1():
     assert run.mean_latency_s == pytest.approx(service_s + waiting_s, rel=0.05)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("hazard", "length"), [(0.5, 1), (0.8, 4), (0.95, 8)])
 def test_at_batch_one_a_fixed_length_has_the_goodput_of_the_closed_form(hazard, length):
     deployment = flat(max_active=1)
@@ -192,6 +194,7 @@ def test_a_step_carries_at_most_a_chunk_of_prompts_and_a_prompt_s_end_emits_its_
     assert run.latency_s.tolist() == pytest.approx([5 * STEP_S, 7 * STEP_S])
 
 
+@pytest.mark.medium
 def test_the_same_seed_is_the_same_run_and_arms_share_requests_and_luck():
     deployment = llama_8b_h100()
     workload = drawn(deployment, MIXED, bursty(15, 5.0, 1.0, 0))
@@ -284,6 +287,7 @@ def test_recorded_requests_keep_their_times_and_lengths():
     )  # idle time between them is skipped
 
 
+@pytest.mark.medium
 def test_the_oracle_plans_with_the_true_hazards():
     deployment = llama_8b_h100()
     workload = drawn(deployment, MIXED, bursty(15, 2.0, 1.0, 0))
@@ -322,6 +326,7 @@ def test_every_arm_serves_a_small_load(arm):
     assert np.isfinite(simulate(deployment, workload, lambda: policy, 0).latency_s).all()
 
 
+@pytest.mark.medium
 def test_where_chunks_limit_a_backlog_it_is_those_in_prefill_that_keep_steps_short():
     """Every step moves one chunk, whatever its other tokens: those only make it longer."""
     deployment = replace(llama_8b_h100(), prefill_chunk_tokens=512, max_active=32)
