@@ -49,7 +49,8 @@ def test_what_one_process_saves_at_its_end_the_next_one_takes_up():
     one.learned.start()
     one.learned.close()
     other.learned.restore()
-    shown, before = (world.learned.show()["drafts"]["small"]["reached"] for world in (other, one))
+    tenants = (world.learned.show()["tenants"][0] for world in (other, one))
+    shown, before = (tenant["drafts"]["small"]["reached"] for tenant in tenants)
     assert np.allclose(shown, before, rtol=0.05)
     assert other.learned.show()["restored_age_s"] < 60
     assert one.fallbacks() == other.fallbacks() == {}

@@ -147,11 +147,11 @@ def test_what_was_learnt_of_a_draft_that_stays_is_kept_and_saved_under_the_new_d
     good, poor = draft("good", agreement=0.9), draft("poor", agreement=0.3)
     app = serving(good)
     wait([served(app, "some text", 200)])
-    before = app.learned.show()
+    before = app.learned.show()["tenants"][0]["drafts"]
     reload_drafts(app, config(poor, good))
-    after = app.learned.show()
-    known, poor_s = (after["drafts"][name]["reached"] for name in ("good", "poor"))
-    assert sum(known) == pytest.approx(sum(before["drafts"]["good"]["reached"]), rel=0.01)
+    after = app.learned.show()["tenants"][0]["drafts"]
+    known, poor_s = (after[name]["reached"] for name in ("good", "poor"))
+    assert sum(known) == pytest.approx(sum(before["good"]["reached"]), rel=0.01)
     assert not any(poor_s)
     app.learned.save()
     fresh = build(config(poor, good))
