@@ -169,7 +169,7 @@ def make(engine: EngineConfig, service: Service) -> OpenvinoEngine:
         service.path(engine),
         dtype=engine.dtype,
         threads=service.threads,
-        invariant=engine.invariant and target,
+        invariant=engine.invariant,
         verifies=target,
         taps=service.taps if target else (),
         **service.sizes,
