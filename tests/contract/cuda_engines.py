@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.cuda.engine import CudaEngine
+from backend.engines.cuda.forward import PagedForward
 from backend.engines.cuda.pages import ATTENTION
 from backend.engines.port import Engine
 from backend.engines.torch.engine import TorchEngine
@@ -42,10 +43,16 @@ def llama(config: LlamaConfig, weights: Weights) -> LlamaForCausalLM:
     return lm
 
 
+def _replay_by_running(
+    forward: PagedForward, run: Callable[[], torch.Tensor]
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
+    return lambda: (run(), forward._tapped())
+
+
 @contextmanager
-def on_cuda_engine(*scenarios: Scenario) -> Iterator[None]:
+def on_cuda_engine(*scenarios: Scenario, padded: bool = False) -> Iterator[None]:
     """Make every engine of weights a CUDA engine, but for drafts with a shortlisted head; what is
-    compared with has been made on torch before.
+    compared with has been made on torch before. ``padded`` runs passes at the sizes of graphs.
     """
     for scenario in scenarios:
         for ask in scenario.asks:
@@ -59,8 +66,11 @@ def on_cuda_engine(*scenarios: Scenario) -> Iterator[None]:
         sizes.pop("attention", None)
         with torch.inference_mode(False):
             lm = llama(config, weights)
-        return CudaEngine(name, lm, vocab_size=config.vocab_size, **sizes)
+        engine = CudaEngine(name, lm, vocab_size=config.vocab_size, **sizes)
+        engine._model._captures = padded
+        return engine
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PagedForward, "_record", _replay_by_running)
         patch.setattr(TorchEngine, "from_weights", made)
         yield

@@ -99,12 +99,12 @@ class Inputs:
 
 
 class Graph(NamedTuple):
-    """A captured pass: what it reads, what replays it, and what it leaves."""
+    """A captured pass: what it reads, and its replay, which returns logits [tokens, vocab] and
+    states [tokens, taps, hidden].
+    """
 
     inputs: Inputs
-    replay: Callable[[], None]
-    logits: torch.Tensor
-    states: torch.Tensor | None
+    replay: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class PagedForward:
@@ -177,9 +177,8 @@ class PagedForward:
         if captured and (graph := self._graph(exact)) is not None:
             self._fill(graph.inputs, chunks)
             graph.inputs.send()
-            graph.replay()
-            states = None if graph.states is None else graph.states[wanted]
-            return graph.logits[wanted], states
+            logits, states = graph.replay()
+            return logits[wanted], None if states is None else states[wanted]
         inputs = Inputs(exact, self.device)
         self._fill(inputs, chunks)
         inputs.send()
@@ -242,21 +241,33 @@ class PagedForward:
         inputs = Inputs(size, self.device)
         inputs.host["place"].fill(self._scratch * PAGE)
         inputs.send()
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.stream(stream):
-                self._pass(inputs, None)
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                logits = self._pass(inputs, None)
+            return Graph(inputs, self._record(lambda: self._pass(inputs, None)))
         except (RuntimeError, NotImplementedError) as error:
             logger.warning("no CUDA graph for %s: %s", size, error)
             if self._count is not None:
                 self._count("cuda_graph")
             return None
-        return Graph(inputs, graph.replay, logits, self._tapped())
+
+    def _record(
+        self, run: Callable[[], torch.Tensor]
+    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
+        """Capture a pass in a CUDA graph and return its replay. Raises RuntimeError."""
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            logits = run()
+        states = self._tapped()
+
+        def replay() -> tuple[torch.Tensor, torch.Tensor | None]:
+            graph.replay()
+            return logits, states
+
+        return replay
 
     def _keep_states(self, tap: int) -> Callable[[nn.Module, object, object], None]:
         def keep(_: nn.Module, __: object, output: object) -> None:
