@@ -239,11 +239,8 @@ class Service:
             r"model_repository_path\[0\]\s*\|\s*(\S+)/model_repository",
             self.log.read_text(errors="replace"),
         )
-        return [
-            region
-            for folder in set(folders)
-            for region in Path("/dev/shm").glob(f"{Path(folder).name}_*")
-        ]
+        names = {Path(folder).name for folder in (*folders, *self.run_folders())}
+        return [region for name in names for region in Path("/dev/shm").glob(f"{name}_*")]
 
     def pid_of(self, *words):
         """Return the process of the tree whose command line has all the words."""

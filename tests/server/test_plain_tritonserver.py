@@ -116,7 +116,8 @@ def test_what_dies_leaves_no_process_after_tritonserver(plain, role):
     regions = plain.shared_memory()
     for region in regions:
         region.unlink()
-    assert len(regions) == role.startswith("stub")  # its own stub and tritonserver were killed
+    # of a killed stub, and of one that waits for an answer of the killed tritonserver
+    assert len(regions) <= role.startswith("stub") + 1
 
 
 @pytest.mark.parametrize("role", ["stub of ensemble", "stub of spindle", "engine"])

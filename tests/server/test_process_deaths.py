@@ -46,6 +46,8 @@ def start(tmp_path):
         service.process.wait()
         for pid in service.running():
             os.kill(pid, signal.SIGKILL)
+        for region in service.shared_memory():
+            region.unlink()
 
 
 def wait_ready(service, starts=1):
@@ -82,10 +84,11 @@ def test_a_killed_launcher_leaves_no_process_and_its_files_until_the_next_start(
     assert all(service.pids(role) for role in SERVING)
     kill_launcher(service)
     assert service.left() == {}
-    assert len(service.run_folders()) == 1
+    (folder,) = service.run_folders()
     following = start(config, TMPDIR=str(service.log.parent))
     wait_ready(following)
-    assert service.shared_memory() == []
+    assert not folder.exists()
+    assert list(Path("/dev/shm").glob(f"{folder.name}*")) == []
     assert following.stop() == 0
     assert following.left() == {}
     assert service.run_folders() == service.shared_memory() == following.shared_memory() == []
