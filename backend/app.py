@@ -18,7 +18,6 @@ from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.preparation import Preparation
 from backend.core.session import ReplySink, Session
-from backend.engines.contention import overlapped
 from backend.engines.port import Engine
 from backend.engines.registry import Service, make_engine
 from backend.engines.trtllm.deployment import trtllm_tables
@@ -58,7 +57,6 @@ class App:
     learned: LearnedState
     tracing: Tracing
     max_context_tokens: int
-    contention: float | None
     close: Callable[[], None]
     preparation: Preparation
 
@@ -83,13 +81,11 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     service = Service(config, threads, model_path, stats.count)
     target = make_engine(config.target, service)
     drafts = [make_engine(draft, service) for draft in config.drafts]
-    in_cohorts = config.policy.cohorts > 1
-    target, contention = overlapped(target, drafts) if in_cohorts else (target, None)
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=_cpu_only(config))
     _tell_slow_kernels(config, step_stats)
     switches = SwitchBoard(config, step_stats)
     planner = policy.SwitchedPolicy(
-        make_policy(config, drafts, tables, step_stats, contention), switches.current
+        make_policy(config, drafts, tables, step_stats), switches.current
     )
     orchestrator = _loop(config, target, drafts, planner, step_stats)
     tracing = Tracing(step_stats)
@@ -125,7 +121,6 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         learned=learned,
         tracing=tracing,
         max_context_tokens=max_context,
-        contention=contention,
         close=close,
         preparation=preparation,
     )

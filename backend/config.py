@@ -104,11 +104,9 @@ class PolicyConfig:
     sizes; ``ema`` (SGLang's acceptance EMA) and ``smartspec`` (as published) adapt the length of
     ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws both in
     every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.wrappers``), which
-    gets ``options`` as keyword arguments. ``cohorts`` above 1: the batch may be cut into so many,
-    one of which is drafted for while another is verified, where that pays. ``keep_learned``: what
-    was learnt outlasts the process, in the cache folder. ``trace_file`` (empty: none) gets the
-    first ``trace_lines`` lines of what the adaptive planner saw and decided, for ``python -m
-    policy.replay``.
+    gets ``options`` as keyword arguments. ``keep_learned``: what was learnt outlasts the process,
+    in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines`` lines of what
+    the adaptive planner saw and decided, for ``python -m policy.replay``.
     """
 
     kind: str = "adaptive"
@@ -117,7 +115,6 @@ class PolicyConfig:
     draft: str = ""
     length: int = setting(4, low=0, high=64)
     schedule: tuple[ScheduleStep, ...] = ()
-    cohorts: int = setting(1, low=1, high=8)
     seed: int = 0
     keep_learned: bool = True
     trace_file: str = ""
@@ -380,6 +377,7 @@ def _check_switches(switches: SwitchesConfig, config: ServingConfig) -> None:
 
 
 _REMOVED = {
+    "cohorts": "is gone: one batch is faster than parts of it in turn (docs/what-did-not-pay.md)",
     "attention": "is gone: every engine reads each context at its own length",
 }
 """What became of earlier settings."""

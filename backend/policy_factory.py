@@ -14,7 +14,7 @@ from backend.ops.trace_file import TraceFile
 from policy import LatencyTable, wrappers
 from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
 from policy.extensions import Execution
-from policy.pipelining import FreeRuns, Pipelining
+from policy.free_runs import FreeRuns
 from policy.replay import Traced
 
 OVERHEAD_S, SPECULATION_S = 5e-4, 3e-4
@@ -28,12 +28,10 @@ def make_policy(
     drafts: list[Engine],
     tables: Mapping[str, LatencyTable],
     stats: StepStats,
-    contention: float | None = None,
     execution: Execution | None = None,
 ) -> policy.Policy:
     """Make the configured policy for these drafts; ``tables`` by the names of the engines that run
-    a model, ``contention`` as of ``backend.engines.contention``; ``execution`` of the adaptive one
-    is what the configuration says, if none is given.
+    a model; ``execution`` of the adaptive one is what the configuration says, if none is given.
     """
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
@@ -49,7 +47,8 @@ def make_policy(
         k_max=config.policy.k_max,
         catchup_scored=scored,
     )
-    execution = execution or _execution(config, contention)
+    if execution is None and config.limits.free_run_tokens > 1:
+        execution = FreeRuns(config.limits.free_run_tokens)
     planner = policy.AdaptivePlanner(names, latency, constants, execution)
     if not config.policy.trace_file:
         return planner
@@ -107,15 +106,6 @@ def _baseline(
         case kind:
             assert kind == "random", kind
             return policy.RandomChoice()
-
-
-def _execution(config: ServingConfig, contention: float | None) -> Execution | None:
-    """Return how plans are executed, where that is more than all rows in one pass."""
-    if config.policy.cohorts > 1:
-        return Pipelining(config.policy.cohorts, contention)
-    if config.limits.free_run_tokens > 1:
-        return FreeRuns(config.limits.free_run_tokens)
-    return None
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:

@@ -62,18 +62,15 @@ class Estimator(Protocol):
 
 
 class Execution(Protocol):
-    """How an engine executes a plan, where that is more than all rows side by side in one pass:
-    ``policy.pipelining``. ``memory`` is its own, and is not changed.
+    """How an engine executes a plan, where that is more than all rows in one pass
+    (``policy.free_runs``).
     """
-
-    def start(self) -> Any:
-        """Return its memory before the first step."""
 
     def prepare(self, problem: StepProblem, view: View, times: Times) -> None:
         """Put into the problem's seconds, in place, what does not depend on what is chosen."""
 
-    def execute(self, plan: Plan, view: View, times: Times, memory: Any) -> tuple[Plan, Any]:
-        """Return the plan with how it is executed, and the memory."""
+    def execute(self, plan: Plan, view: View, times: Times) -> Plan:
+        """Return the plan with how it is executed."""
 
     def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
         """Return the seconds that a step should have taken as it was executed."""

@@ -119,9 +119,8 @@ class Plan:
     in tokens that it was made at (0: none); ``notes`` are figures and reasons for traces;
     ``shadow`` is what the policy would have done where something else is done.
 
-    Of engines that can: ``flight[n]`` numbers parts of the batch that go one behind the other, one
-    drafted for while another is verified (None: all go together; -1: not ready); ``run[n]`` tokens
-    that a row without a proposal runs in its turn (None: as many as a turn may).
+    ``run[n]`` is how many tokens a row without a proposal runs in its turn (None: as many as a turn
+    may).
     """
 
     draft: IntArray
@@ -131,7 +130,6 @@ class Plan:
     price: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     shadow: Plan | None = None
-    flight: IntArray | None = None
     run: IntArray | None = None
 
     @classmethod
@@ -162,7 +160,6 @@ class Plan:
             predicted_s=share * self.predicted_s,
             predicted_tokens=share * self.predicted_tokens,
             shadow=None if self.shadow is None else self.shadow.of_rows(rows),
-            flight=_taken(self.flight, rows),
             run=_taken(self.run, rows),
         )
 
@@ -211,8 +208,7 @@ class Outcome:
 
     ``measured_s`` is the step's wall time, ``parts_s`` its parts by name (``verify``,
     ``draft:<name>``, ``overhead``, which includes ``planning`` and the last step's ``learning``);
-    ``flight`` is the plan's, as executed; ``ran`` is what the times are of, where it is not these
-    rows. Requests in ``finished`` are over.
+    ``ran`` is what the times are of, where it is not these rows. Requests in ``finished`` are over.
 
     ``free_*`` int64[f]: draft ``free_draft`` would have had ``free_accepted`` of its first
     ``free_scored`` tokens accepted for ``free_request``. ``node_*`` [q] are nodes,
@@ -236,7 +232,6 @@ class Outcome:
     free_accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     free_scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    flight: IntArray | None = None
     ran: Ran | None = None
     followed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_row: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -88,8 +88,7 @@ class PlannerState:
     learning took beyond their share; while there is any, plans are ``kept``, and their steps
     ``unlearnt`` until a plan is due. ``last`` is the last choice, by its
     requests' sorted ids; ``warm`` is how many plans in a row started from the choice before them.
-    ``plain`` is whether steps go without speculation, to see their time; ``memory`` is the
-    execution's.
+    ``plain`` is whether steps go without speculation, to see their time.
     """
 
     acceptance: AcceptanceState
@@ -101,7 +100,6 @@ class PlannerState:
     held: FloatArray
     held_share: FloatArray
     tenants: Tenants = field(default_factory=Tenants)
-    memory: Any = None
     view: View | None = None
     planned: bool = False
     goodput: float = 0.0
@@ -154,7 +152,6 @@ class AdaptivePlanner(Policy):
             promise=None,
             held=np.zeros((2, drafts)),
             held_share=np.ones(drafts),
-            memory=self.execution.start() if self.execution else None,
         )
 
     # -- before a step
@@ -175,7 +172,7 @@ class AdaptivePlanner(Policy):
         )
         if self.execution is not None:
             times = self.times(state, view.decoding)
-            plan, after.memory = self.execution.execute(plan, view, times, state.memory)
+            plan = self.execution.execute(plan, view, times)
         return plan, after
 
     def _again(self, plan: Plan, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:

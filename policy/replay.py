@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -22,8 +21,8 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 from numpy.random import Generator as Rng
 
+from .free_runs import FreeRuns
 from .latency import LatencyModel
-from .pipelining import FreeRuns, Overlap, Pipelining
 from .plan import NO_DRAFT, Outcome, Plan, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 from .problem import Choice, Score, StepProblem, score
@@ -57,21 +56,15 @@ def explain(
             why = "none: a plan without speculation is kept for some steps"
         else:
             why = _Row(problem, view.drafts, chosen, place[row], plan.price).why(plan)
-            if plan.flight is not None:
-                why += f"; in cohort {plan.flight[row]}"
         lines.append(f"request {request}: {why}")
     return lines
 
 
 def explain_batch(plan: Plan) -> str:
-    """Return a line about the whole step: its figures, and why each shape was not used."""
+    """Return a line about the whole step's figures."""
     text = f"{len(plan.length)} requests, {int(plan.length.sum())} tokens proposed, "
     text += f"{plan.predicted_tokens:.2f} expected in {1e3 * plan.predicted_s:.2f} ms, "
-    text += f"at {plan.price:.1f} tokens/s"
-    if plan.flight is not None:
-        text += f"; {int(plan.flight.max()) + 1} cohorts"
-    why_not = plan.notes.get("why_not", {})
-    return text + "".join(f"; no {name}: {why}" for name, why in why_not.items())
+    return text + f"at {plan.price:.1f} tokens/s"
 
 
 def rests(plan: Plan) -> bool:
@@ -245,7 +238,7 @@ def _records(*kinds: Any) -> dict[str, type]:
 
 
 _RECORDS = _records(View, Plan, Outcome, PlannerState, PlannerConfig, LatencyModel)
-_RECORDS |= _records(Pipelining, Overlap, FreeRuns)
+_RECORDS |= _records(FreeRuns)
 _DTYPES = {"i": np.int64, "f": np.float64, "b": np.bool_}
 _KEYS = {"in_flight": "flying", "control_plan": "given"}
 """Fields that a trace has by an older name, so that recorded ones are still replayed."""
@@ -351,13 +344,10 @@ def summary(plans: list[Plan], drafts: tuple[str, ...]) -> list[str]:
     resting = sum(rests(plan) for plan in planned)
     trying = sum(bool(plan.notes.get("trial")) for plan in planned)
     step_ms = 1e3 * np.median([plan.predicted_s for plan in planned])
-    reasons = (plan.notes.get("why_not", {}).items() for plan in planned)
-    why_not = Counter(f"no {name}: {why.split(':')[0]}" for all_ in reasons for name, why in all_)
     return [
         f"rows {len(length)}: {', '.join(shares)}",
         f"steps {len(planned)}: {resting} resting, {trying} trying; "
         f"predicted {step_ms:.2f} ms (median)",
-        *(f"{why} ({count} steps)" for why, count in why_not.most_common()),
         f"--step N, 0 to {len(plans) - 1}, says why each request got what it got",
     ]
 

@@ -59,7 +59,7 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
             made[draft] = make_engine(draft, Service(config, threads, model_path, app.stats.count))
         engines = [{**running, **made}[draft] for draft in config.drafts]
         key = learned_key(config, folders)
-        planned = make_policy(config, engines, tables, app.step_stats, app.contention)
+        planned = make_policy(config, engines, tables, app.step_stats)
         planner = policy.SwitchedPolicy(planned, app.switches.current)
         changed = app.orchestrator.between_steps(
             lambda: _change(app, config, engines, planner, key)

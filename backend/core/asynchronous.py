@@ -1,9 +1,7 @@
 """What an asynchronous target has been given: one in-flight batch, out of which turns come back one
 by one while others go in.
 
-Every step plans for what is back, beside what is in flight. Cohorts (``backend.core.in_flight``)
-are another matter: a step engine runs them one after the other, so that rows of one share no pass
-with those of the next; here they share every iteration.
+Every step plans for what is back; what is in flight shares every iteration with it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import numpy as np
 from backend.core.drafting import Proposals
 from backend.core.in_flight import InFlight, Submission
 from backend.core.isolation import run_again
-from backend.core.session import Session
 from backend.core.step_log import StepLog
 from backend.engines.port import Completion, Engine, Turn
 from backend.ops.stats import StepStats
@@ -53,11 +50,6 @@ class AsynchronousInFlight(InFlight):
 
     def __len__(self) -> int:
         return int(bool(self._submitted or self.proposals))
-
-    @property
-    def decoding(self) -> list[Session]:
-        """Nothing: what is in flight is shown by ``rows``."""
-        return []
 
     @property
     def rows(self) -> tuple[View, Plan] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from policy import IntArray, Plan, View
 
 @dataclass(slots=True)
 class Batch:
-    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill;
-    ``other_passes`` decode in another submission.
+    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill.
 
     ``in_flight`` are the rows in flight in one in-flight batch with these, and what was planned for
     them; ``width`` as in ``KeepsWidth``.
@@ -28,7 +27,6 @@ class Batch:
     prefill: list[Turn] = field(default_factory=list)
     prefill_tokens: int = 0
     prefilling: int = 0
-    other_passes: list[Session] = field(default_factory=list)
     in_flight: tuple[View, Plan] | None = None
     width: tuple[int, int] = (0, 0)
 
@@ -63,22 +61,13 @@ class Batch:
         Drafts that are not free are asked what they could propose only where the plan for requests
         of these ids ``needs_offers``.
         """
-        rows, ready = self.decoding, len(self.decoding)
-        numbers = [
-            (s.id, len(s.sequence.tokens), s.remaining, s.group, s.tenant)
-            for s in (*rows, *self.other_passes)
-        ]
+        rows = self.decoding
+        numbers = [(s.id, len(s.sequence.tokens), s.remaining, s.group, s.tenant) for s in rows]
         request, context, remaining, group, tenant = np.array(numbers, np.int64).reshape(-1, 5).T
-        rests = not self.other_passes and self.in_flight is None and not needs_offers(request)
+        rests = self.in_flight is None and not needs_offers(request)
         ceiling, unseen = drafting.ceilings(
             [s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests
         )
-        if self.other_passes:
-            rows = rows + self.other_passes
-            ceiling, unseen = (
-                np.pad(column, ((0, len(self.other_passes)), (0, 0)))
-                for column in (ceiling, unseen)
-            )
         view = View(
             drafts=drafting.names,
             request=request,
@@ -86,7 +75,7 @@ class Batch:
             remaining=remaining,
             ceiling=ceiling,
             catchup=unseen,
-            ready=np.arange(len(rows)) < ready,
+            ready=np.ones(len(rows), np.bool_),
             prefill_tokens=self.prefill_tokens,
             queued=queued,
             prefilling=self.prefilling,
@@ -98,46 +87,14 @@ class Batch:
         )
         return view if self.in_flight is None else view.beside(*self.in_flight)
 
-    def submissions(self, view: View, plan: Plan, log: StepLog) -> Iterator[Submission]:
-        """Yield what is to be drafted for and submitted one after the other: the plan's
-        cohorts, prompts with the first; else everything.
-
-        ``log`` is that of the first; the next one's begins when it is asked for.
-        """
-        number = plan.flight
-        if number is None and not self.other_passes:
-            if self.in_flight is not None:
-                ready = np.arange(len(self.decoding))
-                view, plan = view.of_rows(ready), plan.of_rows(ready)
-            yield self._noted(Submission(self.decoding, self.prefill, view, plan, log))
-            return
-        number = (
-            np.zeros(len(self.decoding), np.int64)
-            if number is None
-            else number[: len(self.decoding)]
-        )
-        for one in range(max(1, int(number.max(initial=0)) + 1)):
-            rows = np.flatnonzero(number == one)
-            first = one == 0
-            part = view.of_rows(rows) if first else replace(view.of_rows(rows), prefill_tokens=0)
-            own = log if first else StepLog(log.drafts)
-            own.beside = True
-            yield self._noted(
-                Submission(
-                    [self.decoding[row] for row in rows],
-                    self.prefill if first else [],
-                    part,
-                    plan.of_rows(rows),
-                    own,
-                )
-            )
-
-    @staticmethod
-    def _noted(submission: Submission) -> Submission:
-        log = submission.log
-        log.decoding, log.prefill_tokens = len(submission.sessions), submission.view.prefill_tokens
-        log.batch_size = log.decoding + len(submission.prefill)
-        return submission
+    def submission(self, view: View, plan: Plan, log: StepLog) -> Submission:
+        """Return what is to be drafted for and submitted: all but what is in flight."""
+        if self.in_flight is not None:
+            ready = np.arange(len(self.decoding))
+            view, plan = view.of_rows(ready), plan.of_rows(ready)
+        log.decoding, log.prefill_tokens = len(self.decoding), view.prefill_tokens
+        log.batch_size = log.decoding + len(self.prefill)
+        return Submission(self.decoding, self.prefill, view, plan, log)
 
 
 def _most(session: Session, k_max: int) -> int:

@@ -154,10 +154,6 @@ class Orchestrator:
     def step(self) -> bool:
         """Take one step of what is ready; False when there was nothing to do. The numbers are those
         of a request's eight steps in ``docs/explanation/how-it-works.md``.
-
-        A plan's cohorts are drafted for and submitted one by one, and the step ends with the first
-        that is back: while the next step plans and drafts for it, the target verifies the others. A
-        plan without cohorts waits for all.
         """
         self._change()
         log, self._log = self._log or StepLog(self._drafting.names), None
@@ -167,18 +163,13 @@ class Orchestrator:
             self._learn(log)
             self._log = None
             return False
-        awaited = 1
         if batch or not self._in_flight:
             offers, queued = self.planning.needs_offers, len(self._admission)
             view = batch.view(self._drafting, self._k_max, queued, offers)  # 4: describe
             plan = self.planning.plan(view, log)  # 5: plan
-            for submission in batch.submissions(view, plan, log):
-                proposals = self._propose(submission)  # 6: draft, and verify
-                self._submit(submission, proposals)
-            awaited = len(self._in_flight) if plan.flight is None else 1
-        for _ in range(awaited):
-            if self._in_flight:  # those behind one that failed are void
-                self._collect(log)  # 7 and 8: commit, emit, learn
+            submission = batch.submission(view, plan, log)
+            self._submit(submission, self._propose(submission))  # 6: draft, and verify
+        self._collect(log)  # 7 and 8: commit, emit, learn
         if not self._active:
             self._log = None
         return True
@@ -191,7 +182,7 @@ class Orchestrator:
             if session.id not in self._in_flight.proposals and not self._changes
         )
         batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
-        batch.other_passes, batch.in_flight = self._in_flight.decoding, self._in_flight.rows
+        batch.in_flight = self._in_flight.rows
         batch.prefilling += self._in_flight.prefilling
         return batch
 
@@ -316,8 +307,8 @@ class Orchestrator:
         )
 
     def _collect(self, log: StepLog) -> None:
-        """Wait for the oldest submission, or for what an asynchronous target has done, take its
-        tokens and learn from it.
+        """Wait for the submission, or for what an asynchronous target has done, take its tokens and
+        learn from it.
         """
         submission, completions, failed = self._in_flight.collect(log)
         self._failures += failed
@@ -439,9 +430,7 @@ class Orchestrator:
         self._log = StepLog(self._drafting.names)
         if submission is not None or log.finished:
             with self._log.part("learning"):
-                # its own view, where another one has been planned for since
-                own = submission.view if submission is not None and submission.log.beside else None
-                self.planning.observe(outcome, own)
+                self.planning.observe(outcome)
         if submission is not None:
             self._stats.step(submission.plan, outcome, self._drafting.names, log.control)
         self._stats.reuse(self._ledger.take_reuse())

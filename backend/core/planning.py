@@ -92,13 +92,9 @@ class Planning:
             planned: list[int] = plan.length.tolist()
             return planned
 
-    def observe(self, outcome: Outcome, view: View | None) -> None:
-        """Let the policy learn from a step; ``view`` is the step's where another one has been
-        planned for since. Where it fails, it begins anew.
-        """
+    def observe(self, outcome: Outcome) -> None:
+        """Let the policy learn from a step. Where it fails, it begins again."""
         try:
-            if view is not None:
-                self.state = self.policy.stand_by(view, self.state)
             self.state = self.policy.observe(outcome, self.state, self._clock())
         except Exception:
             self._failed("it forgets what it has learnt")

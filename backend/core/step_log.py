@@ -23,10 +23,8 @@ class StepLog:
     verified, followed) as in ``Outcome``, ``nodes`` (place in ``rows``, confidence, drawn, held);
     ``free`` (request, draft, accepted, scored) what a draft would have had accepted where it was
     not chosen; ``parts_s`` wall times by part (``planning`` and ``learning`` from the step before,
-    belong to ``overhead``). Of a submission that ran
-    ``beside`` another, ``waited_s`` is how long its turns were in flight and did not run, and the
-    step is counted from ``since_s`` on, when the one before it came back. ``ran`` as in
-    ``Outcome``.
+    belong to ``overhead``); ``waited_s`` is how long an asynchronous target was waited for beyond
+    these. ``ran`` as in ``Outcome``.
     """
 
     drafts: tuple[str, ...]
@@ -39,10 +37,8 @@ class StepLog:
     nodes: list[tuple[int, float, bool, bool]] = field(default_factory=list)
     control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
-    beside: bool = False
     ran: Ran | None = None
     waited_s: float = 0.0
-    since_s: float = 0.0
     started_s: float = field(default_factory=perf_counter)
 
     @contextmanager
@@ -53,13 +49,6 @@ class StepLog:
             yield
         finally:
             self.parts_s[name] = self.parts_s.get(name, 0.0) + perf_counter() - started
-
-    def overlapped(self, in_flight_s: float, ran_s: float, since_s: float) -> None:
-        """Note that the target was given the turns ``in_flight_s`` ago and ran them for ``ran_s``
-        beside other work.
-        """
-        self.parts_s["verify"] = self.parts_s.get("verify", 0.0) + ran_s
-        self.waited_s, self.since_s = in_flight_s - ran_s, since_s
 
     def record(
         self,
@@ -135,7 +124,7 @@ class StepLog:
             scored=scored,
             verified=verified,
             followed=followed,
-            measured_s=now_s - max(self.started_s, self.since_s),
+            measured_s=now_s - self.started_s,
             parts_s={
                 **self.parts_s,
                 "overhead": max(0.0, now_s - self.started_s - engines_s - self.waited_s),
@@ -146,7 +135,6 @@ class StepLog:
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.array(self.finished, np.int64) if self.finished else _NONE,
-            flight=np.zeros(len(length), np.int64) if self.beside else None,
             ran=self.ran,
             node_row=node_row,
             node_confidence=confidence,

@@ -63,7 +63,6 @@ class FakeEngine:
             *most,
             kv_blocks,
             tree=True,
-            overlaps=True,
         )
         self._seed = seed
         self._agreement = agreement

@@ -11,9 +11,8 @@ the next ``poll``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -98,9 +97,8 @@ class EngineLimits:
     scores what it catches up on (``Completion.scored``). ``invariant``: the logits behind a text
     are the same bits whatever else is in a pass, while those of a prompt may differ from those of
     the same tokens when they were generated: blocks with generated tokens have other keys.
-    ``overlaps``: while one thread is in ``poll``, another may ask about, and cancel, sequences that
-    have no turn in flight. ``asynchronous``: turns run in one in-flight batch and complete each in
-    its time, not all with the next ``poll``.
+    ``asynchronous``: turns run in one in-flight batch and complete each in its time, not all with
+    the next ``poll``.
     """
 
     vocab_size: int
@@ -111,7 +109,6 @@ class EngineLimits:
     free: bool = False
     tree: bool = False
     scores: bool = False
-    overlaps: bool = False
     invariant: bool = False
     asynchronous: bool = False
 
@@ -198,17 +195,5 @@ class Remembers(Protocol):
     def ended(self, sequence: Sequence) -> None:
         """Take the answer of a request that has ended, however it did, and that may be remembered;
         its ``cancel`` follows.
-        """
-        ...
-
-
-@runtime_checkable
-class StreamsBeside(Protocol):
-    """What an engine that ``overlaps`` has besides where its work is queued on a device."""
-
-    def side_stream(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return a new queue beside the other engines', None on the host. Called, it gives what
-        ``submit`` and ``poll`` run under, in whatever thread: their work is queued there, behind
-        what the caller had queued at the call, and has run when it ends.
         """
         ...

@@ -271,7 +271,7 @@ class Host:
         outcome = log.outcome()
         self._log = StepLog(names)
         with self._log.part("learning"):
-            self._planning.observe(outcome, None)
+            self._planning.observe(outcome)
         self._stats.step(step.plan, outcome, names, [False] * len(log.rows))
         self._stats.state(len(self._sequences), 0, {}, self._planning.drift())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -20,19 +19,16 @@ class Padded:
     def __init__(self, length: int) -> None:
         self._length = length
 
-    def start(self) -> None:
-        """Return no memory: none is needed."""
-
     def prepare(self, problem: StepProblem, view: View, times: Times) -> None:
         """Price any number of proposed tokens above 0 as the padded step."""
         plain = view.prefill_tokens + len(view)
         padded_s = times.verify_at(plain + self._length * len(view)) - times.verify_at(plain)
         problem.undrafted_s[1:] = problem.undrafted_s[0] + max(padded_s, 0.0)
 
-    def execute(self, plan: Plan, view: View, times: Times, memory: Any) -> tuple[Plan, Any]:
+    def execute(self, plan: Plan, view: View, times: Times) -> Plan:
         """Return the plan as it is."""
         del view, times
-        return plan, memory
+        return plan
 
     def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
         """Return the seconds that the padded step should have taken."""

@@ -235,9 +235,7 @@ class InProcess:
             parse_config(arm_config(self._config, name, self.tuning, self._active)),
             drafts=app.config.drafts,
         )
-        return InProcessArm(
-            app, make_policy(config, app.drafts, tables(config), app.step_stats, app.contention)
-        )
+        return InProcessArm(app, make_policy(config, app.drafts, tables(config), app.step_stats))
 
     def _app(self, name: str) -> App:
         if name not in self._apps:

@@ -416,7 +416,6 @@ def texts_follow_the_target_s_law(
     sampling: SamplingParams,
     drafts: Iterable[str] = tuple(LAW_DRAFTS),
     rounds: int = 1_500,
-    cohorts: tuple[int, ...] = (),
 ) -> None:
     """The first three tokens jointly, over seeds, against enumeration. A correct engine fails it
     three times in a million.
@@ -427,9 +426,7 @@ def texts_follow_the_target_s_law(
     made = [LAW_DRAFTS[name]() for name in drafts]
     script = [(column, k) for k in (2, 2, 1) for column in range(len(made))] + [(NO_DRAFT, 0)]
     policy = Scripted(script, trims=(7, 7, 2, 7, 3, 0))
-    deployment = Deployment(
-        law_engine(), made, policy, chunk_tokens=200, max_active=64, cohorts=cohorts
-    )
+    deployment = Deployment(law_engine(), made, policy, chunk_tokens=200, max_active=64)
     sessions = [
         deployment.submit(LAW_PROMPT, 4, replace(sampling, seed=seed)) for seed in range(rounds)
     ]

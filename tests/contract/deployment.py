@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Delta, Session
 from backend.engines.checkpoint import LlamaConfig
-from backend.engines.overlapped import Overlapped
 from backend.engines.port import Completion, Engine, EngineLimits, Turn
 from backend.engines.stepping.engine import StepEngine
 from backend.engines.torch.engine import TorchEngine
@@ -32,7 +30,6 @@ from backend.ops.stats import Stats, StepStats, Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
-from tests.forced_cohorts import ForcedCohorts
 
 GREEDY = SamplingParams()
 VOCAB, K_MAX, BLOCKS = 24, 4, 64
@@ -165,28 +162,6 @@ class Scripted(Policy):
         return state
 
 
-class Cut(ForcedCohorts):
-    """Another policy's plans, cut into as many cohorts as ``numbers`` say, step by step; 1 waits
-    for all that is in flight.
-    """
-
-    def __init__(self, policy: Scripted, numbers: Seq[int]) -> None:
-        super().__init__(policy, 1)
-        self.numbers, self.planned = itertools.cycle(numbers), []
-
-    def plan(
-        self, view: View, state: int, now: float, rng: np.random.Generator
-    ) -> tuple[Plan, int]:
-        self.cohorts = next(self.numbers)
-        plan, state = (
-            super().plan(view, state, now, rng)
-            if self.cohorts > 1
-            else self.policy.plan(view, state, now, rng)
-        )
-        self.planned.append((view, plan))
-        return plan, state
-
-
 class ForetoldDraft:
     """A draft that is told every text beforehand: it proposes the truth, or always something else,
     or (``bushy``) a tree in which the truth is somewhere, in part or not at all.
@@ -282,10 +257,8 @@ class Deployment:
     """One target, drafts, and the loop over them; ``watchers`` are called after every step,
     ``live`` sessions have not ended.
 
-    Trees have at most ``nodes``; 0: the target verifies chains only. ``cohorts`` are as in ``Cut``.
-    Where something watches, the target has run what is in flight before it is looked at, though
-    nobody has taken its tokens; else its thread runs beside the next steps (``poisons`` false: and
-    nothing is poisoned, which would disturb it).
+    Trees have at most ``nodes``; 0: the target verifies chains only. ``poisons`` false: nothing is
+    poisoned.
     """
 
     target: TorchEngine
@@ -297,7 +270,6 @@ class Deployment:
     kv_blocks: int = BLOCKS
     nodes: int = NODES
     reuse: bool = True
-    cohorts: Seq[int] = ()
     poisons: bool = True
     seed: int = 0
     watchers: list[Callable[[Deployment], None]] = field(default_factory=list)
@@ -310,16 +282,15 @@ class Deployment:
         pools = {
             engine.name: min(self.kv_blocks, engine.limits.kv_blocks) for engine in self.engines
         }
-        self.verifier = Overlapped(self.target) if self.cohorts else self.target
-        target = self.verifier if self.reuse else None
+        target = self.target if self.reuse else None
         nodes = self.nodes if self.target.limits.tree else 0
         # admitted too soon, and therefore pre-empted often
         self.ledger = KVLedger(pools, max(nodes, K_MAX) + 1, growth_blocks=0, target=target)
         self.drafting = RecordedDrafting(self.drafts, step_stats, clock, most_nodes=nodes)
         self.loop = Orchestrator(
-            self.verifier,
+            self.target,
             self.drafting,
-            Cut(self.policy, self.cohorts) if self.cohorts else self.policy,
+            self.policy,
             self.ledger,
             Admission(self.ledger, self.max_active, 10**6),
             step_stats,
@@ -355,20 +326,12 @@ class Deployment:
         """Poison what is not committed, take a step, and let the watchers look."""
         for engine in self.engines if self.poisons else ():
             if isinstance(engine, StepEngine):
-                self.settle()
                 poison(engine, [session.sequence for session in self.live])
         worked = self.loop.step()
         self.live = [session for session in self.live if not session.sink.ended]
-        if self.watchers:
-            self.settle()
         for watch in self.watchers:
             watch(self)
         return worked
-
-    def settle(self) -> None:
-        """Wait until the target has run all that it was given."""
-        if isinstance(self.verifier, Overlapped):
-            wait([running for _, running in self.verifier._in_flight])
 
     def run(self, most_steps: int = 2_000) -> None:
         """Step until everything has ended and been released; a loop that does not end fails."""

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from backend.core import asynchronous, in_flight, step_log
+from backend.core import asynchronous, step_log
 from backend.core.admission import Admission
 from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
@@ -135,7 +135,7 @@ class Served:
             chunked,
         )
         self.clock = (target := target or Behaviour()).clock = Clock()
-        for module in (asynchronous, in_flight, step_log):
+        for module in (asynchronous, step_log):
             monkeypatch.setattr(module, "perf_counter", self.clock)
         target.curve = TARGET
         draft = Behaviour(clock=self.clock, curve=DRAFT)

@@ -1,22 +1,19 @@
 """A device that is not there: tensors that compute on the CPU and are held to the rules of an
 accelerator.
 
-They may not meet tensors of the host (but for scalars and indices), nor what another stream has
-queued unless theirs has waited for it (``pretend_streams``); every wait for a result and every
-upload is counted. So device mistakes show on a machine without an accelerator; kernels do not.
+They may not meet tensors of the host (but for scalars and indices); every wait for a result and
+every upload is counted. So device mistakes show on a machine without an accelerator; kernels do
+not.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-from tests.contract.pretend_streams import Event, PretendStreams, memory
 
 DEVICE = torch.device("xpu")
 """Neither "cpu" nor "cuda": the engine takes its general way."""
@@ -25,19 +22,6 @@ WAITS = {"tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "
 SIZED_BY_VALUES = {"nonzero", "unique", "masked_select", "bincount"}
 MAY_MIX = {"__getitem__", "__setitem__", "copy_", "to"}
 """An index may lie on the host, and a copy may cross."""
-ASKS_SHAPE = {"__get__", "__len__", "dim", "numel", "size", "stride"}
-"""These look at no memory."""
-IN_PLACE = {
-    "__setitem__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__iand__",
-    "__ior__",
-    "__ixor__",
-}
-"""These write to their first argument, and so do all whose names end with one underscore."""
 
 
 class OnDevice(torch.Tensor):
@@ -48,26 +32,13 @@ class PretendDevice(TorchFunctionMode):
     """While entered, what is put on ``DEVICE`` is an ``OnDevice``. ``counted`` has the waits and
     uploads by the name of the function.
 
-    ``broken`` has the rules that were broken: those that are caught are no better. A side stream's
-    operations are not counted.
+    ``broken`` has the rules that were broken: those that are caught are no better.
     """
 
-    def __init__(self, streams: PretendStreams | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.counted: Counter[str] = Counter()
         self.broken: list[str] = []
-        self.streams = streams or PretendStreams()
-
-    def side_stream(self, name: str = "side") -> Callable[[], AbstractContextManager[None]]:
-        """Return a new stream, as an engine does (``backend.engines.port.StreamsBeside``)."""
-        return lambda: self._queued_on(name, self.streams.event())
-
-    @contextmanager
-    def _queued_on(self, stream: str, event: Event) -> Iterator[None]:
-        there = PretendDevice(self.streams)  # a mode is the thread's that enters it
-        there.broken = self.broken
-        with there, self.streams.on(stream, event):
-            yield
 
     def _must(self, holds: bool, rule: str) -> None:
         if not holds:
@@ -84,7 +55,6 @@ class PretendDevice(TorchFunctionMode):
             return DEVICE
         if name in WAITS and there:
             self.counted[name] += 1
-            self._queue(name, there, [])
             return function(*_plain(args), **_plain(kwargs))
         if there and name not in MAY_MIX:
             strangers = [
@@ -95,10 +65,6 @@ class PretendDevice(TorchFunctionMode):
                 not strangers,
                 f"{name} of a tensor on the device and one on the host of shape {shapes}",
             )
-        if name not in ASKS_SHAPE:
-            in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-            written = _tensors([args[:1] if in_place else (), kwargs.get("out")])
-            self._queue(name, there, [tensor for tensor in written if isinstance(tensor, OnDevice)])
         target = bool(there)
         self.counted[name] += target and name in SIZED_BY_VALUES
         if name == "to" or "device" in kwargs:
@@ -119,9 +85,7 @@ class PretendDevice(TorchFunctionMode):
                 )
                 kwargs.pop("device", None)
                 if name == "to" and len(args) == 1 and not kwargs:
-                    return self._new(
-                        args[0].clone().as_subclass(OnDevice if target else torch.Tensor), there
-                    )
+                    return args[0].clone().as_subclass(OnDevice if target else torch.Tensor)
         if (
             target
             and name in ("copy_", "to")
@@ -136,23 +100,7 @@ class PretendDevice(TorchFunctionMode):
         ):
             self.counted["mask"] += 1
         found = function(*_plain(args), **_plain(kwargs))
-        return self._new(_wrapped(found), there) if target else found
-
-    def _queue(self, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        missed = self.streams.queue(reads, writes) if reads or writes else set()
-        self._must(
-            not missed,
-            f"{name} on stream {self.streams.current!r}, which has not waited for "
-            f"{', '.join(sorted(missed))}",
-        )
-
-    def _new(self, found: Any, given: list[torch.Tensor]) -> Any:
-        """Note what memory is new among ``found``: no view of what was ``given``."""
-        known = {memory(tensor) for tensor in given}
-        self.streams.made(
-            t for t in _tensors([found]) if isinstance(t, OnDevice) and memory(t) not in known
-        )
-        return found
+        return _wrapped(found) if target else found
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -82,7 +82,7 @@ TRIMS = (NODES, NODES, 3, NODES, 1, 5, NODES, 0, 2, 4, NODES)
 class Scenario:
     """Requests, the policy's script (``Scripted``), and the limits of the deployment.
 
-    ``nodes``, ``cohorts`` and ``poisons`` as of ``Deployment``.
+    ``nodes`` as of ``Deployment``.
     """
 
     asks: tuple[Ask, ...]
@@ -93,8 +93,6 @@ class Scenario:
     max_active: int = 8
     kv_blocks: int = 64
     reuse: bool = True
-    cohorts: tuple[int, ...] = ()
-    poisons: bool = True
 
 
 class Served(NamedTuple):
@@ -209,18 +207,6 @@ CRAMPED = Scenario(LONG, kv_blocks=8)
 pre-empted.
 """
 
-COHORTS = (2, 2, 2, 2, 2, 3, 1, 2, 2, 2, 4, 2, 1)
-"""Mostly two cohorts that go on; now and then everything is waited for and cut anew."""
-
-
-def in_cohorts(scenario: Scenario) -> Scenario:
-    return replace(scenario, cohorts=COHORTS)
-
-
-def in_earnest(scenario: Scenario) -> Scenario:
-    """As cohorts run outside of tests: nobody waits for the target's thread."""
-    return replace(in_cohorts(scenario), poisons=False)
-
 
 def greedily(scenario: Scenario) -> Scenario:
     return replace(scenario, asks=tuple(replace(ask, sampling=GREEDY) for ask in scenario.asks))
@@ -258,8 +244,6 @@ def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> Served
         kv_blocks=scenario.kv_blocks,
         nodes=scenario.nodes,
         reuse=scenario.reuse,
-        cohorts=scenario.cohorts,
-        poisons=scenario.poisons,
         watchers=list(watchers),
     )
     sessions: dict[int, Session] = {}

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from backend.engines.torch.engine import TorchEngine
 from tests.contract import checks
 from tests.contract.on_device import engines_on
 from tests.contract.pretend_device import DEVICE, OnDevice, PretendDevice
-from tests.contract.scenarios import ALIKE, BUSY, MIXED, in_earnest, serve
+from tests.contract.scenarios import BUSY, MIXED, serve
 
 
 @contextmanager
@@ -43,48 +42,3 @@ def test_the_device_s_rules_are_kept():
         assert there[[0, 1]].tolist() == [1.0, 1.0]
         assert +device.counted == Counter({"upload": 1, "tolist": 1})
         assert type(there.cpu()) is torch.Tensor
-
-
-@contextmanager
-def pretended_beside(monkeypatch, side_stream=None):
-    """The same with a stream for the target's thread."""
-    with pretended() as device, monkeypatch.context() as patch:
-        patch.setattr(
-            TorchEngine,
-            "side_stream",
-            lambda engine: (side_stream or PretendDevice.side_stream)(device),
-        )
-        yield device
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", [BUSY, MIXED, ALIKE], ids=["busy", "options", "alike"])
-def test_cohorts_on_a_stream_beside_wait_for_all_that_crosses_and_texts_are_those_of_plain_decoding(
-    monkeypatch, scenario
-):
-    with pretended_beside(monkeypatch):
-        served = serve(in_earnest(scenario))
-        checks.texts(served)
-        assert ("spindle_fallback_total", "target_error") not in served.deployment.counters()
-
-
-def test_the_rules_of_streams_are_kept():
-    with PretendDevice() as device:
-        behind = device.side_stream()
-        early, there = behind(), torch.ones(3, device=DEVICE)
-        late, missed = behind(), "on stream 'side', which has not waited for default"
-        with pytest.raises(AssertionError, match=missed), early:
-            there + 1
-        with late:
-            made = there + 1
-            made += 1
-        with pytest.raises(
-            AssertionError, match="on stream 'default', which has not waited for side"
-        ):
-            made.tolist()
-        with pytest.raises(
-            AssertionError, match="on stream 'default', which has not waited for side"
-        ):
-            there[0] = 2.0  # it is being read
-        assert there.tolist() == [1.0, 1.0, 1.0]
-        assert len(device.broken) == 3

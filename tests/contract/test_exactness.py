@@ -6,7 +6,7 @@ import pytest
 
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS
-from tests.contract import checks, cohort_checks
+from tests.contract import checks
 from tests.contract.scenarios import (
     ALIKE,
     BUSY,
@@ -18,13 +18,11 @@ from tests.contract.scenarios import (
     Ask,
     Scenario,
     asks_of,
-    in_cohorts,
-    in_earnest,
 )
 
 SETTLED = (*checks.ALL, checks.one_token_is_unseen)
 LATE = Scenario(tuple(Ask(n % 6, 24, n, n + 3 + n % 4 if n % 2 else None) for n in range(14)))
-"""Clients that leave while their cohort is being verified."""
+"""Clients that leave while others go on."""
 
 DECAYING = SamplingParams(1.0, top_p=0.95, top_p_decay=0.6, top_p_min=0.2, top_p_reset_id=2)
 DECAYED = tuple(replace(DECAYING, temperature=1.5, seed=n) for n in range(2))
@@ -41,15 +39,7 @@ SCENARIOS = {
     "pre-empted": (CRAMPED, checks.ALL),
     "pre-empted, nothing kept": (replace(CRAMPED, reuse=False), checks.ALL),
     "uneven": (UNEVEN, SETTLED),
-    "cohorts": (in_cohorts(BUSY), checks.ALL),
-    "options in cohorts": (in_cohorts(MIXED), checks.ALL),
-    "alike in cohorts": (in_cohorts(ALIKE), checks.ALL),
-    "uneven cohorts": (in_cohorts(UNEVEN), checks.ENDS),
-    "cohorts in earnest": (in_earnest(BUSY), checks.ENDS),
-    "options in earnest": (in_earnest(MIXED), checks.ENDS),
-    "alike in earnest": (in_earnest(ALIKE), checks.ENDS),
-    "late": (replace(LATE, cohorts=(2,)), checks.ENDS),
-    "late in earnest": (replace(LATE, cohorts=(2,), poisons=False), checks.ENDS),
+    "late": (LATE, checks.ALL),
 }
 CHECKS = (
     checks.branches_are_taken_and_trees_are_trimmed,
@@ -58,7 +48,6 @@ CHECKS = (
     checks.an_always_wrong_draft_gives_one_token_a_step,
     checks.an_oracle_gives_k_plus_one_tokens_a_step,
     checks.nothing_is_committed_beyond_an_end,
-    *cohort_checks.SUITE,
 )
 LAWS = {"wide": checks.WIDE, "sharp": checks.SHARP, "options": checks.OPTIONS, "decaying": DECAYING}
 
@@ -88,10 +77,9 @@ def test_a_text_follows_the_target_s_law():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cohorts", [(), (2, 2, 2, 2, 1)], ids=["together", "in cohorts"])
 @pytest.mark.parametrize("law", LAWS)
-def test_the_first_three_tokens_follow_the_target_s_law_whatever_is_planned(law, cohorts):
-    checks.texts_follow_the_target_s_law(LAWS[law], rounds=2_000, cohorts=cohorts)
+def test_the_first_three_tokens_follow_the_target_s_law_whatever_is_planned(law):
+    checks.texts_follow_the_target_s_law(LAWS[law], rounds=2_000)
 
 
 @pytest.mark.slow

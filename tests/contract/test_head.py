@@ -35,8 +35,6 @@ from tests.contract.scenarios import (
     MIXED,
     NO_DRAFT,
     UNEVEN,
-    in_cohorts,
-    in_earnest,
 )
 
 HEAD = 1
@@ -135,8 +133,6 @@ SCENARIOS = {
     "crowded": CROWDED,
     "pre-empted": CRAMPED,
     "uneven": UNEVEN,
-    "cohorts": in_cohorts(BUSY),
-    "cohorts in earnest": in_earnest(MIXED),
     "chains only": replace(MIXED, nodes=0),
 }
 

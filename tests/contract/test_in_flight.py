@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policy import NO_DRAFT, AcceptanceConfig, AdaptivePlanner, NoSpeculation, PlannerConfig, Policy
-from policy.pipelining import FreeRuns
+from policy.free_runs import FreeRuns
 from tests.contract.executor_time import K_MAX, Served, latency
 from tests.contract.fake_executor import Behaviour
 

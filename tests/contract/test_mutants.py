@@ -4,7 +4,7 @@ it.
 
 import pytest
 
-from tests.contract.cohort_mutants import MUTANTS
+from tests.contract.mutants import MUTANTS
 
 pytestmark = pytest.mark.slow
 

@@ -39,11 +39,7 @@ def compiled(monkeypatch):
     )
 
 
-ONE_FLIGHT = [name for name, (scenario, _) in SCENARIOS.items() if not scenario.cohorts]
-"""The engine runs beside no other's work."""
-
-
-@pytest.mark.parametrize("name", ONE_FLIGHT)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_over_compiled_networks_it_is_exact(name):
     scenario, properties = SCENARIOS[name]
     checks.exact(scenario, *properties)

@@ -138,7 +138,7 @@ class Paced:
     def __init__(self, engine: TorchEngine, script: Script) -> None:
         self.name, self._engine, self._script = engine.name, engine, script
         limits = replace(engine.limits, vocab_size=VOCABULARY, tree=False)
-        self.limits = replace(limits, scores=False, overlaps=False)
+        self.limits = replace(limits, scores=False)
         self._turns: list[Turn] = []
 
     def submit(self, turns: Seq[Turn]) -> None:

@@ -52,6 +52,10 @@ def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, ins
             {"target": {**TORCH, "attention": "padded"}},
             ["target.attention", "gone", "each context at its own length"],
         ),
+        (
+            {"target": TORCH, "policy": {"cohorts": 2}},
+            ["policy.cohorts", "gone", "one batch is faster", "remove it"],
+        ),
         ({"target": {"engine": "torch"}}, ["target.model"]),
         ({"target": TORCH, "drafts": {}}, ["drafts", "list"]),
         (

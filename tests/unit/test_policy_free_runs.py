@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policy import AdaptivePlanner, LatencyError, LatencyModel, LatencyTable, PlannerConfig
-from policy.pipelining import FreeRuns, free_run_tokens
+from policy.free_runs import FreeRuns, free_run_tokens
 from tests.unit.test_policy_planner import DRAFTS, RNG, certain, latency, planner, view
 
 CONSTANTS = {"token_s": 0.01, "most": 64}

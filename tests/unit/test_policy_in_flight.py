@@ -88,18 +88,6 @@ def test_a_draft_that_ran_for_rows_in_flight_is_no_cheaper_to_join():
     assert joining.length[0] >= made.plan(drafted, made.start(), 0.0, RNG)[0].length[0]
 
 
-def test_cohorts_in_flight_are_in_no_pass_with_what_is_ready():
-    """Their rows are not ready either, but ``in_flight`` says nothing of them: only their waiting
-    counts, in the price.
-    """
-    made, state, _ = settled(0.7, 16)
-    seen = view(32, DRAFT)
-    seen.ready[16:] = False
-    plan, _ = made.plan(seen, state, 0.0, RNG)
-    assert seen.decoding == 16
-    assert plan.predicted_s < 1.2 * settled(0.7, 16)[2].predicted_s
-
-
 def test_a_schedule_counts_who_is_in_flight():
     seen = in_flight(32, 3, np.full(32, -1), np.zeros(32, np.int64))
     assert BatchSchedule("small", {4: 5, 64: 2}).plan(seen, None, 0.0, RNG)[0].length[

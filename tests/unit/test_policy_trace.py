@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from policy import NO_DRAFT, AdaptivePlanner, Drafted, LatencyCurve, LatencyModel, Outcome, Plan
-from policy.pipelining import FreeRuns, Pipelining
+from policy.free_runs import FreeRuns
 from policy.replay import (
     SCHEMA,
     Traced,
@@ -17,7 +17,6 @@ from policy.replay import (
     decoded,
     encoded,
     explain,
-    explain_batch,
     replayed,
     same,
 )
@@ -248,27 +247,13 @@ def executed_trace(execution, steps=25):
         plan, state = policy.plan(seen, state, 0.3 * step, RNG)
         accepted = rng.integers(0, plan.length + 1)
         done = seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length
-        told = Outcome(*done, plan.length, float(rng.random()), flight=plan.flight)
+        told = Outcome(*done, plan.length, float(rng.random()))
         state = policy.observe(told, state, 0.3 * step + 0.1)
     return lines
 
 
-@pytest.mark.parametrize("execution", [Pipelining(2, 1.0), FreeRuns(8)])
-def test_a_trace_with_an_execution_replays_bit_for_bit(execution):
-    steps = list(replayed(executed_trace(execution)))
+def test_a_trace_with_an_execution_replays_bit_for_bit():
+    steps = list(replayed(executed_trace(FreeRuns(8))))
     assert len(steps) == 25
     assert all(same(step.recorded, step.plan) for step in steps)
-    used = [s for s in steps if s.plan.flight is not None]
-    if isinstance(execution, FreeRuns):
-        assert all(step.plan.run is not None for step in steps)
-        return
-    assert len(used) > 2
-    used = used[0]
-    lines = explain(used.planner, used.view, used.state, used.plan, used.now)
-    assert "in cohort" in "\n".join([explain_batch(used.plan), *lines])
-
-
-def test_a_line_about_the_batch_says_why_it_is_not_cut():
-    made = AdaptivePlanner(("small", "large"), latency(), execution=Pipelining(2, None))
-    plan, _ = explained(made, view(2))
-    assert explain_batch(plan).endswith("; no cohorts: contention is not measured")
+    assert all(step.plan.run is not None for step in steps)

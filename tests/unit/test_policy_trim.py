@@ -156,11 +156,6 @@ def stairs(edge, high_s=1.0):
         (2, {}, 0),
         (2, {"prefill_tokens": 6}, 0),
         (2, {}, 7),
-        (
-            4,
-            {"ready": np.array([True, True, False, False])},
-            0,
-        ),  # others share no pass with a cohort
     ],
 )
 def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes, in_flight):

@@ -395,7 +395,6 @@ def step_limits(
     max_context_tokens: int,
     max_draft_tokens: int,
     *,
-    overlaps: bool = False,
     invariant: bool = False,
 ) -> EngineLimits:
     """Return the limits of an engine that runs whole steps of a Llama; with a shortlist in its head
@@ -409,7 +408,6 @@ def step_limits(
         kv_blocks=kv_blocks,
         tree=config.draft_vocab_size == 0,
         scores=True,
-        overlaps=overlaps,
         invariant=invariant,
     )
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -16,7 +14,6 @@ from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.registry import Service
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
 from backend.engines.torch.llama import Llama
-from backend.engines.torch.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +65,7 @@ class TorchEngine(StepEngine):
         max_draft_tokens: int = 8,
         taps: Seq[int] = (),
     ) -> None:
-        limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens, overlaps=True)
+        limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens)
         with torch.inference_mode():
             model = Llama(
                 config,
@@ -78,12 +75,6 @@ class TorchEngine(StepEngine):
                 taps=taps,
             )
         super().__init__(name, model, limits)
-
-    def side_stream(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """Return a new stream beside that of the other engines (``StreamsBeside``); None where the
-        device is not CUDA.
-        """
-        return SideStream(self._model.device).behind if self._model.device.type == "cuda" else None
 
     def _wait(self, jobs: list[Job]) -> None:
         if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
