@@ -220,7 +220,7 @@ class HeadEngine:
 
 def make(engine: EngineConfig, service: Service) -> HeadEngine:
     """Make an engine of this kind (``backend.engines.registry``). Raises ConfigError for a head
-    that is not of this target's shape.
+    that was made for another target.
     """
     folder, target = service.path(engine), service.path(service.config.target)
     config, whole = read_config(folder), read_target(target)
@@ -233,9 +233,13 @@ def make(engine: EngineConfig, service: Service) -> HeadEngine:
     if config.layers[-1] > whole.num_layers:
         text = f"layers go to {config.layers[-1]}, its target has {whole.num_layers}"
         raise ConfigError(f"draft {folder}: {text}")
-    if made_for(folder) not in ("", weights_sha256(target)):
-        text = "%s was trained on other weights than %s: expect less of it, or train it again"
-        logger.warning(text, folder, target)
+    trained_on, weights = made_for(folder), weights_sha256(target)
+    if trained_on not in ("", weights):
+        raise ConfigError(
+            f"draft {folder} was trained on the weights {trained_on[:12]}, its target {target} has "
+            f"{weights[:12]}: train a head for it, or, if the target was tuned from these weights, "
+            "remove target_sha256 from the head's config.json"
+        )
     network, token_ids = load(folder, engine.dtype, engine.device)
     logger.info("%s: a head of %d rows, %s", engine.name, len(token_ids), engine.dtype)
     return HeadEngine(
