@@ -51,7 +51,7 @@ class BatchSchedule(Policy):
         self.draft, self.lengths = draft, dict(sorted(lengths.items()))
 
     def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
-        fitting = (k for largest, k in self.lengths.items() if view.decoding <= largest)
+        fitting = (k for largest, k in self.lengths.items() if len(view) <= largest)
         return same_for_all(view, self.draft, next(fitting, 0)), None
 
 

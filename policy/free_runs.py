@@ -40,7 +40,7 @@ class FreeRuns:
 
     def _run(self, view: View, times: Times) -> tuple[int, float]:
         """Return the tokens of a turn, and the seconds that each saves of a step."""
-        rows, turn_s = view.decoding, times.turn_s + times.overhead_s
+        rows, turn_s = len(view), times.turn_s + times.overhead_s
         step_s = times.verify_at(view.prefill_tokens + rows) + times.overhead_s
         step_s += rows * times.row_s + int(view.context.sum()) * times.context_s
         token_s = max(step_s - turn_s, 0.0)

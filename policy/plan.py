@@ -41,8 +41,8 @@ class View:
     ``request[n]`` ids; ``context[n]`` committed tokens; ``remaining[n]`` >= 1 tokens that the
     request may still emit; ``ceiling[n, d]`` the most tokens that draft d may propose (0: none, or
     it was not asked, see ``Policy.needs_offers``); ``catchup[n, d]`` committed tokens that draft d
-    has not seen; ``ready[n]`` whether the row is planned for, else its turn, planned before, is in
-    flight: a turn is what the target runs for a request between two plans.
+    has not seen; ``ready[n]`` whether the row is planned for, else ``in_flight`` has its turn: a
+    turn is what the target runs for a request between two plans.
 
     ``prefill_tokens`` prompt tokens share the step, ``prefilling`` requests are in prefill;
     ``queued`` more wait for admission (no policy here minds them). ``group[n]`` names a source of
@@ -54,7 +54,7 @@ class View:
 
     Two plans are made elsewhere: ``control_plan`` for the rows ``control[n]`` (a canary's other
     arm); ``in_flight`` for the rows in flight in one pass with the ready ones (TensorRT-LLM's
-    executor; None where rows in flight share no pass with them).
+    executor; None where all are ready).
     """
 
     drafts: tuple[str, ...]
@@ -81,8 +81,8 @@ class View:
 
     @property
     def decoding(self) -> int:
-        """How many rows share the step: ready ones, and those in flight in one pass with them."""
-        return len(self) if self.in_flight is not None else int(np.count_nonzero(self.ready))
+        """How many rows share the step."""
+        return len(self)
 
     @property
     def share(self) -> float:

@@ -171,7 +171,7 @@ class AdaptivePlanner(Policy):
             self._anew(view, state, now) if kept is None else self._again(kept, view, state)
         )
         if self.execution is not None:
-            times = self.times(state, view.decoding)
+            times = self.times(state, len(view))
             plan = self.execution.execute(plan, view, times)
         return plan, after
 
@@ -190,13 +190,13 @@ class AdaptivePlanner(Policy):
 
     def _anew(self, view: View, state: PlannerState, now: float) -> tuple[Plan, PlannerState]:
         """Return a new plan: what the step can be, the best of it at the price of time, a trial."""
-        config, decoding = self.config, view.decoding
+        config = self.config
         after = self.admitted(view, state, now)
         after.view, after.planned = view, True
-        times = self.times(state, decoding)
+        times = self.times(state, len(view))
         problem, rows, expected, given = self.problem(view, after, times)
         prefill_s = extra_prefill_s(times, view, len(rows) + len(given.rows) + given.tokens)
-        waiting = 1 + (view.prefilling + len(view) - decoding) / max(decoding, 1)
+        waiting = 1 + view.prefilling / max(len(view), 1)
         request = view.request.take(rows).tobytes()
         start = self._start(problem, request, state)
         after.warm = 0 if start is None else state.warm + 1
@@ -294,8 +294,6 @@ class AdaptivePlanner(Policy):
         Rows are by request: the batch's order makes no difference, not even among rows alike.
         """
         rows: IntArray = view.request.argsort()
-        if view.in_flight is None:
-            rows = rows.compress(view.ready.take(rows))
         given = NOTHING_GIVEN
         if view.control_plan is not None or view.in_flight is not None:
             choices, theirs = _given_choices(view)
@@ -304,7 +302,7 @@ class AdaptivePlanner(Policy):
             choice = Choice(choices.draft[others], choices.length[others])
             given = Given.of(others, choice, hazard)
         expected = self.estimator.expected(state.acceptance, view.request.take(rows).tolist())
-        times = times or self.times(state, view.decoding)
+        times = times or self.times(state, len(view))
         limits = self.config.k_max, self.config.switch_horizon_steps
         problem = step_problem(times, view, rows, expected.hazard, given, *limits)
         self._by_tenant(problem, view, rows, state)
@@ -329,7 +327,7 @@ class AdaptivePlanner(Policy):
             for column in (state.held_share, state.brought)
         )
         problem.gain *= share
-        row_s, context_s = self._drafting_s(state, view.decoding, brought.T)
+        row_s, context_s = self._drafting_s(state, len(view), brought.T)
         part = 1.0 if view.in_flight is None else view.share
         problem.draft_row_s = part * (row_s.T + context_s.T * view.context.take(rows))
 
@@ -380,10 +378,8 @@ class AdaptivePlanner(Policy):
 
     def _admitted(self, state: PlannerState, view: View) -> PlannerState:
         """Return the state with a place for all requests that share the step."""
-        some = slice(None) if view.decoding == len(view) else view.ready
-        request, group, tenant = view.request[some], view.group, view.tenant
-        group = None if group is None else group[some]
-        tenant = np.zeros(len(request), np.int64) if tenant is None else tenant[some]
+        request, group, tenant = view.request, view.group, view.tenant
+        tenant = np.zeros(len(request), np.int64) if tenant is None else tenant
         if group is not None:  # requests of two tenants are never of one group
             group = np.where(group == NO_GROUP, group, group ^ tenant)
         requests, most = request.tolist(), self.config.acceptance.most_tenants

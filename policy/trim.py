@@ -206,7 +206,7 @@ def trimmed(
     rows, nodes = len(view), len(drafted.row)
     if not plan.price or not nodes:
         return np.minimum(plan.length, np.bincount(drafted.row, minlength=rows))
-    tokens = view.prefill_tokens + np.count_nonzero(view.ready) + in_flight
+    tokens = view.prefill_tokens + rows + in_flight
     verify_s = times.verify_s(tokens, nodes + 1)
     if view.cap_s < math.inf:
         planned_s = times.verify_at(tokens + int(np.add.reduce(plan.length)))

@@ -12,6 +12,7 @@ from policy import (
     LatencyTable,
     NoSpeculation,
     Outcome,
+    Plan,
     PlannerConfig,
     View,
 )
@@ -74,6 +75,7 @@ def test_lengths_keep_to_ceiling_and_remaining_and_only_ready_rows_draft():
         ceiling=ceiling,
         remaining=np.array([50, 50, 2, 50]),
         ready=np.array([True, True, True, False]),
+        in_flight=Plan.nothing(4),
     )
     plan, _ = (p := planner(latency((0.001, 0.001)), **certain(0.99))).plan(
         seen, p.start(), 0.0, RNG
@@ -86,9 +88,8 @@ def test_lengths_keep_to_ceiling_and_remaining_and_only_ready_rows_draft():
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_a_step_in_which_nothing_can_draft_is_planned(rows):
     p = planner()
-    plan, state = p.plan(
-        view(rows, ready=np.zeros(rows, np.bool_), prefill_tokens=32), p.start(), 0.0, RNG
-    )
+    waiting = {"ready": np.zeros(rows, np.bool_), "in_flight": Plan.nothing(rows)} if rows else {}
+    plan, state = p.plan(view(rows, prefill_tokens=32, **waiting), p.start(), 0.0, RNG)
     assert plan.length.tolist() == [0] * rows
     assert plan.predicted_s > 0
     assert p.plan(view(rows, k=0), state, 0.0, RNG)[0].length.tolist() == [0] * rows

@@ -181,7 +181,8 @@ def test_every_request_gets_its_line(rows):
 def test_the_reasons_for_no_speculation_are_told_apart():
     made = planner(**certain(0.8))
     ceiling = np.array([[8, 8], [0, 0], [8, 8], [8, 8]])
-    seen = view(4, ceiling=ceiling, ready=np.array([True, True, False, True]))
+    ready = {"ready": np.array([True, True, False, True]), "in_flight": Plan.nothing(4)}
+    seen = view(4, ceiling=ceiling, **ready)
     given = Plan(np.full(4, NO_DRAFT), np.zeros(4, np.int64))
     _, lines = explained(
         made, replace(seen, control=np.array([False, False, False, True]), control_plan=given)
