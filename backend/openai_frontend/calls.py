@@ -91,8 +91,8 @@ class CallReader:
                 self._called = True
             self._held = behind
         safe = len(self._held) if ended else self._safe()
-        content, self._held = content + self._held[:safe], self._held[safe:]
-        return ("" if self._called and not content.strip() else content), calls
+        rest, self._held = self._held[:safe], self._held[safe:]
+        return content + (rest.rstrip() if self._called else rest), calls
 
     def _next(self, ended: bool) -> tuple[str, str, str] | None:
         """Return what is before the first call, the call and what is behind it; None where none is

@@ -135,3 +135,52 @@ def test_a_text_s_seed_comes_with_its_end(kind, seed):
     choice.add(Piece(0, 0, "b", "length", seed=seed))
     for made in (choice.part(), choice.whole()):
         assert {name: made[name] for name in made if name == "seed"} == named
+
+
+def joined(deltas):
+    """Return the message that a client puts together of deltas."""
+    calls = {}
+    for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+        known = calls.setdefault(call["index"], {"name": "", "arguments": ""})
+        for name in known:
+            known[name] += call["function"].get(name, "")
+    return "".join(delta.get("content") or "" for delta in deltas), [*calls.values()]
+
+
+FORCED = '{"city": "Köln </b>", "days": [1, 2]}'
+AROUND = f"See:\n<tool_call>{ASKS}</tool_call> \n and <tool_call>{ASKS}</tool_call> \n that \n"
+STYLES = [
+    ({"calls": HERMES, "names": NAMES}, AROUND),
+    *(({"calls": form, "names": NAMES}, text) for form, text, _, _ in TEXTS),
+    ({"tool": "weather"}, FORCED),
+    ({"tool": ""}, f'{{"name": "weather", "parameters": {FORCED}}}'),
+    ({"tool": ""}, f'{{"name": "weather", "arguments": {FORCED}}}'),
+]
+
+
+@pytest.mark.parametrize("letters", range(1, 9))
+@pytest.mark.parametrize("reason", ["end_id", "length"])
+def test_the_deltas_of_a_stream_are_the_unstreamed_message_however_many_letters_a_step_brings(
+    letters, reason
+):
+    """A step that accepts many tokens brings them as one piece (vLLM #41967, SGLang #31915)."""
+    for style, text in STYLES:
+        cuts = range(0, len(text), letters)
+        pieces = [Piece(0, 0, text[at : at + letters], None) for at in cuts]
+        pieces.append(Piece(0, 0, "", reason))
+        stream, whole = (Choice(Style(CHAT, **style), 0) for _ in range(2))
+        events = []
+        for piece in pieces:
+            stream.add(piece)
+            events.append(stream.part())
+            whole.add(piece)
+        told = whole.whole()
+        message = told["message"]
+        calls = [
+            {name: call["function"][name] for name in ("name", "arguments")}
+            for call in message.get("tool_calls", ())
+        ]
+        events = [event for event in events if event is not None]
+        content, found = joined([event["delta"] for event in events])
+        assert (content, found) == (message["content"] or "", calls), text
+        assert events[-1]["finish_reason"] == told["finish_reason"]
