@@ -3,6 +3,7 @@ text, and each is worth its place.
 """
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,3 +127,26 @@ def test_the_target_does_not_loop_where_it_decodes_greedily(workload):
     answers = target.answers(prompts, 0.0, 96, tokenizer.end_ids, 0)
     assert sum(map(len, answers)) > 200
     assert share_repeated(answers) < 0.4
+
+
+def test_long_requests_over_little_kv_all_end_with_two_drafts_that_keep_kv(requests):
+    """The drafts' KV is in the same ledger: none runs out of blocks (vLLM #9995, TRT-LLM #9279)."""
+    target, twin = ({**engine("tiny-target"), "name": name} for name in ("target", "twin"))
+    settings = {
+        "target": target,
+        "drafts": [engine("tiny-0.9m"), twin],
+        "limits": {"kv_cache_tokens": 1024, "max_active_requests": 16, "max_context_tokens": 512},
+        "policy": {"kind": "random", "k_max": 8},
+        "threads": 1,
+    }
+    app = build(parse_config(settings), {**TABLES, "twin": TABLES["target"]})
+    asked = [replace(request, max_tokens=200, end_id=-1) for request in requests]
+    sessions = generate(app, asked * 4, 32)
+    assert [session.output_tokens for session in sessions] == [200] * 32
+    counted = {(name, *labels.values()): n for name, labels, n in app.stats.drain().counters}
+    assert counted["spindle_preemptions_total",] > 0
+    assert not any(name == "spindle_fallback_total" for name, *_ in counted)
+    assert app.orchestrator.counts() == (0, 0)
+    alone = generate(app, asked, policy=NoSpeculation())
+    app.close()
+    assert [s.sequence.tokens for s in sessions] == 4 * [s.sequence.tokens for s in alone]
