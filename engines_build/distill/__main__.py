@@ -1,8 +1,8 @@
-"""Run ``engines_build.distill``."""
+"""``python -m engines_build.distill``: see ``engines_build.distill.make_head``."""
 
-import sys
+from __future__ import annotations
 
-from engines_build.distill.command import main
+from engines_build.distill.make_head import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

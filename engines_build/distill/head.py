@@ -170,7 +170,7 @@ class Unroller:
             yield logits, kept, starts
 
 
-class HeadTrainer(Trainer):
+class HeadTrainer(Trainer[HeadSample]):
     """Trains a head; ``samples`` are answers with features, where ``embedding`` is.
     ``single_share`` of the training looks one token ahead.
     """
@@ -183,7 +183,7 @@ class HeadTrainer(Trainer):
         shortlist: Tensor,
         samples: list[HeadSample],
         seed: int,
-        run: Any,
+        run: Path,
         single_share: float = SINGLE_SHARE,
     ):
         device = str(embedding.device)
@@ -199,7 +199,7 @@ class HeadTrainer(Trainer):
             adamw([{"params": vectors, "rate": 1.0, "weight_decay": 0.0}], budget),
         ]
 
-    def _loss(self, step: int, samples: list[Any]) -> tuple[Tensor, dict[str, float]]:  # noqa: ARG002
+    def _loss(self, step: int, samples: list[HeadSample]) -> tuple[Tensor, dict[str, float]]:  # noqa: ARG002
         steps = 1 if self.done < self.single_share else UNROLLED
         total, weight, shares = torch.zeros(()), 0.0, []
         for ahead, (logits, kept, starts) in enumerate(self.unroller.laws(samples, steps)):

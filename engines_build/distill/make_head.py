@@ -1,8 +1,14 @@
-"""Make a head for a target: generate with its states kept, train, score, write the folder."""
+"""Train a head for a target: ``python -m engines_build.distill --target DIR --out DIR``.
+
+The target answers prompts, its states and logits kept; the head is trained on them, scored on
+prompts of held-out documents and written. Shards and checkpoints stay in ``--work``, where a second
+run continues and other heads of the same target find the shards.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from typing import Any
 
@@ -13,9 +19,10 @@ from backend.engines.checkpoint import load
 from backend.engines.head.network import HeadNetwork
 from backend.engines.head.network import load as load_network
 from backend.storage.manifest import weights_sha256
+from engines_build.distill.arguments import parse
 from engines_build.distill.card import command_line, head_card
 from engines_build.distill.data import claim, first_tokens, generate, unjudged
-from engines_build.distill.export import parameters
+from engines_build.distill.evaluation_sets import EvaluationError
 from engines_build.distill.first_head import first_head, taps_of
 from engines_build.distill.generate import eos_token_ids, served_dtype
 from engines_build.distill.head import (
@@ -25,6 +32,7 @@ from engines_build.distill.head import (
     export_head,
     load_head_samples,
 )
+from engines_build.distill.overlap import OverlapError
 from engines_build.distill.train import Budget
 
 
@@ -33,7 +41,7 @@ def distil_head(args: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
     claim(args.work, args.target)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    config, weights = load(args.target, served_dtype(args.device), args.device)
+    config, weights = load(args.target, served_dtype("cpu"), "cpu")
     taps = taps_of(args.taps, config)
     shards, held_out = generate(args, config, weights, tokenizer, start, taps)
     embedding = weights["model.embed_tokens.weight"].float()
@@ -66,7 +74,7 @@ def distil_head(args: argparse.Namespace) -> dict[str, Any]:
         "generated_tokens": sum(len(s.tokens) - s.prompt_tokens for s in samples),
         "sequences": len(samples),
         "set_tokens": sum(len(s.tokens) for s in samples),
-        "parameters": parameters(network),
+        "parameters": sum(p.numel() for p in network.parameters()),
         "wall_s": time.monotonic() - start,
     }
     export_head(network, shortlist, args.target, args.out)
@@ -82,3 +90,13 @@ def _mix_in(start: HeadNetwork, share: float, network: HeadNetwork) -> None:
     before = dict(start.named_parameters())
     for name, weights in network.named_parameters():
         weights.data.lerp_(before[name].data, share)
+
+
+def main() -> None:
+    """Run what the command line says."""
+    args = parse(sys.argv[1:])
+    torch.set_num_threads(args.threads)
+    try:
+        distil_head(args)
+    except (OverlapError, EvaluationError, ValueError) as error:
+        sys.exit(f"error: {error}")

@@ -1,6 +1,4 @@
-"""Train a draft on the teacher's kept logits and score it: agreement with the teacher and tokens
-per step on held-out prompts.
-"""
+"""The loop that trains a draft on the teacher's kept logits: budget, checkpoints and curve."""
 
 from __future__ import annotations
 
@@ -8,118 +6,29 @@ import json
 import math
 import random
 import time
-from collections import defaultdict
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from engines_build.distill.corpora import WORKLOADS
-from engines_build.distill.generate import Shards
+from backend.engines.head.network import HeadNetwork
 
-if TYPE_CHECKING:  # heads are trained without it
-    from transformers import LlamaForCausalLM
+if TYPE_CHECKING:
+    from engines_build.distill.data import Answer
 
-PROMPT_SHARE = 0.25
-"""Share of the prompt positions trained on beside all generated ones (the draft is never asked
-about them; they teach it the language).
-"""
-
+S = TypeVar("S", bound="Answer")
 POSITIONS = range(1, 9)
 """Places in a proposal whose acceptance is reported."""
 
-EMBEDDING_RMS = 0.3
-HEAD_RMS = 0.06
 _RISE_STEPS = 40
 _STEPS_PER_LINE = 50
 _CHECKPOINT_S = 240.0
-_PLAIN_TOKENS, _PLAIN_PIECES = 256, 8
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a draft is made of; ``shortlist`` is the number of tokens that it can propose."""
-
-    hidden: int
-    layers: int
-    head_dim: int
-    shortlist: int
-
-
-def shape_of(draft: LlamaForCausalLM) -> Shape:
-    """Return what a draft is made of."""
-    config = draft.config
-    return Shape(
-        config.hidden_size, config.num_hidden_layers, config.head_dim, draft.lm_head.out_features
-    )
-
-
-@dataclass(slots=True)
-class Sample:
-    """A sequence [n] and the teacher's law behind each token but the last: ids and log
-    probabilities [n-1, TOP_K].
-    """
-
-    tokens: Tensor
-    prompt_tokens: int
-    workload: str
-    top_ids: Tensor
-    top_logprobs: Tensor
-
-    @property
-    def own_laws(self) -> tuple[Tensor, Tensor]:
-        """The laws that the teacher's own text was drawn from."""
-        own = slice(self.prompt_tokens - 1, None)
-        return self.top_ids[own], self.top_logprobs[own]
-
-
-def load_samples(shards: Shards) -> list[Sample]:
-    """Read every sequence of ``shards``; raises ValueError when there is none."""
-    names, samples = list(WORKLOADS), []
-    for path in shards.paths():
-        t = load_file(path)
-        lengths = t["lengths"].tolist()
-        laws = [n - 1 for n in lengths]
-        columns = (
-            t["tokens"].split(lengths),
-            t["prompt_lengths"].tolist(),
-            t["workloads"].tolist(),
-            t["top_ids"].split(laws),
-            t["top_logprobs"].split(laws),
-        )
-        samples += [Sample(a, b, names[c], d, e) for a, b, c, d, e in zip(*columns, strict=True)]
-    if not samples:
-        raise ValueError(f"work: no sequence in {shards.folder}; generate first")
-    return samples
-
-
-def plain_samples(texts: list[str], tokenizer: Any, tokens: int, seed: int) -> list[Sample]:
-    """Cut the beginnings of ``texts`` into samples of ``_PLAIN_TOKENS``, about ``tokens`` in all,
-    whose law is the next token itself.
-    """
-    rng, samples = random.Random(seed), []
-    for text in rng.sample(texts, len(texts)):
-        for piece in torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32).split(
-            _PLAIN_TOKENS
-        )[:_PLAIN_PIECES]:
-            if len(piece) > 8 and tokens > 0:
-                samples.append(
-                    Sample(
-                        piece,
-                        1,
-                        "text",
-                        piece[1:, None],
-                        torch.zeros(len(piece) - 1, 1, dtype=torch.half),
-                    )
-                )
-                tokens -= len(piece)
-    return samples
 
 
 def choose_shortlist(
@@ -139,49 +48,6 @@ def choose_shortlist(
     return mass.topk(size).indices.sort().values
 
 
-def build(
-    shape: Shape, embedding: Tensor, shortlist: Tensor, tokenizer: Any, positions: int
-) -> LlamaForCausalLM:
-    """Make an untrained draft whose embedding and head are the teacher's ``embedding`` [vocab, d],
-    projected onto its leading directions.
-
-    ``positions`` is the teacher's longest context. The projection (principal components, uncentred)
-    keeps which tokens are alike, most of what a small budget cannot learn.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    heads = shape.hidden // shape.head_dim
-    config = LlamaConfig(
-        vocab_size=len(embedding),
-        hidden_size=shape.hidden,
-        intermediate_size=round(2.7 * shape.hidden / 32) * 32,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=positions,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    draft = LlamaForCausalLM(config).float()
-    draft.lm_head = nn.Linear(shape.hidden, len(shortlist), bias=False)
-    with torch.no_grad():
-        table = embedding.float().cpu()
-        projected = (
-            table
-            @ torch.linalg.eigh(table.T @ table).eigenvectors[
-                :, -min(shape.hidden, table.shape[1]) :
-            ]
-        )
-        projected = nn.functional.pad(projected, (0, shape.hidden - projected.shape[1]))
-        projected /= projected.square().mean().sqrt()
-        draft.model.embed_tokens.weight.copy_(EMBEDDING_RMS * projected)
-        draft.lm_head.weight.copy_(HEAD_RMS * projected[shortlist])
-    return draft
-
-
 @dataclass(frozen=True, slots=True)
 class Budget:
     """How long to train: ``tokens`` read (prompts included; the samples come round as often as that
@@ -196,15 +62,10 @@ class Budget:
     learning_rate: float
     deadline: float = math.inf
     """On the clock of ``time.monotonic``, in seconds."""
-    embedding_rate: float = 0.3
-    """Learning rate of the input embedding relative to the rest: a draft's is the teacher's, and a
-    free one learns the prompts by heart.
-    """
 
 
-class Trainer:
-    """Distils ``samples`` into a draft (or trains a model on plain samples), from the checkpoint in
-    ``run`` on if there is one.
+class Trainer(ABC, Generic[S]):
+    """Trains ``draft`` on ``samples``, from the checkpoint in ``run`` on if there is one.
 
     ``run`` names the checkpoint ``run.pt`` and the curve ``run.jsonl``: step, tokens read, loss
     (nats a position), agreement, all means of the steps since the line before.
@@ -212,9 +73,9 @@ class Trainer:
 
     def __init__(
         self,
-        draft: LlamaForCausalLM,
+        draft: HeadNetwork,
         shortlist: Tensor,
-        samples: list[Sample],
+        samples: list[S],
         device: str,
         seed: int,
         run: Path,
@@ -265,15 +126,9 @@ class Trainer:
         self._save(state, optimisers)
         return dict(state["line"])
 
+    @abstractmethod
     def _optimisers(self, budget: Budget) -> list[torch.optim.Optimizer]:
         """Return what takes the steps; a group's ``rate`` is relative to the budget's."""
-        embedding = self.draft.model.embed_tokens.weight
-        others = [p for p in self.draft.parameters() if p is not embedding]
-        groups = [
-            {"params": [embedding], "rate": budget.embedding_rate, "weight_decay": 0.0},
-            {"params": others, "rate": 1.0},
-        ]
-        return [adamw(groups, budget)]
 
     def _report(self, state: dict[str, Any], seen: list[dict[str, float]], wall_s: float) -> None:
         means = {name: round(float(np.mean([one[name] for one in seen])), 4) for name in seen[0]}
@@ -312,7 +167,7 @@ class Trainer:
         torch.save({"draft": self.draft.state_dict(), "optimisers": theirs, "state": state}, fresh)
         fresh.rename(self.checkpoint)
 
-    def _batches(self, batch: int, first: int) -> Iterator[tuple[int, list[Sample]]]:
+    def _batches(self, batch: int, first: int) -> Iterator[tuple[int, list[S]]]:
         """Yield steps from ``first`` on and their samples, of like length (less padding), shuffled
         differently in each pass.
         """
@@ -327,7 +182,7 @@ class Trainer:
                     yield pass_ * steps + at, chosen
 
     def _step(
-        self, step: int, samples: list[Sample], optimisers: list[torch.optim.Optimizer]
+        self, step: int, samples: list[S], optimisers: list[torch.optim.Optimizer]
     ) -> dict[str, float]:
         """Take one step; return what the curve shows of it."""
         loss, seen = self._loss(step, samples)
@@ -338,34 +193,18 @@ class Trainer:
             optimiser.step()
         return seen
 
-    def _loss(self, step: int, samples: list[Sample]) -> tuple[Tensor, dict[str, float]]:
-        """Return what to make less; and, to show, it and the share of positions where draft and law
-        choose the same token.
+    @abstractmethod
+    def _loss(self, step: int, samples: list[S]) -> tuple[Tensor, dict[str, float]]:
+        """Return what to make less; and, to show, it and the share of positions where draft and
+        teacher choose the same token.
         """
-        noise = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        hidden = hidden_states(self.draft, samples, self.device)
-        wanted = [torch.arange(len(s.tokens) - 1) >= s.prompt_tokens - 1 for s in samples]
-        wanted = [w | (torch.rand(len(w), generator=noise) < PROMPT_SHARE) for w in wanted]
-        x = torch.cat([h[: len(w)][w.to(self.device)] for h, w in zip(hidden, wanted, strict=True)])
-        places = self.index[
-            torch.cat([s.top_ids[w] for s, w in zip(samples, wanted, strict=True)]).long()
-        ].to(self.device)
-        logprobs = (
-            torch.cat([s.top_logprobs[w] for s, w in zip(samples, wanted, strict=True)])
-            .float()
-            .to(self.device)
-        )
-        with torch.autocast(self.device, torch.bfloat16):
-            logits = self.draft.lm_head(x)
-        loss = top_cross_entropy(logits.float(), places, logprobs)
-        agreement = (logits.argmax(dim=1) == places[:, 0]).float().mean()
-        return loss, {"loss": loss.item(), "agreement": agreement.item()}
 
 
 def adamw(groups: list[dict[str, Any]], budget: Budget) -> torch.optim.AdamW:
     """Return AdamW for groups of parameters."""
-    rates = {"lr": budget.learning_rate, "betas": (0.9, 0.98), "weight_decay": 0.1}
-    return torch.optim.AdamW(groups, **rates, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=budget.learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True
+    )
 
 
 def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tensor:
@@ -381,98 +220,3 @@ def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tenso
     p = logprobs.exp()
     kept = (p * law.masked_fill(~inside, 0.0)).sum(dim=1)
     return -(kept + (1 - p.sum(dim=1)).clamp(min=0) * rest).mean()
-
-
-def hidden_states(draft: LlamaForCausalLM, samples: list[Sample], device: str) -> Tensor:
-    """Last hidden states [batch, longest, hidden]; the padding lies behind the texts, where causal
-    attention does not look.
-    """
-    tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True).to(
-        device
-    )
-    with torch.autocast(device, torch.bfloat16):
-        return draft.model(input_ids=tokens, use_cache=False).last_hidden_state
-
-
-@torch.no_grad()
-def evaluate(
-    draft: LlamaForCausalLM,
-    shortlist: Tensor,
-    samples: list[Sample],
-    device: str,
-    lengths: tuple[int, ...] = (2, 4, 8),
-) -> dict[str, dict[str, float]]:
-    """Score a draft on greedy answers of the teacher, by workload.
-
-    ``agreement`` is the share of positions where both would choose the same token,
-    ``tokens_per_step_k`` the mean number of tokens a greedy step with k proposed tokens emits,
-    ``overlap`` the mean sum of min(p, q): the acceptance when sampling at temperature 1.
-    """
-    matches: dict[str, list[Tensor]] = defaultdict(list)
-    overlaps: dict[str, list[Tensor]] = defaultdict(list)
-    index = torch.full((draft.config.vocab_size,), -1, dtype=torch.long)
-    index[shortlist] = torch.arange(len(shortlist))
-    for s in samples:
-        own = slice(s.prompt_tokens - 1, len(s.tokens) - 1)
-        q = draft.lm_head(hidden_states(draft, [s], device)[0, own].float()).cpu().softmax(dim=1)
-        matches[s.workload].append(shortlist[q.argmax(dim=1)] == s.top_ids[own, 0])
-        places = index[s.top_ids[own].long()]
-        overlap = torch.minimum(q.gather(1, places.clamp(min=0)), s.top_logprobs[own].float().exp())
-        overlaps[s.workload].append(overlap.masked_fill(places < 0, 0.0).sum(dim=1))
-    scores = {}
-    for workload, runs in sorted(matches.items()):
-        found = {
-            "tokens": float(sum(len(r) for r in runs)),
-            "agreement": torch.cat(runs).float().mean().item(),
-        }
-        found["overlap"] = torch.cat(overlaps[workload]).mean().item()
-        found |= {f"tokens_per_step_{k}": tokens_per_step(runs, k) for k in lengths}
-        scores[workload] = found | {
-            f"accepted_{j}": share
-            for j, share in zip(POSITIONS, accepted_by_position(runs), strict=True)
-        }
-    return scores
-
-
-def greedy_steps(match: list[bool], k: int) -> list[int]:
-    """Return how many of ``k`` proposed tokens each greedy step accepts, given where the draft's
-    choice equals the teacher's.
-    """
-    accepted, at = [], 0
-    while at < len(match):
-        run = next(
-            (i for i, hit in enumerate(match[at : at + k]) if not hit), min(k, len(match) - at)
-        )
-        accepted.append(run)
-        at += run + 1
-    return accepted
-
-
-def tokens_per_step(matches: list[Tensor], k: int) -> float:
-    """Mean tokens emitted by a greedy step that proposes ``k``, given where the draft's choice
-    equals the teacher's along its own text.
-    """
-    return sum(len(match) for match in matches) / sum(
-        len(greedy_steps(match.tolist(), k)) for match in matches
-    )
-
-
-def accepted_by_position(matches: list[Tensor]) -> list[float]:
-    """Share of greedy steps that accept the first, second, ... token of a proposal as long as
-    ``POSITIONS``.
-    """
-    steps = [run for match in matches for run in greedy_steps(match.tolist(), len(POSITIONS))]
-    return [sum(run >= j for run in steps) / len(steps) for j in POSITIONS]
-
-
-def run_name(shape: Shape, sequences: int, tokens: int, seed: int) -> str:
-    """Name a training run by what its checkpoint depends on."""
-    return "-".join(
-        f"{k}{v}"
-        for k, v in {
-            **asdict(shape),
-            "sequences": sequences,
-            "tokens": tokens,
-            "seed": seed,
-        }.items()
-    )

@@ -16,15 +16,20 @@ from backend.tokenizer import load_tokenizer
 from bench.in_process import Sink, Witness, generate
 from bench.laws import Model
 from bench.micro.hazards import messages
-from engines_build.distill.family import DRAFTS, as_message
-from engines_build.distill.unlikelihood import share_repeated
 from policy import LatencyTable, NoSpeculation, RandomChoice
 from tests.contract.test_greedy_identity import check_equal
+from tests.contract.tiny_family import as_message
 
 pytestmark = pytest.mark.slow
 
 FOLDER = PROJECT_ROOT / "engines_build/drafts"
-NAMES = [member.name for member in DRAFTS]
+NAMES = ["tiny-head", "tiny-0.9m"]
+
+
+def share_repeated(texts, size=4):
+    """The share of the runs of ``size`` tokens that occurred before in their own text."""
+    runs = [[tuple(text[i : i + size]) for i in range(len(text) - size + 1)] for text in texts]
+    return sum(len(seen) - len(set(seen)) for seen in runs) / max(sum(map(len, runs)), 1)
 
 
 def engine(name):

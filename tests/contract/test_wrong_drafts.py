@@ -17,8 +17,8 @@ from backend.model_folders import check_pairs
 from backend.request import GenerationRequest
 from bench.in_process import generate
 from bench.micro.hazards import messages
-from engines_build.distill.family import as_message
 from policy import LatencyTable
+from tests.contract.tiny_family import as_message
 
 FOLDER = PROJECT_ROOT / "engines_build/drafts"
 TABLES = {

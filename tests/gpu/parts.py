@@ -229,60 +229,6 @@ def floor(job: Job) -> None:
         release(job.device)
 
 
-def training(job: Job) -> None:
-    """Part f: a draft of the tiny target, distilled with 100 times the tokens that a CPU was given
-    (as far as the time goes).
-    """
-    need("safetensors", "tokenizers", "transformers")
-    tokens = (1_000, 4_000) if job.rehearse else (4_000_000, 400_000_000)
-    numbers = {
-        "tokens": tokens[0],
-        "train-tokens": tokens[1],
-        "held-out-tokens": 400 if job.rehearse else 12_000,
-        "warm-up-tokens": 0,
-    }
-    numbers |= {
-        "minutes": round(0.9 * job.left_s / 60, 2),
-        "batch": 4 if job.rehearse else 192,
-        "slots": 8 if job.rehearse else 512,
-    }
-    words = {
-        "target": "engines_build/drafts/tiny-target",
-        "out": str(job.out / "draft"),
-        "device": job.device,
-    }
-    words |= {
-        "sources": "sql,stdlib",
-        "workloads": "sql,code,qa,summarise",
-        "judged": "sql",
-    }  # all on this machine
-    numbers |= {
-        "hidden": 32 if job.rehearse else 256,
-        "layers": 1 if job.rehearse else 4,
-        "shortlist": 4096,
-    }
-    command = ["-m", "engines_build.distill", "--drop-overlap"]
-    for name, value in (words | numbers).items():
-        command += [f"--{name}", str(value)]
-    job.result["command"] = ["python", *command]
-    job.keep()
-    ended = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=job.left_s,
-        check=False,
-    )
-    lines = ended.stdout.splitlines()
-    job.result["training"] = [line for line in lines if line.startswith("train:")][-5:]
-    job.result["scores"] = [line for line in lines if line.startswith("evaluate:")]
-    if ended.returncode:
-        raise RuntimeError(
-            f"engines_build.distill ended with {ended.returncode}: {ended.stderr[-600:]}"
-        )
-
-
 def need(*packages: str) -> None:
     """Raise LackError naming what is not installed."""
     lacking = [name for name in packages if not installed(name)]

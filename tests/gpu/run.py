@@ -50,7 +50,6 @@ PARTS = {
     "d": Part("share of the bytes-over-bandwidth floor", "parts.floor", 120, 180),
     "e1": Part("latency tables of 8B, 1B and 135M", "policies.tables", 510, 540),
     "e2": Part("no, fixed and adaptive speculation", "policies.policies", 480, 540),
-    "f": Part("a draft distilled at 100 times the CPU's budget", "parts.training", 510, 540, 240),
 }
 
 

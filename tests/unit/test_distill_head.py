@@ -36,10 +36,8 @@ def head_arguments(model, folder, **changes):
         "batch": 4,
         "answers": 3,
     }
-    changes = {"shortlist": 40, "taps": "1,2", "learning-rate": 0.01} | changes
-    args = arguments(model, folder, **(values | changes))
-    args.head = True
-    return args
+    changes = {"shortlist": 40, "learning-rate": 0.01} | changes
+    return arguments(model, folder, **(values | changes))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.head.folder import made_for, read_config
 from backend.storage.manifest import weights_sha256
-from engines_build.distill.arguments import OF_A_HEAD
+from engines_build.distill.arguments import LEARNING_RATE, SHORTLIST_TOKENS
 from engines_build.distill.corpora import LICENCES
 from engines_build.distill.evaluation_sets import JUDGED, EvaluationError
 from engines_build.distill.first_head import first_head, taps_of
@@ -70,7 +70,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     if args.device == "cuda":
         torch.cuda.empty_cache()
     network, shortlist = first_head(
-        args.start, config, taps, samples, OF_A_HEAD["shortlist"], set(about["ends"])
+        args.start, config, taps, samples, SHORTLIST_TOKENS, set(about["ends"])
     )
     network, shortlist = network.to(args.device), shortlist.to(args.device)
     unroller = Unroller(network, embedding, rows, shortlist)
@@ -238,7 +238,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.command == "train":
         if args.device == "cuda" and not torch.cuda.is_available():
             trains.error("argument --device: cuda is not available here")
-        default = _RATE_ON if args.start else OF_A_HEAD["learning_rate"]
+        default = _RATE_ON if args.start else LEARNING_RATE
         args.learning_rate = args.learning_rate or default
     return args
 
