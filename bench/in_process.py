@@ -59,7 +59,7 @@ def serve(
                 running.append(waiting.popleft())
                 loop.submit(running[-1])
             loop.step()
-            running = [session for session in running if not session.sink.ended]
+            running = [session for session in running if not session.sink.ended]  # type: ignore[attr-defined]
     finally:
         if kept is not None:
             loop.planning.change(*kept)

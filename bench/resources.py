@@ -89,7 +89,8 @@ class Watch:
         """
         end_s = self.shared[-1].at_s
         rows: dict[str, dict[str, list[tuple[float, float]]]] = {}
-        for sample in (*self.samples, *self.shared):
+        all_samples: list[Sample | SharedMemory] = [*self.samples, *self.shared]
+        for sample in all_samples:
             figures = asdict(sample)
             at_s, role = figures.pop("at_s"), figures.pop("role", "shared memory")
             figures.pop("pid", None)

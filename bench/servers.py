@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 
 from backend.app import App
+from backend.ops.stats import Drained
 from backend.request import GenerationRequest
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import load
@@ -262,14 +263,14 @@ class _Sink:
         gaps_s = tuple(np.diff(times).tolist())
         counts = usage.output_tokens, usage.drafted, usage.accepted
         seconds = times[0] - self._due_s, times[-1] - self._due_s
-        rest = gaps_s, self._late_s, self._since_start_s, usage.input_tokens, usage.drafts
+        rest: Any = gaps_s, self._late_s, self._since_start_s, usage.input_tokens, usage.drafts
         self.reply = Reply("".join(self._parts), *counts, reason.value, *seconds, *rest)
 
     def error(self, code: Any, message: str) -> None:
         raise RuntimeError(f"{code}: {message}")
 
 
-def _counts(drained: dict[str, list[list[Any]]]) -> Counts:
+def _counts(drained: Drained) -> Counts:
     """Return what was drained, as ``/metrics`` would name it."""
     counts: Counts = defaultdict(float)
 

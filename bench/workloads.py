@@ -52,8 +52,8 @@ def load(name: str, count: int, seed: int) -> Workload:
             *(itertools.islice(itertools.cycle(part.messages), count) for part in parts),
             strict=True,
         )
-        chosen = itertools.islice(itertools.chain.from_iterable(turns), count)
-        return Workload(name, tuple(chosen), "; ".join(part.source for part in parts))
+        mixed = itertools.islice(itertools.chain.from_iterable(turns), count)
+        return Workload(name, tuple(mixed), "; ".join(part.source for part in parts))
     if name not in NAMES:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(NAMES)}")
     if name in ("sql", "code"):

@@ -16,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -193,7 +193,7 @@ def _file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, content: dict[str, object]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     os.replace(part, path)

@@ -190,7 +190,7 @@ def _time_all(
 
     wall_s, cpu_s = perf_counter(), process_time()
     samples = interleave(
-        [lambda name=name, case=case: time(name, case) for name, case in work],
+        [lambda name=name, case=case: time(name, case) for name, case in work],  # type: ignore[misc]
         budget_s=budget_s,
         rng=rng,
         report=progress,
@@ -231,7 +231,7 @@ def choose_threads(config: ServingConfig, folders: Mapping[str, Path]) -> int:
         rng, cases = random.Random(_SEED), probe_cases()
         rig = _rig(config, config.target, folders, cases, threads, rng)
         samples = interleave(
-            [lambda rig=rig, case=case: rig.time(case) for case in cases],
+            [lambda rig=rig, case=case: rig.time(case) for case in cases],  # type: ignore[misc]
             budget_s=5.0,
             rng=rng,
             report=lambda _done_s, _all_s: None,

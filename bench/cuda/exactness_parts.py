@@ -14,10 +14,10 @@ from backend.engines.cuda.chain import ChainStep, Slots
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.linear import Tiling, linear
 from backend.engines.cuda.model import PagedModel
-from backend.engines.cuda.pages import ATTENTION
+from backend.engines.cuda.pages import ATTENTION, PAGE
 from bench.cuda.kernel_parts import ATTENTIONS, AttentionCase, tilings
 from bench.cuda.measuring import Probe
-from bench.cuda.step import PAGE, Step, Weights, new_kv
+from bench.cuda.step import Step, Weights, new_kv
 
 TEXT_TOKENS = 40
 

@@ -73,7 +73,7 @@ class Probe:
             launch()
             end.record()
             end.synchronize()
-            found.append(begin.elapsed_time(end))
+            found.append(float(begin.elapsed_time(end)))
         return statistics.median(found)
 
     def host_ms(self, launch: Callable[[], object], rounds: int = 3) -> float:

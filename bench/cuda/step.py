@@ -54,7 +54,7 @@ class Weights:
         self.shape, self.device, self.dtype = shape, device, dtype
 
         def matrix(rows: int, columns: int) -> torch.Tensor:
-            return torch.randn(rows, columns, device=device, dtype=dtype) * columns**-0.5
+            return torch.randn(rows, columns, device=device, dtype=dtype) * float(columns**-0.5)
 
         def ones() -> torch.Tensor:
             return torch.ones(shape.hidden, device=device, dtype=dtype)

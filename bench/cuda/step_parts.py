@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from backend.engines.cuda.kernels import triton_kernels
+from backend.engines.cuda.pages import PAGE
 from bench.cuda.measuring import Probe
-from bench.cuda.step import PAGE, SHAPES, Step, Weights, new_kv
+from bench.cuda.step import SHAPES, Step, Weights, new_kv
 
 ROWS = (1, 8, 32, 64, 128)
 
@@ -47,7 +48,8 @@ def table(probe: Probe) -> dict[str, Any]:
     """Time steps by rows, tokens a row and context: a latency table."""
     weights = Weights(probe.shape, probe.device, probe.dtype)
     kv = new_kv(probe.shape, probe.of(128 * 36, 64), probe.device, probe.dtype)
-    kernels, found = triton_kernels(invariant=False), []
+    kernels = triton_kernels(invariant=False)
+    found: list[dict[str, Any]] = []
     for rows in probe.of((1, 2, 4, 8, 16, 32, 64, 128), (2,)):
         for context in probe.of((250, 1000, 3000), (70,)):
             if rows * (context + 64) > len(kv[0]) * PAGE:

@@ -77,7 +77,7 @@ class Simulation:
                 if mean_tokens is None
                 else min(MAX_TOKENS, 1 + int(rng.expovariate(1 / mean_tokens)))
             )
-            self.admission.offer(Session(sequence, request, frozenset(), None, _Client()))
+            self.admission.offer(Session(sequence, request, frozenset(), None, _Client()))  # type: ignore[arg-type]
 
     def run(self) -> dict[str, float]:
         """Serve everything; return seconds and counts."""

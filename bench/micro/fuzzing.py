@@ -275,7 +275,7 @@ def _spoilt(fields: tuple[Field, ...]) -> st.SearchStrategy[Tensor]:
     )
     typed = [
         (TEXTS if field.dtype == "STRING" else values).map(
-            lambda value, field=field: _good(field, value)
+            lambda value, field=field: _good(field, value)  # type: ignore[misc]
         )
         for field in fields
         if field.dims in ((1,), (-1,))
@@ -290,7 +290,7 @@ def _grpc_cases() -> st.SearchStrategy[tuple[str, list[Tensor]]]:
         start = [_good(fields[name], value) for name, value in _STARTS[model.name].items()]
         spoilt = st.lists(_spoilt(model.inputs), max_size=4)
         merged = st.tuples(spoilt, st.integers(0, 2**6)).map(
-            lambda pair, start=start: _merge(start, *pair)
+            lambda pair, start=start: _merge(start, *pair)  # type: ignore[misc]
         )
         cases.append(st.tuples(st.just(model.name), merged))
     return st.one_of(*cases)

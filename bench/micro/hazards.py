@@ -234,7 +234,7 @@ def costs(target: Engine, drafts: list[Engine], answer: Answer, rounds: int) -> 
                 engine.cancel([number])
             if drafting and not engine.available(sequence, PLACES):
                 return
-            run = {"run": PLACES, "nodes": NODES} if drafting else {}
+            run: dict[str, Any] = {"run": PLACES, "nodes": NODES} if drafting else {}
             engine.submit([Turn(sequence, end, **run)])
             polled(engine, 1)
 

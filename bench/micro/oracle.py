@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -39,9 +40,9 @@ class Instance:
     """
 
     view: View
-    hazard: np.ndarray
+    hazard: npt.NDArray[np.float64]
     latency: LatencyModel
-    correction: np.ndarray
+    correction: npt.NDArray[np.float64]
     k_max: int
     horizon_steps: float
     price: float

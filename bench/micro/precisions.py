@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def make(arm: str, folder: Path, context: int) -> StepEngine:
     """Return the engine of an arm."""
     engine, dtype, *runs = arm.split(":")
     blocks = max(n * -(-(context + 1 + k) // BLOCK_TOKENS) for n, k in STEPS)
-    sizes = {"kv_blocks": blocks, "max_context_tokens": max(context, *PROMPTS) + 16}
+    sizes: dict[str, Any] = {"kv_blocks": blocks, "max_context_tokens": max(context, *PROMPTS) + 16}
     if engine == "torch":
         return TorchEngine("arm", folder, dtype=dtype, threads=1, **sizes)
     return OpenvinoEngine("arm", folder, dtype=dtype, threads=1, invariant=not runs, **sizes)

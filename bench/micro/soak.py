@@ -106,7 +106,7 @@ class Soak:
         text: str,
         rng: random.Random,
     ) -> Served:
-        inputs = {
+        inputs: dict[str, Any] = {
             "text_input": text + "x" * rng.randrange(200),
             "max_tokens": rng.randrange(4, 120),
             "end_id": -1,

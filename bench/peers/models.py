@@ -18,6 +18,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -148,7 +149,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
 def _add_tensor(
     writer: gguf.GGUFWriter,
     name: str,
-    weight: np.ndarray,
+    weight: npt.NDArray[Any],
     config: dict[str, Any],
     kind: gguf.GGMLQuantizationType,
 ) -> None:
@@ -159,13 +160,13 @@ def _add_tensor(
         weight = permute(weight, heads[part])
     kept = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else kind
     writer.add_tensor(
-        names.get_name(name, try_suffixes=(".weight",)),
+        names.get_name(name, try_suffixes=(".weight",)) or name,
         gguf.quantize(np.ascontiguousarray(weight), kept),
         raw_dtype=kept,
     )
 
 
-def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+def permute(weight: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """Put the rows of a q or k projection [heads * d, columns] in llama.cpp's order: the inverse of
     ``engines_build.convert.unpermute``.
     """

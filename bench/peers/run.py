@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the families and write their record."""
     command = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(command)
-    record = {
+    record: dict[str, Any] = {
         "benchmark": "peers: other stacks on the same weights and prompts, closed loop, greedy, "
         "one "
         "thread each",

@@ -341,7 +341,7 @@ def _cut(tokens: list[int], ends: list[int]) -> list[int]:
     return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
-STACKS = {"transformers": Transformers, "openvino": OpenVino, "vllm": Vllm}
+STACKS: dict[str, Any] = {"transformers": Transformers, "openvino": OpenVino, "vllm": Vllm}
 
 
 def main() -> None:

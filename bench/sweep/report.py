@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from bench import records
@@ -104,7 +105,7 @@ def _image(figure: Figure | None, words: str) -> str:
         return ""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
-    plots.plt.close(figure)
+    plt.close(figure)
     return (
         f'<img alt="{html.escape(words)}" '
         f'src="data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}">'

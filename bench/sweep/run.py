@@ -303,15 +303,9 @@ class Sweep:
         """Return the requests per second of no speculation with every place taken."""
         count = max(self._options.requests_closed, 3 * self._options.active)
         arm, _ = self._roster.arm(NONE)
-        return (
-            count
-            / arm.run(
-                Offer(
-                    self._requests(workload, "tuning-capacity", 0, count, NONE),
-                    self._options.active,
-                )
-            ).wall_s
-        )
+        requests = self._requests(workload, "tuning-capacity", 0, count, NONE)
+        wall_s: float = arm.run(Offer(requests, self._options.active)).wall_s
+        return float(count / wall_s)
 
 
 def chosen(rates: dict[str, dict[str, float]], fixed: list[str]) -> dict[str, Any]:
@@ -324,7 +318,7 @@ def chosen(rates: dict[str, dict[str, float]], fixed: list[str]) -> dict[str, An
         name: fixed_choice(name)[1] for name in fixed if fixed_choice(name)[0] == draft
     }
     schedule = [
-        [int(level), lengths[max(lengths, key=lambda name, at=level: rates[name][at])]]
+        [int(level), lengths[max(lengths, key=lambda name, at=level: rates[name][at])]]  # type: ignore[misc]
         for level in rates[NONE]
     ]
     return {"draft": draft, "length": length, "schedule": schedule}

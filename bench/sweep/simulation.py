@@ -200,7 +200,7 @@ class Simulation:
         latency = replace(latency, drafts=latency.drafts[: len(drafts)])
         free = tuple(draft.kind.free for draft in config.drafts)[: len(drafts)]
         limits = config.limits
-        sizes = {
+        sizes: dict[str, Any] = {
             "max_active": limits.max_active_requests,
             "prefill_chunk_tokens": limits.prefill_chunk_tokens,
         }
@@ -315,7 +315,7 @@ class Simulation:
         """
         sums = _sums(self.runs[key])
         span_s = max(reply["due_s"] + reply["total_s"] for reply in self.runs[key]["replies"])
-        return max(0.0, (span_s - sums["seconds"]) / sums["steps"])
+        return max(0.0, float((span_s - sums["seconds"]) / sums["steps"]))
 
     def _way(self, key: RunKey, between_s: float) -> float:
         """Return the seconds of a request outside of steps, of a run with one in flight."""
@@ -323,7 +323,8 @@ class Simulation:
             _sums(self.runs[key]),
             [reply["total_s"] for reply in self.runs[key]["replies"]],
         )
-        return max(0.0, (sum(replies) - sums["seconds"] - between_s * sums["steps"]) / len(replies))
+        rest_s = float(sum(replies) - sums["seconds"] - between_s * sums["steps"])
+        return max(0.0, rest_s / len(replies))
 
 
 def _draft(policy: str) -> str:

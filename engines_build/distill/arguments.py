@@ -12,8 +12,10 @@ from engines_build.distill.evaluation_sets import JUDGED
 
 SHORTLIST_TOKENS = 4096
 LEARNING_RATE = 6e-3
-_POSITIVE = ("shortlist", "tokens", "held_out_tokens", "train_tokens", "minutes", "batch")
-_POSITIVE += ("learning_rate", "answers", "slots", "threads")
+_POSITIVE = (
+    *("shortlist", "tokens", "held_out_tokens", "train_tokens", "minutes", "batch"),
+    *("learning_rate", "answers", "slots", "threads"),
+)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

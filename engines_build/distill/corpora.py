@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import textwrap
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,7 @@ class Corpus:
                 f"{', '.join(empty)}"
             )
         self._prose = self.documents("postgresql", "sqlite", "python") or self.documents("stdlib")
-        makers = {
+        makers: dict[str, tuple[Callable[[random.Random], str], set[str]]] = {
             "chat": (self._chat, {"wordnet", "chatterbot"}),
             "text": (self._text, {"wordnet"}),
             "sql": (self._sql, {"sql"}),
@@ -124,7 +124,9 @@ class Corpus:
             "qa": (partial(self._passage, "qa"), {"postgresql", "sqlite", "python", "stdlib"}),
             "code": (self._code, {"stdlib"}),
         }
-        self._makers = {w: make for w, (make, needs) in makers.items() if needs & set(sources)}
+        self._makers: dict[str, Callable[[random.Random], str]] = {
+            w: make for w, (make, needs) in makers.items() if needs & set(sources)
+        }
 
     @property
     def workloads(self) -> list[str]:
@@ -351,7 +353,7 @@ def _chatterbot(folder: Path) -> Iterator[Document]:
                 yield Document("chatterbot", question.lower(), question)
 
 
-_FOLDER_READERS = {
+_FOLDER_READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
     "chatterbot": _chatterbot,
     "wordnet": _topics,
     "postgresql": partial(_html_pages, "postgresql", "usr/share/doc/postgresql-doc-15/html/*.html"),

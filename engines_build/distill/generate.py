@@ -169,7 +169,12 @@ def _model(config: LlamaConfig, weights: Weights, **sizes: Any) -> Model:
         if config.head_dim % HEAD_DIM_STEP == 0:
             precision = "bf16" if embedding.dtype == torch.bfloat16 else "fp32"
             threads = torch.get_num_threads()
-            own = {"precision": precision, "threads": threads, "invariant": False, "trees": False}
+            own: dict[str, Any] = {
+                "precision": precision,
+                "threads": threads,
+                "invariant": False,
+                "trees": False,
+            }
             return OpenvinoLlama(config, dict(weights), **own, **sizes)
     return Llama(config, dict(weights), **sizes)
 

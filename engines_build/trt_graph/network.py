@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backend.engines.checkpoint import LlamaConfig
-from backend.engines.torch.llama import rope_tables
+from backend.engines.torch.llama import rope_tables  # type: ignore[attr-defined]
 from backend.engines.trt_graph.inputs import LOGITS
 from engines_build.trt_graph.graph import (
     BOOL,

@@ -68,7 +68,7 @@ def measure_executors(
     """Measure every engine of a deployment with all of them loaded, write their tables, and return
     them by name.
     """
-    engines = {
+    engines: dict[str, Any] = {
         engine.name: make(engine, Service(config, 1, model_path))
         for engine in trtllm_engines(config)
     }

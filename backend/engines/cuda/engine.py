@@ -74,7 +74,7 @@ def make(engine: EngineConfig, service: Service) -> CudaEngine:
     config = read_config(folder)
     if engine.device == "cpu":
         torch.set_num_threads(service.threads)
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     lm: nn.Module = AutoModelForCausalLM.from_pretrained(
         folder, dtype=DTYPES[engine.dtype], attn_implementation=ATTENTION, local_files_only=True
     )

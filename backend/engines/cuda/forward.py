@@ -253,7 +253,7 @@ class PagedForward:
         self, run: Callable[[], torch.Tensor]
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
         """Capture a pass in a CUDA graph and return its replay. Raises RuntimeError."""
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             run()
