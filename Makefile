@@ -43,7 +43,7 @@ bench: $(VENV)/.test
 VLLM := .venv-vllm
 test-vllm: $(VLLM)/.vllm
 	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -o addopts=--import-mode=importlib \
-		-p no:cacheprovider tests/hosts
+		-W default -p no:cacheprovider tests/hosts
 
 $(VLLM)/.vllm: tests/hosts/requirements.txt
 	$(PYTHON) -m venv $(VLLM)
