@@ -216,7 +216,9 @@ class Server:
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        unready = self._path.with_suffix(f".{os.getpid()}")
+        unready = self._path.with_suffix(
+            ".new"
+        )  # no longer than the path, which may be the longest
         unready.unlink(missing_ok=True)
         listener.bind(str(unready))
         unready.chmod(0o600)

@@ -29,14 +29,13 @@ TERMINAL = (sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])")
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path_factory):
     """Return a function that starts services with a front end; all that is left is killed."""
     services = []
 
     def begin(config, **options):
         (port,) = free_ports(1)
-        log = tmp_path / str(len(services)) / "log"
-        log.parent.mkdir()
+        log = tmp_path_factory.mktemp("service") / "log"
         services.append(Service(log, config, OPENAI_PORT=str(port), **options))
         return services[-1]
 

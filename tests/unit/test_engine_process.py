@@ -25,6 +25,7 @@ from backend.ipc.messages import (
     Subscribe,
 )
 from backend.request import ErrorCode, GenerationRequest
+from backend.triton_adapter.launcher.run_folder import MOST_SOCKET_PATH_BYTES
 
 pytestmark = pytest.mark.medium
 
@@ -68,8 +69,8 @@ class Client:
 def start(tmp_path):
     processes = []
 
-    def begin(config=None, wait=True):
-        file, path = tmp_path / "serving.json", tmp_path / "engine.sock"
+    def begin(config=None, wait=True, path=tmp_path / "engine.sock"):
+        file = tmp_path / "serving.json"
         file.write_text(json.dumps(config or CONFIG))
         command = [
             sys.executable,
@@ -94,6 +95,15 @@ def start(tmp_path):
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def test_it_listens_on_the_longest_path_of_a_socket(start, tmp_path):
+    folder = tmp_path / ("d" * (MOST_SOCKET_PATH_BYTES - len(f"{tmp_path}//engine.sock")))
+    folder.mkdir()
+    path = folder / "engine.sock"
+    assert len(os.fsencode(path)) == MOST_SOCKET_PATH_BYTES
+    start(path=path)
+    Client(path)
 
 
 def test_streams_are_whole_and_unmixed_and_end_once(start):
