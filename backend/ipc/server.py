@@ -216,9 +216,7 @@ class Server:
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        unready = self._path.with_suffix(
-            ".new"
-        )  # no longer than the path, which may be the longest
+        unready = self._path.with_suffix(".new")  # not longer than a path that just fits
         unready.unlink(missing_ok=True)
         listener.bind(str(unready))
         unready.chmod(0o600)

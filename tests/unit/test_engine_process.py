@@ -1,6 +1,7 @@
 """The real engine process over its real socket, with the fake engine."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
