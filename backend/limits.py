@@ -62,7 +62,7 @@ class TextBound:
     """There are tokens that swallow the white space next to them."""
 
     def fits(self, text: str, tokens: float) -> bool:
-        """Return False where the text is certainly more than so many tokens."""
+        """Return False where the text is certainly more than this number of tokens."""
         data = text.encode("utf-8", "surrogatepass")
         if len(data) <= tokens or math.isinf(self.bytes_per_token):
             return True

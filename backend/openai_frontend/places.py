@@ -18,7 +18,7 @@ def token_text(data: bytes) -> str:
 
 def by_text(tokens: Iterable[tuple[bytes, float]]) -> dict[str, float]:
     """Return the log-probabilities of the likeliest tokens by their texts, best first. Two tokens
-    of one text, such as a letter and its byte, are told apart by the form of the second.
+    of one text, such as a letter and its byte, differ by the form of the second.
     """
     named: dict[str, float] = {}
     for data, log_prob in tokens:
@@ -66,7 +66,7 @@ class Places:
         return [self._take(b"" if data in self._special else data) for data in tokens]
 
     def _take(self, data: bytes) -> int:
-        """Return the number of the character that a token begins in, and go behind the token."""
+        """Return the number of the character that a token begins in, and move past the token."""
         at, pending = self._at, self._incomplete
         if pending and data:
             text, read = codecs.utf_8_decode(pending + data[:1], "replace", False)

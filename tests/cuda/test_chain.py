@@ -1,4 +1,4 @@
-"""Steps over chains: whatever is proposed, the text is the one of plain decoding."""
+"""Steps over chains: the text is that of plain decoding, for any proposal."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class CudaEngine(StepEngine):
 
     ``lm`` was made with ``attn_implementation=ATTENTION`` and is on its device. With ``invariant``
     a row's logits have the same bits in every batch; it costs time where more than 128 tokens are
-    verified at once (docs/adr/0041). ``count(reason)`` is told of passes without a graph.
+    verified at once (docs/adr/0041). ``count(reason)`` is called for passes without a graph.
     """
 
     def __init__(

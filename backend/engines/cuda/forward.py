@@ -108,10 +108,10 @@ class Graph(NamedTuple):
 
 
 class PagedForward:
-    """``stepping.engine.Model`` over a paged decoder, of which no sequence has the last page.
+    """``stepping.engine.Model`` over a paged decoder. Its last page belongs to no sequence.
 
     ``taps``: the layers, counted from 1, after which ``features`` are kept. ``count(reason)`` is
-    told when a graph cannot be captured; its size then runs without.
+    called when a graph cannot be captured; its size then runs without one.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ def rotate_and_store(
     """Rotate queries and keys of ``qkv`` [tokens, (heads + 2 kv_heads) dim]; write the queries
     into ``q`` [tokens, heads, dim], keys and values into ``kv`` [blocks, 2, kv_heads, page, dim].
 
-    ``cos`` and ``sin`` are [tokens, rotary], of which the first half is read; dimensions from
+    ``cos`` and ``sin`` are [tokens, rotary]; their first halves are read. Dimensions from
     ``rotary`` on are not rotated. ``q_norm`` and ``k_norm`` [dim] are weights of RMS norms of each
     head before the rotation, with ``eps``; both or none. ``place`` int32[tokens] is where a
     token's KV lies: block times page plus its offset.
