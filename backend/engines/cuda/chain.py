@@ -1,7 +1,8 @@
 """A step over chains, all on the device: layout, target pass, draw, acceptance and commit.
 
 Nothing of it depends on values that the host must know, so that one CUDA graph serves every step of
-the same number of rows and tokens.
+the same number of rows and tokens. The engine does not use it yet: it draws and accepts on the
+host. ``bench.cuda`` measures it and compares its texts.
 """
 
 from __future__ import annotations
