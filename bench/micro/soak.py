@@ -53,6 +53,7 @@ RECOVERY_LIMIT_S = 60.0
 LEAVING_LIMIT_S = 3.0
 CANCELLED_SHARE, SLOW_SHARE, OVERSIZE_SHARE = 0.15, 0.1, 0.03
 OVERSIZE_CHARACTERS = (100_000, 1_000_000, 4_000_000, 8_000_000)
+"""Digits, each of them a token: 100,000 blanks would fit into 2,048 tokens."""
 
 
 class Soak:
@@ -112,7 +113,7 @@ class Soak:
             "end_id": -1,
         }
         if kind == "oversize":
-            inputs["text_input"] = rng.choice("1 a,") * rng.choice(OVERSIZE_CHARACTERS)
+            inputs["text_input"] = rng.choice("123") * rng.choice(OVERSIZE_CHARACTERS)
         pause_s = rng.uniform(0.05, 0.5)
         stop_at = rng.randrange(8)
         self.sent += 1
