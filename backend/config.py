@@ -49,7 +49,7 @@ class EngineConfig:
 
     ``engine`` and ``dtype`` ``auto`` are settled when the file is read (``settled``). ``invariant``
     of an ``openvino`` target: the same request gives the same text, bit for bit, under any load and
-    plan. A ``head`` draft continues the target's own states (``model``: a folder that
+    plan; of a ``cuda`` one: a row's logits have the same bits in every batch. A ``head`` draft continues the target's own states (``model``: a folder that
     ``engines_build.distill`` wrote for this target). ``min_ngram``/``max_ngram`` belong to
     ``lookup`` and ``suffix``; of ``suffix``, ``remembered_tokens`` bounds what it keeps of answers,
     and ``keep_remembered`` keeps that over restarts. ``seed``, ``agreement`` (how often a fake

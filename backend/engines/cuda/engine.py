@@ -92,5 +92,6 @@ def make(engine: EngineConfig, service: Service) -> CudaEngine:
         max_context_tokens=sizes["max_context_tokens"],
         max_draft_tokens=sizes["max_draft_tokens"],
         taps=service.taps if engine.name == service.config.target.name else (),
+        invariant=engine.invariant,
         count=count,
     )
