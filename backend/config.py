@@ -49,15 +49,16 @@ class EngineConfig:
 
     ``engine`` and ``dtype`` ``auto`` are settled when the file is read (``settled``). ``invariant``
     of an ``openvino`` target: the same request gives the same text, bit for bit, under any load and
-    plan; of a ``cuda`` one: a row's logits have the same bits in every batch. A ``head`` draft continues the target's own states (``model``: a folder that
-    ``engines_build.distill`` wrote for this target). ``min_ngram``/``max_ngram`` belong to
-    ``lookup`` and ``suffix``; of ``suffix``, ``remembered_tokens`` bounds what it keeps of answers,
-    and ``keep_remembered`` keeps that over restarts. ``seed``, ``agreement`` (how often a fake
-    draft proposes what the fake target would emit) and ``step_s`` (seconds per pass) belong to
-    ``fake``. ``trtllm`` engines (``model`` is a folder made by ``trtllm-build``) have ``gpus``, one
-    a rank, the share of the memory beside weights that ``kv_share`` gives to KV,
-    ``turn_timeout_s``, and the ``worker`` program of the ranks where an engine spans GPUs. Of
-    ``trt_graph`` engines (they show correctness and are no serving path) ``model`` is a folder made
+    plan; of a ``cuda`` one: a row's logits have the same bits in every batch. A ``head`` draft
+    continues the target's own states (``model``: a folder that ``engines_build.distill`` wrote for
+    this target). ``min_ngram``/``max_ngram`` belong to ``lookup`` and ``suffix``; of ``suffix``,
+    ``remembered_tokens`` bounds what it keeps of answers, and ``keep_remembered`` keeps that over
+    restarts. ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would
+    emit) and ``step_s`` (seconds per pass) belong to ``fake``. ``trtllm`` engines (``model`` is a
+    folder made by ``trtllm-build``) have ``gpus``, one a rank, the share of the memory beside
+    weights that ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the
+    ranks where an engine spans GPUs. Of ``trt_graph`` engines (they show correctness and are no
+    serving path) ``model`` is a folder made
     by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
     """
 
