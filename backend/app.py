@@ -13,7 +13,6 @@ from time import monotonic
 import policy
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig
 from backend.core.admission import Admission
-from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.preparation import Preparation
@@ -23,13 +22,14 @@ from backend.engines.registry import Service, make_engine
 from backend.engines.trtllm.deployment import trtllm_tables
 from backend.kinds import KINDS
 from backend.model_folders import check_memory, check_pairs, model_path
-from backend.ops.learned_state import LearnedState, learned_key
 from backend.ops.stats import Stats, StepStats
 from backend.ops.switches import SwitchBoard
 from backend.ops.tracing import Tracing
-from backend.policy_factory import check_policy, make_policy
 from backend.request import GenerationRequest
 from backend.sampling.guides import Grammars
+from backend.speculation.drafting import Drafting
+from backend.speculation.learned_state import LearnedState, learned_key
+from backend.speculation.policy_factory import check_policy, make_policy
 from backend.storage import cache
 from backend.storage.tables import load_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer

@@ -69,11 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             paths = name in ("config", "cache")
             os.environ[variable] = str(Path(value).expanduser().absolute()) if paths else value
     if options.command == "doctor":
-        from backend.doctor import report
+        from backend.launcher.doctor import report
 
         return report(as_json=options.json)
-    from backend.triton_adapter.launcher.overrides import Overrides
-    from backend.triton_adapter.launcher.serving import serve
+    from backend.launcher.overrides import Overrides
+    from backend.launcher.serving import serve
 
     overrides = Overrides(options.model, options.drafts, options.dtype, options.policy)
     return serve(overrides, rest, verbose=options.verbose)

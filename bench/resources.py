@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from backend.triton_adapter.launcher.processes import command_line
+from backend.launcher.processes import command_line
 from tests.server.harness import Service
 
 ROLES = {

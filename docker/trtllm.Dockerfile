@@ -48,4 +48,4 @@ EXPOSE 8000 8001 8002 9000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=30s --timeout=20s --start-period=15m --retries=3 \
     CMD ["/opt/venv-tritonserver/bin/python3", "docker/healthcheck.py"]
-CMD ["/opt/venv-tritonserver/bin/python3", "-m", "backend.triton_adapter.launcher.container"]
+CMD ["/opt/venv-tritonserver/bin/python3", "-m", "backend.launcher.container"]

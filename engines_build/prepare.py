@@ -17,7 +17,7 @@ from pathlib import Path
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
 from backend.engine_process import policy_folders
 from backend.model_folders import check_folders, model_path
-from backend.policy_factory import check_policy
+from backend.speculation.policy_factory import check_policy
 from backend.storage import cache
 from backend.storage.tables import missing_tables, timed_engines
 from engines_build.convert import convert, embedded_gguf

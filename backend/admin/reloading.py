@@ -16,8 +16,8 @@ from backend.config import ConfigError, ServingConfig
 from backend.engines.port import Engine
 from backend.engines.registry import Service, make_engine
 from backend.model_folders import check_memory, check_pairs, model_path
-from backend.ops.learned_state import learned_key
-from backend.policy_factory import make_policy
+from backend.speculation.learned_state import learned_key
+from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
 
 logger = logging.getLogger(__name__)

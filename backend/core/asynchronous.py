@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backend.core.drafting import Proposals
 from backend.core.in_flight import InFlight, Submission
 from backend.core.isolation import run_again
-from backend.core.step_log import StepLog
 from backend.engines.port import Completion, Engine, Turn
 from backend.ops.stats import StepStats
+from backend.speculation.drafting import Proposals
+from backend.speculation.step_log import StepLog
 from policy import Plan, Ran, View
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backend.core.drafting import Drafting
 from backend.core.in_flight import Submission
 from backend.core.session import Session
-from backend.core.step_log import StepLog
 from backend.engines.port import Engine, KeepsWidth, Turn
+from backend.speculation.drafting import Drafting
+from backend.speculation.step_log import StepLog
 from policy import IntArray, Plan, View
 
 

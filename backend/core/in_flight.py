@@ -6,12 +6,12 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 
-from backend.core.drafting import Proposals
 from backend.core.isolation import run_again, run_turns
 from backend.core.session import Session
-from backend.core.step_log import StepLog
 from backend.engines.port import Completion, Engine, Turn
 from backend.ops.stats import StepStats
+from backend.speculation.drafting import Proposals
+from backend.speculation.step_log import StepLog
 from policy import Plan, View
 
 logger = logging.getLogger(__name__)

@@ -14,17 +14,17 @@ from typing import Any
 from backend.core.admission import Admission
 from backend.core.asynchronous import AsynchronousInFlight
 from backend.core.batch import Batch
-from backend.core.drafting import Drafting, Proposals
 from backend.core.in_flight import InFlight, Submission
 from backend.core.kv_ledger import KVLedger
-from backend.core.planning import Planning
 from backend.core.session import Session
-from backend.core.step_log import StepLog
 from backend.engines.port import Completion, Engine, Turn
 from backend.log_format import fields
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
 from backend.sequence import Features, Proposal
+from backend.speculation.drafting import Drafting, Proposals
+from backend.speculation.planning import Planning
+from backend.speculation.step_log import StepLog
 from policy import Policy
 
 logger = logging.getLogger(__name__)

@@ -19,17 +19,17 @@ from time import perf_counter
 
 import numpy as np
 
-from backend.core.drafting import Drafting, Proposals
 from backend.core.kv_ledger import KVLedger
-from backend.core.planning import Planning
-from backend.core.step_log import StepLog
 from backend.engines.registry import Service, make_engine
 from backend.hosts.calibration import draft_table
 from backend.hosts.settings import TARGET, HostConfig
 from backend.ops.stats import Stats, StepStats
-from backend.policy_factory import make_policy
 from backend.request import SamplingParams, tenant_id
 from backend.sequence import Proposal, Sequence
+from backend.speculation.drafting import Drafting, Proposals
+from backend.speculation.planning import Planning
+from backend.speculation.policy_factory import make_policy
+from backend.speculation.step_log import StepLog
 from policy import LatencyTable, NoSpeculation, Plan, View
 from policy.extensions import Execution
 

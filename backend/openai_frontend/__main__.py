@@ -19,14 +19,14 @@ from pathlib import Path
 import uvicorn
 
 from backend.config import EMBEDDED_MODEL, load_config
+from backend.launcher.say import say
+from backend.launcher.settings import read_settings
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.draining import DrainingServer
 from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
 from backend.storage import cache
 from backend.tokenizer import ByteTokenizer, special_tokens
-from backend.triton_adapter.launcher.say import say
-from backend.triton_adapter.launcher.settings import read_settings
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 

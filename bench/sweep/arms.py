@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from backend.app import App, build
 from backend.config import ServingConfig, parse_config
 from backend.model_folders import model_path
-from backend.policy_factory import make_policy
+from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
 from bench.servers import Arm, InProcessArm, ServerArm
 from policy import LatencyTable

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from backend.config import PolicyConfig, ServingConfig, parse_config
 from backend.ops.stats import Stats, StepStats
-from backend.policy_factory import latency_model, make_policy
+from backend.speculation.policy_factory import latency_model, make_policy
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, Tuning, arm_config, fixed_choice
 from bench.sweep.figures import blocks, is_closed, level
 from bench.sweep.hazards import Hazards, fitted

@@ -18,7 +18,6 @@ from random import Random
 import numpy as np
 import torch
 
-from backend.core.drafting import Proposals
 from backend.core.session import Session
 from backend.engines.lookup import LookupEngine
 from backend.engines.port import Engine
@@ -27,6 +26,7 @@ from backend.engines.torch.engine import TorchEngine
 from backend.request import FinishReason, SamplingParams
 from backend.sampling.draw import HEAD
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
+from backend.speculation.drafting import Proposals
 from policy import NO_DRAFT, Outcome
 from tests.contract.deployment import (
     K_MAX,

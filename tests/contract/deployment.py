@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from backend.core.admission import Admission
-from backend.core.drafting import Drafting, Proposals
 from backend.core.extras import Gathered
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
@@ -29,6 +28,7 @@ from backend.engines.torch.engine import TorchEngine
 from backend.ops.stats import Stats, StepStats, Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
+from backend.speculation.drafting import Drafting, Proposals
 from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
 
 GREEDY = SamplingParams()

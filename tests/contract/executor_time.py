@@ -18,9 +18,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from backend.core import asynchronous, step_log
+from backend.core import asynchronous
 from backend.core.admission import Admission
-from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
@@ -29,6 +28,8 @@ from backend.engines.trtllm.folder import read_engine_folder
 from backend.ops.stats import Stats, StepStats
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Sequence
+from backend.speculation import step_log
+from backend.speculation.drafting import Drafting
 from policy import LatencyCurve, LatencyModel, Policy
 from tests.contract import fake_executor
 from tests.contract.engine_folders import engine_folder

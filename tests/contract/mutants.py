@@ -14,9 +14,7 @@ import torch
 
 from backend.core import block_pool, kv_ledger, session
 from backend.core.block_pool import BlockPool
-from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
-from backend.core.step_log import StepLog
 from backend.engines.stepping import engine as stepping
 from backend.engines.stepping import kv_caches
 from backend.engines.stepping.chunks import Chunk
@@ -25,6 +23,8 @@ from backend.engines.torch import llama
 from backend.request import FinishReason, SamplingParams
 from backend.sampling import draw, verification
 from backend.sequence import BLOCK_TOKENS, Proposal
+from backend.speculation.drafting import Drafting
+from backend.speculation.step_log import StepLog
 from tests.contract import checks
 from tests.contract.deployment import K_MAX
 from tests.contract.scenarios import (

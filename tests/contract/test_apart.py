@@ -12,12 +12,12 @@ from functools import partial
 
 import pytest
 
-from backend.core import drafting
 from backend.engines.apart import DraftDiedError, EngineApart
 from backend.engines.port import Turn
+from backend.launcher.processes import is_running
 from backend.request import SamplingParams
 from backend.sequence import Sequence
-from backend.triton_adapter.launcher.processes import is_running
+from backend.speculation import drafting
 from tests.contract.apart_drafts import make, slow_when_made_anew, twin
 from tests.contract.deployment import VOCAB, Deployment, Scripted, tiny_engine
 from tests.contract.engine_folders import engine_folder

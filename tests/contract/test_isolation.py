@@ -4,9 +4,9 @@ text.
 
 import pytest
 
-from backend.core import drafting
 from backend.engines.stepping import engine as stepping
 from backend.engines.torch.llama import Llama
+from backend.speculation import drafting
 from tests.contract import checks
 from tests.contract.scenarios import BUSY
 

@@ -23,16 +23,16 @@ import torch
 from backend import machine
 from backend.config import parse_config
 from backend.core.admission import Admission
-from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
 from backend.engines.port import Completion, Turn
 from backend.engines.torch.engine import TorchEngine
 from backend.ops.stats import Stats, StepStats
-from backend.policy_factory import make_policy
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Proposal, Sequence
+from backend.speculation.drafting import Drafting
+from backend.speculation.policy_factory import make_policy
 from engines_build.measure import draft_cases, lower_quartile, tabulate, target_cases
 from engines_build.timing import Rig, blocks_for, interleave
 from policy import Policy

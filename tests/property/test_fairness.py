@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backend.core.admission import Admission
-from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
@@ -18,6 +17,7 @@ from backend.engines.fake import FakeEngine
 from backend.ops.stats import Stats, StepStats
 from backend.request import ErrorCode, GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, Sequence
+from backend.speculation.drafting import Drafting
 from policy import NoSpeculation, RandomChoice
 
 K_MAX = 4

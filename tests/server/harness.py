@@ -23,9 +23,9 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backend.launcher.processes import command_line, descendants
+from backend.launcher.run_folder import PREFIX
 from backend.triton_adapter.fields import TEXT_INPUTS
-from backend.triton_adapter.launcher.processes import command_line, descendants
-from backend.triton_adapter.launcher.run_folder import PREFIX
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 MARK = "SPINDLE_TEST_MARK"

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from backend.triton_adapter.launcher.package import packaged_libraries, packaged_triton
-from backend.triton_adapter.launcher.processes import command_line, descendants, is_running
-from backend.triton_adapter.launcher.run_folder import write_backend
-from backend.triton_adapter.launcher.server import STUB_NAME
-from backend.triton_adapter.launcher.settings import python_library_folder
+from backend.launcher.package import packaged_libraries, packaged_triton
+from backend.launcher.processes import command_line, descendants, is_running
+from backend.launcher.run_folder import write_backend
+from backend.launcher.server import STUB_NAME
+from backend.launcher.settings import python_library_folder
 from tests.server.harness import CONFIG, MARK, PROJECT_ROOT, Service, free_ports
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ class Container(Service):
         command = [
             sys.executable,
             "-m",
-            "backend.triton_adapter.launcher.container",
+            "backend.launcher.container",
             f"--backend-directory={write_backend(folder)}",
             *addresses,
         ]

@@ -7,8 +7,8 @@ import time
 import grpc
 import pytest
 
+from backend.launcher.processes import is_running
 from backend.triton_adapter.fields import MODELS
-from backend.triton_adapter.launcher.processes import is_running
 from tests.server.harness import CONFIG, Service, infer_request, text_of
 
 

@@ -1013,6 +1013,6 @@ def test_at_the_end_requests_in_flight_end_and_nothing_is_left(fronted):
     assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 500)
     assert fronted.process.wait(20) == 0
     assert fronted.tree() == []
-    from backend.triton_adapter.launcher.processes import is_running
+    from backend.launcher.processes import is_running
 
     assert not any(map(is_running, tree))

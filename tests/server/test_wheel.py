@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from backend.config import PROJECT_ROOT
-from backend.triton_adapter.launcher.processes import command_line
+from backend.launcher.processes import command_line
 from tests.server.harness import Service, free_ports
 
 PACKAGES = ("policy", "backend", "engines_build", "model_repository")

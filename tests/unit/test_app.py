@@ -8,9 +8,9 @@ from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.kinds import KINDS
 from backend.ops.stats import Stats, StepStats
-from backend.policy_factory import make_policy
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
 from backend.sampling.options import sampling_params
+from backend.speculation.policy_factory import make_policy
 from backend.tokenizer import ByteTokenizer
 from policy import (
     AdaptivePlanner,

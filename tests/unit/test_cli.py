@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from backend import cli
-from backend.triton_adapter.launcher import serving
-from backend.triton_adapter.launcher.overrides import Overrides
+from backend.launcher import serving
+from backend.launcher.overrides import Overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ DATES = {
     "backend/openai_frontend/answers.py",
     "backend/openai_frontend/app.py",
     "backend/ops/request_trace.py",
-    "backend/ops/learned_state.py",
+    "backend/speculation/learned_state.py",
 }
 """Files that write a date: into a metric, a reply, a span, and beside what was learnt, which fades
 by its age (never below 0).

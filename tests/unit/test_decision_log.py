@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from backend.ops.decision_log import DecisionLog
+from backend.speculation.decision_log import DecisionLog
 from policy import NO_DRAFT, Plan, View
 
 STEP_S = 0.2

@@ -5,9 +5,10 @@ import socket
 
 import pytest
 
-from backend import doctor, machine
+from backend import machine
 from backend.config import DEFAULT_CONFIG
-from backend.triton_adapter.launcher import settings as launch
+from backend.launcher import doctor
+from backend.launcher import settings as launch
 from tests.server.harness import free_ports
 
 

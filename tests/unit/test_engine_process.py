@@ -25,8 +25,8 @@ from backend.ipc.messages import (
     Submit,
     Subscribe,
 )
+from backend.launcher.run_folder import MOST_SOCKET_PATH_BYTES
 from backend.request import ErrorCode, GenerationRequest
-from backend.triton_adapter.launcher.run_folder import MOST_SOCKET_PATH_BYTES
 
 pytestmark = pytest.mark.medium
 

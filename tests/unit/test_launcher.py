@@ -10,31 +10,31 @@ from pathlib import Path
 import pytest
 
 from backend.config import parse_config
-from backend.triton_adapter.fields import MODELS
-from backend.triton_adapter.launcher import example, log_file, serving, supervisor
-from backend.triton_adapter.launcher import run_folder as run_folder_module
-from backend.triton_adapter.launcher import settings as settings_module
-from backend.triton_adapter.launcher.log_file import open_log, reasons
-from backend.triton_adapter.launcher.overrides import Overrides
-from backend.triton_adapter.launcher.processes import (
+from backend.launcher import example, log_file, serving, supervisor
+from backend.launcher import run_folder as run_folder_module
+from backend.launcher import settings as settings_module
+from backend.launcher.log_file import open_log, reasons
+from backend.launcher.overrides import Overrides
+from backend.launcher.processes import (
     command_line,
     descendants,
     is_running,
     kill_all,
 )
-from backend.triton_adapter.launcher.run_folder import (
+from backend.launcher.run_folder import (
     run_folder,
     write_backend,
     write_model_repository,
 )
-from backend.triton_adapter.launcher.server import TritonServer
-from backend.triton_adapter.launcher.settings import (
+from backend.launcher.server import TritonServer
+from backend.launcher.settings import (
     DEFAULT_CONFIG,
     LaunchError,
     check_machine,
     check_ports,
     read_settings,
 )
+from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
 
 
@@ -183,10 +183,7 @@ def test_a_run_folder_goes_with_its_shared_memory(places):
 
 
 def test_what_a_killed_launcher_left_goes_at_the_next_start_and_what_is_in_use_stays(places):
-    code = (
-        "import time; from backend.triton_adapter.launcher.run_folder import run_folder; made "
-        "= run_folder()"
-    )
+    code = "import time; from backend.launcher.run_folder import run_folder; made = run_folder()"
     command = [sys.executable, "-c", f"{code}; print(made.__enter__(), flush=True); time.sleep(60)"]
     options = {
         "cwd": PROJECT_ROOT,

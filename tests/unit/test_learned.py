@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from backend.config import parse_config
-from backend.ops import learned_state as learned
-from backend.ops.learned_state import LearnedState, learned_key
 from backend.ops.stats import Stats, StepStats
+from backend.speculation import learned_state as learned
+from backend.speculation.learned_state import LearnedState, learned_key
 from backend.storage import cache
 from policy import Policy
 from policy.learned import SCHEMA

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.core.admission import Admission
-from backend.core.drafting import Drafting
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
@@ -21,6 +20,7 @@ from backend.engines.fake import FakeEngine
 from backend.ops.stats import Stats, StepStats
 from backend.request import ErrorCode, GenerationRequest, SamplingParams
 from backend.sequence import Sequence
+from backend.speculation.drafting import Drafting
 from policy import NoSpeculation, Plan, Policy
 from policy.wrappers import Guarded
 

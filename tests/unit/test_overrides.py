@@ -3,8 +3,8 @@ import json
 import pytest
 
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ConfigError, load_config
-from backend.triton_adapter.launcher.overrides import Overrides, write_overridden
-from backend.triton_adapter.launcher.settings import LaunchError
+from backend.launcher.overrides import Overrides, write_overridden
+from backend.launcher.settings import LaunchError
 
 
 def effective(tmp_path, config=DEFAULT_CONFIG, **options):

@@ -7,7 +7,7 @@ import pytest
 from backend.app import build
 from backend.config import ConfigError, parse_config
 from backend.engine_process import policy_folders
-from backend.triton_adapter.launcher.settings import policy_path, read_settings
+from backend.launcher.settings import policy_path, read_settings
 from policy import NO_DRAFT, Drafted, LatencyModel, Plan, View, simulate
 from policy.wrappers import PolicyError, fault, made
 

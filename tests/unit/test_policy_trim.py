@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backend.core.step_log import StepLog
 from backend.sequence import Proposal
+from backend.speculation.step_log import StepLog
 from policy import (
     AcceptanceConfig,
     AdaptivePlanner,

@@ -4,9 +4,9 @@ from time import sleep
 import numpy as np
 import pytest
 
-from backend.core.step_log import StepLog
 from backend.ops import stats as module
 from backend.ops.stats import Stats, StepStats
+from backend.speculation.step_log import StepLog
 from policy import NO_DRAFT, Outcome, Plan, Switches
 
 DRAFTS = ("small", "lookup")

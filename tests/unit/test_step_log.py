@@ -1,5 +1,5 @@
-from backend.core.step_log import StepLog
 from backend.sequence import ROOT, Proposal
+from backend.speculation.step_log import StepLog
 
 TREE = Proposal("small", [1, 4, 2, 5, 3], [ROOT, ROOT, 0, 1, 2], [0.8, 0.5, 0.4, 0.3, 0.2])
 """1 - 2 - 3 is the spine, 4 - 5 beside it."""

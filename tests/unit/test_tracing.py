@@ -9,13 +9,13 @@ import pytest
 
 from backend.app import build
 from backend.config import parse_config
-from backend.core.step_log import StepLog
 from backend.ops import tracing as module
 from backend.ops.request_trace import Broken, Ended, RequestTrace
 from backend.ops.stats import Stats, StepStats, Usage
 from backend.ops.tracing import Tracing, spans_of, tracer
 from backend.request import GenerationRequest
 from backend.sequence import Proposal
+from backend.speculation.step_log import StepLog
 from tests.collector import attributes, collecting
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -20,9 +20,9 @@ from pathlib import Path
 from backend import machine
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig, load_config
 from backend.kinds import KINDS
+from backend.launcher import settings as launch
+from backend.launcher.processes import command_line
 from backend.storage import cache
-from backend.triton_adapter.launcher import settings as launch
-from backend.triton_adapter.launcher.processes import command_line
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.5, 0.1, 0.06

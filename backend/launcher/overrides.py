@@ -17,7 +17,7 @@ from backend.config import (
     read_json,
 )
 from backend.kinds import KINDS
-from backend.triton_adapter.launcher.settings import LaunchError
+from backend.launcher.settings import LaunchError
 
 FREE = {name: {"name": name, "engine": name} for name, kind in KINDS.items() if kind.free}
 """The entries of drafts that need no model, by name."""

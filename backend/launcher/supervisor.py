@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from backend.triton_adapter.launcher.server import TritonServer
-from backend.triton_adapter.launcher.settings import LaunchError
+from backend.launcher.server import TritonServer
+from backend.launcher.settings import LaunchError
 
 WATCH_PERIOD_S = 0.5
 START_LIMIT_S = 600.0

@@ -13,8 +13,8 @@ from time import monotonic
 from typing import IO
 
 from backend import lifeline
-from backend.triton_adapter.launcher.say import say
-from backend.triton_adapter.launcher.settings import Settings
+from backend.launcher.say import say
+from backend.launcher.settings import Settings
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 BACKOFF_S = 1.0

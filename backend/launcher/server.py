@@ -17,16 +17,16 @@ from time import monotonic
 from typing import IO, Any
 
 from backend import lifeline
-from backend.triton_adapter.launcher.package import packaged_libraries, packaged_triton
-from backend.triton_adapter.launcher.processes import (
+from backend.launcher.package import packaged_libraries, packaged_triton
+from backend.launcher.processes import (
     command_line,
     descendants,
     is_running,
     kill_all,
 )
-from backend.triton_adapter.launcher.run_folder import SHARED_MEMORY, socket_in
-from backend.triton_adapter.launcher.say import say
-from backend.triton_adapter.launcher.settings import Settings, python_library_folder
+from backend.launcher.run_folder import SHARED_MEMORY, socket_in
+from backend.launcher.say import say
+from backend.launcher.settings import Settings, python_library_folder
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 STUB_NAME = "triton_python_backend_stub"

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from backend.config import DEFAULT_CONFIG
-from backend.triton_adapter.launcher.package import packaged_stub
+from backend.launcher.package import packaged_stub
 
 MINIMUM_GLIBC = (2, 35)
 PYTHONS = ((3, 10), (3, 12))

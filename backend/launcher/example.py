@@ -6,7 +6,7 @@ import json
 import urllib.request
 from typing import Any
 
-from backend.triton_adapter.launcher.settings import Settings
+from backend.launcher.settings import Settings
 
 REQUEST: dict[str, Any] = {
     "text_input": "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",

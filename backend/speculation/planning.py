@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from backend.core.step_log import StepLog
-from backend.ops.decision_log import DecisionLog
 from backend.ops.stats import StepStats
+from backend.speculation.decision_log import DecisionLog
+from backend.speculation.step_log import StepLog
 from policy import Drafted, IntArray, NoSpeculation, Outcome, Plan, Policy, View
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import policy
 from backend.config import ConfigError, EngineConfig, PolicyConfig, ServingConfig
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
-from backend.ops.trace_file import TraceFile
+from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, wrappers
 from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
 from policy.extensions import Execution

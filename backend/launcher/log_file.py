@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from backend.launcher.settings import LaunchError, Settings
 from backend.storage import cache
-from backend.triton_adapter.launcher.settings import LaunchError, Settings
 
 MOST_BYTES = 64 * 2**20
 SIZE_CHECK_PERIOD_S = 5.0

@@ -13,20 +13,19 @@ from typing import IO
 
 from backend import lifeline
 from backend.config import ConfigError, ServingConfig
-from backend.storage import cache
-from backend.triton_adapter.launcher import example
-from backend.triton_adapter.launcher.front_end import FrontEnd
-from backend.triton_adapter.launcher.log_file import log_path, open_log, reasons
-from backend.triton_adapter.launcher.overrides import UNTRAINED, Overrides, write_overridden
-from backend.triton_adapter.launcher.run_folder import (
+from backend.launcher import example
+from backend.launcher.front_end import FrontEnd
+from backend.launcher.log_file import log_path, open_log, reasons
+from backend.launcher.overrides import UNTRAINED, Overrides, write_overridden
+from backend.launcher.run_folder import (
     run_folder,
     socket_in,
     write_backend,
     write_model_repository,
 )
-from backend.triton_adapter.launcher.say import give_up_unwritten, say
-from backend.triton_adapter.launcher.server import TritonServer
-from backend.triton_adapter.launcher.settings import (
+from backend.launcher.say import give_up_unwritten, say
+from backend.launcher.server import TritonServer
+from backend.launcher.settings import (
     LaunchError,
     Settings,
     check_machine,
@@ -34,7 +33,8 @@ from backend.triton_adapter.launcher.settings import (
     policy_path,
     read_settings,
 )
-from backend.triton_adapter.launcher.supervisor import supervise
+from backend.launcher.supervisor import supervise
+from backend.storage import cache
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 FRONT_END_LIMIT_S = 30.0

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backend.core.step_log import StepLog
 from backend.engines.port import Completion, Engine, Remembers, Turn
 from backend.ops.stats import StepStats
 from backend.sequence import Proposal, Sequence
+from backend.speculation.step_log import StepLog
 from policy import Drafted, IntArray, Plan, View
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""``python -m backend.triton_adapter.launcher.container ARGUMENTS``: serve with a container's own
+"""``python -m backend.launcher.container ARGUMENTS``: serve with a container's own
 tritonserver, which gets the arguments, and with the OpenAI front end.
 
 It ends after three failed probes in a row, so that the container is restarted: Triton does not
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from time import monotonic
 
 from backend import lifeline
-from backend.triton_adapter.launcher.front_end import FrontEnd
-from backend.triton_adapter.launcher.say import say
-from backend.triton_adapter.launcher.settings import Settings, read_settings
+from backend.launcher.front_end import FrontEnd
+from backend.launcher.say import say
+from backend.launcher.settings import Settings, read_settings
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 FAILED_PROBES = 3

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from backend.config import ServingConfig
+from backend.launcher.package import packaged_stub, packaged_triton
+from backend.launcher.settings import LaunchError
 from backend.triton_adapter.fields import MODELS
-from backend.triton_adapter.launcher.package import packaged_stub, packaged_triton
-from backend.triton_adapter.launcher.settings import LaunchError
 from backend.triton_adapter.paths import PROJECT_ROOT
 from backend.triton_adapter.rendering import render_config
 
