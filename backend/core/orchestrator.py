@@ -23,7 +23,7 @@ from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
 from backend.sequence import Features, Proposal
 from backend.speculation.drafting import Drafting, Proposals
-from backend.speculation.planning import Planning
+from backend.speculation.policy_runner import PolicyRunner
 from backend.speculation.step_log import StepLog
 from policy import Policy
 
@@ -61,7 +61,7 @@ class Orchestrator:
     ) -> None:
         self._target = target
         self._drafting = drafting
-        self.planning = Planning(policy, drafting.names, stats, clock, seed)
+        self.planning = PolicyRunner(policy, drafting.names, stats, clock, seed)
         self._ledger = ledger
         self._admission = admission
         self._stats = stats

@@ -1,5 +1,5 @@
-"""The policy in a loop that is not ours: rows in before a step, proposals out; what was verified in
-behind it.
+"""The policy in another engine's loop: rows in and proposals out before a step, then what was
+verified.
 
 A host calls, for each of its steps, ``propose`` with the requests that it is about to decode, then
 ``ran`` with what the step verified and emitted, and ``ended`` with requests that are over. It draws
@@ -26,18 +26,17 @@ from backend.hosts.settings import TARGET, HostConfig
 from backend.ops.stats import Stats, StepStats
 from backend.request import SamplingParams, tenant_id
 from backend.sequence import Proposal, Sequence
-from backend.speculation.drafting import Drafting, Proposals
-from backend.speculation.planning import Planning
+from backend.speculation.cycle import Cycle, Step
+from backend.speculation.drafting import Drafting
 from backend.speculation.policy_factory import make_policy
-from backend.speculation.step_log import StepLog
 from policy import LatencyTable, NoSpeculation, Plan, View
 from policy.extensions import Execution
 
 logger = logging.getLogger(__name__)
 
 _MANY_ROWS, _EVIDENCE_STEPS = 16, 4
-"""While a plan without speculation is kept for so many rows, free drafts are asked for each of them
-in one of so many steps: asking takes longer than planning.
+"""From ``_MANY_ROWS`` on, while a plan without speculation is kept, free drafts are asked about
+each row in one of ``_EVIDENCE_STEPS`` steps: asking takes longer than planning.
 """
 
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
@@ -45,46 +44,34 @@ _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 @dataclass(slots=True)
 class Row:
-    """A request that the host decodes in its next step.
-
-    ``key`` is the host's name of it. ``tokens`` are its prompt and all that is committed; of those
-    only new ones are read. It may still emit ``remaining`` >= 1 tokens. ``salt`` names its tenant:
-    answers that drafts remember, and what the policy learns, are kept apart by it.
-    """
+    """A request that the host decodes in its next step."""
 
     key: Hashable
+    """The host's name of it."""
     tokens: Seq[int]
+    """Its prompt and all committed tokens; only new ones are read."""
     prompt_tokens: int
     remaining: int
+    """Tokens that it may still emit, at least 1."""
     sampled: bool = False
     salt: str = ""
+    """Names its tenant: remembered answers and learned estimates are kept apart by it."""
 
 
 @dataclass(slots=True)
 class Verified:
-    """What a step did for a row: the target verified ``proposed``, the first tokens of what was
-    proposed, and ``tokens`` are committed since (prompt and all before them too).
-    """
+    """What a step did for a row."""
 
     key: Hashable
     proposed: Seq[int]
+    """The first tokens of its proposal, those that the target verified."""
     tokens: Seq[int]
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step under way; ``proposals`` by the ids of its sequences."""
-
-    view: View
-    plan: Plan
-    log: StepLog
-    proposals: dict[int, Proposals]
+    """Its prompt and all committed tokens, those of the step included."""
 
 
 class Host:
-    """Drafts, the policy, and what they know of a host's requests; for the host's loop's thread.
-
-    Until ``plan_by`` is given a latency table, nothing is proposed.
+    """Plans and drafts for a host's requests, in the thread of the host's loop. Nothing is proposed
+    before ``plan_by`` gets a latency table.
     """
 
     def __init__(
@@ -99,10 +86,8 @@ class Host:
         self._stats = StepStats(stats)
         service = Service(serving, _threads(serving.threads), lambda e: Path(e.model), stats.count)
         self.drafts = [make_engine(engine, service) for engine in serving.drafts]
-        self._drafting = Drafting(self.drafts, self._stats, clock)
-        self._planning = Planning(
-            NoSpeculation(), self._drafting.names, self._stats, clock, serving.policy.seed
-        )
+        drafting = Drafting(self.drafts, self._stats, clock)
+        self._cycle = Cycle(drafting, NoSpeculation(), self._stats, clock, serving.policy.seed)
         pools = {draft.name: draft.limits.kv_blocks for draft in self.drafts}
         self._ledger = KVLedger(pools, self.k_max + 1) if any(pools.values()) else None
         self._tables = {
@@ -110,14 +95,10 @@ class Host:
             for engine, draft in zip(serving.drafts, self.drafts, strict=True)
             if engine.kind.measured
         }
-        self._trims = True
         self._turn = 0
         self._numbers = count(1)
         self._sequences: dict[Hashable, Sequence] = {}
-        self._finished: list[int] = []
-        self._step: _Step | None = None
-        self._log: StepLog | None = None  # of the next step of a busy loop: it begins with the
-        # end of the one before
+        self._step: Step | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -125,13 +106,13 @@ class Host:
         return None if self._step is None else self._step.plan
 
     def plan_by(self, target: LatencyTable, execution: Execution | None = None) -> None:
-        """Plan by this table of the host's passes from now on; ``execution`` is for a host whose
-        steps run something else than what is proposed, all of which it then gets.
+        """Plan by this table of the host's passes from now on. ``execution`` is for a host whose
+        steps run something else than the proposals; it gets them whole.
         """
         tables: Mapping[str, LatencyTable] = {**self._tables, TARGET: target}
         policy = make_policy(self._serving, self.drafts, tables, self._stats, execution=execution)
-        self._trims = execution is None
-        self._planning.change(policy, policy.start())
+        self._cycle.trims = execution is None
+        self._cycle.runner.change(policy, policy.start())
 
     # -- before a step
 
@@ -139,15 +120,16 @@ class Host:
         self, rows: Seq[Row], *, prefill_tokens: int = 0, prefilling: int = 0, queued: int = 0
     ) -> dict[Hashable, Proposal]:
         """Return proposals by key: chains of 1 to ``k_max`` tokens, each with the name of its
-        draft; none for a row that is better left alone.
+        draft; none for a row that is better not speculated for.
 
-        ``prefill_tokens`` of ``prefilling`` prompts are expected in the step, as far as is known;
-        ``queued`` requests wait.
+        About ``prefill_tokens`` of ``prefilling`` prompts are expected in the step; ``queued``
+        requests wait.
         """
         if not rows:
-            self._step = self._log = None
+            self._step = None
+            self._cycle.pause()
             return {}
-        log, self._log = self._log or StepLog(self._drafting.names), None
+        log = self._cycle.begin()
         sequences = [self._sequence(row) for row in rows]
         view = replace(
             self._view(rows, sequences),
@@ -155,43 +137,19 @@ class Host:
             prefilling=prefilling,
             queued=queued,
         )
-        plan = self._planning.plan(view, log)
-        proposals = self._drafting.propose(sequences, view, plan, log)
-        self._choose(sequences, view, plan, proposals, log)
-        self._step = _Step(view, plan, log, proposals)
+        plan = self._cycle.runner.plan(view, log)
+        self._step = self._cycle.propose(sequences, view, plan, log)
         chosen = (
-            (row.key, proposals[sequence.id].chosen)
+            (row.key, self._step.proposals[sequence.id].chosen)
             for row, sequence in zip(rows, sequences, strict=True)
         )
         return {key: proposal for key, proposal in chosen if proposal is not None}
-
-    def _choose(
-        self,
-        sequences: list[Sequence],
-        view: View,
-        plan: Plan,
-        proposals: dict[int, Proposals],
-        log: StepLog,
-    ) -> None:
-        """Note in ``proposals`` what of each is to be verified."""
-        drafted = self._drafting.drafted(sequences, proposals)
-        if drafted is None:
-            return
-        if not self._trims:
-            for row in proposals.values():
-                row.chosen = self._drafting.best(row.drafted, self.k_max)
-            return
-        with log.part("planning"):
-            nodes = self._planning.trim(view, plan, drafted)
-        for sequence, most in zip(sequences, nodes, strict=True):
-            row = proposals[sequence.id]
-            row.chosen = self._drafting.best(row.drafted, min(most, self.k_max))
 
     def _sequence(self, row: Row) -> Sequence:
         """Return what the drafts know of a row, brought up to its tokens."""
         sequence = self._sequences.get(row.key)
         if sequence is not None and len(row.tokens) < len(sequence.tokens):
-            self._forget(row.key)  # the host began it anew
+            self._forget(row.key)  # the host restarted it
             sequence = None
         if sequence is None:
             sampling = _SAMPLED if row.sampled else _GREEDY
@@ -204,7 +162,7 @@ class Host:
             sequence.tokens += row.tokens[len(sequence.tokens) :]
         if self._ledger is not None:
             if sequence.blocks:
-                self._ledger.grow(sequence)  # where there is no room, drafts have none either
+                self._ledger.grow(sequence)  # where it has no room, drafts cannot propose
             else:
                 self._ledger.reserve(sequence, 0)
         return sequence
@@ -215,23 +173,23 @@ class Host:
             for row, s in zip(rows, sequences, strict=True)
         ]
         request, context, remaining, most = np.array(columns, np.int64).T
-        rests = not self._planning.needs_offers(request)
+        rests = not self._cycle.runner.needs_offers(request)
         if rests and len(rows) >= _MANY_ROWS:  # what free drafts offer is evidence only
             self._turn = (self._turn + 1) % _EVIDENCE_STEPS
             most *= np.arange(len(rows)) % _EVIDENCE_STEPS == self._turn
-        ceiling, unseen = self._drafting.ceilings(sequences, most.tolist(), only_free=rests)
+        ceiling, unseen = self._cycle.drafting.ceilings(sequences, most.tolist(), only_free=rests)
         ready = np.ones(len(rows), np.bool_)
-        names = self._drafting.names
+        names = self._cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)
         return View(names, request, context, remaining, ceiling, unseen, ready, tenant=tenant)
 
-    # -- behind it
+    # -- after it
 
     def ran(self, rows: Iterable[Verified], *, verify_s: float, prefill_tokens: int = 0) -> None:
-        """Learn from the step that was proposed for: the rows of it that took part, the seconds of
-        the target's pass, and the prompts' tokens in it.
+        """Learn from the step that was proposed for: its rows, the seconds of the target's pass,
+        and the prompts' tokens in it.
 
-        Where something else was verified than was proposed, nothing is learnt of the step.
+        Nothing is learnt from a step that verified something other than the proposals.
         """
         step, self._step = self._step, None
         if step is None:
@@ -246,50 +204,31 @@ class Host:
                 continue
             proposals = step.proposals[sequence.id]
             mine &= _is_start(row.proposed, proposals.chosen)
-            log.record(
-                sequence.id,
-                proposals.drafted,
-                len(row.proposed),
-                emitted,
-                drawn=not sequence.sampling.greedy,
-            )
-            for unused in proposals.unused:
-                log.record_free(sequence.id, unused, emitted)
-            if proposals.scored:
-                log.record_scored(sequence.id, proposals.scored)
+            self._cycle.verified(log, sequence, proposals, len(row.proposed), emitted)
             sequence.tokens += emitted
         if not mine:
             self._stats.fallback("not_as_proposed")
         elif log.rows:
             log.parts_s["verify"] = verify_s
             log.prefill_tokens = prefill_tokens
-            self._learn(step)
-
-    def _learn(self, step: _Step) -> None:
-        log, names = step.log, self._drafting.names
-        log.finished, self._finished = self._finished, []
-        outcome = log.outcome()
-        self._log = StepLog(names)
-        with self._log.part("learning"):
-            self._planning.observe(outcome)
-        self._stats.step(step.plan, outcome, names, [False] * len(log.rows))
-        self._stats.state(len(self._sequences), 0, {}, self._planning.drift())
+            self._cycle.learn(log, step.plan)
+            self._stats.state(len(self._sequences), 0, {}, self._cycle.runner.drift())
 
     def ended(self, keys: Iterable[Hashable]) -> None:
-        """Forget requests that are over; drafts that remember answers take theirs. Others than
-        were proposed for do not matter.
+        """Forget requests that are over; drafts that remember answers take theirs. Unknown keys
+        are ignored.
         """
         for key in keys:
             if (sequence := self._sequences.get(key)) is not None:
-                self._drafting.ended(sequence)
+                self._cycle.drafting.ended(sequence)
                 self._forget(key)
 
     def _forget(self, key: Hashable) -> None:
         sequence = self._sequences.pop(key)
-        self._drafting.cancel([sequence.id])
+        self._cycle.drafting.cancel([sequence.id])
         if self._ledger is not None:
             self._ledger.release(sequence)
-        self._finished.append(sequence.id)
+        self._cycle.finished(sequence.id)
 
     def close(self) -> None:
         """Release the drafts."""

@@ -121,9 +121,9 @@ def test_nothing_is_learnt_of_a_step_that_verified_something_else():
         if proposal is None:
             planned.ran([text.step([])], verify_s=0.02)
             continue
-        state = planned._planning.state
+        state = planned._cycle.runner.state
         planned.ran([Verified("r", [0] * K_MAX, text.step([]).tokens)], verify_s=0.02)
-        assert planned._planning.state is state
+        assert planned._cycle.runner.state is state
         assert fallbacks == ["not_as_proposed"]
         return
     pytest.fail("nothing was proposed")
@@ -137,7 +137,7 @@ def test_a_host_may_cut_a_proposal():
         cut += proposal is not None and len(proposal) > 1
         planned.ran([text.step(tokens)], verify_s=0.02)
     assert cut > 5
-    assert planned._planning.state.acceptance.draft_reached[0].sum() > 0
+    assert planned._cycle.runner.state.acceptance.draft_reached[0].sum() > 0
 
 
 def test_rows_leave_and_return_and_may_begin_anew():
@@ -168,7 +168,7 @@ def test_answers_are_remembered_apart_by_salt():
 
 def test_a_policy_that_fails_costs_speculation_only():
     planned = host()
-    planned._planning.policy.plan = None
+    planned._cycle.runner.policy.plan = None
     assert serve(planned, [repeating("r", 0)]) == 192
 
 

@@ -1,4 +1,4 @@
-"""The policy as the loop asks it: one that fails costs a step its speculation, never a request."""
+"""Runs the policy: one that fails costs a step its speculation, never a request."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ LOG_PERIOD_S = 10.0
 """At most so often a policy that fails is logged; ``spindle_fallback_total`` counts every time."""
 
 
-class Planning:
-    """Owns the policy, its state and what happens where it raises; for the loop's thread.
+class PolicyRunner:
+    """Owns the policy and its state, and survives what the policy raises; for the loop's thread.
 
-    Other threads may read ``policy``, ``state`` (an immutable value) and ``last_plan``: the view,
-    the state that the plan was made from, the plan, and when.
+    Other threads may read its public fields: the state is an immutable value.
     """
 
     def __init__(
@@ -38,6 +37,7 @@ class Planning:
         self.policy = policy
         self.state: Any = policy.start()
         self.last_plan: tuple[View, Any, Plan, float] | None = None
+        """The view, the state that the plan was made from, the plan, and when (seconds)."""
         self._stats = stats
         self._clock = clock
         self._rng = np.random.default_rng(seed)

@@ -1,0 +1,115 @@
+"""What a loop does with the policy around each pass of its target: propose before, learn after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from backend.engines.port import Engine
+from backend.ops.stats import StepStats
+from backend.sequence import Sequence
+from backend.speculation.drafting import Drafting, Proposals
+from backend.speculation.policy_runner import PolicyRunner
+from backend.speculation.step_log import StepLog
+from policy import Plan, Policy, View
+
+
+@dataclass(slots=True)
+class Step:
+    """A step of a loop, from its plan to what the policy learns from it. Several may be open."""
+
+    view: View
+    plan: Plan  # of the rows of ``view``
+    log: StepLog
+    proposals: dict[int, Proposals]  # by sequence id
+
+
+class Cycle:
+    """Plans, drafts, chooses what is verified, and learns: the part of a serving loop that is the
+    same in ours and in other engines'. For the loop's thread.
+    """
+
+    def __init__(
+        self,
+        drafting: Drafting,
+        policy: Policy,
+        stats: StepStats,
+        clock: Callable[[], float],
+        seed: int = 0,
+    ) -> None:
+        self.drafting = drafting
+        self.runner = PolicyRunner(policy, drafting.names, stats, clock, seed)
+        self.trims = True  # else every drafted node is verified
+        self._stats = stats
+        self._finished: list[int] = []
+        self._next_log: StepLog | None = None  # starts when the last step of a busy loop ended
+
+    def change(self, drafts: Seq[Engine], policy: Policy, state: Any) -> None:
+        """Draft and plan with these from now on; call it while no step is open."""
+        self.drafting = self.drafting.with_engines(drafts)
+        self.runner.change(policy, state, self.drafting.names)
+        self._next_log = None
+
+    def begin(self) -> StepLog:
+        """Return the log of a new step. In a busy loop its clock started when the last step
+        ended.
+        """
+        log, self._next_log = self._next_log or StepLog(self.drafting.names), None
+        return log
+
+    def pause(self) -> None:
+        """Let the next step's clock start with ``begin``: the loop has nothing to do until then."""
+        self._next_log = None
+
+    def propose(self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog) -> Step:
+        """Draft as planned, and choose the nodes that the target verifies; row i of view and plan
+        belongs to ``sequences[i]``.
+        """
+        proposals = self.drafting.propose(sequences, view, plan, log)
+        if (drafted := self.drafting.drafted(sequences, proposals)) is not None:
+            nodes = [len(drafted.row)] * len(sequences)
+            if self.trims:
+                with log.part("planning"):
+                    nodes = self.runner.trim(view, plan, drafted)
+            for sequence, most in zip(sequences, nodes, strict=True):
+                row = proposals[sequence.id]
+                row.chosen = self.drafting.best(row.drafted, most)
+        return Step(view, plan, log, proposals)
+
+    def verified(
+        self,
+        log: StepLog,
+        sequence: Sequence,
+        proposals: Proposals,
+        nodes: int,
+        emitted: list[int],
+        *,
+        control: bool = False,
+    ) -> None:
+        """Note that the target verified so many nodes of a row's proposal, and the tokens that were
+        committed for the row; ``control`` as in ``View``.
+        """
+        drawn = not sequence.sampling.greedy
+        log.record(sequence.id, proposals.drafted, nodes, emitted, drawn=drawn)
+        log.control.append(control)
+        for unused in proposals.unused:
+            log.record_free(sequence.id, unused, emitted)
+        if proposals.scored:
+            log.record_scored(sequence.id, proposals.scored)
+
+    def finished(self, sequence_id: int) -> None:
+        """Let the policy forget a request, with the next step that it learns from."""
+        self._finished.append(sequence_id)
+
+    def learn(self, log: StepLog, plan: Plan | None = None) -> None:
+        """Let the policy learn from a step and count it; no plan: nothing was verified."""
+        log.finished, self._finished = self._finished, []
+        outcome = log.outcome()
+        self._next_log = StepLog(self.drafting.names)
+        if plan is not None or log.finished:
+            with self._next_log.part("learning"):
+                self.runner.observe(outcome)
+        if plan is not None:
+            self._stats.step(plan, outcome, self.drafting.names, log.control)
