@@ -86,9 +86,6 @@ class EngineConfig:
         return KINDS[self.engine]
 
 
-POLICIES = ("adaptive", "none", "fixed", "schedule", "ema", "smartspec", "spin", "random")
-
-
 @dataclass(frozen=True, slots=True)
 class ScheduleStep:
     """Up to ``batch`` requests that decode, ``length`` tokens are proposed."""
@@ -99,7 +96,7 @@ class ScheduleStep:
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Which policy plans: ``adaptive``, one to compare it with (``POLICIES``), or a user's.
+    """Which policy plans: ``adaptive``, one to compare it with (``policy.baselines``), or a user's.
 
     ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch
     sizes; ``ema`` (SGLang's acceptance EMA) and ``smartspec`` (as published) adapt the length of
@@ -339,16 +336,25 @@ def _check_drafts(config: ServingConfig) -> None:
 def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
     if policy.kind == "average":
         raise ConfigError("policy.kind 'average' is called 'ema'")
-    if policy.kind not in POLICIES and not policy.own:
-        known = f"one of {list(POLICIES)} or a dotted path like 'my_package.MyPolicy'"
-        raise ConfigError(f"policy.kind must be {known}, got {policy.kind!r}")
     if policy.options and not policy.own:
         whose = f"are for a policy of your own, not for {policy.kind!r}"
         raise ConfigError(f"policy.options {whose}: got {policy.options!r}")
-    if policy.kind in ("fixed", "schedule", "ema", "smartspec") and policy.draft not in drafts:
+    if policy.kind != "adaptive" and not policy.own:
+        _check_baseline(policy, drafts)
+
+
+def _check_baseline(policy: PolicyConfig, drafts: list[str]) -> None:
+    """Raise ConfigError for a policy that there is not, or for one that lacks a setting."""
+    from policy.baselines import BASELINES  # only here: Triton's stubs need no policy
+
+    if policy.kind not in BASELINES:
+        known = f"one of {['adaptive', *BASELINES]} or a dotted path like 'my_package.MyPolicy'"
+        raise ConfigError(f"policy.kind must be {known}, got {policy.kind!r}")
+    needs = BASELINES[policy.kind].needs
+    if "draft" in needs and policy.draft not in drafts:
         raise ConfigError(f"policy.draft must be one of {drafts}, got {policy.draft!r}")
     batches = [step.batch for step in policy.schedule]
-    if policy.kind == "schedule" and (not batches or len(set(batches)) < len(batches)):
+    if "schedule" in needs and (not batches or len(set(batches)) < len(batches)):
         raise ConfigError(
             f"policy.schedule must have a length for each of some different batch sizes, got "
             f"those of {batches}"

@@ -183,6 +183,7 @@ def over_policies() -> Over:
     return [
         ((OVER | OTHERS)[over], rows[over]["ratio"], rows[over]["interval_95"])
         for over in (BEST_FIXED, *OTHERS)
+        if over in rows
     ]
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 from bench.records import RESULTS
-from bench.sweep.arms import NONE, SPINDLE, fixed_choice
+from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, fixed_choice
 from bench.sweep.figures import BEST_FIXED, EVERY, between, interval, is_closed, level, of_spindle
+from policy.baselines import BASELINES, compared
 from policy.simulation.report import load_name
 
 PAGES = (
@@ -67,19 +68,13 @@ OVER = {
     "without-head": "itself with `suffix` only",
 }
 OTHERS = {
-    "schedule": "table by batch size",
-    "ema": "acceptance EMA",
-    "smartspec": "SmartSpec",
-    "smartspec-untold": "SmartSpec, the first draft",
-    "spin": "SPIN's selection",
+    name: "SmartSpec, the first draft" if name == UNTOLD else BASELINES[name].label
+    for name in ADAPTING
 }
 """The other policies."""
 
 SIMULATION = "simulation"
 """The simulator's record."""
-SIMULATED = ("smartspec", "ema", "schedule", "spin")
-"""The policies in it that are told what is best."""
-
 WORTH = "worth"
 """The simulator's record of the planner without its parts."""
 PARTS = {
@@ -276,17 +271,21 @@ def simulated() -> str:
             fixed, arms, load = point["fixed"], point["arms"], load_name(point["load"])
             figure = "tokens_per_s" if load == "backlog" else "latency_s"
             value, low, high = arms[fixed]["adaptive_over_it"]
-            others = [comparison["tuned"][name] for name in SIMULATED] + ["oracle", NONE]
+            tuned = (comparison["tuned"].get(name) for name in compared())
+            others = (*tuned, "oracle", NONE)
             rows.append(
                 [
                     comparison["scenario"],
                     load,
                     fixed.removeprefix("fixed:"),
                     f"{value:.3f} ({low:.3f}–{high:.3f})",
-                    *(f"{arms[name][figure] / arms[fixed][figure]:.3f}" for name in others),
+                    *(
+                        f"{arms[name][figure] / arms[fixed][figure]:.3f}" if name else ""
+                        for name in others
+                    ),
                 ]
             )
-    names = ("SmartSpec", "acceptance EMA", "schedule", "SPIN", "oracle", NONE)
+    names = (*(its.label for its in compared().values()), "oracle", NONE)
     return _table(["scenario", "load", BEST_FIXED, "adaptive", *names], *rows)
 
 

@@ -7,7 +7,8 @@ for good, times from this project's tables. A view without a policy's draft rais
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -295,3 +296,79 @@ class SpinSelection(Policy):
                 workload += evidence
         seen = {request: sums for request, sums in seen.items() if request not in gone}
         return SpinState(state.step, assigned, seen, workload)
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineSettings:
+    """What a baseline is made from."""
+
+    drafts: tuple[str, ...]
+    latency: LatencyModel
+    k_max: int = 8
+    draft: str = ""
+    length: int = 0
+    schedule: Mapping[int, int] = field(default_factory=dict)  # length by the largest batch
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A policy to compare the planner with: what server, simulator and benches know of it."""
+
+    make: Callable[[BaselineSettings], Policy]
+    label: str  # in tables
+    needs: tuple[str, ...] = ()  # the fields of BaselineSettings that must be set
+    compared: bool = True  # whether comparisons run it unless they are asked not to
+    colour: str = "#6f5a3a"  # in plots
+    marker: str = "X"  # in plots, as matplotlib names it
+
+
+BASELINES: dict[str, Baseline] = {
+    "none": Baseline(
+        lambda s: NoSpeculation(), "no speculation", compared=False, colour="#555555", marker="s"
+    ),
+    "fixed": Baseline(
+        lambda s: FixedLength(s.draft, s.length),
+        "fixed choice",
+        needs=("draft", "length"),
+        compared=False,
+        colour="#b9b9b9",
+        marker=".",
+    ),
+    "schedule": Baseline(
+        lambda s: BatchSchedule(s.draft, s.schedule),
+        "table by batch size",
+        needs=("draft", "schedule"),
+        colour="#b58900",
+        marker="v",
+    ),
+    "ema": Baseline(
+        lambda s: AcceptanceEma(s.draft),
+        "acceptance EMA",
+        needs=("draft",),
+        colour="#2a8a57",
+        marker="^",
+    ),
+    "smartspec": Baseline(
+        lambda s: SmartSpec(s.drafts, s.draft, s.latency, s.k_max),
+        "SmartSpec",
+        needs=("draft",),
+        colour="#2f6fb2",
+        marker="D",
+    ),
+    "spin": Baseline(
+        lambda s: SpinSelection(s.drafts, s.length),
+        "SPIN's selection",
+        needs=("length",),
+        colour="#8a4fb0",
+        marker="P",
+    ),
+    "random": Baseline(lambda s: RandomChoice(), "random choice", compared=False),
+}
+"""Every baseline by the name that settings, the simulator and the benches give it; another one is
+an entry here.
+"""
+
+
+def compared() -> dict[str, Baseline]:
+    """Return the baselines that comparisons run."""
+    return {name: baseline for name, baseline in BASELINES.items() if baseline.compared}

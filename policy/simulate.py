@@ -29,7 +29,7 @@ import numpy as np
 
 from policy.latency import LatencyTable
 from policy.simulation import presets
-from policy.simulation.arms import KNOWN, WITHOUT, check_arms
+from policy.simulation.arms import WITHOUT, check_arms, known_arms
 from policy.simulation.deployment import Deployment
 from policy.simulation.evidence import criteria, described
 from policy.simulation.experiments import (
@@ -269,7 +269,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     what = argparse.ArgumentParser(add_help=False)
     what.add_argument("--deployment", choices=list(deployments()), default="llama-8b-h100")
     what.add_argument("--mix", choices=list(mixes()), default="mix")
-    what.add_argument("--arms", default="none,adaptive", help=f"of {KNOWN}")
+    what.add_argument("--arms", default="none,adaptive", help=f"of {known_arms()}")
     one = commands.add_parser("compare", parents=[output, what], help="arms at request rates")
     one.add_argument("--rates", type=rates, default="5,backlog", help="a second, or backlog")
     about = "of the gaps between arrivals: 1 Poisson, above it bursts"

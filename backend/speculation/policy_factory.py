@@ -12,7 +12,7 @@ from backend.engines.port import Engine
 from backend.ops.stats import StepStats
 from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, wrappers
-from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
+from policy.baselines import BASELINES, BaselineSettings
 from policy.extensions import Execution
 from policy.free_runs import FreeRuns
 from policy.replay import Traced
@@ -90,22 +90,10 @@ def _baseline(
     config: PolicyConfig, drafts: tuple[str, ...], latency: policy.LatencyModel
 ) -> policy.Policy:
     """Make a policy that the adaptive one is compared with."""
-    match config.kind:
-        case "fixed":
-            return policy.FixedLength(config.draft, config.length)
-        case "schedule":
-            return policy.BatchSchedule(
-                config.draft, {step.batch: step.length for step in config.schedule}
-            )
-        case "ema":
-            return AcceptanceEma(config.draft)
-        case "smartspec":
-            return SmartSpec(drafts, config.draft, latency, config.k_max)
-        case "spin":
-            return SpinSelection(drafts, config.length)
-        case kind:
-            assert kind == "random", kind
-            return policy.RandomChoice()
+    schedule = {step.batch: step.length for step in config.schedule}
+    return BASELINES[config.kind].make(
+        BaselineSettings(drafts, latency, config.k_max, config.draft, config.length, schedule)
+    )
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:

@@ -1,7 +1,7 @@
 """The policies of the sweep by name, each as an arm that serves: ``none``, ``fixed-DRAFT-LENGTH``,
-``schedule``, ``ema``, ``smartspec``, ``smartspec-untold``, ``spin`` and ``spindle``. ``none`` has
-no draft loaded; ``none-again`` is the same arm a second time, which shows the noise. ``smartspec``
-is told the best draft, ``smartspec-untold`` takes the first.
+the baselines that comparisons run (``policy.baselines``) and ``spindle``. ``none`` has no draft
+loaded; ``none-again`` is the same arm a second time, which shows the noise. A baseline gets the
+best draft, length and schedule; ``smartspec-untold`` is SmartSpec with the first draft.
 
 ``with-PART`` is spindle with a part that the configuration has off, ``without-PART`` spindle
 without one that it has on (``PARTS``) or without one of its drafts. A dotted path,
@@ -25,9 +25,15 @@ from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
 from bench.servers import Arm, InProcessArm, ServerArm
 from policy import LatencyTable
+from policy.baselines import compared
 
 NONE, AGAIN, SPINDLE = "none", "none-again", "spindle"
-ADAPTING = ("schedule", "ema", "smartspec", "smartspec-untold", "spin")
+UNTOLD = "smartspec-untold"
+ADAPTING = tuple(
+    name
+    for baseline in compared()
+    for name in ((baseline, UNTOLD) if baseline == "smartspec" else (baseline,))
+)
 PARTS: dict[str, tuple[str, str, Any, Any]] = {
     "prefix-reuse": ("limits", "enable_kv_cache_reuse", False, True),
 }
@@ -103,15 +109,15 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
     policies: dict[str, dict[str, Any]] = {
         base.get("kind", ""): {"options": base.get("options", {})},  # of a user's own policy
         SPINDLE: {**base, "kind": "adaptive", "options": {}, "trace_file": ""},
-        "schedule": {
-            "draft": tuning.draft,
-            "schedule": [{"batch": batch, "length": length} for batch, length in tuning.schedule],
-        },
-        "ema": {"draft": tuning.draft},
-        "smartspec": {"draft": tuning.draft},
-        "smartspec-untold": {"kind": "smartspec", "draft": first},
-        "spin": {"length": tuning.length},
+        UNTOLD: {"kind": "smartspec", "draft": first},
     }
+    tuned = {
+        "draft": tuning.draft,
+        "length": tuning.length,
+        "schedule": [{"batch": batch, "length": length} for batch, length in tuning.schedule],
+    }
+    for baseline, its in compared().items():
+        policies[baseline] = {need: tuned[need] for need in its.needs}
     if name in (NONE, AGAIN):
         return {**config, "limits": limits, "drafts": [], "policy": {"kind": "none"}}
     if name.startswith("fixed-"):

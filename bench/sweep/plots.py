@@ -22,27 +22,18 @@ from matplotlib.ticker import MaxNLocator
 
 from backend.config import PolicyConfig
 from bench.peers.arms import PEERS
-from bench.sweep.arms import ADAPTING, NONE, SPINDLE, fixed_choice, is_ablation
+from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, fixed_choice, is_ablation
 from bench.sweep.figures import is_closed, level
+from policy.baselines import BASELINES, compared
 
-COLOURS = {
-    NONE: "#555555",
-    "schedule": "#b58900",
-    "ema": "#2a8a57",
-    "smartspec": "#2f6fb2",
-    "smartspec-untold": "#7fb0dd",
-    "spin": "#8a4fb0",
-    SPINDLE: "#c8321e",
+_STYLES = {
+    NONE: (BASELINES[NONE].colour, BASELINES[NONE].marker),
+    **{name: (its.colour, its.marker) for name, its in compared().items()},
+    UNTOLD: ("#7fb0dd", "d"),
+    SPINDLE: ("#c8321e", "o"),
 }
-MARKERS = {
-    NONE: "s",
-    "schedule": "v",
-    "ema": "^",
-    "smartspec": "D",
-    "smartspec-untold": "d",
-    "spin": "P",
-    SPINDLE: "o",
-}
+COLOURS = {name: colour for name, (colour, _) in _STYLES.items()}
+MARKERS = {name: marker for name, (_, marker) in _STYLES.items()}
 PARTS = {"planning": "#c8321e", "learning": "#e58a7c", "verify": "#2f6fb2", "emit": "#b9b9b9"}
 DRAFT_COLOURS = ("#e0a030", "#2a8a57", "#8a4fb0", "#6f5a3a")
 DRAFT_MARKERS = ("^", "D", "P", "v")
@@ -481,7 +472,7 @@ def simulation_figure(record: dict[str, Any]) -> Figure | None:
     figure, axis = plt.subplots(figsize=(6.2, 4.6), layout="constrained")
     kinds = {
         "fixed choices": (GREY, "."),
-        **{name: (COLOURS[name], MARKERS[name]) for name in COLOURS},
+        **_STYLES,
     }
     for kind, (colour, marker) in kinds.items():
         own = [

@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 
 from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
-from policy.baselines import (
-    AcceptanceEma,
-    BatchSchedule,
-    FixedLength,
-    NoSpeculation,
-    SmartSpec,
-    SpinSelection,
-)
+from policy.baselines import BASELINES, BaselineSettings
 from policy.latency import LatencyModel
 from policy.plan import Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
@@ -126,11 +119,23 @@ WITHOUT: dict[str, dict[str, Any]] = {
 }
 """Parts of the adaptive planner that ``without:PART`` takes away, with the constants for it."""
 
-KNOWN = (
-    "none, fixed:DRAFT:K, schedule:DRAFT, ema:DRAFT, smartspec:DRAFT, spin:K, adaptive, oracle, "
-    f"without:{'|'.join(WITHOUT)}, and your own: my_package.MyPolicy[:NAME=VALUE]"
-)
-"""The arms of ``make_policy``, for who mistypes one."""
+_SPELLED = ("draft", "length")
+"""The settings of a baseline that an arm spells; a ``schedule`` is profiled instead."""
+
+
+def arm_of(name: str, draft: str = "DRAFT", length: int | str = "K") -> str:
+    """Return how the arm of a baseline is written."""
+    needs, values = BASELINES[name].needs, (draft, str(length))
+    spelled = (v for need, v in zip(_SPELLED, values, strict=True) if need in needs)
+    return ":".join([name, *spelled])
+
+
+def known_arms() -> str:
+    """Return the arms of ``make_policy``, for an error or a help text."""
+    return (
+        f"{', '.join(map(arm_of, BASELINES))}, adaptive, oracle, "
+        f"without:{'|'.join(WITHOUT)}, and your own: my_package.MyPolicy[:NAME=VALUE]"
+    )
 
 
 def profiled_lengths(deployment: Deployment, mix: Mix, draft: str, seed: int) -> dict[int, int]:
@@ -165,25 +170,15 @@ def make_policy(
 ) -> Policy:
     """Return the policy of an arm; ``read`` is what it may know of times.
 
-    ``KNOWN`` lists the arms; a dotted path is a user's policy (``policy.wrappers``), behind it
-    ``:NAME=VALUE`` its options. Raises PolicyError for any other.
+    ``known_arms`` lists them; a dotted path is a user's policy (``policy.wrappers``), followed by
+    its options as ``:NAME=VALUE``. Raises PolicyError for any other.
     """
     drafts, k_max = deployment.drafts, deployment.k_max
     config = PlannerConfig(k_max=k_max, catchup_scored=True)
     policy: Policy
     match arm.split(":"):
-        case ["none"]:
-            policy = NoSpeculation()
-        case ["fixed", draft, length] if draft in drafts and length.isdigit():
-            policy = FixedLength(draft, int(length))
-        case ["schedule", draft] if draft in drafts:
-            policy = BatchSchedule(draft, profiled_lengths(deployment, mix, draft, seed))
-        case ["ema", draft] if draft in drafts:
-            policy = AcceptanceEma(draft)
-        case ["smartspec", draft] if draft in drafts:
-            policy = SmartSpec(drafts, draft, read, k_max)
-        case ["spin", length] if length.isdigit():
-            policy = SpinSelection(drafts, int(length))
+        case [name, *words] if name in BASELINES:
+            policy = _baseline(arm, words, deployment, mix, read, seed)
         case ["adaptive"]:
             policy = AdaptivePlanner(drafts, read, config)
         case ["without", part] if part in WITHOUT:
@@ -195,9 +190,36 @@ def make_policy(
         case [path, *options] if "." in path:
             policy = made(path, drafts, read, k_max, _options(arm, options))
         case _:
-            where = f"there are {KNOWN}, with DRAFT one of {drafts}"
-            raise PolicyError(f"there is no arm {arm!r}: {where}")
+            raise _unknown(arm, drafts)
     return policy
+
+
+def _unknown(arm: str, drafts: tuple[str, ...]) -> PolicyError:
+    where = f"there are {known_arms()}, with DRAFT one of {drafts}"
+    return PolicyError(f"there is no arm {arm!r}: {where}")
+
+
+def _baseline(
+    arm: str, words: list[str], deployment: Deployment, mix: Mix, read: LatencyModel, seed: int
+) -> Policy:
+    """Return a baseline from the words after its name. Raises PolicyError where they do not fit."""
+    baseline = BASELINES[arm.partition(":")[0]]
+    spelled = [need for need in _SPELLED if need in baseline.needs]
+    values = dict(zip(spelled, words, strict=False))
+    draft, length = values.get("draft", deployment.drafts[0]), values.get("length", "0")
+    if len(words) != len(spelled) or draft not in deployment.drafts or not length.isdigit():
+        raise _unknown(arm, deployment.drafts)
+    profiled = "schedule" in baseline.needs
+    return baseline.make(
+        BaselineSettings(
+            deployment.drafts,
+            read,
+            deployment.k_max,
+            draft,
+            int(length),
+            profiled_lengths(deployment, mix, draft, seed) if profiled else {},
+        )
+    )
 
 
 def check_arms(arms: Iterable[str], deployment: Deployment, mix: Mix) -> None:

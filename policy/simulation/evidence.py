@@ -11,7 +11,6 @@ import numpy as np
 from .experiments import BACKLOG, Comparison, captured, compared, pooled
 from .statistics import Ratio
 
-_TUNED = ("schedule", "ema", "smartspec", "spin")
 _UTILISATION = 0.8
 _GAP = 1.1
 

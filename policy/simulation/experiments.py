@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from policy.baselines import compared as compared_baselines
 from policy.plan import Drafted, FloatArray, IntArray, Outcome, Plan, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
 
-from .arms import make_policy
+from .arms import arm_of, make_policy
 from .deployment import Deployment, perturbed
 from .fleet import Run, simulate, simulate_closed
 from .statistics import Ratio, ratio_of_means, ratio_of_rates
@@ -26,6 +27,7 @@ BACKLOG = 0.0
 _STANDING_HZ = 1e-3
 
 FIXED_LENGTHS = (1, 2, 3, 5, 8)
+_TUNED_LENGTHS = (2, 3, 5)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,10 +175,12 @@ def fixed_arms(deployment: Deployment) -> list[str]:
 def tuned_arms(deployment: Deployment) -> dict[str, list[str]]:
     """Return by baseline the variants of which tuning picks one per scenario."""
     return {
-        "schedule": [f"schedule:{draft}" for draft in deployment.drafts],
-        "ema": [f"ema:{draft}" for draft in deployment.drafts],
-        "smartspec": [f"smartspec:{draft}" for draft in deployment.drafts],
-        "spin": [f"spin:{k}" for k in (2, 3, 5)],
+        name: [
+            arm_of(name, draft, k)
+            for draft in (deployment.drafts if "draft" in baseline.needs else ("",))
+            for k in (_TUNED_LENGTHS if "length" in baseline.needs else (0,))
+        ]
+        for name, baseline in compared_baselines().items()
     }
 
 

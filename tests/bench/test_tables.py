@@ -4,6 +4,7 @@ from itertools import product
 import pytest
 
 from bench import tables
+from policy.baselines import compared
 from policy.simulation.experiments import BACKLOG
 
 
@@ -101,7 +102,7 @@ def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
 
 def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    names = ["fixed:eagle:3", "adaptive", "oracle", "none", *tables.SIMULATED]
+    names = ["fixed:eagle:3", "adaptive", "oracle", "none", *compared()]
     arms = {name: {"latency_s": 2.0, "tokens_per_s": 8.0} for name in names}
     arms["fixed:eagle:3"] = {
         "latency_s": 4.0,
@@ -109,7 +110,7 @@ def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(tmp_pat
         "adaptive_over_it": [0.5, 0.4, 0.6],
     }
     points = [{"load": load, "fixed": "fixed:eagle:3", "arms": arms} for load in (0.3, BACKLOG)]
-    tuned = {name: name for name in tables.SIMULATED}
+    tuned = {name: name for name in compared()}
     missed = {"scenario": "8b", "load": None, "what": "latency", "wanted": "<= 1", "found": "2"}
     record = {
         "comparisons": [{"scenario": "8b", "tuned": tuned, "points": points}],

@@ -1,0 +1,66 @@
+"""A baseline is one entry of the registry."""
+
+import subprocess
+import sys
+
+import pytest
+
+from backend.config import ConfigError, parse_config
+from backend.speculation.policy_factory import make_policy
+from policy.baselines import BASELINES, Baseline, FixedLength
+from policy.simulation import arms
+from policy.simulation.experiments import tuned_arms
+from policy.simulation.presets import MIXED, llama_8b_h100
+from tests.unit.test_app import FAKE
+
+TWICE = Baseline(
+    lambda s: FixedLength(s.draft, 2 * s.length),
+    "twice as long",
+    needs=("draft", "length"),
+    colour="#123456",
+    marker="*",
+)
+
+FRESH = """
+import policy.baselines
+from tests.unit.test_baselines import TWICE
+policy.baselines.BASELINES["twice"] = TWICE
+from bench.sweep.arms import ADAPTING, Tuning, arm_config
+from bench.sweep.plots import COLOURS, MARKERS
+from bench.tables import OTHERS
+config = {"target": {"engine": "fake"}, "drafts": [{"name": "d", "engine": "fake"}]}
+policy = arm_config(config, "twice", Tuning("d", 3), 8)["policy"]
+assert "twice" in ADAPTING and (COLOURS["twice"], MARKERS["twice"]) == ("#123456", "*")
+assert OTHERS["twice"] == "twice as long"
+assert (policy["kind"], policy["draft"], policy["length"]) == ("twice", "d", 3), policy
+"""
+
+
+@pytest.fixture(autouse=True)
+def twice(monkeypatch):
+    monkeypatch.setitem(BASELINES, "twice", TWICE)
+
+
+def test_a_new_baseline_is_a_setting():
+    asked = {"kind": "twice", "draft": "d0", "length": 3}
+    config = parse_config({**FAKE, "policy": asked})
+    drafts = [object()] * len(config.drafts)
+    made = make_policy(config, drafts, {}, None)
+    assert (made.draft, made.length) == ("d0", 6)
+    with pytest.raises(ConfigError, match=r"policy\.draft must be one of .*, got .d9."):
+        parse_config({**FAKE, "policy": {**asked, "draft": "d9"}})
+
+
+def test_a_new_baseline_is_an_arm_of_the_simulator():
+    deployment = llama_8b_h100()
+    draft = deployment.drafts[0]
+    made = arms.make_policy(f"twice:{draft}:3", deployment, MIXED, None, deployment.latency, 0)
+    assert (made.draft, made.length) == (draft, 6)
+    assert "twice:DRAFT:K" in arms.known_arms()
+    assert f"twice:{draft}:5" in tuned_arms(deployment)["twice"]
+
+
+@pytest.mark.medium
+def test_a_new_baseline_is_an_arm_of_the_benches():
+    """In a process of its own, as they read the registry when they are imported."""
+    subprocess.run([sys.executable, "-c", FRESH], check=True, timeout=60)
