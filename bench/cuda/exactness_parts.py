@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -15,6 +17,10 @@ from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.linear import Tiling, linear
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import ATTENTION, PAGE
+from backend.request import SamplingParams
+from backend.sampling.draw import HEAD
+from backend.sampling.draw import draw as host_draw
+from backend.sampling.laws import target_laws
 from bench.cuda.kernel_parts import ATTENTIONS, AttentionCase, tilings
 from bench.cuda.measuring import Probe
 from bench.cuda.step import Step, Weights, new_kv
@@ -94,6 +100,65 @@ def _same_attention(probe: Probe) -> dict[str, bool]:
                 key = f"attention {'/'.join(map(str, cut))} of {lanes} lanes, chain of {most}"
                 found[key] = same
     return found
+
+
+def distributions(probe: Probe) -> dict[str, Any]:
+    """Compare draws on the device with the host's over random rows of every option that bounds
+    them, and time the bounds of a step's rows.
+    """
+    rows, vocab, rounds = probe.of((5000, 2000, 20), (4, 150, 1))
+    kernels = triton_kernels(invariant=True)
+    numbers = np.random.default_rng(7)
+    same, tails, began = 0, 0, time.monotonic()
+    done = 0
+    for _ in range(rounds):
+        params, columns = _random_limits(numbers, rows, probe.device)
+        spread = torch.from_numpy(numbers.choice([0.5, 2.0, 5.0], (rows, 1))).to(probe.device)
+        logits = (torch.randn(rows, vocab, device=probe.device) * spread).to(probe.dtype)
+        words = numbers.integers(0, 2**64, rows, np.uint64)
+        bound = kernels.bounds(logits, *columns)
+        noise = torch.from_numpy(words.view(np.int64)).to(probe.device)
+        drawn = kernels.draw(logits, columns[0], bound, noise).cpu()
+        laws = target_laws(logits.cpu(), params)
+        wanted = torch.tensor(host_draw(laws, words))
+        same += int((drawn == wanted).sum())
+        tails += int((laws.gather(1, wanted[:, None]) < HEAD).sum())
+        done += rows
+        if time.monotonic() - began > probe.of(40.0, 600.0):
+            break
+    found: dict[str, Any] = {"rows": done, "same": same, "of the tail": tails, "ms": {}}
+    for rows in probe.of((1, 64, 320), (2,)):
+        _, columns = _random_limits(numbers, rows, probe.device)
+        logits = torch.randn(rows, probe.of(128256, 150), device=probe.device).to(probe.dtype)
+        replay = probe.graph(partial(kernels.bounds, logits, *columns))
+        found["ms"][f"bounds of {rows} rows"] = probe.time_ms(replay)
+    print(found, flush=True)
+    return found
+
+
+def _random_limits(
+    numbers: np.random.Generator, rows: int, device: str
+) -> tuple[list[SamplingParams], list[torch.Tensor]]:
+    """Return random options and, as columns on the device, their temperature, top-k, top-p and
+    min-p.
+    """
+    values = {
+        "temperature": numbers.choice([0.3, 1.0, 1.7], rows),
+        "top_k": numbers.choice([0, 2, 5, 40, 1000], rows),
+        "top_p": numbers.choice([1.0, 0.1, 0.5, 0.9, 0.99], rows),
+        "min_p": numbers.choice([0.0, 0.05, 0.3], rows),
+    }
+    lists = [column.tolist() for column in values.values()]
+    params = [
+        SamplingParams(temperature=heat, top_k=k, top_p=p, min_p=least)
+        for heat, k, p, least in zip(*lists, strict=True)
+    ]
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
+    columns = [
+        torch.tensor(column, dtype=dtype, device=device)
+        for column, dtype in zip(lists, dtypes, strict=True)
+    ]
+    return params, columns
 
 
 def model(probe: Probe) -> dict[str, Any]:

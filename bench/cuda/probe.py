@@ -30,6 +30,7 @@ PARTS = {
     "table": ("step_parts", "8B steps by rows, tokens and context: a latency table"),
     "heads": ("step_parts", "steps of a draft head and of a 1B draft"),
     "bits": ("exactness_parts", "bits of rows alone, in batches and in chains"),
+    "distributions": ("exactness_parts", "draws of 100,000 random rows, with top-k, top-p, min-p"),
     "model": ("exactness_parts", "transformers' 8B with fused leaves: step times, texts"),
     "pipelining": ("step_parts", "two half batches in two streams against one batch"),
 }

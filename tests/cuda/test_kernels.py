@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from backend.engines.cuda import plain
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
 from backend.engines.cuda.attention import attention
+from backend.engines.cuda.bounds import bounds
 from backend.engines.cuda.draw import draw
 from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
 from backend.engines.cuda.linear import Tiling, linear, tiling_for
@@ -198,6 +199,70 @@ def test_draw_of_bounded_greedy_and_broken_rows() -> None:
     assert 0 <= drawn[3] < 5
     laws = target_laws(logits[4:], [SamplingParams(temperature=1.0, top_k=3)])
     assert drawn[4:] == host_draw(laws, words[4:])
+
+
+def limits(rows: int, seed: int) -> list[SamplingParams]:
+    """Return options of every combination that bounds a row, in random order."""
+    numbers = np.random.default_rng(seed)
+    return [
+        SamplingParams(
+            temperature=float(numbers.choice([0.3, 1.0, 1.7])),
+            top_k=int(numbers.choice([0, 2, 5, 40, 1000])),
+            top_p=float(numbers.choice([1.0, 0.1, 0.5, 0.9, 0.99])),
+            min_p=float(numbers.choice([0.0, 0.05, 0.3])),
+        )
+        for _ in range(rows)
+    ]
+
+
+def bounds_of(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=DEVICE)
+
+    return bounds(
+        logits.to(DEVICE),
+        column("temperature", torch.float32),
+        column("top_k", torch.int32),
+        column("top_p", torch.float32),
+        column("min_p", torch.float32),
+        chunk=64 if DEVICE == "cpu" else 4096,
+    ).cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_bounds_leave_what_the_host_leaves(dtype: torch.dtype, spread: float) -> None:
+    rows, vocab = (16, 150) if DEVICE == "cpu" else (4096, 32000)
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(4)) * spread
+    logits[0] = 1.0  # a tie of all
+    logits[1, 3:] = -torch.inf
+    logits = logits.to(dtype)
+    params = limits(rows, seed=5)
+    bound = bounds_of(logits, params)
+    for row in range(rows):
+        law = target_laws(logits[row : row + 1], params[row : row + 1])[0]
+        scores = logits[row].float()
+        left = (scores >= bound[row]) & (scores > -torch.inf)
+        left &= ((scores - scores.max()) / params[row].temperature).exp() > 0.0
+        assert torch.equal(left, law > 0.0), params[row]
+
+
+def test_rows_without_limits_have_no_bound() -> None:
+    logits = torch.randn(3, 150, generator=torch.Generator().manual_seed(6))
+    greedy = SamplingParams(temperature=0.0, top_p=0.5, min_p=0.1)
+    free = SamplingParams(temperature=1.0)
+    bound = bounds_of(logits, [greedy, free, SamplingParams(temperature=1.0, top_k=150)])
+    assert bound.tolist() == [-torch.inf] * 3
+
+
+def test_bounded_draws_are_the_hosts() -> None:
+    rows, vocab = (24, 150) if DEVICE == "cpu" else (4096, 32000)
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(7)) * 2.0
+    params = limits(rows, seed=8)
+    words = np.array([word(seed, 9) for seed in range(rows)], np.uint64)
+    wanted = host_draw(target_laws(logits, params), words)
+    bound = bounds_of(logits, params).tolist()
+    assert _drawn(logits, words, [p.temperature for p in params], bound) == wanted
 
 
 def _drawn(

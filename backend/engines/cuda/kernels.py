@@ -16,8 +16,9 @@ MOST_INVARIANT_TOKENS = 128
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of every function; ``layers``, ``attention`` and ``draw`` say what they
-    take. ``linear(x, weight, bias)`` returns ``x @ weight.T + bias`` for ``x`` [tokens, inner].
+    """One implementation of every function; the modules of these names say what they take.
+
+    ``linear(x, weight, bias)`` returns ``x @ weight.T + bias`` for ``x`` [tokens, inner].
     """
 
     add_rms_norm: Callable[..., torch.Tensor]
@@ -25,6 +26,7 @@ class Kernels:
     gated: Callable[..., None]
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     attention: Callable[..., torch.Tensor]
+    bounds: Callable[..., torch.Tensor]
     draw: Callable[..., torch.Tensor]
 
 
@@ -36,6 +38,7 @@ def plain_kernels() -> Kernels:
         plain.gated,
         functional.linear,
         plain.attention,
+        plain.bounds,
         plain.draw,
     )
 
@@ -44,7 +47,7 @@ def triton_kernels(*, invariant: bool) -> Kernels:
     """Return the functions in Triton. ``invariant``: a row has the same bits in every batch, at a
     cost beyond ``MOST_INVARIANT_TOKENS``; else cuBLAS multiplies for more tokens than that.
     """
-    from backend.engines.cuda import attention, draw, layers, linear
+    from backend.engines.cuda import attention, bounds, draw, layers, linear
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tiling = None
@@ -61,5 +64,6 @@ def triton_kernels(*, invariant: bool) -> Kernels:
         layers.gated,
         multiply,
         attention.attention,
+        bounds.bounds,
         draw.draw,
     )

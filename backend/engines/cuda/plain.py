@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from backend.request import SamplingParams
 from backend.sampling import draw as host
+from backend.sampling.laws import target_laws
 
 
 def add_rms_norm(
@@ -133,6 +135,24 @@ def draw(
         word = words[row : row + 1].cpu().numpy().view(np.uint64)
         drawn[row] = host.draw(law[None], word)[0]
     return drawn.int()
+
+
+def bounds(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """As ``bounds.bounds``, by the host's own distributions."""
+    bound = torch.full_like(temperature, -torch.inf)
+    columns = (column.tolist() for column in (temperature, top_k, top_p, min_p))
+    for row, (heat, k, p, least) in enumerate(zip(*columns, strict=True)):
+        if heat > 0.0:
+            params = SamplingParams(temperature=heat, top_k=k, top_p=p, min_p=least)
+            law = target_laws(logits[row : row + 1], [params])[0]
+            bound[row] = logits[row].masked_fill(law == 0.0, torch.inf).min()
+    return bound
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
