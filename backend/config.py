@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from backend import machine
 from backend.kinds import KINDS, Kind
+from backend.machine import Machine, machine
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""
@@ -227,11 +227,13 @@ def located(config: ServingConfig, folder: Path) -> ServingConfig:
     return replace(config, target=at(config.target), drafts=tuple(map(at, config.drafts)))
 
 
-def parse_config(raw: Any) -> ServingConfig:
+def parse_config(raw: Any, machine: Machine = machine) -> ServingConfig:
     """Check a decoded ``serving.json``. Raises ConfigError naming key and value."""
     config: ServingConfig = build_settings(ServingConfig, raw, "")
     config = replace(
-        config, target=settled(config.target), drafts=tuple(map(settled, config.drafts))
+        config,
+        target=settled(config.target, machine),
+        drafts=tuple(settled(draft, machine) for draft in config.drafts),
     )
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(
@@ -286,7 +288,7 @@ def _check_engines(config: ServingConfig) -> None:
         _check_engine(where, engine)
 
 
-def settled(engine: EngineConfig) -> EngineConfig:
+def settled(engine: EngineConfig, machine: Machine = machine) -> EngineConfig:
     """Return an engine without ``auto``, which hangs on the machine alone, so that a text does.
 
     ``engine``: ``openvino`` on CPUs, where it is installed, else ``torch``. ``dtype``: bf16 on GPUs

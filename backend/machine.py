@@ -1,15 +1,22 @@
-"""What this machine is, for the key of measured latencies, the provenance of results and the dtype
-that ``auto`` means: hardware and versions, never a host or a user.
+"""The machine that Spindle runs on: hardware, system and packages, never a host or a user.
+
+The key of measured latencies, the provenance of results, the dtype that ``auto`` means and the
+launcher's checks all ask ``machine``; a test gives them another ``Machine``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
-CPUINFO = Path("/proc/cpuinfo")
 _INSTRUCTIONS = (
     ("AMX-BF16", {"amx_bf16"}),
     ("AVX512-BF16", {"avx512_bf16"}),
@@ -22,88 +29,134 @@ _INT8 = {"avx_vnni", "avx512_vnni", "amx_int8"}
 
 _PACKAGES = ("torch", "openvino", "numpy", "tokenizers", "tritonclient", "nvidia-pytriton")
 
-
-def processor() -> str:
-    """Return the processor's name and its instructions; a name alone may mask several generations
-    (virtual machines: "AMD EPYC").
-    """
-    name = _cpuinfo("model name") or platform.processor() or platform.machine()
-    return f"{name} ({found})" if (found := instructions()) else name
+_NVIDIA_SMI_LIMIT_S = 20.0
 
 
-def instructions() -> str:
-    """Return the best of ``AMX-BF16``, ``AVX512-BF16``, ``AVX512`` and ``AVX2`` that the processor
-    has, or nothing.
-    """
-    flags = set(_cpuinfo("flags").split())
-    return next((name for name, needed in _INSTRUCTIONS if needed <= flags), "")
+class Machine:
+    """What one machine is and has, each fact read when it is asked for."""
 
-
-def multiplies_bf16() -> bool:
-    """Return whether the processor has instructions for products in bf16: elsewhere they take
-    several times as long as in fp32.
-    """
-    return instructions().endswith("BF16")
-
-
-def multiplies_int8() -> bool:
-    """Return whether the processor has instructions for products in int8 (VNNI, AMX)."""
-    return bool(_INT8 & set(_cpuinfo("flags").split()))
-
-
-def _cpuinfo(key: str) -> str:
-    """Return what Linux says of the first core, or nothing."""
-    try:
-        lines = CPUINFO.read_text("utf-8").splitlines()
-    except OSError:
+    def cpu_info(self) -> str:
+        """Return what Linux says of the cores, or nothing."""
+        with contextlib.suppress(OSError):
+            return Path("/proc/cpuinfo").read_text("utf-8")
         return ""
-    return next(
-        (
-            value.strip()
-            for line in lines
-            for name, _, value in [line.partition(":")]
-            if name.strip() == key
-        ),
-        "",
-    )
 
+    def processor(self) -> str:
+        """Return the processor's name and its instructions; a name alone may mask several
+        generations (virtual machines: "AMD EPYC").
+        """
+        name = self._first_core("model name") or platform.processor() or platform.machine()
+        return f"{name} ({best})" if (best := self.instructions()) else name
 
-def cores() -> int:
-    """Return how many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    def instructions(self) -> str:
+        """Return the best of ``AMX-BF16``, ``AVX512-BF16``, ``AVX512`` and ``AVX2`` that the
+        processor has, or nothing.
+        """
+        flags = set(self._first_core("flags").split())
+        return next((name for name, needed in _INSTRUCTIONS if needed <= flags), "")
 
+    def multiplies_bf16(self) -> bool:
+        """Return whether the processor has instructions for products in bf16: elsewhere they take
+        several times as long as in fp32.
+        """
+        return self.instructions().endswith("BF16")
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that time depends on, without
-    importing them.
-    """
-    found = {package: _version(package) for package in _PACKAGES}
-    return {"python": platform.python_version()} | {
-        package: version for package, version in found.items() if version
-    }
+    def multiplies_int8(self) -> bool:
+        """Return whether the processor has instructions for products in int8 (VNNI, AMX)."""
+        return bool(_INT8 & set(self._first_core("flags").split()))
 
+    def _first_core(self, key: str) -> str:
+        pairs = (line.partition(":") for line in self.cpu_info().splitlines())
+        return next((value.strip() for name, _, value in pairs if name.strip() == key), "")
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
+    def cores(self) -> int:
+        """Return how many CPU cores this process may use."""
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
+
+    def memory_bytes(self) -> int:
+        """Return how much memory there is."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def free_memory_bytes(self) -> int:
+        """Return how much memory is free now."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+    def system(self) -> tuple[str, str]:
+        """Return the operating system and the processor's architecture."""
+        return platform.system(), platform.machine()
+
+    def glibc(self) -> str:
+        """Return the version of glibc, or ``unknown``."""
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "unknown").removeprefix("glibc ")
+
+    def library_folder(self, name: str) -> Path | None:
+        """Return the folder that Python's shared library of this name is in, None without one."""
+        folder = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
+        for candidate in (folder, folder / str(sysconfig.get_config_var("MULTIARCH"))):
+            if (candidate / name).exists():
+                return candidate
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return folder  # the loader's own search path has it
         return None
 
+    def package_version(self, name: str) -> str | None:
+        """Return the version of an installed package, without importing it."""
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+        return None
 
-def describe() -> dict[str, object]:
-    """Return processor, cores, memory (GiB), system and versions, JSON-able."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "processor": processor(),
-        "cores": cores(),
-        "memory_gib": round(memory_bytes / 2**30, 1),
-        "system": f"{platform.system()} {platform.machine()}",
-        "versions": versions(),
-    }
+    def versions(self) -> dict[str, str]:
+        """Return the versions of Python and of the installed packages that time depends on."""
+        packages = {name: self.package_version(name) for name in _PACKAGES}
+        return {"python": platform.python_version()} | {
+            name: version for name, version in packages.items() if version
+        }
+
+    def gpus(self) -> list[str]:
+        """Return name and memory of each GPU that nvidia-smi lists."""
+        program = shutil.which("nvidia-smi")
+        if program:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+                text = subprocess.check_output(query, text=True, timeout=_NVIDIA_SMI_LIMIT_S)
+                return [line.strip() for line in text.splitlines() if line.strip()]
+        return []
+
+    def device_name(self, device: str) -> str:
+        """Return what a CUDA device is."""
+        import torch
+
+        return torch.cuda.get_device_name(device)
+
+    def temporary_folder(self) -> Path:
+        """Return the folder for temporary files."""
+        return Path(tempfile.gettempdir())
+
+    def shared_memory_folder(self) -> Path:
+        """Return the folder of shared memory."""
+        return Path("/dev/shm")
+
+    def free_disk_bytes(self, folder: Path) -> int:
+        """Return how much room a folder's disk has."""
+        return shutil.disk_usage(folder).free
+
+    def can_write(self, folder: Path) -> bool:
+        """Return whether this user may make files in a folder."""
+        return os.access(folder, os.W_OK)
+
+    def describe(self) -> dict[str, object]:
+        """Return processor, cores, memory (GiB), system and versions, JSON-able."""
+        return {
+            "processor": self.processor(),
+            "cores": self.cores(),
+            "memory_gib": round(self.memory_bytes() / 2**30, 1),
+            "system": " ".join(self.system()),
+            "versions": self.versions(),
+        }
 
 
-def device_name(device: str) -> str:
-    """Return what a CUDA device is."""
-    import torch
-
-    return torch.cuda.get_device_name(device)
+machine = Machine()
+"""The machine that this process runs on."""

@@ -19,17 +19,17 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import quantiles
 from time import perf_counter, process_time
 
-from backend import machine
 from backend.config import DEFAULT_CONFIG, EngineConfig, ServingConfig, load_config
 from backend.engines.registry import Service, make_engine
 from backend.kinds import KINDS
+from backend.machine import Machine, machine
 from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS
 from backend.storage import cache
@@ -136,6 +136,7 @@ def measure(
     names: Sequence[str] = (),
     *,
     budget_s: float = BUDGET_S,
+    machine: Machine = machine,
 ) -> None:
     """Measure engines of a deployment (these; none named: all) and put their tables into the cache.
     ``folders``: all checkpoints by name.
@@ -152,7 +153,7 @@ def measure(
     }
     with stage(f"measuring {', '.join(cases)}") as progress:
         measured = config.target not in engines
-        threads = _threads_of(config, folders, measured=measured)
+        threads = _threads_of(config, folders, machine, measured=measured)
         seconds = _time_all(config, engines, folders, cases, threads, budget_s, progress)
     for engine in engines:
         own, folder = cases[engine.name], folders[engine.name]
@@ -204,7 +205,9 @@ def _time_all(
     return {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
 
 
-def _threads_of(config: ServingConfig, folders: Mapping[str, Path], *, measured: bool) -> int:
+def _threads_of(
+    config: ServingConfig, folders: Mapping[str, Path], machine: Machine, *, measured: bool
+) -> int:
     """Return the number of threads to measure with; that of the target's table where it is
     ``measured``.
     """
@@ -213,10 +216,29 @@ def _threads_of(config: ServingConfig, folders: Mapping[str, Path], *, measured:
     if measured:
         path = table_file(config.target, folders[config.target.name], config.threads)
         return read_table(path).provenance.threads
-    return choose_threads(config, folders)
+    return choose_threads(config, folders, machine)
 
 
-def choose_threads(config: ServingConfig, folders: Mapping[str, Path]) -> int:
+def probe_s(config: ServingConfig, folders: Mapping[str, Path], threads: int) -> float:
+    """Return the seconds that a few typical passes of the target take with this many threads."""
+    rng, cases = random.Random(_SEED), probe_cases()
+    rig = _rig(config, config.target, folders, cases, threads, rng)
+    samples = interleave(
+        [lambda case=case: rig.time(case) for case in cases],  # type: ignore[misc]
+        budget_s=5.0,
+        rng=rng,
+        report=lambda _done_s, _all_s: None,
+        most=7,
+    )
+    return sum(lower_quartile(seconds) for seconds in samples)
+
+
+def choose_threads(
+    config: ServingConfig,
+    folders: Mapping[str, Path],
+    machine: Machine = machine,
+    probe_s: Callable[[ServingConfig, Mapping[str, Path], int], float] = probe_s,
+) -> int:
     """Return the number of threads for the target: 1, or all cores where they save a tenth on a few
     typical passes.
 
@@ -226,21 +248,9 @@ def choose_threads(config: ServingConfig, folders: Mapping[str, Path]) -> int:
     cores = machine.cores()
     if cores == 1 or config.target.device != "cpu":
         return 1
-    total: dict[int, float] = {}
-    for threads in (1, cores):
-        rng, cases = random.Random(_SEED), probe_cases()
-        rig = _rig(config, config.target, folders, cases, threads, rng)
-        samples = interleave(
-            [lambda rig=rig, case=case: rig.time(case) for case in cases],  # type: ignore[misc]
-            budget_s=5.0,
-            rng=rng,
-            report=lambda _done_s, _all_s: None,
-            most=7,
-        )
-        total[threads] = sum(lower_quartile(seconds) for seconds in samples)
-    one_ms, all_ms = (total[threads] * 1e3 for threads in (1, cores))
-    logger.info("1 thread takes %.0f ms, %d take %.0f ms", one_ms, cores, all_ms)
-    return cores if total[cores] < MIN_THREAD_GAIN * total[1] else 1
+    one_s, all_s = (probe_s(config, folders, threads) for threads in (1, cores))
+    logger.info("1 thread takes %.0f ms, %d take %.0f ms", one_s * 1e3, cores, all_s * 1e3)
+    return cores if all_s < MIN_THREAD_GAIN * one_s else 1
 
 
 def _rig(

@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
@@ -31,7 +32,30 @@ MEASURE_S = 95
 """An estimate: loading the engines, choosing the threads, ``measure.BUDGET_S``."""
 
 
-def prepare(config: ServingConfig) -> None:
+def measure_engines(
+    config: ServingConfig, folders: Mapping[str, Path], names: Sequence[str]
+) -> None:
+    """Measure engines of a deployment; torch is imported only here."""
+    from engines_build.measure import measure
+
+    measure(config, folders, names)
+
+
+def make_embedded_model(folder: Path) -> None:
+    """Convert the embedded model into a folder.
+
+    What it is made of lies where the cache's next writer removes what a killed one has left.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".package.", dir=folder.parent) as package:
+        convert(embedded_gguf(Path(package)), folder)
+
+
+def prepare(
+    config: ServingConfig,
+    make_model: Callable[[Path], None] = make_embedded_model,
+    measure: Callable[[ServingConfig, Mapping[str, Path], Sequence[str]], None] = measure_engines,
+) -> None:
     """Convert and measure what is missing. Raises ConfigError or ConvertError saying what cannot be
     had.
     """
@@ -46,12 +70,8 @@ def prepare(config: ServingConfig) -> None:
         to_measure = to_convert or bool(missing_tables(config, folders))
         announce(to_convert=to_convert, to_measure=to_measure)
         if to_convert:
-            make_embedded_model()
+            make_model(cache.model_folder(EMBEDDED_MODEL))
         if missing := missing_tables(config, folders):
-            from engines_build.measure import (
-                measure,  # it imports torch, which a prepared machine need not
-            )
-
             measure(config, folders, missing)
 
 
@@ -85,18 +105,7 @@ def embedded_model_is_whole() -> bool:
 def bring_embedded_model() -> None:
     """Convert the embedded model unless the cache holds all of it. Raises ConvertError."""
     if not embedded_model_is_whole():
-        make_embedded_model()
-
-
-def make_embedded_model() -> None:
-    """Convert the embedded model.
-
-    What it is made of lies where the cache's next writer removes what a killed one has left.
-    """
-    folder = cache.model_folder(EMBEDDED_MODEL)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".package.", dir=folder.parent) as package:
-        convert(embedded_gguf(Path(package)), folder)
+        make_embedded_model(cache.model_folder(EMBEDDED_MODEL))
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from datetime import date
 from statistics import median
 from time import perf_counter
 
-from backend import machine
 from backend.engines.port import Engine, Turn
+from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Sequence
 from policy import LatencyTable

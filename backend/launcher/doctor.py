@@ -9,25 +9,21 @@ import contextlib
 import json
 import os
 import re
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from backend import machine
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig, load_config
 from backend.kinds import KINDS
 from backend.launcher import settings as launch
 from backend.launcher.processes import command_line
+from backend.machine import Machine, machine
 from backend.storage import cache
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.5, 0.1, 0.06
 """For the embedded model while it is made, for a run folder, for what stubs share with Triton."""
-NVIDIA_SMI_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +35,9 @@ class Finding:
     text: str
 
 
-def report(*, as_json: bool) -> int:
+def report(*, as_json: bool, machine: Machine = machine) -> int:
     """Print what was found; return 1 if serving cannot work, else 0."""
-    found = findings()
+    found = findings(machine)
     if as_json:
         print(json.dumps([asdict(finding) for finding in found], indent=1))
     else:
@@ -57,19 +53,19 @@ def can_serve(found: list[Finding]) -> bool:
     return all(finding.state != MISSING for finding in found)
 
 
-def findings() -> list[Finding]:
+def findings(machine: Machine = machine) -> list[Finding]:
     """Look at everything."""
-    installed = packages()
+    installed = packages(machine, pinned())
     found = [
-        _checked("system", launch.check_system),
-        _checked("python", launch.check_python),
+        _checked("system", lambda: launch.check_system(machine)),
+        _checked("python", lambda: launch.check_python(machine)),
         _checked("tritonserver", launch.check_triton),
         installed,
-        processor(),
+        processor(machine),
         kernels(),
-        memory(),
-        gpu(),
-        *disks(),
+        memory(machine),
+        gpu(machine),
+        *disks(machine),
     ]
     try:
         settings = launch.read_settings(os.environ)
@@ -89,14 +85,11 @@ def _checked(name: str, check: Callable[[], str]) -> Finding:
         return Finding(name, MISSING, str(error))
 
 
-def packages() -> Finding:
-    """Compare what is installed with what is pinned."""
+def packages(machine: Machine, pins: list[tuple[str, str]]) -> Finding:
+    """Compare what is installed with the names and versions that are pinned."""
     wrong = []
-    for name, version in pinned():
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found = "none"
+    for name, version in pins:
+        found = machine.package_version(name) or "none"
         if found.partition("+")[0] != version:
             wrong.append(f"{name}=={version} (found: {found})")
     if wrong:
@@ -105,19 +98,21 @@ def packages() -> Finding:
             MISSING,
             f"pip install {' '.join(item.split(' ')[0] for item in wrong)}: {', '.join(wrong)}",
         )
-    return Finding("packages", OK, f"torch {metadata.version('torch')} and all others as pinned")
+    return Finding(
+        "packages", OK, f"torch {machine.package_version('torch')} and all others as pinned"
+    )
 
 
-def pinned() -> list[tuple[str, str]]:
+def pinned(folder: Path = PROJECT_ROOT) -> list[tuple[str, str]]:
     """Return the names and versions of a clone's requirements.txt, else of the distribution."""
-    file = PROJECT_ROOT / "requirements.txt"
+    file = folder / "requirements.txt"
     in_clone = file.is_file()
     lines = file.read_text("utf-8").splitlines() if in_clone else metadata.requires("spindle") or []
     found = (re.match(r"([\w.-]+)(?:\[.*?\])?==([\w.]+)", line) for line in lines)
     return [(match[1], match[2]) for match in found if match]
 
 
-def processor() -> Finding:
+def processor(machine: Machine) -> Finding:
     """Say what matrices are multiplied in, and so what ``auto`` means."""
     instructions = machine.instructions()
     if not instructions:
@@ -137,11 +132,10 @@ def kernels() -> Finding:
     return Finding("kernels", OK, "engine auto is openvino on CPUs")
 
 
-def memory() -> Finding:
+def memory(machine: Machine) -> Finding:
     """Say how many cores and how much memory there are."""
-    available_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    total_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    text = f"{machine.cores()} cores, {total_gib:.1f} GiB of memory, {available_gib:.1f} free"
+    total_gib, free_gib = machine.memory_bytes() / 2**30, machine.free_memory_bytes() / 2**30
+    text = f"{machine.cores()} cores, {total_gib:.1f} GiB of memory, {free_gib:.1f} free"
     if machine.cores() < 2:
         return Finding(
             "cores, memory",
@@ -151,40 +145,37 @@ def memory() -> Finding:
     return Finding("cores, memory", OK, text)
 
 
-def gpu() -> Finding:
+def gpu(machine: Machine) -> Finding:
     """Say which GPUs there are and whether the installed torch can use them."""
-    program = shutil.which("nvidia-smi")
-    query = [program or "", "--query-gpu=name,memory.total", "--format=csv,noheader"]
-    names: list[str] = []
-    if program:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.check_output(query, text=True, timeout=NVIDIA_SMI_LIMIT_S)
-            names = [line.strip() for line in said.splitlines() if line.strip()]
+    names = "; ".join(machine.gpus())
     if not names:
         return Finding("gpu", OK, "none: the processor serves")
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        if "+cpu" in metadata.version("torch"):
-            text = f"{'; '.join(names)}: not used, the installed torch is a CPU build"
-            return Finding("gpu", WARNING, text)
-    return Finding("gpu", OK, f"{'; '.join(names)}: used by engines whose device is cuda")
+    if "+cpu" in (machine.package_version("torch") or ""):
+        return Finding("gpu", WARNING, f"{names}: not used, the installed torch is a CPU build")
+    return Finding("gpu", OK, f"{names}: used by engines whose device is cuda")
 
 
-def disks() -> list[Finding]:
+def disks(machine: Machine) -> list[Finding]:
     """Say how much room there is where files are written."""
     places = (
         ("cache", cache.root(), CACHE_GB, "--cache chooses another place"),
-        ("temporary", Path(tempfile.gettempdir()), TEMPORARY_GB, "TMPDIR chooses another place"),
-        ("shared memory", Path("/dev/shm"), SHARED_MEMORY_GB, "in a container: --shm-size 1g"),
+        ("temporary", machine.temporary_folder(), TEMPORARY_GB, "TMPDIR chooses another place"),
+        (
+            "shared memory",
+            machine.shared_memory_folder(),
+            SHARED_MEMORY_GB,
+            "in a container: --shm-size 1g",
+        ),
     )
-    return [disk(*place) for place in places]
+    return [disk(machine, *place) for place in places]
 
 
-def disk(name: str, folder: Path, needed_gb: float, advice: str) -> Finding:
+def disk(machine: Machine, name: str, folder: Path, needed_gb: float, advice: str) -> Finding:
     """Say whether a folder, which need not exist yet, has so much room and can be written."""
     places = (folder, *folder.absolute().parents)
     there = next((place for place in places if place.is_dir()), Path("/"))
-    free_gb = shutil.disk_usage(there).free / 1e9
-    if not os.access(there, os.W_OK):
+    free_gb = machine.free_disk_bytes(there) / 1e9
+    if not machine.can_write(there):
         return Finding(name, MISSING, f"{folder} cannot be written: {advice}")
     text = f"{folder}, {free_gb:.1f} GB free"
     if free_gb < needed_gb:

@@ -28,7 +28,9 @@ def log_path(settings: Settings) -> Path:
 
 
 @contextmanager
-def open_log(path: Path) -> Iterator[IO[bytes]]:
+def open_log(
+    path: Path, most_bytes: int = MOST_BYTES, check_period_s: float = SIZE_CHECK_PERIOD_S
+) -> Iterator[IO[bytes]]:
     """Begin the file anew, the one before is kept beside it, and keep it small while it is open.
 
     Raises LaunchError.
@@ -42,16 +44,19 @@ def open_log(path: Path) -> Iterator[IO[bytes]]:
         text = f"the log {path} cannot be written: {error.strerror}. --verbose prints it instead"
         raise LaunchError(text) from error
     closed = threading.Event()
-    threading.Thread(target=_keep_small, args=(path, closed), name="log-size", daemon=True).start()
+    limits = (path, closed, most_bytes, check_period_s)
+    threading.Thread(target=_keep_small, args=limits, name="log-size", daemon=True).start()
     with log:
         yield log
     closed.set()
 
 
-def _keep_small(path: Path, closed: threading.Event) -> None:
-    while not closed.wait(SIZE_CHECK_PERIOD_S):
+def _keep_small(
+    path: Path, closed: threading.Event, most_bytes: int, check_period_s: float
+) -> None:
+    while not closed.wait(check_period_s):
         with contextlib.suppress(OSError):  # a full disk is no reason to end a service
-            if path.stat().st_size > MOST_BYTES:
+            if path.stat().st_size > most_bytes:
                 shutil.copyfile(path, _before(path))
                 os.truncate(path, 0)  # who writes appends, so goes on at the beginning
 

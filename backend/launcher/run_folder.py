@@ -15,38 +15,39 @@ from pathlib import Path
 from backend.config import ServingConfig
 from backend.launcher.package import packaged_stub, packaged_triton
 from backend.launcher.settings import LaunchError
+from backend.machine import Machine, machine
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.paths import PROJECT_ROOT
 from backend.triton_adapter.rendering import render_config
 
 PREFIX = "spindle-run-"
-SHARED_MEMORY = Path("/dev/shm")
 MOST_SOCKET_PATH_BYTES = 107
 """Linux's limit, less the byte that ends it."""
 
 
 @contextmanager
-def run_folder() -> Iterator[Path]:
+def run_folder(machine: Machine = machine) -> Iterator[Path]:
     """Give a new folder and delete it at the end, together with the shared memory whose names begin
     with its name.
 
     A killed launcher cannot do that, so what such ones have left goes first: their folders are no
     longer locked.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    temporary, shared_memory = machine.temporary_folder(), machine.shared_memory_folder()
+    for folder in temporary.glob(f"{PREFIX}*"):
         if (lock := _locked(folder)) is not None:
-            _delete(folder)
+            _delete(folder, shared_memory)
             os.close(lock)
     lock = None
     while (
         lock is None or not folder.exists()
     ):  # another launcher that starts now may take an unlocked folder for a leftover
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary))
         lock = _locked(folder)
     try:
         yield folder
     finally:
-        _delete(folder)
+        _delete(folder, shared_memory)
         os.close(lock)
 
 
@@ -75,8 +76,8 @@ def _locked(folder: Path) -> int | None:
     return handle
 
 
-def _delete(folder: Path) -> None:
-    for region in SHARED_MEMORY.glob(f"{folder.name}_*"):
+def _delete(folder: Path, shared_memory: Path) -> None:
+    for region in shared_memory.glob(f"{folder.name}_*"):
         region.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

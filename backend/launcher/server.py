@@ -24,9 +24,10 @@ from backend.launcher.processes import (
     is_running,
     kill_all,
 )
-from backend.launcher.run_folder import SHARED_MEMORY, socket_in
+from backend.launcher.run_folder import socket_in
 from backend.launcher.say import say
 from backend.launcher.settings import Settings, python_library_folder
+from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 STUB_NAME = "triton_python_backend_stub"
@@ -142,7 +143,7 @@ class TritonServer:
         self._process.wait()
         if left := kill_all([*tree, *self._stubs]):
             say(f"processes {left} could not be killed")
-        for region in SHARED_MEMORY.glob(f"{self._shm_prefix}*"):
+        for region in machine.shared_memory_folder().glob(f"{self._shm_prefix}*"):
             region.unlink(missing_ok=True)
         self._process, self._stubs = None, {}
 

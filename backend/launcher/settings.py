@@ -4,13 +4,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import platform
 import socket
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,6 +17,7 @@ from urllib.parse import urlsplit
 
 from backend.config import DEFAULT_CONFIG
 from backend.launcher.package import packaged_stub
+from backend.machine import Machine, machine
 
 MINIMUM_GLIBC = (2, 35)
 PYTHONS = ((3, 10), (3, 12))
@@ -143,20 +142,19 @@ def port_trouble(bind: str, port: int) -> str:
     return ""
 
 
-def check_machine() -> None:
+def check_machine(machine: Machine = machine) -> None:
     """Raise LaunchError unless the packaged tritonserver runs here."""
-    for check in (check_system, check_python, check_triton):
-        check()
+    check_system(machine)
+    check_python(machine)
+    check_triton()
 
 
-def check_system() -> str:
+def check_system(machine: Machine) -> str:
     """Return the system and its glibc. Raises LaunchError where tritonserver does not run."""
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        raise LaunchError(
-            f"the packaged tritonserver needs Linux on x86-64, this is {platform.system()} on "
-            f"{platform.machine()}"
-        )
-    version = (os.confstr("CS_GNU_LIBC_VERSION") or "unknown").removeprefix("glibc ")
+    if machine.system() != ("Linux", "x86_64"):
+        system = " on ".join(machine.system())
+        raise LaunchError(f"the packaged tritonserver needs Linux on x86-64, this is {system}")
+    version = machine.glibc()
     parts = version.split(".")
     if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MINIMUM_GLIBC:
         raise LaunchError(
@@ -166,14 +164,14 @@ def check_system() -> str:
     return f"Linux on x86-64, glibc {version}"
 
 
-def check_python() -> str:
+def check_python(machine: Machine) -> str:
     """Return the version of Python and where its shared library is. Raises LaunchError."""
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         raise LaunchError(
             f"Python 3.10, 3.11 or 3.12 is needed, this is {platform.python_version()}: "
             "make an environment with one of these (make PYTHON=python3.11 serve)"
         )
-    return f"{platform.python_version()}, its shared library in {python_library_folder()}"
+    return f"{platform.python_version()}, its shared library in {python_library_folder(machine)}"
 
 
 def check_triton() -> str:
@@ -187,22 +185,17 @@ def check_triton() -> str:
     return f"nvidia-pytriton {metadata.version('nvidia-pytriton')}, with its stub for this Python"
 
 
-def python_library_folder() -> Path:
+def python_library_folder(machine: Machine = machine) -> Path:
     """Return the folder of this Python's shared library, which Triton's stub loads. Raises
     LaunchError when there is none.
     """
     name = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
-    folder = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
-    for candidate in (folder, folder / str(sysconfig.get_config_var("MULTIARCH"))):
-        if (candidate / name).exists():
-            return candidate
-    try:
-        ctypes.CDLL(name)
-    except OSError:
+    folder = machine.library_folder(name)
+    if folder is None:
         raise LaunchError(
             f"{name} is missing: Triton needs a Python with a shared library (on Debian and "
             f"Ubuntu the package "
             f"libpython{sys.version_info[0]}.{sys.version_info[1]}; with pyenv, "
             f"PYTHON_CONFIGURE_OPTS=--enable-shared)"
-        ) from None
-    return folder  # the loader's own search path has it
+        )
+    return folder

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from backend import machine
 from backend.config import EngineConfig, ServingConfig
+from backend.machine import Machine, machine
 from backend.storage import cache
 from backend.storage.manifest import read_manifest
 from policy.latency import LatencyError, LatencyTable
@@ -64,7 +64,9 @@ def _table(
         return None
 
 
-def table_file(engine: EngineConfig, folder: Path, threads: int | str) -> Path:
+def table_file(
+    engine: EngineConfig, folder: Path, threads: int | str, machine: Machine = machine
+) -> Path:
     """Return where an engine's table lives; ``threads`` is a number or the target's ``auto``.
     Raises ConfigError for a bad folder.
     """

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from backend import machine
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.settings import TARGET, host_config
+from backend.machine import machine
 from backend.ops.stats import Stats
 from policy import LatencyTable
 

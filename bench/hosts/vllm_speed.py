@@ -27,8 +27,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from backend import machine
 from backend.config import PROJECT_ROOT
+from backend.machine import machine
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
 from bench import workloads

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from backend import machine
+from backend.machine import machine
 from backend.tokenizer import load_tokenizer
 from bench import servers, workloads
 from bench.paired import abba

@@ -27,7 +27,7 @@ from typing import Any
 import grpc
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from backend import machine
+from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.micro.fuzzing import (
     GRPC_CASES,

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from backend import machine
 from backend.config import ServingConfig, load_config
 from backend.engines.port import Completion, Engine, Turn
 from backend.engines.registry import Service, make_engine
+from backend.machine import machine
 from backend.model_folders import model_path
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Features, Proposal, Sequence

@@ -26,8 +26,8 @@ from typing import Any
 
 import grpc
 
-from backend import machine
 from backend.config import load_config
+from backend.machine import machine
 from backend.model_folders import model_path
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.load import FINAL, Served, channel, percentiles_ms, serve

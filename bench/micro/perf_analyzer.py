@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from backend import machine
+from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.load import percentiles_ms
 from tests.server.harness import Service

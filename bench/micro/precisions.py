@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from backend import machine
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.port import Turn
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.stepping.engine import StepEngine
 from backend.engines.torch.engine import TorchEngine
+from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from backend.tokenizer import load_tokenizer

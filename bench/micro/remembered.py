@@ -24,12 +24,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from backend import machine
 from backend.app import App, build
 from backend.config import EngineConfig, ServingConfig, load_config
 from backend.engines.port import Turn
 from backend.engines.suffix import SuffixEngine
 from backend.kinds import KINDS
+from backend.machine import machine
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Sequence
 from bench.in_process import generate

@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from backend import machine
+from backend.machine import machine
 from bench.micro.oracle import (
     Instance,
     best_by_enumeration,

@@ -31,7 +31,7 @@ from urllib.request import urlopen
 
 import aiohttp
 
-from backend import machine
+from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.load import CANCELLED, FINAL, UNANSWERED, Served, channel, percentiles_ms, serve
 from bench.micro.doors import serve_http

@@ -18,9 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from backend import machine
 from backend.config import EMBEDDED_MODEL, EngineConfig, parse_config
 from backend.engines import memory
+from backend.machine import Machine, machine
 from backend.model_folders import model_path
 from backend.storage import cache
 from backend.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
@@ -127,8 +127,10 @@ class Peers:
     one not used for longest ends.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], machine: Machine = machine) -> None:
         self._config = parse_config(config)
+        # Where the processor has no products in bf16, those take much longer.
+        self._dtype = "bfloat16" if machine.multiplies_bf16() else "float32"
         self._running: OrderedDict[str, PeerArm] = OrderedDict()
 
     def missing(self, name: str) -> str:
@@ -157,9 +159,9 @@ class Peers:
     def weights(self, name: str) -> str:
         """Say in which form a peer reads the target and, where it has one, the draft."""
         stack, _, kind = name.partition("-")
-        run = "bf16 checkpoint" if _dtype() == "bfloat16" else "bf16 checkpoint, run in fp32"
+        run = "bf16 checkpoint" if self._dtype == "bfloat16" else "bf16 checkpoint, run in fp32"
         target = self._gguf_kind(name) if stack in _FORMS else run
-        own = "bf16" if _dtype() == "bfloat16" else "fp32"
+        own = "bf16" if self._dtype == "bfloat16" else "fp32"
         draft = {"transformers": "fp32", "vllm": own, "openvino": "fp16", "llamacpp": "bf16"}[stack]
         return f"{target}; draft {draft}, whole head" if kind == "draft" else target
 
@@ -207,7 +209,7 @@ class Peers:
             ),
         ]
         if stack in ("transformers", "vllm"):
-            models = ["--model", target, "--dtype", _dtype()]
+            models = ["--model", target, "--dtype", self._dtype]
             models += (
                 ["--draft", whole_head(model_path(self._drafts()[0]))] if kind == "draft" else []
             )
@@ -221,13 +223,6 @@ class Peers:
                 else []
             )
         return [*_COMMANDS[stack](name), *map(str, models), *own]
-
-
-def _dtype() -> str:
-    """Return what transformers and vLLM run a model in: where the processor has no products in
-    bf16, those take much longer.
-    """
-    return "bfloat16" if machine.multiplies_bf16() else "float32"
 
 
 def environment(stack: str) -> Path:

@@ -32,8 +32,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from backend import machine
 from backend.config import parse_config
+from backend.machine import machine
 from backend.model_folders import model_path
 from backend.tokenizer import Tokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT

@@ -37,9 +37,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from backend import machine
 from backend.config import PolicyConfig, parse_config
 from backend.engines.memory import host_bytes
+from backend.machine import machine
 from backend.model_folders import model_path
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import workloads

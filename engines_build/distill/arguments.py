@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from backend import machine
+from backend.machine import machine
 from engines_build.distill.corpora import LICENCES, WORKLOADS, Corpus
 from engines_build.distill.evaluation_sets import JUDGED
 

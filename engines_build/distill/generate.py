@@ -21,13 +21,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backend import machine
 from backend.core.block_pool import BlockPool
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.stepping.engine import Model
 from backend.engines.torch.llama import Llama
 from backend.kinds import KINDS
+from backend.machine import machine
 from backend.sequence import BLOCK_TOKENS
 from engines_build.distill.corpora import WORKLOADS, Corpus, Prompt, ask_about
 

@@ -17,13 +17,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from backend import machine
 from backend.config import EngineConfig, ServingConfig, load_config
 from backend.engines.port import Turn
 from backend.engines.registry import Service
 from backend.engines.trtllm.deployment import LATENCY_FILE, make, trtllm_engines
 from backend.engines.trtllm.engine import ITERATIONS_IN_FLIGHT, TrtllmEngine
 from backend.engines.trtllm.folder import read_engine_folder
+from backend.machine import machine
 from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS, Sequence
 from backend.storage import cache

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from backend import machine
 from backend.tokenizer import ByteTokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.peers import arms as peer_arms
@@ -20,6 +19,7 @@ from bench.peers.arms import WORKERS, PeerArm, Peers, environment
 from bench.peers.worker import Transformers, _Clock, _events
 from bench.servers import Offer, Reply
 from engines_build.convert import checkpoint_name, unpermute
+from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, FakeMachine
 
 pytestmark = pytest.mark.slow
 
@@ -248,15 +248,15 @@ def test_environments_are_in_the_cache(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "dtype", "reads"),
+    ("flags", "dtype", "reads"),
     [
-        ("AVX2", "float32", "bf16 checkpoint, run in fp32"),
-        ("AVX512-BF16", "bfloat16", "bf16 checkpoint"),
+        (AVX2_FLAGS, "float32", "bf16 checkpoint, run in fp32"),
+        (BF16_FLAGS, "bfloat16", "bf16 checkpoint"),
     ],
 )
-def test_stacks_that_would_crawl_in_bf16_run_in_fp32_and_say_so(monkeypatch, found, dtype, reads):
-    monkeypatch.setattr(machine, "instructions", lambda: found)
-    stacks = Peers({"target": {"engine": "torch", "model": str(TINY)}})
+def test_stacks_that_would_crawl_in_bf16_run_in_fp32_and_say_so(flags, dtype, reads):
+    target = {"engine": "torch", "model": str(TINY)}
+    stacks = Peers({"target": target}, machine=FakeMachine(flags=flags))
     for name in ("transformers-plain", "vllm-plain"):
         command = stacks._command(name)
         assert command[command.index("--dtype") + 1] == dtype

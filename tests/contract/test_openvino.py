@@ -14,7 +14,7 @@ import openvino
 import pytest
 import torch
 
-from backend import kinds, machine
+from backend import kinds
 from backend.config import ConfigError, parse_config, settled
 from backend.engines.checkpoint import CheckpointError, LlamaConfig
 from backend.engines.openvino import llama
@@ -26,6 +26,7 @@ from backend.engines.openvino.width import Width
 from backend.engines.port import KeepsWidth, Turn
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.engine import TorchEngine
+from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sampling.laws import likeliest
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from backend import machine
 from backend.app import build
 from backend.config import PROJECT_ROOT, parse_config
+from backend.machine import machine
 from backend.request import GenerationRequest
 from bench.in_process import generate
 from bench.prompts import PROMPTS

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from backend import machine
 from backend.config import parse_config
 from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
@@ -28,6 +27,7 @@ from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
 from backend.engines.port import Completion, Turn
 from backend.engines.torch.engine import TorchEngine
+from backend.machine import machine
 from backend.ops.stats import Stats, StepStats
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Proposal, Sequence

@@ -195,7 +195,7 @@ def hardware(device: str) -> dict[str, Any]:
     """Return processor and GPU. Raises RuntimeError where torch sees none and one is wanted."""
     import torch
 
-    from backend import machine
+    from backend.machine import machine
 
     found: dict[str, Any] = {
         "machine": machine.describe(),

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from backend import machine
 from backend.config import ConfigError, load_config, parse_config
+from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, FakeMachine
 
 TORCH = {"engine": "torch", "model": "m"}
 
@@ -19,12 +19,12 @@ def test_defaults_are_those_of_the_embedded_deployment():
 
 
 @pytest.mark.parametrize(
-    ("instructions", "dtype"),
-    [("AVX512-BF16", "bf16"), ("AVX2", "fp32"), ("", "fp32")],
+    ("flags", "dtype"),
+    [(BF16_FLAGS, "bf16"), (AVX2_FLAGS, "fp32"), ("", "fp32")],
 )
-def test_what_auto_means_hangs_on_what_the_processor_multiplies(monkeypatch, instructions, dtype):
-    monkeypatch.setattr(machine, "instructions", lambda: instructions)
-    config = parse_config({"target": TORCH, "drafts": [{**TORCH, "name": "a"}]})
+def test_auto_depends_on_what_the_processor_multiplies(flags, dtype):
+    machine = FakeMachine(flags=flags)
+    config = parse_config({"target": TORCH, "drafts": [{**TORCH, "name": "a"}]}, machine)
     assert (config.target.dtype, config.drafts[0].dtype) == (dtype, dtype)
     config = parse_config(
         {"target": {**TORCH, "dtype": "fp64"}, "drafts": [{**TORCH, "name": "a", "dtype": "bf16"}]}

@@ -1,5 +1,4 @@
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -10,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from backend.config import parse_config
-from backend.launcher import example, log_file, serving, supervisor
+from backend.launcher import example, serving, supervisor
 from backend.launcher import run_folder as run_folder_module
-from backend.launcher import settings as settings_module
 from backend.launcher.log_file import open_log, reasons
 from backend.launcher.overrides import Overrides
 from backend.launcher.processes import (
@@ -32,10 +30,12 @@ from backend.launcher.settings import (
     LaunchError,
     check_machine,
     check_ports,
+    python_library_folder,
     read_settings,
 )
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
+from tests.fakes.machine import FakeMachine
 
 
 def test_the_defaults_are_triton_s_ports_on_loopback():
@@ -117,24 +117,21 @@ def test_a_port_in_use_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("target", "name", "answer", "words"),
+    ("machine", "words"),
     [
-        (platform, "machine", lambda: "aarch64", "x86-64, this is Linux on aarch64"),
-        (os, "confstr", lambda _: "glibc 2.31", "glibc 2.35 or newer .* has 2.31"),
-        (os, "confstr", lambda _: None, "has unknown"),
+        (FakeMachine(os_and_cpu=("Linux", "aarch64")), "x86-64, this is Linux on aarch64"),
+        (FakeMachine(glibc_version="2.31"), "glibc 2.35 or newer .* has 2.31"),
+        (FakeMachine(glibc_version="unknown"), "has unknown"),
+        (FakeMachine(has_python_library=False), r"libpython3\.\d+\.so\.1\.0 is missing"),
     ],
 )
-def test_an_unfit_machine_is_refused_in_a_sentence(monkeypatch, target, name, answer, words):
-    monkeypatch.setattr(target, name, answer)
+def test_an_unfit_machine_is_refused_in_a_sentence(machine, words):
     with pytest.raises(LaunchError, match=words):
-        check_machine()
+        check_machine(machine)
 
 
-def test_a_python_without_a_shared_library_is_refused(monkeypatch):
-    monkeypatch.setattr(settings_module.sysconfig, "get_config_var", lambda _: "/nowhere")
-    monkeypatch.setattr(settings_module.ctypes, "CDLL", lambda _: (_ for _ in ()).throw(OSError()))
-    with pytest.raises(LaunchError, match=r"libpython3\.\d+\.so\.1\.0 is missing"):
-        settings_module.python_library_folder()
+def test_the_shared_library_of_this_python_is_found():
+    assert python_library_folder().is_dir()
 
 
 def test_the_run_folder_holds_a_complete_repository_with_the_settings(tmp_path):
@@ -157,15 +154,6 @@ def test_the_run_folder_holds_a_complete_repository_with_the_settings(tmp_path):
     assert not any(path.is_symlink() for path in python_backend.iterdir())
 
 
-@pytest.fixture
-def places(monkeypatch, tmp_path):
-    """Return a temporary folder and a shared memory of the test's own."""
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(run_folder_module, "SHARED_MEMORY", tmp_path)
-    return tmp_path
-
-
 def test_a_folder_too_long_for_a_socket_is_refused_by_name():
     folder = Path("/tmp") / ("long" * 25) / "spindle-run-12345678"
     with pytest.raises(LaunchError, match=rf"TMPDIR {folder.parent} is 31 bytes too long"):
@@ -173,32 +161,32 @@ def test_a_folder_too_long_for_a_socket_is_refused_by_name():
     assert run_folder_module.socket_in(Path("/tmp/run")) == Path("/tmp/run/engine.sock")
 
 
-def test_a_run_folder_goes_with_its_shared_memory(places):
-    with run_folder() as folder:
+def test_a_run_folder_goes_with_its_shared_memory(tmp_path):
+    with run_folder(FakeMachine(folder=tmp_path)) as folder:
         (folder / "file").write_text("")
-        region, other = places / f"{folder.name}_17_ensemble", places / "someone_else"
+        region, other = tmp_path / f"{folder.name}_17_ensemble", tmp_path / "someone_else"
         region.touch()
         other.touch()
-    assert list(places.iterdir()) == [other]
+    assert list(tmp_path.iterdir()) == [other]
 
 
-def test_what_a_killed_launcher_left_goes_at_the_next_start_and_what_is_in_use_stays(places):
+def test_what_a_killed_launcher_left_goes_at_the_next_start_and_what_is_in_use_stays(tmp_path):
     code = "import time; from backend.launcher.run_folder import run_folder; made = run_folder()"
     command = [sys.executable, "-c", f"{code}; print(made.__enter__(), flush=True); time.sleep(60)"]
     options = {
         "cwd": PROJECT_ROOT,
-        "env": {**os.environ, "TMPDIR": str(places)},
+        "env": {**os.environ, "TMPDIR": str(tmp_path)},
         "stdout": subprocess.PIPE,
         "text": True,
     }
     first, second = (subprocess.Popen(command, **options) for _ in range(2))
     killed, alive = (Path(process.stdout.readline().strip()) for process in (first, second))
-    region = places / f"{killed.name}_17_ensemble"
+    region = tmp_path / f"{killed.name}_17_ensemble"
     region.touch()
     first.kill()
     first.wait()
-    with run_folder() as folder:
-        assert sorted(path for path in places.iterdir()) == sorted([alive, folder])
+    with run_folder(FakeMachine(folder=tmp_path)) as folder:
+        assert sorted(path for path in tmp_path.iterdir()) == sorted([alive, folder])
     second.kill()
     second.wait()
 
@@ -277,13 +265,17 @@ class FakeServer:
         self.calls.append("kill")
 
 
-@pytest.fixture
-def run(monkeypatch):
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(supervisor, "WATCH_PERIOD_S", 0.001)
+class Hurry(threading.Event):
+    """An event whose waits are at most a millisecond long."""
 
+    def wait(self, timeout=None):
+        return super().wait(min(timeout, 0.001))
+
+
+@pytest.fixture
+def run():
     def supervise(script):
-        stop, said, ready = threading.Event(), [], []
+        stop, said, ready = Hurry(), [], []
         server = FakeServer(script, stop)
         try:
             supervisor.supervise(server, stop, ready.append, said.append)
@@ -326,11 +318,9 @@ def test_a_model_without_drafts_is_said_to_have_suffix_alone(tmp_path, capsys):
     assert "suffix is the only draft" in capsys.readouterr().out
 
 
-def test_a_log_that_grows_long_is_moved_and_begun_again_under_its_writers(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_file, "MOST_BYTES", 9)
-    monkeypatch.setattr(log_file, "SIZE_CHECK_PERIOD_S", 0.01)
+def test_a_log_that_grows_long_is_moved_and_begun_again_under_its_writers(tmp_path):
     path, before = tmp_path / "serve.log", tmp_path / "serve.before.log"
-    with open_log(path) as log:
+    with open_log(path, most_bytes=9, check_period_s=0.01) as log:
         log.write(b"more than nine")
         deadline = time.monotonic() + 30
         while path.stat().st_size and time.monotonic() < deadline:

@@ -5,48 +5,48 @@ import socket
 import numpy as np
 import pytest
 
-from backend import machine
+from backend.machine import Machine, machine
+from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, FakeMachine
 
 
-def test_the_description_is_json_and_names_neither_host_nor_missing_packages(monkeypatch):
-    monkeypatch.setattr(machine, "_PACKAGES", ("numpy", "no-such-package-anywhere"))
-    text = json.dumps(machine.describe())
-    assert machine.versions() == {"python": platform.python_version(), "numpy": np.__version__}
-    assert socket.gethostname() not in text
-    assert machine.describe()["cores"] >= 1
+def test_the_description_is_json_and_does_not_name_the_host():
+    description = machine.describe()
+    assert socket.gethostname() not in json.dumps(description)
+    assert description["cores"] >= 1
 
 
-def test_a_machine_without_cpuinfo_still_has_a_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "none")
-    assert machine.processor()
-    assert machine.instructions() == ""
+def test_versions_are_those_of_the_packages_that_are_installed():
+    class WithoutTorch(Machine):
+        def package_version(self, name):
+            return super().package_version("no-such-package" if name == "torch" else name)
+
+    versions = WithoutTorch().versions()
+    assert (versions["python"], versions["numpy"]) == (platform.python_version(), np.__version__)
+    assert "torch" not in versions
+    assert "torch" in machine.versions()
+
+
+def test_a_machine_without_cpuinfo_still_has_a_name():
+    bare = FakeMachine(flags="")
+    assert bare.processor()
+    assert bare.instructions() == ""
 
 
 @pytest.mark.parametrize(
     ("flags", "name", "bf16"),
     [
-        ("sse2 avx f16c fma avx2", "Some CPU (AVX2)", False),
-        ("f16c fma avx2 avx512f avx512bw avx512vl avx512dq", "Some CPU (AVX512)", False),
-        (
-            "f16c fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16",
-            "Some CPU (AVX512-BF16)",
-            True,
-        ),
-        (
-            "f16c fma avx2 avx512f avx512bw avx512vl avx512dq avx512_bf16 amx_bf16",
-            "Some CPU (AMX-BF16)",
-            True,
-        ),
-        ("sse2 avx", "Some CPU", False),
+        (f"sse2 avx {AVX2_FLAGS}", "A Processor (AVX2)", False),
+        (f"{AVX2_FLAGS} avx512f avx512bw avx512vl avx512dq", "A Processor (AVX512)", False),
+        (BF16_FLAGS, "A Processor (AVX512-BF16)", True),
+        (f"{BF16_FLAGS} amx_bf16", "A Processor (AMX-BF16)", True),
+        ("sse2 avx", "A Processor", False),
     ],
 )
-def test_processors_of_one_name_differ_by_what_they_multiply_in(
-    monkeypatch, tmp_path, flags, name, bf16
-):
-    (tmp_path / "cpuinfo").write_text(
-        f"processor\t: 0\nmodel\t\t: 1\nmodel name\t: Some CPU\nflags\t\t: "
-        f"{flags}\n\nprocessor\t: 1\n"
-    )
-    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
-    assert machine.processor() == name
-    assert machine.multiplies_bf16() == bf16
+def test_processors_of_one_name_differ_by_what_they_multiply_in(flags, name, bf16):
+    processor = FakeMachine(flags=flags)
+    assert processor.processor() == name
+    assert processor.multiplies_bf16() == bf16
+
+
+def test_a_library_that_is_nowhere_has_no_folder():
+    assert machine.library_folder("libno-such-thing.so.9") is None

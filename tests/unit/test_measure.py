@@ -5,7 +5,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend import machine
 from backend.config import parse_config
 from backend.kinds import KINDS
 from backend.storage.tables import (
@@ -18,6 +17,7 @@ from backend.storage.tables import (
 from engines_build import measure
 from engines_build.timing import Case
 from policy.latency import SYNTHETIC, LatencyCurve, LatencyError
+from tests.fakes.machine import FakeMachine
 
 pytestmark = pytest.mark.slow
 
@@ -148,18 +148,17 @@ def test_measured_tables_are_found_by_the_deployment_that_they_were_measured_for
     assert all(second > 0 for second in tables["small"].seconds)
 
 
-def test_with_threads_auto_the_target_decides_and_its_drafts_follow(deployment, monkeypatch):
+def test_with_threads_auto_the_target_decides_and_its_drafts_follow(deployment):
     raw, folders = deployment
-    monkeypatch.setattr(measure, "choose_threads", lambda config, folders: 1)
     config = parse_config(raw)
-    measure.measure(config, folders, budget_s=0.0)
+    measure.measure(config, folders, budget_s=0.0, machine=FakeMachine(core_count=1))
     assert load_tables(config, folders)[1] == 1
     target, small = timed_engines(config)
     assert table_file(target, folders["target"], "auto").exists()
     assert table_file(small, folders["small"], 1).exists()
 
 
-def test_a_draft_that_is_new_is_measured_alone_with_the_target_s_threads(deployment, monkeypatch):
+def test_a_draft_that_is_new_is_measured_alone_with_the_target_s_threads(deployment, caplog):
     raw, folders = deployment
     config, new = (
         parse_config(raw),
@@ -170,50 +169,44 @@ def test_a_draft_that_is_new_is_measured_alone_with_the_target_s_threads(deploym
             }
         ),
     )
-    monkeypatch.setattr(measure, "choose_threads", lambda config, folders: 1)
     assert missing_tables(config, folders) == ["target", "small"]
-    measure.measure(config, folders, budget_s=0.0)
-    monkeypatch.setattr(measure, "choose_threads", None)
+    measure.measure(config, folders, budget_s=0.0, machine=FakeMachine(core_count=1))
     target, draft, _ = timed_engines(new)
     folders["new"] = folders["small"]
     assert missing_tables(config, folders) == []
     assert missing_tables(new, folders) == ["new"]
     before = table_file(target, folders["target"], "auto").read_bytes()
-    measure.measure(new, folders, ["new"], budget_s=0.0)
+    with caplog.at_level("INFO"):
+        measure.measure(new, folders, ["new"], budget_s=0.0, machine=FakeMachine(core_count=2))
+    assert "1 thread takes" not in caplog.text
     assert read_table(table_file(draft, folders["new"], 1)).engine == "new"
     assert table_file(target, folders["target"], "auto").read_bytes() == before
     assert missing_tables(new, folders) == []
 
 
 @pytest.mark.parametrize(("all_s", "chosen"), [(0.5, 4), (0.95, 1), (2.0, 1)])
-def test_all_cores_are_chosen_where_they_save_a_tenth(monkeypatch, all_s, chosen):
+def test_all_cores_are_chosen_where_they_save_a_tenth(all_s, chosen):
     asked = []
 
-    class Stub:
-        def __init__(self, threads):
-            self.threads = threads
-
-        def time(self, case):
-            return all_s if self.threads == 4 else 1.0
-
-    def rig(config, engine, folders, cases, threads, rng):
+    def probe_s(config, folders, threads):
         asked.append(threads)
-        return Stub(threads)
+        return all_s if threads == 4 else 1.0
 
-    monkeypatch.setattr(measure, "_rig", rig)
-    monkeypatch.setattr(machine, "cores", lambda: 4)
     config = parse_config({"target": {"engine": "torch", "model": "m"}})
-    assert measure.choose_threads(config, {}) == chosen
+    assert measure.choose_threads(config, {}, FakeMachine(core_count=4), probe_s) == chosen
     assert asked == [1, 4]
 
 
-def test_one_core_or_a_gpu_leaves_no_choice(monkeypatch):
-    monkeypatch.setattr(measure, "_rig", None)
+def test_one_core_or_a_gpu_leaves_no_choice():
     gpu = parse_config({"target": {"engine": "torch", "model": "m", "device": "cuda"}})
-    assert measure.choose_threads(gpu, {}) == 1
-    monkeypatch.setattr(machine, "cores", lambda: 1)
+    assert measure.choose_threads(gpu, {}, FakeMachine(core_count=4)) == 1
     one = parse_config({"target": {"engine": "torch", "model": "m"}})
-    assert measure.choose_threads(one, {}) == 1
+    assert measure.choose_threads(one, {}, FakeMachine(core_count=1)) == 1
+
+
+def test_the_choice_of_threads_times_the_target(deployment):
+    raw, folders = deployment
+    assert measure.probe_s(parse_config(raw), folders, 1) > 0
 
 
 @pytest.mark.parametrize("engine", ["torch", "openvino"])
@@ -261,13 +254,13 @@ def test_another_version_of_what_passes_do_is_measured_anew(deployment, monkeypa
     assert table_file(target, folders["target"], 1) != before
 
 
-def test_a_table_of_a_gpu_is_for_gpus_of_its_name(deployment, monkeypatch):
+def test_a_table_of_a_gpu_is_for_gpus_of_its_name(deployment):
     raw, folders = deployment
     gpu = parse_config({**raw, "target": {**raw["target"], "device": "cuda"}}).target
-    files = set()
-    for name in ("L4", "H200", "L4"):
-        monkeypatch.setattr(machine, "device_name", lambda device, name=name: name)
-        files.add(table_file(gpu, folders["target"], 1))
+    files = {
+        table_file(gpu, folders["target"], 1, FakeMachine(device=name))
+        for name in ("L4", "H200", "L4")
+    }
     assert len(files) == 2
 
 

@@ -196,7 +196,7 @@ def test_logits_that_requests_keep_are_planned_with_their_copy_and_the_prompt_s_
 def test_an_engine_s_dtype_is_logged_and_a_slow_one_warned_of(
     monkeypatch, caplog, instructions, dtype, warned
 ):
-    monkeypatch.setattr("backend.machine.instructions", lambda: instructions)
+    monkeypatch.setattr("backend.machine.machine.instructions", lambda: instructions)
     monkeypatch.setattr(torch_engine, "TorchEngine", lambda *args, **options: options["dtype"])
     config = parse_config({"target": {"engine": "torch", "model": "m", "dtype": dtype}})
     with caplog.at_level("INFO"):

@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from backend.config import EMBEDDED_MODEL, parse_config
 from backend.storage import cache
-from engines_build import measure, prepare, progress
+from backend.storage.tables import table_file, timed_engines
+from engines_build import prepare, progress
+from policy.latency import SYNTHETIC, LatencyTable
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,26 +25,40 @@ def a_cache_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
 
 
+MANIFEST = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8,
+    "max_position_embeddings": 64,
+    "vocabulary_sha256": "0" * 64,
+}
+
+
+class Work:
+    """Converts and measures in no time, and keeps the order in ``calls``."""
+
+    def __init__(self):
+        self.calls = []
+
+    def make_model(self, folder):
+        self.calls.append("convert")
+        with cache.publish(folder, {"source": "model.gguf"}) as fresh:
+            (fresh / "config.json").write_text(json.dumps(MANIFEST))
+            save_file({"weight": torch.zeros(1)}, fresh / "model.safetensors")
+
+    def measure(self, config, folders, names):
+        self.calls.append("measure")
+        for engine in timed_engines(config):
+            table = LatencyTable(engine.name, (1,), (1,), (0,), (1e-3,), SYNTHETIC)
+            path = table_file(engine, folders[engine.name], config.threads)
+            cache.publish_file(path, json.dumps(table.to_dict()))
+
+    def prepare(self, config):
+        prepare.prepare(config, self.make_model, self.measure)
+
+
 @pytest.fixture
-def calls(monkeypatch):
-    """What prepare had done, in order; tables appear when measured, the model's folder when
-    converted.
-    """
-    done = []
-
-    def missing_tables(config, folders):
-        return [] if "measure" in done else list(folders)
-
-    def convert(gguf_file, folder):
-        done.append("convert")
-        with cache.publish(folder, {"source": gguf_file}) as fresh:
-            (fresh / "model.safetensors").write_text("weights")
-
-    monkeypatch.setattr(prepare, "missing_tables", missing_tables)
-    monkeypatch.setattr(prepare, "convert", convert)
-    monkeypatch.setattr(prepare, "embedded_gguf", lambda folder: "model.gguf")
-    monkeypatch.setattr(measure, "measure", lambda config, folders, names: done.append("measure"))
-    return done
+def work():
+    return Work()
 
 
 EMBEDDED = parse_config(
@@ -51,29 +69,31 @@ EMBEDDED = parse_config(
 )
 
 
-def test_what_is_missing_is_converted_then_measured_and_a_second_run_does_nothing(calls, capsys):
-    prepare.prepare(EMBEDDED)
-    assert calls == ["convert", "measure"]
+def test_what_is_missing_is_converted_then_measured_and_a_second_run_does_nothing(work, capsys):
+    work.prepare(EMBEDDED)
+    assert work.calls == ["convert", "measure"]
     assert re.search(r"about 2 min and 0\.5 GB of disk, .* 0\.27 GB stay", capsys.readouterr().out)
-    prepare.prepare(EMBEDDED)
-    assert calls == ["convert", "measure"]
+    work.prepare(EMBEDDED)
+    assert work.calls == ["convert", "measure"]
     assert capsys.readouterr().out == ""
 
 
-def test_a_damaged_model_is_converted_again(calls, caplog):
-    prepare.prepare(EMBEDDED)
-    (cache.model_folder(EMBEDDED_MODEL) / "model.safetensors").write_text("weightz")
-    prepare.prepare(EMBEDDED)
-    assert calls == ["convert", "measure", "convert"]
+def test_a_damaged_model_is_converted_again(work, caplog):
+    work.prepare(EMBEDDED)
+    weights = cache.model_folder(EMBEDDED_MODEL) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"z")
+    work.prepare(EMBEDDED)
+    assert work.calls == ["convert", "measure", "convert"]
     assert "model.safetensors has SHA-256" in caplog.text
     cache.check(cache.model_folder(EMBEDDED_MODEL), hashes=True)
 
 
-def test_a_model_in_a_folder_is_measured_but_not_converted(calls, tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    (tmp_path / "tokenizer.json").write_text("{}")
-    prepare.prepare(parse_config({"target": {"engine": "torch", "model": str(tmp_path)}}))
-    assert calls == ["measure"]
+def test_a_model_in_a_folder_is_measured_but_not_converted(work, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MANIFEST))
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    work.prepare(parse_config({"target": {"engine": "torch", "model": str(tmp_path)}}))
+    assert work.calls == ["measure"]
 
 
 def test_a_fake_target_needs_nothing_not_even_torch(tmp_path):
@@ -99,7 +119,7 @@ def test_a_fake_target_needs_nothing_not_even_torch(tmp_path):
     assert not cache.root().exists()
 
 
-def test_a_policy_that_is_not_there_is_said_before_anything_is_made(tmp_path, monkeypatch, calls):
+def test_a_policy_that_is_not_there_is_said_before_anything_is_made(tmp_path, monkeypatch):
     config = tmp_path / "serving.json"
     target = {"engine": "torch", "model": EMBEDDED_MODEL}
     config.write_text(json.dumps({"target": target, "policy": {"kind": "nowhere.Mine"}}))
@@ -109,7 +129,7 @@ def test_a_policy_that_is_not_there_is_said_before_anything_is_made(tmp_path, mo
         SystemExit, match=r"policy.kind 'nowhere.Mine': there is no module 'nowhere'"
     ):
         prepare.main()
-    assert calls == []
+    assert not cache.root().exists()
 
 
 def test_a_bad_setting_ends_the_command_with_one_sentence(tmp_path):

@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from backend import machine
 from backend.config import ConfigError, EngineConfig
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.checkpoint import read_config as read_target
@@ -21,6 +20,7 @@ from backend.engines.head.openvino import OpenvinoHead
 from backend.engines.port import Completion, EngineLimits, Turn
 from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES, Spine
+from backend.machine import machine
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
 from backend.sequence import Features, Sequence

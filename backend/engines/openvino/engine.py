@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from backend import machine
 from backend.config import EngineConfig
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.openvino.layout import paths
@@ -18,6 +17,7 @@ from backend.engines.port import Completion, Turn
 from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
+from backend.machine import machine
 from backend.sampling.verification import Row
 from backend.sequence import Sequence
 

@@ -13,7 +13,6 @@ import openvino
 import torch
 from openvino import Type
 
-from backend import machine
 from backend.engines.checkpoint import CheckpointError, LlamaConfig, Weights
 from backend.engines.openvino.graph import build
 from backend.engines.openvino.layout import Blocks, Layout, in_calls
@@ -22,6 +21,7 @@ from backend.engines.openvino.parts import Floats, compiled
 from backend.engines.openvino.width import Width, price_of_change
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.kinds import KINDS
+from backend.machine import machine
 from backend.sampling.laws import FAINT
 from backend.sequence import BLOCK_TOKENS
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from backend import machine
 from backend.engines.checkpoint import DTYPES, read_config
 from backend.engines.port import Footprint
 from backend.kinds import Kind
+from backend.machine import machine
 
 LOGIT_BYTES = 28
 """Bytes for each logit of a pass while laws are made of them (copies, sort and indices of top-p):

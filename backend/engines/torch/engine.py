@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from backend import machine
 from backend.config import EngineConfig
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.registry import Service
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
 from backend.engines.torch.llama import Llama
+from backend.machine import machine
 
 logger = logging.getLogger(__name__)
 
