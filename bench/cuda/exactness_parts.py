@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend.engines.cuda.chain import ChainStep, Slots
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.linear import Tiling, linear
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import ATTENTION, PAGE
+from backend.engines.cuda.step import Slots, VerifyStep
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD
 from backend.sampling.draw import draw as host_draw
@@ -180,11 +180,13 @@ def model(probe: Probe) -> dict[str, Any]:
     slots.table[:, :need] = blocks.int()
     slots.seed.copy_(torch.randint(-(2**62), 2**62, (rows_most,)))
     found["steps"] = {}
-    buckets: dict[tuple[int, int], tuple[ChainStep, Callable[[], object]]] = {}
+    buckets: dict[tuple[int, int], tuple[VerifyStep, Callable[[], object]]] = {}
     for rows in probe.of((1, 8, 32, 64, 128), (1, 2, 3)):
         for most in (1, 3, 5):
             slots.length.fill_(probe.context)
-            step = ChainStep(paged, slots, rows, most, room)
+            step = VerifyStep(
+                paged, slots, rows, most - 1, tokens=rows * most, most=most, keys=room
+            )
             buckets[rows, most] = step, probe.graph(step.run)
             slots.length.fill_(probe.context)
             ms = probe.time_ms(buckets[rows, most][1])
@@ -241,7 +243,7 @@ def _paged_llama(probe: Probe, rows: int) -> tuple[PagedModel, int]:
             config, attn_implementation=ATTENTION, dtype=probe.dtype
         ).eval()
     kernels = plain_kernels() if probe.rehearse else triton_kernels(invariant=True)
-    blocks = rows * -(-room // PAGE)
+    blocks = rows * -(-room // PAGE) + 1
     paged = PagedModel(lm, kernels, blocks=blocks)
     paged.fuse()
     for kv in paged.kv:
@@ -250,7 +252,7 @@ def _paged_llama(probe: Probe, rows: int) -> tuple[PagedModel, int]:
 
 
 def _text(
-    step: ChainStep, replay: Callable[[], object], guess: torch.Tensor | None
+    step: VerifyStep, replay: Callable[[], object], guess: torch.Tensor | None
 ) -> tuple[torch.Tensor, int]:
     """Return the texts [rows, TEXT_TOKENS] that a bucket writes from where its slots are, and the
     steps it took. ``guess`` [rows, TEXT_TOKENS] are proposed at their places.
@@ -262,7 +264,8 @@ def _text(
     while int(done.min()) < TEXT_TOKENS:
         if guess is not None:
             padded = torch.cat((guess, guess.new_full((rows, most), -1)), 1)
-            step.proposal.copy_(padded.gather(1, done[:, None] + offset[:-1]))
+            step.token.copy_(padded.gather(1, done[:, None] + offset[:-1]))
+            step.chance.copy_(step.token >= 0)
         replay()
         steps += 1
         at = done[:, None] + offset

@@ -16,7 +16,8 @@ MOST_INVARIANT_TOKENS = 128
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of every function; the modules of these names say what they take.
+    """One implementation of every function; ``layers``, ``trees`` and the modules of
+    these names say what they take.
 
     ``linear(x, weight, bias)`` returns ``x @ weight.T + bias`` for ``x`` [tokens, inner].
     """
@@ -28,6 +29,9 @@ class Kernels:
     attention: Callable[..., torch.Tensor]
     bounds: Callable[..., torch.Tensor]
     draw: Callable[..., torch.Tensor]
+    pack: Callable[..., None]
+    walk: Callable[..., None]
+    move: Callable[..., None]
 
 
 def plain_kernels() -> Kernels:
@@ -40,6 +44,9 @@ def plain_kernels() -> Kernels:
         plain.attention,
         plain.bounds,
         plain.draw,
+        plain.pack,
+        plain.walk,
+        plain.move,
     )
 
 
@@ -47,7 +54,7 @@ def triton_kernels(*, invariant: bool) -> Kernels:
     """Return the functions in Triton. ``invariant``: a row has the same bits in every batch, at a
     cost beyond ``MOST_INVARIANT_TOKENS``; else cuBLAS multiplies for more tokens than that.
     """
-    from backend.engines.cuda import attention, bounds, draw, layers, linear
+    from backend.engines.cuda import attention, bounds, draw, layers, linear, trees
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tiling = None
@@ -66,4 +73,7 @@ def triton_kernels(*, invariant: bool) -> Kernels:
         attention.attention,
         bounds.bounds,
         draw.draw,
+        trees.pack,
+        trees.walk,
+        trees.move,
     )

@@ -35,21 +35,32 @@ class PagedModel:
         self.device, self.dtype = weight.device, weight.dtype
         config: Any = lm.config
         config = config.get_text_config()
-        self.kv: list[torch.Tensor] = []
-        for module in lm.modules():
-            if not hasattr(module, "layer_idx") or not hasattr(module, "o_proj"):
-                continue
-            dim = int(getattr(module, "head_dim"))  # noqa: B009 (mypy)
-            if dim & (dim - 1):
-                raise ValueError(f"head_dim {dim} is not a power of two")
-            size = (blocks, 2, config.num_key_value_heads, PAGE, dim)
-            kv = torch.zeros(size, device=self.device, dtype=self.dtype)
-            self.kv.append(kv)
+        modules = [m for m in lm.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")]
+        shapes = [self._kv_shape(module, config, blocks) for module in modules]
+        self.stacked_kv = [
+            torch.zeros(shapes.count(shape), *shape, device=self.device, dtype=self.dtype)
+            for shape in dict.fromkeys(shapes)
+        ]
+        """Keys and values [layers, blocks, 2, kv_heads, PAGE, dim], of layers of the same shape."""
+        layers = {kv.shape[1:]: iter(kv) for kv in self.stacked_kv}
+        self.kv = [next(layers[torch.Size(shape)]) for shape in shapes]
+        """The same by layer [blocks, 2, kv_heads, PAGE, dim]."""
+        self.scratch = (blocks - 1) * PAGE
+        """A place in the last page, for tokens of no row."""
+        for module, kv in zip(modules, self.kv, strict=True):
             heads = config.num_attention_heads
             pages = Pages(kv, heads, self._current_layout, kernels.attention)
             object.__setattr__(module, "pages", pages)
         self.fused = dict.fromkeys(("attentions", "units", "norms", "products"), 0)
         self.refused: list[str] = []
+
+    @staticmethod
+    def _kv_shape(module: nn.Module, config: Any, blocks: int) -> tuple[int, ...]:
+        """Return the shape of a layer's keys and values. Raises ValueError (the class)."""
+        dim = int(getattr(module, "head_dim"))  # noqa: B009 (mypy)
+        if dim & (dim - 1):
+            raise ValueError(f"head_dim {dim} is not a power of two")
+        return blocks, 2, config.num_key_value_heads, PAGE, dim
 
     def run(
         self,

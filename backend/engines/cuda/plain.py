@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 from torch.nn import functional
 
+from backend.engines.cuda.ancestors import ancestor_words
 from backend.request import SamplingParams
 from backend.sampling import draw as host
 from backend.sampling.laws import target_laws
@@ -153,6 +156,97 @@ def bounds(
             law = target_laws(logits[row : row + 1], [params])[0]
             bound[row] = logits[row].masked_fill(law == 0.0, torch.inf).min()
     return bound
+
+
+def pack(
+    chosen: torch.Tensor,
+    token: torch.Tensor,
+    parent: torch.Tensor,
+    length: torch.Tensor,
+    last: torch.Tensor,
+    table: torch.Tensor,
+    first: torch.Tensor,
+    ids: torch.Tensor,
+    position: torch.Tensor,
+    ancestors: torch.Tensor,
+    place: torch.Tensor,
+    origin: torch.Tensor,
+    owner: torch.Tensor,
+    *,
+    page: int,
+    scratch: int,
+) -> None:
+    """As ``trees.pack``."""
+    for column, rest in (
+        (ids, 0),
+        (position, 0),
+        (ancestors, 0),
+        (place, scratch),
+        (origin, -1),
+        (owner, 0),
+    ):
+        column.fill_(rest)
+    for row, start in enumerate(length.tolist()):
+        nodes = chosen[row].nonzero()[:, 0].tolist()
+        local = {-1: 0} | {node: at + 1 for at, node in enumerate(nodes)}
+        origins = [-1, *(local[int(parent[row, node])] for node in nodes)]
+        words = ancestor_words([origin - 1 for origin in origins[1:]])
+        tokens = [int(last[row]), *token[row, nodes].tolist()]
+        for at, (own, word, above) in enumerate(zip(tokens, words, origins, strict=True)):
+            to = int(first[row]) + at
+            ids[to], ancestors[to], origin[to], owner[to] = own, word, above, row
+            position[to] = start + bin(word % (1 << 64)).count("1") - 1
+            block = int(table[row, (start + at) // page])
+            place[to] = block * page + (start + at) % page
+
+
+def walk(
+    drawn: torch.Tensor,
+    ids: torch.Tensor,
+    origin: torch.Tensor,
+    first: torch.Tensor,
+    emitted: torch.Tensor,
+    path: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    places: int,
+) -> None:
+    """As ``trees.walk``."""
+    del places  # ``first`` says how many there are
+    tokens, above, begins = ids.tolist(), origin.tolist(), first.tolist()
+    for row, (begin, end) in enumerate(itertools.pairwise(begins)):
+        at, steps = 0, 0
+        while True:
+            token = int(drawn[begin + at])
+            emitted[row, steps], path[row, steps] = token, at
+            steps += 1
+            children = (
+                child
+                for child in range(1, end - begin)
+                if above[begin + child] == at and tokens[begin + child] == token
+            )
+            child = next(children, None)
+            if child is None or steps == emitted.shape[1]:
+                break
+            at = child
+        count[row] = steps
+
+
+def move(
+    kv: torch.Tensor,
+    table: torch.Tensor,
+    start: torch.Tensor,
+    path: torch.Tensor,
+    count: torch.Tensor,
+) -> None:
+    """As ``trees.move``."""
+    page = kv.shape[4]
+    for row, steps in enumerate(count.tolist()):
+        begin = int(start[row])
+        for step, local in enumerate(path[row, :steps].tolist()):
+            source, target = begin + local, begin + step
+            block, to_block = (int(table[row, at // page]) for at in (source, target))
+            kv[:, to_block, :, :, target % page] = kv[:, block, :, :, source % page]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

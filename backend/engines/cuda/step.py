@@ -1,0 +1,158 @@
+"""A verification step, all on the device: choice of nodes, layout, target pass, draw, acceptance,
+moves of KV and commit.
+
+Nothing of it depends on values that the host must know, so that one CUDA graph serves every step of
+the same number of rows and tokens. The engine does not use it yet: it draws and accepts on the
+host. ``bench.cuda`` measures it and compares its texts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from backend.engines.cuda import trees
+from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.pages import PAGE, Layout
+
+_GOLDEN, _FIRST, _SECOND = (
+    value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+class Slots:
+    """What the device knows of each admitted sequence; a row of a step names its slot."""
+
+    def __init__(self, slots: int, blocks: int, device: torch.device) -> None:
+        self.table = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
+        """int32[slots, blocks]: the pages of each sequence."""
+        self.length = torch.zeros(slots, dtype=torch.int64, device=device)
+        """int64[slots]: tokens whose KV is there, which are all but the last one."""
+        self.last = torch.zeros(slots, dtype=torch.int64, device=device)
+        """int64[slots]: the last token."""
+        self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
+        """int64[slots]: the mixed seed, as ``sampling.randomness`` makes it."""
+        self.temperature = torch.zeros(slots, device=device)
+        """float32[slots]: 0 is greedy."""
+        self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)
+        """int32[slots]: 0 is off."""
+        self.top_p = torch.ones(slots, device=device)
+        """float32[slots]: 1 is off."""
+        self.min_p = torch.zeros(slots, device=device)
+        """float32[slots]: 0 is off."""
+
+
+class VerifyStep:
+    """One bucket: ``rows`` sequences that verify ``tokens - rows`` nodes in all.
+
+    A row's proposal has at most ``columns`` nodes, of which at most ``most - 1`` are accepted, and
+    the row at most ``keys`` tokens with it. ``bounded``: rows may have top-k, top-p or min-p.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        slots: Slots,
+        rows: int,
+        columns: int,
+        *,
+        tokens: int,
+        most: int,
+        keys: int,
+        bounded: bool = False,
+    ) -> None:
+        device, long = model.device, torch.int64
+        self.model, self.slots, self.rows, self.most = model, slots, rows, most
+        self._columns, self._keys, self._bounded = columns, keys, bounded
+        self.slot = torch.arange(rows, device=device)
+        """int64[rows]: read."""
+        self.token = torch.zeros(rows, columns, dtype=long, device=device)
+        """int64[rows, columns], the nodes' tokens: read."""
+        self.parent = torch.arange(-1, columns - 1, dtype=torch.int32, device=device)
+        self.parent = self.parent.repeat(rows, 1)
+        """int32[rows, columns], the column of a node's parent, -1 for the text: read."""
+        self.chance = torch.zeros(rows, columns, device=device)
+        """float32[rows, columns], the probability of a node's path, 0 for no node: read."""
+        self.emitted = torch.zeros(rows, most, dtype=long, device=device)
+        """int64[rows, most]: the first ``count`` are written; -1 where a logit is NaN."""
+        self.count = torch.zeros(rows, dtype=long, device=device)
+        """int64[rows]: written."""
+        self.path = torch.zeros(rows, most, dtype=torch.int32, device=device)
+        """int32[rows, most], local places in the pass (``trees``): written."""
+        self._first = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._ids, self._position, self._ancestors = (
+            torch.zeros(tokens, dtype=long, device=device) for _ in range(3)
+        )
+        self._place, self._origin, self._owner = (
+            torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(3)
+        )
+        self._no_bound = torch.full((tokens,), -torch.inf, device=device)
+
+    def run(self) -> None:
+        """Launch the step."""
+        slots, kernels = self.slots, self.model.kernels
+        length, last = slots.length[self.slot], slots.last[self.slot]
+        table, start = slots.table[self.slot], length.int()
+        budget = len(self._ids) - self.rows
+        chosen = trees.choose(self.chance, budget)
+        if self._columns:
+            self._first[1:] = (chosen.sum(1) + 1).cumsum(0)
+        kernels.pack(
+            chosen,
+            self.token,
+            self.parent,
+            length,
+            last,
+            table,
+            self._first,
+            self._ids,
+            self._position,
+            self._ancestors,
+            self._place,
+            self._origin,
+            self._owner,
+            page=PAGE,
+            scratch=self.model.scratch,
+        )
+        places = min(self._columns, budget) + 1
+        layout = Layout(table, start, self._first, self._ancestors, self._place, places, self._keys)
+        logits = self.model.run(self._ids, self._position, layout)
+        drawn = self._draw(logits)
+        kernels.walk(
+            drawn,
+            self._ids,
+            self._origin,
+            self._first,
+            self.emitted,
+            self.path,
+            self.count,
+            places=places,
+        )
+        for kv in self.model.stacked_kv:
+            kernels.move(kv, table, start, self.path, self.count)
+        slots.last[self.slot] = self.emitted.gather(1, self.count[:, None] - 1)[:, 0]
+        slots.length[self.slot] = length + self.count
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the token drawn at every place of the pass, int32[tokens]."""
+        slots, kernels = self.slots, self.model.kernels
+        slot = self.slot[self._owner]
+        temperature = slots.temperature[slot]
+        words = _mix(slots.seed[slot] ^ (self._position + 1))
+        bound = self._no_bound
+        if self._bounded:
+            limits = (slots.top_k[slot], slots.top_p[slot], slots.min_p[slot])
+            bound = kernels.bounds(logits, temperature, *limits)
+        return kernels.draw(logits, temperature, bound, words)
+
+
+def _mix(word: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser over the bits of int64, as ``sampling.randomness`` has it."""
+    word = word + _GOLDEN
+    word = (word ^ _shift(word, 30)) * _FIRST
+    word = (word ^ _shift(word, 27)) * _SECOND
+    return word ^ _shift(word, 31)
+
+
+def _shift(word: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift right with zeros from the left, which torch's int64 does not."""
+    return (word >> bits) & ((1 << (64 - bits)) - 1)
