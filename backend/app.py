@@ -156,7 +156,7 @@ def _measured(config: ServingConfig) -> tuple[Mapping[str, LatencyTable], int]:
 
 def _cpu_only(config: ServingConfig) -> bool:
     return all(
-        not engine.kind.asynchronous and engine.device == "cpu"
+        not engine.kind.manages_kv and engine.device == "cpu"
         for engine in (config.target, *config.drafts)
     )
 
@@ -170,7 +170,7 @@ def _loop(
 ) -> Orchestrator:
     """Return the loop over these engines, with its KV ledger, admission and drafting."""
     limits, k_max = config.limits, config.policy.k_max
-    shares_kv = limits.enable_kv_cache_reuse and not config.target.kind.asynchronous
+    shares_kv = limits.enable_kv_cache_reuse and not config.target.kind.manages_kv
     ledger = KVLedger(
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
         headroom_tokens=k_max + 1,
@@ -191,7 +191,6 @@ def _loop(
         monotonic,
         k_max=k_max,
         prefill_chunk_tokens=limits.prefill_chunk_tokens,
-        free_run_tokens=limits.free_run_tokens,
         max_request_s=limits.max_request_s,
         seed=config.policy.seed,
     )

@@ -132,9 +132,7 @@ class LimitsConfig:
     ``batch_scheduler_policy`` has TensorRT-LLM's names: ``max_utilization`` admits by the KV that
     is needed now and pre-empts the latest request when it runs out; ``guaranteed_no_evict``
     reserves a request's whole life at admission. ``enable_kv_cache_reuse`` lets requests whose
-    texts begin alike share the KV of that beginning. ``free_run_tokens`` are the most that a turn
-    without a proposal runs, as many as the policy finds best: for targets of the engine ``trtllm``,
-    to which every turn is a request.
+    texts begin alike share the KV of that beginning.
     """
 
     max_active_requests: int = setting(64, low=1, high=4096)
@@ -142,7 +140,6 @@ class LimitsConfig:
     max_request_s: float = setting(600.0, low=0.001)
     max_context_tokens: int = setting(2048, low=16)
     prefill_chunk_tokens: int = setting(256, low=1)
-    free_run_tokens: int = setting(1, low=1, high=256)
     kv_cache_tokens: int = setting(32768, low=256)
     batch_scheduler_policy: str = setting(
         "max_utilization", choices=("max_utilization", "guaranteed_no_evict")
@@ -243,13 +240,6 @@ def parse_config(raw: Any, machine: Machine = machine) -> ServingConfig:
     _check_engines(config)
     _check_policy(config.policy, [draft.name for draft in config.drafts])
     _check_drafts(config)
-    # What KV is reserved for.
-    most_run = config.policy.k_max + 1 if config.target.kind.asynchronous else 1
-    if config.limits.free_run_tokens > most_run:
-        raise ConfigError(
-            f"limits.free_run_tokens must be at most {most_run} here, got "
-            f"{config.limits.free_run_tokens}"
-        )
     _check_switches(config.switches, config)
     return config
 

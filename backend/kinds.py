@@ -26,8 +26,8 @@ class Kind:
     ``tokenizer``: its model folder has one, else texts are bytes. ``known_s``: the seconds of a
     pass where nobody need measure it. ``behaviour`` above 0: we measure its passes; it is a version
     of what they do, raised by hand where they take another time, which has them measured anew.
-    ``drafts``: the kinds that it can have as a target (none: all). ``asynchronous``: turns run in
-    an in-flight batch of its own, with the KV, the draws and the tables of its own. ``refuses``:
+    ``drafts``: the kinds that it can have as a target (none: all). ``manages_kv``: it plans the
+    memory of its GPUs, finds KV and draws tokens by itself. ``refuses``:
     attributes of a request that it does not serve, with the reason.
     """
 
@@ -49,7 +49,7 @@ class Kind:
     known_s: float = 0.0
     behaviour: int = 0
     drafts: tuple[str, ...] = ()
-    asynchronous: bool = False
+    manages_kv: bool = False
     refuses: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -121,7 +121,7 @@ KINDS = {
     "trtllm": Kind(
         "backend.engines.trtllm.deployment",
         drafts=("trtllm", "lookup", "suffix"),
-        asynchronous=True,
+        manages_kv=True,
         refuses={
             "guide_type": _ANEW,
             "top_p_decay": _ANEW,

@@ -19,7 +19,6 @@ from .plan import (
     Outcome,
     Plan,
     Policy,
-    Ran,
     View,
 )
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
@@ -46,7 +45,6 @@ __all__ = [
     "PlannerState",
     "Policy",
     "Provenance",
-    "Ran",
     "RandomChoice",
     "SmartSpec",
     "SpinSelection",

@@ -63,7 +63,7 @@ class RandomChoice(Policy):
         if not view.drafts or not len(view):
             return Plan.nothing(len(view)), None
         draft = rng.integers(0, len(view.drafts), len(view))
-        ceiling = np.where(view.ready, view.ceiling[np.arange(len(view)), draft], 0)
+        ceiling = view.ceiling[np.arange(len(view)), draft]
         return Plan.within(view, draft, rng.integers(0, ceiling + 1)), None
 
 
@@ -120,8 +120,8 @@ class SmartSpec(Policy):
     def plan(
         self, view: View, state: SmartSpecState, now: float, rng: Rng
     ) -> tuple[Plan, SmartSpecState]:
-        if state.age >= _UPDATE_STEPS and view.ready.any():
-            rows, context = int(view.ready.sum()), int(view.context[view.ready].sum())
+        if state.age >= _UPDATE_STEPS and len(view):
+            rows, context = len(view), int(view.context.sum())
             accepted, rejected = map(sum, zip(*(state.window or _FIRST_WINDOW), strict=True))
             alpha = min(max(accepted / max(accepted + rejected, 1), _LEAST_ALPHA), _MOST_ALPHA)
             state = state._replace(length=self._best(rows, context, alpha), age=0)
@@ -192,7 +192,7 @@ class AcceptanceEma(Policy):
         return {batch: EmaState(length, length - 1.0) for batch, length in middle.items()}
 
     def plan(self, view: View, state: EmaStates, now: float, rng: Rng) -> tuple[Plan, EmaStates]:
-        length = state[_range(int(view.ready.sum()))].length
+        length = state[_range(len(view))].length
         return same_for_all(view, self.draft, length), state
 
     def observe(self, outcome: Outcome, state: EmaStates, now: float) -> EmaStates:

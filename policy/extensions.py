@@ -1,4 +1,4 @@
-"""What the planner can be made with: how acceptance is learnt, how plans are executed."""
+"""What the planner can be made with: how acceptance is learnt, how a step is priced."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from .acceptance import Expected
 from .latency import Predicted, Times
-from .plan import FloatArray, IntArray, Outcome, Plan, View
+from .plan import FloatArray, IntArray, Outcome, View
 from .problem import StepProblem
 
 
@@ -62,15 +62,12 @@ class Estimator(Protocol):
 
 
 class Execution(Protocol):
-    """How an engine executes a plan, where that is more than all rows in one pass
-    (``policy.free_runs``).
+    """How an engine executes a plan, where that is not one pass of the tokens of each row
+    (``backend.hosts.padded``).
     """
 
     def prepare(self, problem: StepProblem, view: View, times: Times) -> None:
         """Put into the problem's seconds, in place, what does not depend on what is chosen."""
-
-    def execute(self, plan: Plan, view: View, times: Times) -> Plan:
-        """Return the plan with how it is executed."""
 
     def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
         """Return the seconds that a step should have taken as it was executed."""

@@ -53,7 +53,7 @@ class Kept:
     def plan(self, view: View) -> Plan | None:
         """Return the plan for a view, cut to its ceilings, None where one is to be made."""
         request, n = view.request.tobytes(), len(view)
-        if view.control_plan is not None or view.in_flight is not None:
+        if view.control_plan is not None:
             return None
         if (plan := self.plans.get(self.key(view))) is None:
             return None

@@ -81,10 +81,9 @@ class LatencyTable:
 
     ``seconds[c]`` (a median) is the time of a forward of ``tokens[c]`` query tokens in all, spread
     over ``rows[c]`` sequences that hold ``context_tokens[c]`` cached tokens in all; summed over
-    proposed tokens, those that they follow are ``node_context_tokens[c]`` (left out: none). Of it
-    ``turn_s`` is spent once in a turn, however many forwards it has. A target is measured in
-    verification, a draft in steps (``tokens == rows``) and catch-up. Raises LatencyError on
-    malformed values.
+    proposed tokens, those that they follow are ``node_context_tokens[c]`` (left out: none). A
+    target is measured in verification, a draft in steps (``tokens == rows``) and catch-up. Raises
+    LatencyError on malformed values.
     """
 
     engine: str
@@ -93,7 +92,6 @@ class LatencyTable:
     context_tokens: tuple[int, ...]
     seconds: tuple[float, ...]
     provenance: Provenance = SYNTHETIC
-    turn_s: float = 0.0
     node_context_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -105,7 +103,6 @@ class LatencyTable:
         of = f"of engine {self.engine!r}"
         if not self.tokens:
             raise LatencyError(f"tokens {of} must have at least one cell, got none")
-        _check_number(f"turn_s {of}", self.turn_s, float, 0.0, math.inf)
         for name, kind, low, high in _COLUMNS:
             column = getattr(self, name)
             if len(column) != len(self.tokens):
@@ -127,14 +124,12 @@ class LatencyTable:
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON-able data, the inverse of ``from_dict``."""
         columns = {name: list(getattr(self, name)) for name, *_ in _COLUMNS}
-        turn = {"turn_s": self.turn_s} if self.turn_s else {}
         provenance = asdict(self.provenance)
         return {
             "schema": SCHEMA,
             "engine": self.engine,
             "provenance": provenance,
             **columns,
-            **turn,
         }
 
     @classmethod
@@ -143,7 +138,7 @@ class LatencyTable:
         if data.get("schema") != SCHEMA:
             raise LatencyError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
         names = {"schema", *(item.name for item in fields(cls))}
-        _check_keys("table", {"turn_s": 0.0, **data}, names)
+        _check_keys("table", data, names)
         provenance = data["provenance"]
         if not isinstance(provenance, Mapping):
             raise LatencyError(f"provenance must be an object, got {provenance!r}")
@@ -154,7 +149,7 @@ class LatencyTable:
                 raise LatencyError(f"{name} must be a list, got {column!r}")
             columns[name] = tuple(column)
         made = Provenance(**provenance)
-        return cls(data["engine"], **columns, provenance=made, turn_s=data.get("turn_s", 0.0))
+        return cls(data["engine"], **columns, provenance=made)
 
 
 _COLUMNS = (
@@ -289,8 +284,7 @@ def _solve_free(unit: FloatArray, target: FloatArray, x: FloatArray, free: BoolA
 @dataclass(frozen=True, slots=True, eq=False)
 class LatencyModel:
     """The target's and the drafts' curves, and what a step takes beside forwards: ``overhead_s``
-    always, ``speculation_s`` more where it speculates, ``turn_s``, a part of the target's curve,
-    once in a turn, however many tokens it runs.
+    always, ``speculation_s`` more where it speculates.
 
     For one look-up instead of one by draft, their bases lie side by side: ``base_s`` and
     ``switch_s``, by how much it exceeds that of two tokens, float64[drafts, tokens].
@@ -300,7 +294,6 @@ class LatencyModel:
     drafts: tuple[LatencyCurve, ...]
     overhead_s: float = 0.0
     speculation_s: float = 0.0
-    turn_s: float = 0.0
     base_s: FloatArray = field(init=False, repr=False)
     switch_s: FloatArray = field(init=False, repr=False)
     draft_row_s: FloatArray = field(init=False, repr=False)
@@ -339,7 +332,7 @@ class LatencyModel:
             if not 0 <= value < math.inf:
                 raise LatencyError(f"{name} must be a finite number >= 0, got {value!r}")
         curves = tuple(LatencyCurve.fit(table) for table in drafts.values() if table is not None)
-        return cls(LatencyCurve.fit(target), curves, overhead_s, speculation_s, target.turn_s)
+        return cls(LatencyCurve.fit(target), curves, overhead_s, speculation_s)
 
     @classmethod
     def unit(cls, drafts: int, draft_s: float = 0.1, step_s: float = 1.0) -> LatencyModel:
@@ -371,10 +364,10 @@ class Times:
     """What a step takes as far as is known: the tables, each part times its measured factor.
 
     All seconds here are corrected. ``overhead_s`` of every step, ``speculation_s`` more of one that
-    speculates, ``turn_s`` of the target's pass once in a turn; ``row_s`` and ``context_s`` by row
-    and cached token of the target, ``node_context_s`` by cached token before each proposed one;
-    ``draft_row_s`` and ``draft_context_s`` float64[drafts] by row and cached token of every forward
-    of the drafts. The planner adds to these what verifying the nodes takes that a forward brings.
+    speculates; ``row_s`` and ``context_s`` by row and cached token of the target,
+    ``node_context_s`` by cached token before each proposed one; ``draft_row_s`` and
+    ``draft_context_s`` float64[drafts] by row and cached token of every forward of the drafts. The
+    planner adds to these what verifying the nodes takes that a forward brings.
     """
 
     def __init__(
@@ -387,7 +380,6 @@ class Times:
         self._drafts_factor = drafts_factor[:, None]
         self.overhead_s = overhead_factor * model.overhead_s
         self.speculation_s = overhead_factor * model.speculation_s
-        self.turn_s = self._factor * model.turn_s
         self.row_s = self._factor * self._target.row_s
         self.context_s = self._factor * self._target.context_s
         self.node_context_s = self._factor * self._target.node_context_s

@@ -21,18 +21,6 @@ BoolArray = npt.NDArray[np.bool_]
 
 NO_DRAFT = -1
 
-_ROWS_OF_VIEW = (
-    "request",
-    "context",
-    "remaining",
-    "ceiling",
-    "catchup",
-    "ready",
-    "control",
-    "group",
-    "tenant",
-)
-
 
 @dataclass(slots=True)
 class View:
@@ -41,8 +29,7 @@ class View:
     ``request[n]`` ids; ``context[n]`` committed tokens; ``remaining[n]`` >= 1 tokens that the
     request may still emit; ``ceiling[n, d]`` the most tokens that draft d may propose (0: none, or
     it was not asked, see ``Policy.needs_offers``); ``catchup[n, d]`` committed tokens that draft d
-    has not seen; ``ready[n]`` whether the row is planned for, else ``in_flight`` has its turn: a
-    turn is what the target runs for a request between two plans.
+    has not seen.
 
     ``prefill_tokens`` prompt tokens share the step, ``prefilling`` requests are in prefill;
     ``queued`` more wait for admission (no policy here minds them). ``group[n]`` names a source of
@@ -52,9 +39,7 @@ class View:
     last pass had ``pass_tokens``; one of another number takes as much longer as ``change_tokens``
     more do (0: it does not).
 
-    Two plans are made elsewhere: ``control_plan`` for the rows ``control[n]`` (a canary's other
-    arm); ``in_flight`` for the rows in flight in one pass with the ready ones (TensorRT-LLM's
-    executor; None where all are ready).
+    ``control_plan`` is the plan for the rows ``control[n]`` (a canary's other arm), made elsewhere.
     """
 
     drafts: tuple[str, ...]
@@ -63,7 +48,6 @@ class View:
     remaining: IntArray
     ceiling: IntArray
     catchup: IntArray
-    ready: BoolArray
     prefill_tokens: int = 0
     queued: int = 0
     prefilling: int = 0
@@ -72,7 +56,6 @@ class View:
     cap_s: float = math.inf
     group: IntArray | None = None
     tenant: IntArray | None = None
-    in_flight: Plan | None = None
     pass_tokens: int = 0
     change_tokens: int = 0
 
@@ -84,32 +67,6 @@ class View:
         """How many rows share the step."""
         return len(self)
 
-    @property
-    def share(self) -> float:
-        """Which part of the rows that share the step is planned for."""
-        return 1.0 if self.in_flight is None else np.count_nonzero(self.ready) / len(self)
-
-    def of_rows(self, rows: IntArray) -> View:
-        """Return the view of some of its rows."""
-        columns: dict[str, Any] = {
-            name: _taken(getattr(self, name), rows) for name in _ROWS_OF_VIEW
-        }
-        for name in ("control_plan", "in_flight"):
-            plan = getattr(self, name)
-            columns[name] = None if plan is None else plan.of_rows(rows)
-        return replace(self, **columns)
-
-    def beside(self, others: View, choices: Plan) -> View:
-        """Return the view of these rows and, behind them, of those in flight with ``choices``."""
-        ready = np.arange(len(self) + len(others)) < len(self)
-        columns: dict[str, Any] = {}
-        for name in _ROWS_OF_VIEW:
-            one, other = getattr(self, name), getattr(others, name)
-            columns[name] = None if one is None or other is None else np.concatenate([one, other])
-        plan = Plan.nothing(len(ready))
-        plan.draft[~ready], plan.length[~ready] = choices.draft, choices.length
-        return replace(self, **columns | {"ready": ready, "in_flight": plan})
-
 
 @dataclass(slots=True)
 class Plan:
@@ -118,9 +75,6 @@ class Plan:
     ``predicted_s`` seconds of the step, ``predicted_tokens`` emitted in it, ``price`` of a second
     in tokens that it was made at (0: none); ``notes`` are figures and reasons for traces;
     ``shadow`` is what the policy would have done where something else is done.
-
-    ``run[n]`` is how many tokens a row without a proposal runs in its turn (None: as many as a turn
-    may).
     """
 
     draft: IntArray
@@ -130,7 +84,6 @@ class Plan:
     price: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     shadow: Plan | None = None
-    run: IntArray | None = None
 
     @classmethod
     def nothing(cls, rows: int) -> Plan:
@@ -141,12 +94,12 @@ class Plan:
     def within(cls, view: View, draft: int | IntArray, length: int | IntArray) -> Plan:
         """Return the plan of these choices, one for all rows or int64[n], cut to the ceilings.
 
-        A row that is not ready, or is left without a token, gets no draft.
+        A row that is left without a token gets no draft.
         """
         if not view.drafts:
             return cls.nothing(len(view))
         column: IntArray = np.broadcast_to(draft, len(view)).astype(np.int64)
-        most = np.where(view.ready & (column >= 0), view.ceiling[np.arange(len(view)), column], 0)
+        most = np.where(column >= 0, view.ceiling[np.arange(len(view)), column], 0)
         cut: IntArray = np.minimum(np.maximum(length, 0), most).astype(np.int64)
         return cls(np.where(cut > 0, column, NO_DRAFT), cut)
 
@@ -160,7 +113,6 @@ class Plan:
             predicted_s=share * self.predicted_s,
             predicted_tokens=share * self.predicted_tokens,
             shadow=None if self.shadow is None else self.shadow.of_rows(rows),
-            run=_taken(self.run, rows),
         )
 
 
@@ -179,24 +131,6 @@ class Drafted:
     drawn: BoolArray
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """What the times of a step on an asynchronous engine are of: not of the step's own rows.
-
-    ``tokens`` in all for ``rows`` with ``context_tokens`` were the batch of which
-    ``parts_s["verify"]`` are so many ``iterations``, in one turn (0: they were not timed).
-    ``request``, ``draft``, ``length`` int64[m] say for whom it was drafted.
-    """
-
-    request: IntArray
-    draft: IntArray
-    length: IntArray
-    tokens: int = 0
-    rows: int = 0
-    context_tokens: int = 0
-    iterations: int = 1
-
-
 @dataclass(slots=True)
 class Outcome:
     """What one step did, turn by turn, and what was learnt for free.
@@ -208,7 +142,7 @@ class Outcome:
 
     ``measured_s`` is the step's wall time, ``parts_s`` its parts by name (``verify``,
     ``draft:<name>``, ``overhead``, which includes ``planning`` and the last step's ``learning``);
-    ``ran`` is what the times are of, where it is not these rows. Requests in ``finished`` are over.
+    requests in ``finished`` are over.
 
     ``free_*`` int64[f]: draft ``free_draft`` would have had ``free_accepted`` of its first
     ``free_scored`` tokens accepted for ``free_request``. ``node_*`` [q] are nodes,
@@ -232,7 +166,6 @@ class Outcome:
     free_accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     free_scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    ran: Ran | None = None
     followed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_row: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     node_confidence: FloatArray = field(default_factory=lambda: np.zeros(0))
@@ -255,7 +188,7 @@ class Policy(Protocol):
     def plan(
         self, view: View, state: Any, now: float, rng: np.random.Generator
     ) -> tuple[Plan, Any]:
-        """Choose a draft and a length for every ready row."""
+        """Choose a draft and a length for every row."""
         ...
 
     def needs_offers(self, request: IntArray, state: Any) -> bool:
@@ -302,7 +235,3 @@ class Policy(Protocol):
         """Return measured over predicted time by part of the step; empty: nothing is predicted."""
         del state
         return {}
-
-
-def _taken(column: Any, rows: IntArray) -> Any:
-    return None if column is None else column[rows]

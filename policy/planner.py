@@ -16,7 +16,7 @@ from .extensions import Estimator, Execution
 from .kept import MANY, Kept, most_steps
 from .latency import OVERHEAD, Correction, LatencyModel, Predicted, Times
 from .learned import Learnt, restored, saved
-from .plan import NO_DRAFT, BoolArray, Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
+from .plan import NO_DRAFT, Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
 from .problem import (
     NOTHING_GIVEN,
     Choice,
@@ -114,7 +114,7 @@ class PlannerState:
 
 
 class AdaptivePlanner(Policy):
-    """Chooses for all ready rows by the priced goodput of the whole batch (``policy.plan.Policy``).
+    """Chooses for all rows by the priced goodput of the whole batch (``policy.plan.Policy``).
 
     All figures come from the outcomes and from ``latency``, which has one curve for each of the
     ``drafts``, in order: no clock, no files. ``execution`` tells what the engine does beyond one
@@ -159,7 +159,7 @@ class AdaptivePlanner(Policy):
     def plan(
         self, view: View, state: PlannerState, now: float, rng: np.random.Generator
     ) -> tuple[Plan, PlannerState]:
-        """Choose for the ready rows, whatever their order; the others get no draft.
+        """Choose for the rows, whatever their order.
 
         Raises ValueError for a view with other drafts than the planner's.
         """
@@ -167,13 +167,7 @@ class AdaptivePlanner(Policy):
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         kept = state.kept.plan(view) if state.kept is not None and state.debt_s > 0 else None
-        plan, after = (
-            self._anew(view, state, now) if kept is None else self._again(kept, view, state)
-        )
-        if self.execution is not None:
-            times = self.times(state, len(view))
-            plan = self.execution.execute(plan, view, times)
-        return plan, after
+        return self._anew(view, state, now) if kept is None else self._again(kept, view, state)
 
     def _again(self, plan: Plan, view: View, state: PlannerState) -> tuple[Plan, PlannerState]:
         """Return a kept plan for a view, and the state: who has come is known from now on."""
@@ -226,7 +220,7 @@ class AdaptivePlanner(Policy):
             after.held_share,
         )
         after.goodput, after.kept = priced.goodput, self._kept(plan, prefill_s, view, state)
-        after.credit_s += view.share * config.explore_share * plan.predicted_s
+        after.credit_s += config.explore_share * plan.predicted_s
         if config.explore_share and after.credit_s >= after.look_s and problem.gain.size:
             plan = self._explored(plan, problem, priced, rows, expected, after)
         return plan, after
@@ -295,8 +289,8 @@ class AdaptivePlanner(Policy):
         """
         rows: IntArray = view.request.argsort()
         given = NOTHING_GIVEN
-        if view.control_plan is not None or view.in_flight is not None:
-            choices, theirs = _given_choices(view)
+        choices, theirs = view.control_plan, view.control
+        if choices is not None and theirs is not None:
             others, rows = rows[theirs[rows]], rows[~theirs[rows]]
             hazard = self.estimator.expected(state.acceptance, view.request[others].tolist()).hazard
             choice = Choice(choices.draft[others], choices.length[others])
@@ -328,8 +322,7 @@ class AdaptivePlanner(Policy):
         )
         problem.gain *= share
         row_s, context_s = self._drafting_s(state, len(view), brought.T)
-        part = 1.0 if view.in_flight is None else view.share
-        problem.draft_row_s = part * (row_s.T + context_s.T * view.context.take(rows))
+        problem.draft_row_s = row_s.T + context_s.T * view.context.take(rows)
 
     def times(self, state: PlannerState, rows: int) -> Times:
         """Return the corrected seconds of a step, drafting charged for the nodes that it brings.
@@ -365,16 +358,12 @@ class AdaptivePlanner(Policy):
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
-        times, whole, in_flight = state.correction.times(self.latency), state.view or view, 0
-        if whole.in_flight is not None:
-            in_flight = int(
-                np.count_nonzero(~whole.ready) + whole.in_flight.length[~whole.ready].sum()
-            )
+        times = state.correction.times(self.latency)
         if state.tenants.rows > 1:
             tenant = state.tenants.of(view.request.tolist())
             column = tenant[drafted.row] * len(self.drafts) + drafted.draft
             drafted = replace(drafted, draft=column)
-        return trimmed(times, state.calibration, view, plan, drafted, in_flight)
+        return trimmed(times, state.calibration, view, plan, drafted)
 
     def _admitted(self, state: PlannerState, view: View) -> PlannerState:
         """Return the state with a place for all requests that share the step."""
@@ -589,15 +578,3 @@ def _whole(view: View, rows: IntArray, choice: Choice, result: Score, price: flo
     plan.draft[rows], plan.length[rows] = choice
     plan.predicted_s, plan.predicted_tokens, plan.price = result.step_s, result.value, price
     return plan
-
-
-def _given_choices(view: View) -> tuple[Plan, BoolArray]:
-    """Return what was chosen elsewhere, for the rows in flight and for another arm's, and which
-    rows these are.
-    """
-    choice, theirs = Plan.nothing(len(view)), np.zeros(len(view), np.bool_)
-    for plan, some in ((view.control_plan, view.control), (view.in_flight, ~view.ready)):
-        if plan is not None and some is not None:
-            choice.draft[some], choice.length[some] = plan.draft[some], plan.length[some]
-            theirs |= some
-    return choice, theirs

@@ -181,8 +181,7 @@ def survival(hazard: FloatArray) -> FloatArray:
 class Given:
     """Rows of a view whose choice is made elsewhere and costs what it costs.
 
-    ``expected_tokens`` is what they are expected to emit. Rows that are not ready are in flight in
-    the target's batch: they hold their tokens there, and were drafted for earlier.
+    ``expected_tokens`` is what they are expected to emit.
     """
 
     rows: IntArray
@@ -201,14 +200,9 @@ class Given:
         """Return how many are proposed."""
         return int(self.choice.length.sum())
 
-    def part(self, view: View, ready: bool) -> tuple[IntArray, Choice]:
-        """Return the rows that are ready, or those in flight, and their choice."""
-        some = view.ready[self.rows] == ready
-        return self.rows[some], self.choice.of(some)
-
     def occupancy(self, view: View, k_max: int) -> IntArray | None:
         """Return ``StepProblem.occupied``."""
-        rows, (draft, length) = self.part(view, ready=True)
+        rows, (draft, length) = self.rows, self.choice
         if not length.any() or not k_max:
             return None
         tokens = np.zeros((len(view.drafts), k_max), np.int64)
@@ -218,18 +212,14 @@ class Given:
             tokens[d, 0] = int(np.clip(view.catchup[rows[group], d], 1, 2).sum())
         return tokens
 
-    def fixed_s(self, times: Times, view: View, share: float) -> tuple[float, float]:
+    def fixed_s(self, times: Times, view: View) -> tuple[float, float]:
         """Return the seconds of a step whatever is chosen, verification apart, and those once any
-        of ``share`` of its rows speculates.
+        other row speculates.
         """
-        fixed_s, speculation_s = times.overhead_s, times.speculation_s
-        for ready, part in ((False, 1 - share), (True, share)):
-            rows, choice = self.part(view, ready)
-            if choice.length.any():
-                drafting = float(drafting_s(times, view, rows, choice).sum())
-                fixed_s += part * (times.speculation_s + drafting)
-                speculation_s = 0.0 if ready else speculation_s
-        return fixed_s, share * speculation_s
+        if not self.choice.length.any():
+            return times.overhead_s, times.speculation_s
+        drafting = float(drafting_s(times, view, self.rows, self.choice).sum())
+        return times.overhead_s + times.speculation_s + drafting, 0.0
 
 
 NOTHING_GIVEN = Given(np.zeros(0, np.int64), no_speculation(0))
@@ -246,23 +236,17 @@ def step_problem(
 ) -> StepProblem:
     """Return the choice that these rows of the view have beside what is given, of at most ``most``
     tokens a row; ``hazard`` float64[K, drafts, rows], catch-ups spread over ``horizon_steps``.
-
-    Beside rows in flight, drafting is priced by the share of the rows that wait for it: the target
-    verifies the others meanwhile, and their own drafting, by the same share, was before. In the
-    mean over a round of all rows that is the step's time, and where a draft's forward takes as long
-    for few rows as for many, a row pays what it would pay in a batch that drafts at once.
     """
     n = len(rows)
     context, remaining = view.context.take(rows), view.remaining.take(rows)
     ceiling = np.minimum(view.ceiling.take(rows, 0).T, np.minimum(remaining - 1, most))
     k_max = ceiling.item(ceiling.argmax()) if ceiling.size else 0
-    everyone, tokens, share, context_tokens = n, 0, 1.0, int(np.add.reduce(context))
+    everyone, tokens, context_tokens = n, 0, int(np.add.reduce(context))
     fixed_s, speculation_s, occupied = times.overhead_s, times.speculation_s, None
     if len(given.rows):
         everyone, tokens = n + len(given.rows), given.tokens
         context_tokens += int(view.context[given.rows].sum())
-        share = 1 - np.count_nonzero(~view.ready[given.rows]) / everyone
-        fixed_s, speculation_s = given.fixed_s(times, view, share)
+        fixed_s, speculation_s = given.fixed_s(times, view)
         occupied = given.occupancy(view, k_max)
     first = view.prefill_tokens + everyone + tokens
     verify_s = times.verify_s(first, n * k_max + 1) if first else np.zeros(1)
@@ -270,8 +254,6 @@ def step_problem(
     catchup = np.maximum(view.catchup.take(rows, 0).T, 1)
     row_s = times.draft_row_s[:, None] + times.draft_context_s[:, None] * context
     forward_s, switch_s = times.forward_s(max(2 * everyone, 2) + 1), times.switch_s(catchup)
-    if share < 1:
-        row_s, forward_s, switch_s = share * row_s, share * forward_s, share * switch_s
     gain = survival(hazard[:k_max])
     if ceiling.size and ceiling.item(ceiling.argmin()) < k_max:
         gain *= np.arange(k_max)[:, None, None] < ceiling
@@ -321,29 +303,20 @@ def predicted_parts(times: Times, outcome: Outcome, view: View) -> Predicted:
 
     The target is charged for the nodes that it verified, a draft for a forward for each token of
     ``length``. A row that the view lacks has just ended its prompt: its tokens are among the
-    prefill. Where there is an ``Outcome.ran``, that was timed, not the rows.
+    prefill.
     """
-    who, ran = outcome.ran or outcome, outcome.ran
-    row = _rows_of(who.request, view)
-    length = np.where(row >= 0, who.length, 0)
+    row = _rows_of(outcome.request, view)
+    length = np.where(row >= 0, outcome.length, 0)
     parts = np.zeros(FIRST_DRAFT + len(times.draft_row_s))
     parts[OVERHEAD] = times.overhead_s + times.speculation_s * bool(length.any())
-    parts[FIRST_DRAFT:] = drafting_s(times, view, row, Choice(who.draft, length))
-    if ran is None:
-        known = row >= 0
-        rows, context, passes = int(known.sum()), int(view.context[row[known]].sum()), 1
-        verified = outcome.verified[known]
-        tokens = int(np.add.reduce(verified)) + rows + outcome.prefill_tokens
-        node_context_s = times.node_context_s * float(verified @ view.context[row[known]])
-    else:
-        node_context_s = 0.0
-        rows, context, passes, tokens = ran.rows, ran.context_tokens, ran.iterations, ran.tokens
-        if not tokens:
-            return Predicted(0, 0.0, parts)
-    base_s, other_s = times.verify_at(tokens), rows * times.row_s + context * times.context_s
-    turns_s = (passes - 1) * times.turn_s  # which is in the table, once a pass
-    parts[VERIFY] = passes * (base_s + other_s) + node_context_s - turns_s
-    return Predicted(tokens, passes * base_s, parts)
+    parts[FIRST_DRAFT:] = drafting_s(times, view, row, Choice(outcome.draft, length))
+    known = row >= 0
+    context, verified = view.context[row[known]], outcome.verified[known]
+    tokens = int(np.add.reduce(verified)) + len(context) + outcome.prefill_tokens
+    base_s = times.verify_at(tokens)
+    parts[VERIFY] = base_s + len(context) * times.row_s + int(context.sum()) * times.context_s
+    parts[VERIFY] += times.node_context_s * float(verified @ context)
+    return Predicted(tokens, base_s, parts)
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

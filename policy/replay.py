@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 from numpy.random import Generator as Rng
 
-from .free_runs import FreeRuns
 from .latency import LatencyModel
 from .plan import NO_DRAFT, Outcome, Plan, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
@@ -48,9 +47,7 @@ def explain(
     chosen, place = Choice(plan.draft[rows], plan.length[rows]), {r: i for i, r in enumerate(rows)}
     lines = []
     for row, request in enumerate(view.request.tolist()):
-        if not view.ready[row]:
-            why = "none: it takes no part in this step"
-        elif row in given.rows:
+        if row in given.rows:
             why = "its choice is given, not planned"
         elif rests(plan):
             why = "none: a plan without speculation is kept for some steps"
@@ -127,7 +124,7 @@ class _Row:
         return f"{self._drafts[option[0]]} x {option[1]}"
 
 
-SCHEMA = 8
+SCHEMA = 9
 
 
 class TraceError(ValueError):
@@ -238,9 +235,8 @@ def _records(*kinds: Any) -> dict[str, type]:
 
 
 _RECORDS = _records(View, Plan, Outcome, PlannerState, PlannerConfig, LatencyModel)
-_RECORDS |= _records(FreeRuns)
 _DTYPES = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_KEYS = {"in_flight": "flying", "control_plan": "given"}
+_KEYS = {"control_plan": "given"}
 """Fields that a trace has by an older name, so that recorded ones are still replayed."""
 _NAMES = {key: name for name, key in _KEYS.items()}
 

@@ -195,18 +195,17 @@ def trimmed(
     view: View,
     plan: Plan,
     drafted: Drafted,
-    in_flight: int = 0,
 ) -> IntArray:
     """Return how many of each row's nodes are verified, int64[n]; view and plan are of these rows.
 
-    ``in_flight`` tokens, of rows in flight, are in the same pass. A plan without a price is
-    followed as far as there are nodes. Under a cap no step is longer than that, or than its plan;
-    without one, more nodes may be verified than were planned, where they pay.
+    A plan without a price is followed as far as there are nodes. Under a cap no step is longer than
+    that, or than its plan; without one, more nodes may be verified than were planned, where they
+    pay.
     """
     rows, nodes = len(view), len(drafted.row)
     if not plan.price or not nodes:
         return np.minimum(plan.length, np.bincount(drafted.row, minlength=rows))
-    tokens = view.prefill_tokens + rows + in_flight
+    tokens = view.prefill_tokens + rows
     verify_s = times.verify_s(tokens, nodes + 1)
     if view.cap_s < math.inf:
         planned_s = times.verify_at(tokens + int(np.add.reduce(plan.length)))

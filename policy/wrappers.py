@@ -273,7 +273,7 @@ def fault(plan: Plan, view: View) -> str:
     if wrong := _column_fault("draft", plan.draft, rows, NO_DRAFT, drafts):
         return wrong
     most = np.zeros(rows, np.int64)
-    chosen = np.flatnonzero((plan.draft != NO_DRAFT) & view.ready)
+    chosen = np.flatnonzero(plan.draft != NO_DRAFT)
     most[chosen] = view.ceiling[chosen, plan.draft[chosen]]
     return _column_fault("length", plan.length, rows, 0, most, ", its ceiling")
 

@@ -17,17 +17,14 @@ from policy import IntArray, Plan, View
 
 @dataclass(slots=True)
 class Batch:
-    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill.
-
-    ``in_flight`` are the rows in flight in one in-flight batch with these, and what was planned for
-    them; ``width`` as in ``KeepsWidth``.
+    """The rows that decode (the plan is about them) and the chunks of prompts still in prefill;
+    ``width`` as in ``KeepsWidth``.
     """
 
     decoding: list[Session] = field(default_factory=list)
     prefill: list[Turn] = field(default_factory=list)
     prefill_tokens: int = 0
     prefilling: int = 0
-    in_flight: tuple[View, Plan] | None = None
     width: tuple[int, int] = (0, 0)
 
     def __bool__(self) -> bool:
@@ -55,8 +52,8 @@ class Batch:
     def view(
         self, drafting: Drafting, k_max: int, queued: int, needs_offers: Callable[[IntArray], bool]
     ) -> View:
-        """Return the decoding rows as the policy sees them, those in flight last and not ready;
-        ``queued`` requests wait for admission.
+        """Return the decoding rows as the policy sees them; ``queued`` requests wait for
+        admission.
 
         Drafts that are not free are asked what they could propose only where the plan for requests
         of these ids ``needs_offers``.
@@ -64,18 +61,17 @@ class Batch:
         rows = self.decoding
         numbers = [(s.id, len(s.sequence.tokens), s.remaining, s.group, s.tenant) for s in rows]
         request, context, remaining, group, tenant = np.array(numbers, np.int64).reshape(-1, 5).T
-        rests = self.in_flight is None and not needs_offers(request)
+        rests = not needs_offers(request)
         ceiling, unseen = drafting.ceilings(
             [s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests
         )
-        view = View(
+        return View(
             drafts=drafting.names,
             request=request,
             context=context,
             remaining=remaining,
             ceiling=ceiling,
             catchup=unseen,
-            ready=np.ones(len(rows), np.bool_),
             prefill_tokens=self.prefill_tokens,
             queued=queued,
             prefilling=self.prefilling,
@@ -85,13 +81,9 @@ class Batch:
             pass_tokens=self.width[0],
             change_tokens=self.width[1],
         )
-        return view if self.in_flight is None else view.beside(*self.in_flight)
 
     def submission(self, view: View, plan: Plan, log: StepLog) -> Submission:
-        """Return what is to be drafted for and submitted: all but what is in flight."""
-        if self.in_flight is not None:
-            ready = np.arange(len(self.decoding))
-            view, plan = view.of_rows(ready), plan.of_rows(ready)
+        """Return what is to be drafted for and submitted."""
         log.decoding, log.prefill_tokens = len(self.decoding), view.prefill_tokens
         log.batch_size = log.decoding + len(self.prefill)
         return Submission(self.decoding, self.prefill, view, plan, log)

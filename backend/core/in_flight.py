@@ -54,19 +54,7 @@ class InFlight:
             self.proposals[turn.sequence.id] = Proposals()
         self._submitted.append(submission)
 
-    @property
-    def rows(self) -> tuple[View, Plan] | None:
-        """The rows in one in-flight batch with those that are ready: a step engine's passes are of
-        what is submitted together.
-        """
-        return None
-
-    @property
-    def prefilling(self) -> int:
-        """How many prompts stay in flight from one step to the next."""
-        return 0
-
-    def collect(self, log: StepLog) -> tuple[Submission, list[Completion], bool]:  # noqa: ARG002 (a submission has its own)
+    def collect(self) -> tuple[Submission, list[Completion], bool]:
         """Wait for the submission; return it, its completions, and whether the target failed with
         all of them.
 

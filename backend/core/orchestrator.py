@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from backend.core.admission import Admission
-from backend.core.asynchronous import AsynchronousInFlight
 from backend.core.batch import Batch
 from backend.core.in_flight import InFlight, Submission
 from backend.core.kv_ledger import KVLedger
@@ -21,7 +20,7 @@ from backend.engines.port import Completion, Engine, Turn
 from backend.log_format import fields
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
-from backend.sequence import Features, Proposal
+from backend.sequence import Features
 from backend.speculation.drafting import Drafting, Proposals
 from backend.speculation.policy_runner import PolicyRunner
 from backend.speculation.step_log import StepLog
@@ -55,7 +54,6 @@ class Orchestrator:
         *,
         k_max: int,
         prefill_chunk_tokens: int,
-        free_run_tokens: int = 1,
         max_request_s: float = math.inf,
         seed: int = 0,
     ) -> None:
@@ -68,15 +66,12 @@ class Orchestrator:
         self._clock = clock
         self._k_max = min(k_max, target.limits.max_draft_tokens)
         self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._free_run_tokens = free_run_tokens
         self._max_request_s = max_request_s
         self._inbox: deque[Session] = deque()
         self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._work = threading.Event()
         self._active: dict[int, Session] = {}
-        self._in_flight = (AsynchronousInFlight if target.limits.asynchronous else InFlight)(
-            target, stats
-        )
+        self._in_flight = InFlight(target, stats)
         self._finished: list[int] = []
         self._log: StepLog | None = (
             # of the next step of a busy loop, whose time begins when the last one is learnt from
@@ -169,7 +164,7 @@ class Orchestrator:
             plan = self.planning.plan(view, log)  # 5: plan
             submission = batch.submission(view, plan, log)
             self._submit(submission, self._propose(submission))  # 6: draft, and verify
-        self._collect(log)  # 7 and 8: commit, emit, learn
+        self._collect()  # 7 and 8: commit, emit, learn
         if not self._active:
             self._log = None
         return True
@@ -181,10 +176,7 @@ class Orchestrator:
             for session in self._active.values()
             if session.id not in self._in_flight.proposals and not self._changes
         )
-        batch = Batch.of(idle, self._target, self._prefill_chunk_tokens)
-        batch.in_flight = self._in_flight.rows
-        batch.prefilling += self._in_flight.prefilling
-        return batch
+        return Batch.of(idle, self._target, self._prefill_chunk_tokens)
 
     def _change(self) -> None:
         while self._changes and not self._in_flight.proposals:
@@ -280,37 +272,16 @@ class Orchestrator:
 
     def _submit(self, submission: Submission, proposals: dict[int, Proposals]) -> None:
         """Give a submission to the target."""
-        runs = (
-            [self._free_run_tokens] * len(submission.sessions)
-            if submission.plan.run is None
-            else submission.plan.run.tolist()
-        )
         rows = (
-            self._turn(session, proposals[session.id].chosen, run)
-            for session, run in zip(submission.sessions, runs, strict=True)
+            Turn(s.sequence, len(s.sequence.tokens), 1, proposals[s.id].chosen)
+            for s in submission.sessions
         )
         submission.turns = [*rows, *submission.prefill]
         self._in_flight.submit(submission, proposals)
 
-    def _turn(self, session: Session, proposal: Proposal | None, run: int) -> Turn:
-        """Verify a proposal, or else run as many tokens as planned, at most as a turn may: an
-        engine that queues turns pays for each.
-        """
-        run = 1 if proposal else min(run, self._free_run_tokens, session.remaining)
-        streamed = run > 1 and session.request.stream
-        return Turn(
-            session.sequence,
-            len(session.sequence.tokens),
-            run,
-            proposal,
-            streamed=streamed,
-        )
-
-    def _collect(self, log: StepLog) -> None:
-        """Wait for the submission, or for what an asynchronous target has done, take its tokens and
-        learn from it.
-        """
-        submission, completions, failed = self._in_flight.collect(log)
+    def _collect(self) -> None:
+        """Wait for the submission, take its tokens and learn from it."""
+        submission, completions, failed = self._in_flight.collect()
         self._failures += failed
         for completion in completions:
             self._commit(completion, submission.log)
@@ -320,9 +291,7 @@ class Orchestrator:
 
     def _commit(self, completion: Completion, log: StepLog) -> None:
         """Take a completion's tokens; what goes wrong with one request ends that one only."""
-        in_flight = self._in_flight.proposals
-        take = in_flight.get if completion.partial else in_flight.pop
-        proposals = take(completion.sequence_id, None) or Proposals()
+        proposals = self._in_flight.proposals.pop(completion.sequence_id, None) or Proposals()
         session = self._active.get(completion.sequence_id)
         if session is None:
             return

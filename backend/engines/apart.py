@@ -28,9 +28,6 @@ from backend.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.01
-"""How long a child with turns in flight waits for their end before it looks for messages."""
-
 CLOSE_LIMIT_S = 5.0
 
 Count = Callable[..., None]
@@ -303,25 +300,18 @@ def serve(pipe: Connection, make: Callable[[Count], Engine], name: str) -> None:
 
 def _ask_until_closed(pipe: Connection, engine: Engine, counts: list[Any]) -> None:
     sequences: dict[int, Sequence] = {}
-    in_flight: set[int] = set()
     while True:
-        while pipe.poll(0.0 if in_flight else None):
-            kind, body = pipe.recv()
-            if kind == "close":
-                return
-            if kind == "cancel":
-                engine.cancel(body)
-                in_flight -= set(body)
-                for number in body:
-                    sequences.pop(number, None)
-                continue
-            in_flight |= {ask.number for ask in body}
-            engine.submit([_turn(sequences, ask) for ask in body])
-        done = engine.poll(POLL_S)
-        in_flight -= {completion.sequence_id for completion in done}
-        if done:
-            pipe.send(("done", done, counts[:]))
-            counts.clear()
+        kind, body = pipe.recv()
+        if kind == "close":
+            return
+        if kind == "cancel":
+            engine.cancel(body)
+            for number in body:
+                sequences.pop(number, None)
+            continue
+        engine.submit([_turn(sequences, ask) for ask in body])
+        pipe.send(("done", engine.poll(timeout_s=1.0), counts[:]))
+        counts.clear()
 
 
 def _turn(sequences: dict[int, Sequence], ask: _Ask) -> Turn:

@@ -4,9 +4,8 @@ alike.
 A *turn* tells an engine to bring its KV cache up to ``tokens[:end]`` of a sequence, to verify a
 proposal behind them and to run freely for ``run`` tokens. A prefill chunk is a turn with ``run =
 0``, plain decoding has ``run = 1``, a draft proposes by ``run = k`` with ``nodes``. The target
-draws every token by itself; of a proposal it follows what it has drawn. Asynchronous engines
-(TensorRT-LLM's Executor) complete turns in any order; a step engine completes a whole submission at
-the next ``poll``.
+draws every token by itself; of a proposal it follows what it has drawn. Every engine completes a
+whole submission at the next ``poll``.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ class Turn:
     ``end <= len(sequence.tokens)``; with ``run > 0`` or a proposal, ``end ==
     len(sequence.tokens)``. ``nodes`` above 0 asks a draft for a ``Completion.proposal`` of at most
     so many nodes, no path of it longer than ``run``; a model makes it of ``run`` forward passes.
-    ``streamed`` asks for the tokens of a free run as they come (``Completion.partial``), which
-    asynchronous engines may heed.
     """
 
     sequence: Sequence
@@ -39,7 +36,6 @@ class Turn:
     run: int = 1
     proposal: Proposal | None = None
     nodes: int = 0
-    streamed: bool = False
 
 
 @dataclass(slots=True)
@@ -71,8 +67,7 @@ class Completion:
     ``scored`` says of a draft that catches up on tokens emitted without it what it would have had
     accepted of them: (accepted, length) of the chains that it would have made, oldest first (as
     many tokens as the engine finds cheap). ``error`` is set, and everything else void, when this
-    turn alone failed. ``partial``: the turn goes on, and has these tokens so far beyond those of
-    the partial completions before; the last one has what is left.
+    turn alone failed.
     """
 
     sequence_id: int
@@ -83,7 +78,6 @@ class Completion:
     scored: list[tuple[int, int]] = field(default_factory=list)
     error: str | None = None
     extras: Extras | None = None
-    partial: bool = False
     features: npt.NDArray[np.float32] | None = None
 
 
@@ -97,8 +91,6 @@ class EngineLimits:
     scores what it catches up on (``Completion.scored``). ``invariant``: the logits behind a text
     are the same bits whatever else is in a pass, while those of a prompt may differ from those of
     the same tokens when they were generated: blocks with generated tokens have other keys.
-    ``asynchronous``: turns run in one in-flight batch and complete each in its time, not all with
-    the next ``poll``.
     """
 
     vocab_size: int
@@ -110,7 +102,6 @@ class EngineLimits:
     tree: bool = False
     scores: bool = False
     invariant: bool = False
-    asynchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True)

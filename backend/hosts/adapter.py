@@ -178,10 +178,9 @@ class Host:
             self._turn = (self._turn + 1) % _EVIDENCE_STEPS
             most *= np.arange(len(rows)) % _EVIDENCE_STEPS == self._turn
         ceiling, unseen = self._cycle.drafting.ceilings(sequences, most.tolist(), only_free=rests)
-        ready = np.ones(len(rows), np.bool_)
         names = self._cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)
-        return View(names, request, context, remaining, ceiling, unseen, ready, tenant=tenant)
+        return View(names, request, context, remaining, ceiling, unseen, tenant=tenant)
 
     # -- after it
 

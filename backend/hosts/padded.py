@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from policy import Outcome, Plan, View
+from policy import Outcome, View
 from policy.latency import Predicted, Times
 from policy.problem import StepProblem, predicted_parts
 
@@ -24,11 +24,6 @@ class Padded:
         plain = view.prefill_tokens + len(view)
         padded_s = times.verify_at(plain + self._length * len(view)) - times.verify_at(plain)
         problem.undrafted_s[1:] = problem.undrafted_s[0] + max(padded_s, 0.0)
-
-    def execute(self, plan: Plan, view: View, times: Times) -> Plan:
-        """Return the plan as it is."""
-        del view, times
-        return plan
 
     def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
         """Return the seconds that the padded step should have taken."""

@@ -210,38 +210,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         "Tokens of answers that a draft has kept, and of old ones that it has forgotten for them",
         ("draft", "event"),
     ),
-    Family(
-        "spindle_engine_kv_blocks_total",
-        _C,
-        "Blocks of a TensorRT-LLM executor's KV that a turn's text found: reused, missed",
-        ("engine", "event"),
-    ),
-    Family(
-        "spindle_engine_kv_reuse_failures_total",
-        _C,
-        "Turns that found fewer blocks than those before had left",
-        ("engine",),
-    ),
-    Family(
-        "spindle_engine_logits_bytes_total",
-        _C,
-        "Bytes of logits exchanged with an executor",
-        ("engine",),
-    ),
     Family("spindle_engine_deaths_total", _C, "Times an executor died", ("engine",)),
-    Family("spindle_engine_iterations_total", _C, "Iterations of an executor", ("engine",)),
-    Family(
-        "spindle_engine_iteration_seconds_total",
-        _C,
-        "Time that they took by its own statistics",
-        ("engine",),
-    ),
-    Family(
-        "spindle_engine_context_tokens_total",
-        _C,
-        "Tokens that they ran in context phases",
-        ("engine",),
-    ),
     Family("spindle_engine_restarts_total", _C, "Restarts of the engine process"),
     Family(
         "spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)

@@ -14,7 +14,6 @@ from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, wrappers
 from policy.baselines import BASELINES, BaselineSettings
 from policy.extensions import Execution
-from policy.free_runs import FreeRuns
 from policy.replay import Traced
 
 OVERHEAD_S, SPECULATION_S = 5e-4, 3e-4
@@ -31,7 +30,7 @@ def make_policy(
     execution: Execution | None = None,
 ) -> policy.Policy:
     """Make the configured policy for these drafts; ``tables`` by the names of the engines that run
-    a model; ``execution`` of the adaptive one is what the configuration says, if none is given.
+    a model; ``execution`` is for the adaptive one.
     """
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
@@ -47,8 +46,6 @@ def make_policy(
         k_max=config.policy.k_max,
         catchup_scored=scored,
     )
-    if execution is None and config.limits.free_run_tokens > 1:
-        execution = FreeRuns(config.limits.free_run_tokens)
     planner = policy.AdaptivePlanner(names, latency, constants, execution)
     if not config.policy.trace_file:
         return planner

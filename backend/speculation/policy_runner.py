@@ -67,8 +67,7 @@ class PolicyRunner:
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
         if len(view):
             self.last_plan = (view, state, plan, now)
-        of_ready = plan if view.ready.all() else plan.of_rows(np.flatnonzero(view.ready))
-        self._decisions.planned(view, of_ready, self._clock(), self.drift)
+        self._decisions.planned(view, plan, self._clock(), self.drift)
         return plan
 
     def needs_offers(self, request: IntArray) -> bool:

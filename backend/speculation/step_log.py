@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backend.sequence import Proposal
-from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Ran
+from policy import NO_DRAFT, BoolArray, IntArray, Outcome
 
 _NONE = np.zeros(0, np.int64)
 
@@ -23,8 +23,7 @@ class StepLog:
     verified, followed) as in ``Outcome``, ``nodes`` (place in ``rows``, confidence, drawn, held);
     ``free`` (request, draft, accepted, scored) what a draft would have had accepted where it was
     not chosen; ``parts_s`` wall times by part (``planning`` and ``learning`` from the step before,
-    belong to ``overhead``); ``waited_s`` is how long an asynchronous target was waited for beyond
-    these. ``ran`` as in ``Outcome``.
+    belong to ``overhead``).
     """
 
     drafts: tuple[str, ...]
@@ -37,8 +36,6 @@ class StepLog:
     nodes: list[tuple[int, float, bool, bool]] = field(default_factory=list)
     control: list[bool] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
-    ran: Ran | None = None
-    waited_s: float = 0.0
     started_s: float = field(default_factory=perf_counter)
 
     @contextmanager
@@ -127,7 +124,7 @@ class StepLog:
             measured_s=now_s - self.started_s,
             parts_s={
                 **self.parts_s,
-                "overhead": max(0.0, now_s - self.started_s - engines_s - self.waited_s),
+                "overhead": max(0.0, now_s - self.started_s - engines_s),
             },
             prefill_tokens=self.prefill_tokens,
             free_request=free[0],
@@ -135,7 +132,6 @@ class StepLog:
             free_accepted=free[2],
             free_scored=free[3],
             finished=np.array(self.finished, np.int64) if self.finished else _NONE,
-            ran=self.ran,
             node_row=node_row,
             node_confidence=confidence,
             node_drawn=drawn,

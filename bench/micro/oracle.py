@@ -268,7 +268,6 @@ def random_instance(rng: np.random.Generator, rows: int, drafts: int, k_max: int
         remaining,
         np.where(rng.random(shape) < 0.3, rng.integers(0, k_max + 1, shape), k_max),
         np.where(rng.random(shape) < 0.3, rng.integers(3, 400, shape), rng.integers(0, 3, shape)),
-        np.ones(rows, np.bool_),
         prefill_tokens=int(rng.choice([0, 0, 37])),
     )
     target = _staircase(rng, 1.0, 37 + rows * (k_max + 1), 0.1)

@@ -109,7 +109,6 @@ def timed_plan(
         remaining=np.array(remaining),
         ceiling=np.array(ceiling).reshape(-1, drafts),
         catchup=np.array(catchup).reshape(-1, drafts),
-        ready=np.ones(len(ids), np.bool_),
     )
     plan, state = planner.plan(view, state, now, RNG)
     return plan, state, 1e6 * (thread_time() - started)

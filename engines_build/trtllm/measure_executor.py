@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import sys
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,24 +20,17 @@ from backend.config import EngineConfig, ServingConfig, load_config
 from backend.engines.port import Turn
 from backend.engines.registry import Service
 from backend.engines.trtllm.deployment import LATENCY_FILE, make, trtllm_engines
-from backend.engines.trtllm.engine import ITERATIONS_IN_FLIGHT, TrtllmEngine
-from backend.engines.trtllm.folder import read_engine_folder
+from backend.engines.trtllm.engine import TrtllmEngine
 from backend.machine import machine
 from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS, Sequence
 from backend.storage import cache
-from engines_build.measure import BASE_CONTEXT, draft_cases, lower_quartile, tabulate, target_cases
+from engines_build.measure import draft_cases, lower_quartile, tabulate, target_cases
 from engines_build.timing import Case, Rig, interleave
 from policy.latency import LatencyTable, Provenance
 
 BUDGET_S = 60.0
 """Time for the rounds of one engine."""
-
-BUDGET_FILE = "token_budget.json"
-"""Beside the table: what a verification takes within the engine's token budget, and past it."""
-
-RUN_TOKENS = 5
-"""Tokens of the run that a turn of one is compared with."""
 
 
 class FilledEngine:
@@ -90,9 +82,6 @@ def measure_executors(
                 [lower_quartile(times) for times in samples],
                 _provenance(engine),
             )
-            if engine is config.target:
-                table = replace(table, turn_s=_turn_s(rig, budget_s, rng, most))
-                _write_budget(rig, engine, made, config)
             cache.publish_file(
                 model_path(engine) / LATENCY_FILE, json.dumps(table.to_dict(), indent=1) + "\n"
             )
@@ -108,58 +97,6 @@ def _silent(_done_s: float, _expected_s: float) -> None:
     """Say nothing of how far it is."""
 
 
-def _turn_s(rig: Rig, budget_s: float, rng: random.Random, most: int) -> float:
-    """Return what a turn of one row takes beside its iterations: what a turn of one token does,
-    less a token's part of a longer one.
-    """
-    cases = [Case(1, BASE_CONTEXT, run=tokens) for tokens in (1, RUN_TOKENS)]
-    work = [lambda case=case: rig.time(case) for case in cases]
-    samples = interleave(work, budget_s=budget_s, rng=rng, report=_silent, most=most)
-    one_s, run_s = (lower_quartile(times) for times in samples)
-    return max(0.0, one_s - (run_s - one_s) / (RUN_TOKENS - 1))
-
-
-def past_budget(
-    rig: Rig, max_num_tokens: int, rows: int, most_tokens: int
-) -> dict[str, list[float]] | None:
-    """Time a verification of half of ``rows`` texts that fill an iteration's budget, and one of all
-    of them, which is past it.
-
-    Past it texts wait for the next iteration, and the loop reads times iteration by iteration: the
-    table has no such cell, which a line through the others could not follow. None where all texts
-    of ``most_tokens`` fit together.
-    """
-    text = max_num_tokens // max(1, rows // 2)
-    if rows < 2 or text > most_tokens:
-        return None
-    cases = [Case(count, text - 2, length=1) for count in (rows // 2, rows)]
-    return {
-        "text_tokens": [case.rows * text for case in cases],
-        "seconds": [rig.time(case) for case in cases],
-    }
-
-
-def _write_budget(
-    rig: Rig, engine: EngineConfig, made: TrtllmEngine, config: ServingConfig
-) -> None:
-    budget = read_engine_folder(model_path(engine)).max_num_tokens
-    found = past_budget(
-        rig, budget, config.limits.max_active_requests, made.limits.max_context_tokens
-    )
-    if found is None:
-        print(f"{engine.name}: all texts fit its token budget of {budget}", flush=True)
-        return
-    within_s, past_s = found["seconds"]
-    cache.publish_file(
-        model_path(engine) / BUDGET_FILE, json.dumps({"max_num_tokens": budget, **found}) + "\n"
-    )
-    print(
-        f"{engine.name}: {past_s / within_s:.1f} times as long with twice the text of its token "
-        f"budget of {budget}",
-        flush=True,
-    )
-
-
 def _fits(case: Case, engine: TrtllmEngine, config: ServingConfig) -> bool:
     """Whether an engine can be asked for a case; a chunk without tokens to run is no work of its
     own there.
@@ -170,8 +107,7 @@ def _fits(case: Case, engine: TrtllmEngine, config: ServingConfig) -> bool:
         and longest <= engine.limits.max_context_tokens
     )
     enough = (
-        enough
-        and case.rows * longest * ITERATIONS_IN_FLIGHT <= engine.limits.kv_blocks * BLOCK_TOKENS
+        enough and case.rows * longest <= engine.limits.kv_blocks * BLOCK_TOKENS
     )  # within the token budget
     return enough and case.run > 0 and case.length <= engine.limits.max_draft_tokens
 

@@ -209,12 +209,11 @@ class Replica:
         if not self._all_found:
             ceiling = np.where(workload.acceptance.has_match(rows, emitted), ceiling, 0)
         catchup = np.where(self._free, 0, context[:, None] - progress.seen[rows])
-        ready = np.ones(len(rows), np.bool_)
         names = self._deployment.drafts
         queued = len(self._queue)
         group = None if workload.group is None else workload.group[rows]
         tenant = None if workload.tenant is None else workload.tenant[rows]
-        columns = rows, context, remaining, ceiling, catchup, ready
+        columns = rows, context, remaining, ceiling, catchup
         waiting = prefill_tokens, queued, len(self._prefill)
         return View(names, *columns, *waiting, group=group, tenant=tenant)
 

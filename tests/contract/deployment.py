@@ -265,7 +265,6 @@ class Deployment:
     drafts: list[Engine] = field(default_factory=list)
     policy: Scripted = field(default_factory=Scripted)
     chunk_tokens: int = 8
-    free_run_tokens: int = 1
     max_active: int = 8
     kv_blocks: int = BLOCKS
     nodes: int = NODES
@@ -297,7 +296,6 @@ class Deployment:
             clock,
             k_max=K_MAX,
             prefill_chunk_tokens=self.chunk_tokens,
-            free_run_tokens=self.free_run_tokens,
             seed=self.seed,
         )
 

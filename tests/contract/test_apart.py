@@ -64,11 +64,11 @@ def test_turns_and_what_comes_of_them_are_those_of_the_engine_itself(tmp_path, a
     """Texts that grow by what was right and by what was not, one that is cancelled and comes
     back, and an option.
     """
-    counts = []
+    counts, options = [], {"bad_words": ((9,),), "min_tokens": 2, "end_ids": (11,)}
     engines = [
         apart(
             partial(make, folder(tmp_path), Behaviour),
-            count=lambda *given, **labels: counts.append(given),
+            count=lambda *given, **labels: counts.append((*given, labels)),
         ),
         make(folder(tmp_path), Behaviour, None),
     ]
@@ -76,8 +76,7 @@ def test_turns_and_what_comes_of_them_are_those_of_the_engine_itself(tmp_path, a
     answers = []
     for engine in engines:
         texts = [
-            Sequence(n, [n, 2, 3], 3, SamplingParams(0.7, bad_words=((9,),), seed=n))
-            for n in range(1, 5)
+            Sequence(n, [n, 2, 3], 3, SamplingParams(0.7, seed=n, **options)) for n in range(1, 5)
         ]
         for step in range(4):
             done = run(engine, [Turn(text, len(text.tokens), run=3, nodes=3) for text in texts])
@@ -89,7 +88,7 @@ def test_turns_and_what_comes_of_them_are_those_of_the_engine_itself(tmp_path, a
             answers.append([engine.unseen(text) for text in texts])
     half = len(answers) // 2
     assert answers[:half] == answers[half:]
-    assert "spindle_engine_kv_blocks_total" in {name for name, *_ in counts}
+    assert ("spindle_fallback_total", 1, {"reason": "turn_cut_at_min_tokens"}) in counts
 
 
 @pytest.mark.slow

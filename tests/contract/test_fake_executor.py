@@ -104,7 +104,6 @@ TURNS = {
         ),
         {"run": 3},
     ),
-    "streamed": (SamplingParams(), {"run": 3, "streamed": True}),
 }
 
 
@@ -118,7 +117,9 @@ def make_all(module, folder):
         executor_config(module, engine, settings)
     requests = Requests(module, engine, 1.0)
     for number, (sampling, options) in enumerate(TURNS.values()):
-        requests.ask(Turn(Sequence(number, [1, 2, 1], 2, sampling, salt="tenant"), 3, **options), 2)
+        requests.ask(
+            Turn(Sequence(number, [1, 2, 1], 2, sampling, salt="tenant"), 3, **options), begun=True
+        )
 
 
 def test_what_the_adapter_makes_fits_the_record(tmp_path):

@@ -77,14 +77,3 @@ def test_a_copy_of_the_target_is_never_rejected(monkeypatch):
     """Where texts are greedy, for so are its proposals."""
     serve_with_trtllm(monkeypatch)
     checks.a_copy_of_the_target_is_rejected_for_its_tail_only(GREEDY["options"])
-
-
-@pytest.mark.parametrize("scenario", GREEDY)
-def test_free_runs_of_several_tokens_change_no_text(scenario, monkeypatch):
-    serve_with_trtllm(monkeypatch, free_run_tokens=3)
-    checks.exact(GREEDY[scenario], checks.texts, log_probs)
-
-
-def test_free_runs_of_several_tokens_change_no_law(monkeypatch):
-    serve_with_trtllm(monkeypatch, free_run_tokens=3)
-    checks.texts_follow_the_target_s_law(checks.OPTIONS, rounds=1_000)

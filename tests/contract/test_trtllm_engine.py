@@ -80,7 +80,6 @@ def test_a_turn_is_the_whole_text_with_a_draft_behind_it(tmp_path):
     assert (request.input_token_ids, request.max_tokens) == ([1, 2], 4)
     assert request.external_draft_tokens_config.tokens == [3, 4, 9]
     assert request.external_draft_tokens_config.logits is None  # greedy needs none
-    assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 0
 
 
 def test_sampling_says_with_logits_that_a_proposal_is_certain(tmp_path):
@@ -97,10 +96,8 @@ def test_sampling_says_with_logits_that_a_proposal_is_certain(tmp_path):
         assert first.argmax(-1).tolist() == second.argmax(-1).tolist() == proposed
         assert (first.exp().sum(-1) == 1.0).all()
         assert first.data_ptr() != second.data_ptr()
-        while rig.engine.poll(0.1):
-            pass
+        rig.engine.poll(0.1)
     assert len({logits.data_ptr() for logits in given}) == 2
-    assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 4 * 4 * 2 * VOCAB
 
 
 def test_min_p_is_the_decoder_s_own(tmp_path):
@@ -123,7 +120,6 @@ def test_a_draft_proposes_what_is_likeliest_and_exchanges_no_logits(tmp_path):
         1,
         False,
     )
-    assert rig.counts["spindle_engine_logits_bytes_total", "target"] == 0
 
 
 def test_a_prefill_chunk_costs_nothing_and_the_turn_that_ends_the_prompt_runs_it_all(tmp_path):
@@ -190,9 +186,7 @@ def test_a_turn_that_takes_too_long_is_cancelled_and_one_that_is_never_answered_
 ):
     rig = Rig(tmp_path, Behaviour(mute=True))
     rig.engine.submit([Turn(sequence([1]), 1)])
-    assert rig.engine.poll(0.0) == []
     rig.now_s = 2.5
-    rig.engine.poll(0.0)
     (done,) = rig.engine.poll(0.0)
     assert "has not ended within 2 s" in done.error
     rig.engine.submit([Turn(sequence([1]), 1)])
@@ -210,25 +204,6 @@ def test_a_dead_target_stays_dead_and_its_turns_are_void(tmp_path):
         rig.engine.submit([Turn(sequence([1]), 1)])
     assert rig.counts["spindle_engine_deaths_total", "target"] == 1
     rig.engine.close()
-
-
-def test_a_lost_prefix_is_an_alarm(tmp_path):
-    for behaviour, alarms in ((Behaviour(), 0), (Behaviour(evicts=1.0), 1)):
-        rig = Rig(tmp_path, behaviour)
-        seq = sequence(range(12))
-        seq.tokens += rig.run(Turn(seq, 12))[0].tokens
-        rig.run(Turn(seq, 13))
-        assert rig.counts["spindle_engine_kv_reuse_failures_total", "target"] == alarms
-
-
-def test_iterations_of_the_executor_are_counted(tmp_path):
-    rig = Rig(tmp_path, Behaviour(iteration_s=0.001))
-    rig.run(Turn(sequence(range(9)), 9, run=3))
-    rig.now_s += 1.0
-    rig.engine.poll(0.0)
-    assert rig.counts["spindle_engine_iterations_total", "target"] == 3
-    assert rig.counts["spindle_engine_iteration_seconds_total", "target"] == pytest.approx(0.003)
-    assert rig.counts["spindle_engine_context_tokens_total", "target"] == 9
 
 
 @pytest.mark.parametrize("ends", [(5,), (5, 6)])
@@ -414,25 +389,3 @@ def test_the_turns_of_a_submission_are_in_one_iteration(tmp_path, monkeypatch):
     )
     rig.run(*(Turn(sequence([1, 2, number]), 3) for number in range(3)))
     assert calls == [3]
-
-
-def test_tokens_of_a_streamed_run_come_in_parts_and_once(tmp_path):
-    rig = Rig(tmp_path)
-    whole = rig.run(Turn(sequence(range(6)), 6, run=4))[0].tokens
-    seq = sequence(range(6))
-    rig.engine.submit([Turn(seq, 6, run=4, streamed=True)])
-    parts = []
-    while not parts or parts[-1].partial:
-        parts += rig.engine.poll(1.0)
-    assert [len(part.tokens) for part in parts] == [1, 1, 1, 1]
-    assert [token for part in parts for token in part.tokens] == whole
-    seq.tokens += whole
-    assert rig.engine.unseen(seq) == 1
-
-
-def test_turns_with_logits_are_not_streamed(tmp_path):
-    rig = Rig(tmp_path)
-    (done,) = rig.run(
-        Turn(sequence(range(6), SamplingParams(log_probs=True)), 6, run=3, streamed=True)
-    )
-    assert (len(done.tokens), len(done.log_probs), done.partial) == (3, 3, False)

@@ -52,9 +52,7 @@ def trtllm_engine(
     )
 
 
-def serve_with_trtllm(
-    monkeypatch, behaviour: Callable[[], Behaviour] = Behaviour, free_run_tokens: int = 1
-) -> None:
+def serve_with_trtllm(monkeypatch, behaviour: Callable[[], Behaviour] = Behaviour) -> None:
     """Make the suite's deployments run on it: the target, and of the drafts those that are plain
     engines.
     """
@@ -70,7 +68,6 @@ def serve_with_trtllm(
             trtllm_engine(target, target=True, behaviour=behaviour()),
             made,
             *arguments,
-            free_run_tokens=free_run_tokens,
             **options,
         )
 

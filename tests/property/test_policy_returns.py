@@ -101,7 +101,6 @@ class World:
             remaining=np.full(rows, 100),
             ceiling=np.tile(np.where(phase.allowed, K_MAX, 0), (rows, 1)),
             catchup=self.lag.copy(),
-            ready=np.ones(rows, np.bool_),
         )
         plan, state = self.planner.plan(view, self.state, self.now, self.rng)
         self.planned.append(

@@ -115,7 +115,7 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
 
 
 def _rows(view, order):
-    names = ("request", "context", "remaining", "ceiling", "catchup", "ready")
+    names = ("request", "context", "remaining", "ceiling", "catchup")
     return replace(view, **{name: getattr(view, name)[order] for name in names})
 
 

@@ -14,9 +14,7 @@ STEP_S = 0.2
 def view(rows):
     zeros = np.zeros(rows, np.int64)
     each = np.zeros((rows, 2), np.int64)
-    return View(
-        ("small", "lookup"), zeros, zeros, zeros, each, each, np.ones(rows, np.bool_), queued=3
-    )
+    return View(("small", "lookup"), zeros, zeros, zeros, each, each, queued=3)
 
 
 def plan(*choices, **notes):

@@ -7,10 +7,9 @@ RNG = np.random.default_rng(0)
 NOTHING = np.zeros(0, np.int64)
 
 
-def view(ceiling, ready=None, drafts=("small", "large")):
+def view(ceiling, drafts=("small", "large")):
     ceiling = np.array(ceiling, np.int64).reshape(-1, len(drafts))
     rows = len(ceiling)
-    every = np.ones(rows, np.bool_)
     full = np.full(rows, 100)
     return View(
         drafts,
@@ -19,7 +18,6 @@ def view(ceiling, ready=None, drafts=("small", "large")):
         full,
         ceiling,
         ceiling,
-        every if ready is None else np.array(ready),
     )
 
 
@@ -33,13 +31,10 @@ def test_no_speculation_never_drafts():
     assert plan.length.tolist() == [0, 0]
 
 
-def test_a_fixed_choice_keeps_to_each_row_s_ceiling_and_readiness():
-    plan = planned(
-        FixedLength("large", 4),
-        view([[8, 8], [8, 3], [8, 0], [8, 8]], ready=[True, True, True, False]),
-    )
-    assert plan.length.tolist() == [4, 3, 0, 0]
-    assert plan.draft.tolist() == [1, 1, NO_DRAFT, NO_DRAFT]
+def test_a_fixed_choice_keeps_to_each_row_s_ceiling():
+    plan = planned(FixedLength("large", 4), view([[8, 8], [8, 3], [8, 0]]))
+    assert plan.length.tolist() == [4, 3, 0]
+    assert plan.draft.tolist() == [1, 1, NO_DRAFT]
 
 
 def test_a_fixed_choice_of_an_unknown_draft_or_length_is_refused():
@@ -76,6 +71,6 @@ def test_an_empty_batch_is_planned_and_nothing_is_learnt(policy):
 
 def test_a_random_choice_among_no_drafts_is_none():
     nothing = np.zeros((2, 0), np.int64)
-    full, ready = np.full(2, 9), np.ones(2, np.bool_)
-    seen = View((), np.arange(2), full, full, nothing, nothing, ready)
+    full = np.full(2, 9)
+    seen = View((), np.arange(2), full, full, nothing, nothing)
     assert planned(RandomChoice(), seen).draft.tolist() == [NO_DRAFT, NO_DRAFT]

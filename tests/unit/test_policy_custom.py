@@ -94,11 +94,10 @@ def module(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def view(rows, ready=True):
+def view(rows):
     full = np.full(rows, 50)
     ceiling = np.repeat([[4, 2]], rows, axis=0)
-    ready = np.full(rows, ready)
-    return View(("a", "b"), full, full, full, ceiling, 0 * ceiling, ready)
+    return View(("a", "b"), full, full, full, ceiling, 0 * ceiling)
 
 
 def make(path, **options):
@@ -208,17 +207,11 @@ def test_an_answer_that_is_no_number_of_nodes_is_told_by_row(module, nodes, word
     assert str(caught.value).endswith(f".Trims.trim: {words}")
 
 
-def test_rows_in_flight_are_not_planned_for():
-    plan = Plan(np.zeros(1, np.int64), np.ones(1, np.int64))
-    assert "length[0] must be 0 to 0" in fault(plan, view(1, ready=False))
-    assert fault(Plan(np.zeros(0, np.int64), np.zeros(0, np.int64)), view(0)) == ""
-
-
 def test_a_plan_within_a_view_can_always_be_followed():
-    for rows, ready in ((3, True), (3, False), (0, True)):
+    for rows in (3, 0):
         for draft in (NO_DRAFT, 0, np.arange(rows) % 3 - 1):
             for length in (-1, 0, 9, np.arange(rows), 0.7 * np.arange(rows)):
-                assert fault(Plan.within(view(rows, ready), draft, length), view(rows, ready)) == ""
+                assert fault(Plan.within(view(rows), draft, length), view(rows)) == ""
     plan = Plan.within(view(3), np.array([0, 1, -1]), 3)
     assert (plan.draft.tolist(), plan.length.tolist()) == ([0, 1, -1], [3, 2, 0])
 

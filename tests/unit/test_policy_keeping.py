@@ -23,7 +23,6 @@ def view(rows=ROWS, **changes):
         "remaining": np.full(rows, 1000),
         "ceiling": np.full(shape, 8),
         "catchup": np.ones(shape, np.int64),
-        "ready": np.ones(rows, np.bool_),
     }
     return View(PARTS, **fields | changes)
 
@@ -120,7 +119,6 @@ def test_chains_are_cut_to_what_can_be_proposed_and_to_what_remains():
         {"request": np.array([0, 1, 7])},
         {"prefill_tokens": 5, "prefilling": 1},
         {"cap_s": 1.0},
-        {"ready": np.array([True, True, False]), "in_flight": Plan.nothing(3)},
     ],
 )
 def test_few_are_planned_for_anew_when_anything_is_new(changed):

@@ -12,7 +12,6 @@ from policy import (
     LatencyTable,
     NoSpeculation,
     Outcome,
-    Plan,
     PlannerConfig,
     View,
 )
@@ -30,7 +29,6 @@ def view(rows=1, drafts=DRAFTS, k=8, **changes):
         "remaining": np.full(rows, 1000),
         "ceiling": np.full(shape, k),
         "catchup": np.ones(shape, np.int64),
-        "ready": np.ones(rows, np.bool_),
     }
     return View(drafts, **{**fields, **changes})
 
@@ -68,28 +66,24 @@ def outcome(view_, plan, accepted, measured_s=1.0, **changes):
 # -- the seam
 
 
-def test_lengths_keep_to_ceiling_and_remaining_and_only_ready_rows_draft():
-    ceiling = np.array([[0, 0], [3, 0], [8, 8], [8, 8]])
+def test_lengths_keep_to_ceiling_and_remaining():
+    ceiling = np.array([[0, 0], [3, 0], [8, 8]])
     seen = view(
-        4,
+        3,
         ceiling=ceiling,
-        remaining=np.array([50, 50, 2, 50]),
-        ready=np.array([True, True, True, False]),
-        in_flight=Plan.nothing(4),
+        remaining=np.array([50, 50, 2]),
     )
     plan, _ = (p := planner(latency((0.001, 0.001)), **certain(0.99))).plan(
         seen, p.start(), 0.0, RNG
     )
-    assert plan.length.tolist() == [0, 3, 1, 0]
-    assert plan.draft[[0, 3]].tolist() == [NO_DRAFT, NO_DRAFT]
-    assert plan.draft[1] == 0
+    assert plan.length.tolist() == [0, 3, 1]
+    assert plan.draft[:2].tolist() == [NO_DRAFT, 0]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_a_step_in_which_nothing_can_draft_is_planned(rows):
     p = planner()
-    waiting = {"ready": np.zeros(rows, np.bool_), "in_flight": Plan.nothing(rows)} if rows else {}
-    plan, state = p.plan(view(rows, prefill_tokens=32, **waiting), p.start(), 0.0, RNG)
+    plan, state = p.plan(view(rows, k=0, prefill_tokens=32), p.start(), 0.0, RNG)
     assert plan.length.tolist() == [0] * rows
     assert plan.predicted_s > 0
     assert p.plan(view(rows, k=0), state, 0.0, RNG)[0].length.tolist() == [0] * rows

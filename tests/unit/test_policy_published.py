@@ -36,7 +36,6 @@ def view(rows, ceiling=8, context=512):
         full,
         np.full((rows, 2), ceiling),
         np.ones((rows, 2), np.int64),
-        np.ones(rows, np.bool_),
     )
 
 

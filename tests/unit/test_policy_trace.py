@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, AdaptivePlanner, Drafted, LatencyCurve, LatencyModel, Outcome, Plan
-from policy.free_runs import FreeRuns
+from policy import NO_DRAFT, Drafted, Outcome, Plan
 from policy.replay import (
     SCHEMA,
     Traced,
@@ -102,7 +101,7 @@ def test_what_is_encoded_comes_back_the_same():
     back = decoded(json.loads(json.dumps(encoded(seen))))
     assert encoded(seen)["given"] is not None  # the key of recorded traces
     assert encoded(back) == encoded(seen)
-    assert (back.ceiling.dtype, back.ready.dtype, back.drafts) == (np.int64, np.bool_, seen.drafts)
+    assert (back.ceiling.dtype, back.drafts) == (np.int64, seen.drafts)
     assert back.ceiling.shape == (3, 2)
 
 
@@ -180,17 +179,13 @@ def test_every_request_gets_its_line(rows):
 
 def test_the_reasons_for_no_speculation_are_told_apart():
     made = planner(**certain(0.8))
-    ceiling = np.array([[8, 8], [0, 0], [8, 8], [8, 8]])
-    ready = {"ready": np.array([True, True, False, True]), "in_flight": Plan.nothing(4)}
-    seen = view(4, ceiling=ceiling, **ready)
-    given = Plan(np.full(4, NO_DRAFT), np.zeros(4, np.int64))
+    seen = view(3, ceiling=np.array([[8, 8], [0, 0], [8, 8]]))
     _, lines = explained(
-        made, replace(seen, control=np.array([False, False, False, True]), control_plan=given)
+        made, replace(seen, control=np.array([False, False, True]), control_plan=Plan.nothing(3))
     )
     assert "next best" in lines[0]
     assert lines[1].endswith("none: no draft can propose anything")
-    assert lines[2].endswith("none: it takes no part in this step")
-    assert lines[3].endswith("its choice is given, not planned")
+    assert lines[2].endswith("its choice is given, not planned")
     dear = planner(latency((0.9, 0.95), token_s=0.3, free_tokens=1), **certain(0.2))
     _, (line,) = explained(dear, view(1))
     assert "none: at best" in line
@@ -221,40 +216,3 @@ def test_what_keeps_a_chain_short_is_named(bound, why):
 def test_a_row_that_no_draft_can_serve_is_told_so():
     _, lines = explained(planner(**certain(0.9)), view(2, ceiling=np.zeros((2, 2), np.int64)))
     assert all(line.endswith("none: no draft can propose anything") for line in lines)
-
-
-def executed_trace(execution, steps=25):
-    """The trace of a planner with an execution over a batch that changes, with evidence of what was
-    tried.
-    """
-    lines, rng = [], np.random.default_rng(2)
-    target = LatencyCurve(np.array([0.05, 0.051]), 0.001, 0.0, 1e-4)
-    draft = LatencyCurve(np.array([0.0, 0.008]), 0.008)
-    model = LatencyModel(target, (draft, draft))  # both phases scale with the rows
-    policy = Traced(
-        AdaptivePlanner(("small", "large"), model, execution=execution), lines.append, 1000
-    )
-    state = policy.start()
-    for step in range(steps):
-        rows = int(rng.integers(1, 6))
-        seen = view(rows, request=np.arange(rows) + step // 10, context=rng.integers(16, 900, rows))
-        if step % 7 == 3:
-            seen = replace(
-                seen,
-                control=rng.random(rows) < 0.5,
-                control_plan=Plan(np.zeros(rows, np.int64), np.full(rows, 2)),
-                cap_s=0.6,
-            )
-        plan, state = policy.plan(seen, state, 0.3 * step, RNG)
-        accepted = rng.integers(0, plan.length + 1)
-        done = seen.request, plan.draft, plan.length, accepted, accepted + 1, plan.length
-        told = Outcome(*done, plan.length, float(rng.random()))
-        state = policy.observe(told, state, 0.3 * step + 0.1)
-    return lines
-
-
-def test_a_trace_with_an_execution_replays_bit_for_bit():
-    steps = list(replayed(executed_trace(FreeRuns(8))))
-    assert len(steps) == 25
-    assert all(same(step.recorded, step.plan) for step in steps)
-    assert all(step.plan.run is not None for step in steps)

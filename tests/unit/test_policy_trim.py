@@ -31,7 +31,6 @@ def view(rows=1, **changes):
         "remaining": np.full(rows, 1000),
         "ceiling": np.full((rows, 2), 8),
         "catchup": np.ones((rows, 2), np.int64),
-        "ready": np.ones(rows, np.bool_),
     }
     return View(DRAFTS, **{**fields, **changes})
 
@@ -62,10 +61,10 @@ def planned(length, price=1.0, **changes):
     return Plan(np.where(np.array(length) > 0, 0, -1), np.array(length), price=price, **changes)
 
 
-def trim(latency, view_, plan, proposed, calibration=None, correction=None, in_flight=0):
+def trim(latency, view_, plan, proposed, calibration=None, correction=None):
     known = calibration or Calibration.none(2)
     factors = np.ones(2 + len(latency.drafts)) if correction is None else correction
-    return trimmed(Times(latency, factors), known, view_, plan, proposed, in_flight).tolist()
+    return trimmed(Times(latency, factors), known, view_, plan, proposed).tolist()
 
 
 # -- the choice
@@ -151,23 +150,19 @@ def stairs(edge, high_s=1.0):
 
 
 @pytest.mark.parametrize(
-    ("rows", "changes", "in_flight"),
-    [
-        (2, {}, 0),
-        (2, {"prefill_tokens": 6}, 0),
-        (2, {}, 7),
-    ],
+    ("rows", "changes"),
+    [(2, {}), (2, {"prefill_tokens": 6})],
 )
-def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes, in_flight):
+def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes):
     seen, latency = (
         view(rows, **changes),
-        stairs(2 + changes.get("prefill_tokens", 0) + in_flight + 4, 5.0),
+        stairs(2 + changes.get("prefill_tokens", 0) + 4, 5.0),
     )
     proposed, plan = (
         drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1], *[[]] * (rows - 2)),
         planned([3, 3] + [0] * (rows - 2)),
     )
-    assert trim(latency, seen, plan, proposed, in_flight=in_flight)[:2] == [2, 1]
+    assert trim(latency, seen, plan, proposed)[:2] == [2, 1]
 
 
 def test_measured_times_count_and_not_the_table_s():
@@ -274,18 +269,6 @@ def test_the_planner_trims_by_the_price_of_its_plan():
         assert plan.price > 0
         assert p.trim(view(rows), plan, drafted(*[sure] * rows), state).tolist() == [4] * rows
         assert p.trim(view(rows), plan, drafted(*[unsure] * rows), state).tolist() == [0] * rows
-
-
-def test_rows_in_flight_beside_the_planned_ones_have_their_tokens_in_the_pass():
-    seen, p = view(2, request=np.array([5, 6])), planner(stairs(2 + 4 + 3, 5.0))
-    in_flight = planned([1, 1])  # 4 tokens
-    whole = seen.beside(view(2), in_flight)
-    _, state = p.plan(whole, p.start(), 0.0, RNG)
-    proposed = drafted([0.9, 0.5, 0.2], [0.8, 0.3, 0.1])
-    assert p.trim(whole.of_rows(np.arange(2)), planned([3, 3]), proposed, state).tolist() == [1, 1]
-    assert p.trim(
-        seen, planned([3, 3]), proposed, p.plan(seen, p.start(), 0.0, RNG)[1]
-    ).tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("planning_s", [0.0, 10.0])  # each choice anew, or one kept for many steps

@@ -2,18 +2,18 @@
 fake of the bindings only.
 
 Each turn is a request of its own: the text so far as its prompt, whose KV the executor finds again
-by content, and behind it a draft to verify (which ends the request) or tokens to run. Turns
-complete in any order. What a turn means to the executor and back is in
-``backend.engines.trtllm.requests``.
+by content, and after it a draft to verify (which ends the request) or tokens to run. The engine
+steps: it submits a batch of turns and waits for all of them. What a turn means to the executor and
+back is in ``backend.engines.trtllm.requests``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -31,12 +31,8 @@ GRACE_S = 5.0
 up.
 """
 
-STATS_INTERVAL_S = 0.25
-
-ITERATIONS_IN_FLIGHT = 2
-"""The text in flight is at most what so many iterations take. Chosen with
-``bench.micro.token_budget``.
-"""
+WAIT_S = 0.5
+"""The longest wait for answers before late turns are looked for."""
 
 
 class EngineDiedError(RuntimeError):
@@ -67,18 +63,15 @@ class ExecutorSettings:
 class _TurnInFlight:
     asked: Ask
     since_s: float
-    tokens: list[int]
-    reported: int = 0  # of the tokens
     cancelled: bool = False
 
 
 class TrtllmEngine:
     """One Executor, with room for ``kv_blocks`` of KV (None: enough).
 
-    Its iterations have a budget, against which all texts in flight count whole, though most of each
-    is found in the KV cache: past it turns wait for each other. So ``limits.kv_blocks`` are never
-    more than two iterations take, and the ledger holds back who would be too many: while one half
-    is verified, the other is drafted for.
+    Its iterations have a budget, against which the whole text of every turn counts, though most of
+    each is found in the KV cache: past it turns wait for each other. So ``limits.kv_blocks`` are
+    never more than one iteration takes, and a step is one iteration.
 
     ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's
     ``max_draft_len``.
@@ -106,11 +99,9 @@ class TrtllmEngine:
         self.name = name
         most = engine.max_draft_len if engine.verifies_drafts else engine.max_seq_len
         context = min(max_context_tokens, engine.max_context_tokens)
-        budget_blocks = ITERATIONS_IN_FLIGHT * engine.max_num_tokens // BLOCK_TOKENS
+        budget_blocks = engine.max_num_tokens // BLOCK_TOKENS
         blocks = budget_blocks if kv_blocks is None else min(kv_blocks, budget_blocks)
-        self.limits = EngineLimits(
-            engine.vocab_size, context, most, engine.max_seq_len, blocks, asynchronous=True
-        )
+        self.limits = EngineLimits(engine.vocab_size, context, most, engine.max_seq_len, blocks)
         self._engine, self._settings, self._count, self._clock = (
             engine,
             settings,
@@ -119,12 +110,10 @@ class TrtllmEngine:
         )
         self._trtllm = bindings or load_bindings()
         self._requests = Requests(self._trtllm, engine, settings.turn_timeout_s)
-        self._tally: Counter[tuple[str, str]] = Counter()  # (metric, event) since the last report
         self._waiting: deque[Turn] = deque()
         self._in_flight: dict[int, _TurnInFlight] = {}  # by the executor's request id
         self._done: list[Completion] = []
         self._seen = Seen()
-        self._stats_s = clock()
         self._executor: Any = self._create()
 
     # -- the port
@@ -140,20 +129,15 @@ class TrtllmEngine:
         self._call(self._enqueue)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Return completed turns, waiting for the first unless some are complete already. Raises
+        """Return all turns, complete; each ends within ``turn_timeout_s``. Raises
         EngineDiedError.
         """
-        if not self._done and (self._in_flight or self._waiting):
+        del timeout_s
+        while self._in_flight or self._waiting:
             self._call(self._enqueue)
-            deadline_s = self._clock() + timeout_s
-            while self._in_flight and not self._done:
-                self._call(self._await, max(0.0, deadline_s - self._clock()))
-                self._call(self._time_out)
-                if self._clock() >= deadline_s:
-                    break
-            self._call(self._enqueue)
+            self._call(self._await)
+            self._call(self._time_out)
         done, self._done = self._done, []
-        self._report()
         return done
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
@@ -244,7 +228,8 @@ class TrtllmEngine:
         error.
         """
         try:
-            return self._requests.ask(turn, len(turn.sequence.tokens) - self.unseen(turn.sequence))
+            begun = self.unseen(turn.sequence) < len(turn.sequence.tokens)
+            return self._requests.ask(turn, begun=begun)
         except (
             Exception
         ) as error:  # of the bindings' constructors too: RuntimeError of C++, TypeError of nanobind
@@ -261,33 +246,20 @@ class TrtllmEngine:
             raise
         now_s = self._clock()
         for request_id, asked in zip(request_ids, asks, strict=True):
-            self._in_flight[request_id] = _TurnInFlight(asked, now_s, [])
-            self._tally["spindle_engine_logits_bytes_total", ""] += asked.logits_bytes
+            self._in_flight[request_id] = _TurnInFlight(asked, now_s)
             if asked.cut:
                 self._count("spindle_fallback_total", reason="turn_cut_at_min_tokens")
         return True
 
-    def _await(self, timeout_s: float) -> None:
-        for response in self._executor.await_responses(timeout=timedelta(seconds=timeout_s)):
+    def _await(self) -> None:
+        for response in self._executor.await_responses(timeout=timedelta(seconds=WAIT_S)):
             running = self._in_flight.get(response.request_id)
             if running is None:
                 continue  # of a sequence that was cancelled
             if response.has_error():
                 self._end(response.request_id, error=response.error_msg)
-                continue
-            result = response.result
-            running.tokens += result.output_token_ids[0]
-            if result.is_final:
-                self._complete(response.request_id, running, result)
-            elif running.tokens[running.reported :]:
-                self._done.append(
-                    Completion(
-                        running.asked.turn.sequence.id,
-                        running.tokens[running.reported :],
-                        partial=True,
-                    )
-                )
-                running.reported = len(running.tokens)
+            else:
+                self._complete(response.request_id, running, response.result)
 
     def _complete(self, request_id: int, running: _TurnInFlight, result: Any) -> None:
         reason, reasons = result.finish_reasons[0], self._trtllm.FinishReason
@@ -299,9 +271,8 @@ class TrtllmEngine:
             return
         asked = running.asked
         try:
-            done = completion(
-                asked, running.tokens, result.generation_logits, self.limits.vocab_size
-            )
+            tokens, logits = result.output_token_ids[0], result.generation_logits
+            done = completion(asked, tokens, logits, self.limits.vocab_size)
         except (TurnError, IndexError, ValueError) as error:
             self._end(request_id, error=str(error))
             return
@@ -311,10 +282,7 @@ class TrtllmEngine:
         if asked.turn.nodes:
             proposal = Proposal.chain(self.name, done.tokens)
             done = Completion(done.sequence_id, [], proposal=proposal)
-        self._done.append(
-            replace(done, tokens=done.tokens[running.reported :]) if running.reported else done
-        )
-        self._account(asked, result.request_perf_metrics)
+        self._done.append(done)
 
     def _end(self, request_id: int, error: str) -> None:
         asked = self._in_flight.pop(request_id).asked
@@ -334,51 +302,6 @@ class TrtllmEngine:
                 running.cancelled = True
                 self._count("spindle_fallback_total", reason="engine_timeout")
                 self._executor.cancel_request(request_id)
-
-    # -- metrics
-
-    def _account(self, asked: Ask, metrics: Any) -> None:
-        """Count the blocks of KV found and missed; fewer than the turns before have left is an
-        alarm: it costs whole prefills.
-        """
-        if metrics is None:
-            return
-        kv = metrics.kv_cache_metrics
-        self._tally["spindle_engine_kv_blocks_total", "reused"] += kv.num_reused_blocks
-        self._tally["spindle_engine_kv_blocks_total", "missed"] += kv.num_missed_blocks
-        self._tally["spindle_engine_kv_reuse_failures_total", ""] += (
-            kv.num_reused_blocks < asked.expected_blocks
-        )
-
-    def _report(self) -> None:
-        """Hand over what was counted and, now and then, the executor's iterations: what they ran
-        and how long they took.
-        """
-        for (name, event), amount in self._tally.items():
-            self._count(name, amount, engine=self.name, **({"event": event} if event else {}))
-        self._tally.clear()
-        now = self._clock()
-        if self._executor is None or now - self._stats_s < STATS_INTERVAL_S:
-            return
-        self._stats_s = now
-        try:
-            iterations = self._executor.get_latest_iteration_stats()
-        except RuntimeError:
-            return  # the next turn will notice
-        self._count("spindle_engine_iterations_total", len(iterations), engine=self.name)
-        self._count(
-            "spindle_engine_iteration_seconds_total",
-            sum(i.iter_latency_ms for i in iterations) / 1000,
-            engine=self.name,
-        )
-        batches = [
-            i.inflight_batching_stats for i in iterations if i.inflight_batching_stats is not None
-        ]
-        self._count(
-            "spindle_engine_context_tokens_total",
-            sum(b.num_ctx_tokens for b in batches),
-            engine=self.name,
-        )
 
 
 def executor_config(trtllm: Any, engine: EngineFolder, settings: ExecutorSettings) -> Any:

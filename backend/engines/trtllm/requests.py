@@ -42,15 +42,11 @@ class TurnError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A turn as it was asked of the executor: ``proposed`` may be cut, ``logits_bytes`` cross the
-    bindings in both directions.
-    """
+    """A turn as it was asked of the executor: ``proposed`` may be cut."""
 
     turn: Turn
     request: Any
     proposed: list[int]
-    expected_blocks: int
-    logits_bytes: int
     cut: bool
     logits: torch.Tensor | None = None
 
@@ -74,12 +70,12 @@ class Requests:
     def _output(self, wants_logits: bool) -> Any:
         return self._trtllm.OutputConfig(
             exclude_input_from_output=True,
-            return_perf_metrics=True,
             return_generation_logits=wants_logits,
         )
 
-    def ask(self, turn: Turn, seen: int) -> Ask:
-        """Make the request of a turn of which ``seen`` tokens were run before. Raises TurnError.
+    def ask(self, turn: Turn, *, begun: bool) -> Ask:
+        """Make the request of a turn, one of a text that has ``begun`` or of a new one. Raises
+        TurnError.
 
         A draft (``turn.nodes``) proposes what is likeliest, whatever the request samples. Where the
         target samples, draft logits say that the chain is certain, so that the decoder takes of it
@@ -96,7 +92,6 @@ class Requests:
         request = self._trtllm.Request(
             sequence.tokens[: turn.end],
             length,
-            streaming=turn.streamed and not wants_logits,
             sampling_config=_sampling(self._trtllm, sampling, greedy, seed),
             output_config=self._outputs[wants_logits],
             # there would be no row of logits for it: texts are cut behind their end here
@@ -107,21 +102,11 @@ class Requests:
             if proposed
             else None,
             kv_cache_retention_config=self._retention,
-            priority=TURN_PRIORITY if seen else PROMPT_PRIORITY,
+            priority=TURN_PRIORITY if begun else PROMPT_PRIORITY,
             allotted_time_ms=self._timeout,
             cache_salt_id=_salt(sequence.salt) if sequence.salt else None,
         )
-        rows = (length if wants_logits else 0) + (0 if logits is None else len(proposed))
-        expected_blocks = min(seen, turn.end - 1) // engine.tokens_per_block
-        return Ask(
-            turn,
-            request,
-            proposed,
-            expected_blocks,
-            4 * rows * engine.padded_vocab_size,
-            cut,
-            logits,
-        )
+        return Ask(turn, request, proposed, cut, logits)
 
     def over(self, asked: Ask) -> None:
         """Take back what a request that has ended does not need any more."""
