@@ -19,8 +19,7 @@ from backend.core.preparation import Preparation
 from backend.core.session import ReplySink, Session
 from backend.engines.port import Engine
 from backend.engines.registry import Service, make_engine
-from backend.engines.trtllm.deployment import trtllm_tables
-from backend.kinds import KINDS
+from backend.kinds import KINDS, automatic
 from backend.model_folders import check_memory, check_pairs, model_path
 from backend.ops.stats import Stats, StepStats
 from backend.ops.switches import SwitchBoard
@@ -31,7 +30,7 @@ from backend.speculation.drafting import Drafting
 from backend.speculation.learned_state import LearnedState, learned_key
 from backend.speculation.policy_factory import check_policy, make_policy
 from backend.storage import cache
-from backend.storage.tables import load_tables, timed_engines
+from backend.storage.tables import load_tables, shipped_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from policy import LatencyTable
 
@@ -136,9 +135,10 @@ def _check_imports() -> None:
 
 def _tell_slow_kernels(config: ServingConfig, stats: StepStats) -> None:
     """Say it where a processor serves without the kernels that are made for it."""
-    missing = KINDS["openvino"].missing
+    missing = KINDS[automatic("cpu")[0]].missing
     if missing and any(
-        engine.kind.on_cpu and engine.device == "cpu" for engine in (config.target, *config.drafts)
+        engine.kind.checkpoint and engine.device == "cpu"
+        for engine in (config.target, *config.drafts)
     ):
         logger.warning("torch runs the engines, which is slower: install %s", missing)
         stats.fallback("openvino_missing")
@@ -151,7 +151,7 @@ def _timed_folders(config: ServingConfig) -> dict[str, Path]:
 def _measured(config: ServingConfig) -> tuple[Mapping[str, LatencyTable], int]:
     """Return the tables measured on this machine, and the threads that they are of."""
     tables, threads = load_tables(config, _timed_folders(config))
-    return {**tables, **trtllm_tables(config, model_path)}, threads
+    return {**tables, **shipped_tables(config, model_path)}, threads
 
 
 def _cpu_only(config: ServingConfig) -> bool:

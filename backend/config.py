@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from backend.kinds import KINDS, Kind
+from backend.kinds import KINDS, Kind, automatic
 from backend.machine import Machine, machine
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
@@ -273,25 +273,25 @@ def _check_engines(config: ServingConfig) -> None:
             raise ConfigError(
                 f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}"
             )
-        if engine.kind.model and not engine.kind.on_cpu and engine.model == EMBEDDED_MODEL:
+        if engine.kind.model and not engine.kind.checkpoint and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
         _check_engine(where, engine)
 
 
 def settled(engine: EngineConfig, machine: Machine = machine) -> EngineConfig:
-    """Return an engine without ``auto``, which hangs on the machine alone, so that a text does.
+    """Return an engine without ``auto``, which depends on the machine alone, so that a text does.
 
-    ``engine``: ``openvino`` on CPUs, where it is installed, else ``torch``. ``dtype``: bf16 on GPUs
-    and where the processor multiplies that, else fp32; a head's int8 where OpenVINO is.
+    ``engine``: the first of ``automatic`` that is installed. ``dtype``: int8 on CPUs where the kind
+    prefers it; bf16 on GPUs and where the processor multiplies that; else fp32.
     """
     on_cpu = engine.device == "cpu"
-    kept = on_cpu and not KINDS["openvino"].missing
     if engine.engine == "auto":
-        engine = replace(engine, engine="openvino" if kept else "torch")
-    if engine.dtype == "auto" and engine.kind.reads_target and kept:
+        can_run = (name for name in automatic(engine.device) if not KINDS[name].missing)
+        engine = replace(engine, engine=next(can_run))
+    if engine.dtype == "auto" and on_cpu and engine.kind.runs_int8:
         engine = replace(engine, dtype="int8")
     if engine.dtype == "auto":
-        narrow = not on_cpu or not engine.kind.on_cpu or machine.multiplies_bf16()
+        narrow = not on_cpu or not engine.kind.checkpoint or machine.multiplies_bf16()
         engine = replace(engine, dtype="bf16" if narrow else "fp32")
     return engine
 
@@ -301,7 +301,7 @@ def _check_engine(where: str, engine: EngineConfig) -> None:
     kind, what = engine.kind, f"for the engine {engine.engine!r}"
     if kind.missing:
         raise ConfigError(f"{where}.engine {engine.engine!r} needs {kind.missing}")
-    if kind.package and engine.device != "cpu":
+    if kind.cpu_only and engine.device != "cpu":
         raise ConfigError(f"{where}.device must be 'cpu' {what}, got {engine.device!r}")
     if kind.dtypes and engine.dtype not in kind.dtypes:
         names = ", ".join(map(repr, kind.dtypes))

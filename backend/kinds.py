@@ -1,7 +1,8 @@
-"""The kinds of engines, one line each: what is known of a kind before an engine of it is made.
+"""The kinds of engines, an entry each: what is known of a kind without importing its module.
 
-A new kind is a module that has ``make(engine, service) -> Engine`` (``backend.engines.registry``)
-and its line here; settings of its own are fields of ``backend.config.EngineConfig``.
+A kind's module (``backend.engines.registry.KindModule``) answers the rest: it makes an engine,
+checks its folder, plans its memory and lists the passes to measure. A new kind is its module and
+its entry here; settings of its own are fields of ``backend.config.EngineConfig``.
 """
 
 from __future__ import annotations
@@ -9,48 +10,39 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib import metadata
 
+Package = tuple[str, str]
+"""A distribution and the one version of it that is known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``module`` has ``make``.
+    """What is known of a kind of engine before one is made."""
 
-    ``model``: it runs one, which the setting ``model`` names. ``on_cpu``: a Hugging Face folder, on
-    CPUs too. ``dtypes`` that it runs (none: it does not ask). ``package``: a distribution that it
-    needs, in just this version. ``weight_bytes``: by dtype the bytes of a weight that is looked up,
-    and of one that is multiplied, where these are not the dtype's; ``packs_head``: it multiplies by
-    a copy of a tied embedding. ``scratch_tokens``: KV beside the ledger's. ``token_bytes`` of host
-    memory for each of ``remembered_tokens`` (0: it remembers none). ``free``: a draft that costs
-    next to nothing, as its ``EngineLimits`` say. ``target``: it can be one; ``tells_features``: as
-    one, it tells what it holds behind its layers (``Features``); ``reads_target``: as a draft, it
-    reads that. ``architectures`` of a model folder's config.json (none: the Llama family's).
-    ``tokenizer``: its model folder has one, else texts are bytes. ``known_s``: the seconds of a
-    pass where nobody need measure it. ``behaviour`` above 0: we measure its passes; it is a version
-    of what they do, raised by hand where they take another time, which has them measured anew.
-    ``drafts``: the kinds that it can have as a target (none: all). ``manages_kv``: it plans the
-    memory of its GPUs, finds KV and draws tokens by itself. ``refuses``:
-    attributes of a request that it does not serve, with the reason.
-    """
+    module: str  # answers for it, and imports no tensor library until it makes an engine
+    model: bool = True  # it runs one, which the setting ``model`` names
+    architectures: tuple[str, ...] = ()  # of the Hugging Face folders that it loads; none: others
+    automatic: bool = False  # ``auto`` may mean it; of several the first that can run
+    cpu_only: bool = False
+    dtypes: tuple[str, ...] = ()  # that it runs; none: its folder decides
+    package: Package | None = None  # without which it cannot run
+    int8_package: Package | None = None  # on CPUs with it, ``dtype`` auto is int8
+    token_bytes: int = 0  # of host memory for each of ``remembered_tokens``
+    free: bool = False  # a draft that costs next to nothing, as its ``EngineLimits`` say
+    target: bool = True  # it can be one
+    tells_features: bool = False  # as a target, it tells its states (``Completion.features``)
+    reads_target: bool = False  # as a draft, it reads those
+    tokenizer: bool = True  # its model folder has one, else texts are bytes
+    known_s: float = 0.0  # seconds of a pass that needs no measuring
+    behaviour: int = 0  # above 0: its passes are measured, and again where this is raised
+    table_file: str = ""  # in its model folder, where times lie that were measured with the model
+    drafts: tuple[str, ...] = ()  # the kinds that it can have as a target; none: all
+    manages_kv: bool = False  # it plans its GPUs' memory, finds KV and draws tokens by itself
+    refuses: dict[str, str] = field(default_factory=dict)  # request attributes, with the reason
 
-    module: str
-    model: bool = True
-    on_cpu: bool = False
-    dtypes: tuple[str, ...] = ()
-    package: tuple[str, str] | None = None
-    weight_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
-    packs_head: bool = False
-    scratch_tokens: int = 0
-    token_bytes: int = 0
-    free: bool = False
-    target: bool = True
-    tells_features: bool = False
-    reads_target: bool = False
-    architectures: tuple[str, ...] = ()
-    tokenizer: bool = True
-    known_s: float = 0.0
-    behaviour: int = 0
-    drafts: tuple[str, ...] = ()
-    manages_kv: bool = False
-    refuses: dict[str, str] = field(default_factory=dict)
+    @property
+    def checkpoint(self) -> bool:
+        """Whether its model is a Hugging Face folder."""
+        return bool(self.architectures)
 
     @property
     def measured(self) -> bool:
@@ -60,52 +52,61 @@ class Kind:
     @property
     def missing(self) -> str:
         """What must be installed for it and is not, and what is there; empty where it can run."""
-        if self.package is None:
-            return ""
-        name, version = self.package
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found = "none"
-        return "" if found == version else f"{name}=={version} (found: {found})"
+        return _missing(self.package) if self.package else ""
+
+    @property
+    def runs_int8(self) -> bool:
+        """Whether the package that runs it in int8 is installed."""
+        return self.int8_package is not None and not _missing(self.int8_package)
 
 
+def _missing(package: Package) -> str:
+    name, version = package
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        found = "none"
+    return "" if found == version else f"{name}=={version} (found: {found})"
+
+
+LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+_OPENVINO = ("openvino", "2026.4.1")
 _ANEW = "TensorRT-LLM's executor would begin it anew in every turn"
 _NOT_REPORTED = "the TensorRT-LLM engine does not tell it turn by turn"
 
 KINDS = {
     "openvino": Kind(
-        "backend.engines.openvino.engine",
-        on_cpu=True,
+        "backend.engines.openvino.kind",
+        architectures=LLAMA_FAMILY,
+        automatic=True,
+        cpu_only=True,
         dtypes=("bf16", "int8", "fp32"),
-        package=("openvino", "2026.4.1"),
-        weight_bytes={"fp32": (4, 8), "bf16": (4, 6), "int8": (4, 2)},  # as read, and as packed
-        packs_head=True,
-        scratch_tokens=128 * 32,
+        package=_OPENVINO,
         tells_features=True,
         behaviour=4,
     ),
     "torch": Kind(
-        "backend.engines.torch.engine",
-        on_cpu=True,
+        "backend.engines.torch.kind",
+        architectures=LLAMA_FAMILY,
+        automatic=True,
         dtypes=("bf16", "fp32", "fp64"),
         tells_features=True,
         behaviour=2,
     ),
     "cuda": Kind(
-        "backend.engines.cuda.engine",
-        on_cpu=True,
+        "backend.engines.cuda.kind",
+        architectures=LLAMA_FAMILY,
         dtypes=("bf16", "fp32", "fp64"),
         tells_features=True,
         behaviour=1,
     ),
     "head": Kind(
-        "backend.engines.head.engine",
-        on_cpu=True,
+        "backend.engines.head.kind",
+        architectures=("SpindleHead",),
+        int8_package=_OPENVINO,
         dtypes=("bf16", "fp32", "int8"),
         target=False,
         reads_target=True,
-        architectures=("SpindleHead",),
         behaviour=2,
     ),
     "lookup": Kind("backend.engines.lookup", model=False, target=False, free=True, known_s=2e-5),
@@ -120,6 +121,7 @@ KINDS = {
     "fake": Kind("backend.engines.fake", model=False, tokenizer=False, known_s=1e-6),
     "trtllm": Kind(
         "backend.engines.trtllm.deployment",
+        table_file="latency.json",
         drafts=("trtllm", "lookup", "suffix"),
         manages_kv=True,
         refuses={
@@ -131,5 +133,14 @@ KINDS = {
             "top_log_probs": _NOT_REPORTED,
         },
     ),
-    "trt_graph": Kind("backend.engines.trt_graph.runtime", behaviour=1),
+    "trt_graph": Kind("backend.engines.trt_graph.kind", behaviour=1),
 }
+
+
+def automatic(device: str) -> list[str]:
+    """Return the kinds that ``auto`` may mean on a device, the best first."""
+    return [
+        name
+        for name, kind in KINDS.items()
+        if kind.automatic and (device == "cpu" or not kind.cpu_only)
+    ]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig, ServingConfig
 from backend.engines import memory
-from backend.engines.trtllm.deployment import check_engines
+from backend.engines.registry import module_of
 from backend.storage import cache
-from backend.storage.manifest import check_folder, check_pair, read_manifest
+from backend.storage.manifest import check_pair, read_manifest
 from backend.storage.tables import timed_engines
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ def check_pairs(config: ServingConfig) -> None:
     """Raise ConfigError for a draft that has not its target's vocabulary, with the first token that
     differs.
     """
-    check_engines(config, model_path)
     check_folders(config)
     for draft in config.drafts:
         if draft.kind.measured:
@@ -49,14 +48,8 @@ def check_pairs(config: ServingConfig) -> None:
 
 
 def check_folders(config: ServingConfig) -> None:
-    """Raise ConfigError for a torch engine whose ``model`` is not a folder that can be served."""
+    """Raise ConfigError for a ``model`` that is not a folder that its engine's kind can serve."""
     keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
     for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
-        if engine.kind.on_cpu and engine.model != EMBEDDED_MODEL:
-            check_folder(
-                f"{key}.model",
-                engine.model,
-                model_path(engine),
-                tokenizer=key == "target",
-                architectures=engine.kind.architectures,
-            )
+        if engine.kind.model and engine.model != EMBEDDED_MODEL:
+            module_of(engine).check_folder(f"{key}.model", engine, config, model_path)

@@ -247,14 +247,16 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
-        if args.engine == "trt_graph":
-            build_networks(parser, args)
-        elif args.file is None:
-            parser.error("a deployment file is needed")
-        else:
-            build(load_deployment(args.file), run_program, dry_run=args.dry_run)
+        BUILDERS[args.engine](parser, args)
     except (ConfigError, BuildError) as error:
         sys.exit(f"error: {error}")
+
+
+def build_executors(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Build the engines of a deployment file."""
+    if args.file is None:
+        parser.error("a deployment file is needed")
+    build(load_deployment(args.file), run_program, dry_run=args.dry_run)
 
 
 def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -276,6 +278,9 @@ def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     except (CheckpointError, TrtError) as error:
         raise BuildError(str(error)) from error
 
+
+BUILDERS = {"trtllm": build_executors, "trt_graph": build_networks}
+"""What ``--engine`` names."""
 
 if __name__ == "__main__":
     main()

@@ -27,8 +27,8 @@ from statistics import quantiles
 from time import perf_counter, process_time
 
 from backend.config import DEFAULT_CONFIG, EngineConfig, ServingConfig, load_config
-from backend.engines.registry import Service, make_engine
-from backend.kinds import KINDS
+from backend.engines.latency_cases import BASE_CONTEXT, Case, blocks_for
+from backend.engines.registry import Service, make_engine, module_of
 from backend.machine import Machine, machine
 from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS
@@ -36,7 +36,7 @@ from backend.storage import cache
 from backend.storage.manifest import read_manifest
 from backend.storage.tables import read_table, table_file, timed_engines
 from engines_build.progress import Progress, set_up_messages, stage
-from engines_build.timing import Case, MeasurableEngine, Rig, blocks_for, interleave
+from engines_build.timing import MeasurableEngine, Rig, interleave
 from policy.latency import LatencyCurve, LatencyTable, Provenance
 
 logger = logging.getLogger(__name__)
@@ -47,53 +47,8 @@ BUDGET_S = 75.0
 MIN_THREAD_GAIN = 0.9
 """All cores are used where they take at most this share of one thread's time."""
 
-BASE_CONTEXT = 64
-LONG_CONTEXTS = (512, 1536)
-_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15)
-_BATCHES = {2: (0, 1, 3, 7), 4: (0, 1, 3, 7), 8: (0, 1, 3, 7), 16: (0, 1, 3), 32: (0, 1), 64: (0,)}
-_CHUNKS = (
-    128,
-    256,
-)  # without logits, hence cheaper than a verification: only sizes that verification seldom has
-_CATCH_UPS = (2, 4, 8, 16, 64, 256)
-_RUN = 6
 _SEED = 0
 _QUIET_SHARE = 0.9
-
-
-def target_cases() -> list[Case]:
-    """Return the cases of a target: verification of one row and of batches, prefill chunks, long
-    contexts.
-    """
-    return [
-        *(Case(1, BASE_CONTEXT, length=length) for length in _LENGTHS),
-        *(
-            Case(rows, BASE_CONTEXT, length=length)
-            for rows, lengths in _BATCHES.items()
-            for length in lengths
-        ),
-        *(Case(1, BASE_CONTEXT, new=chunk, run=0) for chunk in _CHUNKS),
-        *(
-            Case(rows, context, length=length)
-            for context in LONG_CONTEXTS
-            for rows, length in ((4, 0), (1, 3), (4, 1))  # one row alone leaves threads idle
-        ),
-    ]
-
-
-def draft_cases() -> list[Case]:
-    """Return the cases of a draft: chains of passes by rows, catch-up by tokens, long contexts."""
-    return [
-        *(Case(rows, BASE_CONTEXT, run=_RUN) for rows in (1, *_BATCHES)),
-        *(Case(1, BASE_CONTEXT, new=new) for new in _CATCH_UPS),
-        *(Case(rows, context, run=_RUN) for context in LONG_CONTEXTS for rows in (1, 4)),
-    ]
-
-
-def cases_of_draft(engine: EngineConfig) -> list[Case]:
-    """Return a draft's cases, without catch-up where it has none: a head reads the target."""
-    head = KINDS[engine.engine].reads_target
-    return [case for case in draft_cases() if case.run > 1 or not head]
 
 
 def probe_cases() -> list[Case]:
@@ -148,7 +103,7 @@ def measure(
     )  # before torch comes: idle threads that spin would slow the others
     engines = [engine for engine in timed_engines(config) if not names or engine.name in names]
     cases = {
-        engine.name: target_cases() if engine is config.target else cases_of_draft(engine)
+        engine.name: module_of(engine).latency_cases(target=engine is config.target)
         for engine in engines
     }
     with stage(f"measuring {', '.join(cases)}") as progress:

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Protocol, runtime_checkable
 
+from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Turn
 from backend.request import SamplingParams
-from backend.sequence import BLOCK_TOKENS, Proposal
+from backend.sequence import Proposal
 from backend.sequence import Sequence as TokenSequence
 
 
@@ -26,38 +26,6 @@ class MeasurableEngine(Engine, Protocol):
     def assume(self, sequence: TokenSequence, tokens: int) -> None:
         """Take the first ``tokens`` tokens as seen without running them."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One kind of submission: ``rows`` sequences of ``context`` seen tokens, each with ``new``
-    committed tokens behind them.
-
-    A target's turn verifies a proposal of ``length`` tokens and runs one token freely (``run`` 0: a
-    prefill chunk): (new + length) * rows query tokens in one pass. A draft's turn (``length`` 0)
-    makes ``run`` passes, the first over the new tokens.
-    """
-
-    rows: int
-    context: int
-    new: int = 1
-    length: int = 0
-    run: int = 1
-
-    @property
-    def query_tokens(self) -> int:
-        """Tokens of the first pass, summed over the rows."""
-        return self.rows * (self.new + self.length)
-
-    @property
-    def blocks_per_row(self) -> int:
-        """KV blocks that a row needs."""
-        return -(-(self.context + self.new + self.length + self.run) // BLOCK_TOKENS)
-
-
-def blocks_for(cases: Iterable[Case]) -> int:
-    """Return how many KV blocks an engine needs for every one of the cases, one at a time."""
-    return max(case.rows * case.blocks_per_row for case in cases)
 
 
 class Rig:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from backend.storage.manifest import ARCHITECTURES, FAMILIES
+from backend.kinds import LLAMA_FAMILY
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -147,9 +147,9 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
     names what is not supported.
     """
     architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
+    if architecture not in LLAMA_FAMILY:
         text = f"{where}: architecture {architecture} is not supported"
-        raise CheckpointError(f"{text}; supported: {FAMILIES}")
+        raise CheckpointError(f"{text}; supported: {', '.join(LLAMA_FAMILY)}")
     qwen2 = architecture == "Qwen2ForCausalLM"
     windowed = (
         bool(raw.get("use_sliding_window")) if qwen2 else raw.get("sliding_window") is not None
@@ -160,8 +160,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
         (raw.get("quantization_config"), "quantization_config"),
     ):
         if refused:
-            text = f"{where}: {setting} is not supported, got {raw.get(setting)!r}"
-            raise CheckpointError(f"{text}; supported: {FAMILIES}")
+            raise CheckpointError(f"{where}: {setting} is not supported, got {raw.get(setting)!r}")
     if raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{where}: hidden_act must be 'silu', got {raw['hidden_act']!r}")
     rope = _rope(raw, where)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from backend.config import ConfigError, EngineConfig, ServingConfig
 from backend.engines.port import Footprint
+from backend.engines.registry import module_of
 
 PROCESS_BYTES = 400 << 20
 """What the process takes beside its engines: Python, torch's libraries, the tokenizer, the
@@ -20,35 +21,11 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
     """Return the footprints of the engines that run a model (``folders``: their checkpoints by
     name). Raises CheckpointError.
     """
-    from backend.engines.head import folder as head
-    from backend.engines.stepping.counterfactual import (
-        SCORED_ROWS,  # imports torch, as the engines will
-    )
-    from backend.engines.stepping.footprint import footprint
-
-    limits, k_max = config.limits, config.policy.k_max
-    footprints = {}
-    for engine in (config.target, *config.drafts):
-        if engine.name in folders and engine.kind.reads_target:
-            footprints[engine.name] = head.footprint(
-                folders[engine.name], engine.dtype, engine.device, limits.max_active_requests
-            )
-        elif engine.name in folders:
-            verified = k_max if engine is config.target else 0
-            rows = limits.max_active_requests * (1 + verified)
-            footprints[engine.name] = footprint(
-                folders[engine.name],
-                engine.kind,
-                engine.dtype,
-                engine.device,
-                kv_tokens=limits.kv_cache_tokens,
-                rows=rows + limits.prefill_chunk_tokens,
-                logit_rows=rows if engine is config.target else rows + SCORED_ROWS,
-                law_rows=0 if engine is config.target else limits.max_active_requests * k_max,
-                kept_rows=limits.prefill_chunk_tokens if engine is config.target else 0,
-                kept_bytes=limits.max_logits_bytes,
-            )
-    return footprints
+    return {
+        engine.name: module_of(engine).footprint(engine, config, folders[engine.name])
+        for engine in (config.target, *config.drafts)
+        if engine.name in folders
+    }
 
 
 def process_bytes(config: ServingConfig) -> int:

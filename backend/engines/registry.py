@@ -1,4 +1,4 @@
-"""From a setting to an engine: ``backend.kinds`` says which module makes which kind."""
+"""From a setting to an engine: what a kind's module answers, which ``backend.kinds`` names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Protocol, cast
 
 from backend.config import ConfigError, EngineConfig, ServingConfig
-from backend.engines.head.folder import read_config
-from backend.engines.port import Engine
+from backend.engines.latency_cases import Case
+from backend.engines.port import Engine, Footprint
 from backend.sequence import BLOCK_TOKENS
 
 
@@ -32,7 +33,7 @@ class Service:
         found: dict[tuple[int, ...], str] = {}
         for draft in self.config.drafts:
             if draft.kind.reads_target:
-                found.setdefault(read_config(self.path(draft)).layers, draft.name)
+                found.setdefault(module_of(draft).taps(self.path(draft)), draft.name)
         if len(found) > 1:
             each = ", ".join(f"{name!r} {list(layers)}" for layers, name in found.items())
             raise ConfigError(f"drafts: all heads must read the same layers of the target: {each}")
@@ -49,7 +50,43 @@ class Service:
         }
 
 
+class KindModule(Protocol):
+    """What a kind's module answers. Of a kind without a model only ``make`` is asked."""
+
+    def make(self, engine: EngineConfig, service: Service) -> Engine:
+        """Load a target or a draft; heavy libraries are imported only now."""
+        ...
+
+    def check_folder(
+        self,
+        key: str,
+        engine: EngineConfig,
+        config: ServingConfig,
+        path: Callable[[EngineConfig], Path],
+    ) -> None:
+        """Raise ConfigError, beginning with the setting ``key``, for a model folder (by ``path``)
+        that cannot be served. The embedded model is not asked for.
+        """
+        ...
+
+    def footprint(self, engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
+        """Return what an engine will take of memory; asked where the kind is ``measured``."""
+        ...
+
+    def latency_cases(self, *, target: bool) -> list[Case]:
+        """Return the passes to measure; asked where the kind is ``measured``."""
+        ...
+
+    def taps(self, folder: Path) -> tuple[int, ...]:
+        """Return the target's layers that a draft reads; asked where it ``reads_target``."""
+        ...
+
+
+def module_of(engine: EngineConfig) -> KindModule:
+    """Return the module that answers for an engine's kind."""
+    return cast(KindModule, import_module(engine.kind.module))
+
+
 def make_engine(engine: EngineConfig, service: Service) -> Engine:
-    """Load a target or a draft; its module is imported only now, for torch and others are heavy."""
-    made: Engine = import_module(engine.kind.module).make(engine, service)
-    return made
+    """Load a target or a draft."""
+    return module_of(engine).make(engine, service)

@@ -196,7 +196,7 @@ def _reach(tokens: Seq[int], position: int) -> int:
 def _file(engine: EngineConfig, service: Service) -> File:
     """Return where a draft's answers are kept: token ids of one target, so by its weights."""
     target = service.config.target
-    weights = weights_sha256(service.path(target)) if target.kind.on_cpu else target.model
+    weights = weights_sha256(service.path(target)) if target.kind.checkpoint else target.model
     depends: dict[str, Any] = {"draft": engine.name, "target": target.engine, "weights": weights}
     key = hashlib.sha256(json.dumps(depends).encode()).hexdigest()
     return cache.remembered_file(key)

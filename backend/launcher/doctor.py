@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig, load_config
-from backend.kinds import KINDS
+from backend.kinds import KINDS, automatic
 from backend.launcher import settings as launch
 from backend.launcher.processes import command_line
 from backend.machine import Machine, machine
@@ -124,12 +124,12 @@ def processor(machine: Machine) -> Finding:
 
 
 def kernels() -> Finding:
-    """Say whether OpenVINO can run, which the engine ``auto`` means on CPUs."""
-    missing = KINDS["openvino"].missing
-    if missing:
-        text = f"pip install {missing}; until then engine auto is torch on CPUs, and slower"
+    """Say whether the best kind that ``auto`` may mean on CPUs can run."""
+    best, *others = automatic("cpu")
+    if missing := KINDS[best].missing:
+        text = f"pip install {missing}; until then engine auto is {others[0]} on CPUs, and slower"
         return Finding("kernels", WARNING, text)
-    return Finding("kernels", OK, "engine auto is openvino on CPUs")
+    return Finding("kernels", OK, f"engine auto is {best} on CPUs")
 
 
 def memory(machine: Machine) -> Finding:
@@ -233,7 +233,7 @@ def deployment(path: Path) -> list[Finding]:
     except ConfigError as error:
         return [Finding("configuration", MISSING, str(error))]
     found = [Finding("configuration", OK, str(path))]
-    if not config.target.kind.on_cpu:
+    if not config.target.kind.checkpoint:
         return found
     model = embedded_model(config)
     return [

@@ -100,21 +100,23 @@ def drafts(text: str, known: list[dict[str, Any]], engine: str) -> list[dict[str
             found.append(dict(by_name[item]))
         elif name and equals and folder:
             model = folder_or_name(folder)
-            found.append({"name": name, "engine": kind_of(model) or engine, "model": model})
+            found.append({"name": name, "engine": kind_of(model, engine), "model": model})
         else:
             allowed = f"name=FOLDER and of these names: {', '.join(filter(None, by_name))}"
             raise LaunchError(f"--drafts must be none, or a list of {allowed}; got {item!r}")
     return found
 
 
-def kind_of(folder: str) -> str:
-    """Return the kind of engine whose models have a folder's architecture of their own; empty for
-    the target's.
+def kind_of(folder: str, target: str) -> str:
+    """Return the kind of engine that loads a draft's folder: another than the target's only where
+    the target's loads Hugging Face folders, but not this one.
     """
     config = Path(folder) / "config.json"
     raw = read_json(config) if config.is_file() else {}
-    named = raw.get("architectures") if isinstance(raw, dict) else None
-    return next((n for n, kind in KINDS.items() if {*kind.architectures} & {*(named or ())}), "")
+    named = {*((isinstance(raw, dict) and raw.get("architectures")) or ())}
+    own = {*KINDS[target].architectures}
+    others = (name for name, kind in KINDS.items() if named & {*kind.architectures})
+    return target if not own or own & named else next(others, target)
 
 
 def folder_or_name(model: str) -> str:

@@ -113,7 +113,7 @@ def _prepare(
     verbose: bool,
 ) -> None:
     """Make what a configuration needs, where it is missing. Raises StoppedError, LaunchError."""
-    if not any(engine.kind.on_cpu for engine in (config.target, *config.drafts)):
+    if not any(engine.kind.checkpoint for engine in (config.target, *config.drafts)):
         return
     command = [sys.executable, "-m", "engines_build.prepare", "--config", str(settings.config)]
     if verbose:

@@ -7,18 +7,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.config import ConfigError
+from backend.config import ConfigError, EngineConfig, ServingConfig
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
-
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-FAMILIES = "Llama, Mistral without a sliding window, Qwen2 (Qwen2.5 too)"
-"""What the torch engines serve: as a ``config.json`` says it, and in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +60,21 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def check_folder(
-    key: str, model: str, folder: Path, *, tokenizer: bool, architectures: Sequence[str] = ()
+def check_model(
+    key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
 ) -> None:
-    """Refuse a ``model`` that is no Hugging Face folder of a family that is served.
+    """Refuse a setting ``key`` that names no Hugging Face folder that the engine's kind loads.
+    Raises ConfigError saying what to do.
+    """
+    tokenizer = engine.name == config.target.name
+    check_folder(key, engine.model, path(engine), engine.kind.architectures, tokenizer=tokenizer)
 
-    ``tokenizer``: it needs one; ``architectures``: it must be one of these. Raises ConfigError
-    beginning with the ``key`` and saying what to do.
+
+def check_folder(
+    key: str, model: str, folder: Path, architectures: Sequence[str], *, tokenizer: bool
+) -> None:
+    """Refuse a ``model`` that is no Hugging Face folder of one of these architectures, or lacks a
+    ``tokenizer`` that it needs. Raises ConfigError beginning with the ``key``.
     """
     if not folder.is_dir():
         raise ConfigError(f"{key} must be a folder, got {model!r}{_download(model)}")
@@ -80,9 +84,9 @@ def check_folder(
             "config.json, tokenizer.json and *.safetensors"
         )
     architecture = next(iter(_config(folder).get("architectures") or ["none"]))
-    if architecture not in (architectures or ARCHITECTURES):
+    if architecture not in architectures:
         text = f"{key}: {folder} is a {architecture}, which is not supported"
-        raise ConfigError(f"{text}. Supported are {', '.join(architectures) or FAMILIES}")
+        raise ConfigError(f"{text}. Supported are {', '.join(architectures)}")
     if tokenizer and not (folder / "tokenizer.json").is_file():
         load, save = (f"{verb}_pretrained({str(folder)!r})" for verb in ("from", "save"))
         raise ConfigError(

@@ -169,7 +169,7 @@ def main() -> int:
         service = Service(Path(name) / "log", config).wait_ready(limit_s=600)
         texts = (
             messages
-            if target.engine == "fake"
+            if not target.kind.tokenizer
             else [render(message, model_path(target)) for message in messages]
         )
         try:

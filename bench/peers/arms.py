@@ -135,7 +135,7 @@ class Peers:
 
     def missing(self, name: str) -> str:
         """Return why a peer cannot be run here, '' when it can."""
-        if not self._config.target.kind.on_cpu:
+        if not self._config.target.kind.checkpoint:
             return f"peers run checkpoints only, not the engine {self._config.target.engine!r}"
         if name.endswith("-draft") and not self._drafts():
             return "no draft that runs a model"
@@ -183,7 +183,7 @@ class Peers:
         found = [
             draft
             for draft in self._config.drafts
-            if draft.kind.on_cpu and not draft.kind.reads_target
+            if draft.kind.checkpoint and not draft.kind.reads_target
         ]
         return sorted(
             found,

@@ -262,7 +262,7 @@ class Sweep:
     def _rendered(self, name: str) -> list[str]:
         target = parse_config(self._config).target
         messages = workloads.load(name, MESSAGES, self._options.seed).messages
-        if target.engine == "fake":
+        if not target.kind.tokenizer:
             return [message[:FAKE_CHARACTERS] for message in messages]
         return [
             message if self._options.raw else workloads.render(message, model_path(target))

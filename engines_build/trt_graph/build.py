@@ -54,7 +54,7 @@ def build_all(config_file: Path, output: Path, choice: Choice, report: Report = 
     for engine, entry in zip(
         (config.target, *config.drafts), (raw["target"], *raw.get("drafts", [])), strict=True
     ):
-        if engine.kind.on_cpu:
+        if engine.kind.checkpoint:
             folder = output / engine.name
             build_folder(engine, config, folder, choice, library, report)
             for key in ("attention", "dtype"):

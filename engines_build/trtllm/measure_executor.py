@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import EngineConfig, ServingConfig, load_config
+from backend.engines.latency_cases import Case, latency_cases
 from backend.engines.port import Turn
 from backend.engines.registry import Service
-from backend.engines.trtllm.deployment import LATENCY_FILE, make, trtllm_engines
+from backend.engines.trtllm.deployment import make, trtllm_engines
 from backend.engines.trtllm.engine import TrtllmEngine
 from backend.machine import machine
 from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS, Sequence
 from backend.storage import cache
-from engines_build.measure import draft_cases, lower_quartile, tabulate, target_cases
-from engines_build.timing import Case, Rig, interleave
+from engines_build.measure import lower_quartile, tabulate
+from engines_build.timing import Rig, interleave
 from policy.latency import LatencyTable, Provenance
 
 BUDGET_S = 60.0
@@ -70,7 +71,7 @@ def measure_executors(
             made = engines[engine.name]
             cases = [
                 case
-                for case in (target_cases() if engine is config.target else draft_cases())
+                for case in latency_cases(target=engine is config.target)
                 if _fits(case, made, config)
             ]
             rig = Rig(FilledEngine(made), rng)
@@ -82,11 +83,10 @@ def measure_executors(
                 [lower_quartile(times) for times in samples],
                 _provenance(engine),
             )
-            cache.publish_file(
-                model_path(engine) / LATENCY_FILE, json.dumps(table.to_dict(), indent=1) + "\n"
-            )
+            file = model_path(engine) / engine.kind.table_file
+            cache.publish_file(file, json.dumps(table.to_dict(), indent=1) + "\n")
             tables[engine.name] = table
-            print(f"{model_path(engine) / LATENCY_FILE}: {len(cases)} cells", flush=True)
+            print(f"{file}: {len(cases)} cells", flush=True)
     finally:
         for made in engines.values():
             made.close()

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from backend.config import EngineConfig
 from backend.core.orchestrator import Orchestrator
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.folder import HeadConfig
+from backend.engines.head.kind import latency_cases
 from backend.engines.head.network import HeadNetwork
 from backend.engines.head.openvino import OpenvinoHead
 from backend.engines.port import Turn
@@ -22,7 +22,6 @@ from backend.engines.stepping.engine import StepEngine
 from backend.request import SamplingParams
 from backend.sampling.randomness import word
 from backend.sequence import Features, Sequence
-from engines_build.measure import cases_of_draft
 from engines_build.timing import Rig
 from tests.contract import checks, deployment, scenarios
 from tests.contract.deployment import K_MAX, TAPS, VOCAB, tiny_engine
@@ -226,7 +225,7 @@ def test_a_text_without_its_state_has_nothing_available_and_a_turn_for_it_fails_
     assert asked(engine, [1, 2], run=K_MAX + 1).error.endswith(f"must be in 1..{K_MAX}, got 5")
 
 
-@pytest.mark.parametrize("case", cases_of_draft(EngineConfig("head", "head")))
+@pytest.mark.parametrize("case", latency_cases(target=False))
 def test_what_is_timed_of_a_head_is_its_passes(case):
     engine = RecordedHead(most=case.run)
     passes, step = [], engine._head.step

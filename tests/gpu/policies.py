@@ -25,6 +25,7 @@ from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
+from backend.engines.latency_cases import blocks_for, draft_cases, target_cases
 from backend.engines.port import Completion, Turn
 from backend.engines.torch.engine import TorchEngine
 from backend.machine import machine
@@ -33,8 +34,8 @@ from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Proposal, Sequence
 from backend.speculation.drafting import Drafting
 from backend.speculation.policy_factory import make_policy
-from engines_build.measure import draft_cases, lower_quartile, tabulate, target_cases
-from engines_build.timing import Rig, blocks_for, interleave
+from engines_build.measure import lower_quartile, tabulate
+from engines_build.timing import Rig, interleave
 from policy import Policy
 from policy.latency import LatencyTable, Provenance
 from tests.gpu.job import SEED, Job

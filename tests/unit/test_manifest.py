@@ -4,6 +4,7 @@ import struct
 import pytest
 
 from backend.config import ConfigError
+from backend.kinds import LLAMA_FAMILY
 from backend.storage.manifest import check_folder, check_pair, read_manifest
 
 VOCABULARY = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
@@ -44,7 +45,7 @@ def folder(path, name, tokenizer=VOCABULARY, shape=(2, 2), **config):
 )
 def test_what_is_no_folder_says_how_to_get_one(tmp_path, model, words):
     with pytest.raises(ConfigError, match=words):
-        check_folder("target.model", model, tmp_path / model, tokenizer=True)
+        check_folder("target.model", model, tmp_path / model, LLAMA_FAMILY, tokenizer=True)
 
 
 def test_a_folder_that_cannot_be_served_says_what_it_lacks(tmp_path):
@@ -54,21 +55,21 @@ def test_a_folder_that_cannot_be_served_says_what_it_lacks(tmp_path):
         match=r"target\.model: .*empty has no config\.json\. Give the folder of a Hugging Face "
         r"checkpoint",
     ):
-        check_folder("target.model", "empty", tmp_path / "empty", tokenizer=True)
+        check_folder("target.model", "empty", tmp_path / "empty", LLAMA_FAMILY, tokenizer=True)
     other = folder(tmp_path, "gpt2", architectures=["GPT2LMHeadModel"])
     with pytest.raises(
         ConfigError,
-        match=r"is a GPT2LMHeadModel, which is not supported\. Supported are Llama, Mistral "
-        r"without a sliding window, Qwen2",
+        match=r"is a GPT2LMHeadModel, which is not supported\. Supported are LlamaForCausalLM, "
+        r"MistralForCausalLM, Qwen2ForCausalLM",
     ):
-        check_folder("target.model", "gpt2", other, tokenizer=True)
+        check_folder("target.model", "gpt2", other, LLAMA_FAMILY, tokenizer=True)
     bare = folder(tmp_path, "bare", tokenizer=None)
     with pytest.raises(
         ConfigError,
         match=r"bare has no tokenizer\.json\. Download it with the model; .*save_pretrained",
     ):
-        check_folder("target.model", "bare", bare, tokenizer=True)
-    check_folder("drafts[0].model", "bare", bare, tokenizer=False)
+        check_folder("target.model", "bare", bare, LLAMA_FAMILY, tokenizer=True)
+    check_folder("drafts[0].model", "bare", bare, LLAMA_FAMILY, tokenizer=False)
 
 
 def test_a_draft_that_names_its_targets_tokenizer_pairs_with_it(tmp_path):

@@ -6,6 +6,8 @@ import torch
 from safetensors.torch import save_file
 
 from backend.config import parse_config
+from backend.engines import latency_cases
+from backend.engines.latency_cases import Case
 from backend.kinds import KINDS
 from backend.storage.tables import (
     load_tables,
@@ -15,7 +17,6 @@ from backend.storage.tables import (
     timed_engines,
 )
 from engines_build import measure
-from engines_build.timing import Case
 from policy.latency import SYNTHETIC, LatencyCurve, LatencyError
 from tests.fakes.machine import FakeMachine
 
@@ -69,12 +70,14 @@ def deployment(tmp_path, monkeypatch):
     """A target and a draft of one layer, a cache of their own, and few cases."""
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        measure,
+        latency_cases,
         "target_cases",
         lambda: [Case(1, 64), Case(2, 16, length=2), Case(1, 16, new=32, run=0)],
     )
     monkeypatch.setattr(
-        measure, "draft_cases", lambda: [Case(1, 16, run=3), Case(2, 16, run=3), Case(1, 16, new=8)]
+        latency_cases,
+        "draft_cases",
+        lambda: [Case(1, 16, run=3), Case(2, 16, run=3), Case(1, 16, new=8)],
     )
     folders = {
         "target": checkpoint(tmp_path / "target"),
@@ -109,7 +112,7 @@ def test_a_chain_of_passes_counts_as_one_pass_of_its_share():
     assert table.seconds == pytest.approx((0.1, 0.2, 0.3))
 
 
-@pytest.mark.parametrize("cases", [measure.target_cases(), measure.draft_cases()])
+@pytest.mark.parametrize("cases", [latency_cases.target_cases(), latency_cases.draft_cases()])
 def test_the_cases_tell_tokens_rows_and_context_apart(cases):
     def cost(rows, tokens, context):
         return 0.02 + 0.001 * tokens + 0.002 * rows + 1e-5 * context

@@ -9,11 +9,11 @@ from backend.config import ConfigError, parse_config
 from backend.engines import memory
 from backend.engines.checkpoint import read_config
 from backend.engines.memory import PROCESS_BYTES
+from backend.engines.openvino.kind import WEIGHT_BYTES
 from backend.engines.port import Footprint
 from backend.engines.registry import Service, make_engine
 from backend.engines.torch import engine as torch_engine
 from backend.engines.torch.engine import TorchEngine
-from backend.kinds import KINDS
 from backend.model_folders import check_memory, model_path
 from backend.sequence import BLOCK_TOKENS
 
@@ -73,14 +73,14 @@ def test_weights_and_kv_are_those_of_the_engine_that_is_loaded(tmp_path, name, t
     assert footprint.weights == sum(weight.numel() for weight in weights.values()) * dtype.itemsize
 
 
-@pytest.mark.parametrize("dtype", KINDS["openvino"].weight_bytes)
+@pytest.mark.parametrize("dtype", WEIGHT_BYTES)
 def test_a_tied_embedding_is_looked_up_and_packed_as_the_head(tmp_path, dtype):
     """As read, and as packed."""
     path = folder(tmp_path / "model", tie_word_embeddings=True)
     raw = {"target": {"engine": "openvino", "model": str(path), "dtype": dtype}}
     found = memory.plan(parse_config(raw), {"target": path})["target"].weights
     shapes = read_config(path).shapes()
-    looked_up, multiplied = KINDS["openvino"].weight_bytes[dtype]
+    looked_up, multiplied = WEIGHT_BYTES[dtype]
     embedding = prod(shapes["model.embed_tokens.weight"])
     assert found == looked_up * embedding + multiplied * sum(map(prod, shapes.values()))
 

@@ -3,9 +3,10 @@ import random
 import pytest
 
 from backend.engines.fake import FakeEngine
+from backend.engines.latency_cases import Case, blocks_for
 from backend.engines.port import Completion, Turn
 from backend.sequence import BLOCK_TOKENS
-from engines_build.timing import Case, Rig, blocks_for, interleave
+from engines_build.timing import Rig, interleave
 
 
 class Clock:

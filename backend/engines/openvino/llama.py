@@ -15,17 +15,17 @@ from openvino import Type
 
 from backend.engines.checkpoint import CheckpointError, LlamaConfig, Weights
 from backend.engines.openvino.graph import build
+from backend.engines.openvino.kind import SCRATCH_TOKENS
 from backend.engines.openvino.layout import Blocks, Layout, in_calls
 from backend.engines.openvino.paged_attention import VersionError, check_version
 from backend.engines.openvino.parts import Floats, compiled
 from backend.engines.openvino.width import Width, price_of_change
 from backend.engines.stepping.chunks import Chunk, KVTable
-from backend.kinds import KINDS
 from backend.machine import machine
 from backend.sampling.laws import FAINT
 from backend.sequence import BLOCK_TOKENS
 
-SCRATCH_BLOCKS = KINDS["openvino"].scratch_tokens // BLOCK_TOKENS
+SCRATCH_BLOCKS = SCRATCH_TOKENS // BLOCK_TOKENS
 """Blocks for a pass's copies, of a prompt's last block and for branches of trees, and one for rows
 that are nobody's.
 """

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from backend.config import EngineConfig, ServingConfig
 from backend.engines.checkpoint import DTYPES, read_config
 from backend.engines.port import Footprint
-from backend.kinds import Kind
+from backend.engines.stepping.counterfactual import SCORED_ROWS
 from backend.machine import machine
 
 LOGIT_BYTES = 28
@@ -29,45 +30,48 @@ def activation_bytes(dtype: str) -> int:
     return DTYPES[dtype].itemsize
 
 
-def weight_bytes(shapes: Mapping[str, tuple[int, ...]], kind: Kind, dtype: str) -> int:
-    """Return what weights of these shapes take in an engine of a kind."""
-    looked_up, multiplied = kind.weight_bytes.get(dtype) or (DTYPES[dtype].itemsize,) * 2
+def weight_bytes(
+    shapes: Mapping[str, tuple[int, ...]], looked_up: int, multiplied: int, *, packs_head: bool
+) -> int:
+    """Return what weights of these shapes take, by the bytes of a weight that is looked up and of
+    one that is multiplied. ``packs_head``: a tied embedding is copied to be multiplied by.
+    """
     embedding = prod(shapes["model.embed_tokens.weight"])
-    tied = kind.packs_head and "lm_head.weight" not in shapes
-    others = sum(map(prod, shapes.values())) - (0 if tied else embedding)
+    copied = packs_head and "lm_head.weight" not in shapes
+    others = sum(map(prod, shapes.values())) - (0 if copied else embedding)
     return looked_up * embedding + multiplied * others
 
 
 def footprint(
+    engine: EngineConfig,
+    config: ServingConfig,
     folder: Path,
-    kind: Kind,
-    dtype: str,
-    device: str,
     *,
-    kv_tokens: int,
-    rows: int,
-    logit_rows: int,
-    law_rows: int,
-    kept_rows: int = 0,
-    kept_bytes: int = 0,
+    weight_sizes: tuple[int, int] | None = None,
+    packs_head: bool = False,
+    scratch_tokens: int = 0,
 ) -> Footprint:
-    """Return what a model takes; its largest pass has ``rows`` rows, of which ``logit_rows`` want
-    logits, and keeps ``law_rows`` laws. Up to ``kept_rows`` of the others, as many as are
-    ``kept_bytes`` in fp32, give logits that are kept for replies. Raises CheckpointError for a
-    folder that cannot be served.
+    """Return what an engine takes: its largest pass verifies every request, and a draft keeps laws
+    until they are verified. ``weight_sizes``: bytes of a weight that is looked up and of one that
+    is multiplied (none: the dtype's); ``scratch_tokens``: KV besides the ledger's. Raises
+    CheckpointError for a folder that cannot be served.
     """
-    config, item = read_config(folder), activation_bytes(dtype)
-    weights = weight_bytes(config.shapes(), kind, dtype)
-    kv_row = 2 * config.num_kv_heads * config.head_dim
-    attention = 2 * (
-        config.num_heads * config.head_dim + kv_row
-    )  # qkv, and again while rotated or joined
-    row = 4 * config.hidden_size + attention + 3 * config.intermediate_size
-    vocab = config.draft_vocab_size or config.vocab_size
+    limits, k_max, target = config.limits, config.policy.k_max, engine.name == config.target.name
+    logit_rows = limits.max_active_requests * (1 + k_max * target)
+    rows = logit_rows + limits.prefill_chunk_tokens
+    law_rows = 0 if target else limits.max_active_requests * k_max
+    logit_rows += 0 if target else SCORED_ROWS
+    shape, item = read_config(folder), activation_bytes(engine.dtype)
+    vocab = shape.draft_vocab_size or shape.vocab_size
+    kept_rows = min(limits.prefill_chunk_tokens, limits.max_logits_bytes // (4 * vocab)) * target
+    weights = weight_bytes(shape.shapes(), *(weight_sizes or 2 * (item,)), packs_head=packs_head)
+    kv_row = 2 * shape.num_kv_heads * shape.head_dim
+    attention = 2 * (shape.num_heads * shape.head_dim + kv_row)  # qkv, and again once rotated
+    row = 4 * shape.hidden_size + attention + 3 * shape.intermediate_size
     passes = rows * row * item + vocab * (logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES)
-    passes += vocab * min(kept_rows, kept_bytes // (4 * vocab)) * (item + 4)
-    kv = (kv_tokens + kind.scratch_tokens) * config.num_layers * kv_row * item
-    return Footprint(device, weights, kv, passes)
+    passes += vocab * kept_rows * (item + 4)  # logits that are kept for replies, and in fp32
+    kv = (limits.kv_cache_tokens + scratch_tokens) * shape.num_layers * kv_row * item
+    return Footprint(engine.device, weights, kv, passes)
 
 
 def free_bytes(device: str) -> int:

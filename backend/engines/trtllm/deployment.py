@@ -4,7 +4,7 @@ they fit each other, GPUs and memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,16 +22,10 @@ from backend.engines.trtllm.folder import (
 )
 from backend.sequence import BLOCK_TOKENS
 from backend.storage.manifest import check_vocabulary
-from policy.latency import LatencyTable
 
 if TYPE_CHECKING:
     from backend.engines.trtllm.engine import ExecutorSettings, TrtllmEngine
     from backend.engines.trtllm.memory import KVPlan
-
-LATENCY_FILE = "latency.json"
-"""In the engine's folder, beside the engine: its times are those of the GPU that it was built
-for.
-"""
 
 
 def trtllm_engines(config: ServingConfig) -> list[EngineConfig]:
@@ -39,6 +33,14 @@ def trtllm_engines(config: ServingConfig) -> list[EngineConfig]:
     created: the target first.
     """
     return [engine for engine in (config.target, *config.drafts) if engine.engine == "trtllm"]
+
+
+def check_folder(
+    key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> None:
+    """Check all engines of a deployment at once (``KindModule``), which must fit each other."""
+    del key, engine
+    check_engines(config, path)
 
 
 def check_engines(
@@ -158,16 +160,3 @@ def _kv_plan(engines: tuple[EngineConfig, ...], folders: tuple[EngineFolder, ...
         for engine, folder in zip(engines, folders, strict=True)
     ]
     return plan_kv(memory, free, min(engine.kv_share for engine in engines))
-
-
-def trtllm_tables(
-    config: ServingConfig, path: Callable[[EngineConfig], Path]
-) -> Mapping[str, LatencyTable]:
-    """Return the latency tables that lie beside the engines. Raises LatencyError for one that is
-    missing or unsound.
-    """
-    from backend.storage.tables import read_table
-
-    return {
-        engine.name: read_table(path(engine) / LATENCY_FILE) for engine in trtllm_engines(config)
-    }
