@@ -30,8 +30,8 @@ class BestPaid(Policy):
     def observe(self, outcome, state, now):
         """Return the averages after a step: of what was proposed, and of what would have been."""
         state = state.copy()  # a state is never changed, a new one is returned
-        drafts = [*outcome.draft, *outcome.free_draft]
-        accepted = [*outcome.accepted, *outcome.free_accepted]
+        drafts = [*outcome.rows.draft, *outcome.free.draft]
+        accepted = [*outcome.rows.accepted, *outcome.free.accepted]
         for draft, tokens in zip(drafts, accepted, strict=True):
             if draft != NO_DRAFT:
                 state[draft] += self.rate * (tokens - state[draft])

@@ -128,11 +128,12 @@ class SmartSpec(Policy):
         return same_for_all(view, self.draft, state.length), state._replace(age=state.age + 1)
 
     def observe(self, outcome: Outcome, state: SmartSpecState, now: float) -> SmartSpecState:
-        used = outcome.scored > 0
+        rows = outcome.rows
+        used = rows.scored > 0
         if not used.any():
             return state
-        accepted = np.minimum(outcome.accepted, outcome.scored)[used]
-        step = (int(accepted.sum()), int((accepted < outcome.scored[used]).sum()))
+        accepted = np.minimum(rows.accepted, rows.scored)[used]
+        step = (int(accepted.sum()), int((accepted < rows.scored[used]).sum()))
         return state._replace(window=(*state.window[-(_WINDOW_STEPS - 1) :], step))
 
     def _best(self, rows: int, context: int, alpha: float) -> int:
@@ -196,12 +197,12 @@ class AcceptanceEma(Policy):
         return same_for_all(view, self.draft, length), state
 
     def observe(self, outcome: Outcome, state: EmaStates, now: float) -> EmaStates:
-        if not len(outcome.request):
+        if not len(outcome.rows):
             return state
-        batch = _range(len(outcome.request))
+        batch = _range(len(outcome.rows))
         length, accepted, steps = state[batch]
         if length > 0:
-            accepted += _RATE * (float(outcome.accepted.mean()) - accepted)
+            accepted += _RATE * (float(outcome.rows.accepted.mean()) - accepted)
         after, since = EmaState(length, accepted, steps + 1), steps + 1 - _WARM_UP_STEPS
         if since > 0 and since % _EVERY_STEPS == 0:
             after = _moved(after, _CANDIDATES[batch])
@@ -285,9 +286,10 @@ class SpinSelection(Policy):
         gone = set(outcome.finished.tolist())
         assigned = {request: d for request, d in state.assigned.items() if request not in gone}
         seen, workload = dict(state.seen), _MEMORY * state.workload
-        verify_s = outcome.parts_s.get("verify", outcome.measured_s)
-        seconds = [verify_s + outcome.parts_s.get(f"draft:{name}", 0.0) for name in self.drafts]
-        columns = outcome.request.tolist(), outcome.draft.tolist(), outcome.accepted.tolist()
+        rows, parts_s = outcome.rows, outcome.times.parts_s
+        verify_s = parts_s.get("verify", outcome.times.measured_s)
+        seconds = [verify_s + parts_s.get(f"draft:{name}", 0.0) for name in self.drafts]
+        columns = rows.request.tolist(), rows.draft.tolist(), rows.accepted.tolist()
         for request, draft, accepted in zip(*columns, strict=True):
             if draft != NO_DRAFT:
                 evidence = np.zeros_like(workload)

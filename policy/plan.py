@@ -132,45 +132,84 @@ class Drafted:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What one step did, turn by turn, and what was learnt for free.
-
-    ``request, draft, length, accepted, emitted, scored, verified`` int64[m]: ``length`` is the
-    longest path that the draft proposed, ``accepted`` how many emitted tokens are a path of its
-    tree, ``scored`` to which position that is known (not behind an end of the text, nor behind a
-    path that was not verified to its end); ``verified`` nodes, of which ``followed`` were accepted.
-
-    ``measured_s`` is the step's wall time, ``parts_s`` its parts by name (``verify``,
-    ``draft:<name>``, ``overhead``, which includes ``planning`` and the last step's ``learning``);
-    requests in ``finished`` are over.
-
-    ``free_*`` int64[f]: draft ``free_draft`` would have had ``free_accepted`` of its first
-    ``free_scored`` tokens accepted for ``free_request``. ``node_*`` [q] are nodes,
-    ``node_row`` the turn of each, whose fate (``node_held``: whether the target drew their path) is
-    known whatever it drew, as their parent is the text or was verified; of deeper nodes only
-    failures would be seen. Else as in ``Drafted``.
-    """
+class StepRows:
+    """What a step did for each request that emitted tokens in it; int64[m] each."""
 
     request: IntArray
     draft: IntArray
+    """The column of the draft that proposed, ``NO_DRAFT``: none did."""
     length: IntArray
+    """The longest path of the proposal, in tokens."""
     accepted: IntArray
+    """How many of the emitted tokens follow a path of the proposal."""
     emitted: IntArray
     scored: IntArray
+    """The position up to which it is known whether the proposal is right: no position after an end
+    of the text is.
+    """
     verified: IntArray
+    """The nodes that the target verified."""
+    followed: IntArray
+    """The verified nodes that were accepted."""
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+
+@dataclass(slots=True)
+class FreeChains:
+    """What drafts would have had accepted where they were not chosen; int64[f] each."""
+
+    request: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """The first tokens of the chain of which it is known."""
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+
+@dataclass(slots=True)
+class StepNodes:
+    """The nodes of proposals of which it is known whether the target drew the path to them,
+    whatever it drew: their parent is the text, or was verified. (Of deeper nodes only failures are
+    ever seen.)
+    """
+
+    row: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """The place in ``StepRows``."""
+    confidence: FloatArray = field(default_factory=lambda: np.zeros(0))
+    drawn: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """Whether the row's tokens are sampled."""
+    accepted: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """How long a step took, in seconds of wall time."""
+
     measured_s: float
     parts_s: dict[str, float] = field(default_factory=dict)
+    """Its parts: ``verify``, ``draft:<name>``, and ``overhead``, which includes ``planning`` and
+    ``learning`` (from the step before).
+    """
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one step did, for a policy to learn from."""
+
+    rows: StepRows
+    times: StepTimes
+    free: FreeChains = field(default_factory=FreeChains)
+    nodes: StepNodes = field(default_factory=StepNodes)
     prefill_tokens: int = 0
-    free_request: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    free_draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    free_accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    free_scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    followed: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    node_row: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    node_confidence: FloatArray = field(default_factory=lambda: np.zeros(0))
-    node_drawn: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
-    node_held: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """The requests that are over."""
 
 
 class Policy(Protocol):

@@ -16,7 +16,18 @@ from .extensions import Estimator, Execution
 from .kept import MANY, Kept, most_steps
 from .latency import OVERHEAD, Correction, LatencyModel, Predicted, Times
 from .learned import Learnt, restored, saved
-from .plan import NO_DRAFT, Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
+from .plan import (
+    NO_DRAFT,
+    Drafted,
+    FloatArray,
+    FreeChains,
+    IntArray,
+    Outcome,
+    Plan,
+    Policy,
+    StepRows,
+    View,
+)
 from .problem import (
     NOTHING_GIVEN,
     Choice,
@@ -435,22 +446,23 @@ class AdaptivePlanner(Policy):
         """Learn acceptance, times and what confidences are worth; of steps with a kept plan all at
         once when a plan is due.
         """
-        if state.planned or not len(outcome.request):
+        rows = outcome.rows
+        if state.planned or not len(rows):
             after = self._learnt(state, now, outcome)
         else:
             after = replace(state, unlearnt=(*state.unlearnt, outcome))
         timed = state.planned or not len(state.unlearnt) % _TIMED_STEPS
-        if state.view is not None and len(outcome.request) and timed:
+        if state.view is not None and len(rows) and timed:
             after.correction = self._timed(outcome, state, state.view)
-        column = self._column(outcome, state.tenants)
+        column = self._column(rows, state.tenants)
         used = column >= 0
         if used.any():
-            both, columns = (outcome.verified[used], outcome.length[used]), len(state.brought)
+            both, columns = (rows.verified[used], rows.length[used]), len(state.brought)
             new = [np.bincount(column[used], counts, columns) for counts in both]
             after.nodes = state.nodes * np.exp(-new[1] / _MEMORY_TOKENS) + np.array(new)
             after.brought = _ratio(after.nodes) - 1
-            if state.promise is not None and len(outcome.followed):
-                held = state.promise.held(outcome, columns)
+            if state.promise is not None and len(rows.followed):
+                held = state.promise.held(rows, columns)
                 after.held = state.held * np.exp(-held[1] / _MEMORY_PROMISED) + held
                 after.held_share = _ratio(after.held)
         after.debt_s = self._debt_s(outcome, state)
@@ -461,13 +473,14 @@ class AdaptivePlanner(Policy):
 
         A kept plan takes next to nothing; the time of learning is the last step's.
         """
-        parts_s, earned_s = outcome.parts_s, self.config.planning_share * outcome.measured_s
+        parts_s = outcome.times.parts_s
+        earned_s = self.config.planning_share * outcome.times.measured_s
         debt_s = state.debt_s - earned_s
         if state.planned:
             debt_s += parts_s.get("planning", 0.0)
         if not state.unlearnt:
             debt_s += parts_s.get("learning", 0.0)
-        most_s = most_steps(len(outcome.request)) * earned_s
+        most_s = most_steps(len(outcome.rows)) * earned_s
         return min(max(debt_s, 0.0), most_s)
 
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:
@@ -496,21 +509,21 @@ class AdaptivePlanner(Policy):
         known = restored(data, _known(start), self.drafts, self.estimator, now, idle_s)
         return replace(start, **known._asdict())
 
-    def _column(self, outcome: Outcome, tenants: Tenants) -> IntArray:
-        """Return by turn the column of its tenant and draft, NOBODY where there is none."""
-        tenant = tenants.of(outcome.request.tolist())
-        column = tenant * len(self.drafts) + outcome.draft
-        return np.where((tenant >= 0) & (outcome.draft >= 0), column, NOBODY)
+    def _column(self, rows: StepRows, tenants: Tenants) -> IntArray:
+        """Return by row the column of its tenant and draft, NOBODY where there is none."""
+        tenant = tenants.of(rows.request.tolist())
+        column = tenant * len(self.drafts) + rows.draft
+        return np.where((tenant >= 0) & (rows.draft >= 0), column, NOBODY)
 
     def _learnt(self, state: PlannerState, now: float, *outcomes: Outcome) -> PlannerState:
         """Return the state after the steps that were not learnt from, and these."""
         acceptance, calibration = self.estimator.aged(state.acceptance, now), state.calibration
         tenants = state.tenants
         if steps := (*state.unlearnt, *outcomes):
-            chains = [(o.request, o.draft, o.accepted, o.scored) for o in steps]
-            free = [o for o in steps if len(o.free_request)]
-            chains += [(o.free_request, o.free_draft, o.free_accepted, o.free_scored) for o in free]
-            emitted = np.concatenate([o.emitted for o in steps])
+            free = [o.free for o in steps if len(o.free)]
+            tables: list[StepRows | FreeChains] = [*(o.rows for o in steps), *free]
+            chains = [(one.request, one.draft, one.accepted, one.scored) for one in tables]
+            emitted = np.concatenate([o.rows.emitted for o in steps])
             columns = [np.concatenate(column) for column in zip(*chains, strict=True)]
             request, draft, accepted, scored = columns
             acceptance = self.estimator.observe(
@@ -520,13 +533,13 @@ class AdaptivePlanner(Policy):
             acceptance = self.estimator.forget(acceptance, over)
             nodes = [
                 (
-                    self._column(o, tenants)[o.node_row],
-                    o.node_drawn,
-                    o.node_confidence,
-                    o.node_held,
+                    self._column(o.rows, tenants)[o.nodes.row],
+                    o.nodes.drawn,
+                    o.nodes.confidence,
+                    o.nodes.accepted,
                 )
                 for o in steps
-                if len(o.node_row)
+                if len(o.nodes)
             ]
             if nodes:
                 column, *rest = map(np.concatenate, zip(*nodes, strict=True))
@@ -547,13 +560,13 @@ class AdaptivePlanner(Policy):
         Planning and learning are in no prediction. An engine that times nothing but the whole: all
         parts share its surprise, which shows no shape.
         """
-        parts_s, correction = outcome.parts_s, state.correction
+        parts_s, correction = outcome.times.parts_s, state.correction
         plain = Correction.start(len(self.drafts)).times(self.latency)
         predicted = self.predicted(plain, outcome, view)
         measured_s = np.array([parts_s.get(name, 0.0) for name in self._parts])
         own_s = parts_s.get("planning", 0.0) + parts_s.get("learning", 0.0)
         measured_s[OVERHEAD] = max(measured_s[OVERHEAD] - own_s, 0.0)
-        return correction.learnt(predicted, measured_s, outcome.measured_s)
+        return correction.learnt(predicted, measured_s, outcome.times.measured_s)
 
     def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
         """Return the seconds by part that a step should have taken as it was executed."""

@@ -305,13 +305,13 @@ def predicted_parts(times: Times, outcome: Outcome, view: View) -> Predicted:
     ``length``. A row that the view lacks has just ended its prompt: its tokens are among the
     prefill.
     """
-    row = _rows_of(outcome.request, view)
-    length = np.where(row >= 0, outcome.length, 0)
+    row = _rows_of(outcome.rows.request, view)
+    length = np.where(row >= 0, outcome.rows.length, 0)
     parts = np.zeros(FIRST_DRAFT + len(times.draft_row_s))
     parts[OVERHEAD] = times.overhead_s + times.speculation_s * bool(length.any())
-    parts[FIRST_DRAFT:] = drafting_s(times, view, row, Choice(outcome.draft, length))
+    parts[FIRST_DRAFT:] = drafting_s(times, view, row, Choice(outcome.rows.draft, length))
     known = row >= 0
-    context, verified = view.context[row[known]], outcome.verified[known]
+    context, verified = view.context[row[known]], outcome.rows.verified[known]
     tokens = int(np.add.reduce(verified)) + len(context) + outcome.prefill_tokens
     base_s = times.verify_at(tokens)
     parts[VERIFY] = base_s + len(context) * times.row_s + int(context.sum()) * times.context_s

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .latency import Times
-from .plan import BoolArray, Drafted, FloatArray, IntArray, Outcome, Plan, View
+from .plan import BoolArray, Drafted, FloatArray, IntArray, Plan, StepRows, View
 from .problem import TIE, Choice, StepProblem
 from .tenants import with_rows
 
@@ -155,16 +155,16 @@ class Promise(NamedTuple):
         accepted = np.concatenate([np.zeros((1, len(used))), accepted])
         return cls(request[used], draft, column, accepted)
 
-    def held(self, outcome: Outcome, columns: int) -> FloatArray:
+    def held(self, rows: StepRows, columns: int) -> FloatArray:
         """Return the verified nodes that held, and what was expected, float64[2, columns]; 0 where
         the trim cut off nothing of a column.
         """
-        place = np.minimum(self.request.searchsorted(outcome.request), len(self.request) - 1)
-        same = (self.request[place] == outcome.request) & (self.draft[place] == outcome.draft)
-        place, cut = place[same], outcome.verified < outcome.length
+        place = np.minimum(self.request.searchsorted(rows.request), len(self.request) - 1)
+        same = (self.request[place] == rows.request) & (self.draft[place] == rows.draft)
+        place, cut = place[same], rows.verified < rows.length
         column = self.column[place]
-        length = np.minimum(outcome.length[same], len(self.accepted) - 1)  # of a plan before, more
-        held = np.bincount(column, outcome.followed[same], columns)
+        length = np.minimum(rows.length[same], len(self.accepted) - 1)  # of a plan before, more
+        held = np.bincount(column, rows.followed[same], columns)
         expected = np.bincount(column, self.accepted[length, place], columns)
         some_cut = np.bincount(column, cut[same], columns) > 0
         counts: FloatArray = np.where(some_cut, [held, expected], 0.0)

@@ -27,7 +27,8 @@ class Padded:
 
     def predicted(self, times: Times, outcome: Outcome, view: View) -> Predicted:
         """Return the seconds that the padded step should have taken."""
-        if outcome.verified.any():
-            whole = np.full_like(outcome.verified, self._length)
-            outcome = replace(outcome, verified=whole)
+        rows = outcome.rows
+        if rows.verified.any():
+            whole = np.full_like(rows.verified, self._length)
+            outcome = replace(outcome, rows=replace(rows, verified=whole))
         return predicted_parts(times, outcome, view)

@@ -16,7 +16,7 @@ import numpy as np
 from backend.ops import nvidia_metrics
 from backend.ops.metric_names import Labelled
 from backend.ops.nvidia_metrics import MODEL, Latest
-from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Plan, Switches
+from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Plan, StepNodes, StepRows, Switches
 from policy.trim import EDGES, Calibration
 
 Labels = tuple[tuple[str, str], ...]
@@ -267,11 +267,11 @@ class StepStats:
         """
         self._stats.count("spindle_steps_total")
         self._stats.observe("spindle_batch_size", len(plan.length))
-        self._stats.observe("spindle_step_seconds", outcome.measured_s)
+        self._stats.observe("spindle_step_seconds", outcome.times.measured_s)
         if plan.predicted_s:  # else nothing was predicted
             self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
-        self._stats.observe("spindle_planning_seconds", outcome.parts_s.get("planning", 0.0))
-        parts_s = exclusive_parts(outcome.parts_s).items()
+        self._stats.observe("spindle_planning_seconds", outcome.times.parts_s.get("planning", 0.0))
+        parts_s = exclusive_parts(outcome.times.parts_s).items()
         self._stats.count_all(
             "spindle_step_part_seconds_total",
             (((("part", part),), seconds) for part, seconds in parts_s),
@@ -281,22 +281,22 @@ class StepStats:
         self._between_s.clear()
         if plan.shadow is not None:
             self._shadow(plan.shadow, drafts)
-        kinds = sorted(set(zip(outcome.draft.tolist(), control, strict=True)))
+        draft = outcome.rows.draft
+        kinds = sorted(set(zip(draft.tolist(), control, strict=True)))
         for d, theirs in kinds:
-            rows = slice(None)  # where all are alike, they are all of them
+            which = slice(None)
             if len(kinds) > 1:
-                rows = (outcome.draft == d) & (np.array(control) == theirs)
+                which = (draft == d) & (np.array(control) == theirs)
             name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
-            self._draft(name, arm, outcome, rows)
-        if len(outcome.node_row):
-            self._nodes(outcome, drafts)
+            self._draft(name, arm, outcome.rows, which)
+        if len(outcome.nodes):
+            self._nodes(draft[outcome.nodes.row], outcome.nodes, drafts)
 
-    def _nodes(self, outcome: Outcome, drafts: tuple[str, ...]) -> None:
-        """Count what became of nodes by what was claimed of them."""
-        draft, bins = outcome.draft[outcome.node_row], Calibration.bins(outcome.node_confidence)
-        columns = draft, outcome.node_drawn, bins
+    def _nodes(self, draft: IntArray, judged: StepNodes, drafts: tuple[str, ...]) -> None:
+        """Count nodes, and those that were accepted, by the confidence that was claimed of them."""
+        columns = draft, judged.drawn, Calibration.bins(judged.confidence)
         nodes = list(zip(*(column.tolist() for column in columns), strict=True))
-        seen, held = Counter(nodes), Counter(compress(nodes, outcome.node_held.tolist()))
+        seen, held = Counter(nodes), Counter(compress(nodes, judged.accepted.tolist()))
         labels = {
             (d, drawn, b): (
                 ("claimed", _CLAIMED[b]),
@@ -315,19 +315,19 @@ class StepStats:
         self._stats.count("spindle_shadow_predicted_seconds_total", plan.predicted_s)
         self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
 
-    def _draft(self, name: str, arm: str, outcome: Outcome, rows: BoolArray | slice) -> None:
-        emitted, length = outcome.emitted[rows].tolist(), outcome.length[rows]
+    def _draft(self, name: str, arm: str, rows: StepRows, which: BoolArray | slice) -> None:
+        emitted, length = rows.emitted[which].tolist(), rows.length[which]
         self._stats.count("spindle_emitted_tokens_total", sum(emitted), draft=name, arm=arm)
         self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
         if name == "none":
             return
-        verified, followed = (int(c[rows].sum()) for c in (outcome.verified, outcome.followed))
+        verified, followed = (int(c[which].sum()) for c in (rows.verified, rows.followed))
         self._stats.count("spindle_draft_tokens_total", verified, draft=name, arm=arm)
         self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
-        proposals = int((outcome.verified[rows] > 0).sum())
+        proposals = int((rows.verified[which] > 0).sum())
         self._stats.count("spindle_verified_proposals_total", proposals, draft=name, arm=arm)
         most = int(length.max())
-        for kind, lengths in (("draft", length), ("accepted", outcome.accepted[rows])):
+        for kind, lengths in (("draft", length), ("accepted", rows.accepted[which])):
             reaching = enumerate(_reaching(lengths, most), 1)
             amounts = (((("draft", name), ("position", str(p))), n) for p, n in reaching)
             self._stats.count_all(f"spindle_{kind}_tokens_by_position_total", amounts)

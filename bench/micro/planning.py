@@ -19,7 +19,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from policy import AdaptivePlanner, LatencyCurve, LatencyModel, Outcome, View
+from policy import (
+    AdaptivePlanner,
+    FreeChains,
+    LatencyCurve,
+    LatencyModel,
+    Outcome,
+    StepRows,
+    StepTimes,
+    View,
+)
 
 DRAFTS = ("lookup", "small", "medium", "large")
 """A suite with fewer takes the first ones."""
@@ -75,13 +84,16 @@ class ClosedLoop:
         free = plan.draft != 0
         guessed = np.cumprod(rng.random((rows, K_MAX)) < rates[:, :1], axis=1).sum(axis=1)
         over = self.remaining <= accepted + 1
+        counts = length, accepted, accepted + 1, length, length, accepted
         outcome = Outcome(
-            *(self.ids, plan.draft, length, accepted, accepted + 1, length, length),
-            measured_s=plan.predicted_s,
-            free_request=self.ids[free],
-            free_draft=np.zeros(int(free.sum()), np.int64),
-            free_accepted=np.minimum(guessed, accepted + 1)[free],
-            free_scored=np.minimum(guessed + 1, accepted + 1)[free],
+            StepRows(self.ids, plan.draft, *counts),
+            StepTimes(plan.predicted_s),
+            FreeChains(
+                self.ids[free],
+                np.zeros(int(free.sum()), np.int64),
+                np.minimum(guessed, accepted + 1)[free],
+                np.minimum(guessed + 1, accepted + 1)[free],
+            ),
             finished=self.ids[over],
         )
         self.remaining = np.where(over, rng.integers(20, 200, rows), self.remaining - accepted - 1)

@@ -110,7 +110,7 @@ class Lasting(Policy):
 
     def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
         """Let the policy learn, and add the step up."""
-        for part, seconds in (outcome.parts_s or {}).items():
+        for part, seconds in (outcome.times.parts_s or {}).items():
             self.parts_s[part] += seconds
         self._now_s = self._began_s + now
         self._state = self._policy.observe(outcome, state, self._now_s)

@@ -14,7 +14,7 @@ import numpy as np
 from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
 from policy.baselines import BASELINES, BaselineSettings
 from policy.latency import LatencyModel
-from policy.plan import Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
+from policy.plan import Drafted, FloatArray, FreeChains, IntArray, Outcome, Plan, Policy, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
 from policy.wrappers import PolicyError, made
 
@@ -91,10 +91,10 @@ class _Lacking(AdaptivePlanner):
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         if self._lacks == "catch-up":
-            kept = self._free[outcome.free_draft]
-            names = ("free_request", "free_draft", "free_accepted", "free_scored")
-            columns = {name: getattr(outcome, name)[kept] for name in names}
-            outcome = replace(outcome, **columns)
+            kept = self._free[outcome.free.draft]
+            free = outcome.free
+            columns = free.request, free.draft, free.accepted, free.scored
+            outcome = replace(outcome, free=FreeChains(*(column[kept] for column in columns)))
         after = super().observe(outcome, state, now)
         if self._lacks == "correction":
             after.correction = state.correction

@@ -64,7 +64,7 @@ class Work:
 
 
 def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> dict[str, float]:
-    """Return the seconds of a step by part, in the names of ``Outcome.parts_s``.
+    """Return the seconds of a step by part, in the names of ``StepTimes.parts_s``.
 
     A draft's first forward reads the tokens that each row of its group lacks, each further one a
     token per row still drafting; the target verifies everything with the prompts' chunks in one

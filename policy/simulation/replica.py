@@ -11,7 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policy.plan import Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
+from policy.plan import (
+    Drafted,
+    FloatArray,
+    FreeChains,
+    IntArray,
+    Outcome,
+    Plan,
+    Policy,
+    StepNodes,
+    StepRows,
+    StepTimes,
+    View,
+)
 
 from .deployment import BLOCK_TOKENS, Deployment, Work, blocks, step_time
 from .workload import Workload
@@ -140,7 +152,7 @@ class Replica:
         if not len(self._rows) and not self._prefill:
             return None
         self._pending = self._begin(now)
-        return now + self._pending.outcome.measured_s
+        return now + self._pending.outcome.times.measured_s
 
     # -- begin
 
@@ -290,7 +302,6 @@ class Replica:
             position + emitted >= workload.output_tokens[rows],
             self._progress.emitted[first] + 1 >= workload.output_tokens[first],
         )
-        free = self._free_evidence(view, plan, emitted, now)
         depth = np.arange(claims.shape[1])
         # Of a node behind the text or a verified one it is bound to be known whether it holds.
         known = (
@@ -299,36 +310,33 @@ class Replica:
         known &= self._telling.any()
         node_row = np.nonzero(known)[0]
         outcome = Outcome(
-            request=np.concatenate([rows, first]),
-            draft=np.concatenate([plan.draft, tail - 1]),
-            length=np.concatenate([length, tail]),
-            accepted=np.concatenate([np.minimum(held, emitted), tail]),
-            emitted=np.concatenate([emitted, tail + 1]),
-            scored=np.concatenate([np.minimum(emitted, length), tail]),
-            verified=np.concatenate([verified, tail]),
-            followed=np.concatenate([np.minimum(accepted, emitted), tail]),
-            measured_s=step_s,
-            parts_s=parts_s,
+            StepRows(
+                request=np.concatenate([rows, first]),
+                draft=np.concatenate([plan.draft, tail - 1]),
+                length=np.concatenate([length, tail]),
+                accepted=np.concatenate([np.minimum(held, emitted), tail]),
+                emitted=np.concatenate([emitted, tail + 1]),
+                scored=np.concatenate([np.minimum(emitted, length), tail]),
+                verified=np.concatenate([verified, tail]),
+                followed=np.concatenate([np.minimum(accepted, emitted), tail]),
+            ),
+            StepTimes(step_s, parts_s),
+            self._free_evidence(view, plan, emitted, now),
+            StepNodes(
+                row=node_row,
+                confidence=claims[known],
+                drawn=np.zeros(len(node_row), np.bool_),
+                accepted=(depth < held[:, None])[known],
+            ),
             prefill_tokens=view.prefill_tokens,
-            free_request=free[0],
-            free_draft=free[1],
-            free_accepted=free[2],
-            free_scored=free[3],
             finished=np.concatenate([rows[over[0]], first[over[1]]]),
-            node_row=node_row,
-            node_confidence=claims[known],
-            node_drawn=np.zeros(len(node_row), np.bool_),
-            node_held=(depth < held[:, None])[known],
         )
-        figures = int(length.sum()), int(accepted.sum()), int(outcome.emitted.sum())
+        figures = int(length.sum()), int(accepted.sum()), int(outcome.rows.emitted.sum())
         self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, view.queued))
         return _Pending(outcome, rows, plan)
 
-    def _free_evidence(
-        self, view: View, plan: Plan, emitted: IntArray, now: float
-    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Return (request, draft, accepted, scored) of what is learnt without a token of its own,
-        int64[f] each.
+    def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> FreeChains:
+        """Return the chains that are scored without a token of their own.
 
         Drafts without a model are scored in every step against the tokens that were emitted. A
         model that catches up reads tokens emitted without it, and so tells how it would have
@@ -352,8 +360,7 @@ class Replica:
                 int(view.catchup[row, plan.draft[row]]),
                 now,
             )
-        columns = np.array(chains, np.int64).reshape(-1, 4).T
-        return columns[0], columns[1], columns[2], columns[3]
+        return FreeChains(*np.array(chains, np.int64).reshape(-1, 4).T)
 
     def _caught_up(
         self, request: int, draft: int, catchup: int, now: float
@@ -377,12 +384,12 @@ class Replica:
         drafted = np.flatnonzero(plan.length > 0)
         if len(drafted):
             valid = np.minimum(
-                outcome.accepted[drafted], plan.length[drafted] - 1
+                outcome.rows.accepted[drafted], plan.length[drafted] - 1
             )  # the last proposed token is never read by its draft
             context = self._workload.prompt_tokens[rows[drafted]] + progress.emitted[rows[drafted]]
             progress.seen[rows[drafted], plan.draft[drafted]] = context + valid
-        progress.emitted[outcome.request] += outcome.emitted
-        first = outcome.request[len(rows) :]
+        progress.emitted[outcome.rows.request] += outcome.rows.emitted
+        first = outcome.rows.request[len(rows) :]
         progress.first_token_s[first] = np.fmin(progress.first_token_s[first], now)
         if outcome.finished.size:
             progress.finish_s[outcome.finished] = now

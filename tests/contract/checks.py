@@ -117,16 +117,16 @@ def counts(served: Served) -> None:
     for outcome in deployment.policy.outcomes:
         nodes, unused = [], []
         for request, emitted in zip(
-            outcome.request.tolist(), outcome.emitted.tolist(), strict=True
+            outcome.rows.request.tolist(), outcome.rows.emitted.tolist(), strict=True
         ):
             at = done[request]
             done[request] += emitted
             row = rows.get((request, at), Proposals())
             tokens = texts[request][at : at + emitted]
-            place = int(np.flatnonzero(outcome.request == request)[0])
+            place = int(np.flatnonzero(outcome.rows.request == request)[0])
             trim = min(trimmed.get((request, at), 0), served.scenario.nodes or K_MAX)
             expected = recounted(row.drafted, drafts, tokens, trim)
-            found = {name: getattr(outcome, name)[place].item() for name in expected}
+            found = {name: getattr(outcome.rows, name)[place].item() for name in expected}
             assert found == expected, f"counts of {row} that emitted {tokens}"
             for confidence, was_held in fates(row.drafted, tokens, trim):
                 nodes.append((expected["draft"], confidence, not greedy[request], was_held))
@@ -135,8 +135,8 @@ def counts(served: Served) -> None:
                 unused.append((request, of_it["draft"], of_it["accepted"], of_it["scored"]))
             if expected["verified"]:
                 steps[request].append((expected["verified"], expected["followed"]))
-        draft = outcome.draft[outcome.node_row]
-        columns = draft, outcome.node_confidence, outcome.node_drawn, outcome.node_held
+        draft = outcome.rows.draft[outcome.nodes.row]
+        columns = draft, outcome.nodes.confidence, outcome.nodes.drawn, outcome.nodes.accepted
         assert [*zip(*(c.tolist() for c in columns), strict=True)] == nodes, "fates of nodes"
         assert Counter(unused) <= Counter(free_rows(outcome)), "what free drafts would have had"
     totals = Counter()
@@ -198,7 +198,7 @@ def fates(drafted: Proposal | None, emitted: list[int], trim: int) -> list[tuple
 
 
 def free_rows(outcome: Outcome) -> list[tuple[int, ...]]:
-    columns = outcome.free_request, outcome.free_draft, outcome.free_accepted, outcome.free_scored
+    columns = outcome.free.request, outcome.free.draft, outcome.free.accepted, outcome.free.scored
     return [*zip(*(column.tolist() for column in columns), strict=True)]
 
 
@@ -329,8 +329,8 @@ def foretold(lies: bool, k: int) -> list[list[tuple[int, int, int]]]:
     deployment.run()
     rows: dict[int, list[tuple[int, int, int]]] = {session.id: [] for session in sessions}
     for o in deployment.policy.outcomes:
-        columns = o.verified.tolist(), o.accepted.tolist(), o.emitted.tolist()
-        for request, *row in zip(o.request.tolist(), *columns, strict=True):
+        columns = o.rows.verified.tolist(), o.rows.accepted.tolist(), o.rows.emitted.tolist()
+        for request, *row in zip(o.rows.request.tolist(), *columns, strict=True):
             rows[request].append(tuple(row))
     return list(rows.values())
 

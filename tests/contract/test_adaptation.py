@@ -61,7 +61,10 @@ class Recorder:
 
     def observe(self, outcome, state, now):
         for request, draft, length in zip(
-            outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist(), strict=True
+            outcome.rows.request.tolist(),
+            outcome.rows.draft.tolist(),
+            outcome.rows.length.tolist(),
+            strict=True,
         ):
             self.chosen[request][("head", "lookup", "none")[draft], length] += 1
         return self.policy.observe(outcome, state, now)

@@ -127,7 +127,7 @@ def test_a_dead_draft_falls_out_and_comes_back_and_no_text_changes(monkeypatch, 
     sessions = [deployment.submit(prompt, 30) for prompt in PROMPTS[:3]]
     lengths = []
     while deployment.step():
-        lengths.append(sum(o.length.sum() for o in deployment.policy.outcomes[-1:]))
+        lengths.append(sum(o.rows.length.sum() for o in deployment.policy.outcomes[-1:]))
         if draft._child is None or not draft._child.ready:
             assert draft.available(sessions[0].sequence, 1) == 0
             await_ready(draft, sessions[0].sequence)

@@ -146,20 +146,20 @@ def test_the_policy_is_told_what_a_draft_that_rested_would_have_had_accepted():
     done = own_end = len(PROMPTS[0])
     told = []
     for outcome in deployment.policy.outcomes:
-        if outcome.length.any():
+        if outcome.rows.length.any():
             text = Sequence(
                 0, session.sequence.tokens[:done], len(PROMPTS[0]), SamplingParams(), BLOCKS
             )
-            told += zip(outcome.free_accepted.tolist(), outcome.free_scored.tolist(), strict=True)
-            assert told[len(told) - len(outcome.free_scored) :] == replayed(
+            told += zip(outcome.free.accepted.tolist(), outcome.free.scored.tolist(), strict=True)
+            assert told[len(told) - len(outcome.free.scored) :] == replayed(
                 DRAFTS["near"](), text, own_end
             )
-            assert set(outcome.free_request.tolist()) <= {session.id}
-            assert not outcome.free_draft.any()
-            own_end = done + int(outcome.emitted[0])
+            assert set(outcome.free.request.tolist()) <= {session.id}
+            assert not outcome.free.draft.any()
+            own_end = done + int(outcome.rows.emitted[0])
         else:
-            assert not len(outcome.free_request)
-        done += int(outcome.emitted.sum())
+            assert not len(outcome.free.request)
+        done += int(outcome.rows.emitted.sum())
     assert sum(length for _, length in told) > 20
 
 

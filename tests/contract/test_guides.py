@@ -88,7 +88,9 @@ def test_texts_are_those_of_plain_decoding_under_the_grammar(script):
         automaton("".join(chr(ord("a") + token) for token in output if token != END))
         by_the_book = replace(ask.sampling, guide=ByTheBook())
         assert session.sequence.tokens == reference().text(prompt, ask.max_tokens, by_the_book)
-    assert sum(int(outcome.accepted.sum()) for outcome in served.deployment.policy.outcomes) > 20
+    assert (
+        sum(int(outcome.rows.accepted.sum()) for outcome in served.deployment.policy.outcomes) > 20
+    )
 
 
 def test_what_lookup_proposes_is_cut_where_the_grammar_ends_it():

@@ -33,8 +33,8 @@ class Recorded(FixedLength):
         self.scored = self.accepted = 0
 
     def observe(self, outcome, state, now):
-        self.scored += int(outcome.scored.sum())
-        self.accepted += int(outcome.accepted.sum())
+        self.scored += int(outcome.rows.scored.sum())
+        self.accepted += int(outcome.rows.accepted.sum())
         return state
 
 

@@ -2,7 +2,7 @@
 length that it has come to be worth.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,12 +14,13 @@ from policy import (
     AdaptivePlanner,
     LatencyModel,
     LatencyTable,
-    Outcome,
     PlannerConfig,
+    StepTimes,
     View,
 )
 from policy.latency import Correction
 from policy.problem import predicted_parts
+from tests.fakes.outcomes import outcome_of
 
 DRAFTS, K_MAX, PROMPT = ("a", "b", "c"), 4, 50
 FORGETFUL = AcceptanceConfig(draft_memory_rows=100.0, request_memory_steps=30.0)
@@ -116,7 +117,7 @@ class World:
         self.age += 1
         over = self.age >= phase.life
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
-        told = Outcome(*done, plan.length, plan.length, 0.0, finished=self.request[over])
+        told = outcome_of(*done, plan.length, plan.length, 0.0, finished=self.request[over])
         verify_s, overhead_s, *drafts_s = predicted_parts(self.times, told, view).parts.tolist()
         parts_s = dict(
             zip(
@@ -125,9 +126,9 @@ class World:
                 strict=True,
             )
         )
-        told = replace(told, measured_s=overhead_s + sum(parts_s.values()), parts_s=parts_s)
+        told.times = StepTimes(overhead_s + sum(parts_s.values()), parts_s)
         self.state = self.planner.observe(told, state, self.now)
-        self.now += told.measured_s
+        self.now += told.times.measured_s
         self.lag += (accepted + 1)[:, None]
         used = plan.length > 0
         self.lag[used, plan.draft[used]] = 1

@@ -18,8 +18,9 @@ from bench.micro.oracle import (
     with_cap,
     with_given,
 )
-from policy import AcceptanceConfig, AdaptivePlanner, NoSpeculation, Outcome, PlannerConfig
+from policy import AcceptanceConfig, AdaptivePlanner, NoSpeculation, PlannerConfig
 from policy.search import best_choice
+from tests.fakes.outcomes import outcome_of
 
 RNG = np.random.default_rng(0)
 SEEDS = st.integers(0, 2**32)
@@ -108,7 +109,7 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
         )
         accepted = rng.binomial(plan.length, 0.7)
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
-        outcome = Outcome(*done, plan.length, plan.length, plan.predicted_s)
+        outcome = outcome_of(*done, plan.length, plan.length, plan.predicted_s)
         first, third = (planner.observe(outcome, state, 0.1 * step) for state in (first, third))
         second = planner.observe(_turns(outcome, order), second, 0.1 * step)
         instance = drifted(instance, options(plan), rng)
@@ -121,7 +122,8 @@ def _rows(view, order):
 
 def _turns(outcome, order):
     names = ("request", "draft", "length", "accepted", "emitted", "scored", "verified")
-    return replace(outcome, **{name: getattr(outcome, name)[order] for name in names})
+    rows = replace(outcome.rows, **{name: getattr(outcome.rows, name)[order] for name in names})
+    return replace(outcome, rows=rows)
 
 
 @settings(deadline=None, max_examples=100)
@@ -199,7 +201,7 @@ def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
             used |= set(plan.draft[plan.length > 0].tolist())
         accepted = rng.binomial(plan.length, accepts)
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
-        outcome = Outcome(*done, plan.length, plan.length, plan.predicted_s)
+        outcome = outcome_of(*done, plan.length, plan.length, plan.predicted_s)
         finished = view.request[: rows * (step % 40 == 39)]
         state = planner.observe(replace(outcome, finished=finished), state, float(step))
     assert used == set(range(drafts))

@@ -43,10 +43,10 @@ class Watched:
         return plan, state
 
     def observe(self, outcome, state, now):
-        assert (outcome.accepted <= outcome.scored).all()
-        assert (outcome.scored <= outcome.length).all()
-        assert (outcome.emitted >= 1).all()
-        assert (outcome.emitted <= outcome.accepted + 1).all()
+        assert (outcome.rows.accepted <= outcome.rows.scored).all()
+        assert (outcome.rows.scored <= outcome.rows.length).all()
+        assert (outcome.rows.emitted >= 1).all()
+        assert (outcome.rows.emitted <= outcome.rows.accepted + 1).all()
         return self.policy.observe(outcome, state, now)
 
 

@@ -183,8 +183,8 @@ def test_drafts_are_asked_where_the_policy_needs_it_and_free_ones_always(needs):
             return super().plan(view, state, now, rng)
 
         def observe(self, outcome, state, now):
-            assert set(outcome.free_draft.tolist()) <= {1}
-            self.scored = getattr(self, "scored", 0) + int(outcome.free_scored.sum())
+            assert set(outcome.free.draft.tolist()) <= {1}
+            self.scored = getattr(self, "scored", 0) + int(outcome.free.scored.sum())
 
     world = World(policy := Watching())
     world.drafts[1].limits = replace(world.drafts[1].limits, free=True)
@@ -478,8 +478,8 @@ def test_evidence_behind_an_end_of_text_is_not_scored():
     world.run()
     assert sink.ends[0][0] == "stop_words"
     last = policy.last
-    assert (last.scored <= last.length).all()
-    assert (last.accepted <= last.scored).all()
+    assert (last.rows.scored <= last.rows.length).all()
+    assert (last.rows.accepted <= last.rows.scored).all()
     assert last.finished.tolist() == [1]
 
 

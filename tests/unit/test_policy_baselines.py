@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, FixedLength, NoSpeculation, Outcome, Plan, RandomChoice, View
+from policy import NO_DRAFT, FixedLength, NoSpeculation, Plan, RandomChoice, View
+from tests.fakes.outcomes import outcome_of
 
 RNG = np.random.default_rng(0)
 NOTHING = np.zeros(0, np.int64)
@@ -65,7 +66,7 @@ def test_a_random_choice_follows_its_generator_and_nothing_else():
 @pytest.mark.parametrize("policy", [NoSpeculation(), FixedLength("small", 2), RandomChoice()])
 def test_an_empty_batch_is_planned_and_nothing_is_learnt(policy):
     assert len(planned(policy, view([])).length) == 0
-    outcome = Outcome(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, 1.0)
+    outcome = outcome_of(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, 1.0)
     assert policy.observe(outcome, policy.start(), 0.0) is None
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, Outcome, Plan
+from policy import NO_DRAFT, FreeChains, Plan
 from policy.latency import Correction
 from policy.problem import NOTHING_GIVEN, Choice, Given, score, step_problem
+from tests.fakes.outcomes import outcome_of
 from tests.unit.test_policy_planner import RNG, certain, latency, outcome, planner, view
 
 
@@ -107,10 +108,9 @@ def test_a_step_that_another_plans_teaches_times_and_acceptance():
     state = p.observe(outcome(seen, plan, np.full(2, 8)), state, 0.0)
     waiting = p.stand_by(replace(seen, context=seen.context + 50), state)
     nothing = np.zeros(2, np.int64)
-    plain = Outcome(
+    plain = outcome_of(
         seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing,
-        2.0, {"verify": 2.0}, free_request=np.array([0]),
-        free_draft=np.array([1]), free_accepted=np.array([3]), free_scored=np.array([4]),
+        2.0, {"verify": 2.0}, free=FreeChains(*np.array([[0], [1], [3], [4]])),
     )  # fmt: skip
     after = p.observe(plain, waiting, 0.1)
     assert p.drift(after)["verify"] > p.drift(state)["verify"]

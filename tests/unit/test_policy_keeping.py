@@ -5,8 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import AdaptivePlanner, LatencyModel, LatencyTable, Outcome, Plan, PlannerConfig, View
+from policy import (
+    AdaptivePlanner,
+    FreeChains,
+    LatencyModel,
+    LatencyTable,
+    Plan,
+    PlannerConfig,
+    View,
+)
 from policy.kept import Kept
+from tests.fakes.outcomes import outcome_of
 
 RNG = np.random.default_rng(0)
 STEP_S = 0.01
@@ -59,7 +68,7 @@ class Loop:
         parts_s = {"verify": STEP_S, "planning": 1e-6 if again else self.planning_s} | parts_s
         taken = np.minimum(plan.length, self.most)
         done = seen.request, plan.draft, plan.length, taken, taken + 1
-        made = Outcome(*done, plan.length, plan.length, STEP_S, parts_s)
+        made = outcome_of(*done, plan.length, plan.length, STEP_S, parts_s)
         self.state = self.planner.observe(made, self.state, self.now)
         self.now += STEP_S
         return plan, again
@@ -175,7 +184,7 @@ def test_who_ends_without_a_step_is_forgotten_at_once():
     loop = Loop(1.0).settled()
     loop.step()
     none = np.zeros(0, np.int64)
-    gone = Outcome(none, none, none, none, none, none, none, STEP_S, finished=np.arange(ROWS))
+    gone = outcome_of(none, none, none, none, none, none, none, STEP_S, finished=np.arange(ROWS))
     state = loop.planner.observe(gone, loop.state, loop.now)
     assert not state.unlearnt
     assert not state.acceptance.slots
@@ -287,7 +296,7 @@ def test_steps_with_a_kept_choice_tell_what_they_take():
         slow += planned
         done = view().request, plan.draft, plan.length, plan.length, plan.length + 1
         parts_s = {"verify": STEP_S * (2 if planned else 1), "planning": 1.0}
-        made = Outcome(*done, plan.length, plan.length, STEP_S, parts_s)
+        made = outcome_of(*done, plan.length, plan.length, STEP_S, parts_s)
         loop.state = loop.planner.observe(made, loop.state, loop.now)
     assert 0 < slow < 60
     assert loop.planner.drift(loop.state)["verify"] < 1.5 * before
@@ -305,14 +314,11 @@ def test_while_another_plans_learning_keeps_to_its_share():
         loop.state = loop.planner.stand_by(seen, loop.state)
         nothing = np.zeros(ROWS, np.int64)
         scored = np.full(ROWS, 2)
-        made = Outcome(
+        made = outcome_of(
             *(seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing),
             STEP_S,
             {"verify": STEP_S, "learning": 0.1 * STEP_S},
-            free_request=seen.request,
-            free_draft=nothing + 1,
-            free_accepted=scored,
-            free_scored=scored,
+            free=FreeChains(seen.request, nothing + 1, scored, scored),
         )
         loop.state = loop.planner.observe(made, loop.state, loop.now)
         loop.now += STEP_S

@@ -8,13 +8,14 @@ from policy import (
     AcceptanceConfig,
     AdaptivePlanner,
     FixedLength,
+    FreeChains,
     LatencyModel,
     LatencyTable,
     NoSpeculation,
-    Outcome,
     PlannerConfig,
     View,
 )
+from tests.fakes.outcomes import outcome_of
 
 DRAFTS = ("small", "large")
 RNG = np.random.default_rng(0)
@@ -60,7 +61,7 @@ def certain(rate, **config):
 def outcome(view_, plan, accepted, measured_s=1.0, **changes):
     accepted = np.minimum(accepted, plan.length)
     done = view_.request, plan.draft, plan.length, accepted, accepted + 1
-    return Outcome(*done, plan.length, plan.length, measured_s, **changes)
+    return outcome_of(*done, plan.length, plan.length, measured_s, **changes)
 
 
 # -- the seam
@@ -291,7 +292,8 @@ def test_what_the_trim_cuts_off_is_no_token_gained():
         plan, state = p.plan(seen, state, 0.0, RNG)
         held = np.minimum(plan.length, 1)
         done = outcome(seen, plan, held, followed=held)
-        state = p.observe(replace(done, verified=held), state, 0.0)
+        done.rows.verified = held
+        state = p.observe(done, state, 0.0)
     assert plan.length.sum() < first.length.sum()
     assert plan.predicted_tokens < 0.7 * first.predicted_tokens
 
@@ -349,10 +351,9 @@ def test_measured_times_correct_the_tables_and_the_drift_is_exposed():
     for _ in range(200):
         plan, state = p.plan(seen, state, 0.0, RNG)
         parts = {"verify": 1.0, "draft:small": 0.4 * int(plan.length[0])}
-        unscored = replace(
-            outcome(seen, plan, plan.length, parts_s=parts), scored=np.zeros(1, np.int64)
-        )
-        state = p.observe(unscored, state, 0.0)
+        done = outcome(seen, plan, plan.length, parts_s=parts)
+        done.rows.scored = np.zeros(1, np.int64)
+        state = p.observe(done, state, 0.0)
     assert p.drift(state) == pytest.approx(
         {"verify": 1.0, "overhead": 1.0, "draft:small": 4.0}, rel=0.02
     )
@@ -380,13 +381,8 @@ def test_counterfactual_scores_teach_a_draft_that_never_ran():
     state, seen = p.start(), view(1)
     for _ in range(60):
         plan, state = p.plan(seen, state, 0.0, RNG)
-        free = {
-            "free_request": seen.request,
-            "free_draft": np.array([1]),
-            "free_accepted": np.array([8]),
-            "free_scored": np.array([8]),
-        }
-        state = p.observe(outcome(seen, plan, np.zeros(1, int), **free), state, 0.0)
+        free = FreeChains(seen.request, np.array([1]), np.array([8]), np.array([8]))
+        state = p.observe(outcome(seen, plan, np.zeros(1, int), free=free), state, 0.0)
     plan, _ = p.plan(seen, state, 0.0, RNG)
     assert (plan.draft[0], plan.length[0]) == (1, 8)
 
@@ -544,7 +540,7 @@ def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     ended = view(2)
     nothing = np.zeros(2, np.int64)
     done = ended.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing
-    result = Outcome(*done, 3.0, {"verify": 3.0}, prefill_tokens=40)
+    result = outcome_of(*done, 3.0, {"verify": 3.0}, prefill_tokens=40)
     after = made.observe(result, state, 0.1)
     assert made.drift(after)["verify"] > 1
 
@@ -563,7 +559,8 @@ def test_a_draft_is_charged_for_the_nodes_that_are_verified_for_it():
 def test_how_many_nodes_a_token_of_a_plan_brings_is_learnt_by_draft():
     p, seen = planner(**certain(0.9)), view(2)
     plan, state = p.plan(seen, p.start(), 0.0, RNG)
-    told = replace(outcome(seen, plan, plan.length), verified=3 * plan.length)
+    told = outcome(seen, plan, plan.length)
+    told.rows.verified = 3 * plan.length
     used = plan.draft[0]
     for _ in range(200):
         state = p.observe(told, replace(state, view=seen, planned=True), 0.0)

@@ -7,12 +7,12 @@ from policy import (
     BatchSchedule,
     LatencyCurve,
     LatencyModel,
-    Outcome,
     SmartSpec,
     SpinSelection,
     View,
 )
 from policy.baselines import expected_tokens
+from tests.fakes.outcomes import outcome_of
 
 RNG = np.random.default_rng(0)
 DRAFTS = ("a", "b")
@@ -42,7 +42,7 @@ def view(rows, ceiling=8, context=512):
 def outcome(plan, accepted, finished=(), parts_s=None):
     rows = len(plan.length)
     held = np.minimum(accepted, plan.length)
-    return Outcome(
+    return outcome_of(
         np.arange(rows),
         plan.draft,
         plan.length,

@@ -3,7 +3,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, Drafted, FixedLength, NoSpeculation, SwitchedPolicy, Switches
+from policy import (
+    NO_DRAFT,
+    Drafted,
+    FixedLength,
+    FreeChains,
+    NoSpeculation,
+    SwitchedPolicy,
+    Switches,
+)
 from tests.unit.test_policy_planner import RNG, certain, outcome, planner, view
 
 
@@ -82,13 +90,8 @@ def test_off_learns_what_is_free():
     lever = Lever(speculation="off")
     p = switched(lever, acceptance=planner().config.acceptance)
     plan, state = p.plan(view(1), p.start(), 0.0, RNG)
-    free = {
-        "free_request": np.array([0]),
-        "free_draft": np.array([1]),
-        "free_accepted": np.array([4]),
-        "free_scored": np.array([4]),
-    }
-    after = p.observe(outcome(view(1), plan, 0, **free), state, 0.0)
+    free = FreeChains(*np.array([[0], [1], [4], [4]]))
+    after = p.observe(outcome(view(1), plan, 0, free=free), state, 0.0)
     assert after.inner.acceptance.draft_accepted.sum() == 4
 
 

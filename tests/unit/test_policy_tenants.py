@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import AcceptanceConfig
+from policy import AcceptanceConfig, StepNodes
 from policy.acceptance import AcceptanceModel
 from policy.plan import Drafted, Plan
 from policy.simulation.arms import make_policy
@@ -88,17 +88,15 @@ def test_confidences_and_kept_gains_are_judged_by_the_own_nodes():
     chain = Plan(np.zeros(2, np.int64), np.full(2, 4))
     none, four = np.zeros(2, np.int64), np.full(2, 4)
     for step in range(100):
-        done = replace(
-            outcome(seen, chain, none),
-            verified=np.array([4, 0]),
-            followed=np.array([4, 0]),
-            accepted=np.array([4, 0]),
-            scored=four,
-            node_row=np.repeat([0, 1], 4),
-            node_confidence=np.full(8, 0.9),
-            node_drawn=np.zeros(8, np.bool_),
-            node_held=np.repeat([True, False], 4),
+        right = np.array([4, 0])
+        nodes = StepNodes(
+            np.repeat([0, 1], 4),
+            np.full(8, 0.9),
+            np.zeros(8, np.bool_),
+            np.repeat([True, False], 4),
         )
+        done = outcome(seen, chain, none, nodes=nodes)
+        done.rows = replace(done.rows, verified=right, followed=right, accepted=right, scored=four)
         _, state = p.plan(seen, state, 0.01 * step, RNG)
         state = p.observe(done, state, 0.01 * step)
     column = np.array([0, 2])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, Drafted, Outcome, Plan
+from policy import NO_DRAFT, Drafted, FreeChains, Plan
 from policy.replay import (
     SCHEMA,
     Traced,
@@ -20,6 +20,7 @@ from policy.replay import (
     same,
 )
 from policy.wrappers import Wrapped
+from tests.fakes.outcomes import outcome_of
 from tests.unit.test_policy_planner import RNG, certain, latency, planner, view
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,14 +54,11 @@ def traced(steps=60, most_lines=1000, **config):
         else:
             plan, state = policy.plan(seen, state, 0.3 * step, draws)
             accepted = rng.integers(0, plan.length + 1)
-            outcome = Outcome(
+            outcome = outcome_of(
                 *(seen.request, plan.draft, plan.length, accepted, accepted + 1),
                 *(plan.length, plan.length, float(rng.random())),
                 parts_s={"verify": float(rng.random())},
-                free_request=seen.request[:1],
-                free_draft=np.array([1]),
-                free_accepted=np.array([1]),
-                free_scored=np.array([2]),
+                free=FreeChains(seen.request[:1], *np.array([[1], [1], [2]])),
                 finished=seen.request[:1] if step % 10 == 9 else np.zeros(0, np.int64),
             )
             state = policy.observe(outcome, state, 0.3 * step + 0.1)
@@ -84,8 +82,8 @@ def test_a_changed_outcome_is_noticed():
     lines = traced()
     row = next(i for i, line in enumerate(lines) if '"observe"' in line)
     event = json.loads(lines[row])
-    event["observe"]["outcome"]["measured_s"] *= 2
-    event["observe"]["outcome"]["parts_s"]["verify"] *= 2
+    event["observe"]["outcome"]["times"]["measured_s"] *= 2
+    event["observe"]["outcome"]["times"]["parts_s"]["verify"] *= 2
     lines[row] = json.dumps(event)
     assert not all(same(step.recorded, step.plan) for step in replayed(lines))
 

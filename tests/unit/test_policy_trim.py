@@ -12,13 +12,14 @@ from policy import (
     AdaptivePlanner,
     LatencyCurve,
     LatencyModel,
-    Outcome,
     PlannerConfig,
+    StepNodes,
     View,
 )
 from policy.latency import Times
 from policy.plan import Drafted, Plan
 from policy.trim import Calibration, best_first, trimmed
+from tests.fakes.outcomes import outcome_of
 
 RNG = np.random.default_rng(0)
 DRAFTS = ("small", "large")
@@ -248,16 +249,12 @@ def outcome(seen, plan, **changes):
     n = len(seen)
     none = np.zeros(n, np.int64)
     columns = seen.request, plan.draft, plan.length, none, none + 1, plan.length, plan.length
-    return Outcome(*columns, measured_s=1.0, **changes)
+    return outcome_of(*columns, measured_s=1.0, **changes)
 
 
 def fates(q, claimed, held):
-    return {
-        "node_row": np.zeros(q, np.int64),
-        "node_confidence": np.full(q, claimed),
-        "node_drawn": np.zeros(q, np.bool_),
-        "node_held": np.full(q, held),
-    }
+    rows, drawn = np.zeros(q, np.int64), np.zeros(q, np.bool_)
+    return StepNodes(rows, np.full(q, claimed), drawn, np.full(q, held))
 
 
 def test_the_planner_trims_by_the_price_of_its_plan():
@@ -280,7 +277,7 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows, plann
         plan, state = p.plan(seen, state, float(step), RNG)
         kept += not state.planned
         parts_s, drafting = {"planning": planning_s}, replace(plan, draft=np.zeros(rows, np.int64))
-        done = outcome(seen, drafting, **fates(8, 0.9, held=False), parts_s=parts_s)
+        done = outcome(seen, drafting, nodes=fates(8, 0.9, held=False), parts_s=parts_s)
         state = p.observe(done, state, float(step))
     assert (kept > 20) == (planning_s > 0)
     data = p.save(state, 60.0)
@@ -318,7 +315,9 @@ def test_only_nodes_behind_the_text_or_a_verified_one_are_evidence(verified, emi
     done = made.outcome()
     told = [
         f"{10 - 10 * c:.0f}{'-+'[held]}"
-        for c, held in zip(done.node_confidence.tolist(), done.node_held.tolist(), strict=True)
+        for c, held in zip(
+            done.nodes.confidence.tolist(), done.nodes.accepted.tolist(), strict=True
+        )
     ]
     assert " ".join(told) == fates
 

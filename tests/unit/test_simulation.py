@@ -382,10 +382,10 @@ def test_a_model_s_catch_up_over_emitted_tokens_is_evidence():
             return state
 
     simulate(deployment, workload, lambda: LateSwitch("1b", 2), 0)
-    told = [outcome for outcome in seen if len(outcome.free_request)]
+    told = [outcome for outcome in seen if len(outcome.free.request)]
     assert len(told) == 1
-    assert (told[0].free_draft == deployment.drafts.index("1b")).all()
-    assert told[0].free_accepted.sum() + len(told[0].free_accepted) in (21, 22, 23)
+    assert (told[0].free.draft == deployment.drafts.index("1b")).all()
+    assert told[0].free.accepted.sum() + len(told[0].free.accepted) in (21, 22, 23)
 
 
 @pytest.mark.parametrize("arm", [f"without:{part}" for part in WITHOUT])

@@ -7,7 +7,8 @@ import pytest
 from backend.ops import stats as module
 from backend.ops.stats import Stats, StepStats
 from backend.speculation.step_log import StepLog
-from policy import NO_DRAFT, Outcome, Plan, Switches
+from policy import NO_DRAFT, Plan, StepNodes, Switches
+from tests.fakes.outcomes import outcome_of
 
 DRAFTS = ("small", "lookup")
 
@@ -24,7 +25,7 @@ def figures(stats):
 
 def step(draft, length, accepted):
     draft, length, accepted = (np.array(column) for column in (draft, length, accepted))
-    return Outcome(
+    return outcome_of(
         np.arange(len(draft)),
         draft,
         length,
@@ -53,7 +54,10 @@ def test_a_step_s_rows_are_counted_by_draft_and_arm():
     stats = Stats()
     outcome = step([0, 0, NO_DRAFT, 0], [4, 2, 0, 2], [3, 0, 0, 1])
     StepStats(stats).step(
-        Plan(outcome.draft, outcome.length, 0.02), outcome, DRAFTS, [False, True, True, True]
+        Plan(outcome.rows.draft, outcome.rows.length, 0.02),
+        outcome,
+        DRAFTS,
+        [False, True, True, True],
     )
     seen = figures(stats)
     assert seen["spindle_emitted_tokens_total", "planner", "small"] == 4
@@ -67,13 +71,13 @@ def test_a_step_s_rows_are_counted_by_draft_and_arm():
 
 def test_nodes_are_counted_by_what_was_claimed_of_them():
     stats, none = Stats(), np.zeros(2, np.int64)
-    nodes = {
-        "node_row": np.array([0, 0, 1, 0]),
-        "node_confidence": np.array([0.91, 0.88, 1.0, 0.91]),
-        "node_drawn": np.array([True, True, False, False]),
-        "node_held": np.array([True, False, False, True]),
-    }
-    outcome = replace(step([0, 1], [1, 1], [0, 0]), **nodes)
+    nodes = StepNodes(
+        row=np.array([0, 0, 1, 0]),
+        confidence=np.array([0.91, 0.88, 1.0, 0.91]),
+        drawn=np.array([True, True, False, False]),
+        accepted=np.array([True, False, False, True]),
+    )
+    outcome = replace(step([0, 1], [1, 1], [0, 0]), nodes=nodes)
     StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [False, False])
     counted = {
         key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_total"
@@ -104,7 +108,7 @@ def test_what_the_planner_would_have_done_is_counted_apart():
         Plan(np.array([0, NO_DRAFT, 1]), np.array([3, 0, 5]), 0.04, 5.5),
     )
     step_stats.step(
-        Plan(outcome.draft, outcome.length, shadow=shadow), outcome, DRAFTS, [False] * 3
+        Plan(outcome.rows.draft, outcome.rows.length, shadow=shadow), outcome, DRAFTS, [False] * 3
     )
     seen = figures(stats)
     assert seen["spindle_emitted_tokens_total", "shadow", "none"] == 3
@@ -120,8 +124,10 @@ def test_the_time_of_steps_is_counted_by_part():
     stats = Stats()
     for seconds in (0.02, 0.01):
         outcome = step([0], [1], [1])
-        outcome.parts_s.update({"verify": seconds, "draft:small": 0.003})
-        StepStats(stats).step(Plan(outcome.draft, outcome.length, 0.02), outcome, DRAFTS, [False])
+        outcome.times.parts_s.update({"verify": seconds, "draft:small": 0.003})
+        StepStats(stats).step(
+            Plan(outcome.rows.draft, outcome.rows.length, 0.02), outcome, DRAFTS, [False]
+        )
     seen = figures(stats)
     assert seen["spindle_step_part_seconds_total", "verify"] == 0.03
     assert seen["spindle_step_part_seconds_total", "draft:small"] == 0.006
@@ -141,6 +147,6 @@ def test_the_parts_of_a_step_sum_to_its_time():
         if key[0] == "spindle_step_part_seconds_total"
     }
     assert set(parts) == {"learning", "planning", "draft:small", "verify", "rest"}
-    assert sum(parts.values()) == pytest.approx(outcome.measured_s)
+    assert sum(parts.values()) == pytest.approx(outcome.times.measured_s)
     assert all(parts[name] >= 0.002 for name in parts if name != "rest")
-    assert parts["rest"] < outcome.parts_s["overhead"]
+    assert parts["rest"] < outcome.times.parts_s["overhead"]

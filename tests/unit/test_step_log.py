@@ -17,67 +17,91 @@ def outcome_of(proposal, verified, emitted, *, drawn=False):
 
 def test_a_row_tells_what_was_proposed_accepted_and_verified():
     outcome = outcome_of(Proposal.chain("lookup", [1, 2, 3]), 3, [1, 9])
-    assert (outcome.request.tolist(), outcome.draft.tolist(), outcome.length.tolist()) == (
+    assert (
+        outcome.rows.request.tolist(),
+        outcome.rows.draft.tolist(),
+        outcome.rows.length.tolist(),
+    ) == (
         [7],
         [1],
         [3],
     )
-    assert (outcome.accepted.tolist(), outcome.emitted.tolist(), outcome.scored.tolist()) == (
+    assert (
+        outcome.rows.accepted.tolist(),
+        outcome.rows.emitted.tolist(),
+        outcome.rows.scored.tolist(),
+    ) == (
         [1],
         [2],
         [2],
     )
-    assert (outcome.verified.tolist(), outcome.followed.tolist()) == ([3], [1])
+    assert (outcome.rows.verified.tolist(), outcome.rows.followed.tolist()) == ([3], [1])
 
 
 def test_positions_behind_an_end_are_no_evidence():
     outcome = outcome_of(Proposal.chain("small", [1, 2, 3], [0.9, 0.8, 0.7]), 3, [1, 2])
-    assert (outcome.accepted.tolist(), outcome.scored.tolist()) == ([2], [2])
-    assert outcome.node_confidence.tolist() == [0.9, 0.8]
-    assert outcome.node_held.tolist() == [True, True]
+    assert (outcome.rows.accepted.tolist(), outcome.rows.scored.tolist()) == ([2], [2])
+    assert outcome.nodes.confidence.tolist() == [0.9, 0.8]
+    assert outcome.nodes.accepted.tolist() == [True, True]
 
 
 def test_a_row_without_a_proposal_has_no_draft():
     outcome = outcome_of(None, 0, [5])
-    assert (outcome.draft.tolist(), outcome.length.tolist(), outcome.verified.tolist()) == (
+    assert (
+        outcome.rows.draft.tolist(),
+        outcome.rows.length.tolist(),
+        outcome.rows.verified.tolist(),
+    ) == (
         [-1],
         [0],
         [0],
     )
-    assert not len(outcome.node_held)
+    assert not len(outcome.nodes.accepted)
 
 
 def test_a_tree_tells_of_the_path_that_was_emitted_on_whatever_branch():
     outcome = outcome_of(TREE, 5, [4, 5, 9])
-    assert (outcome.length.tolist(), outcome.accepted.tolist(), outcome.scored.tolist()) == (
+    assert (
+        outcome.rows.length.tolist(),
+        outcome.rows.accepted.tolist(),
+        outcome.rows.scored.tolist(),
+    ) == (
         [3],
         [2],
         [3],
     )
-    assert outcome.node_held.tolist() == [False, True, False, True, False]
-    assert (outcome.verified.tolist(), outcome.followed.tolist()) == ([5], [2])
+    assert outcome.nodes.accepted.tolist() == [False, True, False, True, False]
+    assert (outcome.rows.verified.tolist(), outcome.rows.followed.tolist()) == ([5], [2])
 
 
 def test_nodes_that_were_not_verified_are_judged_by_the_tokens_emitted():
     outcome = outcome_of(TREE, 1, [1, 2])  # 2 is the target's own, and what the tree has there
-    assert (outcome.accepted.tolist(), outcome.scored.tolist(), outcome.followed.tolist()) == (
+    assert (
+        outcome.rows.accepted.tolist(),
+        outcome.rows.scored.tolist(),
+        outcome.rows.followed.tolist(),
+    ) == (
         [2],
         [2],
         [1],
     )
-    assert outcome.node_confidence.tolist() == [0.8, 0.5, 0.4]  # of others only failures are seen
-    assert outcome.node_held.tolist() == [True, False, True]
+    assert outcome.nodes.confidence.tolist() == [0.8, 0.5, 0.4]  # of others only failures are seen
+    assert outcome.nodes.accepted.tolist() == [True, False, True]
 
 
 def test_a_row_of_which_nothing_was_verified_is_evidence_too():
     outcome = outcome_of(TREE, 0, [4], drawn=True)
-    assert (outcome.accepted.tolist(), outcome.scored.tolist(), outcome.followed.tolist()) == (
+    assert (
+        outcome.rows.accepted.tolist(),
+        outcome.rows.scored.tolist(),
+        outcome.rows.followed.tolist(),
+    ) == (
         [1],
         [1],
         [0],
     )
-    assert outcome.node_held.tolist() == [False, True]
-    assert outcome.node_drawn.all()
+    assert outcome.nodes.accepted.tolist() == [False, True]
+    assert outcome.nodes.drawn.all()
 
 
 def test_an_unused_proposal_is_scored_against_what_was_emitted():
@@ -85,7 +109,7 @@ def test_an_unused_proposal_is_scored_against_what_was_emitted():
     made.record_free(7, Proposal.chain("lookup", [1, 2, 3, 4]), emitted=[1, 2, 9])
     made.record_free(8, Proposal.chain("lookup", [1, 2]), emitted=[1, 2, 3])
     outcome = made.outcome()
-    assert (outcome.free_accepted.tolist(), outcome.free_scored.tolist()) == ([2, 2], [3, 2])
+    assert (outcome.free.accepted.tolist(), outcome.free.scored.tolist()) == ([2, 2], [3, 2])
 
 
 def test_time_is_split_into_parts_of_which_planning_belongs_to_the_overhead():
@@ -94,8 +118,8 @@ def test_time_is_split_into_parts_of_which_planning_belongs_to_the_overhead():
         with made.part(part):
             pass
     outcome = made.outcome()
-    parts = outcome.parts_s
+    parts = outcome.times.parts_s
     assert set(parts) == {"planning", "verify", "draft:small", "overhead"}
     assert parts["overhead"] >= parts["planning"]
     times_s = parts["overhead"], parts["verify"], parts["draft:small"]
-    assert abs(outcome.measured_s - sum(times_s)) < 1e-9
+    assert abs(outcome.times.measured_s - sum(times_s)) < 1e-9
