@@ -1,8 +1,7 @@
 """What the front end takes: OpenAI's request bodies, and of every field what becomes of it.
 
 ``docs/reference/openai.md`` has the fields as tables, written by
-``backend.openai_frontend.reference``. An unknown field is an error, ``null`` is the same as no
-field.
+``docs.tools.reference``. An unknown field is an error, ``null`` is the same as no field.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""``python -m backend.triton_adapter.rendering``: write every ``config.pbtxt`` and
-``docs/reference/tensors.md`` from the table of tensors.
+"""The ``config.pbtxt`` of every model, from the table of tensors.
 
 ``auto_complete_config`` is off in the deployments that these models replace, hence every config is
 complete.
@@ -7,55 +6,12 @@ complete.
 
 from __future__ import annotations
 
-import textwrap
-from pathlib import Path
-
-from backend.triton_adapter.fields import MODELS, Field, Model
+from backend.triton_adapter.fields import Field, Model
 
 ORIGIN = (
-    "Rendered by `python -m backend.triton_adapter.rendering` from the table in "
+    "Rendered by `python -m docs.tools.reference` from the table in "
     "backend/triton_adapter/fields.py."
 )
-
-
-GUARANTEES = """\
-| | greedy | sampled |
-| --- | --- | --- |
-| CPUs, default | one text, bit for bit [1] | one text for a seed, bit for bit [1] |
-| `torch` in fp32 | plain decoding's text [2] | one text for a seed, any load [2] |
-| `invariant: false`, int8, `torch` in bf16 | may part at near-ties [2] | may part [2] |
-| TensorRT-LLM [3] | its decoder's own text | one text only with the same plans |
-| plug-in of vLLM, fp32 | plain vLLM's text [2] | by vLLM's own distribution |
-"""
-"""What speculation leaves as it is, by number format and kind of request: README and
-``docs/explanation/exactness.md`` have this table.
-"""
-
-BEHAVIOUR = """\
-- A bad tensor is INVALID_ARGUMENT, naming it and its value; a full queue or a dead engine
-  UNAVAILABLE; a cancelled request CANCELLED. Every request gets exactly one final reply.
-- Options hold inside an accepted run: each token is one that plain decoding would allow there.
-  Words are tokenised alone, without special tokens; one without tokens has no effect. Weights and
-  penalties are at most 1e6 in size. Where other options ban all that a grammar allows, the grammar
-  wins.
-- A prompt that cannot fit into the context is refused by its size, before it is tokenised: more
-  bytes than the context's tokens times the bytes of the longest token, or more digits, letters,
-  white space, punctuation or bytes beyond ASCII than so many tokens can have; in any case over
-  32 MiB. Where a tokenizer drops text, so that no such bound holds, the limit is 1 MiB or 64 bytes
-  a token, whichever is more.
-- Limits whatever the model: 256 stop words; 1,024 characters of a word and 65,536 of a list of
-  words; 1,024 of a `cache_salt`; 262,144 of a grammar; 2,097,152 elements of a tensor; 64 MiB of a
-  request.
-- `output_log_probs` has as many entries as `num_output_tokens`, an end token included; over several
-  responses, text may come later than its tokens. `/generate` writes a list of one as a number.
-- `context_logits` and `generation_logits` are the model's own, before every option. They stay in
-  memory until they are sent: `limits.max_logits_bytes` bounds them.
-- A Triton batch over 1, or `num_return_sequences` over 1, needs decoupled mode and a streaming
-  interface: responses have `batch_index` and `sequence_index`, and the first error ends them all.
-- `stop` sent to `tensorrt_llm` ends the requests in flight there that have its request id. Triton's
-  `timeout` (microseconds) is obeyed; its `priority` is not, Python models are not told of it.
-"""
-"""How requests are answered, whatever tensors they use."""
 
 
 def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int = 64) -> str:
@@ -77,72 +33,14 @@ def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int =
     return "\n".join(parts) + "\n"
 
 
-def render_contract() -> str:
-    """Return ``docs/reference/tensors.md``: every tensor of every model and what becomes of it.
-    Models of the same tensors share a table.
-    """
-    lines = [
-        "# Tensors",
-        "",
-        *textwrap.wrap(f"{ORIGIN} Dims are without the batch dimension.", 100),
-        "",
-        "Unsupported inputs accept neutral values: an empty tensor, or the values given as "
-        "neutral.",
-        "Anything else returns UNIMPLEMENTED, naming the tensor and the reason.",
-        "What is promised of texts: [exactness](../explanation/exactness.md).",
-        "",
-        "## Behaviour",
-        "",
-        *BEHAVIOUR.splitlines(),
-    ]
-    same: dict[tuple[object, object], list[str]] = {}
-    for model in MODELS:
-        same.setdefault((model.inputs, model.outputs), []).append(model.name)
-    models = {model.name: model for model in MODELS}
-    for names in same.values():
-        lines += ["", f"## `{'`, `'.join(names)}`"]
-        model = models[names[0]]
-        for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
-            lines += ["", f"| {kind} | type | what it does |", "| --- | --- | --- |"]
-            lines += [
-                f"| `{f.name}` | {f.dtype} [{_dims(f)}] | {_note(f, kind)} |" for f in tensors
-            ]
-    return "\n".join(lines) + "\n"
-
-
 def _tensor(kind: str, field: Field) -> str:
     optional = "" if kind == "output" or field.required else ", optional: true"
     return (
         f'{kind} [ {{ name: "{field.name}", data_type: TYPE_{field.dtype}, dims: [ '
-        f"{_dims(field)} ]{optional} }} ]"
+        f"{dims(field)} ]{optional} }} ]"
     )
 
 
-def _dims(field: Field) -> str:
+def dims(field: Field) -> str:
+    """Return a tensor's dims as they are written."""
     return ", ".join(map(str, field.dims))
-
-
-def _note(field: Field, kind: str) -> str:
-    if field.refused is not None:
-        word = "refused" if kind == "input" else "never sent"
-        neutral = f"; neutral: {', '.join(map(repr, field.neutral))}" if field.neutral else ""
-        return f"{word}: {field.refused.value}{neutral}"
-    return (
-        ("**required**; " if field.required else "")
-        + field.does
-        + (" (an addition)" if field.added else "")
-    )
-
-
-def main() -> None:
-    """Write the committed files (the defaults)."""
-    root = Path(__file__).resolve().parents[2]
-    for model in MODELS:
-        (root / "model_repository" / model.name / "config.pbtxt").write_text(
-            render_config(model), "utf-8"
-        )
-    (root / "docs" / "reference" / "tensors.md").write_text(render_contract(), "utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from backend.triton_adapter.rendering import GUARANTEES
 from bench import pictures, tables
 from bench.sweep.arms import NONE, SPINDLE
 from bench.sweep.figures import BEST_FIXED, interval
+from docs.tools.tensors_page import GUARANTEES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from tests.docs import reference, settings_page
+from docs.tools import reference, settings_page
 
 PAGES = sorted(reference.FOLDER.glob("*.md"))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_a_page_is_up_to_date(path):
-    assert reference.due(path) == path.read_text("utf-8"), "run python -m tests.docs.reference"
+    assert reference.due(path) == path.read_text("utf-8"), "run python -m docs.tools.reference"
 
 
 @pytest.mark.parametrize("name", ["errors.md", "settings.md"])

@@ -28,8 +28,9 @@ from backend.triton_adapter.fields import (
     TOKEN_INPUTS,
     TOKEN_OUTPUTS,
 )
-from backend.triton_adapter.rendering import render_config, render_contract
+from backend.triton_adapter.rendering import render_config
 from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
+from docs.tools.tensors_page import render_contract
 
 DTYPES = {field.name: NUMPY_TYPES[field.dtype] for field in (*TEXT_INPUTS, *TOKEN_INPUTS)}
 SERVED = [field for field in TEXT_OUTPUTS if not field.refused]

@@ -6,8 +6,8 @@ from pydantic import ValidationError
 from backend.openai_frontend import schema
 from backend.openai_frontend.answers import tensors
 from backend.openai_frontend.errors import invalid_body, upstream_error
-from backend.openai_frontend.reference import BODIES, PAGE, with_fields
 from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Message
+from docs.tools.openai_page import BODIES, PAGE, with_fields
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 ODD = object()
@@ -30,7 +30,7 @@ def made(body, **more):
 
 def test_the_page_lists_every_field_as_it_is():
     page = PAGE.read_text("utf-8")
-    assert page == with_fields(page), "write it by: python -m backend.openai_frontend.reference"
+    assert page == with_fields(page), "write it by: python -m docs.tools.reference"
     for body in BODIES:
         for name, field in body.model_fields.items():
             assert f"| `{name}` | " in page

@@ -1,4 +1,4 @@
-"""The reference that is generated from the code: ``python -m tests.docs.reference`` brings all of
+"""The reference that is generated from the code: ``python -m docs.tools.reference`` brings all of
 it up to date; ``test_reference.py`` fails where a page is behind.
 
 A page says between ``<!-- generated: NAME -->`` and ``<!-- end -->`` what the code says. Settings
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backend.cli import ELSEWHERE
-from backend.openai_frontend import reference as openai_reference
 from backend.openai_frontend.triton import _STATUS
 from backend.ops.metric_names import NVIDIA_FAMILIES, SPINDLE_FAMILIES, Family
 from backend.request import ErrorCode
-from backend.triton_adapter import rendering
+from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.paths import PROJECT_ROOT
-from tests.docs import settings_page
+from backend.triton_adapter.rendering import render_config
+from docs.tools import openai_page, settings_page, tensors_page
 
 FOLDER = PROJECT_ROOT / "docs" / "reference"
 PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -103,15 +103,17 @@ def due(path: Path) -> str:
     page = path.read_text("utf-8")
     makers: dict[str, Callable[[str], str]] = {
         "settings.md": settings_page.written,
-        "openai.md": openai_reference.with_fields,
-        "tensors.md": lambda _: rendering.render_contract(),
+        "openai.md": openai_page.with_fields,
+        "tensors.md": lambda _: tensors_page.render_contract(),
     }
     return makers.get(path.name, written)(page)
 
 
 def main() -> None:
     """Write every page of the reference, and the models' configurations."""
-    rendering.main()
+    for model in MODELS:
+        path = PROJECT_ROOT / "model_repository" / model.name / "config.pbtxt"
+        path.write_text(render_config(model), "utf-8")
     for path in sorted(FOLDER.glob("*.md")):
         path.write_text(due(path), "utf-8")
 

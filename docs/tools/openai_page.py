@@ -1,18 +1,16 @@
-"""``python -m backend.openai_frontend.reference``: write the tables of fields into
-``docs/reference/openai.md``.
-"""
+"""The tables of fields in docs/reference/openai.md (``python -m docs.tools.reference``)."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from backend.openai_frontend import schema
+from backend.triton_adapter.paths import PROJECT_ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "openai.md"
+PAGE = PROJECT_ROOT / "docs" / "reference" / "openai.md"
 BODIES: tuple[type[BaseModel], ...] = (
     schema.Options,
     schema.CompletionRequest,
@@ -21,7 +19,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
 )
-_BEGIN, _END = "<!-- fields: python -m backend.openai_frontend.reference -->", "<!-- end -->"
+_BEGIN, _END = "<!-- fields: python -m docs.tools.reference -->", "<!-- end -->"
 _FATES = ("served", schema.IGNORED, schema.REFUSED)
 
 
@@ -67,12 +65,3 @@ def _what(field: FieldInfo) -> str:
         else ""
     )
     return ("**required**; " if field.is_required() else "") + (field.description or "") + accepted
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_fields(PAGE.read_text("utf-8")), "utf-8")
-
-
-if __name__ == "__main__":
-    main()

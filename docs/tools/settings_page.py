@@ -1,4 +1,4 @@
-"""The tables of docs/reference/settings.md: ``python -m tests.docs.reference`` brings them up
+"""The tables of docs/reference/settings.md: ``python -m docs.tools.reference`` brings them up
 to backend/config.py.
 
 Keys, defaults and what they may be come from the dataclasses; what a key does is written on the

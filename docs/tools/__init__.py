@@ -1,0 +1,1 @@
+"""What writes pages of ``docs`` from the code; the site leaves it out."""
