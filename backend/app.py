@@ -28,11 +28,12 @@ from backend.request import GenerationRequest
 from backend.sampling.guides import Grammars
 from backend.speculation.drafting import Drafting
 from backend.speculation.learned_state import LearnedState, learned_key
-from backend.speculation.policy_factory import check_policy, make_policy
+from backend.speculation.policy_factory import check_policy, compile_planner, make_policy
 from backend.storage import cache
 from backend.storage.tables import load_tables, shipped_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from policy import LatencyTable
+from policy.loops import compiling
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     """
     _check_imports()
     check_policy(config)
+    compile_planner(logger.info)
     tokenizer = _tokenizer(config)
     tables, threads = _measured(config) if tables is None else (tables, 1)
     check_memory(config)
@@ -82,6 +84,9 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     drafts = [make_engine(draft, service) for draft in config.drafts]
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=_cpu_only(config))
     _tell_slow_kernels(config, step_stats)
+    for problem in compiling.problems:
+        logger.warning("the planner is compiled at every start: %s", problem)
+        step_stats.fallback("planner_not_cached")
     switches = SwitchBoard(config, step_stats)
     planner = policy.SwitchedPolicy(
         make_policy(config, drafts, tables, step_stats), switches.current

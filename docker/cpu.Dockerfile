@@ -19,6 +19,8 @@ COPY --chown=10001 . .
 
 ENV BIND=0.0.0.0 \
     SPINDLE_CACHE=/var/cache/spindle
+# Before VOLUME: what is written there later is not kept. Another kind of processor compiles again.
+RUN .venv/bin/python -m policy.loops
 VOLUME /var/cache/spindle
 EXPOSE 8000 8001 8002 9000
 # The first start converts the model and measures the machine.

@@ -43,6 +43,8 @@ ENV PYTHONPATH=/opt/spindle \
     SPINDLE_CONFIG=/engines/serving.json
 USER 10001
 WORKDIR /opt/spindle
+# Before VOLUME: what is written there later is not kept. Another kind of processor compiles again.
+RUN "$SPINDLE_PYTHON" -m policy.loops
 VOLUME ["/engines", "/var/cache/spindle"]
 EXPOSE 8000 8001 8002 9000
 STOPSIGNAL SIGTERM

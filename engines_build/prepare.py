@@ -18,7 +18,7 @@ from pathlib import Path
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
 from backend.engine_process import policy_folders
 from backend.model_folders import check_folders, model_path
-from backend.speculation.policy_factory import check_policy
+from backend.speculation.policy_factory import check_policy, compile_planner
 from backend.storage import cache
 from backend.storage.tables import missing_tables, timed_engines
 from engines_build.convert import convert, embedded_gguf
@@ -125,6 +125,7 @@ def main() -> None:
     try:
         config = load_config(args.config)
         check_policy(config)  # a mistake that needs no minutes of measuring to be said
+        compile_planner(lambda text: print(f"spindle: {text}", flush=True))
         prepare(config)
     except OSError as error:
         text = f"the cache {cache.root()} cannot be read or written: {error}"

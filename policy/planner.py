@@ -16,8 +16,8 @@ from .extensions import Estimator, Execution
 from .kept import MANY, Kept, most_steps
 from .latency import OVERHEAD, Correction, LatencyModel, Predicted, Times
 from .learned import Learnt, restored, saved
+from .loops.compiling import compile_all
 from .plan import (
-    NO_DRAFT,
     Drafted,
     FloatArray,
     FreeChains,
@@ -38,11 +38,10 @@ from .problem import (
     predicted_parts,
     step_problem,
 )
-from .search import FEW_ROWS, Priced, best
+from .search import Priced, best
 from .tenants import NOBODY, Tenants, with_rows
 from .trim import Calibration, Promise, trimmed
 
-_WARM_PLANS = 8  # that begin with the plan before them, until one is searched for from nothing
 _LOOK_STEPS = 4  # from one look for a trial to the next: looking takes time too
 _SURE_TOKENS = 20.0  # of a plan, for which each is taken to bring one node and what it promised
 _MEMORY_TOKENS = 2000.0  # of plans, of which it is known how many nodes they brought
@@ -97,9 +96,8 @@ class PlannerState:
     the batch then, in tokens per second without prefill (0: unknown). ``credit_s`` is saved for
     trials, ``look_s`` of it make the next look worth while. ``debt_s`` is what planning and
     learning took beyond their share; while there is any, plans are ``kept``, and their steps
-    ``unlearnt`` until a plan is due. ``last`` is the last choice, by its
-    requests' sorted ids; ``warm`` is how many plans in a row started from the choice before them.
-    ``plain`` is whether steps go without speculation, to see their time.
+    ``unlearnt`` until a plan is due. ``plain`` is whether steps go without speculation, to see
+    their time.
     """
 
     acceptance: AcceptanceState
@@ -118,8 +116,6 @@ class PlannerState:
     look_s: float = 0.0
     debt_s: float = 0.0
     kept: Kept | None = None
-    last: tuple[bytes, Choice] | None = None
-    warm: int = 0
     plain: bool = False
     unlearnt: tuple[Outcome, ...] = ()
 
@@ -149,6 +145,7 @@ class AdaptivePlanner(Policy):
         size = len(drafts), self.config.k_max
         own = AcceptanceModel(*size, self.config.acceptance)
         self.estimator: Estimator = own if estimator is None else estimator
+        compile_all()
         self._parts = ("verify", "overhead", *(f"draft:{name}" for name in drafts))
 
     def start(self) -> PlannerState:
@@ -202,22 +199,17 @@ class AdaptivePlanner(Policy):
         problem, rows, expected, given = self.problem(view, after, times)
         prefill_s = extra_prefill_s(times, view, len(rows) + len(given.rows) + given.tokens)
         waiting = 1 + view.prefilling / max(len(view), 1)
-        request = view.request.take(rows).tobytes()
-        start = self._start(problem, request, state)
-        after.warm = 0 if start is None else state.warm + 1
         priced = best(
             problem,
             known=state.goodput,
             waiting=waiting if config.waiting_price else 1.0,
             prefill_s=prefill_s if config.waiting_price else 0.0,
-            start=start,
         )
         plan = _whole(view, rows, priced.choice, priced.result, priced.price)
         plan.notes["credit_s"] = state.credit_s
         if problem.base_value:
             plain_s = problem.plain_s - prefill_s
             plan.notes["gain"] = priced.goodput * plain_s / problem.base_value
-        after.last = request, priced.choice
         evidence = state.correction.evidence(len(view) + view.prefill_tokens)
         missed = evidence < _PLAIN_STEPS[state.plain]
         after.plain = missed and config.explore_share > 0 and not len(given.rows)
@@ -246,20 +238,6 @@ class AdaptivePlanner(Policy):
         plain.predicted_s, plain.predicted_tokens = problem.plain_s, problem.base_value
         plain.price, plain.notes = plan.price, plan.notes | {"trial": len(plan.length)}
         return plain
-
-    @staticmethod
-    def _start(problem: StepProblem, request: bytes, state: PlannerState) -> Choice | None:
-        """Return the last choice for the same few requests, None where the next is due to be
-        searched for from nothing.
-        """
-        few, last = 1 < problem.rows <= FEW_ROWS, state.last
-        if last is None or not few or state.warm >= _WARM_PLANS or last[0] != request:
-            return None
-        draft, length = last[1]
-        if not length.any():
-            return None  # no single row may be worth a draft's forwards that several are
-        length = np.minimum(length, problem.ceiling[draft, np.arange(problem.rows)])
-        return Choice(np.where(length > 0, draft, NO_DRAFT), length)
 
     def _explored(
         self,

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .latency import FIRST_DRAFT, OVERHEAD, VERIFY, Predicted, Times
+from .loops import search as loops
+from .loops.search import TIE
 from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, View
-
-TIE = 1e-9  # relative: of choices this close the one with the fewest tokens wins
 
 
 class Choice(NamedTuple):
@@ -109,17 +109,6 @@ class StepProblem:
         spread: FloatArray = self.switch_s / self.horizon
         return spread
 
-    def added_s(self, tokens: IntArray | int) -> FloatArray:
-        """Return the seconds [D, K], or [D, 1] for all alike, that so many tokens (broadcast) add
-        to each draft's forwards.
-        """
-        drafts, most = self.forward_s.shape
-        start = np.arange(0, drafts * most, most)[:, None]
-        if self.occupied is None:
-            return self.forward_s.take(start + tokens)
-        start = start + self.occupied
-        return self.forward_s.take(start + tokens) - self.forward_s.take(start)
-
     def last_total(self) -> int:
         """Return the most tokens for which there is room."""
         last = len(self.undrafted_s) - 1
@@ -133,30 +122,36 @@ def no_speculation(rows: int) -> Choice:
     return Choice(np.zeros(rows, np.int64) + NO_DRAFT, np.zeros(rows, np.int64))
 
 
+def columns(problem: StepProblem) -> loops.Problem:
+    """Return a problem as the loops take it."""
+    drafts, rows = problem.ceiling.shape
+
+    def floats(values: FloatArray) -> FloatArray:
+        return np.ascontiguousarray(values, np.float64)
+
+    occupied = problem.occupied
+    if occupied is None:
+        occupied = np.zeros((drafts, len(problem.gain)), np.int64)
+    return loops.Problem(
+        gain=floats(problem.gain),
+        ceiling=np.ascontiguousarray(problem.ceiling, np.int64),
+        first_tokens=np.ascontiguousarray(problem.first_tokens, np.int64),
+        draft_row_s=np.broadcast_to(problem.draft_row_s, (drafts, rows)).astype(np.float64, "C"),
+        charge_s=floats(problem.charge_s),
+        switch_s=floats(problem.switch_s),
+        undrafted_s=floats(problem.undrafted_s),
+        forward_s=floats(problem.forward_s),
+        occupied=np.ascontiguousarray(occupied[:, : len(problem.gain)], np.int64),
+        speculation_s=float(problem.speculation_s),
+        base_value=float(problem.base_value),
+        cap_s=float(problem.cap_s),
+    )
+
+
 def score(problem: StepProblem, choice: Choice) -> Score:
     """Return exact tokens and seconds of a choice."""
-    rows = choice.length.nonzero()[0]
-    if not len(rows):
-        return problem.plain
-    k_max, drafts, n = problem.gain.shape
-    draft, length = choice if len(rows) == n else choice.of(rows)
-    place = draft * n + rows
-    value = problem.value.take((length - 1) * (drafts * n) + place)
-    ends = np.bincount(draft * k_max + length - 1, minlength=drafts * k_max)
-    tokens = ends.reshape(drafts, k_max).dot(_up_to(k_max))
-    tokens[:, 0] = np.bincount(draft, problem.first_tokens.take(place), drafts)
-    seconds = problem.undrafted_s.item(np.add.reduce(length)) + problem.speculation_s
-    seconds += float(length.dot(problem.draft_row_s.take(place)))
-    seconds += float(np.add.reduce(problem.added_s(tokens), axis=None))
-    charged_s = seconds + float(np.add.reduce(problem.charge_s.take(place)))
-    step_s = seconds + float(np.add.reduce(problem.switch_s.take(place)))
-    return Score(problem.base_value + float(np.add.reduce(value)), charged_s, step_s)
-
-
-@lru_cache(maxsize=64)
-def _up_to(k_max: int) -> IntArray:
-    """Return the matrix whose row k is 1 at positions up to k."""
-    return np.tri(k_max, dtype=np.int64)
+    draft, length = (np.ascontiguousarray(column, np.int64) for column in choice)
+    return Score(*loops.score_of(columns(problem), draft, length))
 
 
 @lru_cache(maxsize=64)

@@ -20,8 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .latency import Times
+from .loops import trim as loops
+from .loops.search import TIE
 from .plan import BoolArray, Drafted, FloatArray, IntArray, Plan, StepRows, View
-from .problem import TIE, Choice, StepProblem
+from .problem import Choice, StepProblem
 from .tenants import with_rows
 
 EDGES = np.array(
@@ -240,7 +242,7 @@ def best_first(
     seconds of a pass with m nodes, ``price`` the tokens that a second is worth. Of equal choices it
     is the one with the fewest nodes.
     """
-    order = (-worth).argsort(kind="stable") if rows > 1 else slice(None)
-    net = -price * verify_s
-    net[1:] += worth[order][: len(verify_s) - 1].cumsum()
-    return np.bincount(row[order][: net.argmax()], minlength=rows)
+    nodes = np.empty(rows, np.int64)
+    row, worth = np.ascontiguousarray(row, np.int64), np.ascontiguousarray(worth)
+    loops.best_first(row, worth, np.ascontiguousarray(verify_s), price, nodes)
+    return nodes

@@ -1,10 +1,17 @@
 """One thread a process: two workers of pytest and the engines they start share the cores. Without a
-GPU, Triton's kernels run under its interpreter, which must be chosen before Triton is imported.
+GPU, Triton's kernels run under its interpreter, which must be chosen before Triton is imported. The
+policy's loops are compiled once, before the workers start.
 """
 
 import os
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parent.parent / "build" / "numba"))
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        from policy.loops import __main__  # noqa: F401

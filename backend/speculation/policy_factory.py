@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, wrappers
 from policy.baselines import BASELINES, BaselineSettings
 from policy.extensions import Execution
+from policy.loops import compiling
 from policy.replay import Traced
 
 OVERHEAD_S, SPECULATION_S = 5e-4, 3e-4
@@ -59,6 +60,13 @@ def check_policy(config: ServingConfig) -> None:
     if config.policy.own:
         with _kind_named():
             wrappers.found(config.policy.kind)
+
+
+def compile_planner(say: Callable[[str], None]) -> None:
+    """Compile the planner's loops or load them from the cache; ``say`` it if that takes long."""
+    if not compiling.is_cached():
+        say("compiling the planner, about 20 s at the first start")
+    compiling.compile_all()
 
 
 @contextmanager

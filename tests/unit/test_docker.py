@@ -102,7 +102,7 @@ def installed_of(name):
 
 @pytest.mark.parametrize(
     ("name", "there"),
-    [("frontend", set()), ("trtllm", {"requests", "urllib3", "typing-extensions"})],
+    [("frontend", set()), ("trtllm", {"numpy", "requests", "urllib3", "typing-extensions"})],
 )
 def test_what_a_named_package_requires_is_named_too(name, there):
     wanted, needs = installed_of(name)

@@ -1,0 +1,524 @@
+"""One search for a step's choice, and the one price of time that it is made at.
+
+Drafts open one by one, as long as what the rows gain by one more pays for its forwards, whose cost
+is taken as linear in rows here: the greedy rule of facility location (Cornuejols, Fisher and
+Nemhauser, 1977). Then tokens join in the order of their worth, and the best depth and total win by
+the real staircases of drafting and verification. In small batches the choice is improved by changes
+of one row at a time, which is exact for a single row.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from .compiling import FLOATS, INTS, entry, helper, unordered
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+TIE = 1e-9
+"""Relative difference below which the choice with the fewest tokens wins."""
+FEW_ROWS = 16
+"""Rows above which moving a single one hardly changes the objective."""
+
+# Rounds of pricing, and the change of price that ends them: what a price a little off loses is
+# smaller still, and the next step goes on from it.
+_COLD_ROUNDS, _COLD_TOLERANCE = 4, 0.01
+_WARM_ROUNDS, _WARM_TOLERANCE = 2, 0.05
+_SLOPES = 2  # slopes of verification tried at most from each start
+_SLOPE_TOLERANCE = 0.05  # tokens: no new round for a slope that moves less
+_STAIR = 4.0  # mean steps of the curve in one step that make it a staircase
+_NOTHING = 1e-300
+
+
+class Problem(NamedTuple):
+    """One step's choice for the loops: n rows, D drafts, up to K tokens a row."""
+
+    gain: Floats
+    """[K, D, n] expected tokens that position j adds, falling in j."""
+    ceiling: Ints
+    """[D, n] the most tokens that a draft may propose for a row."""
+    first_tokens: Ints
+    """[D, n] tokens that a row's first draft forward reads: 1 or 2."""
+    draft_row_s: Floats
+    """[D, n] seconds of a row in each forward of a draft."""
+    charge_s: Floats
+    """[D, n] seconds of catch-up that the objective charges to this step."""
+    switch_s: Floats
+    """[D, n] seconds of catch-up that this step takes."""
+    undrafted_s: Floats
+    """[m] seconds of the step with m proposed tokens, without drafting; inf: no room."""
+    forward_s: Floats
+    """[D, t] seconds of a draft's forward of t tokens."""
+    occupied: Ints
+    """[D, K] tokens of rows outside this choice in the drafts' forwards."""
+    speculation_s: float
+    """Seconds of the step if any row speculates."""
+    base_value: float
+    """Expected tokens of the step without speculation."""
+    cap_s: float
+    """The longest step that may be chosen; inf: no limit."""
+
+
+PROBLEM = types.NamedTuple(
+    [
+        *(FLOATS[3], INTS[2], INTS[2], FLOATS[2], FLOATS[2], FLOATS[2], FLOATS[1], FLOATS[2]),
+        *(INTS[2], FLOATS[0], FLOATS[0], FLOATS[0]),
+    ],
+    Problem,
+)
+
+
+@helper
+def score(problem: Problem, draft: Ints, length: Ints, count: Ints) -> tuple[float, float, float]:
+    """Return expected tokens, charged seconds and the step's seconds of a choice; ``count[D, K]``
+    becomes the tokens of every forward.
+    """
+    p = problem
+    k_max, drafts, n = p.gain.shape
+    count[:] = p.occupied
+    value, total, rows_s, charged_s, switch_s = 0.0, 0, 0.0, 0.0, 0.0
+    for i in range(n):
+        k = length[i]
+        if k == 0:
+            continue
+        d = draft[i]
+        total += k
+        rows_s += k * p.draft_row_s[d, i]
+        charged_s += p.charge_s[d, i]
+        switch_s += p.switch_s[d, i]
+        for j in range(k):
+            count[d, j] += p.first_tokens[d, i] if j == 0 else 1
+            value += p.gain[j, d, i]
+    seconds = p.undrafted_s[total] + rows_s
+    if total:
+        seconds += p.speculation_s
+    for d in range(drafts):
+        for j in range(k_max):
+            if count[d, j] > p.occupied[d, j]:
+                seconds += p.forward_s[d, count[d, j]] - p.forward_s[d, p.occupied[d, j]]
+    return p.base_value + value, seconds + charged_s, seconds + switch_s
+
+
+@helper
+def last_total(problem: Problem) -> int:
+    """Return the most proposed tokens for which there is room."""
+    last = len(problem.undrafted_s) - 1
+    while problem.undrafted_s[last] == np.inf:
+        last -= 1
+    return last
+
+
+@helper
+def limit_s(problem: Problem) -> float:
+    """Return the seconds that no choice may exceed: the cap, or those without speculation."""
+    return max(problem.cap_s, problem.undrafted_s[0]) * (1 + TIE)
+
+
+@helper
+def descending(value: Floats, order: Ints) -> None:
+    """Sort places by their values, the highest first and equal ones as they are, into ``order``.
+
+    A counting sort, finished by insertion: of many values in one bin only the nearest are compared.
+    """
+    n = len(value)
+    if n == 0:
+        return
+    low, high = value[0], value[0]
+    for p in range(n):
+        low, high = min(low, value[p]), max(high, value[p])
+    bins = 2 * n
+    scale = (bins - 1) / (high - low) if high > low else 0.0
+    start = np.zeros(bins + 1, np.int64)
+    for p in range(n):
+        start[bins - int((value[p] - low) * scale)] += 1
+    for b in range(bins):
+        start[b + 1] += start[b]
+    for p in range(n):
+        b = bins - 1 - int((value[p] - low) * scale)
+        order[start[b]] = p
+        start[b] += 1
+    for p in range(1, n):
+        item, at = order[p], p
+        while at > 0 and p - at < 64 and value[order[at - 1]] < value[item]:
+            order[at] = order[at - 1]
+            at -= 1
+        order[at] = item
+
+
+@unordered
+def _total_of_higher(one: Floats, other: Floats) -> float:
+    total = 0.0
+    for i in range(len(one)):
+        total += one[i] if one[i] > other[i] else other[i]
+    return total
+
+
+@helper
+def _open_drafts(worth: Floats, chains: Floats, longest: Ints) -> bool:
+    """Open drafts greedily, and return whether any: ``longest[D]`` becomes their longest chains.
+
+    ``worth[K, D, n]`` is what a row gains by a draft with chains of k + 1 tokens, ``chains[K, D]``
+    what the forwards of these cost all rows together.
+    """
+    k_max, drafts, n = worth.shape
+    best = np.zeros(n)
+    total, any_open = 0.0, False
+    longest[:] = 0
+    for _ in range(2 * drafts):
+        highest, at_k, at_d = -1.0, -1, -1
+        for k in range(k_max):  # of equal ones the shortest
+            for d in range(drafts):
+                paid = chains[longest[d] - 1, d] if longest[d] else 0.0
+                gained = _total_of_higher(worth[k, d], best) - max(chains[k, d] - paid, 0.0)
+                if gained > highest + TIE:
+                    highest, at_k, at_d = gained, k, d
+        if not highest > total + TIE:
+            break
+        total, any_open = 0.0, True
+        longest[at_d] = at_k + 1
+        for i in range(n):
+            best[i] = max(best[i], worth[at_k, at_d, i])
+            total += best[i]
+    return any_open
+
+
+@helper
+def _fill(
+    problem: Problem,
+    price: float,
+    pick: Ints,
+    longest: Ints,
+    own: Floats,
+    last: int,
+    most_s: float,
+    draft: Ints,
+    length: Ints,
+) -> int:
+    """Let tokens join in the order of their worth ``own[K, n]``; the best depth and total win by
+    the exact objective. ``draft, length`` become that choice; return its tokens.
+    """
+    p = problem
+    n = p.gain.shape[2]
+    length[:] = 0
+    draft[:] = -1
+    deepest = longest.max()
+    row, depth = np.empty(n * deepest, np.int64), np.empty(n * deepest, np.int64)
+    value, size = np.empty(n * deepest), 0
+    for j in range(deepest):
+        for i in range(n):
+            if own[j, i] > 0:
+                row[size], depth[size], value[size] = i, j, own[j, i]
+                size += 1
+    order = np.empty(size, np.int64)
+    descending(value[:size], order)
+    count = p.occupied.copy()
+    objective, seconds = np.zeros(deepest), np.zeros(deepest)
+    best, best_at, tokens = np.full(deepest, -np.inf), np.zeros(deepest, np.int64), 0
+    within = np.zeros(deepest, np.int64)
+    for at in range(min(size, last)):
+        i, j = row[order[at]], depth[order[at]]
+        d = pick[i]
+        more = p.first_tokens[d, i] if j == 0 else 1
+        alone_s = p.forward_s[d, count[d, j] + more] - p.forward_s[d, count[d, j]]
+        alone_s += p.draft_row_s[d, i]
+        count[d, j] += more
+        passing_s = alone_s
+        if j == 0:
+            alone_s += p.charge_s[d, i]
+            passing_s += p.switch_s[d, i]
+        gained = p.gain[j, d, i] - price * alone_s
+        for cap in range(j, deepest):
+            objective[cap] += gained
+            seconds[cap] += passing_s
+            within[cap] += 1
+            shared_s = p.undrafted_s[within[cap]] + p.speculation_s
+            now = objective[cap] - price * shared_s
+            if now > best[cap] and seconds[cap] + shared_s <= most_s:
+                best[cap], best_at[cap] = now, at
+    chosen = best.argmax()
+    if best[chosen] == -np.inf:
+        return 0
+    for at in range(best_at[chosen] + 1):
+        if depth[order[at]] <= chosen:
+            i = row[order[at]]
+            length[i] += 1
+            draft[i] = pick[i]
+            tokens += 1
+    return tokens
+
+
+@helper
+def _improve(
+    problem: Problem,
+    price: float,
+    last: int,
+    most_s: float,
+    count: Ints,
+    step_s: float,
+    draft: Ints,
+    length: Ints,
+) -> None:
+    """Change in place, one at a time, the row whose change gains most, until none gains.
+
+    ``count[D, K]`` are the tokens of the choice's forwards, ``step_s`` the seconds of its step.
+    """
+    p = problem
+    drafts, n = p.ceiling.shape
+    total = length.sum()
+    for _ in range(2 * n - 1):
+        best, best_i, best_d, best_k, best_s = TIE * (p.base_value + 1), -1, -1, 0, 0.0
+        now_s = p.undrafted_s[total] + (p.speculation_s if total else 0.0)
+        for i in range(n):
+            d0, k0 = draft[i], length[i]
+            rest = total - k0
+            old, old_s = -price * now_s, now_s  # what the row and the pass add now
+            for j in range(k0):
+                more = p.first_tokens[d0, i] if j == 0 else 1
+                count[d0, j] -= more
+                took_s = p.forward_s[d0, count[d0, j] + more] - p.forward_s[d0, count[d0, j]]
+                took_s += p.draft_row_s[d0, i]
+                old += p.gain[j, d0, i] - price * took_s
+                old_s += took_s
+            if k0:
+                old -= price * p.charge_s[d0, i]
+                old_s += p.switch_s[d0, i]
+                rest_s = p.undrafted_s[rest] + (p.speculation_s if rest else 0.0)
+                if -price * rest_s - old > best:
+                    best, best_i, best_d, best_k = -price * rest_s - old, i, -1, 0
+                    best_s = rest_s - old_s
+            for d in range(drafts):
+                alone, alone_s = -price * p.charge_s[d, i] - old, p.switch_s[d, i] - old_s
+                for j in range(min(p.ceiling[d, i], last - rest)):
+                    more = p.first_tokens[d, i] if j == 0 else 1
+                    took_s = p.forward_s[d, count[d, j] + more] - p.forward_s[d, count[d, j]]
+                    took_s += p.draft_row_s[d, i]
+                    alone += p.gain[j, d, i] - price * took_s
+                    alone_s += took_s
+                    shared_s = p.undrafted_s[rest + j + 1] + p.speculation_s
+                    gained = alone - price * shared_s
+                    if gained > best and step_s + alone_s + shared_s <= most_s:
+                        best, best_i, best_d, best_k = gained, i, d, j + 1
+                        best_s = alone_s + shared_s
+            for j in range(k0):
+                count[d0, j] += p.first_tokens[d0, i] if j == 0 else 1
+        if best_i < 0:
+            break
+        i = best_i
+        for j in range(length[i]):
+            count[draft[i], j] -= p.first_tokens[draft[i], i] if j == 0 else 1
+        for j in range(best_k):
+            count[best_d, j] += p.first_tokens[best_d, i] if j == 0 else 1
+        total += best_k - length[i]
+        step_s += best_s
+        draft[i], length[i] = best_d, best_k
+
+
+@helper
+def _slope_s(undrafted_s: Floats, total: int, last: int) -> float:
+    """Return the mean seconds of a verified token within a quarter of a total."""
+    near = total // 4 + 1
+    low, high = max(min(total, last) - near, 0), min(total + near, last)
+    return (undrafted_s[high] - undrafted_s[low]) / (high - low)
+
+
+@helper
+def _has_stairs(undrafted_s: Floats, last: int) -> bool:
+    """Return whether verification takes its time in jumps, as passes of padded widths do."""
+    mean_s = (undrafted_s[last] - undrafted_s[0]) / last
+    for m in range(last):
+        if undrafted_s[m + 1] - undrafted_s[m] > _STAIR * mean_s:
+            return True
+    return False
+
+
+@helper
+def best_at_price(
+    problem: Problem, price: float, draft: Ints, length: Ints
+) -> tuple[float, float, float]:
+    """Find the best choice at a price, into ``draft, length``, and return its score.
+
+    It is never worse than no speculation, and no longer than the limit.
+    """
+    p = problem
+    k_max, drafts, n = p.gain.shape
+    draft[:] = -1
+    length[:] = 0
+    plain_s = p.undrafted_s[0]
+    last = last_total(p)
+    if last == 0 or p.ceiling.size == 0 or p.ceiling.max() == 0:
+        return p.base_value, plain_s, plain_s
+    most_s = limit_s(p)
+    count = np.empty((drafts, k_max), np.int64)
+    if n > 1:
+        _fill_all(p, price, last, most_s, count, draft, length)
+    result = score(p, draft, length, count)
+    if n <= FEW_ROWS:
+        _improve(p, price, last, most_s, count, result[2], draft, length)
+        result = score(p, draft, length, count)
+    return result
+
+
+@helper
+def _fill_all(
+    problem: Problem,
+    price: float,
+    last: int,
+    most_s: float,
+    count: Ints,
+    draft: Ints,
+    length: Ints,
+) -> None:
+    """Find the best choice for all rows at once, into ``draft, length``.
+
+    A token's place in the order depends on what a verified token costs, and that on the choice:
+    first it costs nothing, so that a staircase is looked at to its end, or for many rows what it
+    does around two tokens a row, then what it does around the choice. On a staircase that first
+    slope says little, so both starts are tried. Under a cap, where seconds are scarcer than their
+    price, the order is also made at higher ones.
+    """
+    p = problem
+    k_max, drafts, n = p.gain.shape
+    token_s, chain_s = np.empty((k_max, drafts)), np.empty((k_max, drafts))
+    for d in range(drafts):
+        opening_s = 0.0
+        for k in range(k_max):
+            at = p.occupied[d, k]
+            one_s = p.forward_s[d, at + 1] - p.forward_s[d, at]
+            more_s = p.forward_s[d, at + n] - p.forward_s[d, at] - one_s
+            token_s[k, d] = min(more_s / (n - 1), one_s)
+            opening_s += one_s - token_s[k, d]
+            chain_s[k, d] = opening_s
+    value, charged_s, _ = score(p, draft, length, count)
+    new_draft, new_length = np.empty(n, np.int64), np.empty(n, np.int64)
+    worth, own, pick = np.empty((k_max, drafts, n)), np.empty((k_max, n)), np.empty(n, np.int64)
+    longest = np.empty(drafts, np.int64)
+    many = n > FEW_ROWS
+    scarcity = 1.0
+    while True:
+        dear = price * scarcity
+        for start in range(2 if many and _has_stairs(p.undrafted_s, last) else 1):
+            slope = dear * _slope_s(p.undrafted_s, 2 * n, last) if many and start == 0 else 0.0
+            for _ in range(_SLOPES):
+                _set_worth(p, dear, slope, token_s, worth)
+                if not _open_drafts(worth, dear * chain_s, longest):
+                    break
+                _pick_drafts(p, dear, token_s, worth, longest, pick, own)
+                total = _fill(p, price, pick, longest, own, last, most_s, new_draft, new_length)
+                v, c, s = score(p, new_draft, new_length, count)
+                if s <= most_s and (v - price * c) - (value - price * charged_s) > TIE * (
+                    value + 1
+                ):
+                    draft[:] = new_draft
+                    length[:] = new_length
+                    value, charged_s = v, c
+                before, slope = slope, dear * _slope_s(p.undrafted_s, total, last)
+                if abs(slope - before) <= _SLOPE_TOLERANCE:
+                    break
+        if p.cap_s == np.inf or scarcity > 8:
+            break
+        scarcity *= 3.0
+
+
+@helper
+def _set_worth(problem: Problem, dear: float, slope: float, token_s: Floats, worth: Floats) -> None:
+    """Compute what each row gains by each draft and longest chain, ``worth[K, D, n]``."""
+    p = problem
+    k_max, drafts, n = worth.shape
+    for d in range(drafts):
+        for k in range(k_max):
+            for i in range(n):
+                if k == 0:
+                    before = -dear * (p.charge_s[d, i] + (p.first_tokens[d, i] - 1) * token_s[0, d])
+                else:
+                    before = worth[k - 1, d, i]
+                net = p.gain[k, d, i] - dear * (token_s[k, d] + p.draft_row_s[d, i]) - slope
+                worth[k, d, i] = before + max(net, 0.0)
+
+
+@helper
+def _pick_drafts(
+    problem: Problem,
+    dear: float,
+    token_s: Floats,
+    worth: Floats,
+    longest: Ints,
+    pick: Ints,
+    own: Floats,
+) -> None:
+    """Give each row the open draft that gains it most, and its tokens their worth ``own[K, n]``.
+
+    A charge is deducted in proportion to what a row's tokens are worth, so that they stay in order.
+    """
+    p = problem
+    _, drafts, n = worth.shape
+    own[:] = 0.0
+    for i in range(n):
+        top, d = -np.inf, 0
+        for other in range(drafts):
+            if longest[other] and worth[longest[other] - 1, other, i] > top:
+                top, d = worth[longest[other] - 1, other, i], other
+        pick[i] = d
+        total = 0.0
+        for j in range(longest[d]):
+            own[j, i] = max(p.gain[j, d, i] - dear * (token_s[j, d] + p.draft_row_s[d, i]), 0.0)
+            total += own[j, i]
+        charge = dear * (p.charge_s[d, i] + (p.first_tokens[d, i] - 1) * token_s[0, d])
+        share = max(1 - charge / max(total, _NOTHING), 0.0)
+        for j in range(longest[d]):
+            own[j, i] *= share
+
+
+@helper
+def best_priced(
+    problem: Problem, known: float, waiting: float, prefill_s: float, draft: Ints, length: Ints
+) -> tuple[float, float, float, float, float]:
+    """Find the best choice at the price of time, into ``draft, length``. Return the price, the
+    goodput, and the choice's score.
+
+    Dinkelbach's iteration (1967) finds the goodput that prices itself, from the ``known`` one (0:
+    none) on. A second of the step delays all admitted requests by one, and is worth what they would
+    emit in it: the price is ``waiting`` times the goodput, the number of admitted requests for each
+    row that decodes. ``prefill_s`` is how much longer the step takes for its prefill.
+    """
+    plain_s = problem.undrafted_s[0]
+    value, charged_s, step_s = problem.base_value, plain_s, plain_s
+    goodput = value / (plain_s - prefill_s) if value else known
+    price = 0.0
+    if len(draft) == 0:
+        return price, goodput, value, charged_s, step_s
+    rounds, tolerance = _COLD_ROUNDS, _COLD_TOLERANCE
+    if known:
+        goodput, rounds, tolerance = known, _WARM_ROUNDS, _WARM_TOLERANCE
+    for _ in range(rounds):
+        price = waiting * goodput
+        value, charged_s, step_s = best_at_price(problem, price, draft, length)
+        before, goodput = goodput, value / (charged_s - prefill_s)
+        if abs(goodput - before) <= tolerance * before:
+            break
+    return price, goodput, value, charged_s, step_s
+
+
+@entry(PROBLEM, INTS[1], INTS[1])
+def score_of(problem: Problem, draft: Ints, length: Ints) -> tuple[float, float, float]:
+    """Return the score of a choice."""
+    count = np.empty((problem.gain.shape[1], problem.gain.shape[0]), np.int64)
+    return score(problem, draft, length, count)
+
+
+@entry(PROBLEM, FLOATS[0], INTS[1], INTS[1])
+def best_choice(
+    problem: Problem, price: float, draft: Ints, length: Ints
+) -> tuple[float, float, float]:
+    """Find the best choice at a price, into ``draft, length``, and return its score."""
+    return best_at_price(problem, price, draft, length)
+
+
+@entry(PROBLEM, FLOATS[0], FLOATS[0], FLOATS[0], INTS[1], INTS[1])
+def best(
+    problem: Problem, known: float, waiting: float, prefill_s: float, draft: Ints, length: Ints
+) -> tuple[float, float, float, float, float]:
+    """Find the best choice at the price of time; see ``best_priced``."""
+    return best_priced(problem, known, waiting, prefill_s, draft, length)
