@@ -95,7 +95,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     tracing = Tracing(step_stats)
     key = learned_key(config, _timed_folders(config))
     learned = LearnedState(
-        planner, orchestrator.planning, step_stats, key, keep=config.policy.keep_learned
+        planner, orchestrator.cycle.runner, step_stats, key, keep=config.policy.keep_learned
     )
 
     def close() -> None:

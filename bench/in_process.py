@@ -52,7 +52,7 @@ def serve(
 ) -> list[Session]:
     """The same for sessions that the caller has made."""
     loop, waiting, running = app.orchestrator, deque(sessions), list[Session]()
-    kept = loop.planning.change(policy, policy.start()) if policy is not None else None
+    kept = loop.cycle.runner.change(policy, policy.start()) if policy is not None else None
     try:
         while waiting or running:
             while waiting and len(running) < together:
@@ -62,7 +62,7 @@ def serve(
             running = [session for session in running if not session.sink.ended]  # type: ignore[attr-defined]
     finally:
         if kept is not None:
-            loop.planning.change(*kept)
+            loop.cycle.runner.change(*kept)
     return sessions
 
 

@@ -212,13 +212,13 @@ class InProcessArm:
     def run(self, offer: Offer) -> Served:
         """Step until all is served, asleep while nothing is due."""
         loop = self._app.orchestrator
-        kept = loop.planning.change(self._policy, self._state)
+        kept = loop.cycle.runner.change(self._policy, self._state)
         self._app.stats.drain()
         started_s = time.perf_counter()
         try:
             replies = self._serve(offer)
         finally:
-            _, self._state = loop.planning.change(*kept)
+            _, self._state = loop.cycle.runner.change(*kept)
         return Served(replies, time.perf_counter() - started_s, _counts(self._app.stats.drain()))
 
     def _serve(self, offer: Offer) -> list[Reply]:

@@ -20,7 +20,7 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
     Plans and states are immutable values: it is explained as it was made, but for switches that
     kept the planner from applying it.
     """
-    if (last := orchestrator.planning.last_plan) is None:
+    if (last := orchestrator.cycle.runner.last_plan) is None:
         return {"age_s": None, "step": "no step has been planned yet", "requests": []}
     view, state, plan, now = last
     reply: dict[str, Any] = {
@@ -28,7 +28,7 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
         "step": explain_batch(plan),
         "requests": [],
     }
-    planner: Policy = orchestrator.planning.policy
+    planner: Policy = orchestrator.cycle.runner.policy
     while isinstance(planner, Wrapper):
         planner, state = planner.policy, state.inner
     if not isinstance(planner, AdaptivePlanner):

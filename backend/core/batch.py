@@ -10,9 +10,9 @@ import numpy as np
 from backend.core.in_flight import Submission
 from backend.core.session import Session
 from backend.engines.port import Engine, KeepsWidth, Turn
+from backend.speculation.cycle import Step
 from backend.speculation.drafting import Drafting
-from backend.speculation.step_log import StepLog
-from policy import IntArray, Plan, View
+from policy import IntArray, View
 
 
 @dataclass(slots=True)
@@ -82,11 +82,16 @@ class Batch:
             change_tokens=self.width[1],
         )
 
-    def submission(self, view: View, plan: Plan, log: StepLog) -> Submission:
-        """Return what is to be drafted for and submitted."""
-        log.decoding, log.prefill_tokens = len(self.decoding), view.prefill_tokens
-        log.batch_size = log.decoding + len(self.prefill)
-        return Submission(self.decoding, self.prefill, view, plan, log)
+    def submission(self, step: Step) -> Submission:
+        """Return what is submitted: the decoding rows with their proposals, and chunks of
+        prompts.
+        """
+        step.log.decoding, step.log.prefill_tokens = len(self.decoding), self.prefill_tokens
+        step.log.batch_size = len(self.decoding) + len(self.prefill)
+        rows = (
+            Turn(s.sequence, len(s.sequence.tokens), 1, step.chosen(s.id)) for s in self.decoding
+        )
+        return Submission(step, [*rows, *self.prefill])
 
 
 def _most(session: Session, k_max: int) -> int:

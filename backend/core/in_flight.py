@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from backend.core.isolation import run_again, run_turns
-from backend.core.session import Session
 from backend.engines.port import Completion, Engine, Turn
 from backend.ops.stats import StepStats
-from backend.speculation.drafting import Proposals
-from backend.speculation.step_log import StepLog
-from policy import Plan, View
+from backend.speculation.cycle import Step
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Submission:
-    """A batch that is drafted for and verified at once, from its plan to what is learnt of it: the
-    rows of view and plan are ``sessions``.
+    """A batch that the target verifies at once: the rows of a step, and chunks of prompts."""
 
-    ``turns`` are what the target is given: theirs and the chunks of prompts.
-    """
-
-    sessions: list[Session]
-    prefill: list[Turn]
-    view: View
-    plan: Plan
-    log: StepLog
-    turns: list[Turn] = field(default_factory=list)
+    step: Step
+    turns: list[Turn]
 
 
 class InFlight:
-    """Submits to a step engine, which runs only while it is waited for, and takes back.
-    ``proposals`` are those of every sequence in flight.
-    """
+    """Submits to a step engine, which runs only while it is waited for, and takes back."""
 
     def __init__(self, target: Engine, stats: StepStats) -> None:
-        self.proposals: dict[int, Proposals] = {}
+        self.ids: set[int] = set()
+        """The sequences in flight."""
         self._target = target
         self._stats = stats
         self._submitted: deque[Submission] = deque()
@@ -47,11 +35,9 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._submitted)
 
-    def submit(self, submission: Submission, proposals: dict[int, Proposals]) -> None:
+    def submit(self, submission: Submission) -> None:
         """Take a submission, which the target begins when it is to be collected."""
-        self.proposals.update(proposals)
-        for turn in submission.prefill:
-            self.proposals[turn.sequence.id] = Proposals()
+        self.ids.update(turn.sequence.id for turn in submission.turns)
         self._submitted.append(submission)
 
     def collect(self) -> tuple[Submission, list[Completion], bool]:
@@ -61,14 +47,16 @@ class InFlight:
         A target that raises fails only the turns that raise again alone.
         """
         submission = self._submitted.popleft()
+        self.ids.difference_update(turn.sequence.id for turn in submission.turns)
+        log = submission.step.log
         try:
-            with submission.log.part("verify"):
+            with log.part("verify"):
                 return submission, run_turns(self._target, submission.turns), False
         except Exception:
             logger.exception("the target failed; its submission is run again without proposals")
         self._stats.fallback("target_error")
-        self.proposals = {turn.sequence.id: Proposals() for turn in submission.turns}
-        with submission.log.part("verify"):
+        submission.step.proposals.clear()
+        with log.part("verify"):
             completions = run_again(self._target, submission.turns) if submission.turns else []
         return (
             submission,
@@ -78,8 +66,9 @@ class InFlight:
 
     def forget(self, sequence_id: int) -> bool:
         """Take a sequence out; return whether its turn was in flight."""
-        if self.proposals.pop(sequence_id, None) is None:
+        if sequence_id not in self.ids:
             return False
+        self.ids.remove(sequence_id)
         for submission in self._submitted:
             submission.turns = [
                 turn for turn in submission.turns if turn.sequence.id != sequence_id

@@ -13,17 +13,16 @@ from typing import Any
 
 from backend.core.admission import Admission
 from backend.core.batch import Batch
-from backend.core.in_flight import InFlight, Submission
+from backend.core.in_flight import InFlight
 from backend.core.kv_ledger import KVLedger
 from backend.core.session import Session
-from backend.engines.port import Completion, Engine, Turn
+from backend.engines.port import Completion, Engine
 from backend.log_format import fields
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
 from backend.sequence import Features
-from backend.speculation.drafting import Drafting, Proposals
-from backend.speculation.policy_runner import PolicyRunner
-from backend.speculation.step_log import StepLog
+from backend.speculation.cycle import Cycle, Step
+from backend.speculation.drafting import Drafting
 from policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -58,8 +57,7 @@ class Orchestrator:
         seed: int = 0,
     ) -> None:
         self._target = target
-        self._drafting = drafting
-        self.planning = PolicyRunner(policy, drafting.names, stats, clock, seed)
+        self.cycle = Cycle(drafting, policy, stats, clock, seed)
         self._ledger = ledger
         self._admission = admission
         self._stats = stats
@@ -72,11 +70,6 @@ class Orchestrator:
         self._work = threading.Event()
         self._active: dict[int, Session] = {}
         self._in_flight = InFlight(target, stats)
-        self._finished: list[int] = []
-        self._log: StepLog | None = (
-            # of the next step of a busy loop, whose time begins when the last one is learnt from
-            None
-        )
         self._failures = 0
         self.alive_s = clock()
 
@@ -106,8 +99,7 @@ class Orchestrator:
         """
         pools = {engine.name: engine.limits.kv_blocks for engine in (self._target, *drafts)}
         self._ledger.change_engines(pools, [session.sequence for session in self._active.values()])
-        self._drafting = self._drafting.with_engines(drafts)
-        self.planning.change(policy, policy_state, self._drafting.names)
+        self.cycle.change(drafts, policy, policy_state)
 
     def wake(self) -> None:
         """Make an idle loop look again (after a cancellation)."""
@@ -151,22 +143,22 @@ class Orchestrator:
         of a request's eight steps in ``docs/explanation/how-it-works.md``.
         """
         self._change()
-        log, self._log = self._log or StepLog(self._drafting.names), None
+        log = self.cycle.begin()
         self._update_batch()  # 3: admit
         batch = self._ready()
         if not self._active and not self._in_flight:
-            self._learn(log)
-            self._log = None
+            self._learn()
             return False
         if batch or not self._in_flight:
-            offers, queued = self.planning.needs_offers, len(self._admission)
-            view = batch.view(self._drafting, self._k_max, queued, offers)  # 4: describe
-            plan = self.planning.plan(view, log)  # 5: plan
-            submission = batch.submission(view, plan, log)
-            self._submit(submission, self._propose(submission))  # 6: draft, and verify
+            offers, queued = self.cycle.runner.needs_offers, len(self._admission)
+            view = batch.view(self.cycle.drafting, self._k_max, queued, offers)  # 4: describe
+            plan = self.cycle.runner.plan(view, log)  # 5: plan
+            sequences = [session.sequence for session in batch.decoding]
+            step = self.cycle.propose(sequences, view, plan, log)  # 6: draft, and verify
+            self._in_flight.submit(batch.submission(step))
         self._collect()  # 7 and 8: commit, emit, learn
         if not self._active:
-            self._log = None
+            self.cycle.pause()
         return True
 
     def _ready(self) -> Batch:
@@ -174,14 +166,14 @@ class Orchestrator:
         idle = (
             session
             for session in self._active.values()
-            if session.id not in self._in_flight.proposals and not self._changes
+            if session.id not in self._in_flight.ids and not self._changes
         )
         return Batch.of(idle, self._target, self._prefill_chunk_tokens)
 
     def _change(self) -> None:
-        while self._changes and not self._in_flight.proposals:
+        while self._changes and not self._in_flight.ids:
             change, done = self._changes.popleft()
-            self._log = None
+            self.cycle.pause()
             if not done.set_running_or_notify_cancel():
                 continue
             try:
@@ -197,8 +189,8 @@ class Orchestrator:
             self._reply_error(self._inbox.popleft(), code, message)
         for session in [*self._admission.clear(), *self._active.values()]:
             self._fail(session, code, message)
-        self._learn(StepLog(self._drafting.names))
-        self._log = None
+        self.cycle.pause()
+        self._learn()
 
     # -- admit: requests in, cancelled ones out
 
@@ -252,46 +244,18 @@ class Orchestrator:
             if session.trace is not None:
                 session.trace.enter("prefill")
 
-    # -- draft and verify
-
-    def _propose(self, submission: Submission) -> dict[int, Proposals]:
-        """Draft for a submission, and choose which nodes of that the target verifies."""
-        sequences = [session.sequence for session in submission.sessions]
-        proposals = self._drafting.propose(
-            sequences, submission.view, submission.plan, submission.log
-        )
-        drafted = self._drafting.drafted(sequences, proposals)
-        if drafted is None:
-            return proposals
-        with submission.log.part("planning"):
-            nodes = self.planning.trim(submission.view, submission.plan, drafted)
-        for session, most in zip(submission.sessions, nodes, strict=True):
-            row = proposals[session.id]
-            row.chosen = self._drafting.best(row.drafted, most)
-        return proposals
-
-    def _submit(self, submission: Submission, proposals: dict[int, Proposals]) -> None:
-        """Give a submission to the target."""
-        rows = (
-            Turn(s.sequence, len(s.sequence.tokens), 1, proposals[s.id].chosen)
-            for s in submission.sessions
-        )
-        submission.turns = [*rows, *submission.prefill]
-        self._in_flight.submit(submission, proposals)
-
     def _collect(self) -> None:
         """Wait for the submission, take its tokens and learn from it."""
         submission, completions, failed = self._in_flight.collect()
         self._failures += failed
         for completion in completions:
-            self._commit(completion, submission.log)
-        self._learn(submission.log, submission)
+            self._commit(completion, submission.step)
+        self._learn(submission.step)
 
     # -- commit and emit
 
-    def _commit(self, completion: Completion, log: StepLog) -> None:
+    def _commit(self, completion: Completion, step: Step) -> None:
         """Take a completion's tokens; what goes wrong with one request ends that one only."""
-        proposals = self._in_flight.proposals.pop(completion.sequence_id, None) or Proposals()
         session = self._active.get(completion.sequence_id)
         if session is None:
             return
@@ -299,7 +263,7 @@ class Orchestrator:
             self._fail(session, ErrorCode.INTERNAL, completion.error)
             return
         try:
-            self._commit_tokens(session, completion, proposals, log)
+            self._commit_tokens(session, completion, step)
         except RequestError as error:
             self._fail(session, error.code, error.message)
         except Exception as error:
@@ -310,27 +274,20 @@ class Orchestrator:
                 f"the request could not be continued ({type(error).__name__})",
             )
 
-    def _commit_tokens(
-        self, session: Session, completion: Completion, proposals: Proposals, log: StepLog
-    ) -> None:
+    def _commit_tokens(self, session: Session, completion: Completion, step: Step) -> None:
         taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
+        chosen = step.chosen(session.id)
         if session.trace is not None:
-            session.trace.step(log, proposals.chosen, min(completion.accepted, taken), taken)
+            session.trace.step(step.log, chosen, min(completion.accepted, taken), taken)
         if not taken:
             return  # a prefill chunk, which draws nothing
-        if proposals.chosen:
-            session.speculated(proposals.chosen, min(completion.accepted, taken))
-        log.control.append(session.control)
+        if chosen:
+            session.speculated(chosen, min(completion.accepted, taken))
         if completion.features is not None:
             tokens = len(session.sequence.tokens)
             session.sequence.features = Features(tokens, completion.features)
-        emitted, drawn = completion.tokens[:taken], not session.sequence.sampling.greedy
-        verified = len(proposals.chosen) if proposals.chosen else 0
-        log.record(session.id, proposals.drafted, verified, emitted, drawn=drawn)
-        for unused in proposals.unused:
-            log.record_free(session.id, unused, emitted)
-        if proposals.scored:
-            log.record_scored(session.id, proposals.scored)
+        emitted, nodes = completion.tokens[:taken], len(chosen) if chosen else 0
+        self.cycle.verified(step, session.sequence, nodes, emitted, control=session.control)
         self._emit(session)
 
     def _emit(self, session: Session) -> None:
@@ -375,11 +332,11 @@ class Orchestrator:
         """Forget a request everywhere: batch, engines, ledger, and (at the end of the step)
         policy.
         """
-        self._drafting.ended(session.sequence)
+        self.cycle.drafting.ended(session.sequence)
         self._ledger.release(session.sequence)
         self._admission.ended(session)
         self._forget(session)
-        self._finished.append(session.id)
+        self.cycle.finished(session.id)
 
     def _forget(self, session: Session) -> None:
         """Take a request out of the batch and the engines; should its turn be in flight, what that
@@ -388,20 +345,17 @@ class Orchestrator:
         self._active.pop(session.id, None)
         self._in_flight.forget(session.id)
         self._target.cancel([session.id])
-        self._drafting.cancel([session.id])
+        self.cycle.drafting.cancel([session.id])
 
-    def _learn(self, log: StepLog, submission: Submission | None = None) -> None:
-        """Let the estimators and the latency model learn from a submission (None: nothing was
-        verified), and count it.
+    def _learn(self, step: Step | None = None) -> None:
+        """Let the policy learn from a step (None: nothing was verified), and show the loop's
+        state.
         """
-        log.finished, self._finished = self._finished, []
-        outcome = log.outcome()
-        self._log = StepLog(self._drafting.names)
-        if submission is not None or log.finished:
-            with self._log.part("learning"):
-                self.planning.observe(outcome)
-        if submission is not None:
-            self._stats.step(submission.plan, outcome, self._drafting.names, log.control)
+        self.cycle.learn(step)
         self._stats.reuse(self._ledger.take_reuse())
-        rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
-        self._stats.state(*self.counts(), self._ledger.usage(), self.planning.drift(), rows)
+        rows = (0, 0, 0)
+        if step is not None:
+            log = step.log
+            rows = log.decoding, log.batch_size - log.decoding, log.prefill_tokens
+        drift = self.cycle.runner.drift()
+        self._stats.state(*self.counts(), self._ledger.usage(), drift, rows)

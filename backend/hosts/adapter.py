@@ -140,7 +140,7 @@ class Host:
         plan = self._cycle.runner.plan(view, log)
         self._step = self._cycle.propose(sequences, view, plan, log)
         chosen = (
-            (row.key, self._step.proposals[sequence.id].chosen)
+            (row.key, self._step.chosen(sequence.id))
             for row, sequence in zip(rows, sequences, strict=True)
         )
         return {key: proposal for key, proposal in chosen if proposal is not None}
@@ -201,16 +201,15 @@ class Host:
             emitted = [*row.tokens[len(sequence.tokens) :]]
             if not emitted:
                 continue
-            proposals = step.proposals[sequence.id]
-            mine &= _is_start(row.proposed, proposals.chosen)
-            self._cycle.verified(log, sequence, proposals, len(row.proposed), emitted)
+            mine &= _is_start(row.proposed, step.chosen(sequence.id))
+            self._cycle.verified(step, sequence, len(row.proposed), emitted)
             sequence.tokens += emitted
         if not mine:
             self._stats.fallback("not_as_proposed")
         elif log.rows:
             log.parts_s["verify"] = verify_s
             log.prefill_tokens = prefill_tokens
-            self._cycle.learn(log, step.plan)
+            self._cycle.learn(step)
             self._stats.state(len(self._sequences), 0, {}, self._cycle.runner.drift())
 
     def ended(self, keys: Iterable[Hashable]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
-from backend.sequence import Sequence
+from backend.sequence import Proposal, Sequence
 from backend.speculation.drafting import Drafting, Proposals
 from backend.speculation.policy_runner import PolicyRunner
 from backend.speculation.step_log import StepLog
@@ -24,6 +24,11 @@ class Step:
     plan: Plan  # of the rows of ``view``
     log: StepLog
     proposals: dict[int, Proposals]  # by sequence id
+
+    def chosen(self, sequence_id: int) -> Proposal | None:
+        """Return what the target verifies for a sequence."""
+        row = self.proposals.get(sequence_id)
+        return None if row is None else row.chosen
 
 
 class Cycle:
@@ -80,36 +85,41 @@ class Cycle:
 
     def verified(
         self,
-        log: StepLog,
+        step: Step,
         sequence: Sequence,
-        proposals: Proposals,
         nodes: int,
         emitted: list[int],
         *,
         control: bool = False,
     ) -> None:
-        """Note that the target verified so many nodes of a row's proposal, and the tokens that were
-        committed for the row; ``control`` as in ``View``.
+        """Note that the target verified so many nodes of a sequence's proposal, and the tokens that
+        were committed for it; ``control`` as in ``View``.
         """
+        log, row = step.log, step.proposals.get(sequence.id) or Proposals()
         drawn = not sequence.sampling.greedy
-        log.record(sequence.id, proposals.drafted, nodes, emitted, drawn=drawn)
+        log.record(sequence.id, row.drafted, nodes, emitted, drawn=drawn)
         log.control.append(control)
-        for unused in proposals.unused:
+        for unused in row.unused:
             log.record_free(sequence.id, unused, emitted)
-        if proposals.scored:
-            log.record_scored(sequence.id, proposals.scored)
+        if row.scored:
+            log.record_scored(sequence.id, row.scored)
 
     def finished(self, sequence_id: int) -> None:
-        """Let the policy forget a request, with the next step that it learns from."""
+        """Let the policy forget a request, with what it learns next."""
         self._finished.append(sequence_id)
 
-    def learn(self, log: StepLog, plan: Plan | None = None) -> None:
-        """Let the policy learn from a step and count it; no plan: nothing was verified."""
+    def learn(self, step: Step | None) -> None:
+        """Let the policy learn from a step, and count it; None: nothing was verified, and the
+        policy only forgets requests.
+        """
+        log = self.begin() if step is None else step.log
         log.finished, self._finished = self._finished, []
         outcome = log.outcome()
-        self._next_log = StepLog(self.drafting.names)
-        if plan is not None or log.finished:
-            with self._next_log.part("learning"):
+        if step is None:
+            if log.finished:
                 self.runner.observe(outcome)
-        if plan is not None:
-            self._stats.step(plan, outcome, self.drafting.names, log.control)
+            return
+        self._next_log = StepLog(self.drafting.names)
+        with self._next_log.part("learning"):
+            self.runner.observe(outcome)
+        self._stats.step(step.plan, outcome, self.drafting.names, log.control)

@@ -85,7 +85,7 @@ def test_texts_that_copy_themselves_and_free_texts_get_other_drafts_and_lengths(
     bring_embedded_model()
     app = build(parse_config(CONFIG), TABLES)
     loop = app.orchestrator
-    recorder = loop.planning.policy = Recorder(loop.planning.policy)
+    recorder = loop.cycle.runner.policy = Recorder(loop.cycle.runner.policy)
     sessions = [
         app.session(GenerationRequest(text, 48, end_id=-1), Sink())
         for text in (*COPYING, *CHATTING)

@@ -38,7 +38,7 @@ def test_texts_are_those_of_plain_decoding_and_a_sure_draft_is_right_from_its_fi
     deployment.run()
     for session, prompt in zip(sessions, PROMPTS, strict=True):
         assert session.sequence.tokens == reference.text(prompt, LENGTH)
-    outcomes = deployment.loop.planning.policy.outcomes
+    outcomes = deployment.loop.cycle.runner.policy.outcomes
     assert all((outcome.rows.accepted == outcome.rows.scored).all() for outcome in outcomes)
     assert sum(int(outcome.rows.accepted.sum()) for outcome in outcomes) > 20
     assert deployment.counters().get(("spindle_fallback_total", "draft_error"), 0) == 0

@@ -169,9 +169,9 @@ def other_row(patch):
 def old_state(patch):
     kept = Orchestrator._commit_tokens
 
-    def committed(loop, session, completion, proposals, log):
+    def committed(loop, session, completion, step):
         before = session.sequence.features
-        kept(loop, session, completion, proposals, log)
+        kept(loop, session, completion, step)
         if before is not None and completion.accepted:
             tokens = len(session.sequence.tokens)
             session.sequence.features = Features(tokens, before.states)

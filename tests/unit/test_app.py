@@ -272,7 +272,7 @@ def test_the_configured_policy_is_built_and_serves(settings, kind):
         ),
         Sink(),
     )
-    assert isinstance(app.orchestrator.planning.policy.policy, kind)
+    assert isinstance(app.orchestrator.cycle.runner.policy.policy, kind)
     app.orchestrator.submit(app.session(GenerationRequest("text", 40, end_id=-1), sink))
     while sink.reply is None:
         app.orchestrator.step()
@@ -283,7 +283,7 @@ def test_the_configured_policy_is_built_and_serves(settings, kind):
 
 def test_a_deployment_without_drafts_does_not_speculate():
     assert isinstance(
-        build(parse_config({"target": {"engine": "fake"}})).orchestrator.planning.policy.policy,
+        build(parse_config({"target": {"engine": "fake"}})).orchestrator.cycle.runner.policy.policy,
         NoSpeculation,
     )
 

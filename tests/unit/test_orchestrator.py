@@ -446,7 +446,9 @@ def test_a_plan_that_cannot_be_followed_is_not_and_its_policy_is_named_once_in_a
 
     world = World(policy=Guarded("my_package.Greedy", Greedy()))
     ticks = itertools.count()
-    world.loop.planning._clock = lambda: next(ticks) / 100  # two lines are 10 s apart, 1,000 ticks
+    world.loop.cycle.runner._clock = lambda: (
+        next(ticks) / 100
+    )  # two lines are 10 s apart, 1,000 ticks
     sink = world.submit("abc")
     world.run()
     assert sink.text == plain_text("abc")

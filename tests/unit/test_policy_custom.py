@@ -228,7 +228,7 @@ def settings(kind, **policy):
 def test_serving_json_names_a_policy_and_its_options(module):
     name = module()
     app = build(settings(f"{name}.Mine", options={"length": 4}, k_max=6))
-    policy = app.orchestrator.planning.policy.policy.policy.policy
+    policy = app.orchestrator.cycle.runner.policy.policy.policy.policy
     assert (type(policy).__name__, policy.drafts, policy.k_max) == ("Mine", ("a",), 6)
     assert policy.length == 4
 

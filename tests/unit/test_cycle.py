@@ -1,0 +1,101 @@
+"""The cycle of propose, verified and learn, without a loop around it."""
+
+import numpy as np
+
+from backend.engines.lookup import LookupEngine
+from backend.ops.stats import Stats, StepStats
+from backend.request import SamplingParams
+from backend.sequence import Sequence
+from backend.speculation.cycle import Cycle
+from backend.speculation.drafting import Drafting
+from policy import FixedLength, View
+
+NAME, LENGTH = "lookup", 3
+
+
+class Recorder(FixedLength):
+    def __init__(self, trimmed=LENGTH):
+        super().__init__(NAME, LENGTH)
+        self.outcomes, self.trimmed = [], trimmed
+
+    def trim(self, view, plan, drafted, state):
+        return np.full(len(view), self.trimmed)
+
+    def observe(self, outcome, state, now):
+        self.outcomes.append(outcome)
+
+
+def cycle(policy):
+    stats = StepStats(Stats())
+    draft = LookupEngine(NAME, max_draft_tokens=LENGTH)
+    return Cycle(Drafting([draft], stats, lambda: 0.0), policy, stats, lambda: 0.0)
+
+
+def sequence(number=1):
+    return Sequence(number, [5, 6, 7, 8, 9] * 4, 5, SamplingParams())
+
+
+def propose(made, *sequences):
+    ids, ones = np.array([s.id for s in sequences]), np.ones(len(sequences), np.int64)
+    ceiling, unseen = made.drafting.ceilings(sequences, [LENGTH] * len(sequences))
+    view = View(made.drafting.names, ids, 20 * ones, 50 * ones, ceiling, unseen)
+    log = made.begin()
+    return made.propose(sequences, view, made.runner.plan(view, log), log)
+
+
+def test_the_policy_learns_what_was_verified_and_emitted():
+    policy = Recorder(trimmed=2)
+    made, one = cycle(policy), sequence()
+    step = propose(made, one)
+    assert step.chosen(one.id).tokens == [5, 6]
+    made.verified(step, one, 2, [5, 6, 7])
+    made.finished(one.id)
+    made.learn(step)
+    (outcome,) = policy.outcomes
+    rows = outcome.rows
+    figures = [c.item() for c in (rows.draft, rows.length, rows.verified, rows.followed)]
+    assert figures == [0, 3, 2, 2]
+    assert rows.accepted.tolist() == [3]  # its cut node was right, too
+    assert outcome.finished.tolist() == [one.id]
+
+
+def test_two_open_steps_keep_their_own_proposals():
+    policy = Recorder()
+    made, one, other = cycle(policy), sequence(1), sequence(2)
+    first, second = propose(made, one), propose(made, other)
+    assert first.chosen(other.id) is None
+    made.verified(second, other, LENGTH, [5, 9])
+    made.verified(first, one, LENGTH, [5, 6, 7, 8])
+    made.learn(first)
+    made.learn(second)
+    assert [o.rows.request.tolist() for o in policy.outcomes] == [[1], [2]]
+    assert [o.rows.accepted.tolist() for o in policy.outcomes] == [[3], [1]]
+
+
+def test_a_host_that_takes_proposals_whole_gets_them_untrimmed():
+    made, one = cycle(Recorder(trimmed=0)), sequence()
+    assert propose(made, one).chosen(one.id) is None
+    made.trims = False
+    assert len(propose(made, one).chosen(one.id)) == LENGTH
+
+
+def test_requests_that_end_without_a_step_are_forgotten_once():
+    policy = Recorder()
+    made = cycle(policy)
+    made.learn(None)
+    assert policy.outcomes == []
+    made.finished(7)
+    made.learn(None)
+    made.learn(None)
+    assert [o.finished.tolist() for o in policy.outcomes] == [[7]]
+
+
+def test_a_busy_loop_s_step_starts_where_the_last_one_ended():
+    made, one = cycle(Recorder()), sequence()
+    step = propose(made, one)
+    made.learn(step)
+    log = made.begin()
+    assert "learning" in log.parts_s
+    made.learn(propose(made, one))
+    made.pause()
+    assert made.begin().parts_s == {}
