@@ -46,7 +46,7 @@ def llama(config: LlamaConfig, weights: Weights) -> LlamaForCausalLM:
 def _replay_by_running(
     forward: PagedForward, run: Callable[[], torch.Tensor]
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    return lambda: (run(), forward._tapped())
+    return lambda: (run(), forward.model.states)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class CudaEngine(StepEngine):
     ) -> None:
         is_cuda = next(lm.parameters()).device.type == "cuda"
         kernels = triton_kernels(invariant=invariant) if is_cuda else plain_kernels()
-        model = PagedModel(lm, kernels, blocks=kv_blocks + 1)
+        model = PagedModel(lm, kernels, blocks=kv_blocks + 1, taps=taps)
         model.fuse()
         logger.info("%s: fused %s, kept %s", name, model.fused, sorted(set(model.refused)))
         limits = EngineLimits(
@@ -61,7 +61,7 @@ class CudaEngine(StepEngine):
             tree=True,
             scores=True,
         )
-        super().__init__(name, PagedForward(model, taps=taps, count=count), limits)
+        super().__init__(name, PagedForward(model, count=count), limits)
 
     def _wait(self, jobs: list) -> None:  # type: ignore[type-arg]
         if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):

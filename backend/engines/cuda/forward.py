@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
 from backend.engines.cuda.model import PagedModel
@@ -110,15 +109,13 @@ class Graph(NamedTuple):
 class PagedForward:
     """``stepping.engine.Model`` over a paged decoder. Its last page belongs to no sequence.
 
-    ``taps``: the layers, counted from 1, after which ``features`` are kept. ``count(reason)`` is
-    called when a graph cannot be captured; its size then runs without one.
+    ``count(reason)`` is called when a graph cannot be captured; its size then runs without one.
     """
 
     def __init__(
         self,
         model: PagedModel,
         *,
-        taps: Sequence[int] = (),
         count: Callable[[str], None] | None = None,
     ) -> None:
         self.model, self.device = model, model.device
@@ -128,11 +125,6 @@ class PagedForward:
         self._scratch = len(model.kv[0]) - 1
         self._graphs: dict[Size, Graph | None] = {}
         self._captures = self.device.type == "cuda"
-        self._states: dict[int, torch.Tensor] = {}
-        self._taps = tuple(taps)
-        layers = [m for m in model.lm.modules() if type(m).__name__.endswith("DecoderLayer")]
-        for tap in taps:
-            layers[tap - 1].register_forward_hook(self._keep_states(tap))
 
     @property
     def kv(self) -> list[torch.Tensor]:
@@ -152,7 +144,7 @@ class PagedForward:
             return logits
         order = self._order(chunks, is_long)
         self.features = None
-        if self._taps:
+        if parts[0][1] is not None:
             self.features = torch.cat([s for _, s in parts if s is not None])[order]
         return torch.cat([logits for logits, _ in parts])[order]
 
@@ -185,7 +177,7 @@ class PagedForward:
         is_long = exact.most > MAX_NEW_TOKENS
         spans = [(chunk.start, n) for chunk, n in zip(chunks, lengths, strict=True)]
         logits = self._pass(inputs, wanted, spans if is_long else None)
-        states = self._tapped()
+        states = self.model.states
         return logits, None if states is None else states[wanted]
 
     def _pass(
@@ -261,26 +253,13 @@ class PagedForward:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             logits = run()
-        states = self._tapped()
+        states = self.model.states
 
         def replay() -> tuple[torch.Tensor, torch.Tensor | None]:
             graph.replay()
             return logits, states
 
         return replay
-
-    def _keep_states(self, tap: int) -> Callable[[nn.Module, object, object], None]:
-        def keep(_: nn.Module, __: object, output: object) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            assert isinstance(hidden, torch.Tensor)
-            self._states[tap] = hidden.view(-1, hidden.shape[-1])
-
-        return keep
-
-    def _tapped(self) -> torch.Tensor | None:
-        if not self._taps:
-            return None
-        return torch.stack([self._states[tap] for tap in self._taps], 1)
 
     def _order(self, chunks: Sequence[Chunk], is_long: Sequence[bool]) -> torch.Tensor:
         """Return where each chunk's rows lie when those of long ones come first."""

@@ -6,7 +6,7 @@ family as it is. A leaf is replaced by its fused form only after that gave the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ _PROBE_TOKENS = 7
 class PagedModel:
     """A causal language model of transformers whose keys and values lie in ``blocks`` pages.
 
-    ``lm`` was made with ``attn_implementation=ATTENTION``. ``fused`` counts replaced leaves by
-    kind, ``refused`` names those that gave something else.
+    ``lm`` was made with ``attn_implementation=ATTENTION``. ``taps`` are the layers, counted from 1,
+    whose output drafts read. ``fused`` counts replaced leaves by kind, ``refused`` names those that
+    gave something else.
 
     Raises ValueError for a size of heads that is not a power of two.
     """
 
-    def __init__(self, lm: nn.Module, kernels: Kernels, *, blocks: int) -> None:
+    def __init__(
+        self, lm: nn.Module, kernels: Kernels, *, blocks: int, taps: Sequence[int] = ()
+    ) -> None:
         self.lm, self.kernels = lm, kernels
         self.layout: Layout | None = None
         weight = next(lm.parameters())
@@ -42,8 +45,8 @@ class PagedModel:
             for shape in dict.fromkeys(shapes)
         ]
         """Keys and values [layers, blocks, 2, kv_heads, PAGE, dim], of layers of the same shape."""
-        layers = {kv.shape[1:]: iter(kv) for kv in self.stacked_kv}
-        self.kv = [next(layers[torch.Size(shape)]) for shape in shapes]
+        views = {tuple(kv.shape[1:]): iter(kv) for kv in self.stacked_kv}
+        self.kv = [next(views[shape]) for shape in shapes]
         """The same by layer [blocks, 2, kv_heads, PAGE, dim]."""
         self.scratch = (blocks - 1) * PAGE
         """A place in the last page, for tokens of no row."""
@@ -51,6 +54,13 @@ class PagedModel:
             heads = config.num_attention_heads
             pages = Pages(kv, heads, self._current_layout, kernels.attention)
             object.__setattr__(module, "pages", pages)
+        self.states: torch.Tensor | None = None
+        """[tokens, taps, hidden] of the last pass: the output of the layers ``taps``."""
+        self._taps = tuple(taps)
+        self._tapped: dict[int, torch.Tensor] = {}
+        layers = [m for m in lm.modules() if type(m).__name__.endswith("DecoderLayer")]
+        for tap in taps:
+            layers[tap - 1].register_forward_hook(self._keep_states(tap))
         self.fused = dict.fromkeys(("attentions", "units", "norms", "products"), 0)
         self.refused: list[str] = []
 
@@ -78,6 +88,8 @@ class PagedModel:
         out = self.lm(
             input_ids=ids[None], position_ids=position[None], use_cache=False, logits_to_keep=keep
         )
+        if self._taps:
+            self.states = torch.stack([self._tapped[tap] for tap in self._taps], 1)
         logits: torch.Tensor = out.logits[0]
         return logits
 
@@ -85,6 +97,14 @@ class PagedModel:
     def fuse(self) -> None:
         """Replace leaves by fused ones where they give the same; before the first pass."""
         self._fuse_children(self.lm)
+
+    def _keep_states(self, tap: int) -> Callable[[nn.Module, object, object], None]:
+        def keep(_: nn.Module, __: object, output: object) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            assert isinstance(hidden, torch.Tensor)
+            self._tapped[tap] = hidden.view(-1, hidden.shape[-1])
+
+        return keep
 
     def _current_layout(self) -> Layout:
         assert self.layout is not None
