@@ -12,11 +12,15 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from backend.engines.cuda.heads import HeadProposal
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.linear import Tiling, linear
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import ATTENTION, PAGE
 from backend.engines.cuda.step import Slots, VerifyStep
+from backend.engines.head.folder import HeadConfig
+from backend.engines.head.network import HeadNetwork
+from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD
 from backend.sampling.draw import draw as host_draw
@@ -223,7 +227,47 @@ def model(probe: Probe) -> dict[str, Any]:
     return found
 
 
-def _paged_llama(probe: Probe, rows: int) -> tuple[PagedModel, int]:
+def proposals(probe: Probe) -> dict[str, Any]:
+    """Time a head's proposals on transformers' 8B, and the steps that verify the likeliest nodes of
+    the batch: 3 a row in the mean, of 4 places with 4 candidates each.
+    """
+    shape, depth = probe.shape, 4
+    taps = (1, shape.layers)
+    paged, room = _paged_llama(probe, probe.of(64, 2), taps)
+    hidden = shape.hidden
+    network = HeadNetwork(HeadConfig(shape.vocab, hidden, hidden, taps, rows=probe.of(16384, 60)))
+    network = network.to(probe.device, probe.dtype).requires_grad_(requires_grad=False)
+    embeddings = paged.lm.get_input_embeddings(), paged.lm.get_output_embeddings()  # type: ignore[operator]
+    weights = [module.weight.detach() for module in embeddings]
+    token_ids = torch.arange(network.config.rows, device=paged.device)
+    found: dict[str, Any] = {}
+    for rows in probe.of((1, 8, 64), (2,)):
+        for own in probe.of((0, 128, 512), (8,)):
+            need = -(-room // PAGE)
+            slots = Slots(
+                rows, need, paged.device, states=(len(taps), hidden), own=own, dtype=probe.dtype
+            )
+            slots.table.copy_(torch.arange(rows * need, device=paged.device).view(rows, need))
+            slots.length.fill_(probe.context)
+            slots.own.fill_(7)
+            slots.temperature.fill_(0.8)
+            columns = depth * CANDIDATES
+            step = VerifyStep(
+                paged, slots, rows, columns, tokens=4 * rows, most=depth + 1, keys=room
+            )
+            head = HeadProposal(network, token_ids, weights[0], weights[1], step, depth)
+            propose = probe.graph(head.run)
+            cell = {"propose_ms": probe.time_ms(propose)}
+            if own == probe.of(128, 8):
+                verify = probe.graph(step.run)
+                slots.length.fill_(probe.context)
+                cell["verify_ms"] = probe.time_ms(verify)
+            found[f"{rows} rows, {own} tokens of the text"] = cell
+            print(rows, own, cell, flush=True)
+    return {"ms": found}
+
+
+def _paged_llama(probe: Probe, rows: int, taps: tuple[int, ...] = ()) -> tuple[PagedModel, int]:
     """Return a Llama of random weights and KV, and the tokens that a row has room for."""
     shape, room = probe.shape, probe.context + 150
     config = AutoConfig.for_model(
@@ -244,7 +288,7 @@ def _paged_llama(probe: Probe, rows: int) -> tuple[PagedModel, int]:
         ).eval()
     kernels = plain_kernels() if probe.rehearse else triton_kernels(invariant=True)
     blocks = rows * -(-room // PAGE) + 1
-    paged = PagedModel(lm, kernels, blocks=blocks)
+    paged = PagedModel(lm, kernels, blocks=blocks, taps=taps)
     paged.fuse()
     for kv in paged.kv:
         kv.normal_().mul_(0.1)

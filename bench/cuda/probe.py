@@ -32,6 +32,7 @@ PARTS = {
     "bits": ("exactness_parts", "bits of rows alone, in batches and in chains"),
     "distributions": ("exactness_parts", "draws of 100,000 random rows, with top-k, top-p, min-p"),
     "model": ("exactness_parts", "transformers' 8B with fused leaves: step times, texts"),
+    "proposals": ("exactness_parts", "a head's proposals, and steps over trees of them"),
     "pipelining": ("step_parts", "two half batches in two streams against one batch"),
 }
 """A part's module and what it measures."""

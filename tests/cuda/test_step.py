@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from backend.engines.cuda import plain, trees
 from backend.engines.cuda.ancestors import ancestor_words
 from backend.engines.cuda.model import PagedModel
-from backend.engines.cuda.step import Slots, VerifyStep, _mix
+from backend.engines.cuda.noise import mix
+from backend.engines.cuda.step import Slots, VerifyStep
 from backend.sampling.randomness import _seed_word, word
 from tests.cuda.test_model import models
 
@@ -118,7 +119,7 @@ def trees_with(text: torch.Tensor, seed: int) -> Proposer:
 
 def test_mixing_is_the_hosts() -> None:
     seed = _seed_word(77)
-    words = _mix(torch.tensor([seed - (seed >> 63 << 64)]) ^ torch.arange(50))
+    words = mix(torch.tensor([seed - (seed >> 63 << 64)]) ^ torch.arange(50))
     assert [w % (1 << 64) for w in words.tolist()] == [word(77, at) for at in range(50)]
 
 

@@ -12,17 +12,27 @@ import torch
 
 from backend.engines.cuda import trees
 from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.noise import mix
 from backend.engines.cuda.pages import PAGE, Layout
-
-_GOLDEN, _FIRST, _SECOND = (
-    value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
 
 
 class Slots:
-    """What the device knows of each admitted sequence; a row of a step names its slot."""
+    """What the device knows of each admitted sequence; a row of a step names its slot.
 
-    def __init__(self, slots: int, blocks: int, device: torch.device) -> None:
+    ``states`` is the shape [taps, hidden] of what drafts read of a sequence, in ``dtype``; a head
+    may propose at most ``own`` tokens of a sequence's text.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        blocks: int,
+        device: torch.device,
+        *,
+        states: tuple[int, int] = (0, 0),
+        own: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.table = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
         """int32[slots, blocks]: the pages of each sequence."""
         self.length = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -39,6 +49,10 @@ class Slots:
         """float32[slots]: 1 is off."""
         self.min_p = torch.zeros(slots, device=device)
         """float32[slots]: 0 is off."""
+        self.states = torch.zeros(slots, *states, dtype=dtype, device=device)
+        """[slots, taps, hidden]: what the target had at the place that ``last`` was drawn from."""
+        self.own = torch.full((slots, own), -1, dtype=torch.int64, device=device)
+        """int64[slots, own]: tokens of the text that a head has no static row for, -1 for none."""
 
 
 class VerifyStep:
@@ -62,7 +76,7 @@ class VerifyStep:
     ) -> None:
         device, long = model.device, torch.int64
         self.model, self.slots, self.rows, self.most = model, slots, rows, most
-        self._columns, self._keys, self._bounded = columns, keys, bounded
+        self._columns, self._keys, self.bounded = columns, keys, bounded
         self.slot = torch.arange(rows, device=device)
         """int64[rows]: read."""
         self.token = torch.zeros(rows, columns, dtype=long, device=device)
@@ -129,6 +143,9 @@ class VerifyStep:
         )
         for kv in self.model.stacked_kv:
             kernels.move(kv, table, start, self.path, self.count)
+        if self.model.states is not None:
+            final = self.path.gather(1, self.count[:, None] - 1)[:, 0] + self._first[:-1]
+            slots.states[self.slot] = self.model.states[final].to(slots.states.dtype)
         slots.last[self.slot] = self.emitted.gather(1, self.count[:, None] - 1)[:, 0]
         slots.length[self.slot] = length + self.count
 
@@ -137,22 +154,9 @@ class VerifyStep:
         slots, kernels = self.slots, self.model.kernels
         slot = self.slot[self._owner]
         temperature = slots.temperature[slot]
-        words = _mix(slots.seed[slot] ^ (self._position + 1))
+        words = mix(slots.seed[slot] ^ (self._position + 1))
         bound = self._no_bound
-        if self._bounded:
+        if self.bounded:
             limits = (slots.top_k[slot], slots.top_p[slot], slots.min_p[slot])
             bound = kernels.bounds(logits, temperature, *limits)
         return kernels.draw(logits, temperature, bound, words)
-
-
-def _mix(word: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser over the bits of int64, as ``sampling.randomness`` has it."""
-    word = word + _GOLDEN
-    word = (word ^ _shift(word, 30)) * _FIRST
-    word = (word ^ _shift(word, 27)) * _SECOND
-    return word ^ _shift(word, 31)
-
-
-def _shift(word: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right with zeros from the left, which torch's int64 does not."""
-    return (word >> bits) & ((1 << (64 - bits)) - 1)
