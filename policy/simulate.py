@@ -1,14 +1,7 @@
 """Simulate a deployment from latency tables, true acceptance and arrivals, and see what every
 policy would make of it.
 
-    spindle simulate compare --deployment llama-8b-h100 --arms none,fixed:eagle:3 --html out.html
-    spindle simulate evidence --json simulation.json --html simulation.html
-    spindle simulate worth --json worth.json
-    spindle simulate fleet --replicas 1,8,1000 --arms none,adaptive
-    spindle simulate report FILE.json --html FILE.html
-
-``compare`` runs the arms named. ``evidence`` runs the whole protocol: choices made on some seeds,
-reported on others. ``worth`` takes parts of the adaptive planner away, one at a time.
+    spindle simulate compare --deployment llama-8b-h100 --arms none,fixed:eagle:3 --json out.json
 """
 
 from __future__ import annotations
@@ -17,44 +10,34 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from policy.latency import LatencyTable
 from policy.simulation import presets
-from policy.simulation.arms import WITHOUT, check_arms, known_arms
+from policy.simulation.arms import check_arms, known_arms
 from policy.simulation.deployment import Deployment
-from policy.simulation.evidence import criteria, described
 from policy.simulation.experiments import (
     BACKLOG,
     Result,
     Scenario,
     Task,
-    compare,
     compare_arms,
-    nominal_rate,
-    planning_cost,
     run_once,
     summary,
 )
-from policy.simulation.growth import NOTE, fleet_row
-from policy.simulation.report import html, text
-from policy.simulation.shift import shift_test
+from policy.simulation.report import described, text
 from policy.simulation.workload import Mix, Recorded
 from policy.wrappers import PolicyError
 
 TABLES = Path(__file__).parent / "simulation" / "tables"
-SHIFT_ARMS = ["adaptive", "smartspec:eagle", "ema:eagle"]
-TUNING, REPORTING = [0], [3, 4, 5]
-LOADS = [0.3, 0.95, BACKLOG]
-REQUESTS = 60
 
 
 def deployments() -> dict[str, Deployment]:
@@ -81,8 +64,8 @@ class Runner:
     terminal.
     """
 
-    def __init__(self, jobs: int) -> None:
-        self.jobs, self.steps, self.wall_s = jobs, 0, 0.0
+    def __init__(self, jobs: int, program: str = "spindle simulate") -> None:
+        self.jobs, self.program, self.steps, self.wall_s = jobs, program, 0, 0.0
         self._pool = ProcessPoolExecutor(jobs)
 
     def __call__(self, scenario: Scenario, tasks: list[Task]) -> dict[Task, Result]:
@@ -110,7 +93,7 @@ class Runner:
     def document(self) -> dict[str, Any]:
         """Return what is said of a document's making."""
         return {
-            "command": "spindle simulate " + " ".join(sys.argv[1:]),
+            "command": f"{self.program} {' '.join(sys.argv[1:])}",
             "numpy": np.__version__,
             "jobs": self.jobs,
             "steps": self.steps,
@@ -121,73 +104,6 @@ class Runner:
 
 def _run(scenario: Scenario, task: Task) -> Result:
     return summary(run_once(scenario, task))
-
-
-def scenarios(requests: int) -> dict[str, Scenario]:
-    """Return the scenarios of the evidence."""
-    known = deployments()
-    small, large, cpu = (known[n] for n in ("llama-8b-h100", "llama-70b-4xh100", "smollm2-cpu"))
-    chunked = replace(small, prefill_chunk_tokens=512)
-    table: list[tuple[str, Deployment, Mix]] = [
-        ("8b-chat", small, presets.CHAT),
-        ("8b-mix", small, presets.MIXED),
-        ("8b-prefill-heavy", chunked, presets.PREFILL_HEAVY),
-        ("70b-mix", large, presets.MIXED),
-        ("70b-mix-tagged", large, presets.TAGGED),
-        ("70b-mix-bursty", large, presets.MIXED),
-        ("cpu-mix", cpu, presets.MIXED),
-        ("cpu-prefill-heavy", cpu, presets.PREFILL_HEAVY),
-        ("8b-4-heads", *presets.specialists(0.85, 0.40)),
-    ]
-    return {
-        name: Scenario(
-            *(name, deployment, mix),
-            variation=3.0 if "bursty" in name else 1.0,
-            requests=requests,
-        )
-        for name, deployment, mix in table
-    }
-
-
-def _charged(scenario: Scenario) -> Scenario:
-    """Return the scenario with what planning takes on this machine."""
-    cost = planning_cost(scenario.deployment, scenario.mix)
-    return replace(scenario, deployment=replace(scenario.deployment, planning_s=cost))
-
-
-def evidence(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
-    """Run the protocol over the scenarios asked for, planning charged, and the shift test."""
-    known, began_s = scenarios(options.requests), process_time()
-    small = deployments()["llama-8b-h100"]
-    cases = [(small, SHIFT_ARMS, REPORTING[0], tokens, 0.2, 6.0) for tokens in (6000, 100)]
-    document: dict[str, Any] = {"comparisons": []}
-    document["shift"] = [row for rows in run.map(shift_test, cases) for row in rows]
-    for name in options.scenarios or known:
-        scenario = _charged(known[name])
-        scenario = replace(scenario, rate_hz=nominal_rate(scenario, TUNING, run))
-        comparison = compare(scenario, LOADS, TUNING, REPORTING, run)
-        document["comparisons"].append(described(comparison, TUNING, REPORTING))
-        print(text(document["comparisons"][-1]) + "\n", flush=True)
-        document |= {**run.document(), "criteria": criteria(document["comparisons"])}
-        write(options, document)
-    print(f"{process_time() - began_s:.0f} CPU seconds here, more in {run.jobs} processes")
-    return document
-
-
-def worth_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
-    """Take parts of the adaptive planner away, one at a time, planning charged."""
-    known = scenarios(options.requests)
-    document: dict[str, Any] = {"comparisons": []}
-    arms = [f"without:{part}" for part in options.parts or WITHOUT]
-    for name in options.scenarios or known:
-        scenario = _charged(known[name])
-        scenario = replace(scenario, rate_hz=nominal_rate(scenario, TUNING, run))
-        comparison = compare_arms(scenario, LOADS, arms, options.seeds, run)
-        document["comparisons"].append(described(comparison, [], options.seeds))
-        print(text(document["comparisons"][-1]) + "\n", flush=True)
-        document |= run.document()
-        write(options, document)
-    return document
 
 
 def rates(text: str) -> list[float]:
@@ -224,25 +140,6 @@ def compare_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     return {**run.document(), "comparisons": [comparison]}
 
 
-def fleet_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
-    """Simulate fleets of the sizes asked for."""
-    deployment = deployments()[options.deployment]
-    scenario = Scenario("fleet", deployment, mixes()[options.mix], rate_hz=options.rate)
-    sizes = [int(size) for size in options.replicas.split(",")]
-    arms = options.arms.split(",")
-    check_arms(arms, deployment, scenario.mix)
-    cases = [
-        (scenario, arm, size, 1.0, options.requests, options.seed) for size in sizes for arm in arms
-    ]
-    started = perf_counter()
-    rows = run.map(fleet_row, cases)
-    run.wall_s, run.steps = perf_counter() - started, sum(row["steps"] for row in rows)
-    for row in rows:
-        print(json.dumps(row))
-    title = f"Fleets of {deployment.name} at {options.rate:g} requests a second each"
-    return {**run.document(), "fleet": {"title": title, "note": NOTE, "rows": rows}}
-
-
 def recorded(path: str) -> Recorded:
     """Read a log of arrivals: a JSON object a line with ``arrival_s``, ``prompt_tokens``,
     ``output_tokens`` and ``category`` (its number).
@@ -263,14 +160,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     commands = parser.add_subparsers(dest="command", required=True)
-    output = argparse.ArgumentParser(add_help=False)
-    output.add_argument("--json", type=Path, help="write the results here")
-    output.add_argument("--html", type=Path, help="write a report here")
-    what = argparse.ArgumentParser(add_help=False)
-    what.add_argument("--deployment", choices=list(deployments()), default="llama-8b-h100")
-    what.add_argument("--mix", choices=list(mixes()), default="mix")
-    what.add_argument("--arms", default="none,adaptive", help=f"of {known_arms()}")
-    one = commands.add_parser("compare", parents=[output, what], help="arms at request rates")
+    one = commands.add_parser("compare", help="arms at request rates")
+    one.add_argument("--json", type=Path, help="write the results here")
+    add_deployment(one)
     one.add_argument("--rates", type=rates, default="5,backlog", help="a second, or backlog")
     about = "of the gaps between arrivals: 1 Poisson, above it bursts"
     one.add_argument("--variation", type=float, default=1.0, help=about)
@@ -280,60 +172,36 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     one.add_argument("--table-error", type=float, default=0.2)
     about = "what planning adds to a step of policies that predict its time"
     one.add_argument("--planning-us", type=float, default=0.0, help=about)
-    several = argparse.ArgumentParser(add_help=False)
-    several.add_argument("--requests", type=int, default=REQUESTS)
-    several.add_argument("--scenarios", nargs="*", choices=list(scenarios(1)))
-    commands.add_parser("evidence", parents=[output, several], help="the whole protocol")
-    about = "the adaptive planner without its parts, one at a time"
-    worth = commands.add_parser("worth", parents=[output, several], help=about)
-    worth.add_argument("--parts", nargs="*", choices=list(WITHOUT), help="all if not given")
-    worth.add_argument("--seeds", type=seeds, default="3,4")
-    fleet = commands.add_parser("fleet", parents=[output, what], help="replicas behind a router")
-    fleet.add_argument("--replicas", default="1,2,4,8,16,32")
-    fleet.add_argument("--rate", type=float, default=10.0, help="requests a second and replica")
-    fleet.add_argument("--requests", type=int, default=40, help="a replica")
-    fleet.add_argument("--seed", type=int, default=3)
-    about = "a report of results that were kept"
-    again = commands.add_parser("report", parents=[output], help=about)
-    again.add_argument("file", type=Path)
     return parser.parse_args(arguments)
+
+
+def add_deployment(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is simulated."""
+    parser.add_argument("--deployment", choices=list(deployments()), default="llama-8b-h100")
+    parser.add_argument("--mix", choices=list(mixes()), default="mix")
+    parser.add_argument("--arms", default="none,adaptive", help=f"of {known_arms()}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and write what was asked for; returns 2 for a policy that cannot be run."""
     options = _options(arguments)
+    return run(options, lambda: compare_command(options, Runner(options.jobs)))
+
+
+def run(options: argparse.Namespace, command: Callable[[], dict[str, Any]]) -> int:
+    """Run a command and keep its results; returns 2 for a policy that cannot be run."""
     if not {"", str(Path.cwd())} & {*sys.path}:
         sys.path.append(str(Path.cwd()))  # where a user's policy may lie
     try:
-        _main(options)
+        document = command()
     except PolicyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
-
-
-def _main(options: argparse.Namespace) -> None:
-    if options.command == "report":
-        document = json.loads(options.file.read_text())
-    else:
-        commands = {
-            "compare": compare_command,
-            "evidence": evidence,
-            "worth": worth_command,
-            "fleet": fleet_command,
-        }
-        document = commands[options.command](options, Runner(options.jobs))
-        speed = f"{document['steps_per_s']:,.0f} simulated steps a second"
-        print(f"{document['steps']:,} steps in {document['wall_s']:g} s: {speed}")
-    write(options, document)
-
-
-def write(options: argparse.Namespace, document: dict[str, Any]) -> None:
-    """Write the files that were asked for."""
+    speed = f"{document['steps_per_s']:,.0f} simulated steps a second"
+    print(f"{document['steps']:,} steps in {document['wall_s']:g} s: {speed}")
     if options.json:
         options.json.write_text(lines(document))
-    if options.html:
-        options.html.write_text(html(document))
+    return 0
 
 
 def lines(document: dict[str, Any]) -> str:

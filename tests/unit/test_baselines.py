@@ -7,9 +7,9 @@ import pytest
 
 from backend.config import ConfigError, parse_config
 from backend.speculation.policy_factory import make_policy
+from bench.simulator.protocol import tuned_arms
 from policy.baselines import BASELINES, Baseline, FixedLength
 from policy.simulation import arms
-from policy.simulation.experiments import tuned_arms
 from policy.simulation.presets import MIXED, llama_8b_h100
 from tests.unit.test_app import FAKE
 

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from policy.plan import FloatArray
-
-from .arms import make_policy
-from .deployment import Deployment, perturbed
-from .fleet import simulate
-from .replica import Step
-from .workload import Category, Drift, Mix, backlog, draw
+from policy.simulation.arms import make_policy
+from policy.simulation.deployment import Deployment, perturbed
+from policy.simulation.fleet import simulate
+from policy.simulation.replica import Step
+from policy.simulation.workload import Category, Drift, Mix, backlog, draw
 
 HIGH, LOW = 0.9, 0.1
 PHASES = ("start", "down", "up")

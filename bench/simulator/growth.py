@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .arms import make_policy
-from .deployment import perturbed
-from .experiments import Scenario
-from .fleet import simulate
-from .workload import Drift, bursty, draw
+from policy.simulation.arms import make_policy
+from policy.simulation.deployment import perturbed
+from policy.simulation.experiments import Scenario
+from policy.simulation.fleet import simulate
+from policy.simulation.workload import Drift, bursty, draw
 
 NOTE = (
     "Every fleet gets the same load per replica, by the router that picks the fewest outstanding "

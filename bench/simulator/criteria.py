@@ -1,70 +1,31 @@
-"""From results to a document that can be kept: tables with paired intervals, and what was wanted
-against what was found.
-"""
+"""What the design asks of the simulated comparisons, against what was found."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from .experiments import BACKLOG, Comparison, captured, compared, pooled
-from .statistics import Ratio
+from bench.simulator.protocol import captured
+from policy.simulation import report
+from policy.simulation.experiments import BACKLOG, Comparison, pooled
 
 _UTILISATION = 0.8
 _GAP = 1.1
 
 
 def described(comparison: Comparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
-    """Return a comparison as JSON-able data. Latency ratios below 1 and throughput ratios above 1
-    speak for ``adaptive``.
+    """Return a comparison as data, with how far the best fixed choice is from the oracle and how
+    much of that adapting captures.
     """
-    scenario = comparison.scenario
-    return {
-        "scenario": scenario.name,
-        "deployment": scenario.deployment.name,
-        "provenance": scenario.deployment.provenance,
-        "mix": scenario.mix.name,
-        "variation": scenario.variation,
-        "requests": scenario.requests,
-        "rate_hz": scenario.rate_hz,
-        "planning_us": [(rows, round(1e6 * s, 1)) for rows, s in scenario.deployment.planning_s],
-        "table_error": scenario.table_error,
-        "tuning_seeds": tuning,
-        "reporting_seeds": reporting,
-        "tuned": comparison.tuned,
-        "points": [_point(comparison, load, reporting) for load in comparison.arms],
-    }
-
-
-def _point(comparison: Comparison, load: float, seeds: list[int]) -> dict[str, Any]:
-    results, fixed = comparison.results, comparison.fixed[load]
-    point: dict[str, Any] = {"load": load, "fixed": fixed, "arms": {}}
-    for arm in comparison.arms[load]:
-        runs = [
-            r
-            for task, r in results.items()
-            if task.arm == arm and task.load == load and task.seed in seeds
-        ]
-        latency_s = np.concatenate([run.latency_s for run in runs])
-        point["arms"][arm] = {
-            "latency_s": _figure(latency_s.mean()),
-            "latency_p95_s": _figure(np.quantile(latency_s, 0.95)),
-            "first_token_s": _figure(np.concatenate([run.first_token_s for run in runs]).mean()),
-            "tokens_per_s": _figure(np.mean([run.tokens_per_s for run in runs])),
-            "rows": _figure(np.mean([run.rows for run in runs])),
-            "length": _figure(
-                np.sum([run.proposed for run in runs])
-                / max(np.sum([run.rows for run in runs]), 1e-9)
-            ),
-            "adaptive_over_it": _interval(compared(results, "adaptive", arm, load, seeds)),
-        }
-    if "oracle" in comparison.arms[load]:
-        point["gap"] = _figure(
-            pooled(results, fixed, load, seeds) / pooled(results, "oracle", load, seeds)
-        )
-        point["captured"] = _figure(captured(results, "adaptive", fixed, load, seeds))
-    return point
+    document = report.described(comparison, tuning, reporting)
+    results = comparison.results
+    for point in document["points"]:
+        load, fixed = point["load"], point["fixed"]
+        if "oracle" in point["arms"]:
+            cost, least = (pooled(results, arm, load, reporting) for arm in (fixed, "oracle"))
+            point["gap"] = report.figure(cost / least)
+            share = captured(results, "adaptive", fixed, load, reporting)
+            point["captured"] = report.figure(share)
+    return document
 
 
 def criteria(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -145,11 +106,3 @@ def _row(
         "found": text,
         "met": bool(met),
     }
-
-
-def _interval(ratio: Ratio) -> list[float]:
-    return [_figure(ratio.value), _figure(ratio.low), _figure(ratio.high)]
-
-
-def _figure(value: float | np.floating[Any]) -> float:
-    return float(f"{float(value):.4g}")
