@@ -1,21 +1,24 @@
-"""Part (e): latency tables, then policies on real passes whose acceptance is made up, the same for
-every policy.
+"""Policies on real passes of random weights whose acceptance is scripted, the same for all:
+``python -m bench.cuda.scripted --out FILE``.
 
 A random-weight draft is never right. So every engine runs its passes for their time, and a script
 says what came of them: the text of the n-th request, and the places where each draft knows it.
-Whoever plans meets the same accepted and rejected tokens.
+Every policy meets the same accepted and rejected tokens. Latency tables are measured first; the
+record is written after every cell. ``--rehearse`` runs small shapes on a CPU in half a minute.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import random
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +28,9 @@ from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
+from backend.engines.checkpoint import LlamaConfig
 from backend.engines.latency_cases import blocks_for, draft_cases, target_cases
-from backend.engines.port import Completion, Turn
+from backend.engines.port import Completion, Engine, Turn
 from backend.engines.torch.engine import TorchEngine
 from backend.machine import machine
 from backend.ops.stats import Stats, StepStats
@@ -38,9 +42,16 @@ from engines_build.measure import lower_quartile, tabulate
 from engines_build.timing import Rig, interleave
 from policy import Policy
 from policy.latency import LatencyTable, Provenance
-from tests.gpu.job import SEED, Job
-from tests.gpu.models import engine_of
 
+SEED = 0
+SHAPES = {
+    "8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128),
+    "1b": LlamaConfig(128256, 2048, 8192, 16, 32, 8, 64, tied=True),
+    "135m": LlamaConfig(49152, 576, 1536, 30, 9, 3, 64, tied=True),
+    "tiny": LlamaConfig(512, 64, 128, 2, 4, 2, 16, tied=True),
+    "tinier": LlamaConfig(512, 32, 64, 1, 2, 2, 16, tied=True),
+}
+"""Llama 3.1 8B, Llama 3.2 1B, SmolLM2 135M; the last two are for rehearsals."""
 TARGET, DRAFTS = "target", ("large", "small")
 ACCEPTANCE = {"large": (0.9, 0.6), "small": (0.85, 0.3)}
 """Share of the places where a draft knows the text: of requests with an even number, and of the
@@ -53,32 +64,57 @@ LENGTHS = (1, 2, 4, 8)
 """Of the fixed policies."""
 
 
-def shapes(job: Job) -> dict[str, str]:
-    """Return the shape of every engine by name."""
-    return dict(
-        zip(
-            (TARGET, *DRAFTS),
-            ("tiny", "tinier", "tinier") if job.rehearse else ("8b", "1b", "135m"),
-            strict=True,
-        )
-    )
+@dataclass
+class Job:
+    """One run: where, for how long, and what it has found so far."""
+
+    out: Path
+    device: str
+    rehearse: bool
+    end_s: float  # on ``time.monotonic``
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.end_s - time.monotonic()
+
+    @property
+    def shapes(self) -> dict[str, str]:
+        """The shape of every engine by name."""
+        found = ("tiny", "tinier", "tinier") if self.rehearse else ("8b", "1b", "135m")
+        return dict(zip((TARGET, *DRAFTS), found, strict=True))
+
+    def keep(self) -> None:
+        """Write what there is."""
+        self.out.write_text(json.dumps(self.result, indent=1) + "\n", "utf-8")
+
+
+def engine_of(shape: str, device: str, kv_blocks: int, context: int, name: str) -> TorchEngine:
+    """Make an engine of random bf16 weights whose sequences have up to ``context`` tokens."""
+    config, generator = SHAPES[shape], torch.Generator(device).manual_seed(SEED)
+    weights = {}
+    for key, size in config.shapes().items():
+        weights[key] = torch.ones(size, dtype=torch.bfloat16, device=device)
+        if len(size) > 1:
+            weights[key].normal_(generator=generator).mul_(config.hidden_size**-0.5)
+    sizes = {"kv_blocks": kv_blocks, "max_context_tokens": context, "max_draft_tokens": 16}
+    return TorchEngine.from_weights(name, config, weights, **sizes)
 
 
 def tables(job: Job) -> None:
-    """Part e1: measure the table of every engine as ``engines_build.measure`` does, one after the
-    other.
-    """
+    """Measure the table of every engine as ``engines_build.measure`` does, one after the other."""
     job.result["tables"] = {}
     rng = random.Random(SEED)
-    for number, (name, shape) in enumerate(shapes(job).items()):
-        share_s = job.left_s / (len(DRAFTS) + 1 - number)
+    for number, (name, shape) in enumerate(job.shapes.items()):
+        share_s = 0.5 * job.left_s / (len(DRAFTS) + 1 - number)
         budget_s = max(share_s - 20, share_s / 2)  # the rest makes the engine
         cases = target_cases() if name == TARGET else draft_cases()
         if job.rehearse:
             cases = [case for case in cases if case.rows <= 4 and case.context <= 64]
             budget_s = 1.5
         context = max(case.context + case.new for case in cases)
-        engine = engine_of(shape, job.device, blocks_for(cases), context, name=name)
+        engine = engine_of(shape, job.device, blocks_for(cases), context, name)
         rig = Rig(engine, rng)
         work = [lambda rig=rig, case=case: rig.time(case) for case in cases]
         samples = interleave(
@@ -102,16 +138,14 @@ def provenance(job: Job, shape: str) -> Provenance:
 
 
 class Script:
-    """What requests come to: ``text(n)``, prompt and answer of the n-th, and where a draft
-    ``knows`` it.
-    """
+    """The text of the n-th request, prompt and answer, and what each draft proposes of it."""
 
     def __init__(self) -> None:
         self._texts: dict[int, list[int]] = {}
         self._known: dict[tuple[int, str], list[bool]] = {}
 
     def text(self, number: int) -> list[int]:
-        """Return the tokens of a request, and of what could be proposed behind its end."""
+        """Return the tokens of a request, and what could be proposed after its end."""
         if number not in self._texts:
             rng, length = random.Random(number), PROMPT_TOKENS + NEW_TOKENS + 2 * K_MAX
             self._texts[number] = rng.choices(range(VOCABULARY), k=length)
@@ -148,7 +182,7 @@ class Paced:
         self._engine.submit(turns)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Run what is queued, and say what was to come of it. Raises RuntimeError where a turn
+        """Run what is queued, and complete it as the script says. Raises RuntimeError where a turn
         could not be run.
         """
         turns, self._turns = self._turns, []
@@ -159,9 +193,7 @@ class Paced:
 
     def _told(self, turn: Turn) -> Completion:
         number, text = turn.sequence.id, self._script.text(turn.sequence.id)
-        if (
-            turn.nodes
-        ):  # a draft's; the KV of what it ran counts as that of what it is said to have run
+        if turn.nodes:  # a draft's: the KV of what it ran counts as that of the script's tokens
             tokens = self._script.proposal(number, self.name, turn.end, turn.run)
             cache = self._engine._caches.of(turn.sequence)
             cache.ran[turn.end :] = tokens[: len(cache.ran) - turn.end]
@@ -207,7 +239,7 @@ class Silent:
         self.ended = True
 
     def error(self, code: Any, message: str) -> None:
-        """Note the end; an error that nobody asked for is raised."""
+        """Note the end; an error of a request that was not cancelled is raised."""
         self.ended = True
         if not self.cancelled:
             raise RuntimeError(f"{code}: {message}")
@@ -222,15 +254,19 @@ class Silent:
 
 
 class ClosedLoop:
-    """So many requests in flight, each followed by the next; the n-th has the same prompt whoever
-    serves it.
+    """A fixed number of requests in flight, each followed by the next; the n-th has the same prompt
+    for every policy.
     """
 
     def __init__(
-        self, engines: list[Paced], script: Script, policy: Policy, in_flight: int
+        self, engines: list[Engine], script: Script, policy: Policy, in_flight: int
     ) -> None:
         self.tokens = self.steps = 0
-        self._script, self._in_flight, self._live = script, in_flight, list[Session]()
+        self._script, self._in_flight, self._live = (
+            script,
+            in_flight,
+            list[tuple[Session, Silent]](),
+        )
         self._numbers = itertools.count(1)
         step_stats = StepStats(Stats())
         ledger = KVLedger(
@@ -250,19 +286,17 @@ class ClosedLoop:
         )
 
     def run(self, seconds: float) -> float:
-        """Serve for so long; return how long it was. ``tokens`` and ``steps`` are counted from its
-        beginning.
-        """
-        self.steps, before, ended = 0, sum(session.output_tokens for session in self._live), 0
+        """Serve for some seconds and return how many it took; ``tokens`` and ``steps`` are its."""
+        self.steps, before, ended = 0, sum(session.output_tokens for session, _ in self._live), 0
         start = time.monotonic()
         while (now := time.monotonic()) < start + seconds:
             while len(self._live) < self._in_flight:
                 self._submit()
             self._loop.step()
             self.steps += 1
-            ended += sum(session.output_tokens for session in self._live if session.sink.ended)
-            self._live = [session for session in self._live if not session.sink.ended]
-        self.tokens = ended + sum(session.output_tokens for session in self._live) - before
+            ended += sum(session.output_tokens for session, sink in self._live if sink.ended)
+            self._live = [pair for pair in self._live if not pair[1].ended]
+        self.tokens = ended + sum(session.output_tokens for session, _ in self._live) - before
         return now - start
 
     def _submit(self) -> None:
@@ -271,15 +305,14 @@ class ClosedLoop:
             number, self._script.text(number)[:PROMPT_TOKENS], PROMPT_TOKENS, SamplingParams()
         )
         sink = Silent()
-        self._live.append(
-            Session(sequence, GenerationRequest("", NEW_TOKENS), frozenset(), sink, sink)
-        )
-        self._loop.submit(self._live[-1])
+        request = GenerationRequest("", NEW_TOKENS)
+        self._live.append((Session(sequence, request, frozenset(), sink, sink), sink))
+        self._loop.submit(self._live[-1][0])
 
     def end(self) -> None:
         """Let go of every request."""
-        for session in self._live:
-            session.sink.cancelled = True
+        for _, sink in self._live:
+            sink.cancelled = True
         while self._loop.step():
             pass
 
@@ -295,24 +328,18 @@ def arms() -> dict[str, dict[str, Any]]:
 
 
 def policies(job: Job) -> None:
-    """Part e2: none, each fixed choice and the adaptive policy, in an order drawn anew for each of
-    two rounds.
+    """Serve none, each fixed choice and the adaptive policy, in a new order in each of two
+    rounds.
     """
-    path = job.out / "e1.json"
-    if not path.is_file() or len(
-        (json.loads(path.read_text("utf-8")).get("result") or {}).get("tables", {})
-    ) < len(shapes(job)):
-        raise RuntimeError(f"{path} has no latency tables: run part e1 into the same folder first")
-    stored = json.loads(path.read_text("utf-8"))["result"]["tables"]
     latency = {
         name: LatencyTable.from_dict({k: v for k, v in table.items() if k != "rounds"})
-        for name, table in stored.items()
+        for name, table in job.result["tables"].items()
     }
     blocks, context = ACTIVE * 8, PROMPT_TOKENS + NEW_TOKENS + K_MAX
     script = Script()
-    engines = [
-        Paced(engine_of(shape, job.device, blocks, context, name=name), script)
-        for name, shape in shapes(job).items()
+    engines: list[Engine] = [
+        Paced(engine_of(shape, job.device, blocks, context, name), script)
+        for name, shape in job.shapes.items()
     ]
     loads = (1, 4) if job.rehearse else (1, 8, 32, 64)
     cells = [(arm, load) for load in loads for arm in arms()]
@@ -338,14 +365,14 @@ def policies(job: Job) -> None:
 
 
 def served(
-    engines: list[Paced],
+    engines: list[Engine],
     script: Script,
     arm: str,
     load: int,
     latency: dict[str, LatencyTable],
     spans_s: tuple[float, float],
 ) -> dict[str, float]:
-    """Return what a policy made of a load in the second span; in the first it learns."""
+    """Return what a policy serves of a load in the second span; in the first it learns."""
     named = [{"engine": "torch", "name": engine.name, "model": "none"} for engine in engines]
     config = parse_config(
         {"target": named[0], "drafts": named[1:], "policy": arms()[arm] | {"k_max": K_MAX}}
@@ -364,8 +391,8 @@ def served(
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return by load what adapting came to, against none and against the best fixed choice, by
-    means over the rounds.
+    """Return by load what adapting serves over none and over the best fixed choice, by means over
+    the rounds.
     """
     found = {}
     for load in sorted({cell["in_flight"] for cell in cells}):
@@ -383,3 +410,26 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "adaptive_over_none": round(adaptive / means["none"], 3),
         }
     return found
+
+
+def main() -> None:
+    """Measure tables, then policies."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all of it")
+    parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU")
+    args = parser.parse_args()
+    end_s = time.monotonic() + (30.0 if args.rehearse else args.seconds)
+    job = Job(args.out, "cpu" if args.rehearse else "cuda", args.rehearse, end_s)
+    torch.set_num_threads(1)  # as the engine process has with a GPU
+    job.result |= {"command": ["python", "-m", "bench.cuda.scripted"], "seed": SEED}
+    job.result |= {"machine": machine.describe(), "rehearsal": args.rehearse}
+    tables(job)
+    policies(job)
+    job.keep()
+
+
+if __name__ == "__main__":
+    main()
