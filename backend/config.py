@@ -101,7 +101,7 @@ class PolicyConfig:
     ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch
     sizes; ``ema`` (SGLang's acceptance EMA) and ``smartspec`` (as published) adapt the length of
     ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws both in
-    every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.wrappers``), which
+    every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.custom``), which
     gets ``options`` as keyword arguments. ``keep_learned``: what was learnt outlasts the process,
     in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines`` lines of what
     the adaptive planner saw and decided, for ``python -m policy.replay``.

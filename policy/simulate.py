@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from policy.custom import PolicyError
 from policy.latency import LatencyTable
 from policy.simulation import presets
 from policy.simulation.arms import check_arms, known_arms
@@ -35,7 +36,6 @@ from policy.simulation.experiments import (
 )
 from policy.simulation.report import described, text
 from policy.simulation.workload import Mix, Recorded
-from policy.wrappers import PolicyError
 
 TABLES = Path(__file__).parent / "simulation" / "tables"
 

@@ -1,28 +1,17 @@
-"""Policies around a policy: operators' switches, and the guard of a user's own.
-
-``my_package.MyPolicy`` is a class, or anything else to call, that makes a policy of
-``(drafts, latency, k_max)``: the drafts' names in the order of the view's columns, a
-``LatencyModel``, and the longest proposal. Options are keyword arguments.
-"""
+"""Policies around a policy, and the operators' switches."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import traceback
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator as Rng
 
 from .baselines import same_for_all
-from .latency import LatencyModel
-from .plan import NO_DRAFT, Drafted, IntArray, Outcome, Plan, Policy, View
+from .plan import Drafted, IntArray, Outcome, Plan, Policy, View
 
 
 class Wrapped(NamedTuple):
@@ -162,149 +151,3 @@ def _with_shadow(view: View, shadowed: dict[int, int]) -> View:
         if (draft := shadowed.get(request)) is not None:
             catchup[row, draft] = min(1, catchup[row, draft])
     return replace(view, catchup=catchup)
-
-
-class PolicyError(ValueError):
-    """A policy that cannot be used, or that failed: one line that names it and the reason."""
-
-
-def found(path: str) -> Callable[..., Any]:
-    """Return what a dotted path names, by an import. Raises PolicyError."""
-    module_name, _, name = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is None or not f"{module_name}.".startswith(f"{missing}."):
-            raise PolicyError(f"{path!r}: importing {module_name} {_said(error)}") from error
-        where = "installed, on PYTHONPATH, beside serving.json or in the folder of the command"
-        raise PolicyError(f"{path!r}: there is no module {missing!r} {where}") from error
-    if not hasattr(module, name):
-        own = [
-            key for key, it in vars(module).items() if getattr(it, "__module__", "") == module_name
-        ]
-        has = f"has no {name!r}, it has {', '.join(own) or 'none'}"
-        raise PolicyError(f"{path!r}: {module_name} ({module.__file__}) {has}")
-    factory = getattr(module, name)
-    if not callable(factory):
-        raise PolicyError(f"{path!r} must be a class or a function, got {factory!r}")
-    return cast(Callable[..., Any], factory)
-
-
-def made(
-    path: str,
-    drafts: tuple[str, ...],
-    latency: LatencyModel,
-    k_max: int,
-    options: Mapping[str, Any],
-) -> Policy:
-    """Return the policy that a dotted path makes, guarded. Raises PolicyError."""
-    factory, arguments = found(path), (drafts, latency, k_max)
-    call = ", ".join(["drafts", "latency", "k_max", *(f"{name}=..." for name in options)])
-    try:
-        inspect.signature(factory).bind(*arguments, **options)
-    except TypeError as error:
-        takes = f"but takes {inspect.signature(factory)}: {error}"
-        raise PolicyError(f"{path!r} is called with ({call}), {takes}") from None
-    except ValueError:
-        pass  # a callable need not tell what it takes
-    try:
-        policy = factory(*arguments, **options)
-    except Exception as error:
-        raise PolicyError(f"{path!r} called with ({call}) {_said(error)}") from error
-    methods = [name for name in vars(Policy) if not name.startswith("_")]
-    if missing := [name for name in methods if not callable(getattr(policy, name, None))]:
-        lacks = f"made a {type(policy).__name__} without {', '.join(missing)}"
-        raise PolicyError(f"{path!r} {lacks}: inherit policy.Policy, which has all but plan")
-    guarded = Guarded(path, policy)
-    guarded.start()  # what raises here is said before anyone is served
-    return guarded
-
-
-class Blamed:
-    """A user's policy whose methods raise nothing but PolicyError, which names path and method."""
-
-    def __init__(self, path: str, policy: Policy) -> None:
-        self.path, self.policy = path, policy
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self.policy, name)
-
-        def called(*arguments: Any) -> Any:
-            try:
-                answer = method(*arguments)
-            except Exception as error:
-                raise PolicyError(f"{self.path}.{name} {_said(error)}") from error
-            if name in ("save", "drift") and not isinstance(answer, dict):
-                raise PolicyError(f"{self.path}.{name} must return a dict, got {answer!r}")
-            return answer
-
-        return called
-
-
-class Guarded(Wrapper):
-    """A user's policy: what it raises, or answers that nobody can use, is a PolicyError."""
-
-    def __init__(self, path: str, policy: Policy) -> None:
-        super().__init__(cast(Policy, Blamed(path, policy)))
-        self.path = path
-
-    def plan(self, view: View, state: Wrapped, now: float, rng: Rng) -> tuple[Plan, Wrapped]:
-        """Return the policy's plan and state; the plan is one for this view."""
-        answer: Any = self.policy.plan(view, state.inner, now, rng)
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Plan)):
-            got = type(answer).__name__
-            raise PolicyError(f"{self.path}.plan must return (Plan, state), got {got}")
-        if wrong := fault(answer[0], view):
-            raise PolicyError(f"{self.path}.plan: {wrong}")
-        return answer[0], Wrapped(answer[1])
-
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped) -> IntArray:
-        nodes = super().trim(view, plan, drafted, state)
-        if wrong := _column_fault("nodes", nodes, len(view), 0):
-            raise PolicyError(f"{self.path}.trim: {wrong}")
-        return nodes.astype(np.int64)
-
-
-def fault(plan: Plan, view: View) -> str:
-    """Return what of a plan cannot be done in a view: field, row and value; '' where all can."""
-    rows = len(view)
-    drafts = np.full(rows, len(view.drafts) - 1)
-    if wrong := _column_fault("draft", plan.draft, rows, NO_DRAFT, drafts):
-        return wrong
-    most = np.zeros(rows, np.int64)
-    chosen = np.flatnonzero(plan.draft != NO_DRAFT)
-    most[chosen] = view.ceiling[chosen, plan.draft[chosen]]
-    return _column_fault("length", plan.length, rows, 0, most, ", its ceiling")
-
-
-def _column_fault(
-    name: str, column: Any, rows: int, least: int, most: IntArray | None = None, which: str = ""
-) -> str:
-    """Return why something is no array of one integer in a range for each row; '' where it is."""
-    if not (isinstance(column, np.ndarray) and np.issubdtype(column.dtype, np.integer)):
-        got = column.dtype if isinstance(column, np.ndarray) else type(column).__name__
-        return f"{name} must be an array of integers, got {got}"
-    if column.shape != (rows,):
-        return f"{name} must have the shape ({rows},), one for each row, got {column.shape}"
-    bad = np.flatnonzero((column < least) | (column > (column if most is None else most)))
-    if not len(bad):
-        return ""
-    row = bad[0]
-    must = f">= {least}" if most is None else f"{least} to {most[row]}{which}"
-    return f"{name}[{row}] must be {must}, got {column[row]}"
-
-
-def _said(error: Exception) -> str:
-    """Return in a few words what was raised, and where in the user's own code."""
-    if isinstance(error, SyntaxError):
-        text, file, line = error.msg, error.filename, error.lineno
-    else:
-        text, file, line = str(error), None, None
-        ours = __file__, importlib.__file__, typing.__file__
-        for frame in traceback.extract_tb(error.__traceback__):
-            own = frame.filename not in ours and not frame.filename.startswith("<")
-            if own and file in (None, frame.filename):  # deepest in the first file of the user's
-                file, line = frame.filename, frame.lineno
-    place = f" ({Path(file).name}:{line})" if file else ""
-    return f"raised {type(error).__name__}: {' '.join(text.split())}{place}"

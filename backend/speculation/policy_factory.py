@@ -1,4 +1,4 @@
-"""From settings to a policy, and the times that it plans by."""
+"""Makes the configured policy, and the times that it plans by."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from backend.config import ConfigError, EngineConfig, PolicyConfig, ServingConfi
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
 from backend.speculation.trace_file import TraceFile
-from policy import LatencyTable, wrappers
+from policy import LatencyTable, custom
 from policy.baselines import BASELINES, BaselineSettings
 from policy.extensions import Execution
 from policy.loops import compiling
 from policy.replay import Traced
 
 OVERHEAD_S, SPECULATION_S = 5e-4, 3e-4
-"""Start values of what no table knows: a step's overhead, what speculating adds to it, a lookup.
-Measured steps correct them.
+"""Start values that no table has: a step's overhead, and what speculating adds to it. Measured
+steps correct them.
 """
 
 
@@ -30,16 +30,16 @@ def make_policy(
     stats: StepStats,
     execution: Execution | None = None,
 ) -> policy.Policy:
-    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run
-    a model; ``execution`` is for the adaptive one.
+    """Make the configured policy for these drafts. ``tables`` are by the names of the engines that
+    run a model; ``execution`` is for the adaptive policy.
     """
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
     latency, names = latency_model(config, tables), tuple(draft.name for draft in config.drafts)
     if config.policy.own:
         asked = config.policy
-        with _kind_named():
-            return wrappers.made(asked.kind, names, latency, asked.k_max, asked.options)
+        with _naming_kind():
+            return custom.load_policy(asked.kind, names, latency, asked.k_max, asked.options)
     if config.policy.kind != "adaptive":
         return _baseline(config.policy, names, latency)
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
@@ -56,31 +56,31 @@ def make_policy(
 
 
 def check_policy(config: ServingConfig) -> None:
-    """Raise ConfigError where a user's policy is not to be found: before engines are loaded."""
+    """Raise ConfigError for a user's policy that cannot be imported, before engines are loaded."""
     if config.policy.own:
-        with _kind_named():
-            wrappers.found(config.policy.kind)
+        with _naming_kind():
+            custom.import_policy(config.policy.kind)
 
 
 def compile_planner(say: Callable[[str], None]) -> None:
-    """Compile the planner's loops or load them from the cache; ``say`` it if that takes long."""
+    """Compile the planner's loops or load them from the cache; ``say`` so before compiling."""
     if not compiling.is_cached():
         say("compiling the planner, about 20 s at the first start")
     compiling.compile_all()
 
 
 @contextmanager
-def _kind_named() -> Iterator[None]:
-    """Raise a user's policy's PolicyError as ConfigError that names the setting."""
+def _naming_kind() -> Iterator[None]:
+    """Raise a PolicyError as a ConfigError that names the setting."""
     try:
         yield
-    except wrappers.PolicyError as error:
+    except custom.PolicyError as error:
         raise ConfigError(f"policy.kind {error}") from error
 
 
 def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> policy.LatencyModel:
-    """Return the times of a deployment's passes by its tables. Raises LatencyError naming the
-    engines that lack one.
+    """Return the times of a deployment's passes. Raises LatencyError naming the engines without a
+    table.
     """
     known = {
         engine.name: tables.get(engine.name) or _known_times(engine)
@@ -102,9 +102,7 @@ def _baseline(
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:
-    """Return the times of an engine whose cost needs no measuring; None for one that runs a
-    model.
-    """
+    """Return the times of an engine that needs no measuring; None for one that runs a model."""
     seconds = engine.step_s or engine.kind.known_s
     if not engine.kind.known_s:
         return None

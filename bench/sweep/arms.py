@@ -5,7 +5,7 @@ best draft, length and schedule; ``smartspec-untold`` is SmartSpec with the firs
 
 ``with-PART`` is spindle with a part that the configuration has off, ``without-PART`` spindle
 without one that it has on (``PARTS``) or without one of its drafts. A dotted path,
-``my_package.MyPolicy``, is a policy of your own (``policy.wrappers``), its options those of the
+``my_package.MyPolicy``, is a policy of your own (``policy.custom``), its options those of the
 configuration.
 """
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
 from policy.baselines import BASELINES, BaselineSettings
+from policy.custom import PolicyError, load_policy
 from policy.latency import LatencyModel
 from policy.plan import Drafted, FloatArray, FreeChains, IntArray, Outcome, Plan, Policy, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
-from policy.wrappers import PolicyError, made
 
 from .deployment import Deployment, Work, step_parts
 from .workload import Drift, Mix, Workload, backlog, draw
@@ -170,7 +170,7 @@ def make_policy(
 ) -> Policy:
     """Return the policy of an arm; ``read`` is what it may know of times.
 
-    ``known_arms`` lists them; a dotted path is a user's policy (``policy.wrappers``), followed by
+    ``known_arms`` lists them; a dotted path is a user's policy (``policy.custom``), followed by
     its options as ``:NAME=VALUE``. Raises PolicyError for any other.
     """
     drafts, k_max = deployment.drafts, deployment.k_max
@@ -188,7 +188,7 @@ def make_policy(
             truth = workload.acceptance.hazard
             policy = Oracle(drafts, deployment.latency, truth, config)
         case [path, *options] if "." in path:
-            policy = made(path, drafts, read, k_max, _options(arm, options))
+            policy = load_policy(path, drafts, read, k_max, _options(arm, options))
         case _:
             raise _unknown(arm, drafts)
     return policy

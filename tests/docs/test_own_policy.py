@@ -9,7 +9,7 @@ import pytest
 
 from backend.config import parse_config
 from policy import LatencyModel, simulate
-from policy.wrappers import PolicyError, made
+from policy.custom import PolicyError, load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "tutorial" / "own-policy.md").read_text("utf-8")
@@ -56,6 +56,6 @@ def test_a_wrong_name_is_said_as_the_page_shows():
     shown = block("", "policy.kind ").strip()
     path = re.search("'(.*?)'", shown)[1]
     with pytest.raises(PolicyError) as caught:
-        made(path, ("a",), LatencyModel.unit(1), 8, {})
+        load_policy(path, ("a",), LatencyModel.unit(1), 8, {})
     said = str(caught.value).replace(str(ROOT / "examples"), "/srv")
     assert shown == f"policy.kind {said}"

@@ -11,8 +11,8 @@ from backend.speculation import learned_state as learned
 from backend.speculation.learned_state import LearnedState, learned_key
 from backend.storage import cache
 from policy import Policy
+from policy.custom import Guarded
 from policy.learned import SCHEMA
-from policy.wrappers import Guarded
 from tests.unit.test_policy_learned import taught
 from tests.unit.test_policy_planner import planner
 

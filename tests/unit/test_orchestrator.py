@@ -22,7 +22,7 @@ from backend.request import ErrorCode, GenerationRequest, SamplingParams
 from backend.sequence import Sequence
 from backend.speculation.drafting import Drafting
 from policy import NoSpeculation, Plan, Policy
-from policy.wrappers import Guarded
+from policy.custom import Guarded
 
 EOS = 256
 

@@ -9,7 +9,7 @@ from backend.config import ConfigError, parse_config
 from backend.engine_process import policy_folders
 from backend.launcher.settings import policy_path, read_settings
 from policy import NO_DRAFT, Drafted, LatencyModel, Plan, View, simulate
-from policy.wrappers import PolicyError, fault, made
+from policy.custom import PolicyError, load_policy, plan_error
 
 GOOD = """
 from policy import Plan, Policy
@@ -101,7 +101,7 @@ def view(rows):
 
 
 def make(path, **options):
-    return made(path, ("a", "b"), LATENCY, 4, options)
+    return load_policy(path, ("a", "b"), LATENCY, 4, options)
 
 
 def test_a_class_or_a_function_is_made_into_a_policy_with_its_options(module):
@@ -176,7 +176,7 @@ def test_a_module_that_is_not_there_says_where_it_was_looked_for():
     ],
 )
 def test_a_plan_that_nobody_can_follow_is_told_by_row(draft, length, words):
-    said = fault(Plan(draft, length), view(2))
+    said = plan_error(Plan(draft, length), view(2))
     assert said.startswith(words) if words else said == ""
 
 
@@ -211,7 +211,7 @@ def test_a_plan_within_a_view_can_always_be_followed():
     for rows in (3, 0):
         for draft in (NO_DRAFT, 0, np.arange(rows) % 3 - 1):
             for length in (-1, 0, 9, np.arange(rows), 0.7 * np.arange(rows)):
-                assert fault(Plan.within(view(rows), draft, length), view(rows)) == ""
+                assert plan_error(Plan.within(view(rows), draft, length), view(rows)) == ""
     plan = Plan.within(view(3), np.array([0, 1, -1]), 3)
     assert (plan.draft.tolist(), plan.length.tolist()) == ([0, 1, -1], [3, 2, 0])
 
