@@ -20,7 +20,7 @@ class BestPaid(Policy):
 
     def plan(self, view, state, now, rng):
         """Return a draft and a length for every row, and the state."""
-        if view.decoding > self.most_rows:
+        if len(view) > self.most_rows:
             return Plan.within(view, NO_DRAFT, 0), state
         length = np.round(state) + 1  # one more than were accepted, so that it can grow
         tokens_per_s = (1 + state) / (self.target_s + length * self.draft_s)

@@ -1,8 +1,8 @@
 """What a policy sees, what it answers, and what it learns from; one row for each request.
 
 ``n`` are the rows of a view, the requests of the in-flight batch; ``d`` its drafts, columns in the
-order of ``View.drafts``. Nobody changes a record that was handed over: that they are not all frozen
-saves the microseconds that freezing takes.
+order of ``View.drafts``. Treat records as immutable. Not all are frozen: frozen dataclasses cost
+microseconds per step.
 """
 
 from __future__ import annotations
@@ -24,66 +24,62 @@ NO_DRAFT = -1
 
 @dataclass(slots=True)
 class View:
-    """The batch of admitted requests before a step.
-
-    ``request[n]`` ids; ``context[n]`` committed tokens; ``remaining[n]`` >= 1 tokens that the
-    request may still emit; ``ceiling[n, d]`` the most tokens that draft d may propose (0: none, or
-    it was not asked, see ``Policy.needs_offers``); ``catchup[n, d]`` committed tokens that draft d
-    has not seen.
-
-    ``prefill_tokens`` prompt tokens share the step, ``prefilling`` requests are in prefill;
-    ``queued`` more wait for admission (no policy here minds them). ``group[n]`` names a source of
-    requests that are expected to be alike, -1 for none; ``tenant[n]`` whose requests they are: what
-    texts teach is counted by tenant (``policy.tenants``; None: one for all). ``cap_s`` is the
-    longest step (seconds) to be planned, unless one without speculation takes longer. The target's
-    last pass had ``pass_tokens``; one of another number takes as much longer as ``change_tokens``
-    more do (0: it does not).
-
-    ``control_plan`` is the plan for the rows ``control[n]`` (a canary's other arm), made elsewhere.
-    """
+    """The batch of admitted requests before a step."""
 
     drafts: tuple[str, ...]
     request: IntArray
+    """Ids."""
     context: IntArray
+    """Committed tokens."""
     remaining: IntArray
+    """Tokens that the request may still emit, at least 1."""
     ceiling: IntArray
+    """By row and draft the most tokens that it may propose. 0: none, or it was not asked (see
+    ``Policy.needs_offers``).
+    """
     catchup: IntArray
+    """By row and draft the committed tokens that it has not seen."""
     prefill_tokens: int = 0
-    queued: int = 0
+    """Prompt tokens that share the step."""
     prefilling: int = 0
+    """Requests in prefill."""
     control: BoolArray | None = None
+    """Rows of a canary's other arm, which ``control_plan`` decides."""
     control_plan: Plan | None = None
     cap_s: float = math.inf
+    """The longest step to be planned, unless one without speculation takes longer."""
     group: IntArray | None = None
+    """A source of requests that are expected to be alike; -1: none."""
     tenant: IntArray | None = None
+    """Tenants, whose texts teach nothing about each other (``policy.tenants``); None: one for all.
+    """
     pass_tokens: int = 0
+    """The tokens of the target's last pass."""
     change_tokens: int = 0
+    """A pass of another number takes as much longer as this many more tokens do; 0: no longer."""
 
     def __len__(self) -> int:
         return len(self.request)
 
-    @property
-    def decoding(self) -> int:
-        """How many rows share the step."""
-        return len(self)
-
 
 @dataclass(slots=True)
 class Plan:
-    """A choice for each row: ``draft[n]`` (column or ``NO_DRAFT``), ``length[n]`` tokens of it.
-
-    ``predicted_s`` seconds of the step, ``predicted_tokens`` emitted in it, ``price`` of a second
-    in tokens that it was made at (0: none); ``notes`` are figures and reasons for traces;
-    ``shadow`` is what the policy would have done where something else is done.
-    """
+    """A choice for each row."""
 
     draft: IntArray
+    """A column of the view, or ``NO_DRAFT``."""
     length: IntArray
+    """The tokens to be proposed by it."""
     predicted_s: float = 0.0
+    """Seconds of the step."""
     predicted_tokens: float = 0.0
+    """Tokens emitted in it."""
     price: float = 0.0
+    """The price of a second, in tokens, at which it was made; 0: none."""
     notes: dict[str, Any] = field(default_factory=dict)
+    """Figures and reasons for traces."""
     shadow: Plan | None = None
+    """What the policy would have done where something else is done."""
 
     @classmethod
     def nothing(cls, rows: int) -> Plan:
@@ -118,17 +114,16 @@ class Plan:
 
 @dataclass(slots=True)
 class Drafted:
-    """What the drafts propose for the rows of a plan: a tree of q nodes for each row, best first.
-
-    Of a node, ``row[q]`` (rising) is its row, ``draft[q]`` the column of the draft,
-    ``confidence[q]`` in [0, 1] how likely the draft holds the whole path to it (it never rises
-    within a row), ``drawn[q]`` whether the row's tokens are sampled.
-    """
+    """What the drafts propose for the rows of a plan: a tree of nodes for each row, best first."""
 
     row: IntArray
+    """The row of each node, rising."""
     draft: IntArray
+    """The column of its draft."""
     confidence: FloatArray
+    """How likely the draft holds the whole path to the node, 0 to 1; never rising within a row."""
     drawn: BoolArray
+    """Whether the row's tokens are sampled."""
 
 
 @dataclass(slots=True)

@@ -320,7 +320,7 @@ def main() -> int:
 
 def explained(step: Replanned) -> list[str]:
     """Return a line about the step, planned now, and one for each of its requests."""
-    seen = f"queued {step.view.queued}, {step.view.prefill_tokens} prompt tokens"
+    seen = f"{step.view.prefill_tokens} prompt tokens"
     lines = explain(step.planner, step.view, step.state, step.plan, step.now)
     return [f"{seen}; {explain_batch(step.plan)}", *lines]
 

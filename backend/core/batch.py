@@ -50,10 +50,9 @@ class Batch:
         return batch
 
     def view(
-        self, drafting: Drafting, k_max: int, queued: int, needs_offers: Callable[[IntArray], bool]
+        self, drafting: Drafting, k_max: int, needs_offers: Callable[[IntArray], bool]
     ) -> View:
-        """Return the decoding rows as the policy sees them; ``queued`` requests wait for
-        admission.
+        """Return the decoding rows as the policy sees them.
 
         Drafts that are not free are asked what they could propose only where the plan for requests
         of these ids ``needs_offers``.
@@ -73,7 +72,6 @@ class Batch:
             ceiling=ceiling,
             catchup=unseen,
             prefill_tokens=self.prefill_tokens,
-            queued=queued,
             prefilling=self.prefilling,
             group=group,
             tenant=tenant,

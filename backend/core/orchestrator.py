@@ -150,8 +150,8 @@ class Orchestrator:
             self._learn()
             return False
         if batch or not self._in_flight:
-            offers, queued = self.cycle.runner.needs_offers, len(self._admission)
-            view = batch.view(self.cycle.drafting, self._k_max, queued, offers)  # 4: describe
+            offers = self.cycle.runner.needs_offers
+            view = batch.view(self.cycle.drafting, self._k_max, offers)  # 4: describe
             plan = self.cycle.runner.plan(view, log)  # 5: plan
             sequences = [session.sequence for session in batch.decoding]
             step = self.cycle.propose(sequences, view, plan, log)  # 6: draft, and verify

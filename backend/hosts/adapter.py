@@ -117,13 +117,12 @@ class Host:
     # -- before a step
 
     def propose(
-        self, rows: Seq[Row], *, prefill_tokens: int = 0, prefilling: int = 0, queued: int = 0
+        self, rows: Seq[Row], *, prefill_tokens: int = 0, prefilling: int = 0
     ) -> dict[Hashable, Proposal]:
         """Return proposals by key: chains of 1 to ``k_max`` tokens, each with the name of its
         draft; none for a row that is better not speculated for.
 
-        About ``prefill_tokens`` of ``prefilling`` prompts are expected in the step; ``queued``
-        requests wait.
+        About ``prefill_tokens`` of ``prefilling`` prompts are expected in the step.
         """
         if not rows:
             self._step = None
@@ -135,7 +134,6 @@ class Host:
             self._view(rows, sequences),
             prefill_tokens=prefill_tokens,
             prefilling=prefilling,
-            queued=queued,
         )
         plan = self._cycle.runner.plan(view, log)
         self._step = self._cycle.propose(sequences, view, plan, log)

@@ -190,7 +190,6 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             rows,
             prefill_tokens=min(tokens, max(self.max_num_scheduled_tokens - len(decoding), 0)),
             prefilling=prefilling + len(new),
-            queued=len(self.waiting),
         )
         return {str(name): proposal.tokens for name, proposal in proposals.items()}
 

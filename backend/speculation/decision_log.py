@@ -1,6 +1,4 @@
-"""Log lines when what the planner does changes: which draft, how many tokens. Never one for every
-step.
-"""
+"""Logs a line when the planner changes the draft or the length of most rows; never one a step."""
 
 from __future__ import annotations
 
@@ -12,43 +10,41 @@ from typing import Any
 import numpy as np
 
 from backend.log_format import fields
-from policy import NO_DRAFT, Plan, View
+from policy import NO_DRAFT, Plan
 
 logger = logging.getLogger(__name__)
 
 WINDOW_S = 2.0
-"""Plans are judged by the window, so that there is at most one line in it."""
+"""Plans are summed up by the window, and a window logs at most one line."""
 NEW_DRAFT_SHARE = 0.2
-"""By how much of all rows another draft must lead the one last logged."""
+"""Share of all rows by which another draft must lead the one last logged."""
 NEW_LENGTH_TOKENS = 1.0
-"""By how much the mean length must differ from the one last logged."""
+"""Least difference of the mean length from the one last logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """What most rows got: the draft (``none``: no speculation) and the mean length of the rows that
-    speculated.
-    """
+    """What most rows of a window got."""
 
     draft: str
+    """``none``: no speculation."""
     length: float
+    """The mean of the rows that the draft speculated for."""
 
 
 class DecisionLog:
-    """Gets every view and plan. A step costs an ``append``; the window's end some numpy calls."""
+    """Gets every plan. A step costs an ``append``, the end of a window some numpy calls."""
 
     def __init__(self, drafts: tuple[str, ...]) -> None:
         self._names = ("none", *drafts)
         self._regime: Regime | None = None
         self._plans: list[Plan] = []
         self._started_s = 0.0
-        self._unsaid = 0
+        self._changes_since_log = 0
 
-    def planned(
-        self, view: View, plan: Plan, now_s: float, drift: Callable[[], dict[str, float]]
-    ) -> None:
-        """Note a step's plan; ``now_s`` in seconds of a monotonic clock, ``drift`` as of
-        ``Policy.drift``, called only for a line.
+    def note(self, plan: Plan, now_s: float, drift: Callable[[], dict[str, float]]) -> None:
+        """Note a step's plan, made at ``now_s`` of a monotonic clock. ``drift`` returns that of
+        ``Policy.drift``; it is called only for a line.
         """
         if not len(plan.length):
             return
@@ -57,13 +53,13 @@ class DecisionLog:
         self._plans.append(plan)
         if now_s - self._started_s >= WINDOW_S:
             plans, self._plans = self._plans, []
-            self._judge(view, plans, drift)
+            self._sum_up(plans, drift)
 
-    def _judge(self, view: View, plans: list[Plan], drift: Callable[[], dict[str, float]]) -> None:
+    def _sum_up(self, plans: list[Plan], drift: Callable[[], dict[str, float]]) -> None:
         length = np.concatenate([plan.length for plan in plans])
         draft = np.where(length > 0, np.concatenate([plan.draft for plan in plans]), NO_DRAFT)
         rows = np.bincount(draft + 1, minlength=len(self._names))
-        self._unsaid += _changes(plans)
+        self._changes_since_log += _changes(plans)
         before = self._regime
         main = int(rows.argmax())
         if before is not None and rows[main] - rows[
@@ -80,18 +76,18 @@ class DecisionLog:
             return
         self._regime = regime
         figures = _figures(plans, drift())
-        self._tell(
+        self._log_change(
             before,
             regime,
-            {"batch_size": round(len(length) / len(plans), 1), "queued": view.queued, **figures},
+            {"batch_size": round(len(length) / len(plans), 1), **figures},
             rows / len(length),
         )
 
-    def _tell(
+    def _log_change(
         self, before: Regime | None, regime: Regime, figures: dict[str, Any], share: Any
     ) -> None:
-        """Log the change; ``step_changes`` counts the steps since the last line whose mean length
-        differed from the step before.
+        """Log the change. ``step_changes`` counts the steps since the last line with another mean
+        length than the step before.
         """
         known = (
             {}
@@ -110,13 +106,14 @@ class DecisionLog:
             "row_share": shares,
         }
         logger.info(
-            "speculation changed", extra=fields(**chosen, **figures, step_changes=self._unsaid)
+            "speculation changed",
+            extra=fields(**chosen, **figures, step_changes=self._changes_since_log),
         )
-        self._unsaid = 0
+        self._changes_since_log = 0
 
 
 def _changes(plans: list[Plan]) -> int:
-    """Return in how many steps the mean length, in whole tokens, differed from that of the step
+    """Return the number of steps with another mean length, in whole tokens, than the step
     before.
     """
     means = np.array([plan.length.sum() / len(plan.length) for plan in plans]).round()
@@ -124,12 +121,10 @@ def _changes(plans: list[Plan]) -> int:
 
 
 def _figures(plans: list[Plan], drift: dict[str, float]) -> dict[str, Any]:
-    """Return why, as far as the policy says: mean step time, price (tokens/s) and gain over not
-    speculating; the drift.
+    """Return the policy's reasons: mean step time, price (tokens/s), gain over not speculating, and
+    drift.
     """
-    priced = [
-        plan for plan in plans if "gain" in plan.notes
-    ]  # neither of a batch that rests nor of a policy that does not predict
+    priced = [plan for plan in plans if "gain" in plan.notes]  # only where the policy predicts it
     figures: dict[str, Any] = {}
     if predicted_s := np.mean([plan.predicted_s for plan in plans]):
         figures["predicted_s"] = round(float(predicted_s), 5)

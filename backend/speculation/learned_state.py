@@ -1,4 +1,4 @@
-"""What the policy has learnt, kept in the cache folder over restarts: read at start, written every
+"""Keeps what the policy learns in the cache folder over restarts: read at start, written every
 minute and at the end, off the loop.
 """
 
@@ -27,24 +27,23 @@ SAVE_PERIOD_S = 60.0
 
 
 class HoldsState(Protocol):
-    """The loop's planning, as far as this module knows it."""
+    """The owner of the policy's state."""
 
     state: Any
 
 
 class LearnedState:
-    """Moves the policy's state between the loop and a file. The state is an immutable value, so
+    """Moves the policy's state between its owner and a file. The state is an immutable value, so
     reading it needs no lock.
 
-    A file that does not fit is ignored and one that cannot be written is missed, with a metric;
-    neither ever costs a request.
+    A file that does not fit, or that cannot be written, is a metric and never costs a request.
     """
 
     def __init__(
-        self, policy: Policy, planning: HoldsState, stats: StepStats, key: str, *, keep: bool
+        self, policy: Policy, owner: HoldsState, stats: StepStats, key: str, *, keep: bool
     ) -> None:
         self._policy, self._key = policy, key
-        self._planning = planning
+        self._owner = owner
         self._stats = stats
         self._keep = keep
         self._saved: Any = None
@@ -54,16 +53,16 @@ class LearnedState:
         self._thread = threading.Thread(target=self._run, name="learned-state", daemon=True)
 
     def show(self) -> dict[str, Any]:
-        """Return what is known now, and how old was what this process began with (seconds; None: it
-        began with nothing).
+        """Return the learned state, and the age at which it was restored (seconds; None: it was
+        not).
         """
         return {
             "restored_age_s": self._restored_age_s,
-            **self._policy.save(self._planning.state, monotonic()),
+            **self._policy.save(self._owner.state, monotonic()),
         }
 
     def restore(self) -> None:
-        """Let the policy begin with what the file has, if it fits; call it before the loop runs."""
+        """Restore the file's state if it fits; call it before the loop runs."""
         if not self._keep:
             return
         try:
@@ -71,31 +70,31 @@ class LearnedState:
             if content["key"] != self._key:
                 raise ValueError(f"key must be {self._key!r}, got {content['key']!r}")
             idle_s = max(0.0, time() - float(content["saved_unix_s"]))
-            self._planning.state = self._policy.load(content["state"], monotonic(), idle_s)
+            self._owner.state = self._policy.load(content["state"], monotonic(), idle_s)
         except FileNotFoundError:
-            logger.info("nothing was learnt here before")
+            logger.info("there is no learned state to restore")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning(
-                "what was learnt before cannot be used: %s: %r",
+                "the learned state cannot be restored: %s: %r",
                 cache.learned_file(self._key),
                 error,
             )
             self._stats.fallback("learned_state_unusable")
         else:
             self._restored_age_s = round(idle_s, 1)
-            logger.info("what was learnt until %.0f s ago is taken up", idle_s)
+            logger.info("restored learned state, saved %.0f s ago", idle_s)
 
     @contextmanager
     def changing(self, policy: Policy, key: str) -> Iterator[dict[str, Any]]:
-        """Give the block what is known, for the state that it hands the loop; that is kept as this
-        policy's, under this key.
+        """Yield the learned state, from which the block makes the loop's new one. After it the
+        state is saved as this policy's, under this key.
         """
         with self._changing:
-            yield self._policy.save(self._planning.state, monotonic())
+            yield self._policy.save(self._owner.state, monotonic())
             self._policy, self._key = policy, key
 
     def start(self) -> None:
-        """Begin to save every minute."""
+        """Start to save every minute."""
         self._thread.start()
 
     def close(self) -> None:
@@ -108,7 +107,7 @@ class LearnedState:
     def save(self) -> None:
         """Write the file if there is anything new; a failure is counted."""
         with self._changing:
-            policy, state, key = self._policy, self._planning.state, self._key
+            policy, state, key = self._policy, self._owner.state, self._key
         if not self._keep or state is self._saved:
             return
         file = cache.learned_file(key)
@@ -118,7 +117,7 @@ class LearnedState:
             text = json.dumps({"key": key, "saved_unix_s": time(), "state": data}, allow_nan=False)
             cache.publish_file(file, text)
         except (OSError, ValueError, TypeError) as error:
-            logger.error("what was learnt cannot be saved: %s: %s", file, error)
+            logger.error("the learned state cannot be saved: %s: %s", file, error)
             self._stats.fallback("learned_state_unsaved")
         else:
             self._saved = state
@@ -129,9 +128,8 @@ class LearnedState:
 
 
 def learned_key(config: ServingConfig, folders: Mapping[str, Path]) -> str:
-    """Return a hash of all that the estimates depend on.
-
-    The engines' settings and weights (``folders`` by engine name), k_max, and a user's policy.
+    """Return a hash of all that the estimates depend on: the engines' settings and weights
+    (``folders`` by engine name), k_max, and a user's policy.
     """
     engines = [
         {
@@ -141,6 +139,6 @@ def learned_key(config: ServingConfig, folders: Mapping[str, Path]) -> str:
         for engine in (config.target, *config.drafts)
     ]
     depends: dict[str, Any] = {"engines": engines, "k_max": config.policy.k_max}
-    if config.policy.own:  # what it learns is of its own kind
+    if config.policy.own:
         depends |= {"policy": config.policy.kind, "options": config.policy.options}
     return hashlib.sha256(json.dumps(depends).encode()).hexdigest()

@@ -17,7 +17,9 @@ from policy import Drafted, IntArray, NoSpeculation, Outcome, Plan, Policy, View
 logger = logging.getLogger(__name__)
 
 LOG_PERIOD_S = 10.0
-"""At most so often a policy that fails is logged; ``spindle_fallback_total`` counts every time."""
+"""Least seconds between two log lines of a policy that fails; ``spindle_fallback_total`` counts
+every failure.
+"""
 
 
 class PolicyRunner:
@@ -47,8 +49,8 @@ class PolicyRunner:
     def change(
         self, policy: Policy, state: Any, drafts: tuple[str, ...] | None = None
     ) -> tuple[Policy, Any]:
-        """Plan by this policy from now on, between two steps; ``drafts`` are named where they are
-        others. Return the policy and the state until now.
+        """Plan by this policy from now on, between two steps, with these ``drafts`` where they
+        change. Return the policy and the state that it replaces.
         """
         before = self.policy, self.state
         self.policy, self.state = policy, state
@@ -67,7 +69,7 @@ class PolicyRunner:
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
         if len(view):
             self.last_plan = (view, state, plan, now)
-        self._decisions.planned(view, plan, self._clock(), self.drift)
+        self._decisions.note(plan, self._clock(), self.drift)
         return plan
 
     def needs_offers(self, request: IntArray) -> bool:
@@ -92,7 +94,7 @@ class PolicyRunner:
             return planned
 
     def observe(self, outcome: Outcome) -> None:
-        """Let the policy learn from a step. Where it fails, it begins again."""
+        """Let the policy learn from a step; one that fails starts again."""
         try:
             self.state = self.policy.observe(outcome, self.state, self._clock())
         except Exception:
@@ -108,9 +110,7 @@ class PolicyRunner:
             return {}
 
     def _failed(self, consequence: str) -> None:
-        """Count the exception that is being handled, and log it now and then: each step may
-        raise.
-        """
+        """Count the current exception, and log it at most every ``LOG_PERIOD_S``."""
         self._stats.fallback("policy_error")
         now = self._clock()
         if now >= self._silent_until_s:

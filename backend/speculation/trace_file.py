@@ -1,4 +1,4 @@
-"""Where a served planner's trace goes: a file that may fail without harm."""
+"""The file of a served planner's trace, which may fail without harm."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class TraceFile:
-    """Appends lines to a file that is begun anew. A line that cannot be written ends the trace, as
-    a metric; it never ends a step.
+    """Writes lines to a new file. A line that cannot be written ends the trace, with a metric, and
+    never a step.
     """
 
     def __init__(self, path: Path, stats: StepStats) -> None:

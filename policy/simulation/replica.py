@@ -222,12 +222,11 @@ class Replica:
             ceiling = np.where(workload.acceptance.has_match(rows, emitted), ceiling, 0)
         catchup = np.where(self._free, 0, context[:, None] - progress.seen[rows])
         names = self._deployment.drafts
-        queued = len(self._queue)
         group = None if workload.group is None else workload.group[rows]
         tenant = None if workload.tenant is None else workload.tenant[rows]
         columns = rows, context, remaining, ceiling, catchup
-        waiting = prefill_tokens, queued, len(self._prefill)
-        return View(names, *columns, *waiting, group=group, tenant=tenant)
+        prefill = prefill_tokens, len(self._prefill)
+        return View(names, *columns, *prefill, group=group, tenant=tenant)
 
     def _begin(self, now: float) -> _Pending:
         ended, prefill_tokens, prefill_rows, prefill_context = self._chunks()
@@ -332,7 +331,7 @@ class Replica:
             finished=np.concatenate([rows[over[0]], first[over[1]]]),
         )
         figures = int(length.sum()), int(accepted.sum()), int(outcome.rows.emitted.sum())
-        self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, view.queued))
+        self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, len(self._queue)))
         return _Pending(outcome, rows, plan)
 
     def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> FreeChains:

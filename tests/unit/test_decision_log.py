@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 
 from backend.speculation.decision_log import DecisionLog
-from policy import NO_DRAFT, Plan, View
+from policy import NO_DRAFT, Plan
 
 STEP_S = 0.2
-
-
-def view(rows):
-    zeros = np.zeros(rows, np.int64)
-    each = np.zeros((rows, 2), np.int64)
-    return View(("small", "lookup"), zeros, zeros, zeros, each, each, queued=3)
 
 
 def plan(*choices, **notes):
@@ -36,7 +30,7 @@ class Runs:
 
     def steps(self, count, *rows, **notes):
         for _ in range(count):
-            self.log.planned(view(len(rows)), plan(*rows, **notes), self.now_s, self.drift)
+            self.log.note(plan(*rows, **notes), self.now_s, self.drift)
             self.now_s += STEP_S
 
 
@@ -56,7 +50,6 @@ def test_steady_plans_make_one_line_with_their_figures(runs):
             "length": 2.0,
             "row_share": {"none": 0.33, "small": 0.67},
             "batch_size": 3.0,
-            "queued": 3,
             "price": 123.4,
             "predicted_s": 0.02,
             "gain": 1.234,

@@ -13,7 +13,7 @@ def taught(p, steps=60, start_s=0.0):
     """Requests came and went; the small draft's tokens were mostly accepted."""
     state, rng = p.start(), np.random.default_rng(3)
     for step in range(steps):
-        seen = view(4, request=np.arange(4) + 4 * (step // 10), queued=step % 2)
+        seen = view(4, request=np.arange(4) + 4 * (step // 10))
         plan, state = p.plan(seen, state, start_s + step, RNG)
         finished = seen.request if step % 10 == 9 else np.zeros(0, np.int64)
         state = p.observe(

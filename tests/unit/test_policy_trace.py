@@ -47,7 +47,7 @@ def traced(steps=60, most_lines=1000, **config):
         if step % 7 == 3:
             given = Plan(np.zeros(rows, np.int64), np.full(rows, 2))
             seen = replace(
-                seen, control=rng.random(rows) < 0.5, control_plan=given, queued=2, prefill_tokens=5
+                seen, control=rng.random(rows) < 0.5, control_plan=given, prefill_tokens=5
             )
         if step % 11 == 5:
             state = policy.stand_by(seen, state)
@@ -138,7 +138,7 @@ def test_the_command_counts_the_plans_and_shows_the_first_that_differs(tmp_path)
     assert steps.startswith("steps 9: ")
     assert hint.startswith("--step N, 0 to 8, ")
     head, *requests = run(path, "--step", "3").stdout.splitlines()
-    assert head.startswith("queued ")
+    assert " prompt tokens; " in head
     assert all(line.startswith("request ") for line in requests)
     assert requests
     assert run(path, "--step", "9").returncode == 2
