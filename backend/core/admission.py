@@ -100,6 +100,16 @@ class Admission:
             self._queue = deque(session for session in self._queue if session.id not in ids)
         return gone
 
+    def check(self, active: Iterable[Session]) -> None:
+        """Raise RuntimeError unless the active and then the waiting sessions are in order of
+        arrival, and those that wait have no KV.
+        """
+        arrivals = [session.arrived_s for session in (*active, *self._queue)]
+        if arrivals != sorted(arrivals):
+            raise RuntimeError(f"requests that arrived at {arrivals} are not in order of arrival")
+        if holding := [session.id for session in self._queue if session.sequence.blocks]:
+            raise RuntimeError(f"requests {holding} wait and have KV blocks")
+
     def _has_room_for_logits(self, session: Session) -> bool:
         if not session.logits_bytes or session.id in self._logits_bytes:
             return True

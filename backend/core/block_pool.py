@@ -9,6 +9,7 @@ content until room is needed; the least recently used goes first.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
@@ -118,6 +119,23 @@ class BlockPool:
             else:
                 self._forget(block)
                 self._free.append(block)
+
+    def check(self, tables: Iterable[Seq[int]]) -> None:
+        """Raise RuntimeError unless each block is in these tables as often as it is referred to,
+        cached under a key, or free.
+        """
+        references = Counter(block for table in tables for block in table)
+        for block, count in enumerate(self._references):
+            if count != references[block]:
+                text = f"has {count} references and is in {references[block]} tables"
+                raise RuntimeError(f"KV block {block} {text}")
+        states = Counter([*self._free, *self._cached, *references])
+        if wrong := [block for block in range(self.size) if states[block] != 1]:
+            raise RuntimeError(f"KV blocks {wrong} are not one of free, cached and referred to")
+        if {block: key for key, block in self._blocks.items()} != self._keys:
+            raise RuntimeError(f"{len(self._blocks)} keys of KV blocks, {len(self._keys)} blocks")
+        if nameless := self._cached.keys() - self._keys.keys():
+            raise RuntimeError(f"KV blocks {sorted(nameless)} are cached without a key")
 
     def _forget(self, block: int) -> None:
         key = self._keys.pop(block, None)

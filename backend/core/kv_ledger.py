@@ -12,6 +12,7 @@ content; what KV of it an engine has is the engine's own knowledge (``Engine.uns
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from backend.core.block_pool import BlockPool, block_key, root_key
@@ -141,6 +142,28 @@ class KVLedger:
                 self._publish(sequence, table, 0)
             self._pool.drop(table, valid)
         sequence.blocks.clear()
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise RuntimeError unless exactly these sequences have a table, and share blocks of equal
+        text only, in which at most one of them has its last token and so writes.
+        """
+        tables: dict[int, list[int]] = {}
+        texts: dict[int, tuple[str, list[int]]] = {}
+        writers = Counter[int]()
+        for sequence in sequences:
+            table = tables[sequence.id] = next(iter(sequence.blocks.values()), [])
+            for index, block in enumerate(table):
+                stop = (index + 1) * BLOCK_TOKENS
+                text = sequence.salt, sequence.tokens[:stop]
+                if texts.setdefault(block, text) != text:
+                    where = f"block {index} of sequence {sequence.id}"
+                    raise RuntimeError(f"KV block {block}, {where}, is one of another text")
+                writers[block] += len(sequence.tokens) <= stop
+        if several := [block for block, count in writers.items() if count > 1]:
+            raise RuntimeError(f"KV blocks {several} are written by several sequences")
+        if tables != self._tables:
+            raise RuntimeError(f"KV tables {self._tables}, expected {tables}")
+        self._pool.check(tables.values())
 
     def usage(self) -> dict[str, int]:
         """Return how many blocks are ``used`` and how many ``free``; of the latter ``cached`` ones

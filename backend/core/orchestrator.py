@@ -109,6 +109,14 @@ class Orchestrator:
         """Return (active, waiting) requests."""
         return len(self._active), len(self._admission) + len(self._inbox)
 
+    def check(self) -> None:
+        """Raise RuntimeError where batch, queue and KV blocks contradict each other. Between two
+        steps.
+        """
+        active = list(self._active.values())
+        self._ledger.check(session.sequence for session in active)
+        self._admission.check(active)
+
     def run(self, stop: threading.Event) -> None:
         """Step until ``stop`` is set, asleep while there is nothing to do; then end what is left. A
         bug in a step ends its requests only.

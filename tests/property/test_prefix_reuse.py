@@ -2,8 +2,6 @@
 lost, blocks are shared by content only.
 """
 
-from collections import Counter
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -100,29 +98,13 @@ class Reuse(RuleBasedStateMachine):
 
     @invariant()
     def shared_blocks_are_of_one_text_and_everything_is_accounted_for(self):
-        pool, references, content = self.ledger._pool, Counter(), {}
-        for sequence in self.held.values():
-            table = sequence.blocks["target"]
-            assert len(set(table)) == len(table)
-            references.update(table)
-            for index, block in enumerate(table):
-                text = (sequence.salt, tuple(sequence.tokens[: (index + 1) * BLOCK_TOKENS]))
-                assert content.setdefault(block, text) == text
-            complete = (len(sequence.tokens) - 1) // BLOCK_TOKENS
-            assert all(
-                references[block] == 1 or index < complete for index, block in enumerate(table)
-            )
-        assert pool._references == [references[block] for block in range(self.size)]
-        assert len(pool._free) + len(pool._cached) + len(references) == self.size
-        assert not set(pool._free) & set(pool._cached)
-        assert {pool._blocks[key] for key in pool._blocks} == set(pool._keys)
-        assert set(pool._cached) <= set(pool._keys)
+        self.ledger.check(self.held.values())
 
     def teardown(self):
         for sequence in self.held.values():
             self.ledger.release(sequence)
+        self.ledger.check([])
         assert self.ledger.usage()["used"] == 0
-        assert not any(self.ledger._pool._references)
 
 
 Reuse.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -78,3 +78,23 @@ def test_the_first_block_of_a_content_is_the_one_that_is_found():
     pool.drop(other, 1)
     assert pool.find(KEYS[:1]) == one
     assert pool.cached == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (
+            lambda pool, table: pool.share(table[:1]),
+            "KV block 5 has 2 references and is in 1 tables",
+        ),
+        (lambda pool, table: table.pop(), "KV block 7 has 1 references and is in 0 tables"),
+        (lambda pool, table: pool.allocate(1), "KV block 4 has 1 references and is in 0 tables"),
+    ],
+)
+def test_blocks_that_are_counted_wrong_are_reported_with_their_numbers(spoil, words):
+    pool = BlockPool(8)
+    table = published(pool, KEYS[:3])
+    pool.check([table])
+    spoil(pool, table)
+    with pytest.raises(RuntimeError, match=words):
+        pool.check([table])

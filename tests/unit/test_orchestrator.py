@@ -3,7 +3,6 @@ changes.
 """
 
 import itertools
-import math
 import threading
 from dataclasses import replace
 
@@ -12,136 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.core.admission import Admission
-from backend.core.kv_ledger import KVLedger
-from backend.core.orchestrator import Orchestrator
-from backend.core.session import Session
-from backend.engines.fake import FakeEngine
-from backend.ops.stats import Stats, StepStats
-from backend.request import ErrorCode, GenerationRequest, SamplingParams
-from backend.sequence import Sequence
-from backend.speculation.drafting import Drafting
-from policy import NoSpeculation, Plan, Policy
+from backend.request import ErrorCode
+from policy import NoSpeculation, Plan, RandomChoice
 from policy.custom import Guarded
-
-EOS = 256
-
-
-class Sink:
-    def __init__(self):
-        self.cancelled, self.text, self.ends = False, "", []
-
-    def chunk(self, delta):
-        assert not self.ends, "a chunk after the final reply"
-        self.text += delta.text
-
-    def final(self, delta, reason, usage):
-        self.text += delta.text
-        self.ends.append((reason.value, usage))
-
-    def error(self, code, message):
-        self.ends.append((code, message))
+from tests.fakes.clock import Clock
+from tests.fakes.loop import World
 
 
-class Bytes:
-    def push(self, token_id):
-        return chr(token_id)
-
-    def finish(self):
-        return ""
-
-
-class RandomChoice(Policy):
-    """Any draft, any length, every step."""
-
-    def start(self):
-        return None
-
-    def plan(self, view, state, now, rng):
-        draft = (
-            rng.integers(-1, len(view.drafts), len(view)) if view.drafts else np.full(len(view), -1)
-        )
-        cap = (
-            np.where(
-                draft >= 0,
-                np.take_along_axis(view.ceiling, np.maximum(draft, 0)[:, None], 1)[:, 0],
-                0,
-            )
-            if view.drafts
-            else 0 * draft
-        )
-        length = np.array([rng.integers(0, c + 1) for c in cap], np.int64)
-        return Plan(np.where(length > 0, draft, -1), length), state
+class Recorded(RandomChoice):
+    """A random policy that keeps its last outcome."""
 
     def observe(self, outcome, state, now):
         self.last = outcome
         return state
-
-    def drift(self, state):
-        return {}
-
-
-class World:
-    def __init__(
-        self,
-        policy=None,
-        drafts=(0.9, 0.2),
-        max_active=8,
-        max_queued=100,
-        blocks=1000,
-        chunk=7,
-        seed=0,
-        max_request_s=math.inf,
-    ):
-        self.target = FakeEngine("target", kv_blocks=blocks)
-        self.drafts = [
-            FakeEngine(f"draft{i}", seed=i + 1, agreement=a, kv_blocks=blocks)
-            for i, a in enumerate(drafts)
-        ]
-        self.stats = Stats()
-        step_stats = StepStats(self.stats)
-        clock = itertools.count().__next__
-        self.ledger = KVLedger(
-            {e.name: blocks for e in (self.target, *self.drafts)},
-            headroom_tokens=9,
-            target=self.target,
-        )
-        self.loop = Orchestrator(
-            self.target,
-            Drafting(self.drafts, step_stats, clock),
-            policy or RandomChoice(),
-            self.ledger,
-            Admission(self.ledger, max_active, max_queued),
-            step_stats,
-            clock,
-            k_max=8,
-            prefill_chunk_tokens=chunk,
-            max_request_s=max_request_s,
-            seed=seed,
-        )
-        self.ids = itertools.count(1)
-
-    def submit(self, prompt, max_tokens=20, temperature=0.0, **options):
-        request = GenerationRequest(prompt, max_tokens, stream=True, **options)
-        tokens = list(prompt.encode())
-        sequence = Sequence(
-            next(self.ids), tokens, len(tokens), SamplingParams(temperature, seed=7)
-        )
-        sink = Sink()
-        self.loop.submit(Session(sequence, request, frozenset({EOS}), Bytes(), sink))
-        return sink
-
-    def run(self):
-        for _ in range(10_000):
-            if not self.loop.step():
-                break
-        assert self.loop.counts() == (0, 0)
-        assert self.ledger.usage()["used"] == 0
-
-    def counters(self):
-        return {
-            (name, *labels.values()): value for name, labels, value in self.stats.drain().counters
-        }
 
 
 def plain_text(prompt, max_tokens=20):
@@ -263,11 +145,11 @@ def test_a_cancelled_request_ends_once_and_its_kv_is_free_within_a_step(prompt, 
     world = World()
     sink = world.submit(prompt, 1000)
     for _ in range(steps):
-        world.loop.step()
+        world.step()
     assert bool(sink.text) == (prompt == "abc")
     assert world.ledger.usage()["used"] > 0
     sink.cancelled = True
-    world.loop.step()
+    world.step()
     assert sink.ends == [(ErrorCode.CANCELLED, "Request cancelled by client")]
     assert world.ledger.usage()["used"] == 0
 
@@ -275,25 +157,25 @@ def test_a_cancelled_request_ends_once_and_its_kv_is_free_within_a_step(prompt, 
 def test_a_request_cancelled_in_the_queue_ends_there_and_the_others_go_on():
     world = World(max_active=1)
     first, queued, last = (world.submit(prompt, 50) for prompt in ("abc", "def", "ghi"))
-    world.loop.step()
+    world.step()
     queued.cancelled = True
-    world.loop.step()
+    world.step()
     assert queued.ends == [(ErrorCode.CANCELLED, "Request cancelled by client")]
     world.run()
     assert [sink.ends[0][0] for sink in (first, last)] == ["length", "length"]
 
 
 def test_a_request_that_lives_too_long_ends_wherever_it_is():
-    world = World(max_active=1, max_request_s=60)
-    world.loop._clock = lambda: 0.0
+    clock = Clock()
+    world = World(max_active=1, max_request_s=60, clock=clock)
     old = [world.submit("abc", 1000), world.submit("def", 1000)]
-    world.loop.step()
-    world.loop._clock = lambda: 60.0
+    world.step()
+    clock.now_s = 60.0
     young = world.submit("ghi")
-    world.loop.step()
+    world.step()
     assert [sink.ends for sink in old] == [[], []]
-    world.loop._clock = lambda: 60.1
-    world.loop.step()
+    clock.now_s = 60.1
+    world.step()
     assert [sink.ends for sink in old] == [
         [(ErrorCode.UNAVAILABLE, "the request has not ended within limits.max_request_s, 60 s")]
     ] * 2
@@ -316,43 +198,23 @@ def test_a_full_queue_and_an_impossible_request_are_refused_with_a_reply():
     ]  # one place to run in, one to wait in
 
 
-def break_target(monkeypatch, world, is_broken):
-    """Make the target's pass raise whenever ``is_broken`` says so of its turns; returns the sizes
-    of the passes that did.
-    """
-    poll, failed = world.target.poll, []
-
-    def raising(timeout_s):
-        turns = list(world.target._queued)
-        if is_broken(turns):
-            world.target._queued.clear()
-            failed.append(len(turns))
-            raise MemoryError
-        return poll(timeout_s)
-
-    monkeypatch.setattr(world.target, "poll", raising)
-    return failed
-
-
 @pytest.mark.parametrize("culprit", [1, 4, 7])
-def test_of_a_batch_that_the_target_cannot_run_only_the_culprit_fails(monkeypatch, culprit):
+def test_of_a_batch_that_the_target_cannot_run_only_the_culprit_fails(culprit):
     world = World()
     sinks = {i: world.submit(f"prompt {i}", 10) for i in range(1, 8)}
-    world.loop.step()
-    failed = break_target(
-        monkeypatch, world, lambda turns: any(turn.sequence.id == culprit for turn in turns)
-    )
+    world.step()
+    world.target.breaks = lambda turns: any(turn.sequence.id == culprit for turn in turns)
     world.run()
     assert sinks.pop(culprit).ends == [(ErrorCode.INTERNAL, "the engine failed (MemoryError)")]
     assert [sink.text for sink in sinks.values()] == [plain_text(f"prompt {i}", 10) for i in sinks]
-    assert len(failed) <= 5  # 7 turns twice, then halves
+    assert len(world.target.failed) <= 5  # 7 turns twice, then halves
     assert world.counters()["spindle_fallback_total", "target_error"] == 1
 
 
 @pytest.mark.parametrize("submissions", [{3}, {2, 4, 5, 9}])
-def test_a_target_that_raises_now_and_then_costs_nobody_a_token(monkeypatch, submissions):
+def test_a_target_that_raises_now_and_then_costs_nobody_a_token(submissions):
     world, count = World(), itertools.count()
-    break_target(monkeypatch, world, lambda turns: next(count) in submissions)
+    world.target.breaks = lambda turns: next(count) in submissions
     sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x")]
     world.run()
     assert [sink.text for sink in sinks] == [
@@ -360,9 +222,9 @@ def test_a_target_that_raises_now_and_then_costs_nobody_a_token(monkeypatch, sub
     ]
 
 
-def test_proposals_that_the_target_cannot_run_are_dropped_and_not_counted(monkeypatch):
+def test_proposals_that_the_target_cannot_run_are_dropped_and_not_counted():
     world = World(drafts=(1.0,))
-    break_target(monkeypatch, world, lambda turns: any(turn.proposal for turn in turns))
+    world.target.breaks = lambda turns: any(turn.proposal for turn in turns)
     sink = world.submit("abc")
     world.run()
     assert sink.text == plain_text("abc")
@@ -370,9 +232,9 @@ def test_proposals_that_the_target_cannot_run_are_dropped_and_not_counted(monkey
     assert world.counters()["spindle_fallback_total", "target_error"] > 0
 
 
-def test_a_target_that_fails_for_good_ends_the_loop_after_the_third_time(monkeypatch):
+def test_a_target_that_fails_for_good_ends_the_loop_after_the_third_time():
     world = World(max_active=1)
-    break_target(monkeypatch, world, lambda turns: True)
+    world.target.breaks = lambda turns: True
     sinks = [world.submit("abc") for _ in range(6)]
     world.loop.run(threading.Event())
     ends = [sink.ends for sink in sinks]
@@ -384,35 +246,33 @@ def test_a_target_that_fails_for_good_ends_the_loop_after_the_third_time(monkeyp
     assert world.ledger.usage()["used"] == 0
 
 
-def test_a_culprit_that_comes_back_among_others_does_not_end_the_loop(monkeypatch):
+def test_a_culprit_that_comes_back_among_others_does_not_end_the_loop():
     world = World(max_active=2)
-    break_target(
-        monkeypatch,
-        world,
-        lambda turns: any(bytes(turn.sequence.tokens[:3]) == b"bad" for turn in turns),
+    world.target.breaks = lambda turns: any(
+        bytes(turn.sequence.tokens[:3]) == b"bad" for turn in turns
     )
     stop = threading.Event()
     sinks = [world.submit(prompt, 5) for prompt in ("good", *["bad"] * 8, "also good")]
-    monkeypatch.setattr(world.loop._work, "wait", lambda timeout: stop.set())
+    sinks[-1].on_end = stop.set
     world.loop.run(stop)
     assert [sink.ends[0][0] for sink in sinks] == ["length", *[ErrorCode.INTERNAL] * 8, "length"]
 
 
 def test_a_request_whose_tokens_cannot_be_taken_ends_alone(monkeypatch):
     world = World()
-    broken, fine = world.submit("abc"), world.submit("def")
-    world.loop.step()
-    world.loop._active[1].commit = lambda *_: 1 / 0
+    broken, fine = world.start("abc"), world.submit("def")
+    world.step()
+    monkeypatch.setattr(broken, "commit", lambda *_: 1 / 0)
     world.run()
-    assert broken.ends == [
+    assert broken.sink.ends == [
         (ErrorCode.INTERNAL, "the request could not be continued (ZeroDivisionError)")
     ]
     assert fine.text == plain_text("def")
 
 
-def test_a_failing_draft_costs_speculation_only(monkeypatch):
+def test_a_failing_draft_costs_speculation_only():
     world = World(drafts=(1.0,))
-    monkeypatch.setattr(world.drafts[0], "poll", lambda timeout_s: 1 / 0)
+    world.drafts[0].breaks = lambda turns: True
     sink = world.submit("abc")
     world.run()
     assert sink.text == plain_text("abc")
@@ -421,18 +281,19 @@ def test_a_failing_draft_costs_speculation_only(monkeypatch):
 
 def test_a_turn_that_fails_alone_ends_its_request_only():
     world = World()
-    broken, fine = world.submit("abc"), world.submit("def")
+    broken, fine = world.start("abc"), world.submit("def")
+    world.step()
+    broken.sequence.blocks.clear()
     world.loop.step()
-    world.loop._active[1].sequence.blocks.clear()
+    assert "block table" in broken.sink.ends[0][1]
     world.run()
-    assert "block table" in broken.ends[0][1]
     assert fine.text == plain_text("def")
 
 
 @pytest.mark.parametrize("method", ["plan", "observe", "needs_offers", "drift"])
-def test_whatever_of_a_policy_fails_in_every_step_no_request_does(monkeypatch, method):
-    world = World()
-    monkeypatch.setattr(RandomChoice, method, lambda *_: 1 / 0)
+def test_whatever_of_a_policy_fails_in_every_step_no_request_does(method):
+    broken = type("Broken", (RandomChoice,), {method: lambda *_: 1 / 0})
+    world = World(broken())
     sinks = [world.submit("abc"), world.submit("def", 5)]
     world.run()
     assert [sink.text for sink in sinks] == [plain_text("abc"), plain_text("def", 5)]
@@ -444,11 +305,8 @@ def test_a_plan_that_cannot_be_followed_is_not_and_its_policy_is_named_once_in_a
         def plan(self, view, state, now, rng):
             return Plan(np.zeros(len(view), np.int64), np.full(len(view), 99)), state
 
-    world = World(policy=Guarded("my_package.Greedy", Greedy()))
-    ticks = itertools.count()
-    world.loop.cycle.runner._clock = lambda: (
-        next(ticks) / 100
-    )  # two lines are 10 s apart, 1,000 ticks
+    ticks = Clock(tick_s=0.01)  # two lines are 10 s apart, 1,000 ticks
+    world = World(Guarded("my_package.Greedy", Greedy()), clock=ticks)
     sink = world.submit("abc")
     world.run()
     assert sink.text == plain_text("abc")
@@ -464,7 +322,7 @@ def test_a_plan_that_cannot_be_followed_is_not_and_its_policy_is_named_once_in_a
 def test_abort_ends_everything_once():
     world = World(max_active=1)
     sinks = [world.submit("abc", 500), world.submit("def"), world.submit("ghi")]
-    world.loop.step()
+    world.step()
     sinks.append(world.submit("jkl"))
     world.loop.abort(ErrorCode.UNAVAILABLE, "the server is shutting down")
     assert [sink.ends for sink in sinks] == [
@@ -474,7 +332,7 @@ def test_abort_ends_everything_once():
 
 
 def test_evidence_behind_an_end_of_text_is_not_scored():
-    policy = RandomChoice()
+    policy = Recorded()
     world = World(policy, drafts=(1.0,))
     sink = world.submit("abc", 30, stop_words=(plain_text("abc", 30)[10:13],))
     world.run()
