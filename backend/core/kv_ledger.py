@@ -24,7 +24,7 @@ GROWTH_BLOCKS = 2
 """Blocks by which every active sequence must be able to grow before another is admitted:
 pre-empting that soon wastes its prefill.
 
-Chosen with ``bench.micro.admission``: fewer cost more pre-emptions where texts are long, more
+Measured (docs/results/admission.json): fewer cost more pre-emptions where texts are long, more
 leave room unused where they are short.
 """
 

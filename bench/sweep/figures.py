@@ -342,7 +342,6 @@ def _row(
         **{name: round(float(value), 5) for name, value in figures.items()},
         "cold_mean_latency_s": round(float(np.mean(cold)), 5) if cold else None,
         "acceptance": round(accepted / drafted, 4) if drafted else None,
-        "acceptance_by_position": _by_position(counts),
         "step_time_share": _shares(counts),
         "predicted_over_measured_step_time": _predicted(counts),
         "tokens_by_draft": _by_label(counts, "spindle_emitted_tokens_total", "draft"),
@@ -368,20 +367,6 @@ def _by_label(counts: dict[str, float], name: str, label: str) -> dict[str, floa
         if series.startswith(name) and (match := re.search(rf'\b{label}="([^"]*)"', series)):
             found[match[1]] += value
     return dict(found)
-
-
-def _by_position(counts: dict[str, float]) -> dict[str, float]:
-    """Return the share of the tokens proposed at each position that were accepted (with all before
-    them), over all drafts.
-    """
-    proposed, accepted = (
-        _by_label(counts, f"spindle_{kind}_tokens_by_position_total", "position")
-        for kind in ("draft", "accepted")
-    )
-    return {
-        position: round(accepted.get(position, 0.0) / proposed[position], 4)
-        for position in sorted(proposed, key=int)
-    }
 
 
 def _shares(counts: dict[str, float]) -> dict[str, float]:

@@ -118,13 +118,6 @@ def _drawn(
     return lambda record: _image(draw(record), words)
 
 
-def _heat_maps(record: dict[str, Any]) -> str:
-    return "".join(
-        f"<h3>{name}</h3>{_image(figure, f'speed over no speculation, {name}')}"
-        for name, figure in plots.heat_maps(record)
-    )
-
-
 def _html_table(head: list[str], rows: Iterable[list[Any]], text: int) -> str:
     """Return a table whose first ``text`` columns are words; a cell may be (words, class)."""
 
@@ -264,9 +257,7 @@ def _ablations(record: dict[str, Any]) -> str:
         ]
         for r in rows
     )
-    return _image(
-        plots.ablations_figure(rows), "speed with each part over speed without it"
-    ) + _html_table(head, cells, 4)
+    return _html_table(head, cells, 4)
 
 
 def _peers(record: dict[str, Any]) -> str:
@@ -345,14 +336,7 @@ def _simulation(record: dict[str, Any]) -> str:
         ]
         for r in rows
     )
-    return (
-        line
-        + _image(plots.simulation_figure(record), "simulated against measured mean latency")
-        + note
-        + _html_table(head, cells, 3)
-        if rows
-        else ""
-    )
+    return line + note + _html_table(head, cells, 3) if rows else ""
 
 
 def _constant(value: Any) -> str:
@@ -393,22 +377,9 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         ),
     ),
     (
-        "Speed over no speculation",
-        "By draft, length k and load. Closed loop: tokens per second; open loop: tokens per "
-        "second of latency. 1 is no gain.",
-        _heat_maps,
-    ),
-    (
         "What Spindle chose",
         "Share of the emitted tokens by the draft of their step.",
         _drawn(plots.choices_figure, "share of tokens by draft and point"),
-    ),
-    (
-        "What Spindle chose over time",
-        "Each request at the time that it ended: tokens proposed a step, in the mean, and the "
-        "draft that proposed most of them. Warm "
-        "blocks one after the other.",
-        _drawn(plots.over_time_figure, "mean length and main draft of requests over time"),
     ),
     (
         "What each part brings",
@@ -429,23 +400,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         _drawn(plots.time_shares_figure, "share of step time by part"),
     ),
     (
-        "Predicted against measured step time",
-        "The planner's own prediction, corrected online; the mean of each warm run. Grey band: "
-        "within 10 %.",
-        _drawn(plots.step_time_figure, "predicted against measured mean step time"),
-    ),
-    (
         "Simulation against measurement",
         "Mean latency from policy.simulation with the tables as served, the same requests and "
         "the acceptance that the fixed choices saw; "
-        "constants measured once, on the cold block. Open markers: at or beyond saturation. Grey "
-        "band: within 10 %.",
+        "constants measured once, on the cold block.",
         _simulation,
-    ),
-    (
-        "Acceptance by position",
-        "Share of the tokens proposed at a position that were accepted with all before them.",
-        _drawn(plots.positions_figure, "acceptance by position and policy"),
     ),
     (
         "Noise",

@@ -202,7 +202,6 @@ def test_a_row_tells_of_the_warm_blocks_and_of_the_cold_one_apart():
     )
     (row,) = sweep_figures.summary(found, ["none", AGAIN])
     assert (row["mean_latency_s"], row["cold_mean_latency_s"], row["warm_blocks"]) == (3.0, 8.0, 2)
-    assert row["acceptance_by_position"] == {"1": 0.75}
     assert row["step_time_share"] == {
         "planning": 0.1,
         "learning": 0.05,

@@ -18,10 +18,11 @@ from backend.app import build
 from backend.config import parse_config
 from backend.model_folders import model_path
 from backend.request import GenerationRequest
-from bench.in_process import Witness, first_difference, generate
+from bench.in_process import first_difference, generate
 from bench.prompts import PROMPTS
 from engines_build.prepare import bring_embedded_model
 from policy import LatencyTable, NoSpeculation, RandomChoice
+from tests.contract.witness import Witness
 
 pytestmark = pytest.mark.slow
 

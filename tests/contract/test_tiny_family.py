@@ -13,12 +13,13 @@ from backend.app import build
 from backend.config import PROJECT_ROOT, ConfigError, parse_config
 from backend.request import GenerationRequest
 from backend.tokenizer import load_tokenizer
-from bench.in_process import Sink, Witness, generate
-from bench.laws import Model
+from bench.in_process import Sink, generate
 from bench.micro.hazards import messages
 from policy import LatencyTable, NoSpeculation, RandomChoice
+from tests.contract.laws import Model
 from tests.contract.test_greedy_identity import check_equal
 from tests.contract.tiny_family import as_message
+from tests.contract.witness import Witness
 
 pytestmark = pytest.mark.slow
 
