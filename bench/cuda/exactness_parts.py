@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend.engines.cuda.heads import HeadProposal
+from backend.engines.cuda.heads import DeviceHead, HeadProposal
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.linear import Tiling, linear
 from backend.engines.cuda.model import PagedModel
@@ -255,7 +255,7 @@ def proposals(probe: Probe) -> dict[str, Any]:
             step = VerifyStep(
                 paged, slots, rows, columns, tokens=4 * rows, most=depth + 1, keys=room
             )
-            head = HeadProposal(network, token_ids, weights[0], weights[1], step, depth)
+            head = HeadProposal(DeviceHead(network, token_ids, *weights), step, depth)
             propose = probe.graph(head.run)
             cell = {"propose_ms": probe.time_ms(propose)}
             if own == probe.of(128, 8):

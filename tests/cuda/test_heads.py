@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from backend.engines.cuda.heads import HeadProposal
+from backend.engines.cuda.heads import DeviceHead, HeadProposal
 from backend.engines.cuda.kernels import plain_kernels
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.step import Slots, VerifyStep
@@ -70,7 +70,7 @@ def case() -> Case:
         keys=128,
         bounded=True,
     )
-    proposal = HeadProposal(network, token_ids, embedding, head, step, DEPTH)
+    proposal = HeadProposal(DeviceHead(network, token_ids, embedding, head), step, DEPTH)
     host = HeadEngine("head", network, token_ids, embedding, head, max_draft_tokens=DEPTH)
     return Case(proposal, step, host)
 
@@ -112,7 +112,7 @@ def test_proposals_are_the_hosts_and_texts_those_of_plain_decoding() -> None:
     extend(texts, with_head.step)
     while min(map(len, texts)) < 20:
         slots = with_head.step.slots
-        static = set(with_head.proposal._token_ids.tolist())
+        static = set(with_head.proposal._head.token_ids.tolist())
         for row, text in enumerate(texts):
             own = list(dict.fromkeys(token for token in text if token not in static))
             slots.own[row, : len(own)] = torch.tensor(own, dtype=torch.int64)

@@ -155,6 +155,8 @@ def test_the_likeliest_nodes_are_chosen_with_their_parents() -> None:
     assert trees.choose(chance, 5).tolist() == [[1, 1, 1, 0], [1, 1, 0, 0]]
     assert trees.choose(chance, 8).tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert trees.choose(chance, 0).tolist() == [[0] * 4] * 2
+    room = torch.tensor([1, 3], dtype=torch.int32)
+    assert trees.choose(chance, 8, room).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0]]
 
 
 def random_pass(seed: int) -> dict[str, torch.Tensor]:

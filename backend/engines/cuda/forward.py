@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
+from backend.engines.cuda.columns import Columns, Shapes
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import PAGE, Layout
 from backend.engines.stepping.chunks import Chunk, logit_rows, moves
@@ -25,16 +25,6 @@ MOST_SIZES = (1, 2, 4, 8, 16, 32, MAX_NEW_TOKENS)
 KEY_SIZES = tuple(1 << n for n in range(10, 21))
 """Sizes of graphs: rows, tokens, the most new tokens of a row, and the most keys of one."""
 
-_COLUMNS = (
-    ("ids", np.int64),
-    ("position", np.int64),
-    ("ancestors", np.int64),
-    ("place", np.int32),
-    ("first", np.int32),
-    ("start", np.int32),
-    ("table", np.int32),
-)
-
 
 class Size(NamedTuple):
     """What a graph has room for."""
@@ -45,42 +35,26 @@ class Size(NamedTuple):
     keys: int
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a pass's columns."""
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-            ("ids", "position", "ancestors", "place"), (self.tokens,)
-        )
-        pages = -(-self.keys // PAGE)
-        return shapes | {
-            "first": (self.rows + 1,),
-            "start": (self.rows,),
-            "table": (self.rows, pages),
+    def shapes(self) -> Shapes:
+        """The columns of a pass."""
+        long, short = (np.int64, (self.tokens,)), (np.int32, (self.tokens,))
+        return {
+            "ids": long,
+            "position": long,
+            "ancestors": long,
+            "place": short,
+            "first": (np.int32, (self.rows + 1,)),
+            "start": (np.int32, (self.rows,)),
+            "table": (np.int32, (self.rows, -(-self.keys // PAGE))),
         }
 
 
-class Inputs:
-    """The columns of a pass in one piece of memory, so that one copy brings them to the device."""
+class Inputs(Columns):
+    """The columns that a pass reads."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
+        super().__init__(size.shapes, device)
         self.size = size
-        lengths = [
-            int(np.prod(size.shapes[name])) * np.dtype(kind).itemsize for name, kind in _COLUMNS
-        ]
-        ends = list(accumulate(-(-length // 8) * 8 for length in lengths))
-        is_cuda = device.type == "cuda"
-        self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=is_cuda)
-        self._device = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-        self.host: dict[str, np.ndarray] = {}  # type: ignore[type-arg]
-        self.device: dict[str, torch.Tensor] = {}
-        for (name, kind), length, end in zip(_COLUMNS, lengths, ends, strict=True):
-            begin = end - -(-length // 8) * 8
-            shape, dtype = size.shapes[name], torch.int64 if kind is np.int64 else torch.int32
-            self.host[name] = self._host[begin : begin + length].view(dtype).view(shape).numpy()
-            self.device[name] = self._device[begin : begin + length].view(dtype).view(shape)
-
-    def send(self) -> None:
-        """Copy the host's columns to the device."""
-        self._device.copy_(self._host, non_blocking=True)
 
     def layout(self, spans: list[tuple[int, int]] | None = None) -> Layout:
         """Return what attention reads."""

@@ -14,12 +14,9 @@ from backend.sampling.draw import HEAD, SHARPNESS
 from backend.sampling.laws import FAINT
 
 
-class HeadProposal:
-    """Proposals of ``depth`` places for the rows of a step, ``CANDIDATES`` nodes at each.
-
-    The likeliest node of a place continues the spine; its siblings are leaves. The step has
-    ``depth * CANDIDATES`` columns. ``token_ids`` int64[static] are the tokens that the head can
-    always propose, ``embedding`` and ``lm_head`` [vocab, hidden] the target's.
+class DeviceHead:
+    """A head's weights on the target's device: ``network``, and ``embedding`` and ``lm_head``
+    [vocab, hidden], which are the target's. It can always propose ``token_ids`` int64[static].
     """
 
     def __init__(
@@ -28,35 +25,50 @@ class HeadProposal:
         token_ids: torch.Tensor,
         embedding: torch.Tensor,
         lm_head: torch.Tensor,
-        step: VerifyStep,
-        depth: int,
     ) -> None:
-        self._network, self._step, self._depth = network, step, depth
-        self._embedding, self._lm_head = embedding, lm_head
-        self._token_ids, self._static = token_ids, lm_head[token_ids].contiguous()
-        spine = torch.arange(depth, device=token_ids.device) * CANDIDATES - CANDIDATES
-        parents = spine.clamp(min=-1).int().repeat_interleave(CANDIDATES)
-        step.parent.copy_(parents.expand_as(step.parent))
+        self.network, self.token_ids = network, token_ids
+        self.embedding, self.lm_head = embedding, lm_head
+        self.static = lm_head[token_ids].contiguous()
+
+
+class HeadProposal:
+    """Proposals of ``depth`` places for rows of a step, ``CANDIDATES`` nodes at each.
+
+    The likeliest node of a place continues the spine; its siblings are leaves. They fill the
+    step's first ``depth * CANDIDATES`` columns.
+    """
+
+    def __init__(self, head: DeviceHead, step: VerifyStep, depth: int) -> None:
+        device = step.slot.device
+        self._head, self._step, self._depth = head, step, depth
+        self.length = torch.full((step.rows,), depth, dtype=torch.int32, device=device)
+        """int32[rows]: places to propose for; 0 for rows that are another draft's. Read."""
+        spine = torch.arange(depth, device=device) * CANDIDATES - CANDIDATES
+        self._parent = spine.clamp(min=-1).int().repeat_interleave(CANDIDATES)[None]
 
     def run(self) -> None:
-        """Launch the proposal: write the step's ``token`` and ``chance``."""
-        step, slots = self._step, self._step.slots
-        slot = step.slot
+        """Launch the proposal: write the step's ``token``, ``parent`` and ``chance``."""
+        step, slots, head = self._step, self._step.slots, self._head
+        slot, width = step.slot, self._parent.shape[1]
+        is_own = (self.length > 0)[:, None]
+        step.parent[:, :width] = torch.where(is_own, self._parent, step.parent[:, :width])
         last, place = slots.last[slot], slots.length[slot] + 1
         own = slots.own[slot]
-        rows = self._lm_head[own.clamp(min=0)]
-        tokens = torch.cat((self._token_ids.expand(len(slot), -1), own), 1)
-        state = self._network.begin(slots.states[slot])
+        rows = head.lm_head[own.clamp(min=0)]
+        tokens = torch.cat((head.token_ids.expand(len(slot), -1), own), 1)
+        state = head.network.begin(slots.states[slot])
         path = torch.ones(len(slot), device=slot.device)
         for depth in range(self._depth):
-            state, vectors = self._network.step(state, self._embedding[last])
+            state, vectors = head.network.step(state, head.embedding[last])
             theirs = torch.bmm(rows, vectors[:, :, None])[:, :, 0].masked_fill(own < 0, -torch.inf)
-            logits = torch.cat((vectors @ self._static.T, theirs), 1).float()
+            logits = torch.cat((vectors @ head.static.T, theirs), 1).float()
             column, chance = self._candidates(logits, tokens, place + depth)
-            columns = slice(depth * CANDIDATES, (depth + 1) * CANDIDATES)
-            step.token[:, columns] = tokens.gather(1, column)
-            step.chance[:, columns] = path[:, None] * chance
-            last, path = step.token[:, columns.start], step.chance[:, columns.start]
+            chance = path[:, None] * chance * (depth < self.length)[:, None]
+            token, columns = tokens.gather(1, column), slice(depth * CANDIDATES, None)
+            for written, mine in ((step.token, token), (step.chance, chance)):
+                place_of = written[:, columns][:, :CANDIDATES]
+                place_of.copy_(torch.where(is_own, mine, place_of))
+            last, path = token[:, 0], chance[:, 0]
 
     def _candidates(
         self, logits: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor

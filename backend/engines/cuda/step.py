@@ -86,6 +86,10 @@ class VerifyStep:
         """int32[rows, columns], the column of a node's parent, -1 for the text: read."""
         self.chance = torch.zeros(rows, columns, device=device)
         """float32[rows, columns], the probability of a node's path, 0 for no node: read."""
+        self.room = torch.full((rows,), columns, dtype=torch.int32, device=device)
+        """int32[rows], the nodes that a row's blocks have room for: read."""
+        self.chosen = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        """int32[rows, columns], 1 for a node that is verified: written."""
         self.emitted = torch.zeros(rows, most, dtype=long, device=device)
         """int64[rows, most]: the first ``count`` are written; -1 where a logit is NaN."""
         self.count = torch.zeros(rows, dtype=long, device=device)
@@ -107,11 +111,11 @@ class VerifyStep:
         length, last = slots.length[self.slot], slots.last[self.slot]
         table, start = slots.table[self.slot], length.int()
         budget = len(self._ids) - self.rows
-        chosen = trees.choose(self.chance, budget)
         if self._columns:
-            self._first[1:] = (chosen.sum(1) + 1).cumsum(0)
+            self.chosen.copy_(trees.choose(self.chance, budget, self.room))
+            self._first[1:] = (self.chosen.sum(1) + 1).cumsum(0)
         kernels.pack(
-            chosen,
+            self.chosen,
             self.token,
             self.parent,
             length,

@@ -16,13 +16,20 @@ import triton.language as tl
 _NONE = tl.constexpr(2147483647)
 
 
-def choose(chance: torch.Tensor, budget: int) -> torch.Tensor:
+def choose(chance: torch.Tensor, budget: int, room: torch.Tensor | None = None) -> torch.Tensor:
     """Return which nodes of ``chance`` [rows, columns] are verified, int32 of the same shape: the
-    ``budget`` likeliest of the batch, the first of equals; none of chance 0.
+    ``budget`` likeliest of the batch, the first of equals; none of chance 0. A row has ``room``
+    int32[rows] for some of its likeliest (None: for all).
 
     ``chance`` is the probability of a node's whole path. It never rises from a parent to a child,
     so that a chosen node's parent is chosen, too.
     """
+    if room is not None:
+        best = chance.sort(dim=1, descending=True, stable=True)
+        rank = torch.arange(chance.shape[1], device=chance.device)
+        chance = torch.zeros_like(chance).scatter_(
+            1, best.indices, best.values.where(rank < room[:, None], 0.0)
+        )
     flat = chance.flatten()
     order = flat.sort(descending=True, stable=True)
     chosen = torch.zeros(len(flat), dtype=torch.int32, device=chance.device)
