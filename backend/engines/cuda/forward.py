@@ -13,6 +13,7 @@ import torch
 
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
 from backend.engines.cuda.columns import Columns, Shapes
+from backend.engines.cuda.graphs import capture
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import PAGE, Layout
 from backend.engines.stepping.chunks import Chunk, logit_rows, moves
@@ -219,18 +220,10 @@ class PagedForward:
         self, run: Callable[[], torch.Tensor]
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
         """Capture a pass in a CUDA graph and return its replay. Raises RuntimeError."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            logits = run()
-        states = self.model.states
+        (logits, states), launch = capture(self.device, lambda: (run(), self.model.states))
 
         def replay() -> tuple[torch.Tensor, torch.Tensor | None]:
-            graph.replay()
+            launch()
             return logits, states
 
         return replay

@@ -1,0 +1,384 @@
+"""Verification steps of a batch on the device, from the rows of a submission to what came of them.
+
+A step runs in a bucket, whose sizes are those of the submission rounded up: two CUDA graphs, one in
+which the heads propose and one that verifies. Per step one copy goes to the device and one comes
+back, and the host waits for nothing before it collects the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from backend.engines.cuda.columns import Columns
+from backend.engines.cuda.forward import KEY_SIZES, ROW_SIZES, TOKEN_SIZES
+from backend.engines.cuda.graphs import capture
+from backend.engines.cuda.heads import DeviceHead, HeadProposal
+from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.step import Slots, VerifyStep
+from backend.engines.spine import CANDIDATES
+from backend.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+COLUMN_SIZES = (0, 4, 8, 16, 32, 63)
+"""Nodes of a row's proposal that a bucket has room for."""
+
+_UPDATES = 256
+"""Entries of block tables and of texts' own tokens that one step can bring along."""
+
+
+@dataclass(slots=True)
+class DeviceRow:
+    """One sequence's share of a step."""
+
+    slot: int
+    """Of ``Slots``."""
+    length: int
+    """Tokens with KV, all but the last; at least these where ``follows``."""
+    last: int
+    """The last token; unread where ``follows``."""
+    follows: bool
+    """Whether it goes on from whatever the step before leaves in its slot."""
+    sampling: SamplingParams
+    seed: int
+    """The mixed seed (``sampling.randomness``)."""
+    head: str = ""
+    """The head that proposes; empty: the host did, or nothing is proposed."""
+    places: int = 0
+    """The length of the head's longest path, in tokens."""
+    budget: int = 0
+    """What this row adds to the nodes that the batch verifies."""
+    room: int = 0
+    """The nodes that its blocks have room for."""
+    tokens: Sequence[int] = ()
+    """Tokens of the host's proposal, whose parents are ``parents``."""
+    parents: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What a step did for a row."""
+
+    tokens: list[int]
+    """Emitted; the last one is no node. A -1 says that a logit was NaN."""
+    nodes: list[tuple[int, int, float]] = field(default_factory=list)
+    """Token, parent and confidence of the nodes that a head proposed, in the order of columns."""
+    verified: int = 0
+    """Nodes verified: those of the highest confidence, the first of equals."""
+
+
+class Bucket(NamedTuple):
+    """The sizes of a step, for which graphs are captured."""
+
+    rows: int
+    tokens: int
+    columns: int
+    keys: int
+    is_bounded: bool
+    heads: tuple[str, ...]
+    depth: int
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step under way."""
+
+    rows: list[DeviceRow]
+    host: dict[str, npt.NDArray[Any]]
+    events: list[Any]
+    """CUDA events before the proposal, after it, and after the copy back; times without CUDA."""
+
+
+class DeviceSteps:
+    """Launches steps over ``slots`` sequences of ``blocks`` KV blocks at most, and collects them in
+    their order. Two may be under way.
+
+    A row has at most ``most`` - 1 nodes accepted. ``count(reason)`` is called when a graph cannot
+    be captured.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        heads: dict[str, DeviceHead],
+        *,
+        slots: int,
+        blocks: int,
+        most: int,
+        own: int,
+        states: tuple[int, int] = (0, 0),
+        count: Callable[[str], None] | None = None,
+    ) -> None:
+        self.model, self.heads, self._most, self._count = model, heads, most, count
+        self._idle = slots  # the slot of rows that no sequence owns
+        self.slots = Slots(
+            slots + 1, blocks, model.device, states=states, own=own, dtype=model.dtype
+        )
+        self.slots.table[self._idle] = len(model.kv[0]) - 1
+        self._captures = model.device.type == "cuda"
+        self._steps: dict[Bucket, _BucketStep] = {}
+        self._updates: list[tuple[int, int, int, int]] = []
+
+    def place_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """Write entries ``first`` and following of a slot's block table before the next step."""
+        self._place(0, self.slots.table, slot, first, blocks)
+
+    def place_own(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        """Write tokens of a slot's text that heads may propose besides their static ones."""
+        self._place(1, self.slots.own, slot, first, tokens)
+
+    def place_states(self, slot: int, states: npt.NDArray[np.float32]) -> None:
+        """Write what the target had at the place that a slot's last token was drawn from."""
+        self.slots.states[slot] = torch.from_numpy(states).to(self.slots.states)
+
+    def clear(self, slot: int) -> None:
+        """Forget the tokens of a slot's last text."""
+        self._updates = [update for update in self._updates if update[1] != slot]
+        self.slots.own[slot] = -1
+
+    def launch(self, rows: Sequence[DeviceRow]) -> Launched:
+        """Launch a step for these rows, at least one."""
+        step = self._step(self._bucket(rows))
+        step.fill(rows, self._updates, self._idle)
+        self._updates = []
+        return step.launch(list(rows))
+
+    def collect(self, launched: Launched) -> tuple[list[RowResult], dict[str, float]]:
+        """Wait for a step; return what it did by row, and its seconds by part (``draft``,
+        ``verify``).
+        """
+        if self._captures:
+            launched.events[-1].synchronize()
+        host = launched.host
+        results = [_result(row, host, number) for number, row in enumerate(launched.rows)]
+        return results, _seconds(launched.events)
+
+    def _place(
+        self, which: int, column: torch.Tensor, slot: int, first: int, values: Sequence[int]
+    ) -> None:
+        if len(values) + len(self._updates) > _UPDATES:
+            ours = torch.tensor(list(values), dtype=column.dtype)
+            column[slot, first : first + len(values)] = ours.to(column.device)
+            return
+        self._updates += [(which, slot, first + at, value) for at, value in enumerate(values)]
+
+    def _bucket(self, rows: Sequence[DeviceRow]) -> Bucket:
+        """Return the smallest bucket that the rows fit. Raises ValueError where none does."""
+        depth = max(row.places for row in rows)
+        columns = max(depth * CANDIDATES, *(len(row.tokens) for row in rows))
+        keys = max(row.length + (self._most + 1) * row.follows + row.room + 1 for row in rows)
+        count = _size(ROW_SIZES, len(rows), "rows")
+        budget = sum(row.budget for row in rows)
+        bounded = any(p.top_k or p.top_p < 1.0 or p.min_p for p in (r.sampling for r in rows))
+        return Bucket(
+            count,
+            _size(TOKEN_SIZES, count + budget, "tokens") if budget else count,
+            _size(COLUMN_SIZES, columns, "nodes of a row"),
+            _size(KEY_SIZES, keys, "tokens of a row"),
+            bounded,
+            tuple(sorted({row.head for row in rows if row.head})),
+            depth,
+        )
+
+    def _step(self, bucket: Bucket) -> _BucketStep:
+        step = self._steps.get(bucket)
+        if step is None:
+            step = self._steps[bucket] = _BucketStep(self, bucket, self._most)
+            if self._captures:
+                step.fill([], [], self._idle)
+                self._capture(step)
+        return step
+
+    def _capture(self, step: _BucketStep) -> None:
+        try:
+            step.capture()
+        except (RuntimeError, NotImplementedError) as error:
+            logger.warning("no CUDA graph for %s: %s", step.bucket, error)
+            if self._count is not None:
+                self._count("cuda_graph")
+
+
+class _BucketStep:
+    """The step of one bucket: its columns, its heads and its two graphs."""
+
+    def __init__(self, steps: DeviceSteps, bucket: Bucket, most: int) -> None:
+        model, device = steps.model, steps.model.device
+        rows, columns = (bucket.rows,), (bucket.rows, bucket.columns)
+        self.bucket, self._slots = bucket, steps.slots
+        self._idle_block, self._device = len(model.kv[0]) - 1, device
+        self._names = {name: number for number, name in enumerate(bucket.heads)}
+        long, short, real = np.int64, np.int32, np.float32
+        self._inputs = Columns(
+            {
+                "slot": (long, rows),
+                "length": (long, rows),
+                "last": (long, rows),
+                "seed": (long, rows),
+                "token": (long, columns),
+                "follows": (short, rows),
+                "top_k": (short, rows),
+                "room": (short, rows),
+                "parent": (short, columns),
+                "temperature": (real, rows),
+                "top_p": (real, rows),
+                "min_p": (real, rows),
+                "chance": (real, columns),
+                "places": (short, (len(self._names), bucket.rows)),
+                "updates": (long, (2, 3, _UPDATES)),
+            },
+            device,
+            copies=2,
+        )
+        self._outputs = Columns(
+            {
+                "emitted": (long, (bucket.rows, most)),
+                "count": (long, rows),
+                "token": (long, columns),
+                "parent": (short, columns),
+                "chosen": (short, columns),
+                "chance": (real, columns),
+            },
+            device,
+            copies=2,
+        )
+        self._step = step = VerifyStep(
+            model,
+            steps.slots,
+            bucket.rows,
+            bucket.columns,
+            tokens=bucket.tokens,
+            most=most,
+            keys=bucket.keys,
+            bounded=bucket.is_bounded,
+        )
+        for name in ("slot", "token", "parent", "chance", "room"):
+            setattr(step, name, self._inputs.device[name])
+        for name in ("emitted", "count", "chosen"):
+            setattr(step, name, self._outputs.device[name])
+        self._proposals = []
+        for name, number in self._names.items():
+            proposal = HeadProposal(steps.heads[name], step, bucket.depth)
+            proposal.length = self._inputs.device["places"][number]
+            self._proposals.append(proposal)
+        self._propose: Callable[[], object] = self._run_proposals
+        self._verify: Callable[[], object] = step.run
+
+    def fill(
+        self, rows: Sequence[DeviceRow], updates: Sequence[tuple[int, int, int, int]], idle: int
+    ) -> None:
+        """Write the host's columns; the rows left over are the slot ``idle``."""
+        host = self._inputs.host
+        for column in host.values():
+            column.fill(0)
+        host["slot"].fill(idle)
+        host["top_p"].fill(1.0)
+        host["parent"].fill(-1)
+        host["updates"][:, 0], host["updates"][0, 2] = idle, self._idle_block
+        for number, row in enumerate(rows):
+            sampling = row.sampling
+            host["slot"][number], host["follows"][number] = row.slot, row.follows
+            host["length"][number], host["last"][number] = row.length, row.last
+            host["seed"][number], host["room"][number] = row.seed, row.room
+            host["temperature"][number] = 0.0 if sampling.greedy else sampling.temperature
+            host["top_k"][number], host["top_p"][number] = sampling.top_k, sampling.top_p
+            host["min_p"][number] = sampling.min_p
+            nodes = len(row.tokens)
+            host["token"][number, :nodes] = row.tokens
+            host["parent"][number, :nodes] = row.parents
+            host["chance"][number, :nodes] = 2.0  # before all that heads propose
+            if row.head:
+                host["places"][self._names[row.head], number] = row.places
+        for which in (0, 1):
+            own = [update[1:] for update in updates if update[0] == which]
+            host["updates"][which, :, : len(own)] = np.array(own, np.int64).reshape(-1, 3).T
+
+    def launch(self, rows: list[DeviceRow]) -> Launched:
+        """Launch the step that was filled."""
+        events = [self._event()]
+        self._inputs.send()
+        self._propose()
+        events.append(self._event())
+        self._verify()
+        events.append(self._event())
+        self._outputs.device["token"].copy_(self._step.token)
+        self._outputs.device["parent"].copy_(self._step.parent)
+        self._outputs.device["chance"].copy_(self._step.chance)
+        host = self._outputs.fetch()
+        return Launched(rows, host, [*events, self._event()])
+
+    def capture(self) -> None:
+        """Capture the two graphs, on rows of the idle slot. Raises RuntimeError."""
+        self._inputs.send()
+        propose = capture(self._device, self._run_proposals)[1]
+        verify = capture(self._device, self._step.run)[1]
+        self._propose, self._verify = propose, verify
+
+    def _run_proposals(self) -> None:
+        """Bring the slots up to date, and let the heads propose."""
+        slots, given = self._slots, self._inputs.device
+        where, column, value = given["updates"].unbind(1)
+        slots.table[where[0], column[0]] = value[0].int()
+        if slots.own.shape[1]:
+            slots.own[where[1], column[1]] = value[1]
+        slot, follows = given["slot"], given["follows"] > 0
+        for known, new in ((slots.length, given["length"]), (slots.last, given["last"])):
+            known[slot] = torch.where(follows, known[slot], new)
+        for name in ("seed", "temperature", "top_k", "top_p", "min_p"):
+            getattr(slots, name)[slot] = given[name]
+        for proposal in self._proposals:
+            proposal.run()
+
+    def _event(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _size(sizes: Sequence[int], value: int, what: str) -> int:
+    """Return the smallest of the sizes that has room. Raises ValueError where none has."""
+    found = next((size for size in sizes if size >= value), None)
+    if found is None:
+        raise ValueError(f"a step has at most {sizes[-1]} {what}, got {value}")
+    return found
+
+
+def _result(row: DeviceRow, host: dict[str, npt.NDArray[Any]], number: int) -> RowResult:
+    """Return what came of a row."""
+    count = int(host["count"][number])
+    result = RowResult(host["emitted"][number, :count].tolist())
+    result.verified = int(host["chosen"][number].sum())
+    if row.head:
+        columns = np.flatnonzero(host["chance"][number] > 0.0)
+        place = {-1: -1} | {column: at for at, column in enumerate(columns.tolist())}
+        result.nodes = [
+            (token, place[parent], chance)
+            for token, parent, chance in zip(
+                host["token"][number, columns].tolist(),
+                host["parent"][number, columns].tolist(),
+                host["chance"][number, columns].tolist(),
+                strict=True,
+            )
+        ]
+    return result
+
+
+def _seconds(events: list[Any]) -> dict[str, float]:
+    """Return the seconds by part between the events of a step."""
+    start, drafted, verified, _ = events
+    if isinstance(start, float):
+        return {"draft": drafted - start, "verify": verified - drafted}
+    return {
+        "draft": start.elapsed_time(drafted) / 1e3,
+        "verify": drafted.elapsed_time(verified) / 1e3,
+    }

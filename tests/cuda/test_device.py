@@ -1,0 +1,118 @@
+"""Steps of changing batches on the device, some of them launched before the last was collected."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from backend.engines.cuda.device import DeviceRow, DeviceSteps
+from backend.engines.cuda.heads import DeviceHead
+from backend.engines.cuda.kernels import plain_kernels
+from backend.engines.cuda.model import PagedModel
+from backend.engines.head.folder import HeadConfig
+from backend.engines.head.network import HeadNetwork
+from backend.request import SamplingParams
+from backend.sampling.randomness import _seed_word
+from tests.cuda.test_model import models
+
+pytestmark = pytest.mark.slow
+TAPS, VOCAB, HIDDEN, TOKENS, ROOM = (1, 3), 199, 64, 40, 6
+OPTIONS = [
+    SamplingParams(seed=7),
+    SamplingParams(seed=8, temperature=1.2),
+    SamplingParams(seed=9, temperature=0.9, top_k=20, top_p=0.95),
+    SamplingParams(seed=10, temperature=0.7, min_p=0.01),
+    SamplingParams(seed=11),
+]
+
+
+def steps() -> DeviceSteps:
+    torch.manual_seed(1)
+    lm = models("llama")[1].lm
+    model = PagedModel(lm, plain_kernels(), blocks=64, taps=TAPS)
+    network = HeadNetwork(HeadConfig(VOCAB, HIDDEN, 32, TAPS, rows=60))
+    network.norm.data.fill_(3.0)
+    network.requires_grad_(requires_grad=False)
+    embedding, head = (
+        module.weight.detach() for module in (lm.get_input_embeddings(), lm.get_output_embeddings())
+    )
+    token_ids = torch.randperm(VOCAB)[:60].sort().values
+    heads = {"head": DeviceHead(network, token_ids, embedding, head)}
+    made = DeviceSteps(model, heads, slots=8, blocks=4, most=9, own=16, states=(len(TAPS), HIDDEN))
+    for slot in range(len(OPTIONS)):
+        made.place_blocks(slot, 0, [4 * slot + at for at in range(4)])
+    return made
+
+
+def row_of(number: int, text: list[int], *, follows: bool = False) -> DeviceRow:
+    """Return a plain row of text ``number``, which has slot 4 - ``number``."""
+    seed = _seed_word(OPTIONS[number].seed)
+    signed = seed - (seed >> 63 << 64)
+    slot = len(OPTIONS) - 1 - number
+    return DeviceRow(slot, len(text) - 1, text[-1], follows, OPTIONS[number], signed)
+
+
+def plain_texts() -> list[list[int]]:
+    run, texts = steps(), [[number + 6] for number in range(len(OPTIONS))]
+    for _ in range(TOKENS):
+        rows = [row_of(number, text) for number, text in enumerate(texts)]
+        results, _seconds = run.collect(run.launch(rows))
+        for text, result in zip(texts, results, strict=True):
+            assert len(result.tokens) == 1
+            text.extend(result.tokens)
+    return texts
+
+
+@pytest.mark.parametrize("seed", range(3))
+@torch.inference_mode()
+def test_texts_of_changing_batches_are_those_of_plain_decoding(seed: int) -> None:
+    wanted, chance = plain_texts(), random.Random(seed)
+    run, texts = steps(), [[number + 6] for number in range(len(OPTIONS))]
+    in_flight: list[tuple[list[int], object]] = []
+    accepted = proposed = 0
+
+    def collect() -> None:
+        nonlocal accepted, proposed
+        numbers, launched = in_flight.pop(0)
+        results, seconds = run.collect(launched)  # type: ignore[arg-type]
+        assert set(seconds) == {"draft", "verify"}
+        for number, result in zip(numbers, results, strict=True):
+            texts[number] += result.tokens
+            accepted += len(result.tokens) - 1
+            proposed += len(result.nodes)
+            assert result.verified <= ROOM
+            assert len(result.tokens) - 1 <= result.verified
+
+    while min(map(len, texts)) < TOKENS or in_flight:
+        alive = [number for number, text in enumerate(texts) if len(text) < TOKENS]
+        numbers = chance.sample(alive, chance.randint(1, len(alive))) if alive else []
+        flying = in_flight[-1][0] if in_flight else []
+        rows = []
+        for number in numbers:
+            text = texts[number]
+            row = row_of(number, text, follows=number in flying)
+            kind = chance.choice(["head", "host", ""])
+            if kind == "head":
+                row.head, row.places = "head", chance.randint(1, 3)
+                row.budget, row.room = chance.randint(1, 4), ROOM
+            elif kind == "host" and not row.follows:
+                right = wanted[number][len(text) : len(text) + 3]
+                row.tokens = [*right, 5, 6][: chance.randint(1, 5)]
+                row.parents = list(range(-1, len(row.tokens) - 1))
+                row.budget = row.room = len(row.tokens)
+            rows.append(row)
+        if rows:
+            in_flight.append((numbers, run.launch(rows)))
+        if in_flight and (len(in_flight) == 2 or not rows or chance.random() < 0.5):
+            collect()
+    for text, plain in zip(texts, wanted, strict=True):
+        assert text[: TOKENS + 1] == plain[: len(text)][: TOKENS + 1]
+    assert accepted > 10
+    assert proposed > 100
+
+
+def test_a_step_of_too_many_rows_names_them() -> None:
+    with pytest.raises(ValueError, match="at most 256 rows, got 300"):
+        steps().launch([row_of(0, [5])] * 300)
