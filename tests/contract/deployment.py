@@ -17,19 +17,19 @@ import numpy as np
 import torch
 
 from backend.core.admission import Admission
-from backend.core.extras import Gathered
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
-from backend.core.session import Delta, Session
+from backend.core.session import Session
 from backend.engines.checkpoint import LlamaConfig
 from backend.engines.port import Completion, Engine, EngineLimits, Turn
 from backend.engines.stepping.engine import StepEngine
 from backend.engines.torch.engine import TorchEngine
-from backend.ops.stats import Stats, StepStats, Usage
-from backend.request import ErrorCode, FinishReason, GenerationRequest, SamplingParams
+from backend.ops.stats import Stats, StepStats
+from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from backend.speculation.drafting import Drafting, Proposals
 from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
+from tests.fakes.clients import NoText, SureSink
 
 GREEDY = SamplingParams()
 VOCAB, K_MAX, BLOCKS = 24, 4, 64
@@ -86,44 +86,6 @@ def tiny_engine(
         max_draft_tokens=K_MAX,
         taps=TAPS if name == "target" else (),
     )
-
-
-class RequestFailed(Exception):
-    """A request ended with an error. No AssertionError: a mutant must be noticed by what it does,
-    not because it cannot run.
-    """
-
-
-class Sink:
-    """A client that raises when its request ends with an error that it did not ask for."""
-
-    def __init__(self) -> None:
-        self.cancelled = self.ended = False
-        self.reason: FinishReason | None = None
-        self.usage: Usage | None = None
-        self.log_probs: list[float] | None = None
-        self.extras: Gathered | None = None
-
-    def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
-        assert not self.ended, "a second final reply"
-        self.ended, self.reason, self.usage, self.log_probs = True, reason, usage, delta.log_probs
-        self.extras = delta.extras
-
-    def error(self, code: ErrorCode, message: str) -> None:
-        if not self.cancelled:
-            raise RequestFailed(f"{code}: {message}")
-        assert not self.ended, "a second final reply"
-        self.ended = True
-
-
-class NoText:
-    """A decoder of tokens that have no text."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 class Scripted(Policy):
@@ -314,7 +276,7 @@ class Deployment:
             GenerationRequest("", max_tokens, **options),
             frozenset(sampling.end_ids),
             NoText(),
-            Sink(),
+            SureSink(),
         )
         self.live.append(session)
         self.loop.submit(session)

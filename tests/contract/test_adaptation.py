@@ -12,6 +12,7 @@ from backend.config import parse_config
 from backend.request import GenerationRequest
 from engines_build.prepare import bring_embedded_model
 from policy import LatencyTable
+from tests.fakes.clients import SureSink
 
 pytestmark = pytest.mark.slow
 
@@ -70,16 +71,6 @@ class Recorder:
         return self.policy.observe(outcome, state, now)
 
 
-class Sink:
-    cancelled = False
-
-    def final(self, delta, reason, usage):
-        pass
-
-    def error(self, code, message):
-        raise AssertionError(message)
-
-
 def test_texts_that_copy_themselves_and_free_texts_get_other_drafts_and_lengths():
     torch.set_num_threads(1)
     bring_embedded_model()
@@ -87,7 +78,7 @@ def test_texts_that_copy_themselves_and_free_texts_get_other_drafts_and_lengths(
     loop = app.orchestrator
     recorder = loop.cycle.runner.policy = Recorder(loop.cycle.runner.policy)
     sessions = [
-        app.session(GenerationRequest(text, 48, end_id=-1), Sink())
+        app.session(GenerationRequest(text, 48, end_id=-1), SureSink())
         for text in (*COPYING, *CHATTING)
     ]
     for session in sessions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from backend.core.extras import Gathered
 from backend.core.session import Delta
 from backend.ops.stats import Usage
 from backend.request import ErrorCode, FinishReason
@@ -51,11 +52,25 @@ class Sink:
         return bool(self.ends)
 
     @property
-    def usage(self) -> Usage:
-        """The usage of a request that succeeded."""
-        usage = self.ends[0][1]
-        assert isinstance(usage, Usage), usage
-        return usage
+    def reason(self) -> str | ErrorCode | None:
+        """Why the request ended, None before that."""
+        return self.ends[0][0] if self.ends else None
+
+    @property
+    def usage(self) -> Usage | None:
+        """The usage of a request that succeeded, else None."""
+        usage = self.ends[0][1] if self.ends else None
+        return usage if isinstance(usage, Usage) else None
+
+    @property
+    def log_probs(self) -> list[float] | None:
+        """The log-probabilities of the last reply."""
+        return self.deltas[-1].log_probs
+
+    @property
+    def extras(self) -> Gathered | None:
+        """The extras of the last reply."""
+        return self.deltas[-1].extras
 
 
 class SureSink(Sink):

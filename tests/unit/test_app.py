@@ -4,12 +4,15 @@ import pytest
 
 from backend.app import build
 from backend.config import parse_config
+from backend.core.admission import Admission
+from backend.core.kv_ledger import KVLedger
 from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.kinds import KINDS
 from backend.ops.stats import Stats, StepStats
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
 from backend.sampling.options import sampling_params
+from backend.sequence import BLOCK_TOKENS
 from backend.speculation.policy_factory import make_policy
 from backend.tokenizer import ByteTokenizer
 from policy import (
@@ -21,19 +24,9 @@ from policy import (
 )
 from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
 from policy.replay import replayed, same
+from tests.fakes.apps import FAKE, ask, fake_app, finish, submit
+from tests.fakes.clients import Sink
 from tests.options import greedy
-
-FAKE = {
-    "target": {"engine": "fake"},
-    "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}],
-}
-
-
-class Sink:
-    cancelled, reply = False, None
-
-    def final(self, *reply):
-        self.reply = reply
 
 
 def params(end_ids=(), **options):
@@ -104,7 +97,7 @@ def test_the_weights_of_a_token_add_up_over_a_word_and_over_words():
     ],
 )
 def test_the_end_ids_of_a_request_are_known_to_engine_and_session(end_id, stops, expected):
-    session = build(parse_config(FAKE)).session(
+    session = fake_app().session(
         GenerationRequest(
             "a", 9, end_id=end_id, min_tokens=2, stop_token_ids=stops, exclude_input_in_output=True
         ),
@@ -125,7 +118,7 @@ def test_the_end_ids_of_a_request_are_known_to_engine_and_session(end_id, stops,
 
 
 def test_more_logits_than_the_limit_are_refused_with_the_numbers():
-    app = build(parse_config({**FAKE, "limits": {"max_logits_bytes": 12 * 257 * 4}}))
+    app = fake_app(limits={"max_logits_bytes": 12 * 257 * 4})
     flags = {"return_context_logits": True, "return_generation_logits": True}
     app.session(GenerationRequest("abc", 9, **flags), Sink())
     with pytest.raises(
@@ -138,35 +131,28 @@ def test_more_logits_than_the_limit_are_refused_with_the_numbers():
 
 
 def test_requests_wait_until_there_is_room_for_the_logits_that_all_keep_and_nobody_is_refused():
-    app = build(
-        parse_config(
-            {**FAKE, "limits": {"max_logits_bytes": 30 * 257 * 4, "max_active_requests": 8}}
-        )
-    )
-    sinks = [Sink() for _ in range(6)]
-    for sink in sinks[:5]:
-        app.orchestrator.submit(
-            app.session(
-                GenerationRequest("abc", 12, end_id=-1, return_generation_logits=True), sink
-            )
-        )
-    app.orchestrator.submit(app.session(GenerationRequest("abc", 12, end_id=-1), sinks[5]))
+    app = fake_app(limits={"max_logits_bytes": 30 * 257 * 4, "max_active_requests": 8})
+    request = GenerationRequest("abc", 12, end_id=-1, return_generation_logits=True)
+    sessions = [app.session(request, Sink()) for _ in range(5)]
+    sessions.append(app.session(replace(request, return_generation_logits=False), Sink()))
+    for session in sessions:
+        app.orchestrator.submit(session)
     app.orchestrator.step()
-    assert app.orchestrator.counts() == (
-        2,
-        4,
-    )  # 24 rows of 30; the one without logits waits for its turn
+    # 24 rows of 30; the one without logits waits for its turn
+    assert app.orchestrator.counts() == (2, 4)
     most = 0
     while app.orchestrator.step():
-        active = [s for s in app.orchestrator._active.values() if s.logits_bytes]
+        active = [session for session in sessions if session.sequence.blocks]
         most = max(most, sum(session.logits_bytes for session in active))
     assert most == 24 * 257 * 4
-    assert all(sink.reply is not None for sink in sinks)
+    assert all(session.sink.ended for session in sessions)
 
 
 def test_a_pre_empted_request_keeps_its_room_for_logits_and_one_that_leaves_gives_it_back():
-    app = build(parse_config({**FAKE, "limits": {"max_logits_bytes": 20 * 257 * 4}}))
-    admission = app.orchestrator._admission
+    app, blocks = fake_app(), 8
+    admission = Admission(
+        KVLedger({"target": blocks}, 1, growth_blocks=0), 8, 8, max_logits_bytes=20 * 257 * 4
+    )
     first, second = (
         app.session(GenerationRequest("abc", 12, return_generation_logits=True), Sink())
         for _ in range(2)
@@ -174,8 +160,10 @@ def test_a_pre_empted_request_keeps_its_room_for_logits_and_one_that_leaves_give
     for session in (first, second):
         admission.offer(session)
     assert admission.admit(0) == [first]
-    admission._ledger.release(first.sequence)
-    admission._queue.appendleft(first)
+    tokens = list(first.sequence.tokens)
+    first.sequence.tokens += [0] * blocks * BLOCK_TOKENS
+    assert admission.make_room([first]) == [first]
+    first.sequence.tokens[:] = tokens
     assert admission.admit(0) == [first]
     assert admission.admit(1) == []
     admission.ended(first)
@@ -206,15 +194,10 @@ def test_a_run_ends_at_the_edge_of_the_context(policy):
             }
         )
     )
-    sink = Sink()
-    app.orchestrator.submit(
-        app.session(GenerationRequest("edge", 28, end_id=-1, return_log_probs=True), sink)
-    )
-    while sink.reply is None:
-        app.orchestrator.step()
-    delta, reason, usage = sink.reply
-    assert delta.text == "edge" + bytes(greedy("edge", 28, SamplingParams())[0]).decode()
-    assert (reason, usage.output_tokens, len(delta.log_probs)) == (FinishReason.LENGTH, 28, 28)
+    finish(app, sink := ask(app, "edge", 28, return_log_probs=True))
+    [(reason, usage)] = sink.ends
+    assert sink.text == "edge" + bytes(greedy("edge", 28, SamplingParams())[0]).decode()
+    assert (reason, usage.output_tokens, len(sink.log_probs)) == (FinishReason.LENGTH, 28, 28)
     assert (usage.accepted > 20) == (policy["kind"] == "fixed")
     with pytest.raises(
         RequestError, match="max_tokens 29 and a prompt of 4 tokens exceed the context of 32 tokens"
@@ -237,11 +220,8 @@ def test_max_tokens_may_be_lowered_to_what_fits(prompt_tokens, max_tokens, limit
     limits = {"max_context_tokens": 32, **limits}
     app = build(parse_config({"target": {"engine": "fake"}, "limits": limits}))
     request = GenerationRequest("x" * prompt_tokens, max_tokens, end_id=-1, fit_max_tokens=True)
-    sink = Sink()
-    app.orchestrator.submit(app.session(request, sink))
-    while sink.reply is None:
-        app.orchestrator.step()
-    _, reason, usage = sink.reply
+    finish(app, sink := submit(app, request))
+    [(reason, usage)] = sink.ends
     assert (reason, usage.output_tokens) == (FinishReason.LENGTH, most)
     context = limits["max_context_tokens"]
     with pytest.raises(RequestError, match=f"is over the limit of {context - 1}"):
@@ -264,19 +244,10 @@ def test_max_tokens_may_be_lowered_to_what_fits(prompt_tokens, max_tokens, limit
     ],
 )
 def test_the_configured_policy_is_built_and_serves(settings, kind):
-    app, sink = (
-        build(
-            parse_config(
-                {**FAKE, "target": {"engine": "fake", "step_s": 0.002}, "policy": settings}
-            )
-        ),
-        Sink(),
-    )
+    app = fake_app(target={"engine": "fake", "step_s": 0.002}, policy=settings)
     assert isinstance(app.orchestrator.cycle.runner.policy.policy, kind)
-    app.orchestrator.submit(app.session(GenerationRequest("text", 40, end_id=-1), sink))
-    while sink.reply is None:
-        app.orchestrator.step()
-    _, reason, usage = sink.reply
+    finish(app, sink := ask(app, "text", 40))
+    [(reason, usage)] = sink.ends
     assert (reason, usage.output_tokens) == (FinishReason.LENGTH, 40)
     assert (usage.drafted == 0) == (kind is NoSpeculation)
 
@@ -298,12 +269,8 @@ def test_a_missing_latency_table_is_an_error_that_names_the_engine():
 
 def served(policy, texts=("one", "another", "a third")):
     """An app that has served some requests."""
-    app = build(parse_config({**FAKE, "policy": policy}))
-    sinks = [Sink() for _ in texts]
-    for text, sink in zip(texts, sinks, strict=True):
-        app.orchestrator.submit(app.session(GenerationRequest(text, 60, end_id=-1), sink))
-    while any(sink.reply is None for sink in sinks):
-        app.orchestrator.step()
+    app = fake_app(policy=policy)
+    finish(app, *[ask(app, text, 60) for text in texts])
     return app
 
 

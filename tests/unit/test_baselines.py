@@ -11,7 +11,7 @@ from bench.simulator.protocol import tuned_arms
 from policy.baselines import BASELINES, Baseline, FixedLength
 from policy.simulation import arms
 from policy.simulation.presets import MIXED, llama_8b_h100
-from tests.unit.test_app import FAKE
+from tests.fakes.apps import FAKE
 
 TWICE = Baseline(
     lambda s: FixedLength(s.draft, 2 * s.length),

@@ -14,7 +14,7 @@ from backend.engines.trtllm.folder import read_engine_folder, token_budget
 from engines_build.build import BuildError, build, run_program
 from engines_build.trtllm.deployment import load_deployment
 from tests.contract.engine_folders import engine_folder
-from tests.unit.test_manifest import folder
+from tests.fakes.checkpoints import folder
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docker" / "deployments").glob("*.yaml"))

@@ -11,14 +11,11 @@ from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTE
 from backend.request import GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
 from backend.tokenizer import FolderTokenizer, load_tokenizer
+from tests.fakes.clients import Sink
 
 CONTEXT = 131_072
 TARGET = PROJECT_ROOT / "engines_build/drafts/tiny-target"
 RULE = "-" * 32  # the longest token
-
-
-class Sink:
-    cancelled = False
 
 
 @pytest.fixture(scope="module")

@@ -1,32 +1,11 @@
 import json
-import struct
 
 import pytest
 
 from backend.config import ConfigError
 from backend.kinds import LLAMA_FAMILY
 from backend.storage.manifest import check_folder, check_pair, read_manifest
-
-VOCABULARY = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
-
-
-def folder(path, name, tokenizer=VOCABULARY, shape=(2, 2), **config):
-    made = path / name
-    made.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 10,
-        "max_position_embeddings": 64,
-        **config,
-    }
-    (made / "config.json").write_text(
-        json.dumps({k: v for k, v in config.items() if v is not None})
-    )
-    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 16]}}).encode()
-    (made / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
-    if tokenizer is not None:
-        (made / "tokenizer.json").write_text(tokenizer)
-    return made
+from tests.fakes.checkpoints import VOCABULARY, folder
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from backend.admin.reloading import reload_drafts
 from backend.app import build
 from backend.config import ConfigError, parse_config
-from backend.request import GenerationRequest
-from tests.unit.test_manifest import VOCABULARY, folder
+from tests.fakes.apps import ask
+from tests.fakes.checkpoints import VOCABULARY, folder
 
 TARGET = {"engine": "fake"}
 
@@ -28,19 +28,6 @@ def config(*drafts, **settings):
             **settings,
         }
     )
-
-
-class Sink:
-    cancelled = False
-
-    def __init__(self):
-        self.ends = []
-
-    def final(self, *reply):
-        self.ends.append(reply)
-
-    def error(self, *reply):
-        self.ends.append(reply)
 
 
 @pytest.fixture(autouse=True)
@@ -69,16 +56,14 @@ def serving():
 
 
 def served(app, text, max_tokens=120):
-    sink = Sink()
-    app.orchestrator.submit(app.session(GenerationRequest(text, max_tokens, end_id=-1), sink))
-    return sink
+    return ask(app, text, max_tokens)
 
 
 def wait(sinks):
     """Wait for the last reply of each."""
     alarm = threading.Event()
     for _ in range(3000):
-        if all(sink.ends for sink in sinks):
+        if all(sink.ended for sink in sinks):
             return
         alarm.wait(0.01)
     raise AssertionError("a request got no final reply")
@@ -86,8 +71,7 @@ def wait(sinks):
 
 def texts(sinks):
     wait(sinks)
-    assert all(len(sink.ends) == 1 for sink in sinks)
-    return [sink.ends[0][0].text for sink in sinks]
+    return [sink.text for sink in sinks]
 
 
 def test_requests_in_flight_go_on_with_the_same_text_while_drafts_come_and_go(serving):
@@ -132,15 +116,15 @@ def test_a_draft_that_was_added_is_used_and_one_that_was_removed_is_not(serving)
         "removed": ["good"],
     }
     app.stats.drain()  # not before: a step counts what it did behind its last reply
-    usage = served(app, "after", 200)
-    wait([usage])
+    sink = served(app, "after", 200)
+    wait([sink])
     proposed = {
         labels["draft"]
         for name, labels, value in app.stats.drain().counters
         if name == "spindle_draft_tokens_total" and value
     }
     assert proposed == {"sure"}
-    assert usage.ends[0][2].accepted > 100
+    assert sink.usage.accepted > 100
 
 
 def test_what_was_learnt_of_a_draft_that_stays_is_kept_and_saved_under_the_new_drafts(serving):

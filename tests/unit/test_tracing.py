@@ -17,6 +17,7 @@ from backend.request import GenerationRequest
 from backend.sequence import Proposal
 from backend.speculation.step_log import StepLog
 from tests.collector import attributes, collecting
+from tests.fakes.clients import SureSink
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 FINAL = Ended("length", Usage(9, 4, 3, 2))
@@ -134,19 +135,6 @@ def test_a_caller_that_does_not_sample_is_obeyed():
     assert list(spans_of(ended_trace(flags="00"), tracer())) == []
 
 
-class Sink:
-    cancelled = False
-
-    def chunk(self, delta):
-        raise AssertionError("not a streaming request")
-
-    def final(self, delta, reason, usage):
-        self.usage = usage
-
-    def error(self, code, message):
-        raise AssertionError(message)
-
-
 def test_the_steps_of_a_pre_empted_request_add_up_to_its_usage():
     drafts = [{"name": "small", "engine": "fake"}]
     cramped = {"kv_cache_tokens": 256}
@@ -161,7 +149,7 @@ def test_the_steps_of_a_pre_empted_request_add_up_to_its_usage():
         )
     )
     sessions = [
-        app.session(GenerationRequest(f"prompt {i}", 200, end_id=-1), Sink()) for i in range(2)
+        app.session(GenerationRequest(f"prompt {i}", 200, end_id=-1), SureSink()) for i in range(2)
     ]
     for session in sessions:
         session.trace = RequestTrace(context())
