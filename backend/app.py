@@ -170,7 +170,7 @@ def _loop(
     config: ServingConfig,
     target: Engine,
     drafts: list[Engine],
-    planner: policy.Policy,
+    planner: policy.AnyPolicy,
     stats: StepStats,
 ) -> Orchestrator:
     """Return the loop over these engines, with its KV ledger, admission and drafting."""

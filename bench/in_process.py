@@ -9,7 +9,7 @@ from typing import Any
 from backend.app import App
 from backend.core.session import Session
 from backend.request import GenerationRequest
-from policy import Policy
+from policy import AnyPolicy
 
 
 class Sink:
@@ -31,7 +31,10 @@ class Sink:
 
 
 def generate(
-    app: App, requests: Iterable[GenerationRequest], together: int = 1, policy: Policy | None = None
+    app: App,
+    requests: Iterable[GenerationRequest],
+    together: int = 1,
+    policy: AnyPolicy | None = None,
 ) -> list[Session]:
     """Serve requests, up to ``together`` at a time (closed loop), and return their sessions in
     order; ``policy`` replaces the app's own.
@@ -40,7 +43,7 @@ def generate(
 
 
 def serve(
-    app: App, sessions: list[Session], together: int = 1, policy: Policy | None = None
+    app: App, sessions: list[Session], together: int = 1, policy: AnyPolicy | None = None
 ) -> list[Session]:
     """The same for sessions that the caller has made."""
     loop, waiting, running = app.orchestrator, deque(sessions), list[Session]()

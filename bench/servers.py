@@ -24,7 +24,7 @@ from backend.ops.stats import Drained
 from backend.request import GenerationRequest
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import load
-from policy import Policy
+from policy import AnyPolicy
 from tests.server.harness import Service
 
 READY_LIMIT_S = 600.0
@@ -204,7 +204,7 @@ class InProcessArm:
     run; arms may share the engines.
     """
 
-    def __init__(self, app: App, policy: Policy) -> None:
+    def __init__(self, app: App, policy: AnyPolicy) -> None:
         self._app = app
         self._policy = policy
         self._state = policy.start()

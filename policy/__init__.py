@@ -13,6 +13,7 @@ from .baselines import (
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
 from .plan import (
     NO_DRAFT,
+    AnyPolicy,
     BoolArray,
     Drafted,
     FreeChains,
@@ -33,6 +34,7 @@ __all__ = [
     "AcceptanceConfig",
     "AcceptanceEma",
     "AdaptivePlanner",
+    "AnyPolicy",
     "BatchSchedule",
     "BoolArray",
     "Drafted",

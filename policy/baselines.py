@@ -15,10 +15,10 @@ import numpy as np
 from numpy.random import Generator as Rng
 
 from .latency import LatencyCurve, LatencyModel
-from .plan import NO_DRAFT, FloatArray, IntArray, Outcome, Plan, Policy, View
+from .plan import NO_DRAFT, AnyPolicy, FloatArray, IntArray, Outcome, Plan, Policy, View
 
 
-class NoSpeculation(Policy):
+class NoSpeculation(Policy[None]):
     """Plain decoding: k = 0 for everyone."""
 
     def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
@@ -28,7 +28,7 @@ class NoSpeculation(Policy):
         return False
 
 
-class FixedLength(Policy):
+class FixedLength(Policy[None]):
     """One draft and one length for everyone, as far as each request's ceiling allows."""
 
     def __init__(self, draft: str, length: int) -> None:
@@ -40,7 +40,7 @@ class FixedLength(Policy):
         return same_for_all(view, self.draft, self.length), None
 
 
-class BatchSchedule(Policy):
+class BatchSchedule(Policy[None]):
     """One draft, k by the requests that decode: TensorRT-LLM's ``draft_len_schedule``.
 
     ``lengths`` maps the largest batch of each range to its k; a larger one does not speculate.
@@ -56,7 +56,7 @@ class BatchSchedule(Policy):
         return same_for_all(view, self.draft, next(fitting, 0)), None
 
 
-class RandomChoice(Policy):
+class RandomChoice(Policy[None]):
     """Any draft and any length, drawn anew in every step: no text may depend on it."""
 
     def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
@@ -94,7 +94,7 @@ class SmartSpecState(NamedTuple):
     window: tuple[tuple[int, int], ...] = ()
 
 
-class SmartSpec(Policy):
+class SmartSpec(Policy[SmartSpecState]):
     """SmartSpec as its published code decides: one draft, one acceptance rate alpha, one length k.
 
     Every 20 steps k = 0, 1, ... are scored by goodput V/T, and the scan stops at the first that is
@@ -175,7 +175,7 @@ EmaStates = dict[int, EmaState]
 """By the smallest batch of each range."""
 
 
-class AcceptanceEma(Policy):
+class AcceptanceEma(Policy[EmaStates]):
     """Acceptance EMA: a moving average of accepted tokens moves the length (SGLang).
 
     A range of batches has a few candidates. The average moves with each step's mean by 0.2; every 5
@@ -254,7 +254,7 @@ class SpinState(NamedTuple):
         return int(np.argmax(rate))
 
 
-class SpinSelection(Policy):
+class SpinSelection(Policy[SpinState]):
     """SPIN's selection alone: explore then commit, in epochs, with a fixed length.
 
     An epoch of 200 steps begins with 4 slots of 5 in which every request gets a random draft; for
@@ -316,7 +316,7 @@ class BaselineSettings:
 class Baseline:
     """A policy to compare the planner with: what server, simulator and benches know of it."""
 
-    make: Callable[[BaselineSettings], Policy]
+    make: Callable[[BaselineSettings], AnyPolicy]
     label: str  # in tables
     needs: tuple[str, ...] = ()  # the fields of BaselineSettings that must be set
     compared: bool = True  # whether comparisons run it unless they are asked not to

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.random import Generator as Rng
 
 from .latency import LatencyModel
-from .plan import NO_DRAFT, Drafted, IntArray, Plan, Policy, View
+from .plan import NO_DRAFT, AnyPolicy, Drafted, IntArray, Plan, Policy, View
 from .wrappers import Wrapped, Wrapper
 
 
@@ -56,7 +56,7 @@ def load_policy(
     latency: LatencyModel,
     k_max: int,
     options: Mapping[str, Any],
-) -> Policy:
+) -> AnyPolicy:
     """Make the policy that a dotted path names, and guard it. Raises PolicyError."""
     factory, arguments = import_policy(path), (drafts, latency, k_max)
     call = ", ".join(["drafts", "latency", "k_max", *(f"{name}=..." for name in options)])
@@ -83,7 +83,7 @@ def load_policy(
 class NamedErrors:
     """A user's policy whose every exception is a PolicyError that names path and method."""
 
-    def __init__(self, path: str, policy: Policy) -> None:
+    def __init__(self, path: str, policy: AnyPolicy) -> None:
         self.path, self.policy = path, policy
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -101,14 +101,16 @@ class NamedErrors:
         return called
 
 
-class Guarded(Wrapper):
+class Guarded(Wrapper[Any]):
     """A user's policy: its exceptions, and answers that do not fit, are PolicyErrors."""
 
-    def __init__(self, path: str, policy: Policy) -> None:
-        super().__init__(cast(Policy, NamedErrors(path, policy)))
+    def __init__(self, path: str, policy: AnyPolicy) -> None:
+        super().__init__(cast("AnyPolicy", NamedErrors(path, policy)))
         self.path = path
 
-    def plan(self, view: View, state: Wrapped, now: float, rng: Rng) -> tuple[Plan, Wrapped]:
+    def plan(
+        self, view: View, state: Wrapped[Any], now: float, rng: Rng
+    ) -> tuple[Plan, Wrapped[Any]]:
         """Return the policy's plan and state; the plan is one for this view."""
         answer: Any = self.policy.plan(view, state.inner, now, rng)
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Plan)):
@@ -118,7 +120,7 @@ class Guarded(Wrapper):
             raise PolicyError(f"{self.path}.plan: {wrong}")
         return answer[0], Wrapped(answer[1])
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped) -> IntArray:
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[Any]) -> IntArray:
         nodes = super().trim(view, plan, drafted, state)
         if wrong := _column_error("nodes", nodes, len(view), 0):
             raise PolicyError(f"{self.path}.trim: {wrong}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
+
+State = TypeVar("State")
+"""What a policy knows from one step to the next."""
 
 NO_DRAFT = -1
 
@@ -207,25 +210,25 @@ class Outcome:
     """The requests that are over."""
 
 
-class Policy(Protocol):
-    """Pure functions of (view, state, now, rng); the state is opaque and never changed in place.
+class Policy(Protocol[State]):
+    """Pure functions of (view, state, now, rng). The state is never changed in place.
 
-    A policy that inherits this needs ``plan`` alone: the rest here is right for one that learns and
-    predicts nothing. ``now`` is in seconds of any monotonic clock.
+    A policy that inherits this needs ``plan`` alone: the other methods here fit one that learns and
+    predicts nothing, whose state is None. ``now`` is in seconds of any monotonic clock.
     """
 
-    def start(self) -> Any:
+    def start(self) -> State:
         """Return the state before the first step."""
-        return None
+        return cast("State", None)
 
     @abstractmethod
     def plan(
-        self, view: View, state: Any, now: float, rng: np.random.Generator
-    ) -> tuple[Plan, Any]:
+        self, view: View, state: State, now: float, rng: np.random.Generator
+    ) -> tuple[Plan, State]:
         """Choose a draft and a length for every row."""
         ...
 
-    def needs_offers(self, request: IntArray, state: Any) -> bool:
+    def needs_offers(self, request: IntArray, state: State) -> bool:
         """Return whether the next plan may depend on what drafts could propose.
 
         Where it does not, if it is for these requests int64[n], the view's ``ceiling`` and
@@ -234,7 +237,7 @@ class Policy(Protocol):
         del request, state
         return True
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Any) -> IntArray:
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: State) -> IntArray:
         """Return how many of each row's nodes are verified, int64[n], the best first.
 
         View and plan are of these rows. Here as many as the plan has tokens for the row.
@@ -242,22 +245,22 @@ class Policy(Protocol):
         del view, drafted, state
         return plan.length
 
-    def observe(self, outcome: Outcome, state: Any, now: float) -> Any:
+    def observe(self, outcome: Outcome, state: State, now: float) -> State:
         """Return the state after learning from a step; finished requests are forgotten."""
         del outcome, now
         return state
 
-    def stand_by(self, view: View, state: Any) -> Any:
+    def stand_by(self, view: View, state: State) -> State:
         """Return the state before a step that someone else plans, and ``observe`` learns from."""
         del view
         return state
 
-    def save(self, state: Any, now: float) -> dict[str, Any]:
+    def save(self, state: State, now: float) -> dict[str, Any]:
         """Return what is worth keeping over a restart, JSON-able; empty: nothing."""
         del state, now
         return {}
 
-    def load(self, data: dict[str, Any], now: float, idle_s: float) -> Any:
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> State:
         """Return the state of what was saved ``idle_s`` ago.
 
         Raises ValueError, naming field and value, for data that do not fit.
@@ -265,7 +268,11 @@ class Policy(Protocol):
         del data, now, idle_s
         return self.start()
 
-    def drift(self, state: Any) -> dict[str, float]:
+    def drift(self, state: State) -> dict[str, float]:
         """Return measured over predicted time by part of the step; empty: nothing is predicted."""
         del state
         return {}
+
+
+AnyPolicy: TypeAlias = Policy[Any]
+"""A policy for code that only hands its state on."""

@@ -120,7 +120,7 @@ class PlannerState:
     unlearnt: tuple[Outcome, ...] = ()
 
 
-class AdaptivePlanner(Policy):
+class AdaptivePlanner(Policy[PlannerState]):
     """Chooses for all rows by the priced goodput of the whole batch (``policy.plan.Policy``).
 
     All figures come from the outcomes and from ``latency``, which has one curve for each of the

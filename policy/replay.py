@@ -131,7 +131,7 @@ class TraceError(ValueError):
     """A trace that cannot be replayed; the message says where and why."""
 
 
-class Traced(Wrapper):
+class Traced(Wrapper[PlannerState]):
     """A planner that hands each line of its trace to ``emit``; none after ``most_lines``."""
 
     def __init__(
@@ -140,20 +140,24 @@ class Traced(Wrapper):
         super().__init__(planner)
         self._planner, self._emit, self._most, self._lines = planner, emit, most_lines, 0
 
-    def plan(self, view: View, state: Wrapped, now: float, rng: Rng) -> tuple[Plan, Wrapped]:
+    def plan(
+        self, view: View, state: Wrapped[PlannerState], now: float, rng: Rng
+    ) -> tuple[Plan, Wrapped[PlannerState]]:
         plan, after = super().plan(view, state, now, rng)
         self._trace(state, plan={"view": view, "now": now, "plan": plan})
         return plan, after
 
-    def observe(self, outcome: Outcome, state: Wrapped, now: float) -> Wrapped:
+    def observe(
+        self, outcome: Outcome, state: Wrapped[PlannerState], now: float
+    ) -> Wrapped[PlannerState]:
         self._trace(state, observe={"outcome": outcome, "now": now})
         return super().observe(outcome, state, now)
 
-    def stand_by(self, view: View, state: Wrapped) -> Wrapped:
+    def stand_by(self, view: View, state: Wrapped[PlannerState]) -> Wrapped[PlannerState]:
         self._trace(state, stand_by={"view": view})
         return super().stand_by(view, state)
 
-    def _trace(self, state: Wrapped, **event: Any) -> None:
+    def _trace(self, state: Wrapped[PlannerState], **event: Any) -> None:
         """Emit an event, the first behind the planner and the state that it found."""
         begin = {"planner": _described(self._planner), "state": state.inner}
         for data in ([event] if self._lines else [begin, event])[: self._most - self._lines]:

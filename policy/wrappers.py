@@ -5,54 +5,60 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Generic
 
 import numpy as np
 from numpy.random import Generator as Rng
 
 from .baselines import same_for_all
-from .plan import Drafted, IntArray, Outcome, Plan, Policy, View
+from .plan import Drafted, IntArray, Outcome, Plan, Policy, State, View
 
 
-class Wrapped(NamedTuple):
-    """A wrapper's state: that of the policy within, and what it knows itself of the last step."""
+@dataclass(slots=True)
+class Wrapped(Generic[State]):
+    """A wrapper's state."""
 
-    inner: Any
-    own: Any = None
+    inner: State
+    """That of the policy within."""
+    shadow_drafts: dict[int, int] | None = None
+    """By request, the draft that the shadow of ``SwitchedPolicy`` used in the last step."""
 
 
-class Wrapper(Policy):
-    """A policy around another: what a wrapper does not change is as the policy within does it."""
+class Wrapper(Policy[Wrapped[State]]):
+    """A policy around another, which answers wherever a wrapper overrides nothing."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy[State]) -> None:
         self.policy = policy
 
-    def start(self) -> Wrapped:
+    def start(self) -> Wrapped[State]:
         return Wrapped(self.policy.start())
 
-    def plan(self, view: View, state: Wrapped, now: float, rng: Rng) -> tuple[Plan, Wrapped]:
+    def plan(
+        self, view: View, state: Wrapped[State], now: float, rng: Rng
+    ) -> tuple[Plan, Wrapped[State]]:
         plan, inner = self.policy.plan(view, state.inner, now, rng)
         return plan, Wrapped(inner)
 
-    def needs_offers(self, request: IntArray, state: Wrapped) -> bool:
+    def needs_offers(self, request: IntArray, state: Wrapped[State]) -> bool:
         return self.policy.needs_offers(request, state.inner)
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped) -> IntArray:
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
         return self.policy.trim(view, plan, drafted, state.inner)
 
-    def observe(self, outcome: Outcome, state: Wrapped, now: float) -> Wrapped:
-        return state._replace(inner=self.policy.observe(outcome, state.inner, now))
+    def observe(self, outcome: Outcome, state: Wrapped[State], now: float) -> Wrapped[State]:
+        inner = self.policy.observe(outcome, state.inner, now)
+        return Wrapped(inner, state.shadow_drafts)
 
-    def stand_by(self, view: View, state: Wrapped) -> Wrapped:
+    def stand_by(self, view: View, state: Wrapped[State]) -> Wrapped[State]:
         return Wrapped(self.policy.stand_by(view, state.inner))
 
-    def save(self, state: Wrapped, now: float) -> dict[str, Any]:
+    def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
         return self.policy.save(state.inner, now)
 
-    def load(self, data: dict[str, Any], now: float, idle_s: float) -> Wrapped:
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> Wrapped[State]:
         return Wrapped(self.policy.load(data, now, idle_s))
 
-    def drift(self, state: Wrapped) -> dict[str, float]:
+    def drift(self, state: Wrapped[State]) -> dict[str, float]:
         return self.policy.drift(state.inner)
 
 
@@ -96,24 +102,23 @@ class Switches:
         return replace(view, cap_s=cap_s) if cap_s > 0 else view
 
 
-class SwitchedPolicy(Wrapper):
-    """A policy under switches, which are read anew before every step.
+class SwitchedPolicy(Wrapper[State]):
+    """A policy under switches, which are read again before every step."""
 
-    Its own state is, by request, the draft that the shadow would have used in the last step.
-    """
-
-    def __init__(self, policy: Policy, switches: Callable[[], Switches]) -> None:
+    def __init__(self, policy: Policy[State], switches: Callable[[], Switches]) -> None:
         super().__init__(policy)
         self._switches = switches
 
-    def plan(self, view: View, state: Wrapped, now: float, rng: Rng) -> tuple[Plan, Wrapped]:
+    def plan(
+        self, view: View, state: Wrapped[State], now: float, rng: Rng
+    ) -> tuple[Plan, Wrapped[State]]:
         """Plan as the switches say. Raises ValueError when the fixed draft is not in the view."""
         switches = self._switches()
         if switches.speculation == "off":
             return Plan.nothing(len(view)), self.stand_by(view, state)
         view = switches.capped(view)
         if switches.speculation == "shadow":
-            seen = _with_shadow(view, state.own or {})
+            seen = _with_shadow(view, state.shadow_drafts or {})
             shadow, inner = self.policy.plan(seen, state.inner, now, rng)
             used = np.flatnonzero(shadow.length)
             drafts = zip(view.request[used].tolist(), shadow.draft[used].tolist(), strict=True)
@@ -127,7 +132,7 @@ class SwitchedPolicy(Wrapper):
         length = np.where(view.control, fixed.length, plan.length)
         return replace(plan, draft=draft, length=length), after
 
-    def needs_offers(self, request: IntArray, state: Wrapped) -> bool:
+    def needs_offers(self, request: IntArray, state: Wrapped[State]) -> bool:
         """Return the policy's answer where it alone decides; False where none is to speculate."""
         switches = self._switches()
         if switches.speculation == "off":
@@ -135,7 +140,7 @@ class SwitchedPolicy(Wrapper):
         alone = switches.speculation == "on" and switches.canary_share == 1
         return not alone or super().needs_offers(request, state)
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped) -> IntArray:
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
         """Return the policy's answer; rows that it did not plan are verified as planned."""
         switches = self._switches()
         if switches.speculation != "on":

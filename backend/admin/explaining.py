@@ -6,7 +6,7 @@ from time import monotonic
 from typing import Any
 
 from backend.core.orchestrator import Orchestrator
-from policy import AdaptivePlanner, Policy, Wrapper
+from policy import AdaptivePlanner, AnyPolicy, Wrapper
 from policy.replay import explain, explain_batch
 
 MOST_ROWS = 64
@@ -28,7 +28,7 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
         "step": explain_batch(plan),
         "requests": [],
     }
-    planner: Policy = orchestrator.cycle.runner.policy
+    planner: AnyPolicy = orchestrator.cycle.runner.policy
     while isinstance(planner, Wrapper):
         planner, state = planner.policy, state.inner
     if not isinstance(planner, AdaptivePlanner):

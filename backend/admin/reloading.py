@@ -106,7 +106,7 @@ def _check_change(app: App, config: ServingConfig) -> None:
 
 
 def _change(
-    app: App, config: ServingConfig, engines: list[Engine], planner: policy.Policy, key: str
+    app: App, config: ServingConfig, engines: list[Engine], planner: policy.AnyPolicy, key: str
 ) -> None:
     """Let the loop draft with these engines (loop's thread)."""
     app.switches.change_drafts(config)

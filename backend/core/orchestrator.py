@@ -23,7 +23,7 @@ from backend.request import ErrorCode, RequestError
 from backend.sequence import Features
 from backend.speculation.cycle import Cycle, Step
 from backend.speculation.drafting import Drafting
-from policy import Policy
+from policy import AnyPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Orchestrator:
         self,
         target: Engine,
         drafting: Drafting,
-        policy: Policy,
+        policy: AnyPolicy,
         ledger: KVLedger,
         admission: Admission,
         stats: StepStats,
@@ -93,7 +93,7 @@ class Orchestrator:
         self._work.set()
         return done
 
-    def draft_with(self, drafts: Seq[Engine], policy: Policy, policy_state: Any) -> None:
+    def draft_with(self, drafts: Seq[Engine], policy: AnyPolicy, policy_state: Any) -> None:
         """Draft and plan with these from now on, between two steps. Raises ValueError, nothing
         changed, where one has too few KV blocks.
         """

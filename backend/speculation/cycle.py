@@ -13,7 +13,7 @@ from backend.sequence import Proposal, Sequence
 from backend.speculation.drafting import Drafting, Proposals
 from backend.speculation.policy_runner import PolicyRunner
 from backend.speculation.step_log import StepLog
-from policy import Plan, Policy, View
+from policy import AnyPolicy, Plan, View
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Cycle:
     def __init__(
         self,
         drafting: Drafting,
-        policy: Policy,
+        policy: AnyPolicy,
         stats: StepStats,
         clock: Callable[[], float],
         seed: int = 0,
@@ -51,7 +51,7 @@ class Cycle:
         self._finished: list[int] = []
         self._next_log: StepLog | None = None  # starts when the last step of a busy loop ended
 
-    def change(self, drafts: Seq[Engine], policy: Policy, state: Any) -> None:
+    def change(self, drafts: Seq[Engine], policy: AnyPolicy, state: Any) -> None:
         """Draft and plan with these from now on; call it while no step is open."""
         self.drafting = self.drafting.with_engines(drafts)
         self.runner.change(policy, state, self.drafting.names)

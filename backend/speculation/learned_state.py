@@ -19,7 +19,7 @@ from backend.config import ServingConfig
 from backend.ops.stats import StepStats
 from backend.storage import cache
 from backend.storage.manifest import weights_sha256
-from policy import Policy
+from policy import AnyPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class LearnedState:
     """
 
     def __init__(
-        self, policy: Policy, owner: HoldsState, stats: StepStats, key: str, *, keep: bool
+        self, policy: AnyPolicy, owner: HoldsState, stats: StepStats, key: str, *, keep: bool
     ) -> None:
         self._policy, self._key = policy, key
         self._owner = owner
@@ -85,7 +85,7 @@ class LearnedState:
             logger.info("restored learned state, saved %.0f s ago", idle_s)
 
     @contextmanager
-    def changing(self, policy: Policy, key: str) -> Iterator[dict[str, Any]]:
+    def changing(self, policy: AnyPolicy, key: str) -> Iterator[dict[str, Any]]:
         """Yield the learned state, from which the block makes the loop's new one. After it the
         state is saved as this policy's, under this key.
         """

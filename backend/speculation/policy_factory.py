@@ -29,7 +29,7 @@ def make_policy(
     tables: Mapping[str, LatencyTable],
     stats: StepStats,
     execution: Execution | None = None,
-) -> policy.Policy:
+) -> policy.AnyPolicy:
     """Make the configured policy for these drafts. ``tables`` are by the names of the engines that
     run a model; ``execution`` is for the adaptive policy.
     """
@@ -93,7 +93,7 @@ def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> 
 
 def _baseline(
     config: PolicyConfig, drafts: tuple[str, ...], latency: policy.LatencyModel
-) -> policy.Policy:
+) -> policy.AnyPolicy:
     """Make a policy that the adaptive one is compared with."""
     schedule = {step.batch: step.length for step in config.schedule}
     return BASELINES[config.kind].make(

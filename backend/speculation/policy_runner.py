@@ -12,7 +12,7 @@ import numpy as np
 from backend.ops.stats import StepStats
 from backend.speculation.decision_log import DecisionLog
 from backend.speculation.step_log import StepLog
-from policy import Drafted, IntArray, NoSpeculation, Outcome, Plan, Policy, View
+from policy import AnyPolicy, Drafted, IntArray, NoSpeculation, Outcome, Plan, View
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class PolicyRunner:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: AnyPolicy,
         drafts: tuple[str, ...],
         stats: StepStats,
         clock: Callable[[], float],
@@ -47,8 +47,8 @@ class PolicyRunner:
         self._silent_until_s = -math.inf
 
     def change(
-        self, policy: Policy, state: Any, drafts: tuple[str, ...] | None = None
-    ) -> tuple[Policy, Any]:
+        self, policy: AnyPolicy, state: Any, drafts: tuple[str, ...] | None = None
+    ) -> tuple[AnyPolicy, Any]:
         """Plan by this policy from now on, between two steps, with these ``drafts`` where they
         change. Return the policy and the state that it replaces.
         """

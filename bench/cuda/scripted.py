@@ -40,7 +40,7 @@ from backend.speculation.drafting import Drafting
 from backend.speculation.policy_factory import make_policy
 from engines_build.measure import lower_quartile, tabulate
 from engines_build.timing import Rig, interleave
-from policy import Policy
+from policy import AnyPolicy
 from policy.latency import LatencyTable, Provenance
 
 SEED = 0
@@ -259,7 +259,7 @@ class ClosedLoop:
     """
 
     def __init__(
-        self, engines: list[Engine], script: Script, policy: Policy, in_flight: int
+        self, engines: list[Engine], script: Script, policy: AnyPolicy, in_flight: int
     ) -> None:
         self.tokens = self.steps = 0
         self._script, self._in_flight, self._live = (

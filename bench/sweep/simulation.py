@@ -34,7 +34,7 @@ from bench.sweep.arms import ADAPTING, NONE, SPINDLE, Tuning, arm_config, fixed_
 from bench.sweep.figures import blocks, is_closed, level
 from bench.sweep.hazards import Hazards, fitted
 from policy.latency import LatencyCurve, LatencyModel, LatencyTable
-from policy.plan import FloatArray, Outcome, Plan, Policy, View
+from policy.plan import AnyPolicy, FloatArray, Outcome, Plan, Policy, View
 from policy.simulation.deployment import Deployment
 from policy.simulation.fleet import simulate, simulate_closed
 from policy.simulation.workload import Acceptance, Drift, Workload, standard_normal, uniform
@@ -89,10 +89,10 @@ def _scaled(curve: LatencyCurve, factor: float) -> LatencyCurve:
     )
 
 
-class Lasting(Policy):
+class Lasting(Policy[Any]):
     """A policy whose state and clock outlast a simulation, and the times of its steps by part."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: AnyPolicy) -> None:
         self._policy, self._state = policy, policy.start()
         self._began_s = self._now_s = 0.0
         self.parts_s: dict[str, float] = defaultdict(float)

@@ -15,7 +15,16 @@ from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
 from policy.baselines import BASELINES, BaselineSettings
 from policy.custom import PolicyError, load_policy
 from policy.latency import LatencyModel
-from policy.plan import Drafted, FloatArray, FreeChains, IntArray, Outcome, Plan, Policy, View
+from policy.plan import (
+    AnyPolicy,
+    Drafted,
+    FloatArray,
+    FreeChains,
+    IntArray,
+    Outcome,
+    Plan,
+    View,
+)
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
 
 from .deployment import Deployment, Work, step_parts
@@ -167,7 +176,7 @@ def profiled_lengths(deployment: Deployment, mix: Mix, draft: str, seed: int) ->
 
 def make_policy(
     arm: str, deployment: Deployment, mix: Mix, workload: Workload, read: LatencyModel, seed: int
-) -> Policy:
+) -> AnyPolicy:
     """Return the policy of an arm; ``read`` is what it may know of times.
 
     ``known_arms`` lists them; a dotted path is a user's policy (``policy.custom``), followed by
@@ -175,7 +184,7 @@ def make_policy(
     """
     drafts, k_max = deployment.drafts, deployment.k_max
     config = PlannerConfig(k_max=k_max, catchup_scored=True)
-    policy: Policy
+    policy: AnyPolicy
     match arm.split(":"):
         case [name, *words] if name in BASELINES:
             policy = _baseline(arm, words, deployment, mix, read, seed)
@@ -201,7 +210,7 @@ def _unknown(arm: str, drafts: tuple[str, ...]) -> PolicyError:
 
 def _baseline(
     arm: str, words: list[str], deployment: Deployment, mix: Mix, read: LatencyModel, seed: int
-) -> Policy:
+) -> AnyPolicy:
     """Return a baseline from the words after its name. Raises PolicyError where they do not fit."""
     baseline = BASELINES[arm.partition(":")[0]]
     spelled = [need for need in _SPELLED if need in baseline.needs]

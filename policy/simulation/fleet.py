@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policy.plan import FloatArray, Policy
+from policy.plan import AnyPolicy, FloatArray
 
 from .deployment import Deployment
 from .replica import Progress, Replica, Step
@@ -63,7 +63,7 @@ class Run:
 def simulate(
     deployment: Deployment,
     workload: Workload,
-    make_policy: Callable[[], Policy],
+    make_policy: Callable[[], AnyPolicy],
     seed: int,
     replicas: int = 1,
     router: Router = least_outstanding,
@@ -115,7 +115,7 @@ def simulate(
 def simulate_closed(
     deployment: Deployment,
     workload: Workload,
-    policy: Policy,
+    policy: AnyPolicy,
     seed: int,
     in_flight: int,
     way_s: float = 0.0,

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from policy.plan import (
+    AnyPolicy,
     Drafted,
     FloatArray,
     FreeChains,
     IntArray,
     Outcome,
     Plan,
-    Policy,
     StepNodes,
     StepRows,
     StepTimes,
@@ -100,7 +100,7 @@ class Replica:
         deployment: Deployment,
         workload: Workload,
         progress: Progress,
-        policy: Policy,
+        policy: AnyPolicy,
         seed: int,
         record: Callable[[Step], None],
     ) -> None:
