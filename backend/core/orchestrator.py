@@ -160,10 +160,9 @@ class Orchestrator:
         if batch or not self._in_flight:
             offers = self.cycle.runner.needs_offers
             view = batch.view(self.cycle.drafting, self._k_max, offers)  # 4: describe
-            plan = self.cycle.runner.plan(view, log)  # 5: plan
             sequences = [session.sequence for session in batch.decoding]
-            step = self.cycle.propose(sequences, view, plan, log)  # 6: draft, and verify
-            self._in_flight.submit(batch.submission(step))
+            step = self.cycle.propose(sequences, view, log)  # 5: plan; 6: draft
+            self._in_flight.submit(batch.submission(step))  # 6: verify
         self._collect()  # 7 and 8: commit, emit, learn
         if not self._active:
             self.cycle.pause()

@@ -135,8 +135,7 @@ class Host:
             prefill_tokens=prefill_tokens,
             prefilling=prefilling,
         )
-        plan = self._cycle.runner.plan(view, log)
-        self._step = self._cycle.propose(sequences, view, plan, log)
+        self._step = self._cycle.propose(sequences, view, log)
         chosen = (
             (row.key, self._step.chosen(sequence.id))
             for row, sequence in zip(rows, sequences, strict=True)

@@ -68,10 +68,11 @@ class Cycle:
         """Let the next step's clock start with ``begin``: the loop has nothing to do until then."""
         self._next_log = None
 
-    def propose(self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog) -> Step:
-        """Draft as planned, and choose the nodes that the target verifies; row i of view and plan
+    def propose(self, sequences: Seq[Sequence], view: View, log: StepLog) -> Step:
+        """Plan, draft as planned, and choose the nodes that the target verifies. Row i of the view
         belongs to ``sequences[i]``.
         """
+        plan = self.runner.plan(view, log)
         proposals = self.drafting.propose(sequences, view, plan, log)
         if (drafted := self.drafting.drafted(sequences, proposals)) is not None:
             nodes = [len(drafted.row)] * len(sequences)

@@ -39,8 +39,7 @@ def propose(made, *sequences):
     ids, ones = np.array([s.id for s in sequences]), np.ones(len(sequences), np.int64)
     ceiling, unseen = made.drafting.ceilings(sequences, [LENGTH] * len(sequences))
     view = View(made.drafting.names, ids, 20 * ones, 50 * ones, ceiling, unseen)
-    log = made.begin()
-    return made.propose(sequences, view, made.runner.plan(view, log), log)
+    return made.propose(sequences, view, made.begin())
 
 
 def test_the_policy_learns_what_was_verified_and_emitted():
