@@ -20,6 +20,10 @@ from backend.openai_frontend.hangup import until_gone
 from backend.openai_frontend.schema import ChatRequest, Options
 from backend.openai_frontend.speculation import Speculation
 from backend.openai_frontend.triton import Piece, Triton
+from backend.triton_adapter.fields import TEXT_INPUTS
+
+_SAME = {field.name for field in TEXT_INPUTS} & {*Options.model_fields}
+"""Options that are tensors by the same name, and pass as they are unless ``tensors`` says else."""
 
 
 def tensors(
@@ -37,17 +41,7 @@ def tensors(
     ``top``: log-probabilities are wanted, and so many of the likeliest at each place; with ``echo``
     of the prompt, too.
     """
-    names = (
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "min_tokens",
-        "num_draft_tokens",
-        "cache_salt",
-    )
-    options = {name: getattr(body, name) for name in names}
+    options = {name: getattr(body, name) for name in _SAME}
     options |= {
         "max_tokens": default if max_tokens is None else max_tokens,
         "fit_max_tokens": True if max_tokens is None else None,
