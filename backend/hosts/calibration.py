@@ -1,5 +1,5 @@
-"""How long the passes of a host's target take, and those of a draft that runs a model, measured at
-start: a few steps of each of some shapes, smallest first, until the time for it is spent.
+"""Measures at start how long the passes of a host's target take, and those of a draft that runs a
+model: a few steps of each shape, smallest first, until the time budget is spent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from policy.latency import SYNTHETIC
 
 PROMPT_TOKENS, LONG_PROMPT_TOKENS = 16, 512
 SAMPLES = 3
-"""Steps of a shape that count, behind one that does not: the first may compile."""
+"""Timed steps of a shape, after a first one, which may compile."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 PATIENCE_STEPS = 64
-"""Steps in a row that are not of a shape, after which it is left out: there is no room for it."""
+"""Steps in a row without room for a shape, after which it is left out."""
 _DRAFT_RUN = 4
 _CATCH_UPS = (4, 16, 64)
 
@@ -32,17 +32,16 @@ _Cells = defaultdict[tuple[int, int, int], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A step to be measured: made-up requests with prompts of so many tokens, ``length`` junk
-    tokens proposed for each.
-    """
+    """A step to be measured, of made-up requests."""
 
     rows: int
     length: int
+    """Tokens proposed for each."""
     prompt_tokens: int = PROMPT_TOKENS
 
 
 def shapes(max_rows: int, k_max: int, max_prompt_tokens: int) -> Iterator[Shape]:
-    """Yield the shapes of a target's steps; long prompts, which tell what context costs, last."""
+    """Yield the shapes of a target's steps; long prompts, which show the cost of context, last."""
     lengths = sorted({0, 1, 2, 4, k_max} & {*range(k_max + 1)})
     for rows in _ROWS:
         if rows <= max_rows:
@@ -54,7 +53,9 @@ def shapes(max_rows: int, k_max: int, max_prompt_tokens: int) -> Iterator[Shape]
 
 
 class Calibration:
-    """Says which step to run next (``shape``; None: done) and takes what steps took."""
+    """Chooses the steps to measure and makes a table of their times. ``shape`` is the next one,
+    None at the end.
+    """
 
     def __init__(
         self, planned: Iterator[Shape], budget_s: float, clock: Callable[[], float] = perf_counter
@@ -63,14 +64,16 @@ class Calibration:
         self._started_s: float | None = None
         self._seen = self._others = 0
         self._seconds: _Cells = defaultdict(list)
-        self._mixed: _Cells = defaultdict(list)  # of steps with prompts: better than nothing
+        self._mixed: _Cells = defaultdict(
+            list
+        )  # of steps with prompts, used if there are no others
         self.shape: Shape | None = next(planned, None)
 
     def ran(
         self, rows: int, tokens: int, context_tokens: int, seconds: float, prefill_tokens: int = 0
     ) -> None:
-        """Take a step: all its rows and tokens, whosoever they were and ``prefill_tokens`` among
-        them, the tokens that the decoding rows had before, and the seconds of the target's pass.
+        """Note a step: all its rows and tokens, ``prefill_tokens`` included, the tokens that the
+        decoding rows had before, and the seconds of the target's pass.
         """
         if self.shape is None:
             return
@@ -90,7 +93,7 @@ class Calibration:
             self.shape = None
 
     def table(self, engine: str, device: str, model: str, dtype: str, version: str) -> LatencyTable:
-        """Return the table of what was measured. Raises LatencyError where nothing was."""
+        """Return the table of the measured steps. Raises LatencyError if there are none."""
         measured = self._seconds or self._mixed
         cells = sorted(measured)
         provenance = replace(
@@ -133,14 +136,14 @@ def draft_table(draft: Engine, max_rows: int) -> LatencyTable:
 
 
 def _made_up(draft: Engine, number: int, blocks: int) -> Sequence:
-    """Return a request of nobody, with KV blocks of its own; ids of requests begin at 1."""
+    """Return a made-up request with its own KV blocks; its id is below those of real ones."""
     tokens = [1 + i % 7 for i in range(PROMPT_TOKENS)]
     table = {draft.name: [*range(number * blocks, (number + 1) * blocks)]}
     return Sequence(-number - 1, tokens, PROMPT_TOKENS, SamplingParams(), blocks=table)
 
 
 def _turns_s(draft: Engine, sequences: list[Sequence], run: int) -> float:
-    """Return the seconds of drafting so many tokens for each."""
+    """Return the seconds of drafting ``run`` tokens for each."""
     started_s = perf_counter()
     draft.submit([Turn(s, len(s.tokens), run=run, nodes=run) for s in sequences])
     left = len(sequences)

