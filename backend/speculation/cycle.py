@@ -74,14 +74,14 @@ class Cycle:
         """
         plan = self.runner.plan(view, log)
         proposals = self.drafting.propose(sequences, view, plan, log)
-        if (drafted := self.drafting.drafted(sequences, proposals)) is not None:
+        if (drafted := self.drafting.nodes(sequences, proposals)) is not None:
             nodes = [len(drafted.row)] * len(sequences)
             if self.trims:
                 with log.part("planning"):
                     nodes = self.runner.trim(view, plan, drafted)
             for sequence, most in zip(sequences, nodes, strict=True):
                 row = proposals[sequence.id]
-                row.chosen = self.drafting.best(row.drafted, most)
+                row.chosen = self.drafting.choose(row.drafted, most)
         return Step(view, plan, log, proposals)
 
     def verified(

@@ -20,26 +20,26 @@ from policy import Drafted, IntArray, Plan, View
 logger = logging.getLogger(__name__)
 
 COOLDOWN_S = 10.0
-"""How long a draft that raised is left out."""
-
+"""Seconds for which a draft that raised is not asked."""
 
 _EVERY_NODE = 256
-"""More nodes than there are: what is not verified is evidence of a draft, too."""
+"""More nodes than any proposal has: those that are not verified are evidence of a draft, too."""
 
 
 @dataclass(slots=True)
 class Proposals:
-    """One request's proposals in one step: the one to verify, and those of free drafts that are
-    only scored.
-
-    Of ``drafted`` the target verifies ``chosen``, its best nodes. ``scored`` are (draft, accepted,
-    length) of chains that a draft which has caught up would have made of earlier tokens.
-    """
+    """What drafts propose for one request in one step."""
 
     drafted: Proposal | None = None
+    """The proposal of the planned draft."""
     chosen: Proposal | None = None
+    """The best nodes of ``drafted``, which the target verifies."""
     unused: list[Proposal] = field(default_factory=list)
+    """Proposals of free drafts that are only scored."""
     scored: list[tuple[str, int, int]] = field(default_factory=list)
+    """(draft, accepted, length) of chains that a draft would have made of earlier tokens, known
+    after it has caught up.
+    """
 
 
 class Drafting:
@@ -71,9 +71,10 @@ class Drafting:
     def ceilings(
         self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False
     ) -> tuple[IntArray, IntArray]:
-        """Return by sequence and draft the tokens that it could propose now, at most ``most`` of
-        each sequence, and the committed ones that it has not seen, int64[n, D] each; 0 of both from
-        a draft that rests, or is not free where ``only_free`` are asked.
+        """Return by sequence and draft how many tokens the draft could propose now, at most
+        ``most`` of each sequence, and how many committed ones it has not seen, int64[n, D] each.
+
+        Both are 0 for a draft that rests, and with ``only_free`` for one that is not free.
         """
         now = self._clock()
         ceiling, unseen = np.zeros((2, len(sequences), len(self.engines)), np.int64)
@@ -87,9 +88,7 @@ class Drafting:
     def propose(
         self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog
     ) -> dict[int, Proposals]:
-        """Return by sequence id what is drafted; row i of view and plan belongs to
-        ``sequences[i]``.
-        """
+        """Return proposals by sequence id. Row i of view and plan belongs to ``sequences[i]``."""
         proposals = {sequence.id: Proposals() for sequence in sequences}
         wanted = set(plan.draft[plan.length > 0].tolist())
         for d, draft in enumerate(self.engines):
@@ -118,10 +117,8 @@ class Drafting:
                     row.unused.append(proposal)
         return proposals
 
-    def drafted(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
-        """Return the nodes that could be verified for the rows of a plan; None where there are
-        none.
-        """
+    def nodes(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
+        """Return the nodes that could be verified for the rows of a plan; None: there are none."""
         rows = [
             (row, sequence, proposal.first(self._most_nodes or _EVERY_NODE))
             for row, sequence in enumerate(sequences)
@@ -137,10 +134,8 @@ class Drafting:
         confidence = np.array([c for _, _, proposal in rows for c in proposal.confidence])
         return Drafted(row, draft, confidence, drawn.astype(np.bool_))
 
-    def best(self, drafted: Proposal | None, nodes: int) -> Proposal | None:
-        """Return the tree of so many nodes, at most what the target verifies; None where that is
-        none.
-        """
+    def choose(self, drafted: Proposal | None, nodes: int) -> Proposal | None:
+        """Return the proposal's best nodes, at most as many as the target verifies; None: none."""
         most = min(nodes, self._most_nodes or _EVERY_NODE)
         return drafted.first(most) if drafted and most > 0 else None
 
@@ -150,12 +145,12 @@ class Drafting:
             draft.cancel(sequence_ids)
 
     def ended(self, sequence: Sequence) -> None:
-        """Tell the drafts that remember answers of one that has ended, before it is cancelled."""
+        """Let drafts that remember answers take this one, before it is cancelled."""
         for draft in self._remembering if sequence.remember else ():
             self._remember(draft, sequence)
 
     def _remember(self, draft: Remembers, sequence: Sequence) -> None:
-        """Have a draft take an answer; one that it cannot take costs no request."""
+        """Let a draft take an answer; one that fails costs no request."""
         try:
             draft.ended(sequence)
         except Exception:
@@ -163,8 +158,8 @@ class Drafting:
             self._stats.fallback("draft_error")
 
     def _complete(self, draft: Engine, turns: list[Turn], log: StepLog) -> list[Completion]:
-        """Run turns until all are complete, since verification needs them all; drop those that
-        failed, with a metric.
+        """Run turns until all are complete, as verification needs all; drop failed ones, with a
+        metric.
         """
         if not turns:
             return []
@@ -195,9 +190,7 @@ class Drafting:
 def _asked(
     sequences: Seq[Sequence], draft: IntArray, length: IntArray, column: int
 ) -> dict[int, int]:
-    """Return by sequence id the tokens (above 0) that are asked of one draft; ``draft`` and
-    ``length`` as in ``Plan``.
-    """
+    """Return by sequence id the tokens (above 0) that the plan asks one draft for."""
     return {
         s.id: k
         for s, k in zip(sequences, np.where(draft == column, length, 0).tolist(), strict=True)

@@ -385,7 +385,7 @@ def verify_all_that_was_proposed(patch: Patch) -> None:
     wrap(
         patch,
         Drafting,
-        "best",
+        "choose",
         lambda original, drafting, drafted, nodes: original(drafting, drafted, 99),
     )
 
