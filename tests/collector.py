@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 class Collector:
@@ -23,7 +24,7 @@ class Collector:
 
     def trace(self, trace_id):
         """Return a trace's spans by name, in order of their start."""
-        found = {}
+        found: dict[str, list[dict[str, Any]]] = {}
         for span in sorted(self.spans, key=lambda span: int(span["startTimeUnixNano"])):
             if span["traceId"] == trace_id:
                 found.setdefault(span["name"], []).append(span)

@@ -3,6 +3,7 @@ time.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,8 @@ def processed(
         if tokens[len(tokens) - len(head) :] == head:
             scores[last] = -1e30
     if sampling.guide is not None:
-        scores[~sampling.guide.mask(tokens[prompt_tokens:])] = -2e30
+        allowed: Any = sampling.guide.mask(tokens[prompt_tokens:])
+        scores[np.logical_not(allowed)] = -2e30
     return scores
 
 
@@ -60,7 +62,7 @@ def greedy(
     whether an end id ended them.
     """
     tokens = list(prompt.encode())
-    prompt_tokens, log_probs = len(tokens), []
+    prompt_tokens, log_probs = len(tokens), list[float]()
     while len(log_probs) < max_tokens:
         logits = np.full(VOCAB_SIZE, _UNLIKELY_LOGIT)
         logits[_candidates(b"target", bytes(tokens[-ORDER:]))] = LETTER_LOGITS

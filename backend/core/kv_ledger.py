@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from backend.core.block_pool import BlockPool, block_key, root_key
 from backend.engines.port import Engine
@@ -144,13 +145,18 @@ class KVLedger:
         sequence.blocks.clear()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise RuntimeError unless exactly these sequences have a table, and share blocks of equal
-        text only, in which at most one of them has its last token and so writes.
+        """Raise RuntimeError unless exactly these sequences have a table, share blocks of equal
+        text only, in which at most one of them has its last token and so writes, and have the keys
+        of their own text.
         """
         tables: dict[int, list[int]] = {}
         texts: dict[int, tuple[str, list[int]]] = {}
         writers = Counter[int]()
         for sequence in sequences:
+            named = replace(sequence, keys=[])
+            self._name_blocks(named)
+            if sequence.keys != named.keys[: len(sequence.keys)]:
+                raise RuntimeError(f"sequence {sequence.id} has a key of tokens not committed")
             table = tables[sequence.id] = next(iter(sequence.blocks.values()), [])
             for index, block in enumerate(table):
                 stop = (index + 1) * BLOCK_TOKENS

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ import torch
 from backend.core.session import Session
 from backend.engines.lookup import LookupEngine
 from backend.engines.port import Engine
+from backend.engines.stepping.engine import StepEngine
 from backend.engines.suffix import SuffixEngine
 from backend.engines.torch.engine import TorchEngine
 from backend.request import FinishReason, SamplingParams
@@ -34,6 +36,7 @@ from tests.contract.deployment import (
     ForetoldDraft,
     Scripted,
     kv,
+    sink,
     tiny_config,
     tiny_engine,
 )
@@ -69,7 +72,7 @@ def texts(served: Served) -> None:
     """Every text, as far as it came, is that of plain decoding alone."""
     for ask, session in zip(served.scenario.asks, served.sessions, strict=True):
         expected, found = plain_text(ask), session.sequence.tokens
-        so_far = expected[: len(found)] if session.sink.cancelled else expected
+        so_far = expected[: len(found)] if sink(session).cancelled else expected
         assert found == so_far, f"text of {ask}"
 
 
@@ -77,16 +80,18 @@ def log_probs(served: Served, tolerance: float = 1e-9) -> None:
     """One for each token, of its law behind all tokens before it, whether it was proposed or
     not.
     """
-    for sequence, sink in ((session.sequence, session.sink) for session in served.sessions):
-        if not sequence.sampling.log_probs or sink.cancelled:
+    for session in served.sessions:
+        sequence, client = session.sequence, sink(session)
+        if not sequence.sampling.log_probs or client.cancelled:
             continue
         tokens, prompt_tokens, sampling = sequence.tokens, sequence.prompt_tokens, sequence.sampling
         places = range(prompt_tokens, len(tokens))
         expected = [
             reference().log_probs(tokens[:at], prompt_tokens, sampling)[tokens[at]] for at in places
         ]
-        assert len(sink.log_probs) == len(expected), "log-probabilities"
-        same = np.allclose(sink.log_probs, expected, rtol=0.0, atol=tolerance)
+        found = client.log_probs or []
+        assert len(found) == len(expected), "log-probabilities"
+        same = np.allclose(found, expected, rtol=0.0, atol=tolerance)
         assert same, f"log-probabilities under {sampling}"
 
 
@@ -139,9 +144,9 @@ def counts(served: Served) -> None:
         columns = draft, outcome.nodes.confidence, outcome.nodes.drawn, outcome.nodes.accepted
         assert [*zip(*(c.tolist() for c in columns), strict=True)] == nodes, "fates of nodes"
         assert Counter(unused) <= Counter(free_rows(outcome)), "what free drafts would have had"
-    totals = Counter()
+    totals = Counter[str]()
     for (name, *labels), value in deployment.counters().items():
-        totals[name] += value
+        totals[name] += int(value)
         assert name != "spindle_fallback_total", f"fallback: {labels}"
     every = [step for of_one in steps.values() for step in of_one]
     assert totals["spindle_verified_proposals_total"] == len(every), "metrics"
@@ -151,7 +156,8 @@ def counts(served: Served) -> None:
     assert totals["spindle_emitted_tokens_total"] == committed, "metrics"
     for session in served.sessions:
         assert done[session.id] == len(session.sequence.tokens), "counts of tokens"
-        usage = session.sink.usage or session.usage()  # cancelled ones count what they drafted, too
+        # cancelled ones count what they drafted, too
+        usage = sink(session).usage or session.usage()
         assert usage.output_tokens == len(session.sequence.tokens) - usage.input_tokens
         assert usage.verified_steps == steps[session.id], "steps of a request"
         sums = tuple(map(sum, zip(*usage.verified_steps, strict=True))) or (0, 0)
@@ -190,7 +196,9 @@ def recounted(
 def fates(drafted: Proposal | None, emitted: list[int], trim: int) -> list[tuple[float, bool]]:
     """(confidence, held) of the nodes right behind what was verified, if the text reaches them."""
     found = []
-    for node, path in enumerate(paths(drafted) if drafted else []):
+    if drafted is None:
+        return []
+    for node, path in enumerate(paths(drafted)):
         reached = len(path) <= len(emitted) or path[: len(emitted)] != tuple(emitted)
         if drafted.parents[node] < trim and reached:
             found.append((drafted.confidence[node], held(path, emitted)))
@@ -210,13 +218,19 @@ def fresh() -> dict[str, Reference]:
     """By name engines that have just read whatever they are asked about."""
     names = ("target", "twin", "near", "fp32", "short")
     engines = [tiny_engine(), *new_drafts()]
-    return {engine.name: Reference(engine) for engine in engines if engine.name in names}
+    return {
+        engine.name: Reference(engine)
+        for engine in engines
+        if isinstance(engine, StepEngine) and engine.name in names
+    }
 
 
 def kv_is_fresh(deployment: Deployment) -> None:
     """KV of all that target and drafts claim to have seen is that of a fresh prefill."""
     for engine in deployment.engines:
-        for session in deployment.live if engine.name in fresh() else ():
+        if not isinstance(engine, StepEngine) or engine.name not in fresh():
+            continue
+        for session in deployment.live:
             found = kv(engine, session.sequence)
             if found.shape[1]:
                 expected = fresh()[engine.name].kv(session.sequence.tokens[: found.shape[1]])
@@ -234,14 +248,10 @@ def one_token_is_unseen(deployment: Deployment) -> None:
 
 def blocks_are_of_one_text(deployment: Deployment) -> None:
     """Blocks in several tables are of one text and one tenant; keys are those of committed text."""
-    owners = {}
-    for sequence in (session.sequence for session in deployment.live):
-        named = replace(sequence, keys=[])
-        deployment.ledger._name_blocks(named)
-        assert sequence.keys == named.keys[: len(sequence.keys)], "a key of tokens not committed"
-        for index, block in enumerate(sequence.blocks.get("target", ())):
-            text = (sequence.salt, sequence.tokens[: (index + 1) * BLOCK_TOKENS])
-            assert owners.setdefault(block, text) == text, "a block of two texts"
+    try:
+        deployment.loop.check()
+    except RuntimeError as error:
+        raise AssertionError(str(error)) from error
 
 
 WATCHED = (kv_is_fresh, one_token_is_unseen, blocks_are_of_one_text)
@@ -254,7 +264,7 @@ ALL = (*ENDS, kv_is_fresh, blocks_are_of_one_text)
 
 def branches_are_taken_and_trees_are_trimmed(scenario: Scenario = BUSY) -> None:
     """A scenario in which nothing but spines was accepted, whole, would show nothing."""
-    served, seen = exact(scenario), Counter()
+    served, seen = exact(scenario), Counter[str]()
     for sequence, tokens, _, row in served.deployment.drafting.recorded:
         if row.drafted is not None:
             whole, rest = row.drafted, sequence.tokens[len(tokens) :]
@@ -367,8 +377,8 @@ def nothing_is_committed_beyond_an_end(k: int = K_MAX) -> None:
     deployment.run()
     for session, truth, length, reason in expected:
         assert session.sequence.tokens == truth[:length]
-        assert session.sink.reason == reason
-        assert session.sink.usage.output_tokens == length - session.sequence.prompt_tokens
+        assert sink(session).reason == reason
+        assert session.usage().output_tokens == length - session.sequence.prompt_tokens
 
 
 # -- laws
@@ -376,7 +386,11 @@ def nothing_is_committed_beyond_an_end(k: int = K_MAX) -> None:
 LAW_PROMPT = [1, 2, 3, 1, 2, 3]
 LAW_VOCAB = 5
 WIDE, SHARP = SamplingParams(1.0), SamplingParams(0.5, top_k=4, top_p=0.9)
-PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": -0.2}
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.3,
+    "frequency_penalty": -0.2,
+}
 OPTIONS = SamplingParams(
     1.3, **PENALTIES, min_tokens=2, end_ids=(4,), bad_words=((1, 2), (0, 0)), bias=((0, 0.5),)
 )
@@ -462,7 +476,7 @@ def chi_square(counts: Mapping, law: Mapping) -> tuple[float, float]:
 
 def marginal(weights: Mapping, length: int) -> Counter:
     """The weights of the first ``length`` tokens."""
-    shares = Counter()
+    shares = Counter[tuple]()
     for text, weight in weights.items():
         shares[text[:length]] += weight
     return shares

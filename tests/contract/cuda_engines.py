@@ -23,7 +23,7 @@ from tests.contract.scenarios import Scenario, plain_text
 
 def llama(config: LlamaConfig, weights: Weights) -> LlamaForCausalLM:
     """Return transformers' model of these weights, in their dtype."""
-    shape = TransformersConfig(
+    shape: Any = TransformersConfig(  # type: ignore[call-arg] # of the base class
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -38,7 +38,8 @@ def llama(config: LlamaConfig, weights: Weights) -> LlamaForCausalLM:
         attn_implementation=ATTENTION,
     )
     dtype = weights["model.norm.weight"].dtype
-    lm = LlamaForCausalLM(shape).to(dtype).eval()
+    lm: Any = LlamaForCausalLM(shape)
+    lm = lm.to(dtype).eval()
     lm.load_state_dict(weights)
     return lm
 
@@ -67,7 +68,8 @@ def on_cuda_engine(*scenarios: Scenario, padded: bool = False) -> Iterator[None]
         with torch.inference_mode(False):
             lm = llama(config, weights)
         engine = CudaEngine(name, lm, vocab_size=config.vocab_size, **sizes)
-        engine._model._captures = padded
+        model: Any = engine._model
+        model._captures = padded
         return engine
 
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -214,6 +214,12 @@ class RecordedDrafting(Drafting):
         return proposals
 
 
+def sink(session: Session) -> SureSink:
+    """The client of a session of this suite."""
+    assert isinstance(session.sink, SureSink)
+    return session.sink
+
+
 @dataclass
 class Deployment:
     """One target, drafts, and the loop over them; ``watchers`` are called after every step,
@@ -223,7 +229,7 @@ class Deployment:
     poisoned.
     """
 
-    target: TorchEngine
+    target: Engine
     drafts: list[Engine] = field(default_factory=list)
     policy: Scripted = field(default_factory=Scripted)
     chunk_tokens: int = 8
@@ -288,7 +294,7 @@ class Deployment:
             if isinstance(engine, StepEngine):
                 poison(engine, [session.sequence for session in self.live])
         worked = self.loop.step()
-        self.live = [session for session in self.live if not session.sink.ended]
+        self.live = [session for session in self.live if not sink(session).ended]
         for watch in self.watchers:
             watch(self)
         return worked
@@ -308,18 +314,18 @@ class Deployment:
         }
 
 
-def slots(engine: TorchEngine, sequence: Sequence, tokens: int) -> list[int]:
+def slots(engine: StepEngine, sequence: Sequence, tokens: int) -> list[int]:
     """Where the pool has the first ``tokens`` positions of a sequence."""
     blocks = sequence.blocks[engine.name] if tokens else []
     return [blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(tokens)]
 
 
-def seen(engine: TorchEngine, sequence: Sequence) -> int:
+def seen(engine: StepEngine, sequence: Sequence) -> int:
     """How many committed tokens the engine claims to have KV of."""
     return len(sequence.tokens) - engine.unseen(sequence) if sequence.blocks.get(engine.name) else 0
 
 
-def usable(engine: TorchEngine, sequence: Sequence) -> int:
+def usable(engine: StepEngine, sequence: Sequence) -> int:
     """The committed tokens with KV, and what a draft ran beyond the text when its proposal was
     dropped: it may still come true.
     """
@@ -329,7 +335,7 @@ def usable(engine: TorchEngine, sequence: Sequence) -> int:
 
 def cells(engine: StepEngine) -> list[torch.Tensor]:
     """Views of an engine's keys and values by layer [blocks, BLOCK_TOKENS, 2 x kv_heads, ...]."""
-    model = engine._model
+    model: Any = engine._model
     if hasattr(model, "pool"):  # OpenVINO's, which is not installed on every GPU machine
         return [pool.permute(1, 3, 0, 2, 4) for pool in model.pool]
     if hasattr(model, "kv"):  # the CUDA engine's
@@ -358,7 +364,7 @@ def poison(engine: StepEngine, sequences: Iterable[Sequence]) -> None:
             pool[kept // BLOCK_TOKENS, kept % BLOCK_TOKENS] = committed
 
 
-def kv(engine: TorchEngine, sequence: Sequence) -> torch.Tensor:
+def kv(engine: StepEngine, sequence: Sequence) -> torch.Tensor:
     """The keys and values of the committed tokens [layers, seen, 2 x kv_heads, head_dim]."""
     held = torch.tensor(slots(engine, sequence, seen(engine, sequence)), dtype=torch.int64)
     found = [pool[held // BLOCK_TOKENS, held % BLOCK_TOKENS] for pool in cells(engine)]

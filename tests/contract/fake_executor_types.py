@@ -16,7 +16,7 @@ from datetime import timedelta
 from enum import Enum
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,7 @@ _PLAIN = {
     "timedelta": timedelta,
     "Tensor": torch.Tensor,
 }
-_NAMES: dict[str, type] = {name: Enum(name, values) for name, values in RECORD["enums"].items()}
+_NAMES: dict[str, Any] = {name: Enum(name, values) for name, values in RECORD["enums"].items()}
 
 
 def fits(value: object, kind: str) -> bool:
@@ -49,7 +49,8 @@ def fits(value: object, kind: str) -> bool:
     if kind in _INTEGERS:
         low, high = _INTEGERS[kind]
         return type(value) is int and low <= value < high
-    return isinstance(value, _PLAIN.get(kind) or _NAMES.get(kind, ()))
+    allowed: Any = _PLAIN.get(kind) or _NAMES.get(kind, ())
+    return isinstance(value, allowed)
 
 
 class Declared:
@@ -116,7 +117,7 @@ def as_recorded(method: Callable) -> Callable:
     return checked
 
 
-def _given(name: str, check: Callable[[Any], None] = lambda made: None) -> type:
+def _given(name: str, check: Callable[[Any], None] = lambda made: None) -> Any:
     """Make a class of values that its users construct; ``check`` raises what C++ does."""
     entry = RECORD["classes"][name]
     declared, attributes = Declared(name, entry["constructors"][0]), {*entry["attributes"]}
@@ -138,7 +139,7 @@ def _given(name: str, check: Callable[[Any], None] = lambda made: None) -> type:
     return made
 
 
-def _told(name: str, default: object = 0) -> type:
+def _told(name: str, default: object = 0) -> Any:
     """Make a class of values that the executor tells; ``default`` is that of every attribute."""
     attributes = RECORD["classes"][name]["attributes"]
 
@@ -184,7 +185,6 @@ def _check_request(made) -> None:
     )
 
 
-ModelType, FinishReason = _NAMES["ModelType"], _NAMES["FinishReason"]
 CommunicationMode, KvCacheTransferMode = _NAMES["CommunicationMode"], _NAMES["KvCacheTransferMode"]
 SamplingConfig = _given("SamplingConfig", _check_sampling)
 OutputConfig = _given("OutputConfig")
@@ -192,18 +192,36 @@ ExternalDraftTokensConfig = _given("ExternalDraftTokensConfig", _check_draft)
 TokenRangeRetentionConfig = _given("TokenRangeRetentionConfig")
 KvCacheRetentionConfig = _given("KvCacheRetentionConfig")
 KvCacheRetentionConfig.TokenRangeRetentionConfig = TokenRangeRetentionConfig
-Request = _given("Request", _check_request)
 SchedulerConfig = _given("SchedulerConfig")
 KvCacheConfig = _given("KvCacheConfig")
 OrchestratorConfig = _given("OrchestratorConfig")
 ParallelConfig = _given("ParallelConfig")
-ExecutorConfig = _given("ExecutorConfig")
 Result = _told("Result", None)
-RequestPerfMetrics = _told("RequestPerfMetrics", None)
 KvCacheMetrics = _told("KvCacheMetrics")
 KvCacheStats = _told("KvCacheStats")
-InflightBatchingStats = _told("InflightBatchingStats")
-IterationStats = _told("IterationStats", None)
+if TYPE_CHECKING:  # names of types; their attributes are those of the record
+
+    class ModelType(Any): ...
+
+    class FinishReason(Any): ...
+
+    class Request(Any): ...
+
+    class ExecutorConfig(Any): ...
+
+    class RequestPerfMetrics(Any): ...
+
+    class InflightBatchingStats(Any): ...
+
+    class IterationStats(Any): ...
+
+else:
+    ModelType, FinishReason = _NAMES["ModelType"], _NAMES["FinishReason"]
+    Request = _given("Request", _check_request)
+    ExecutorConfig = _given("ExecutorConfig")
+    RequestPerfMetrics = _told("RequestPerfMetrics", None)
+    InflightBatchingStats = _told("InflightBatchingStats")
+    IterationStats = _told("IterationStats", None)
 
 
 class Response:
@@ -225,7 +243,7 @@ class Response:
     @property
     def error_msg(self) -> str:
         _check(self._error_msg is not None, "no error in this response")
-        return self._error_msg
+        return self._error_msg or ""
 
     @property
     def result(self) -> Any:

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 API = json.loads(Path(__file__).with_name("tensorrt_llm_drafter_api.json").read_text("utf-8"))
 
@@ -99,7 +100,7 @@ class UserProvidedDecodingConfig:
 
 def modules(ranks=1):
     """Return what ``backend.hosts.tensorrt_llm`` imports, by name."""
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "tensorrt_llm": {"mpi_world_size": lambda: ranks},
         "tensorrt_llm._torch": {},
         "tensorrt_llm._torch.pyexecutor": {},
@@ -114,8 +115,7 @@ def modules(ranks=1):
     made = {}
     for name, values in found.items():
         made[name] = ModuleType(name)
-        made[name].__path__ = []
-        vars(made[name]).update(values)
+        vars(made[name]).update(values, __path__=[])
     return made
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from backend.engines.stepping.engine import StepEngine
 from backend.engines.torch import llama
 from backend.request import FinishReason, SamplingParams
 from backend.sampling import draw, verification
+from backend.sampling.randomness import exponentials
 from backend.sequence import BLOCK_TOKENS, Proposal
 from backend.speculation.drafting import Drafting
 from backend.speculation.step_log import StepLog
@@ -53,12 +55,12 @@ MUTANTS: dict[str, Mutant] = {}
 
 
 def killed_by(
-    killer: Callable[..., object], scenario: Scenario | None = None
+    killer: Callable[..., Any], scenario: Scenario | None = None
 ) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     """Enter a fault into ``MUTANTS``; with a scenario the killer is a property of it."""
 
     def enter(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        check = killer if scenario is None else partial(checks.exact, scenario, killer)
+        check = partial(checks.exact, scenario, killer) if scenario else killer
         MUTANTS[plant.__name__] = Mutant(plant, check)
         return plant
 
@@ -260,7 +262,7 @@ def never_let_the_tail_win(patch: Patch) -> None:
 
 @killed_by(checks.texts, TAILED)
 def let_the_tail_run_with_a_token_s_noise(patch: Patch) -> None:
-    change_times(patch, lambda times, tails, words: draw.exponentials(words))
+    change_times(patch, lambda times, tails, words: exponentials(words))
 
 
 @killed_by(checks.texts, TAILED)
@@ -331,7 +333,7 @@ def let_a_row_see_the_next_proposed_token(patch: Patch) -> None:
 
 
 def move_nodes(patch: Patch, positions: Callable) -> None:
-    original = Chunk.positions.fget
+    original = vars(Chunk)["positions"].fget
 
     def moved(chunk):
         first = len(chunk.tokens) - len(chunk.parents)

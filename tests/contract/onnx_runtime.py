@@ -4,6 +4,9 @@ Runtime on CPU tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from backend.engines.checkpoint import LlamaConfig, Weights
@@ -18,7 +21,7 @@ from tests.contract.onnx_graph import OnnxGraph
 class OnnxRuntime:
     """Opens a network when it is first run; counts the passes of each in ``ran``."""
 
-    passes = (Shapes(4, 6), Shapes(2, 20))
+    passes: Sequence[Shapes] = (Shapes(4, 6), Shapes(2, 20))
 
     def __init__(self, config: LlamaConfig, weights: Weights, max_positions: int) -> None:
         weights = dict(weights)
@@ -26,12 +29,8 @@ class OnnxRuntime:
         self.device, self.dtype = torch.device("cpu"), weights["model.norm.weight"].dtype
         self.verifies = config.draft_vocab_size == 0
         self.ran: dict[str, int] = {}
-        self._config, self._positions, self._weights, self._sessions = (
-            config,
-            max_positions,
-            weights,
-            {},
-        )
+        self._config, self._positions, self._weights = config, max_positions, weights
+        self._sessions: dict[str, Any] = {}
 
     def run(self, network: str, tensors: Tensors) -> Tensors:
         batch, queries = tensors["ids"].shape

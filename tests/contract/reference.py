@@ -7,12 +7,13 @@ Nothing of the engine but its weights and its forward pass is used, and that on 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import torch
 
 from backend.engines.stepping.chunks import Chunk, KVTable
-from backend.engines.torch.engine import TorchEngine
+from backend.engines.stepping.engine import StepEngine
 from backend.engines.torch.llama import Llama
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD
@@ -29,8 +30,8 @@ PRISTINE = type(
 class Reference:
     """Laws and texts of an engine made for this purpose alone."""
 
-    def __init__(self, engine: TorchEngine) -> None:
-        self._model = engine._model
+    def __init__(self, engine: StepEngine) -> None:
+        self._model: Any = engine._model
         self._model.__class__ = PRISTINE
         self._vocab_size = engine.limits.vocab_size
         self._table = KVTable(range(engine.limits.kv_blocks), "cpu")

@@ -32,7 +32,7 @@ from tests.contract.reference import Reference
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(0.9, seed=3)
-PROMPTS = (
+PROMPTS: tuple[list[int], ...] = (
     [1, 2, 3],
     [7] * (BLOCK_TOKENS + 1),
     [5, 9, 11, 2, 0, 4],
@@ -67,7 +67,9 @@ class Ask:
     sampling: SamplingParams = GREEDY
 
 
-SCRIPT = ((1, 4), (0, 2), (7, 4), (4, 3), (5, 3), (3, 3), (7, 2), (1, 1), (2, 4), (NO_DRAFT, 0))
+Script = tuple[tuple[int, int], ...]
+SCRIPT: Script = ((1, 4), (0, 2), (7, 4), (4, 3), (5, 3), (3, 3), (7, 2), (1, 1), (2, 4))
+SCRIPT += ((NO_DRAFT, 0),)
 SCRIPT += ((4, 2), (7, 3), (1, 3), (3, 4), (4, 4), (2, 2), (6, 4), (7, 1), (0, 3))
 SCRIPT += ((8, 4), (8, 3), (8, 4), (8, 2))
 """Every draft, many lengths; of no length that divides a batch's, so that requests and steps meet

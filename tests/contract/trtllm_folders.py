@@ -4,6 +4,8 @@ that counts through eight letters.
 
 import json
 
+import numpy as np
+
 from policy import LatencyTable
 from tests.contract.engine_folders import engine_folder
 from tests.contract.fake_executor import Executor, Model
@@ -37,7 +39,7 @@ def folder(path, name, **options):
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     (made / "latency.json").write_text(json.dumps(table.to_dict()))
     Executor.models[str(made)] = Model(
-        lambda tokens: [5.0 * (i == tokens[-1] % 8 + 1) for i in range(len(TOKENS))]
+        lambda tokens: 5.0 * (np.arange(len(TOKENS)) == tokens[-1] % 8 + 1)
     )
     return made
 

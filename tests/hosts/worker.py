@@ -81,7 +81,7 @@ def main() -> None:
 
     llm = LLM(**job["engine"])
     engine = llm.llm_engine
-    scheduler, seen = engine.engine_core.engine_core.scheduler, Counter()
+    scheduler, seen = engine.engine_core.engine_core.scheduler, Counter[str]()
     watch(scheduler, seen)
     done = []
     for number, work in enumerate(job["rounds"]):

@@ -20,5 +20,5 @@ def raising(complete):
 
 
 if __name__ == "__main__":
-    FakeEngine._complete = raising(FakeEngine._complete)
+    FakeEngine._complete = raising(FakeEngine._complete)  # type: ignore[method-assign]
     sys.exit(main())
