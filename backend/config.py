@@ -41,44 +41,37 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """A target or a draft. ``model`` is a folder or the embedded model's name (engines ``openvino``
-    and ``torch`` only).
-
-    A relative folder is looked for beside the ``serving.json``, then beside the packages (there are
-    the shipped drafts).
-
-    ``engine`` and ``dtype`` ``auto`` are settled when the file is read (``settled``). ``invariant``
-    of an ``openvino`` target: the same request gives the same text, bit for bit, under any load and
-    plan; of a ``cuda`` one: a row's logits have the same bits in every batch. A ``head`` draft
-    continues the target's own states (``model``: a folder that ``engines_build.distill`` wrote for
-    this target). ``min_ngram``/``max_ngram`` belong to ``lookup`` and ``suffix``; of ``suffix``,
-    ``remembered_tokens`` bounds what it keeps of answers, and ``keep_remembered`` keeps that over
-    restarts. ``seed``, ``agreement`` (how often a fake draft proposes what the fake target would
-    emit) and ``step_s`` (seconds per pass) belong to ``fake``. ``trtllm`` engines (``model`` is a
-    folder made by ``trtllm-build``) have ``gpus``, one a rank, the share of the memory beside
-    weights that ``kv_share`` gives to KV, ``turn_timeout_s``, and the ``worker`` program of the
-    ranks where an engine spans GPUs. Of ``trt_graph`` engines (they show correctness and are no
-    serving path) ``model`` is a folder made
-    by ``engines_build.build --engine trt_graph``, ``device`` a CUDA GPU.
+    """A target or a draft. ``auto`` of ``engine`` and ``dtype`` is settled when the file is read
+    (``settled``).
     """
 
     engine: str = setting("auto", choices=("auto", *KINDS))
     name: str = "target"
     model: str = ""
+    """A folder, or the embedded model's name where the kind loads Hugging Face folders. A relative
+    one is looked for beside the ``serving.json``, then beside the packages (the shipped drafts).
+    """
     dtype: str = setting("auto", choices=("auto", "bf16", "int8", "fp32", "fp64"))
     device: str = "cpu"
     invariant: bool = True
-    min_ngram: int = setting(2, low=1, high=16)
-    max_ngram: int = setting(4, low=1, high=16)
+    """``openvino``: a request gives the same text, bit for bit, under any load and plan; ``cuda``:
+    a row's logits have the same bits in every batch.
+    """
+    min_ngram: int = setting(2, low=1, high=16)  # of ``lookup`` and ``suffix``
+    max_ngram: int = setting(4, low=1, high=16)  # of ``lookup`` and ``suffix``
     remembered_tokens: int = setting(2**18, low=4096, high=100_000_000)
-    keep_remembered: bool = False
-    seed: int = 0
+    """``suffix``: the most tokens of answers that it keeps."""
+    keep_remembered: bool = False  # ``suffix``: over restarts, too
+    seed: int = 0  # ``fake``
     agreement: float = setting(0.7, low=0.0, high=1.0)
-    step_s: float = setting(0.0, low=0.0)
-    gpus: tuple[int, ...] = (0,)
+    """``fake``: the share of places where a draft proposes what the target emits."""
+    step_s: float = setting(0.0, low=0.0)  # ``fake``: seconds of a pass
+    gpus: tuple[int, ...] = (0,)  # ``trtllm``: one a rank
     kv_share: float = setting(0.9, low=0.01, high=1.0)
-    turn_timeout_s: float = setting(30.0, low=0.1, high=3600.0)
+    """``trtllm``: the share of the memory left by the weights that KV gets."""
+    turn_timeout_s: float = setting(30.0, low=0.1, high=3600.0)  # ``trtllm``
     worker: str = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
+    """``trtllm``: the program of the ranks where an engine spans GPUs."""
 
     @property
     def kind(self) -> Kind:
@@ -96,26 +89,23 @@ class ScheduleStep:
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """Which policy plans: ``adaptive``, one to compare it with (``policy.baselines``), or a user's.
-
-    ``fixed`` uses ``draft`` and ``length`` always, ``schedule`` ``draft`` by a table of batch
-    sizes; ``ema`` (SGLang's acceptance EMA) and ``smartspec`` (as published) adapt the length of
-    ``draft``, ``spin`` selects drafts for chains of ``length``; ``random`` (tests) draws both in
-    every step. A dotted path, ``my_package.MyPolicy``, is a user's own (``policy.custom``), which
-    gets ``options`` as keyword arguments. ``keep_learned``: what was learnt outlasts the process,
-    in the cache folder. ``trace_file`` (empty: none) gets the first ``trace_lines`` lines of what
-    the adaptive planner saw and decided, for ``python -m policy.replay``.
-    """
+    """Which policy plans, and with what."""
 
     kind: str = "adaptive"
-    options: dict[str, Any] = field(default_factory=dict)
+    """``adaptive``, one to compare it with (``policy.baselines``), or the dotted path of a user's
+    own, ``my_package.MyPolicy`` (``policy.custom``).
+    """
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a user's policy
     k_max: int = setting(8, low=0, high=64)
-    draft: str = ""
-    length: int = setting(4, low=0, high=64)
-    schedule: tuple[ScheduleStep, ...] = ()
+    draft: str = ""  # of baselines that use one
+    length: int = setting(4, low=0, high=64)  # of baselines that do not choose it
+    schedule: tuple[ScheduleStep, ...] = ()  # of the baseline ``schedule``
     seed: int = 0
-    keep_learned: bool = True
+    keep_learned: bool = True  # in the cache folder, over restarts
     trace_file: str = ""
+    """Where the first ``trace_lines`` lines go of what the adaptive planner saw and decided, for
+    ``python -m policy.replay``; empty: nowhere.
+    """
     trace_lines: int = setting(10_000, low=1)
 
     @property
@@ -126,25 +116,21 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """Bounds of the service, in requests and tokens; ``max_request_s`` is the longest that a
-    request may live, waiting included.
-
-    ``batch_scheduler_policy`` has TensorRT-LLM's names: ``max_utilization`` admits by the KV that
-    is needed now and pre-empts the latest request when it runs out; ``guaranteed_no_evict``
-    reserves a request's whole life at admission. ``enable_kv_cache_reuse`` lets requests whose
-    texts begin alike share the KV of that beginning.
-    """
+    """Bounds of the service, in requests and tokens."""
 
     max_active_requests: int = setting(64, low=1, high=4096)
     max_queued_requests: int = setting(128, low=1)
-    max_request_s: float = setting(600.0, low=0.001)
+    max_request_s: float = setting(600.0, low=0.001)  # of a request's life, waiting included
     max_context_tokens: int = setting(2048, low=16)
     prefill_chunk_tokens: int = setting(256, low=1)
     kv_cache_tokens: int = setting(32768, low=256)
     batch_scheduler_policy: str = setting(
         "max_utilization", choices=("max_utilization", "guaranteed_no_evict")
     )
-    enable_kv_cache_reuse: bool = True
+    """In TensorRT-LLM's words: admit by the KV that is needed now and pre-empt the latest request
+    when it runs out, or reserve a request's whole life at admission.
+    """
+    enable_kv_cache_reuse: bool = True  # requests that begin alike share the KV of that
     max_logits_bytes: int = setting(64 * 1024 * 1024, low=0)
 
 
@@ -194,11 +180,13 @@ class ServingConfig:
     add_special_tokens: bool = True
 
 
-def load_config(path: str | Path) -> ServingConfig:
-    """Read a ``serving.json``. Raises ConfigError naming the file, key and value."""
+def load_config(path: str | Path, *, plans: bool = True) -> ServingConfig:
+    """Read a ``serving.json``. Raises ConfigError naming the file, key and value. A process that
+    does not plan leaves the policy to those that do: checking it imports the policy's compiler.
+    """
     raw = read_json(path)
     try:
-        return located(parse_config(raw), Path(path).absolute().parent)
+        return located(parse_config(raw, plans=plans), Path(path).absolute().parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -224,7 +212,7 @@ def located(config: ServingConfig, folder: Path) -> ServingConfig:
     return replace(config, target=at(config.target), drafts=tuple(map(at, config.drafts)))
 
 
-def parse_config(raw: Any, machine: Machine = machine) -> ServingConfig:
+def parse_config(raw: Any, machine: Machine = machine, *, plans: bool = True) -> ServingConfig:
     """Check a decoded ``serving.json``. Raises ConfigError naming key and value."""
     config: ServingConfig = build_settings(ServingConfig, raw, "")
     config = replace(
@@ -238,7 +226,8 @@ def parse_config(raw: Any, machine: Machine = machine) -> ServingConfig:
         )
     _check_names(config)
     _check_engines(config)
-    _check_policy(config.policy, [draft.name for draft in config.drafts])
+    if plans:
+        _check_policy(config.policy, [draft.name for draft in config.drafts])
     _check_drafts(config)
     _check_switches(config.switches, config)
     return config
@@ -337,7 +326,7 @@ def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
 
 def _check_baseline(policy: PolicyConfig, drafts: list[str]) -> None:
     """Raise ConfigError for a policy that there is not, or for one that lacks a setting."""
-    from policy.baselines import BASELINES  # only here: Triton's stubs need no policy
+    from policy.baselines import BASELINES  # only here: most processes need none
 
     if policy.kind not in BASELINES:
         known = f"one of {['adaptive', *BASELINES]} or a dotted path like 'my_package.MyPolicy'"

@@ -34,7 +34,7 @@ def main() -> None:
     """Serve until a signal comes."""
     environment = os.environ
     settings = read_settings(environment)
-    config = load_config(settings.config)
+    config = load_config(settings.config, plans=False)
     model, context = config.target.model, config.limits.max_context_tokens
     folder = None
     if model:

@@ -14,4 +14,5 @@ def set_up_stub(args: dict[str, str]) -> None:
     """
     lifeline.watch_parent()
     path = config_path(args)
-    set_up_logging(args["model_name"], load_config(path).log if path.exists() else LogConfig())
+    log = load_config(path, plans=False).log if path.exists() else LogConfig()
+    set_up_logging(args["model_name"], log)

@@ -61,6 +61,18 @@ def test_a_new_baseline_is_an_arm_of_the_simulator():
 
 
 @pytest.mark.medium
+def test_a_process_that_does_not_plan_reads_the_settings_without_the_policy(tmp_path):
+    file = tmp_path / "serving.json"
+    file.write_text('{"target": {"engine": "fake"}, "policy": {"kind": "none"}}')
+    code = (
+        "import sys; from backend.config import load_config; "
+        f"load_config({str(file)!r}, plans=False); assert 'policy' not in sys.modules; "
+        f"load_config({str(file)!r}); assert 'policy' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.medium
 def test_a_new_baseline_is_an_arm_of_the_benches():
     """In a process of its own, as they read the registry when they are imported."""
     subprocess.run([sys.executable, "-c", FRESH], check=True, timeout=60)

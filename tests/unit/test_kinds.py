@@ -168,5 +168,6 @@ assert not heavy, heavy
 """
 
 
+@pytest.mark.medium
 def test_folders_are_checked_without_a_tensor_library():
     subprocess.run([sys.executable, "-c", CHECKED], check=True, timeout=60)
