@@ -13,8 +13,7 @@ from backend.storage import cache
 from policy import Policy
 from policy.custom import Guarded
 from policy.learned import SCHEMA
-from tests.unit.test_policy_learned import taught
-from tests.unit.test_policy_planner import planner
+from tests.fakes.policies import planner, taught
 
 FAKE = {
     "target": {"engine": "fake"},

@@ -2,24 +2,16 @@ import numpy as np
 import pytest
 
 from policy import NO_DRAFT, FixedLength, NoSpeculation, Plan, RandomChoice, View
+from tests.fakes import policies as fakes
 from tests.fakes.outcomes import outcome_of
 
 RNG = np.random.default_rng(0)
 NOTHING = np.zeros(0, np.int64)
 
 
-def view(ceiling, drafts=("small", "large")):
-    ceiling = np.array(ceiling, np.int64).reshape(-1, len(drafts))
-    rows = len(ceiling)
-    full = np.full(rows, 100)
-    return View(
-        drafts,
-        np.arange(rows),
-        full,
-        full,
-        ceiling,
-        ceiling,
-    )
+def view(ceiling, drafts=fakes.DRAFTS):
+    """Rows of which each draft may propose so many tokens."""
+    return fakes.view(len(ceiling), drafts, k=np.array(ceiling).reshape(-1, len(drafts)))
 
 
 def planned(policy, seen, rng=RNG) -> Plan:

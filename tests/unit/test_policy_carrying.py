@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from policy import LatencyModel, LatencyTable
-from tests.unit.test_policy_learned import taught
-from tests.unit.test_policy_planner import DRAFTS, planner
+from tests.fakes.policies import DRAFTS, planner, taught
 
 GROUP = {
     "small": {"accepted": [1.0] * 8, "reached": [3.0] * 8},

@@ -9,7 +9,7 @@ from policy.exploration import Hope, trial
 from policy.latency import Correction
 from policy.problem import NOTHING_GIVEN, score, step_problem
 from policy.search import best_choice
-from tests.unit.test_policy_planner import RNG, latency, outcome, planner, view
+from tests.fakes.policies import RNG, latency, outcome, planner, view
 
 NOTHING = np.zeros(0, np.int64)
 PRICE = 1.0

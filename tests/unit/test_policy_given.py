@@ -9,7 +9,7 @@ from policy import NO_DRAFT, FreeChains, Plan
 from policy.latency import Correction
 from policy.problem import NOTHING_GIVEN, Choice, Given, score, step_problem
 from tests.fakes.outcomes import outcome_of
-from tests.unit.test_policy_planner import RNG, certain, latency, outcome, planner, view
+from tests.fakes.policies import RNG, certain, latency, outcome, planner, view
 
 
 def staircase():

@@ -6,24 +6,7 @@ import pytest
 
 from policy import AcceptanceConfig, NoSpeculation, SwitchedPolicy, Switches
 from policy.learned import LearnedError
-from tests.unit.test_policy_planner import RNG, outcome, planner, view
-
-
-def taught(p, steps=60, start_s=0.0):
-    """Requests came and went; the small draft's tokens were mostly accepted."""
-    state, rng = p.start(), np.random.default_rng(3)
-    for step in range(steps):
-        seen = view(4, request=np.arange(4) + 4 * (step // 10))
-        plan, state = p.plan(seen, state, start_s + step, RNG)
-        finished = seen.request if step % 10 == 9 else np.zeros(0, np.int64)
-        state = p.observe(
-            outcome(
-                seen, plan, rng.integers(0, 9, 4), 1.7, parts_s={"verify": 1.7}, finished=finished
-            ),
-            state,
-            start_s + step,
-        )
-    return state
+from tests.fakes.policies import RNG, outcome, planner, taught, view
 
 
 def test_what_is_saved_comes_back_in_another_process_s_time():

@@ -12,57 +12,10 @@ from policy import (
     LatencyModel,
     LatencyTable,
     NoSpeculation,
+    Plan,
     PlannerConfig,
-    View,
 )
-from tests.fakes.outcomes import outcome_of
-
-DRAFTS = ("small", "large")
-RNG = np.random.default_rng(0)
-UNSHAKEABLE = 1e12
-
-
-def view(rows=1, drafts=DRAFTS, k=8, **changes):
-    shape = (rows, len(drafts))
-    fields = {
-        "request": np.arange(rows),
-        "context": np.full(rows, 100),
-        "remaining": np.full(rows, 1000),
-        "ceiling": np.full(shape, k),
-        "catchup": np.ones(shape, np.int64),
-    }
-    return View(drafts, **{**fields, **changes})
-
-
-def latency(draft_s=(0.1, 0.25), token_s=0.02, free_tokens=8):
-    """A target of one second up to ``free_tokens`` and a slope behind; drafts at a share of it."""
-    grid = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    seconds = {t: 1.0 + token_s * max(0, t - free_tokens) for t in grid}
-    drafts = {
-        f"d{i}": LatencyTable.synthetic(f"d{i}", {t: s * share for t, s in seconds.items()})
-        for i, share in enumerate(draft_s)
-    }
-    return LatencyModel.from_tables(LatencyTable.synthetic("target", seconds), drafts)
-
-
-def planner(model=None, drafts=DRAFTS, **config):
-    return AdaptivePlanner(drafts, model or latency(), PlannerConfig(**config))
-
-
-def certain(rate, **config):
-    """A planner that knows the acceptance rate and does not explore."""
-    return {
-        "acceptance": AcceptanceConfig(prior_hazard=rate, prior_strength=UNSHAKEABLE),
-        "explore_share": 0.0,
-        **config,
-    }
-
-
-def outcome(view_, plan, accepted, measured_s=1.0, **changes):
-    accepted = np.minimum(accepted, plan.length)
-    done = view_.request, plan.draft, plan.length, accepted, accepted + 1
-    return outcome_of(*done, plan.length, plan.length, measured_s, **changes)
-
+from tests.fakes.policies import DRAFTS, RNG, certain, latency, outcome, planner, view
 
 # -- the seam
 
@@ -538,9 +491,7 @@ def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     empty = view(0, prefill_tokens=40)
     _, state = made.plan(empty, made.start(), 0.0, RNG)
     ended = view(2)
-    nothing = np.zeros(2, np.int64)
-    done = ended.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing
-    result = outcome_of(*done, 3.0, {"verify": 3.0}, prefill_tokens=40)
+    result = outcome(ended, Plan.nothing(2), 0, 3.0, parts_s={"verify": 3.0}, prefill_tokens=40)
     after = made.observe(result, state, 0.1)
     assert made.drift(after)["verify"] > 1
 

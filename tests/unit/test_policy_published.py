@@ -9,12 +9,11 @@ from policy import (
     LatencyModel,
     SmartSpec,
     SpinSelection,
-    View,
 )
 from policy.baselines import expected_tokens
-from tests.fakes.outcomes import outcome_of
+from tests.fakes import policies as fakes
+from tests.fakes.policies import RNG
 
-RNG = np.random.default_rng(0)
 DRAFTS = ("a", "b")
 # Llama-8B on an H100 with an EAGLE draft, context 512: published coefficients, their token term and
 # constant alone.
@@ -27,33 +26,14 @@ H100 = LatencyModel(
 )
 
 
-def view(rows, ceiling=8, context=512):
-    full = np.full(rows, context)
-    return View(
-        DRAFTS,
-        np.arange(rows),
-        full,
-        full,
-        np.full((rows, 2), ceiling),
-        np.ones((rows, 2), np.int64),
-    )
+def view(rows, ceiling=8):
+    return fakes.view(rows, DRAFTS, k=ceiling, context=512)
 
 
 def outcome(plan, accepted, finished=(), parts_s=None):
-    rows = len(plan.length)
-    held = np.minimum(accepted, plan.length)
-    return outcome_of(
-        np.arange(rows),
-        plan.draft,
-        plan.length,
-        held,
-        held + 1,
-        plan.length,
-        plan.length,
-        1.0,
-        parts_s or {"verify": 1.0},
-        finished=np.array(finished, np.int64),
-    )
+    seen, finished = view(len(plan.length)), np.array(finished, np.int64)
+    parts_s = parts_s or {"verify": 1.0}
+    return fakes.outcome(seen, plan, accepted, parts_s=parts_s, finished=finished)
 
 
 def run(policy, rows, steps, accepted):

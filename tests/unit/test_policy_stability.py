@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.unit.test_policy_planner import latency, outcome, planner, view
+from tests.fakes.policies import latency, outcome, planner, view
 
 
 def changes(rows, hazard, steps=400):

@@ -12,7 +12,7 @@ from policy import (
     SwitchedPolicy,
     Switches,
 )
-from tests.unit.test_policy_planner import RNG, certain, outcome, planner, view
+from tests.fakes.policies import RNG, certain, outcome, planner, view
 
 
 class Lever:

@@ -15,7 +15,7 @@ from policy.simulation.presets import llama_8b_h100
 from policy.simulation.workload import Category, Drift, Mix, backlog, draw
 from policy.tenants import NOBODY, Tenants
 from policy.wrappers import Wrapper
-from tests.unit.test_policy_planner import RNG, latency, outcome, planner, view
+from tests.fakes.policies import RNG, latency, outcome, planner, view
 
 NORMAL, HOSTILE = 0, 77
 

@@ -21,7 +21,7 @@ from policy.replay import (
 )
 from policy.wrappers import Wrapped
 from tests.fakes.outcomes import outcome_of
-from tests.unit.test_policy_planner import RNG, certain, latency, planner, view
+from tests.fakes.policies import RNG, certain, latency, planner, view
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,26 +14,12 @@ from policy import (
     LatencyModel,
     PlannerConfig,
     StepNodes,
-    View,
 )
 from policy.latency import Times
 from policy.plan import Drafted, Plan
 from policy.trim import Calibration, best_first, trimmed
 from tests.fakes.outcomes import outcome_of
-
-RNG = np.random.default_rng(0)
-DRAFTS = ("small", "large")
-
-
-def view(rows=1, **changes):
-    fields = {
-        "request": np.arange(rows),
-        "context": np.full(rows, 100),
-        "remaining": np.full(rows, 1000),
-        "ceiling": np.full((rows, 2), 8),
-        "catchup": np.ones((rows, 2), np.int64),
-    }
-    return View(DRAFTS, **{**fields, **changes})
+from tests.fakes.policies import DRAFTS, RNG, view
 
 
 def drafted(*confidence, draft=0, drawn=False):
