@@ -485,7 +485,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         if not isinstance(self.estimator, AcceptanceModel):
             return start
         known = restored(data, _known(start), self.drafts, self.estimator, now, idle_s)
-        return replace(start, **known._asdict())
+        return replace(self._with_tenants(start, known.tenants.rows, []), **known._asdict())
 
     def _column(self, rows: StepRows, tenants: Tenants) -> IntArray:
         """Return by row the column of its tenant and draft, NOBODY where there is none."""

@@ -35,6 +35,20 @@ def test_what_is_saved_comes_back_in_another_process_s_time():
     )
 
 
+def test_a_state_of_several_tenants_is_planned_from_after_a_restart():
+    p, seen = planner(), view(3, request=np.arange(3), tenant=np.array([5, 6, 7]))
+    state = p.start()
+    for step in range(9):
+        plan, state = p.plan(seen, state, float(step), RNG)
+        state = p.observe(outcome(seen, plan, plan.length), state, float(step))
+    state = planner().load(json.loads(json.dumps(p.save(state, 9.0))), 1.0, 0.0)
+    later = view(2, request=np.array([11, 12]), tenant=np.array([6, 8]))  # one known, one new
+    for step in range(3):
+        plan, state = p.plan(later, state, 2.0 + step, RNG)
+        state = p.observe(outcome(later, plan, plan.length), state, 2.0 + step)
+    assert plan.length.all()
+
+
 def test_evidence_fades_while_nothing_runs():
     p = planner()
     state = taught(p)
