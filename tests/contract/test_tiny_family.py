@@ -17,7 +17,6 @@ from bench.in_process import Sink, generate
 from bench.micro.hazards import messages
 from policy import LatencyTable, NoSpeculation, RandomChoice
 from tests.contract.laws import Model
-from tests.contract.test_greedy_identity import check_equal
 from tests.contract.tiny_family import as_message
 from tests.contract.witness import Witness
 
@@ -91,7 +90,7 @@ def plain(app, requests):
 def test_texts_are_those_of_plain_decoding_in_batches_with_any_draft(app, requests, plain, policy):
     sessions = generate(app, requests, together=4, policy=policy)
     assert sum(session.accepted for session in sessions) > 20
-    check_equal(plain, sessions, Witness(FOLDER / "tiny-target"))
+    Witness(FOLDER / "tiny-target").check_equal(plain, sessions)
 
 
 def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
@@ -109,7 +108,7 @@ def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
         assert [draft.name for draft in app.drafts] == names
     while any(not session.sink.ended for session in sessions):
         app.orchestrator.step()
-    check_equal(plain, sessions, Witness(FOLDER / "tiny-target"))
+    Witness(FOLDER / "tiny-target").check_equal(plain, sessions)
     assert not [
         name for name, _, _ in app.stats.drain().counters if name == "spindle_fallback_total"
     ]

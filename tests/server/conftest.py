@@ -5,24 +5,9 @@ import pytest
 
 from backend.app import build
 from backend.config import load_config
-from backend.request import GenerationRequest
+from tests.fakes.apps import ask, finish
 from tests.server.harness import CONFIG, STOP_LIMIT_S, Service, write_engine_python
-
-
-class _Collect:
-    cancelled = False
-
-    def __init__(self):
-        self.text = None
-
-    def chunk(self, delta):
-        raise AssertionError("not a streaming request")
-
-    def final(self, delta, reason, usage):
-        self.text = delta.text
-
-    def error(self, code, message):
-        raise AssertionError(message)
+from tests.server.tensors import connected
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +19,7 @@ def reference_text():
     app = build(replace(config, target=replace(config.target, step_s=0.0), drafts=()))
 
     def text(prompt, max_tokens):
-        sink = _Collect()
-        request = GenerationRequest(prompt, max_tokens, end_id=-1, exclude_input_in_output=True)
-        app.orchestrator.submit(app.session(request, sink))
-        while sink.text is None:
-            app.orchestrator.step()
+        finish(app, sink := ask(app, prompt, max_tokens, exclude_input_in_output=True))
         return sink.text
 
     yield text
@@ -87,3 +68,10 @@ def service(tmp_path_factory):
     """The service that tests share; they must leave it as they found it."""
     with services(tmp_path_factory) as start:
         yield start().wait_ready()
+
+
+@pytest.fixture
+def client(service):
+    """A gRPC stream to the shared service."""
+    with connected(service) as stream:
+        yield stream

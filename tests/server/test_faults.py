@@ -11,7 +11,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.server.harness import CONFIG, free_ports
-from tests.server.test_tensors import connected, ids_of, token_request
+from tests.server.tensors import connected, ids_of, token_request
 
 DOORS = (
     "HTTP ensemble",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.server.test_tensors import client, token_request  # noqa: F401 (a fixture)
+from tests.server.tensors import token_request
 
 PATTERN = "([a-f]{3}[0-9]){2,4}(yes|no)"
 SCHEMA = {
@@ -74,7 +74,7 @@ def test_json_and_grammars_hold_too(service):
     assert re.fullmatch("x*y?", reply["text_output"])
 
 
-def test_a_stream_of_token_ids_follows_the_grammar_over_grpc(client):  # noqa: F811
+def test_a_stream_of_token_ids_follows_the_grammar_over_grpc(client):
     ask = {name: [[value]] for name, value in GUIDE.items()}
     responses = client.ask(
         "tensorrt_llm", **{**token_request("ab", 40), **ask, "streaming": [[True]]}
@@ -86,7 +86,7 @@ def test_a_stream_of_token_ids_follows_the_grammar_over_grpc(client):  # noqa: F
     assert re.fullmatch(PATTERN, bytes(tokens).decode())
 
 
-def test_log_probabilities_of_what_the_grammar_forbids_are_bounded(client):  # noqa: F811
+def test_log_probabilities_of_what_the_grammar_forbids_are_bounded(client):
     ask = {name: [[value]] for name, value in GUIDE.items()}
     ask |= {"return_log_probs": [[True]], "return_top_log_probs": [[20]]}
     (response,) = client.ask("ensemble", text_input=[["ab"]], max_tokens=[[8]], **ask)
@@ -131,7 +131,7 @@ def test_a_guide_that_is_wrong_is_refused_by_name(service, inputs, message):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_draft_tokens": 0}])
-def test_a_grammar_that_grows_too_large_is_the_request_s_fault(service, client, options):  # noqa: F811
+def test_a_grammar_that_grows_too_large_is_the_request_s_fault(service, client, options):
     guide = {**GUIDE, "guided_decoding_guide": "(a{1,1000}){1,1000}"}
     refusal = r"guided_decoding_guide cannot be followed any further: it is too large: lexer"
     status, reply = service.generate("ab", 200, **guide, **options)

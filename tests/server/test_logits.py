@@ -7,7 +7,7 @@ import pytest
 
 from backend.engines.fake import _UNLIKELY_LOGIT, ORDER, VOCAB_SIZE, _candidates
 from tests.options import LETTER_LOGITS
-from tests.server.test_tensors import END, client, token_request  # noqa: F401 (a fixture)
+from tests.server.tensors import END, token_request
 
 ASK = {
     "return_context_logits": [[True]],
@@ -42,7 +42,7 @@ def check_logits(prompt, responses, tokens):
     [{}, {"temperature": [[0.9]], "presence_penalty": [[0.5]]}],
     ids=["greedy", "sampled"],
 )
-def test_logits_are_the_models_own_for_text_and_for_token_ids(client, service, stream, options):  # noqa: F811
+def test_logits_are_the_models_own_for_text_and_for_token_ids(client, service, stream, options):
     prompt = b"abcdefgh" * 5
     responses = client.ask(
         "tensorrt_llm",
@@ -80,7 +80,7 @@ def test_logits_come_over_http_flat_and_for_one_of_the_two_alone(service):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_come_with_the_likeliest_at_their_places(client, stream):  # noqa: F811
+def test_tokens_come_with_the_likeliest_at_their_places(client, stream):
     flags = {
         "return_top_log_probs": [[3]],
         "return_log_probs": [[True]],
@@ -116,7 +116,7 @@ def test_tokens_come_with_the_likeliest_at_their_places(client, stream):  # noqa
         text += token
 
 
-def test_a_top_p_that_decays_to_nothing_leaves_the_likeliest_token(client):  # noqa: F811
+def test_a_top_p_that_decays_to_nothing_leaves_the_likeliest_token(client):
     def tokens(**options):
         responses = client.ask(
             "tensorrt_llm",

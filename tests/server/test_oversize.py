@@ -12,7 +12,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from tests.server.harness import free_ports
-from tests.server.test_tensors import connected, tensors
+from tests.server.tensors import connected, tensors
 
 MEGABYTES = "1" * 8_000_000
 NEARLY_4_MIB = "1" * 3_900_000

@@ -3,9 +3,7 @@ tritonserver by its own client.
 """
 
 import math
-import queue
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,82 +12,8 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from backend.sequence import BLOCK_TOKENS
-from backend.triton_adapter.fields import MODELS, NUMPY_TYPES, TOKEN_INPUTS
-
-DTYPES = {field.name: field.dtype for model in MODELS for field in model.inputs}
-END = {"end_id": [[-1]]}
-
-
-def tensors(inputs, kind=grpcclient):
-    """Return tritonclient's inputs for nested lists that begin with the batch dimension."""
-    made = []
-    for name, value in inputs.items():
-        array = np.array(value, dtype=NUMPY_TYPES[DTYPES[name]])
-        made.append(
-            kind.InferInput(
-                name, array.shape, "BYTES" if DTYPES[name] == "STRING" else DTYPES[name]
-            )
-        )
-        made[-1].set_data_from_numpy(array)
-    return made
-
-
-class Client:
-    """One gRPC stream."""
-
-    def __init__(self, client, replies):
-        self._client, self._replies = client, replies
-
-    def send(self, model, request_id="", timeout=None, **inputs):
-        self._client.async_stream_infer(
-            model,
-            tensors(inputs),
-            request_id=request_id,
-            enable_empty_final_response=True,
-            timeout=timeout,
-        )
-
-    def collect(self, request_id=""):
-        """Return the responses of a request up to its final one, those of others put back."""
-        responses, others = [], []
-        while True:
-            result, error = self._replies.get(timeout=30)
-            if error is not None:
-                raise error
-            response = result.get_response()
-            if response.id != request_id:
-                others.append((result, error))
-                continue
-            if response.outputs:
-                responses.append(
-                    {output.name: result.as_numpy(output.name) for output in response.outputs}
-                )
-            if response.parameters["triton_final_response"].bool_param:
-                for each in others:
-                    self._replies.put(each)
-                return responses
-
-    def ask(self, model, **inputs):
-        self.send(model, **inputs)
-        return self.collect()
-
-
-@contextmanager
-def connected(service):
-    replies = queue.SimpleQueue()
-    with grpcclient.InferenceServerClient(f"127.0.0.1:{service.grpc}") as made:
-        made.start_stream(lambda result, error: replies.put((result, error)))
-        try:
-            yield Client(made, replies)
-        finally:
-            made.stop_stream()
-
-
-@pytest.fixture
-def client(service):
-    with connected(service) as made:
-        yield made
-
+from backend.triton_adapter.fields import MODELS, TOKEN_INPUTS
+from tests.server.tensors import END, connected, ids_of, tensors, token_request
 
 SIZES = {-1: 2}
 ONES = {"STRING": "x", "BOOL": True, "FP16": 0.5, "FP32": 0.5}
@@ -159,21 +83,6 @@ def test_every_tensor_of_one_dimension_is_taken_or_refused_over_http(service, mo
         assert "error" not in text
     else:
         assert f"{field.name} is not supported: {field.refused.value}" in text
-
-
-def token_request(prompt, length, **more):
-    ids = list(prompt.encode())
-    return {
-        "input_ids": [ids],
-        "input_lengths": [[len(ids)]],
-        "request_output_len": [[length]],
-        **END,
-        **more,
-    }
-
-
-def ids_of(responses):
-    return [token for response in responses for token in response["output_ids"][0, 0].tolist()]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
