@@ -1,8 +1,9 @@
 """What a planner saw and decided: recorded as JSON lines, planned again, and explained.
 
-The first line of a trace holds the planner (drafts, times, constants) and its state; each other one
-a view with its plan, an outcome, or a view that someone else planned for. From them the same plans
-are made again, bit for bit: floating-point numbers survive JSON as they are.
+The first line of a trace holds the planner (drafts, times, constants) and its state. Each other one
+is a view with its plan, an outcome, a view that another policy planned for, or a state that was put
+in the place of the last one (a restored one). From them the same plans are made again, bit for bit:
+floating-point numbers survive JSON as they are.
 
 ``spindle replay FILE`` plans a trace again, compares, and says what was decided. ``--step N`` says
 of the N-th plan what every request got, and why.
@@ -139,28 +140,40 @@ class Traced(Wrapper[PlannerState]):
     ) -> None:
         super().__init__(planner)
         self._planner, self._emit, self._most, self._lines = planner, emit, most_lines, 0
+        self._last: PlannerState | None = None  # the state after the last line
 
     def plan(
         self, view: View, state: Wrapped[PlannerState], now: float, rng: Rng
     ) -> tuple[Plan, Wrapped[PlannerState]]:
         plan, after = super().plan(view, state, now, rng)
-        self._trace(state, plan={"view": view, "now": now, "plan": plan})
+        self._trace(state, after, plan={"view": view, "now": now, "plan": plan})
         return plan, after
 
     def observe(
         self, outcome: Outcome, state: Wrapped[PlannerState], now: float
     ) -> Wrapped[PlannerState]:
-        self._trace(state, observe={"outcome": outcome, "now": now})
-        return super().observe(outcome, state, now)
+        after = super().observe(outcome, state, now)
+        self._trace(state, after, observe={"outcome": outcome, "now": now})
+        return after
 
     def stand_by(self, view: View, state: Wrapped[PlannerState]) -> Wrapped[PlannerState]:
-        self._trace(state, stand_by={"view": view})
-        return super().stand_by(view, state)
+        after = super().stand_by(view, state)
+        self._trace(state, after, stand_by={"view": view})
+        return after
 
-    def _trace(self, state: Wrapped[PlannerState], **event: Any) -> None:
-        """Emit an event, the first behind the planner and the state that it found."""
-        begin = {"planner": _described(self._planner), "state": state.inner}
-        for data in ([event] if self._lines else [begin, event])[: self._most - self._lines]:
+    def _trace(
+        self, before: Wrapped[PlannerState], after: Wrapped[PlannerState], **event: Any
+    ) -> None:
+        """Emit an event, and first the state that it found where that is not the last event's."""
+        if not self._lines:
+            self._write(planner=_described(self._planner), state=before.inner)
+        elif before.inner is not self._last:
+            self._write(state=before.inner)
+        self._write(**event)
+        self._last = after.inner
+
+    def _write(self, **data: Any) -> None:
+        if self._lines < self._most:
             self._lines += 1
             self._emit(json.dumps(encoded(data), separators=(",", ":")))
 
@@ -200,8 +213,10 @@ def replayed(lines: Iterable[str]) -> Iterator[Replanned]:
                     state = planner.observe(outcome, state, now)
                 case {"stand_by": {"view": view}}:
                     state = planner.stand_by(view, state)
+                case {"state": PlannerState() as state}:
+                    pass
                 case _:
-                    raise ValueError("no plan, observe or stand_by")
+                    raise ValueError("no plan, observe, stand_by or state")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TraceError(f"line {number} is no line of a trace: {error!r}") from error
         if replanned is not None:

@@ -72,6 +72,26 @@ def test_a_trace_replays_to_the_same_plans_bit_for_bit():
     assert any(step.recorded.length.any() for step in plans)
 
 
+def test_a_trace_over_a_restored_state_replays_bit_for_bit():
+    """A server warms up before it restores what was saved."""
+    lines, steps = [], 20
+    policy = Traced(planner(), lines.append, 1000)
+    state = policy.start()
+    for step in range(2 * steps):
+        if step == steps:
+            saved = policy.save(state, float(step))
+            state = policy.load(json.loads(json.dumps(saved)), float(step), 9000.0)
+        seen = view(3, request=np.arange(3) + step // 10)
+        plan, state = policy.plan(seen, state, float(step), RNG)
+        done = seen.request, plan.draft, plan.length, plan.length, plan.length + 1
+        outcome = outcome_of(*done, plan.length, plan.length, 1.5, {"verify": 1.5})
+        state = policy.observe(outcome, state, step + 0.5)
+    assert len(lines) == 1 + 2 * 2 * steps + 1
+    plans = list(replayed(lines))
+    assert len(plans) == 2 * steps
+    assert all(same(step.recorded, step.plan) for step in plans)
+
+
 def test_a_trace_of_trials_replays_bit_for_bit():
     plans = list(replayed(traced(explore_share=0.3)))
     assert all(same(step.recorded, step.plan) for step in plans)
