@@ -178,7 +178,7 @@ def _loop(
     shares_kv = limits.enable_kv_cache_reuse and not config.target.kind.manages_kv
     ledger = KVLedger(
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
-        headroom_tokens=k_max + 1,
+        headroom_tokens=(k_max + 1) * (1 + target.limits.lookahead),
         guaranteed=limits.batch_scheduler_policy == "guaranteed_no_evict",
         target=target if shares_kv else None,
     )

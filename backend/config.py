@@ -66,6 +66,10 @@ class EngineConfig:
     agreement: float = setting(0.7, low=0.0, high=1.0)
     """``fake``: the share of places where a draft proposes what the target emits."""
     step_s: float = setting(0.0, low=0.0)  # ``fake``: seconds of a pass
+    lookahead: int = setting(0, low=0, high=1)
+    """``fake`` target: submissions in flight besides the one that runs. With 1 the target has a
+    device in a thread of its own, where ``fake`` drafts propose, too.
+    """
     gpus: tuple[int, ...] = (0,)  # ``trtllm``: one a rank
     kv_share: float = setting(0.9, low=0.01, high=1.0)
     """``trtllm``: the share of the memory left by the weights that KV gets."""
@@ -295,6 +299,11 @@ def _check_engine(where: str, engine: EngineConfig) -> None:
     if kind.dtypes and engine.dtype not in kind.dtypes:
         names = ", ".join(map(repr, kind.dtypes))
         raise ConfigError(f"{where}.dtype must be one of {names} {what}, got {engine.dtype!r}")
+    if engine.lookahead and not (kind.looks_ahead and where == "target"):
+        able = " or ".join(repr(name) for name, kind in KINDS.items() if kind.looks_ahead)
+        raise ConfigError(
+            f"{where}.lookahead must be 0 but for a target of {able}, got {engine.lookahead}"
+        )
 
 
 def _check_drafts(config: ServingConfig) -> None:

@@ -36,6 +36,7 @@ class Kind:
     behaviour: int = 0  # above 0: its passes are measured, and again where this is raised
     table_file: str = ""  # in its model folder, where times lie that were measured with the model
     drafts: tuple[str, ...] = ()  # the kinds that it can have as a target; none: all
+    looks_ahead: bool = False  # as a target, it may have the setting ``lookahead``
     manages_kv: bool = False  # it plans its GPUs' memory, finds KV and draws tokens by itself
     refuses: dict[str, str] = field(default_factory=dict)  # request attributes, with the reason
 
@@ -118,7 +119,9 @@ KINDS = {
         known_s=1e-4,
         token_bytes=64,  # 32 in the ring, the rest its share of what is noted of texts
     ),
-    "fake": Kind("backend.engines.fake", model=False, tokenizer=False, known_s=1e-6),
+    "fake": Kind(
+        "backend.engines.fake", model=False, tokenizer=False, known_s=1e-6, looks_ahead=True
+    ),
     "trtllm": Kind(
         "backend.engines.trtllm.deployment",
         table_file="latency.json",

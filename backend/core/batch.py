@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backend.core.in_flight import Submission
+from backend.core.in_flight import InFlight, Submission
 from backend.core.session import Session
-from backend.engines.port import Engine, KeepsWidth, Turn
+from backend.engines.port import AFTER, Engine, KeepsWidth, LooksAhead, Turn
 from backend.speculation.cycle import Step
 from backend.speculation.drafting import Drafting
 from policy import IntArray, View
@@ -22,6 +22,8 @@ class Batch:
     """
 
     decoding: list[Session] = field(default_factory=list)
+    following: set[int] = field(default_factory=set)
+    """Sessions of ``decoding`` whose turn follows one in flight."""
     prefill: list[Turn] = field(default_factory=list)
     prefill_tokens: int = 0
     prefilling: int = 0
@@ -31,13 +33,28 @@ class Batch:
         return bool(self.decoding or self.prefill)
 
     @classmethod
-    def of(cls, sessions: Iterable[Session], target: Engine, prefill_chunk_tokens: int) -> Batch:
-        """Split requests into decoding rows and prompts, the latter cut to a step's token
-        budget.
+    def of(
+        cls,
+        sessions: Iterable[Session],
+        in_flight: InFlight,
+        target: Engine,
+        prefill_chunk_tokens: int,
+    ) -> Batch:
+        """Split requests into decoding rows and prompts, the latter cut to a step's token budget;
+        leave out those that need the host after their turn in flight.
         """
         batch = cls(width=target.width() if isinstance(target, KeepsWidth) else (0, 0))
         for session in sessions:
-            unseen = target.unseen(session.sequence)
+            last = in_flight.turn(session.id) if in_flight else None
+            if last is None:
+                unseen = target.unseen(session.sequence)
+            elif last.run == 0:
+                unseen = len(session.sequence.tokens) - last.end
+            elif session.remaining > 1 and _can_follow(target, session):
+                unseen = 0
+                batch.following.add(session.id)
+            else:
+                continue
             if unseen <= 1:
                 batch.decoding.append(session)
                 continue
@@ -52,18 +69,22 @@ class Batch:
     def view(
         self, drafting: Drafting, k_max: int, needs_offers: Callable[[IntArray], bool]
     ) -> View:
-        """Return the decoding rows as the policy sees them.
+        """Return the decoding rows as the policy sees them. A row that follows a turn in flight is
+        as it was before that turn, which emits a token at least.
 
         Drafts that are not free are asked what they could propose only where the plan for requests
         of these ids ``needs_offers``.
         """
         rows = self.decoding
-        numbers = [(s.id, len(s.sequence.tokens), s.remaining, s.group, s.tenant) for s in rows]
+        left = [s.remaining - (s.id in self.following) for s in rows]
+        numbers = [
+            (s.id, len(s.sequence.tokens), tokens, s.group, s.tenant)
+            for s, tokens in zip(rows, left, strict=True)
+        ]
         request, context, remaining, group, tenant = np.array(numbers, np.int64).reshape(-1, 5).T
         rests = not needs_offers(request)
-        ceiling, unseen = drafting.ceilings(
-            [s.sequence for s in rows], [_most(s, k_max) for s in rows], only_free=rests
-        )
+        most = [_most(s, k_max, tokens) for s, tokens in zip(rows, left, strict=True)]
+        ceiling, unseen = drafting.ceilings([s.sequence for s in rows], most, only_free=rests)
         return View(
             drafts=drafting.names,
             request=request,
@@ -84,17 +105,24 @@ class Batch:
         """Return what is submitted: the decoding rows with their proposals, and chunks of
         prompts.
         """
-        step.log.decoding, step.log.prefill_tokens = len(self.decoding), self.prefill_tokens
-        step.log.batch_size = len(self.decoding) + len(self.prefill)
-        rows = (
-            Turn(s.sequence, len(s.sequence.tokens), 1, step.chosen(s.id)) for s in self.decoding
-        )
+        rows = [self._turn(s, step) for s in self.decoding if s.id not in step.waiting]
+        step.log.decoding, step.log.prefill_tokens = len(rows), self.prefill_tokens
+        step.log.batch_size = len(rows) + len(self.prefill)
         return Submission(step, [*rows, *self.prefill])
 
+    def _turn(self, session: Session, step: Step) -> Turn:
+        sequence, row = session.sequence, step.proposals[session.id]
+        end = AFTER if session.id in self.following else len(sequence.tokens)
+        return Turn(sequence, end, 1, row.chosen, device_proposal=row.on_device)
 
-def _most(session: Session, k_max: int) -> int:
+
+def _can_follow(target: Engine, session: Session) -> bool:
+    return isinstance(target, LooksAhead) and target.can_follow(session.sequence)
+
+
+def _most(session: Session, k_max: int, remaining: int) -> int:
     """Return the ceiling on a request's speculation: the last token of ``max_tokens`` is always the
     target's own.
     """
     asked = session.request.num_draft_tokens
-    return min(k_max, session.remaining - 1, k_max if asked is None else asked)
+    return min(k_max, remaining - 1, k_max if asked is None else asked)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from backend.core.isolation import run_again, run_turns
-from backend.engines.port import Completion, Engine, Turn
+from backend.core.isolation import run_again
+from backend.engines.port import AFTER, Completion, Engine, LooksAhead, Turn
 from backend.ops.stats import StepStats
 from backend.speculation.cycle import Step
 
@@ -23,54 +23,81 @@ class Submission:
 
 
 class InFlight:
-    """Submits to a step engine, which runs only while it is waited for, and takes back."""
+    """The queue of at most ``1 + lookahead`` submissions that the target works on, which are
+    collected in their order.
+    """
 
     def __init__(self, target: Engine, stats: StepStats) -> None:
-        self.ids: set[int] = set()
-        """The sequences in flight."""
         self._target = target
         self._stats = stats
         self._submitted: deque[Submission] = deque()
+        self._error: Exception | None = None  # from ``Engine.submit``
 
     def __len__(self) -> int:
         return len(self._submitted)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether one must be collected before another is submitted."""
+        return len(self._submitted) > self._target.limits.lookahead
+
+    def turn(self, sequence_id: int) -> Turn | None:
+        """Return the last turn of a sequence in flight."""
+        for submission in reversed(self._submitted):
+            for turn in submission.turns:
+                if turn.sequence.id == sequence_id:
+                    return turn
+        return None
+
     def submit(self, submission: Submission) -> None:
-        """Take a submission, which the target begins when it is to be collected."""
-        self.ids.update(turn.sequence.id for turn in submission.turns)
+        """Give a submission to the target; an error of that counts when it is collected."""
         self._submitted.append(submission)
+        try:
+            with submission.step.log.part("verify"):
+                self._target.submit(submission.turns)
+        except Exception as error:
+            self._error = error
 
     def collect(self) -> tuple[Submission, list[Completion], bool]:
-        """Wait for the submission; return it, its completions, and whether the target failed with
-        all of them.
+        """Wait for the oldest submission; return it, its completions, and whether the target failed
+        with all of them.
 
-        A target that raises fails only the turns that raise again alone.
+        A target that raises fails only the turns that raise again alone. Later submissions are
+        void: their rows are planned for again.
         """
         submission = self._submitted.popleft()
-        self.ids.difference_update(turn.sequence.id for turn in submission.turns)
-        log = submission.step.log
+        log, error = submission.step.log, self._error
         try:
+            if error is not None:
+                raise error
             with log.part("verify"):
-                return submission, run_turns(self._target, submission.turns), False
+                completions = self._target.poll(timeout_s=1.0)
+            if self._target.limits.lookahead and isinstance(self._target, LooksAhead):
+                log.parts_s.update(self._target.parts_s())
+            return submission, completions, False
         except Exception:
             logger.exception("the target failed; its submission is run again without proposals")
         self._stats.fallback("target_error")
+        self._error = None
+        self._submitted.clear()
         submission.step.proposals.clear()
+        turns = [_from_here(turn) for turn in submission.turns]
         with log.part("verify"):
-            completions = run_again(self._target, submission.turns) if submission.turns else []
-        return (
-            submission,
-            completions,
-            bool(completions) and all(completion.error is not None for completion in completions),
-        )
+            completions = run_again(self._target, turns) if turns else []
+        has_failed = all(completion.error is not None for completion in completions)
+        return submission, completions, bool(completions) and has_failed
 
-    def forget(self, sequence_id: int) -> bool:
-        """Take a sequence out; return whether its turn was in flight."""
-        if sequence_id not in self.ids:
-            return False
-        self.ids.remove(sequence_id)
+    def forget(self, sequence_id: int) -> None:
+        """Take a sequence out of all submissions."""
         for submission in self._submitted:
-            submission.turns = [
-                turn for turn in submission.turns if turn.sequence.id != sequence_id
-            ]
-        return True
+            submission.turns = [t for t in submission.turns if t.sequence.id != sequence_id]
+
+    def drop(self) -> None:
+        """Wait until nothing is in flight, and use nothing of it."""
+        while self._submitted:
+            self.collect()
+
+
+def _from_here(turn: Turn) -> Turn:
+    """Return a turn without the one that it followed, which has been committed."""
+    return replace(turn, end=len(turn.sequence.tokens)) if turn.end == AFTER else turn

@@ -25,7 +25,7 @@ def run_again(target: Engine, turns: Seq[Turn]) -> list[Completion]:
     passes. Lossless: an exception voids a submission (see ``backend.engines.port``), and nobody has
     seen what the discarded pass drew.
     """
-    plain = [replace(turn, proposal=None) for turn in turns]
+    plain = [replace(turn, proposal=None, device_proposal=None) for turn in turns]
     try:
         return run_turns(target, plain)
     except Exception as error:

@@ -34,9 +34,9 @@ class KVLedger:
     """Gives sequences blocks as they grow; with ``guaranteed`` a sequence gets those of its whole
     life at admission.
 
-    What a sequence needs is its tokens and ``headroom_tokens`` (k_max + 1) more, for proposals that
-    a verification writes and may reject. ``target`` turns prefix reuse on: blocks are worth keeping
-    that it has KV of.
+    What a sequence needs is its tokens and ``headroom_tokens`` more: k_max + 1 for each turn that
+    may be in flight, whose proposal a verification writes and may reject. ``target`` turns prefix
+    reuse on: blocks are worth keeping that it has KV of.
     """
 
     def __init__(

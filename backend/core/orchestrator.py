@@ -16,13 +16,14 @@ from backend.core.batch import Batch
 from backend.core.in_flight import InFlight
 from backend.core.kv_ledger import KVLedger
 from backend.core.session import Session
-from backend.engines.port import Completion, Engine
+from backend.engines.port import AFTER, Completion, Engine
 from backend.log_format import fields
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
 from backend.sequence import Features
 from backend.speculation.cycle import Cycle, Step
 from backend.speculation.drafting import Drafting
+from backend.speculation.step_log import StepLog
 from policy import AnyPolicy
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,6 @@ class Orchestrator:
         while not stop.is_set() and self._failures < MAX_FAILURES:
             self._work.clear()
             self.alive_s = self._clock()
-            failures = self._failures
             try:
                 worked = self.step()
             except Exception as error:
@@ -137,8 +137,6 @@ class Orchestrator:
                 continue
             if not worked:
                 self._work.wait(timeout=1.0)
-            elif self._failures == failures:
-                self._failures = 0
         reason = (
             "the server is shutting down"
             if stop.is_set()
@@ -157,28 +155,32 @@ class Orchestrator:
         if not self._active and not self._in_flight:
             self._learn()
             return False
-        if batch or not self._in_flight:
-            offers = self.cycle.runner.needs_offers
-            view = batch.view(self.cycle.drafting, self._k_max, offers)  # 4: describe
-            sequences = [session.sequence for session in batch.decoding]
-            step = self.cycle.propose(sequences, view, log)  # 5: plan; 6: draft
-            self._in_flight.submit(batch.submission(step))  # 6: verify
-        self._collect()  # 7 and 8: commit, emit, learn
+        has_submitted = bool(batch) and self._submit(batch, log)  # 4 to 6: plan, draft, verify
+        if self._in_flight.is_full or not has_submitted:
+            self._collect()  # 7 and 8: commit, emit, learn
         if not self._active:
             self.cycle.pause()
         return True
 
     def _ready(self) -> Batch:
-        """Return what is not in flight; nothing while the loop is to change between two steps."""
-        idle = (
-            session
-            for session in self._active.values()
-            if session.id not in self._in_flight.ids and not self._changes
-        )
-        return Batch.of(idle, self._target, self._prefill_chunk_tokens)
+        """Return what can be submitted; nothing while the loop is to change between two steps."""
+        sessions = () if self._changes else self._active.values()
+        return Batch.of(sessions, self._in_flight, self._target, self._prefill_chunk_tokens)
+
+    def _submit(self, batch: Batch, log: StepLog) -> bool:
+        """Plan for a batch, draft and submit it; return whether anything of it does not wait."""
+        cycle = self.cycle
+        view = batch.view(cycle.drafting, self._k_max, cycle.runner.needs_offers)
+        sequences = [session.sequence for session in batch.decoding]
+        step = cycle.propose(sequences, view, log, following=batch.following)
+        submission = batch.submission(step)
+        if not submission.turns:
+            return False
+        self._in_flight.submit(submission)
+        return True
 
     def _change(self) -> None:
-        while self._changes and not self._in_flight.ids:
+        while self._changes and not self._in_flight:
             change, done = self._changes.popleft()
             self.cycle.pause()
             if not done.set_running_or_notify_cancel():
@@ -196,6 +198,7 @@ class Orchestrator:
             self._reply_error(self._inbox.popleft(), code, message)
         for session in [*self._admission.clear(), *self._active.values()]:
             self._fail(session, code, message)
+        self._in_flight.drop()
         self.cycle.pause()
         self._learn()
 
@@ -252,12 +255,16 @@ class Orchestrator:
                 session.trace.enter("prefill")
 
     def _collect(self) -> None:
-        """Wait for the submission, take its tokens and learn from it."""
+        """Wait for the oldest submission, take its tokens and learn from it."""
+        if not self._in_flight:
+            return  # a change between two steps was asked for meanwhile
         submission, completions, failed = self._in_flight.collect()
-        self._failures += failed
+        self._failures = self._failures + 1 if failed else 0 if completions else self._failures
+        step, turns = submission.step, submission.turns
+        self.cycle.catch_up(step, [turn.sequence for turn in turns if turn.end == AFTER])
         for completion in completions:
-            self._commit(completion, submission.step)
-        self._learn(submission.step)
+            self._commit(completion, step)
+        self._learn(step if turns else None)
 
     # -- commit and emit
 
@@ -282,6 +289,8 @@ class Orchestrator:
             )
 
     def _commit_tokens(self, session: Session, completion: Completion, step: Step) -> None:
+        if completion.drafted is not None:
+            step.take(session.id, completion.drafted, completion.verified)
         taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
         chosen = step.chosen(session.id)
         if session.trace is not None:
@@ -346,8 +355,8 @@ class Orchestrator:
         self.cycle.finished(session.id)
 
     def _forget(self, session: Session) -> None:
-        """Take a request out of the batch and the engines; should its turn be in flight, what that
-        drew is never used.
+        """Take a request out of the batch and the engines; what its turns in flight draw is never
+        used.
         """
         self._active.pop(session.id, None)
         self._in_flight.forget(session.id)

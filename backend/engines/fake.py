@@ -1,47 +1,78 @@
 """A seeded Markov engine: no model, a settable agreement of draft and target, and a settable time.
 
 It keeps the port's whole contract (catch-up, rollback, trees as a draft and as a target, options
-and log-probabilities, block tables that must cover what it writes and still hold what it reads), so
-that the loop, the messages and the Triton side are tested on it in milliseconds. Its logits are a
-function of the last ``ORDER`` tokens: four letters share the law, everything else is impossible
-unless an option makes it likely.
+and log-probabilities, block tables that must cover what it writes and still have what it reads), so
+that the loop, the messages and the Triton side are tested on it in milliseconds. With ``lookahead``
+it computes as a GPU would: in a thread of its own, each submission from its own state after the one
+before.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from backend.config import EngineConfig
-from backend.engines.port import Completion, EngineLimits, Extras, Turn
+from backend.engines.markov import MarkovChain
+from backend.engines.port import AFTER, Completion, DeviceProposal, EngineLimits, Extras, Turn
 from backend.engines.registry import Service
-from backend.request import IMPOSSIBLE, SamplingParams
-from backend.sampling.randomness import exponentials, word
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 
-VOCAB_SIZE = 257
-"""256 bytes and an end token, as ``backend.tokenizer.ByteTokenizer`` has them."""
-_TOKENS = np.arange(VOCAB_SIZE, dtype=np.uint64)
-
-ORDER = 8
-_LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8).astype(np.int64)
-_LOGITS = np.log([0.6, 0.25, 0.1, 0.05]) + 4.0
-_UNLIKELY_LOGIT = -26.0
-_UNGRAMMATICAL_LOGIT = 2 * IMPOSSIBLE
 _FAINT = 0.02  # a candidate so much less likely than the best one is not worth a node
+_NODES_A_TOKEN = 4  # of a proposal on the device, at most
 
-FloatArray = npt.NDArray[np.float64]
 Top = list[list[tuple[int, float]]]
+_Device: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
+
+
+@dataclass(slots=True, eq=False)
+class _Text:
+    """What the engine has of one sequence."""
+
+    known: tuple[int, list[int]]  # tokens with KV, and those beyond, after the last polled turn
+    ran: tuple[int, list[int]]  # the same after the last turn that ran; the device's
+    tokens: list[int] | None = None  # the text after the last turn that ran; the device's
+    marks: list[int] = field(default_factory=list)  # what the KV of the text looks like
+
+
+@dataclass(slots=True)
+class _Job:
+    """A turn with all that may change until it runs."""
+
+    turn: Turn
+    text: _Text
+    tokens: list[int] | None  # of the text up to the turn's end; None: the device knows
+    blocks: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class _Submission:
+    """Turns that run together, and what becomes of them."""
+
+    jobs: list[_Job]
+    completions: list[Completion] = field(default_factory=list)
+    ran: list[tuple[int, list[int]]] = field(default_factory=list)  # ``_Text.ran`` by job
+    parts_s: dict[str, float] = field(default_factory=dict)
+    error: BaseException | None = None
+    is_void: bool = False
+    is_done: Event = field(default_factory=Event)
 
 
 class FakeEngine:
-    """A target (``agreement`` 1) or a draft whose law equals the target's in the share
-    ``agreement`` of all contexts.
+    """A target (``agreement`` 1), or a draft that agrees with the target in the share ``agreement``
+    of all contexts.
+
+    ``in_target``: as a draft, it proposes on the target's device (``DeviceProposal``).
     """
 
     def __init__(
@@ -54,65 +85,81 @@ class FakeEngine:
         kv_blocks: int = 0,
         max_context_tokens: int = 2048,
         max_draft_tokens: int = 64,
+        lookahead: int = 0,
+        in_target: bool = False,
+        model: MarkovChain | None = None,
     ) -> None:
         self.name = name
+        self.step_s = step_s
+        self.model = model or MarkovChain(seed, agreement)
         most = max_draft_tokens, max_draft_tokens
         self.limits = EngineLimits(
-            VOCAB_SIZE,
+            self.model.vocab_size,
             max_context_tokens,
             *most,
             kv_blocks,
             tree=True,
+            lookahead=lookahead,
+            in_target=in_target,
         )
-        self._seed = seed
-        self._agreement = agreement
-        self._step_s = step_s
-        self._queued: list[Turn] = []
-        self._ran: dict[
-            int, tuple[int, list[int]]
-        ] = {}  # sequence id -> (verified length, tokens run beyond it)
-        self._marks: dict[
-            int, list[int]
-        ] = {}  # sequence id -> what KV of its committed tokens looks like
+        self._texts: dict[int, _Text] = {}  # by sequence id
+        self._submitted: deque[_Submission] = deque()
+        self._parts_s: dict[str, float] = {}
+        self._device = _start_device(name) if lookahead else None
+        if self._device is not None:
+            weakref.finalize(self, self._device.put, None)
         self._pool = np.zeros(
             (kv_blocks, BLOCK_TOKENS), np.int64
         )  # KV: a hash of the text (and salt) up to each position
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Queue turns."""
-        self._queued += turns
+        submission = _Submission([self._job(turn) for turn in turns])
+        self._submitted.append(submission)
+        if self._device is not None:
+            self._device.put(partial(self._run, submission))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Complete everything queued, after the time that so many passes take."""
-        del timeout_s  # a step engine never waits
-        turns, self._queued = self._queued, []
-        if turns and self._step_s:
-            time.sleep(self._step_s * max(1, *(turn.run for turn in turns)))
-        return [self._complete(turn) for turn in turns]
+        """Complete everything queued, after the time that so many passes take; with ``lookahead``
+        the oldest submission.
+        """
+        del timeout_s  # a pass ends
+        completions: list[Completion] = []
+        while self._submitted:
+            submission = self._submitted.popleft()
+            if self._device is None:
+                submission.jobs = [job for job in submission.jobs if self._is_live(job)]
+                self._run(submission)
+            submission.is_done.wait()
+            if submission.error is not None:
+                for later in self._submitted:
+                    later.is_void = True
+                self._submitted.clear()
+                raise submission.error
+            self._parts_s = submission.parts_s
+            done = zip(submission.jobs, submission.completions, submission.ran, strict=True)
+            for job, completion, ran in done:
+                if self._is_live(job):
+                    job.text.known = ran
+                    completions.append(completion)
+            if self._device is not None:
+                break
+        return completions
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
-        """Forget sequences."""
-        gone = set(sequence_ids)
-        if any(turn.sequence.id in gone for turn in self._queued):
-            self._queued = [turn for turn in self._queued if turn.sequence.id not in gone]
-        for sequence_id in gone:
-            self._ran.pop(sequence_id, None)
-            self._marks.pop(sequence_id, None)
+        """Forget sequences; what the device still runs of them comes to nothing."""
+        for sequence_id in sequence_ids:
+            self._texts.pop(sequence_id, None)
 
     def unseen(self, sequence: Sequence) -> int:
         """Return the committed tokens that this engine has not run on, nor on those of another
         sequence with the same blocks.
         """
-        verified, beyond = self._ran.get(sequence.id) or (self._shared(sequence), [])
-        matching = next(
-            (
-                i
-                for i, token in enumerate(beyond)
-                if sequence.tokens[verified + i : verified + i + 1] != [token]
-            ),
-            len(beyond),
-        )
-        return len(sequence.tokens) - verified - matching
+        if self.limits.in_target:
+            return 1
+        text = self._texts.get(sequence.id)
+        known = text.known if text is not None else (self._shared(sequence, []), [])
+        return len(sequence.tokens) - _seen(known, sequence.tokens)
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return how many tokens could be proposed now."""
@@ -121,46 +168,121 @@ class FakeEngine:
             room = min(room, len(sequence.blocks.get(self.name, ())) * BLOCK_TOKENS)
         return max(0, min(length, self.limits.max_draft_tokens, room - len(sequence.tokens)))
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+    def can_follow(self, sequence: Sequence) -> bool:
+        """Return whether a turn may follow one in flight: a grammar's state is the host's."""
+        return sequence.sampling.guide is None
 
-    def _complete(self, turn: Turn) -> Completion:
-        sequence, nodes = turn.sequence, len(turn.proposal) if turn.proposal else 0
+    def parts_s(self) -> dict[str, float]:
+        """Return the seconds by part of the submission that was polled last."""
+        return self._parts_s
+
+    def close(self) -> None:
+        """End the device."""
+        if self._device is not None:
+            self._device.put(None)
+
+    def _is_live(self, job: _Job) -> bool:
+        return self._texts.get(job.turn.sequence.id) is job.text
+
+    def _job(self, turn: Turn) -> _Job:
+        sequence = turn.sequence
+        text = self._texts.get(sequence.id)
+        if text is None:
+            marks: list[int] = []
+            seen = self._shared(sequence, marks), list[int]()
+            text = self._texts[sequence.id] = _Text(seen, seen, marks=marks)
+        tokens = None if turn.end == AFTER else sequence.tokens[: turn.end]
+        return _Job(turn, text, tokens, list(sequence.blocks.get(self.name, ())))
+
+    # -- the device
+
+    def begin(self, turns: Seq[Turn]) -> None:
+        """Begin a pass; what this raises voids what is in flight."""
+
+    def _run(self, submission: _Submission) -> None:
+        started_s = time.perf_counter()
+        try:
+            if not submission.is_void:
+                self.begin([job.turn for job in submission.jobs])
+                for part, seconds in self._seconds(submission.jobs):
+                    time.sleep(seconds)
+                    now_s = time.perf_counter()
+                    submission.parts_s[part], started_s = now_s - started_s, now_s
+                for job in submission.jobs:
+                    submission.completions.append(self._complete(job))
+                    submission.ran.append(job.text.ran)
+        except Exception as error:
+            submission.error = error
+        verify_s = submission.parts_s.get("verify", 0.0) + time.perf_counter() - started_s
+        submission.parts_s["verify"] = verify_s
+        submission.is_done.set()
+
+    def _seconds(self, jobs: list[_Job]) -> Iterator[tuple[str, float]]:
+        asks = [job.turn.device_proposal for job in jobs]
+        drafts = {ask.draft.name: ask.draft for ask in asks if ask is not None}
+        for name, draft in drafts.items():
+            length = max(ask.length for ask in asks if ask is not None and ask.draft is draft)
+            if isinstance(draft, FakeEngine) and draft.step_s:
+                yield f"draft:{name}", draft.step_s * length
+        if jobs and self.step_s:
+            yield "verify", self.step_s * max(1, *(job.turn.run for job in jobs))
+
+    def _complete(self, job: _Job) -> Completion:
+        turn, text = job.turn, job.text
+        sequence, tokens = turn.sequence, text.tokens if job.tokens is None else job.tokens
+        if tokens is None:
+            return Completion(sequence.id, [], error=f"{self.name}: a turn before it failed")
+        text.tokens = None
+        ask, proposal, drafted = turn.device_proposal, turn.proposal, None
+        if ask is not None:
+            drafted = _drafted(ask, tokens, sequence)
+            proposal = drafted.first(ask.nodes)
+        nodes = len(proposal) if proposal else 0
         if self.limits.kv_blocks:
-            error = self._wrong_with_blocks(turn, turn.end + nodes + max(0, turn.run - 1))
-            if error:
+            written = len(tokens) + nodes + max(0, turn.run - 1)
+            if error := self._wrong_with_blocks(job, tokens, written):
                 return Completion(sequence.id, [], error=f"{self.name}: {error}")
         if turn.nodes:
-            spine, proposal = self._propose(turn)
-            self._keep(turn, spine[:-1])
-            return Completion(sequence.id, [], proposal=proposal)
-        start = min(turn.end - (turn.run > 0), len(sequence.tokens) - self.unseen(sequence))
-        tokens, accepted, log_probs, top = self._run(turn)
-        self._keep(turn, tokens[:-1])
-        reported = log_probs if sequence.sampling.log_probs else None
-        extras = self._extras(turn, start, tokens, top)
-        return Completion(sequence.id, tokens, accepted, log_probs=reported, extras=extras)
+            spine, tree = self.propose(tokens, sequence, turn.run, turn.nodes)
+            self._keep(job, tokens, None, spine)
+            return Completion(sequence.id, [], proposal=tree)
+        start = min(len(tokens) - (turn.run > 0), _seen(text.ran, tokens))
+        drawn, accepted, log_probs, top = self._draw(turn, tokens, proposal)
+        self._keep(job, tokens, proposal, drawn)
+        return Completion(
+            sequence.id,
+            drawn,
+            accepted,
+            log_probs=log_probs if sequence.sampling.log_probs else None,
+            extras=self._extras(sequence, tokens, start, drawn, top),
+            drafted=drafted,
+            verified=nodes if drafted is not None else 0,
+        )
 
-    def _keep(self, turn: Turn, beyond: list[int]) -> None:
-        """Note what a turn has run: the text, and tokens ``beyond`` it that may become text."""
+    def _keep(
+        self, job: _Job, tokens: list[int], proposal: Proposal | None, new: list[int]
+    ) -> None:
+        """Note what a turn has run: the text, and all but the last of ``new`` tokens after it."""
         if self.limits.kv_blocks:
-            self._write(turn, beyond)
-        self._ran[turn.sequence.id] = (turn.end, beyond)
+            self._write(job, tokens, proposal, new[:-1])
+        job.text.ran = len(tokens), new[:-1]
+        job.text.tokens = [*tokens, *new]
 
-    def _extras(self, turn: Turn, start: int, tokens: list[int], top: Top) -> Extras | None:
-        """Return what a sequence asks for beside its tokens; the turn has run it from token
+    def _extras(
+        self, sequence: Sequence, tokens: list[int], start: int, drawn: list[int], top: Top
+    ) -> Extras | None:
+        """Return what a sequence asks for besides its tokens; the turn has run it from token
         ``start`` on.
         """
-        sequence, text = turn.sequence, [*turn.sequence.tokens, *tokens]
+        text, end = [*tokens, *drawn], len(tokens)
         extras = Extras(top, context_first=start)
-        if sequence.generation_logits and tokens:
-            end = len(sequence.tokens)
+        if sequence.generation_logits and drawn:
             extras.logits = np.array(
-                [self._logits(text[: end + i]) for i in range(len(tokens))], np.float32
+                [self.model.logits(text[: end + i]) for i in range(len(drawn))], np.float32
             )
-        if sequence.reads_context and start < sequence.prompt_tokens and start < turn.end:
+        if sequence.reads_context and start < sequence.prompt_tokens and start < end:
             extras.context_logits = np.array(
-                [self._logits(text[: at + 1]) for at in range(start, turn.end)], np.float32
+                [self.model.logits(text[: at + 1]) for at in range(start, end)], np.float32
             )
         return (
             extras
@@ -168,79 +290,70 @@ class FakeEngine:
             else None
         )
 
-    def _wrong_with_blocks(self, turn: Turn, written_tokens: int) -> str | None:
+    def _wrong_with_blocks(self, job: _Job, tokens: list[int], written: int) -> str | None:
         """Return what is wrong with a turn's block table, if anything: too short, or not the KV of
         its text.
         """
-        sequence, blocks = turn.sequence, turn.sequence.blocks.get(self.name, [])
-        if len(blocks) * BLOCK_TOKENS < written_tokens:
-            return (
-                f"the block table of sequence {sequence.id} is too short for {written_tokens} "
-                f"tokens"
-            )
-        seen = min(turn.end, len(sequence.tokens) - self.unseen(sequence))
-        if (self._pool[blocks].ravel()[:seen] != self._marks_of(sequence, seen)).any():
-            return f"the KV of sequence {sequence.id} was overwritten"
+        sequence_id, text = job.turn.sequence.id, job.text
+        if len(job.blocks) * BLOCK_TOKENS < written:
+            return f"the block table of sequence {sequence_id} is too short for {written} tokens"
+        seen = min(len(tokens), _seen(text.ran, tokens))
+        marks = _marks_of(text.marks, job.turn.sequence.salt, tokens[:seen])
+        if (self._pool[job.blocks].ravel()[:seen] != marks).any():
+            return f"the KV of sequence {sequence_id} was overwritten"
         return None
 
-    def _write(self, turn: Turn, beyond: list[int]) -> None:
+    def _write(
+        self, job: _Job, tokens: list[int], proposal: Proposal | None, beyond: list[int]
+    ) -> None:
         """Write the KV of the turn's text, of the proposal's nodes in their order and, over them,
         of the tokens ``beyond`` the text: what was accepted moves to its place.
         """
-        sequence, blocks = turn.sequence, turn.sequence.blocks[self.name]
-        marks = list(self._marks_of(sequence, turn.end))
-        pool = self._pool[blocks].ravel()
-        start = min(turn.end, len(sequence.tokens) - self.unseen(sequence))
-        if turn.proposal is not None:
+        marks = list(_marks_of(job.text.marks, job.turn.sequence.salt, tokens))
+        pool = self._pool[job.blocks].ravel()
+        start = min(len(tokens), _seen(job.text.ran, tokens))
+        if proposal is not None:
             nodes: list[int] = []
-            for token, parent in zip(turn.proposal.tokens, turn.proposal.parents, strict=True):
+            for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
                 nodes.append(_mark(marks[-1] if parent == ROOT else nodes[parent], token))
-            pool[turn.end : turn.end + len(nodes)] = nodes
+            pool[len(tokens) : len(tokens) + len(nodes)] = nodes
         for token in beyond:
             marks.append(_mark(marks[-1], token))
         pool[start : len(marks)] = marks[start:]
-        self._pool[blocks] = pool.reshape(-1, BLOCK_TOKENS)
+        self._pool[job.blocks] = pool.reshape(-1, BLOCK_TOKENS)
 
-    def _marks_of(self, sequence: Sequence, end: int) -> list[int]:
-        """Return the marks of the first ``end`` committed tokens; only those of new ones are
-        made.
-        """
-        marks = self._marks.setdefault(sequence.id, [])
-        for token in sequence.tokens[len(marks) : end]:
-            marks.append(_mark(marks[-1] if marks else sequence.salt, token))
-        return marks[:end]
-
-    def _shared(self, sequence: Sequence) -> int:
+    def _shared(self, sequence: Sequence, marks: list[int]) -> int:
         """Return how many leading tokens of a sequence that has not run here have KV in its blocks
-        already.
+        already; ``marks`` gets those of its text.
         """
-        blocks = (
-            sequence.blocks.get(self.name, ())[: len(sequence.keys)]
-            if self.limits.kv_blocks
-            else ()
-        )
-        marks = self._marks_of(sequence, len(blocks) * BLOCK_TOKENS) if blocks else []
+        if not self.limits.kv_blocks:
+            return 0
+        blocks = sequence.blocks.get(self.name, ())[: len(sequence.keys)]
+        text = sequence.tokens[: len(blocks) * BLOCK_TOKENS]
+        found = _marks_of(marks, sequence.salt, text)
         alike = (
-            self._pool[b].tolist() == marks[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]
+            self._pool[b].tolist() == found[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]
             for i, b in enumerate(blocks)
         )
         return BLOCK_TOKENS * next((i for i, same in enumerate(alike) if not same), len(blocks))
 
-    def _run(self, turn: Turn) -> tuple[list[int], int, list[float], Top]:
+    def _draw(
+        self, turn: Turn, text: list[int], proposal: Proposal | None
+    ) -> tuple[list[int], int, list[float], Top]:
         """Return (tokens, how many were accepted, their log-probabilities, the likeliest tokens).
 
-        The path is followed as long as it has what the target draws; ``run`` tokens come behind it.
+        The path is followed as long as it has what the target draws; ``run`` tokens come after it.
         """
-        sequence, proposal = turn.sequence, turn.proposal
-        nodes = zip(proposal.parents, proposal.tokens, strict=True) if proposal else ()
-        children = {edge: node for node, edge in enumerate(nodes)}
+        sequence, sampling = turn.sequence, turn.sequence.sampling
+        edges = zip(proposal.parents, proposal.tokens, strict=True) if proposal else ()
+        children = {edge: node for node, edge in enumerate(edges)}
         tokens: list[int] = []
         log_probs: list[float] = []
         top: Top = []
         at: int | None = ROOT
-        accepted, most = 0, sequence.sampling.top_log_probs or 0
+        accepted, most = 0, sampling.top_log_probs or 0
         while len(tokens) < accepted + turn.run:
-            token, scores = self._next([*sequence.tokens, *tokens], sequence)
+            token, scores = self.model.next([*text, *tokens], sequence.prompt_tokens, sampling)
             tokens.append(token)
             at = None if at is None else children.get((at, token))
             accepted += at is not None
@@ -251,129 +364,81 @@ class FakeEngine:
                     top.append([(int(token), float(scores[token])) for token in best])
         return tokens, accepted, log_probs, top
 
-    def _propose(self, turn: Turn) -> tuple[list[int], Proposal]:
-        """Return the tokens that were run along the spine, and the tree of the best nodes."""
-        sequence = turn.sequence
+    def propose(
+        self, text: list[int], sequence: Sequence, length: int, most: int
+    ) -> tuple[list[int], Proposal]:
+        """Return the tokens that were run along the spine, and the tree of the ``most`` best
+        nodes.
+        """
+        prompt_tokens, sampling = sequence.prompt_tokens, sequence.sampling
         spine: list[int] = []
         nodes: list[tuple[int, int, float]] = []
-        at, held = ROOT, 1.0
-        for _ in range(turn.run):
-            chances, _ = self._chances([*sequence.tokens, *spine], sequence)
-            best = np.argsort(-chances, kind="stable")[: turn.nodes].tolist()
+        at, confidence = ROOT, 1.0
+        for _ in range(length):
+            chances, _ = self.model.chances([*text, *spine], prompt_tokens, sampling)
+            best = np.argsort(-chances, kind="stable")[:most].tolist()
             least = _FAINT * float(chances[best[0]])
-            found = [(t, at, held * float(chances[t])) for t in best if chances[t] >= least]
-            at, held = len(nodes), found[0][2]
+            level = [(t, at, confidence * float(chances[t])) for t in best if chances[t] >= least]
+            at, confidence = len(nodes), level[0][2]
             spine.append(best[0])
-            nodes += found
-        return spine, Proposal.best(self.name, nodes, turn.nodes)
+            nodes += level
+        return spine, Proposal.best(self.name, nodes, most)
 
-    def _next(self, context: list[int], sequence: Sequence) -> tuple[int, FloatArray | None]:
-        """Return the token behind a text and, where computed, the log-probabilities [vocab]."""
-        sampling = sequence.sampling
-        if sampling.greedy and not (sampling.changes_logits or sampling.reads_log_probs):
-            return int(self._letters(context)[0]), None
-        chances, scores = self._chances(context, sequence)
-        return int(chances.argmax()), scores
 
-    def _chances(self, context: list[int], sequence: Sequence) -> tuple[FloatArray, FloatArray]:
-        """Return how likely each token [vocab] is the next one, the engine's own the likeliest, and
-        the log-probabilities [vocab] before top-k and top-p.
+def _start_device(name: str) -> _Device:
+    """Start a thread that works through a queue until that has None."""
+    device: _Device = SimpleQueue()
 
-        A greedy token is the likeliest by the law. Sampled tokens take the time E / p, E the noise
-        of their place: the sooner one comes in, the likelier another engine draws it too.
-        """
-        sampling = sequence.sampling
-        scores = _log_softmax(_processed(self._logits(context), context, sequence))
-        if sampling.greedy:
-            return np.exp(scores), scores
-        law = _truncated(np.exp(scores), sampling.behind(context[sequence.prompt_tokens :]))
-        noise = exponentials(np.uint64(word(sampling.seed, len(context))) ^ _TOKENS)
-        speeds: FloatArray = law / noise
-        return speeds / speeds.sum(), scores
+    def work() -> None:
+        while (run := device.get()) is not None:
+            run()
+            del run  # an engine that nothing else refers to ends its device
 
-    def _logits(self, context: list[int]) -> FloatArray:
-        """Return the logits [vocab] behind a text, before any option."""
-        logits = np.full(VOCAB_SIZE, _UNLIKELY_LOGIT)
-        logits[self._letters(context)] = _LOGITS
-        return logits
+    Thread(target=work, name=name, daemon=True).start()
+    return device
 
-    def _letters(self, context: list[int]) -> npt.NDArray[np.int64]:
-        recent = bytes(token % 256 for token in context[-ORDER:])
-        agrees = _fraction(self._seed, recent) < self._agreement
-        return _candidates(b"target" if agrees else b"%d" % self._seed, recent)
+
+def _drafted(ask: DeviceProposal, text: list[int], sequence: Sequence) -> Proposal:
+    """Return what a draft in the target proposes."""
+    assert isinstance(ask.draft, FakeEngine), ask.draft
+    return ask.draft.propose(text, sequence, ask.length, _NODES_A_TOKEN * ask.length)[1]
+
+
+def _seen(ran: tuple[int, list[int]], tokens: list[int]) -> int:
+    """Return how many leading tokens have been run, by what has."""
+    end, beyond = ran
+    matching = next(
+        (i for i, token in enumerate(beyond) if tokens[end + i : end + i + 1] != [token]),
+        len(beyond),
+    )
+    return end + matching
+
+
+def _marks_of(marks: list[int], salt: str, tokens: list[int]) -> list[int]:
+    """Return the marks of a text's leading tokens; only those of new ones are made."""
+    for token in tokens[len(marks) :]:
+        marks.append(_mark(marks[-1] if marks else salt, token))
+    return marks[: len(tokens)]
 
 
 def _mark(before: int | str, token: int) -> int:
     return hash((before, token))
 
 
-def _processed(logits: FloatArray, context: list[int], sequence: Sequence) -> FloatArray:
-    """Apply a request's options to the logits [vocab] behind ``context``, in TensorRT-LLM's
-    order.
-    """
-    sampling = sequence.sampling
-    for token, weight in sampling.bias:
-        logits[token] += weight
-    logits /= sampling.temperature or 1.0
-    if sampling.penalised:
-        counts = np.bincount(context, minlength=VOCAB_SIZE)
-        seen, penalty = counts > 0, sampling.repetition_penalty
-        logits = np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
-        logits -= sampling.presence_penalty * seen + sampling.frequency_penalty * counts
-    if len(context) - sequence.prompt_tokens < sampling.min_tokens:
-        logits[list(sampling.end_ids)] = IMPOSSIBLE
-    logits[sampling.banned(context, len(context))] = IMPOSSIBLE
-    if sampling.guide is not None:
-        mask = sampling.guide.mask(context[sequence.prompt_tokens :])
-        if mask is not None:
-            logits[~mask] = _UNGRAMMATICAL_LOGIT
-    return logits
-
-
-def _log_softmax(logits: FloatArray) -> FloatArray:
-    shifted = logits - logits.max()
-    log_probs: FloatArray = shifted - np.log(np.exp(shifted).sum())
-    return log_probs
-
-
-def _truncated(law: FloatArray, sampling: SamplingParams) -> FloatArray:
-    """Apply min-p, top-k, then top-p."""
-    if not (sampling.min_p or sampling.top_k) and sampling.top_p == 1.0:
-        return law
-    order = np.argsort(-law, kind="stable")
-    p: FloatArray = law[order]
-    p[p < sampling.min_p * p[0]] = 0.0
-    p[sampling.top_k or VOCAB_SIZE :] = 0.0
-    p /= p.sum()
-    p[np.cumsum(p) - p >= sampling.top_p] = 0.0
-    law = np.zeros(VOCAB_SIZE)
-    law[order] = p / p.sum()
-    return law
-
-
-def _candidates(salt: bytes, recent: bytes) -> npt.NDArray[np.int64]:
-    digest = hashlib.blake2b(recent, key=salt, digest_size=8).digest()
-    start, stride = digest[0] % 27, 1 + digest[1] % 8
-    letters: npt.NDArray[np.int64] = _LETTERS[(start + stride * np.arange(len(_LOGITS))) % 27]
-    return letters
-
-
-def _fraction(seed: int, recent: bytes) -> float:
-    return (
-        int.from_bytes(
-            hashlib.blake2b(recent, key=b"agree%d" % seed, digest_size=8).digest(), "big"
-        )
-        / 2.0**64
-    )
-
-
 def make(engine: EngineConfig, service: Service) -> FakeEngine:
     """Make an engine of this kind (``backend.engines.registry``)."""
-    agreement = 1.0 if engine is service.config.target else engine.agreement
+    target = service.config.target
+    is_target = engine is target
+    in_target = bool(target.lookahead) and not is_target
+    sizes = service.sizes
     return FakeEngine(
         engine.name,
         seed=engine.seed,
-        agreement=agreement,
+        agreement=1.0 if is_target else engine.agreement,
         step_s=engine.step_s,
-        **service.sizes,
+        kv_blocks=0 if in_target else sizes["kv_blocks"],
+        max_context_tokens=sizes["max_context_tokens"],
+        max_draft_tokens=sizes["max_draft_tokens"],
+        lookahead=engine.lookahead if is_target else 0,
+        in_target=in_target,
     )

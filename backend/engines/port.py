@@ -6,6 +6,10 @@ proposal behind them and to run freely for ``run`` tokens. A prefill chunk is a 
 0``, plain decoding has ``run = 1``, a draft proposes by ``run = k`` with ``nodes``. The target
 draws every token by itself; of a proposal it follows what it has drawn. Every engine completes a
 whole submission at the next ``poll``.
+
+A target with ``lookahead`` takes a second turn of a sequence while the first runs (``AFTER``), and
+proposals that a draft makes on its device (``DeviceProposal``): so the next submission is there
+when one ends. Every ``poll`` completes the oldest submission.
 """
 
 from __future__ import annotations
@@ -20,13 +24,27 @@ import numpy.typing as npt
 
 from backend.sequence import Proposal, Sequence
 
+AFTER = -1
+"""The end of a turn that begins where the sequence's turn in flight ends, whatever that emits."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProposal:
+    """A proposal that a turn's engine makes and verifies itself: the host sees it with the
+    completion.
+    """
+
+    draft: Engine  # one with ``limits.in_target``
+    length: int  # of the longest path, in tokens
+    nodes: int  # verified at most, the likeliest of them
+
 
 @dataclass(slots=True)
 class Turn:
     """One sequence's share of a submission (see the module docstring). Nobody changes one, or a
     ``Completion``: that they are not frozen saves the microseconds that freezing takes.
 
-    ``end <= len(sequence.tokens)``; with ``run > 0`` or a proposal, ``end ==
+    ``end <= len(sequence.tokens)``, or ``AFTER``; with ``run > 0`` or a proposal, ``end ==
     len(sequence.tokens)``. ``nodes`` above 0 asks a draft for a ``Completion.proposal`` of at most
     so many nodes, no path of it longer than ``run``; a model makes it of ``run`` forward passes.
     """
@@ -36,6 +54,7 @@ class Turn:
     run: int = 1
     proposal: Proposal | None = None
     nodes: int = 0
+    device_proposal: DeviceProposal | None = None
 
 
 @dataclass(slots=True)
@@ -67,7 +86,8 @@ class Completion:
     ``scored`` says of a draft that catches up on tokens emitted without it what it would have had
     accepted of them: (accepted, length) of the chains that it would have made, oldest first (as
     many tokens as the engine finds cheap). ``error`` is set, and everything else void, when this
-    turn alone failed.
+    turn alone failed. ``drafted`` is what came of a ``DeviceProposal``, of which the first
+    ``verified`` nodes were verified.
     """
 
     sequence_id: int
@@ -79,6 +99,8 @@ class Completion:
     error: str | None = None
     extras: Extras | None = None
     features: npt.NDArray[np.float32] | None = None
+    drafted: Proposal | None = None
+    verified: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +113,8 @@ class EngineLimits:
     scores what it catches up on (``Completion.scored``). ``invariant``: the logits behind a text
     are the same bits whatever else is in a pass, while those of a prompt may differ from those of
     the same tokens when they were generated: blocks with generated tokens have other keys.
+    ``lookahead``: how many submissions a target takes besides the one that runs; above 0 it is a
+    ``LooksAhead``. ``in_target``: as a draft, it proposes on the target's device, and never here.
     """
 
     vocab_size: int
@@ -102,6 +126,8 @@ class EngineLimits:
     tree: bool = False
     scores: bool = False
     invariant: bool = False
+    lookahead: int = 0
+    in_target: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +160,7 @@ class Engine(Protocol):
     limits: EngineLimits
 
     def submit(self, turns: Seq[Turn]) -> None:
-        """Queue turns; at most one per sequence may be in flight."""
+        """Queue turns; at most ``1 + lookahead`` per sequence may be in flight."""
         ...
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -163,6 +189,28 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release memory and processes."""
+        ...
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A target with ``limits.lookahead``. It runs submissions in order, each from its own state
+    after the one before, and after a cancellation as if there had been none.
+
+    A turn that follows may run past the end of its text, by the tokens of two turns: its sequence's
+    block table covers them, and nothing of it is used.
+    """
+
+    def can_follow(self, sequence: Sequence) -> bool:
+        """Return whether a turn of a sequence may follow one in flight: between them it needs
+        nothing of the host.
+        """
+        ...
+
+    def parts_s(self) -> dict[str, float]:
+        """Return the seconds that the device worked on the submission polled last, by part of the
+        step (``verify``, ``draft:<name>``); those of two submissions never overlap.
+        """
         ...
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
@@ -13,7 +16,7 @@ from backend.sequence import Proposal, Sequence
 from backend.speculation.drafting import Drafting, Proposals
 from backend.speculation.policy_runner import PolicyRunner
 from backend.speculation.step_log import StepLog
-from policy import AnyPolicy, Plan, View
+from policy import NO_DRAFT, AnyPolicy, BoolArray, Plan, View
 
 
 @dataclass(slots=True)
@@ -24,11 +27,18 @@ class Step:
     plan: Plan  # of the rows of ``view``
     log: StepLog
     proposals: dict[int, Proposals]  # by sequence id
+    waiting: set[int] = field(default_factory=set)
+    """Sequences that are not verified: the host drafts for them after their turn in flight."""
 
     def chosen(self, sequence_id: int) -> Proposal | None:
         """Return what the target verifies for a sequence."""
         row = self.proposals.get(sequence_id)
         return None if row is None else row.chosen
+
+    def take(self, sequence_id: int, drafted: Proposal, nodes: int) -> None:
+        """Note what a draft in the target proposed, of which the first ``nodes`` were verified."""
+        row = self.proposals[sequence_id]
+        row.drafted, row.chosen = drafted, drafted.first(nodes) if nodes else None
 
 
 class Cycle:
@@ -50,6 +60,8 @@ class Cycle:
         self._stats = stats
         self._finished: list[int] = []
         self._next_log: StepLog | None = None  # starts when the last step of a busy loop ended
+        self._latest_log: StepLog | None = None  # of the step that was planned last
+        self._learnt_s = 0.0  # when the last step ended
 
     def change(self, drafts: Seq[Engine], policy: AnyPolicy, state: Any) -> None:
         """Draft and plan with these from now on; call it while no step is open."""
@@ -62,17 +74,32 @@ class Cycle:
         ended.
         """
         log, self._next_log = self._next_log or StepLog(self.drafting.names), None
+        self._latest_log = log
         return log
 
     def pause(self) -> None:
         """Let the next step's clock start with ``begin``: the loop has nothing to do until then."""
         self._next_log = None
 
-    def propose(self, sequences: Seq[Sequence], view: View, log: StepLog) -> Step:
+    def propose(
+        self,
+        sequences: Seq[Sequence],
+        view: View,
+        log: StepLog,
+        *,
+        following: Container[int] = (),
+    ) -> Step:
         """Plan, draft as planned, and choose the nodes that the target verifies. Row i of the view
         belongs to ``sequences[i]``.
+
+        The text of those with ids in ``following`` is not known yet: where they are planned for a
+        draft of the host, they wait (``Step.waiting``).
         """
-        plan = self.runner.plan(view, log)
+        plan, waiting = self.runner.plan(view, log), set[int]()
+        follows = np.array([sequence.id in following for sequence in sequences], np.bool_)
+        if follows.any():
+            view, plan, waits = self._look_ahead(view, plan, follows)
+            waiting.update(view.request[waits].tolist())
         proposals = self.drafting.propose(sequences, view, plan, log)
         if (drafted := self.drafting.nodes(sequences, proposals)) is not None:
             nodes = [len(drafted.row)] * len(sequences)
@@ -82,7 +109,30 @@ class Cycle:
             for sequence, most in zip(sequences, nodes, strict=True):
                 row = proposals[sequence.id]
                 row.chosen = self.drafting.choose(row.drafted, most)
-        return Step(view, plan, log, proposals)
+        return Step(view, plan, log, proposals, waiting)
+
+    def _look_ahead(
+        self, view: View, plan: Plan, follows: BoolArray
+    ) -> tuple[View, Plan, BoolArray]:
+        """Return view and plan in which no draft of the host is asked about rows that follow a turn
+        in flight, and which of these wait for it.
+        """
+        by_host = np.array(
+            [not draft.limits.in_target for draft in self.drafting.engines] + [False]
+        )
+        waits = follows & by_host[plan.draft]
+        ceiling = np.where(follows[:, None] & by_host[:-1], 0, view.ceiling)
+        draft, length = np.where(waits, NO_DRAFT, plan.draft), np.where(waits, 0, plan.length)
+        return replace(view, ceiling=ceiling), replace(plan, draft=draft, length=length), waits
+
+    def catch_up(self, step: Step, sequences: Seq[Sequence]) -> None:
+        """Ask free drafts what they would have proposed for sequences that were submitted when
+        their text was not known. It is now, up to the tokens of the step.
+        """
+        if sequences:
+            remaining = dict(zip(step.view.request.tolist(), step.view.remaining, strict=True))
+            most = [int(remaining[sequence.id]) - 1 for sequence in sequences]
+            self.drafting.propose_unused(sequences, most, step.proposals, step.log)
 
     def verified(
         self,
@@ -115,12 +165,15 @@ class Cycle:
         """
         log = self.begin() if step is None else step.log
         log.finished, self._finished = self._finished, []
-        outcome = log.outcome()
+        outcome = log.outcome(self._learnt_s)
+        self._learnt_s = perf_counter()
         if step is None:
             if log.finished:
                 self.runner.observe(outcome)
             return
         self._next_log = StepLog(self.drafting.names)
         with self._next_log.part("learning"):
+            if log is not self._latest_log:
+                self.runner.stand_by(step.view)
             self.runner.observe(outcome)
         self._stats.step(step.plan, outcome, self.drafting.names, log.control)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backend.engines.port import Completion, Engine, Remembers, Turn
+from backend.engines.port import Completion, DeviceProposal, Engine, Remembers, Turn
 from backend.ops.stats import StepStats
 from backend.sequence import Proposal, Sequence
 from backend.speculation.step_log import StepLog
@@ -34,6 +34,8 @@ class Proposals:
     """The proposal of the planned draft."""
     chosen: Proposal | None = None
     """The best nodes of ``drafted``, which the target verifies."""
+    on_device: DeviceProposal | None = None
+    """What the target is to propose and verify by itself."""
     unused: list[Proposal] = field(default_factory=list)
     """Proposals of free drafts that are only scored."""
     scored: list[tuple[str, int, int]] = field(default_factory=list)
@@ -95,6 +97,10 @@ class Drafting:
             if d not in wanted and not draft.limits.free:
                 continue
             asked = _asked(sequences, plan.draft, plan.length, d)
+            if draft.limits.in_target:
+                for sequence_id, length in asked.items():
+                    proposals[sequence_id].on_device = DeviceProposal(draft, length, length)
+                continue
             runs = asked
             if draft.limits.free:
                 ceiling = zip(sequences, view.ceiling[:, d].tolist(), strict=True)
@@ -116,6 +122,25 @@ class Drafting:
                 else:
                     row.unused.append(proposal)
         return proposals
+
+    def propose_unused(
+        self,
+        sequences: Seq[Sequence],
+        most: Seq[int],
+        proposals: dict[int, Proposals],
+        log: StepLog,
+    ) -> None:
+        """Add to ``proposals`` what free drafts would have proposed for sequences whose tokens are
+        still to be committed, at most ``most`` for each.
+        """
+        for draft in self.engines:
+            if not draft.limits.free or self._resting_until_s[draft.name] > self._clock():
+                continue
+            runs = [(s, draft.available(s, k)) for s, k in zip(sequences, most, strict=True)]
+            turns = [Turn(s, len(s.tokens), run=k, nodes=_EVERY_NODE) for s, k in runs if k > 0]
+            for completion in self._complete(draft, turns, log):
+                if completion.proposal:
+                    proposals[completion.sequence_id].unused.append(completion.proposal)
 
     def nodes(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
         """Return the nodes that could be verified for the rows of a plan; None: there are none."""

@@ -132,15 +132,20 @@ class StepLog:
             for draft, accepted, length in chains
         ]
 
-    def outcome(self) -> Outcome:
-        """Return the step as the policy learns it; call it last, it closes the clock."""
-        now_s = perf_counter()
+    def outcome(self, since_s: float = 0.0) -> Outcome:
+        """Return the step as the policy learns it; call it last, it closes the clock.
+
+        A step that was submitted while another ran takes the time from the end of that one,
+        ``since_s``. What the host did while the target worked is hidden and takes none of it.
+        """
+        measured_s = perf_counter() - max(self.started_s, since_s)
+        if since_s > self.started_s:
+            self._hide(measured_s)
         engines_s = sum(
             seconds
             for part, seconds in self.parts_s.items()
             if part not in ("planning", "learning")
         )
-        measured_s = now_s - self.started_s
         overhead_s = max(0.0, measured_s - engines_s)
         return Outcome(
             StepRows(*_columns(self.rows, len(LoggedRow._fields))),
@@ -150,6 +155,12 @@ class StepLog:
             prefill_tokens=self.prefill_tokens,
             finished=np.array(self.finished, np.int64) if self.finished else _NONE,
         )
+
+    def _hide(self, left_s: float) -> None:
+        """Cut the parts to the seconds that are left for them, the target's first."""
+        for part in sorted(self.parts_s, key=lambda part: part != "verify"):
+            self.parts_s[part] = min(self.parts_s[part], left_s)
+            left_s -= self.parts_s[part]
 
 
 def _columns(rows: Seq[tuple[int, ...]], width: int) -> list[IntArray]:

@@ -130,6 +130,9 @@ def counts(served: Served) -> None:
             tokens = texts[request][at : at + emitted]
             place = int(np.flatnonzero(outcome.rows.request == request)[0])
             trim = min(trimmed.get((request, at), 0), served.scenario.nodes or K_MAX)
+            if row.on_device:
+                trim = len(row.chosen or ())
+                assert 0 < trim <= row.on_device.nodes, "nodes verified on the device"
             expected = recounted(row.drafted, drafts, tokens, trim)
             found = {name: getattr(outcome.rows, name)[place].item() for name in expected}
             assert found == expected, f"counts of {row} that emitted {tokens}"

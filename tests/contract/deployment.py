@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from backend.engines.torch.engine import TorchEngine
 from backend.ops.stats import Stats, StepStats
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
+from backend.speculation.cycle import Cycle
 from backend.speculation.drafting import Drafting, Proposals
 from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
 from tests.fakes.clients import NoText, SureSink
@@ -115,8 +116,8 @@ class Scripted(Policy):
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: int) -> np.ndarray:
         nodes = [self.trims[(state + n) % len(self.trims)] for n in range(len(view))]
-        places = zip(view.request.tolist(), view.context.tolist(), strict=True)
-        self.trimmed.update(zip(places, nodes, strict=True))
+        for row in set(drafted.row.tolist()):
+            self.trimmed[int(view.request[row]), int(view.context[row])] = nodes[row]
         return np.array(nodes)
 
     def observe(self, outcome: Outcome, state: int, now: float) -> int:
@@ -200,18 +201,26 @@ class Asked(NamedTuple):
 
 
 class RecordedDrafting(Drafting):
-    """Keeps all rows in ``recorded``."""
+    """Keeps all rows that were verified in ``recorded``."""
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
         self.recorded: list[Asked] = []
 
-    def propose(self, sequences, view, plan, log):
-        proposals = super().propose(sequences, view, plan, log)
-        names = [self.names[d] if d != NO_DRAFT else "" for d in plan.draft.tolist()]
-        rows = zip(sequences, names, strict=True)
-        self.recorded += [Asked(s, list(s.tokens), name, proposals[s.id]) for s, name in rows]
-        return proposals
+    def watch(self, cycle: Cycle) -> None:
+        """Record the rows of a cycle."""
+        verified = cycle.verified
+
+        def recording(step, sequence, nodes, emitted, **options):
+            row, name = step.proposals.get(sequence.id), ""
+            if row is not None:
+                draft = step.plan.draft[step.view.request.tolist().index(sequence.id)]
+                name = step.log.drafts[draft] if draft != NO_DRAFT else ""
+            tokens = sequence.tokens[: len(sequence.tokens) - len(emitted)]
+            self.recorded.append(Asked(sequence, tokens, name, row or Proposals()))
+            verified(step, sequence, nodes, emitted, **options)
+
+        cast(Any, cycle).verified = recording
 
 
 def sink(session: Session) -> SureSink:
@@ -252,7 +261,8 @@ class Deployment:
         target = self.target if self.reuse else None
         nodes = self.nodes if self.target.limits.tree else 0
         # admitted too soon, and therefore pre-empted often
-        self.ledger = KVLedger(pools, max(nodes, K_MAX) + 1, growth_blocks=0, target=target)
+        headroom = (max(nodes, K_MAX) + 1) * (1 + self.target.limits.lookahead)
+        self.ledger = KVLedger(pools, headroom, growth_blocks=0, target=target)
         self.drafting = RecordedDrafting(self.drafts, step_stats, clock, most_nodes=nodes)
         self.loop = Orchestrator(
             self.target,
@@ -266,6 +276,7 @@ class Deployment:
             prefill_chunk_tokens=self.chunk_tokens,
             seed=self.seed,
         )
+        self.drafting.watch(self.loop.cycle)
 
     def submit(
         self,

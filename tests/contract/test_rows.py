@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.engines.fake import VOCAB_SIZE, FakeEngine
+from backend.engines.fake import FakeEngine
+from backend.engines.markov import VOCAB_SIZE
 from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import ROOT, Proposal, Sequence

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from backend.engines.fake import FakeEngine
-from backend.engines.port import Completion, Turn
+from backend.engines.port import Turn
+from backend.sequence import Proposal
+from backend.sequence import Sequence as TokenSequence
 
 
 class FaultyEngine(FakeEngine):
@@ -17,20 +19,16 @@ class FaultyEngine(FakeEngine):
         self.breaks: Callable[[Sequence[Turn]], bool] = lambda turns: False
         self.failed: list[int] = []
         """Number of turns of each pass that raised."""
-        self._waiting: list[Turn] = []
 
-    def submit(self, turns: Sequence[Turn]) -> None:
-        self._waiting += turns
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        turns, self._waiting = self._waiting, []
+    def begin(self, turns: Sequence[Turn]) -> None:
         if turns and self.breaks(turns):
             self.failed.append(len(turns))
             raise MemoryError
-        super().submit(turns)
-        return super().poll(timeout_s)
+        super().begin(turns)
 
-    def cancel(self, sequence_ids: Iterable[int]) -> None:
-        ids = set(sequence_ids)
-        self._waiting = [turn for turn in self._waiting if turn.sequence.id not in ids]
-        super().cancel(ids)
+    def propose(
+        self, text: list[int], sequence: TokenSequence, length: int, most: int
+    ) -> tuple[list[int], Proposal]:
+        if self.limits.in_target and self.breaks([]):
+            raise MemoryError
+        return super().propose(text, sequence, length, most)

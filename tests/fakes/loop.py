@@ -24,7 +24,12 @@ EOS = 256
 
 
 class World:
-    """A target, drafts that agree with it in these shares of places, and the loop over them."""
+    """A target, drafts that agree with it in these shares of places, and the loop over them.
+    Looking ahead, every second draft proposes on the target's device.
+    """
+
+    lookahead = 0
+    """That of worlds that are made without one."""
 
     def __init__(
         self,
@@ -42,17 +47,21 @@ class World:
         max_request_s: float = math.inf,
         reuse: bool = True,
         seed: int = 0,
+        lookahead: int | None = None,
     ) -> None:
-        self.target = FaultyEngine("target", kv_blocks=blocks)
+        ahead = self.lookahead if lookahead is None else lookahead
+        self.target = FaultyEngine("target", kv_blocks=blocks, lookahead=ahead)
         self.drafts = [
-            FaultyEngine(f"draft{i}", seed=i + 1, agreement=share, kv_blocks=blocks)
+            FaultyEngine(f"draft{i}", seed=i + 1, agreement=share, in_target=True)
+            if ahead and not i % 2
+            else FaultyEngine(f"draft{i}", seed=i + 1, agreement=share, kv_blocks=blocks)
             for i, share in enumerate(drafts)
         ]
         self.stats, self.steps, self.ids = Stats(), 0, itertools.count(1)
         step_stats, clock = StepStats(self.stats), clock or Clock(tick_s=1.0)
         self.ledger = KVLedger(
             {engine.name: blocks for engine in (self.target, *self.drafts)},
-            headroom_tokens=k_max + 1,
+            headroom_tokens=(k_max + 1) * (1 + ahead),
             guaranteed=guaranteed,
             growth_blocks=growth_blocks,
             target=self.target if reuse else None,

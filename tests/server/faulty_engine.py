@@ -11,10 +11,10 @@ RAISES_OVER = {True: b"poison", False: b"orphan"}
 
 
 def raising(complete):
-    def complete_or_raise(engine, turn):
-        if bytes(turn.sequence.tokens[:6]) == RAISES_OVER[engine.name == "target"]:
+    def complete_or_raise(engine, job):
+        if bytes(job.turn.sequence.tokens[:6]) == RAISES_OVER[engine.name == "target"]:
             raise MemoryError
-        return complete(engine, turn)
+        return complete(engine, job)
 
     return complete_or_raise
 

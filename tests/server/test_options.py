@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from backend.engines.fake import ORDER, _candidates
+from backend.engines.markov import ORDER, _candidates
 from backend.request import SamplingParams
 from backend.triton_adapter.fields import NUMPY_TYPES
 from tests.options import greedy

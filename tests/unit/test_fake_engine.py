@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backend.engines.fake import FakeEngine, _log_softmax, _processed
+from backend.engines.fake import FakeEngine
+from backend.engines.markov import MarkovChain, _log_softmax, _processed
 from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
@@ -145,9 +146,10 @@ def test_the_options_change_the_law_as_documented(temperature):
     context = PROMPT + list(b"eeab")
     for options in crossed():
         made = sequence(temperature, **options)
-        before = FakeEngine("t")._chances(context, sequence(1.0))[1] + 3.0  # logits of any level
+        _, scores = MarkovChain().chances(context, len(PROMPT), SamplingParams(1.0, seed=1))
+        before = scores + 3.0  # logits of any level
         expected = processed(before, context, len(PROMPT), made.sampling)
-        found = _log_softmax(_processed(before.copy(), context, made))
+        found = _log_softmax(_processed(before.copy(), context, len(PROMPT), made.sampling))
         assert found == pytest.approx(expected - np.log(np.exp(expected).sum()), abs=1e-9), options
 
 

@@ -26,8 +26,16 @@ class Recorded(RandomChoice):
         return state
 
 
+@pytest.fixture(scope="module", params=[0, 1], ids=["step by step", "looking ahead"], autouse=True)
+def lookahead(request):
+    """Every test holds however many submissions the target takes."""
+    World.lookahead = request.param
+    yield
+    World.lookahead = 0
+
+
 def plain_text(prompt, max_tokens=20):
-    world = World(NoSpeculation(), drafts=())
+    world = World(NoSpeculation(), drafts=(), lookahead=0)
     sink = world.submit(prompt, max_tokens)
     world.run()
     return sink.text
@@ -117,7 +125,9 @@ def test_usage_counts_what_was_drafted_and_accepted():
     world.run()
     usage = sink.ends[0][1]
     assert (usage.input_tokens, usage.output_tokens) == (8, 40)
-    assert usage.drafted == usage.accepted > 10
+    assert usage.drafted >= usage.accepted > 10
+    if not World.lookahead:  # on the device it proposes trees
+        assert usage.drafted == usage.accepted
     counters = world.counters()
     assert counters["spindle_accepted_tokens_total", "planner", "draft0"] == usage.accepted
     assert counters["spindle_requests_total", "success"] == 1
@@ -224,7 +234,7 @@ def test_a_target_that_raises_now_and_then_costs_nobody_a_token(submissions):
 
 def test_proposals_that_the_target_cannot_run_are_dropped_and_not_counted():
     world = World(drafts=(1.0,))
-    world.target.breaks = lambda turns: any(turn.proposal for turn in turns)
+    world.target.breaks = lambda turns: any(t.proposal or t.device_proposal for t in turns)
     sink = world.submit("abc")
     world.run()
     assert sink.text == plain_text("abc")
@@ -276,7 +286,8 @@ def test_a_failing_draft_costs_speculation_only():
     sink = world.submit("abc")
     world.run()
     assert sink.text == plain_text("abc")
-    assert world.counters()["spindle_fallback_total", "draft_error"] >= 1
+    fails = "target_error" if World.lookahead else "draft_error"  # on the device all fails
+    assert world.counters()["spindle_fallback_total", fails] >= 1
 
 
 def test_a_turn_that_fails_alone_ends_its_request_only():
@@ -284,7 +295,8 @@ def test_a_turn_that_fails_alone_ends_its_request_only():
     broken, fine = world.start("abc"), world.submit("def")
     world.step()
     broken.sequence.blocks.clear()
-    world.loop.step()
+    while not broken.sink.ends:
+        world.loop.step()
     assert "block table" in broken.sink.ends[0][1]
     world.run()
     assert fine.text == plain_text("def")
@@ -355,9 +367,11 @@ def test_adversarial_and_oracle_drafts_move_speed_only(agreement):
     world.run()
     assert sink.text == plain_text("abcdefgh", 41)
     steps = world.counters()["spindle_steps_total",]
-    if agreement == 1.0:
+    if agreement == 1.0 and not World.lookahead:  # on the device it proposes trees
         assert (
             steps == 2 + 8
         )  # prefill in two chunks (the second emits one token), then five tokens a step
+    elif agreement == 1.0:
+        assert 2 + 8 <= steps < 20
     else:
         assert steps > 30

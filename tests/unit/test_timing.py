@@ -27,8 +27,8 @@ class ClockedEngine(FakeEngine):
         self.clock = clock
 
     def assume(self, sequence, tokens):
-        self._write(Turn(sequence, tokens, run=0), [])
-        self._ran[sequence.id] = (tokens, [])
+        super().submit([Turn(sequence, tokens, run=0)])
+        self.poll(0.0)
 
     def submit(self, turns):
         self.submitted = [(self.unseen(turn.sequence), turn) for turn in turns]
@@ -62,7 +62,7 @@ def test_only_the_submission_of_the_case_is_timed_every_time(case):
         assert [(unseen, turn.run, turn.end) for unseen, turn in timed.engine.submitted] == [
             (case.new, case.run, case.context + case.new)
         ] * case.rows
-    assert timed.engine._ran == {}
+    assert timed.engine._texts == {}
 
 
 def test_rows_have_block_tables_of_their_own_that_fit_the_pool():

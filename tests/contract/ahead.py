@@ -1,0 +1,90 @@
+"""The exactness suite's deployments over the fake engine with a device of its own and two
+submissions in flight: targets and drafts keep their distributions, so that every check and every
+reference text stays as it is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backend.engines.fake import FakeEngine
+from backend.engines.markov import MarkovChain
+from backend.engines.port import AFTER, Engine
+from backend.engines.torch.engine import TorchEngine
+from backend.request import SamplingParams
+from backend.sampling.draw import HEAD
+from backend.sampling.randomness import exponentials, word
+from tests.contract import checks, scenarios
+from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, Deployment
+from tests.contract.reference import Reference
+
+
+class ReferenceModel(MarkovChain):
+    """The model of a torch engine, for a fake one."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        super().__init__()
+        self._reference = Reference(engine)
+        self.vocab_size = engine.limits.vocab_size
+
+    def next(self, context, prompt_tokens, sampling):
+        token = self._reference.next(context, prompt_tokens, sampling)
+        if not sampling.reads_log_probs:
+            return token, None
+        return token, self._reference.log_probs(context, prompt_tokens, sampling)
+
+    def chances(self, context, prompt_tokens: int, sampling: SamplingParams):
+        scores = self._reference.log_probs(context, prompt_tokens, sampling)
+        if sampling.greedy:
+            return np.exp(scores), scores
+        law = self._reference.law(context, prompt_tokens, sampling)
+        place = np.uint64(word(sampling.seed, len(context)))
+        noise = exponentials(place ^ np.arange(len(law), dtype=np.uint64))
+        speeds = np.where(law < HEAD, 0.0, law) / noise
+        return speeds / speeds.sum(), scores
+
+    def logits(self, context):
+        return self._reference.logits(context)
+
+
+class AheadEngine(FakeEngine):
+    """Counts the turns that followed one in flight."""
+
+    following = 0
+
+    def submit(self, turns):
+        self.following += sum(turn.end == AFTER for turn in turns)
+        super().submit(turns)
+
+
+def on_device(engine: Engine) -> Engine:
+    """A draft on the target's device instead of a torch one; others stay as they are."""
+    if not isinstance(engine, TorchEngine):
+        return engine
+    return FakeEngine(
+        engine.name,
+        model=ReferenceModel(engine),
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        max_draft_tokens=K_MAX,
+        in_target=True,
+    )
+
+
+def deployment(target: TorchEngine, drafts=(), *arguments, **options) -> Deployment:
+    """A deployment that looks ahead in place of another."""
+    ahead = AheadEngine(
+        target.name,
+        model=ReferenceModel(target),
+        kv_blocks=target.limits.kv_blocks,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        max_draft_tokens=K_MAX,
+        lookahead=1,
+    )
+    return Deployment(ahead, [on_device(draft) for draft in drafts], *arguments, **options)
+
+
+def serve_ahead(patch: pytest.MonkeyPatch) -> None:
+    """Make the suite's deployments look ahead."""
+    for module in (checks, scenarios):
+        patch.setattr(module, "Deployment", deployment)
