@@ -15,8 +15,8 @@ from engines_build.distill.generate import (
     SAMPLED_TEMPERATURES,
     TOP_K,
 )
-from engines_build.distill.head import UNROLLED
 from engines_build.distill.overlap import GRAM_WORDS
+from engines_build.distill.train import UNROLLED
 
 _HEAD_CARD = Path(__file__).with_name("head_card.md").read_text("utf-8")
 

@@ -8,15 +8,14 @@ import argparse
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Any
 
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.storage.manifest import weights_sha256
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.evaluation_sets import JUDGED
 from engines_build.distill.generate import GREEDY_SHARE, Generator, Shards, Teacher
+from engines_build.distill.head import HeadSample
 from engines_build.distill.kept import keep, read_again
 from engines_build.distill.overlap import (
     GRAM_WORDS,
@@ -30,17 +29,6 @@ from engines_build.distill.overlap import (
 HELD_OUT_SLOTS = 24
 GENERATE_SHARE = 0.6
 """Share of ``--minutes`` after which generation gives way to training."""
-
-
-class Answer(Protocol):
-    """A prompt with the target's answer: all ``tokens`` [n], of which the first are the prompt."""
-
-    tokens: Tensor
-    prompt_tokens: int
-    workload: str
-
-
-A = TypeVar("A", bound=Answer)
 
 
 def claim(work: Path, target: Path) -> None:
@@ -88,7 +76,7 @@ def generate(
     return shards, held_out
 
 
-def first_tokens(samples: list[A], tokens: int) -> list[A]:
+def first_tokens(samples: list[HeadSample], tokens: int) -> list[HeadSample]:
     """Return the first sequences that hold ``tokens`` generated tokens: what later runs add to the
     shards changes nothing.
     """
@@ -106,7 +94,9 @@ def judged_by(args: argparse.Namespace) -> dict[str, Grams]:
     }
 
 
-def unjudged(args: argparse.Namespace, samples: list[A], tokenizer: Any) -> list[A]:
+def unjudged(
+    args: argparse.Namespace, samples: list[HeadSample], tokenizer: Any
+) -> list[HeadSample]:
     """Return the sequences to train on. Raises OverlapError where they or the documents share a run
     of words with what judges.
 

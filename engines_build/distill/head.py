@@ -26,23 +26,9 @@ from backend.engines.head.network import HeadNetwork
 from backend.storage.manifest import vocabulary_sha256, weights_sha256
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.generate import Shards
-from engines_build.distill.muon import Muon
-from engines_build.distill.train import (
-    POSITIONS,
-    Budget,
-    Trainer,
-    adamw,
-    top_cross_entropy,
-)
 
-SINGLE_SHARE = 0.4
-"""Share of the training that looks one token ahead."""
-
-UNROLLED = 4
-"""Tokens ahead in the rest of it."""
-
-_STEP_WEIGHT = 0.8
-"""Of a token further on, relative to the one before it: fewer proposals get there."""
+POSITIONS = range(1, 9)
+"""Places in a proposal whose acceptance is reported."""
 
 
 @dataclass(slots=True)
@@ -168,65 +154,6 @@ class Unroller:
             unseen = starts.seen[starts.answer[kept]] > at[:, None]
             logits[:, len(self.shortlist) :].masked_fill_(unseen, -1e4)
             yield logits, kept, starts
-
-
-class HeadTrainer(Trainer[HeadSample]):
-    """Trains a head; ``samples`` are answers with features, where ``embedding`` is.
-    ``single_share`` of the training looks one token ahead.
-    """
-
-    def __init__(
-        self,
-        network: HeadNetwork,
-        embedding: Tensor,
-        head: Tensor,
-        shortlist: Tensor,
-        samples: list[HeadSample],
-        seed: int,
-        run: Path,
-        single_share: float = SINGLE_SHARE,
-    ):
-        device = str(embedding.device)
-        super().__init__(network, shortlist.cpu(), samples, device, seed, run)
-        self.index, self.single_share = self.index.to(device), single_share
-        self.unroller = Unroller(network, embedding, head, shortlist)
-
-    def _optimisers(self, budget: Budget) -> list[torch.optim.Optimizer]:
-        matrices = [p for p in self.draft.parameters() if p.dim() > 1]
-        vectors = [p for p in self.draft.parameters() if p.dim() == 1]
-        return [
-            Muon([{"params": matrices, "rate": 1.0}], budget.learning_rate),
-            adamw([{"params": vectors, "rate": 1.0, "weight_decay": 0.0}], budget),
-        ]
-
-    def _loss(self, step: int, samples: list[HeadSample]) -> tuple[Tensor, dict[str, float]]:  # noqa: ARG002
-        steps = 1 if self.done < self.single_share else UNROLLED
-        total, weight, shares = torch.zeros(()), 0.0, []
-        for ahead, (logits, kept, starts) in enumerate(self.unroller.laws(samples, steps)):
-            ids, logprobs = _targets(samples, starts, kept, ahead)
-            places = self._places(ids, starts)
-            hidden = logits.gather(1, places.clamp(min=0)) < -1e3
-            loss = top_cross_entropy(logits, places.masked_fill(hidden, -1), logprobs)
-            total = total + _STEP_WEIGHT**ahead * loss
-            weight += _STEP_WEIGHT**ahead
-            shares.append((logits.argmax(dim=1) == places[:, 0]).float().mean().item())
-        loss = total / weight
-        return loss, {"loss": loss.item(), "agreement": shares[0], "last": shares[-1]}
-
-    def _places(self, ids: Tensor, starts: Starts) -> Tensor:
-        index = self.index.clone()
-        own = torch.arange(len(starts.context), device=index.device)
-        index[starts.context] = len(self.shortlist) + own
-        return index[ids]
-
-
-def _targets(
-    samples: Sequence[HeadSample], starts: Starts, kept: Tensor, ahead: int
-) -> tuple[Tensor, Tensor]:
-    """Return the target's law behind the token that each start's step ``ahead`` has read."""
-    at = starts.place[kept] + ahead + 1
-    ids = torch.cat([s.top_ids for s in samples])[at].long()
-    return ids, torch.cat([s.top_logprobs for s in samples])[at].float()
 
 
 @torch.no_grad()

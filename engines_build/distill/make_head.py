@@ -26,14 +26,13 @@ from engines_build.distill.evaluation_sets import EvaluationError
 from engines_build.distill.first_head import first_head, taps_of
 from engines_build.distill.generate import eos_token_ids, served_dtype
 from engines_build.distill.head import (
-    HeadTrainer,
     Unroller,
     evaluate_head,
     export_head,
     load_head_samples,
 )
 from engines_build.distill.overlap import OverlapError
-from engines_build.distill.train import Budget
+from engines_build.distill.train import Budget, HeadTrainer
 
 
 def distil_head(args: argparse.Namespace) -> dict[str, Any]:

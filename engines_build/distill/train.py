@@ -1,4 +1,4 @@
-"""The loop that trains a draft on the teacher's kept logits: budget, checkpoints and curve."""
+"""The loop that trains a head on the target's kept laws: budget, checkpoints and curve."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ import json
 import math
 import random
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from backend.engines.head.network import HeadNetwork
+from engines_build.distill.head import HeadSample, Starts, Unroller
+from engines_build.distill.muon import Muon
 
-if TYPE_CHECKING:
-    from engines_build.distill.data import Answer
+SINGLE_SHARE = 0.4
+"""Share of the training that looks one token ahead."""
 
-S = TypeVar("S", bound="Answer")
-POSITIONS = range(1, 9)
-"""Places in a proposal whose acceptance is reported."""
+UNROLLED = 4
+"""Tokens ahead in the rest of it."""
+
+_STEP_WEIGHT = 0.8
+"""Of a token further on, relative to the one before it: fewer proposals get there."""
+
 
 _RISE_STEPS = 40
 _STEPS_PER_LINE = 50
@@ -64,31 +68,38 @@ class Budget:
     """On the clock of ``time.monotonic``, in seconds."""
 
 
-class Trainer(ABC, Generic[S]):
-    """Trains ``draft`` on ``samples``, from the checkpoint in ``run`` on if there is one.
+class HeadTrainer:
+    """Trains a head on answers, from the checkpoint in ``run`` on if there is one.
 
-    ``run`` names the checkpoint ``run.pt`` and the curve ``run.jsonl``: step, tokens read, loss
-    (nats a position), agreement, all means of the steps since the line before.
+    ``samples`` have features and lie where ``embedding`` does. ``single_share`` of the training
+    looks one token ahead. ``run`` names the checkpoint ``run.pt`` and the curve ``run.jsonl``:
+    step, tokens read, loss (nats a position), agreement, all means of the steps since the line
+    before.
     """
 
     def __init__(
         self,
-        draft: HeadNetwork,
+        network: HeadNetwork,
+        embedding: Tensor,
+        head: Tensor,
         shortlist: Tensor,
-        samples: list[S],
-        device: str,
+        samples: list[HeadSample],
         seed: int,
         run: Path,
+        single_share: float = SINGLE_SHARE,
     ):
-        self.draft, self.samples, self.device, self.seed = draft.to(device), samples, device, seed
+        self.device, self.single_share = str(embedding.device), single_share
+        self.network, self.samples, self.seed = network.to(self.device), samples, seed
         self.checkpoint, self.curve = (
             run.with_name(run.name + ".pt"),
             run.with_name(run.name + ".jsonl"),
         )
         run.parent.mkdir(parents=True, exist_ok=True)
-        self.index = torch.full((draft.config.vocab_size,), -1, dtype=torch.long)
-        self.index[shortlist] = torch.arange(len(shortlist))
-        self.shortlist = shortlist
+        shortlist = shortlist.cpu()
+        index = torch.full((network.config.vocab_size,), -1, dtype=torch.long)
+        index[shortlist] = torch.arange(len(shortlist))
+        self.index, self.shortlist = index.to(self.device), shortlist
+        self.unroller = Unroller(network, embedding, head, shortlist.to(self.device))
         self.done = 0.0
         """Share of the budget that is spent."""
 
@@ -111,7 +122,7 @@ class Trainer(ABC, Generic[S]):
                 group["lr"] = (
                     group["rate"] * budget.learning_rate * min((step + 1) / _RISE_STEPS, fall)
                 )
-            seen.append(self._step(step, chosen, optimisers))
+            seen.append(self._step(chosen, optimisers))
             state["step"], state["tokens"] = (
                 step + 1,
                 state["tokens"] + sum(len(s.tokens) for s in chosen),
@@ -126,9 +137,19 @@ class Trainer(ABC, Generic[S]):
         self._save(state, optimisers)
         return dict(state["line"])
 
-    @abstractmethod
     def _optimisers(self, budget: Budget) -> list[torch.optim.Optimizer]:
-        """Return what takes the steps; a group's ``rate`` is relative to the budget's."""
+        matrices = [p for p in self.network.parameters() if p.dim() > 1]
+        vectors = [p for p in self.network.parameters() if p.dim() == 1]
+        return [
+            Muon([{"params": matrices, "rate": 1.0}], budget.learning_rate),
+            torch.optim.AdamW(
+                [{"params": vectors, "rate": 1.0}],
+                lr=budget.learning_rate,
+                betas=(0.9, 0.98),
+                weight_decay=0.0,
+                fused=True,
+            ),
+        ]
 
     def _report(self, state: dict[str, Any], seen: list[dict[str, float]], wall_s: float) -> None:
         means = {name: round(float(np.mean([one[name] for one in seen])), 4) for name in seen[0]}
@@ -152,7 +173,7 @@ class Trainer(ABC, Generic[S]):
                 "line": {"loss": math.nan, "agreement": math.nan, "tokens": 0},
             }
         saved = torch.load(self.checkpoint, map_location=self.device)
-        self.draft.load_state_dict(saved["draft"])
+        self.network.load_state_dict(saved["draft"])
         for optimiser, theirs in zip(optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(theirs)
         lines = self.curve.read_text("utf-8").splitlines() if self.curve.exists() else []
@@ -164,10 +185,12 @@ class Trainer(ABC, Generic[S]):
         """Write the checkpoint; it appears whole or not at all."""
         fresh = self.checkpoint.with_suffix(".tmp")
         theirs = [optimiser.state_dict() for optimiser in optimisers]
-        torch.save({"draft": self.draft.state_dict(), "optimisers": theirs, "state": state}, fresh)
+        torch.save(
+            {"draft": self.network.state_dict(), "optimisers": theirs, "state": state}, fresh
+        )
         fresh.rename(self.checkpoint)
 
-    def _batches(self, batch: int, first: int) -> Iterator[tuple[int, list[S]]]:
+    def _batches(self, batch: int, first: int) -> Iterator[tuple[int, list[HeadSample]]]:
         """Yield steps from ``first`` on and their samples, of like length (less padding), shuffled
         differently in each pass.
         """
@@ -182,29 +205,48 @@ class Trainer(ABC, Generic[S]):
                     yield pass_ * steps + at, chosen
 
     def _step(
-        self, step: int, samples: list[S], optimisers: list[torch.optim.Optimizer]
+        self, samples: list[HeadSample], optimisers: list[torch.optim.Optimizer]
     ) -> dict[str, float]:
         """Take one step; return what the curve shows of it."""
-        loss, seen = self._loss(step, samples)
-        self.draft.zero_grad()
+        loss, seen = self._loss(samples)
+        self.network.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         for optimiser in optimisers:
             optimiser.step()
         return seen
 
-    @abstractmethod
-    def _loss(self, step: int, samples: list[S]) -> tuple[Tensor, dict[str, float]]:
-        """Return what to make less; and, to show, it and the share of positions where draft and
-        teacher choose the same token.
+    def _loss(self, samples: list[HeadSample]) -> tuple[Tensor, dict[str, float]]:
+        """Return what to make less; and, to show, it and the share of places where head and target
+        choose the same token.
         """
+        steps = 1 if self.done < self.single_share else UNROLLED
+        total, weight, shares = torch.zeros(()), 0.0, []
+        for ahead, (logits, kept, starts) in enumerate(self.unroller.laws(samples, steps)):
+            ids, logprobs = _targets(samples, starts, kept, ahead)
+            places = self._places(ids, starts)
+            hidden = logits.gather(1, places.clamp(min=0)) < -1e3
+            loss = top_cross_entropy(logits, places.masked_fill(hidden, -1), logprobs)
+            total = total + _STEP_WEIGHT**ahead * loss
+            weight += _STEP_WEIGHT**ahead
+            shares.append((logits.argmax(dim=1) == places[:, 0]).float().mean().item())
+        loss = total / weight
+        return loss, {"loss": loss.item(), "agreement": shares[0], "last": shares[-1]}
+
+    def _places(self, ids: Tensor, starts: Starts) -> Tensor:
+        index = self.index.clone()
+        own = torch.arange(len(starts.context), device=index.device)
+        index[starts.context] = len(self.shortlist) + own
+        return index[ids]
 
 
-def adamw(groups: list[dict[str, Any]], budget: Budget) -> torch.optim.AdamW:
-    """Return AdamW for groups of parameters."""
-    return torch.optim.AdamW(
-        groups, lr=budget.learning_rate, betas=(0.9, 0.98), weight_decay=0.1, fused=True
-    )
+def _targets(
+    samples: Sequence[HeadSample], starts: Starts, kept: Tensor, ahead: int
+) -> tuple[Tensor, Tensor]:
+    """Return the target's law behind the token that each start's step ``ahead`` has read."""
+    at = starts.place[kept] + ahead + 1
+    ids = torch.cat([s.top_ids for s in samples])[at].long()
+    return ids, torch.cat([s.top_logprobs for s in samples])[at].float()
 
 
 def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tensor:

@@ -155,7 +155,11 @@ def test_the_same_seed_and_token_budget_give_the_same_loss_curve_stopped_or_not(
     monkeypatch.setattr(distill_train, "_CHECKPOINT_S", 0.0)
     whole = arguments(target, tmp_path / "whole")
     distil_head(whole)
-    stopped, steps, step = arguments(target, tmp_path / "stopped"), [], distill_train.Trainer._step
+    stopped, steps, step = (
+        arguments(target, tmp_path / "stopped"),
+        [],
+        distill_train.HeadTrainer._step,
+    )
 
     def stop(self, *arguments):
         steps.append(1)
@@ -163,7 +167,7 @@ def test_the_same_seed_and_token_budget_give_the_same_loss_curve_stopped_or_not(
             raise KeyboardInterrupt
         return step(self, *arguments)
 
-    monkeypatch.setattr(distill_train.Trainer, "_step", stop)
+    monkeypatch.setattr(distill_train.HeadTrainer, "_step", stop)
     with pytest.raises(KeyboardInterrupt):
         distil_head(stopped)
     distil_head(stopped)

@@ -17,7 +17,6 @@ from backend.storage.manifest import weights_sha256
 from engines_build.distill import kept
 from engines_build.distill.first_head import first_head
 from engines_build.distill.generate import MAX_NEW_TOKENS, Teacher, _Row, answered, encode
-from engines_build.distill.head import HeadTrainer
 from engines_build.distill.on_gpu.__main__ import main, parse, train
 from engines_build.distill.on_gpu.answers import Answers, look
 from engines_build.distill.on_gpu.batch_model import Asked, BatchModel, lengths_of
@@ -28,7 +27,7 @@ from engines_build.distill.on_gpu.prompts import (
     read_texts,
 )
 from engines_build.distill.overlap import grams
-from engines_build.distill.train import Budget
+from engines_build.distill.train import Budget, HeadTrainer
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +43,6 @@ class Missing:
         if name.split(".")[0] in {"transformers", "openvino", "tritonclient", "grpc"}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
-from engines_build.distill.head import HeadTrainer
 from engines_build.distill.on_gpu.__main__ import main
 if __name__ == "__main__":
     main()
@@ -211,7 +209,7 @@ def test_a_run_without_transformers_writes_a_head_that_has_learnt(first):
     table, losses = weights["model.embed_tokens.weight"], []
     for one in (untrained, network):
         trainer = HeadTrainer(one, table, table, tokens, samples, 0, folder / "run")
-        losses.append(trainer._loss(0, samples)[0].item())
+        losses.append(trainer._loss(samples)[0].item())
     assert losses[1] < losses[0] - 0.2
     assert report["before"]["places"] == report["after"]["places"] > 50
 

@@ -24,9 +24,7 @@ from engines_build.distill.evaluation_sets import JUDGED, EvaluationError
 from engines_build.distill.first_head import first_head, taps_of
 from engines_build.distill.generate import served_dtype
 from engines_build.distill.head import (
-    SINGLE_SHARE,
     HeadSample,
-    HeadTrainer,
     Unroller,
     evaluate_head,
     export_head,
@@ -40,7 +38,7 @@ from engines_build.distill.on_gpu.prompts import (
     write_prompts,
     write_texts,
 )
-from engines_build.distill.train import Budget
+from engines_build.distill.train import SINGLE_SHARE, Budget, HeadTrainer
 
 _RATE_ON = 4e-3
 """Learning rate of a head that was trained before."""
