@@ -50,7 +50,7 @@ class Wrapper(Policy[Wrapped[State]]):
         return Wrapped(inner, state.shadow_drafts)
 
     def stand_by(self, view: View, state: Wrapped[State]) -> Wrapped[State]:
-        return Wrapped(self.policy.stand_by(view, state.inner))
+        return Wrapped(self.policy.stand_by(view, state.inner), state.shadow_drafts)
 
     def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
         return self.policy.save(state.inner, now)
@@ -64,23 +64,24 @@ class Wrapper(Policy[Wrapped[State]]):
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """One setting of the switches; a change is another value.
-
-    ``speculation``: ``on`` (the planner's choice is applied), ``off`` (none is, k = 0) or
-    ``shadow`` (the planner's choice is recorded, the fixed one applied). ``canary_share`` of the
-    requests follow the planner, the others the fixed choice ``fixed_draft``, ``fixed_length`` (0:
-    no speculation). ``inter_token_cap_s`` is the longest step that the planner may choose, unless
-    one without speculation takes longer anyway; 0: no cap.
-    """
+    """One setting of the operators' switches; a change is another value."""
 
     speculation: str = "on"
+    """``on`` (the planner's choice is applied), ``off`` (k = 0) or ``shadow`` (the planner's choice
+    is recorded, the fixed one applied).
+    """
     canary_share: float = 1.0
+    """The share of requests that follow the planner; the others get the fixed choice."""
     fixed_draft: str = ""
     fixed_length: int = 0
+    """0: no speculation."""
     inter_token_cap_s: float = 0.0
+    """The longest step that the planner may choose, unless one without speculation takes longer;
+    0: no cap.
+    """
 
     def arm(self, control: bool) -> str:
-        """Return whose choice a request gets: ``planner`` or ``fixed``, or the mode if not on."""
+        """Return the choice that a request gets: ``planner``, ``fixed``, or the mode if not on."""
         if self.speculation != "on":
             return self.speculation
         return "fixed" if control else "planner"
@@ -115,7 +116,7 @@ class SwitchedPolicy(Wrapper[State]):
         """Plan as the switches say. Raises ValueError when the fixed draft is not in the view."""
         switches = self._switches()
         if switches.speculation == "off":
-            return Plan.nothing(len(view)), self.stand_by(view, state)
+            return Plan.nothing(len(view)), Wrapped(self.policy.stand_by(view, state.inner))
         view = switches.capped(view)
         if switches.speculation == "shadow":
             seen = _with_shadow(view, state.shadow_drafts or {})
@@ -133,7 +134,7 @@ class SwitchedPolicy(Wrapper[State]):
         return replace(plan, draft=draft, length=length), after
 
     def needs_offers(self, request: IntArray, state: Wrapped[State]) -> bool:
-        """Return the policy's answer where it alone decides; False where none is to speculate."""
+        """Return the policy's answer if it alone decides; False if speculation is off."""
         switches = self._switches()
         if switches.speculation == "off":
             return False
@@ -150,7 +151,7 @@ class SwitchedPolicy(Wrapper[State]):
 
 
 def _with_shadow(view: View, shadowed: dict[int, int]) -> View:
-    """Return the view in which drafts that the shadow used have no more than a token to read."""
+    """Return the view in which drafts that the shadow used have at most one token to read."""
     catchup = view.catchup.copy()
     for row, request in enumerate(view.request.tolist()):
         if (draft := shadowed.get(request)) is not None:

@@ -1,7 +1,7 @@
-"""What a user of the policy in another engine may set: serving.json's words, and a few of its own.
+"""The settings of the policy in another engine: some of serving.json, and a few of its own.
 
-The host's engine is the target, so there is none to set; the most tokens of a proposal (``k_max``)
-are the host's own setting.
+The host's engine is the target, and ``k_max``, the most tokens of a proposal, is a setting of the
+host.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _DEFAULT_DRAFTS = [{"engine": "suffix", "name": "suffix"}]
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """``serving`` has drafts, policy, limits and threads (of drafts that run a model) as in
-    serving.json, without those that a host has itself.
-
-    ``latency_file``: the host's latency table, read where it is there, else written once measured
-    (empty: measured at every start). At most ``calibration_s`` go into measuring it.
-    ``metrics_port`` on the loopback shows the plug-in's own metrics (0: none).
-    """
+    """A plug-in's settings."""
 
     serving: ServingConfig = field(default_factory=ServingConfig)
+    """Drafts, policy, limits and threads of drafts, as in serving.json."""
     latency_file: str = ""
+    """The host's latency table: read if it exists, else written once measured. Empty: measured at
+    every start.
+    """
     calibration_s: float = setting(20.0, low=0.1, high=600.0)
+    """The most seconds of measuring."""
     metrics_port: int = setting(0, low=0, high=65535)
+    """A port on the loopback with the plug-in's own metrics; 0: none."""
 
 
 def host_config(raw: Mapping[str, Any], k_max: int, max_context_tokens: int) -> HostConfig:

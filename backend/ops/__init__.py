@@ -1,1 +1,1 @@
-"""What operators see: metrics, traces, logs of decisions, switches, what was learnt."""
+"""What operators see and set: metrics, request traces, switches."""
