@@ -75,8 +75,9 @@ class Answers:
     was found is good until the next is.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, visits: int = VISITS) -> None:
         self.capacity = capacity
+        self._visits = visits
         self.tokens = 0
         self.added = 0
         self._at = 0  # the slot that is written next
@@ -179,10 +180,41 @@ class Answers:
             tokens = ring[self._slots(start, size - 1)].tolist()
             yield Text(self._tenants[start], tokens, context)
 
+    @property
+    def array_bytes(self) -> int:
+        """What the arrays take, all of it from the start."""
+        return sum(len(each) * each.itemsize for each in self._arrays())
+
+    def check(self) -> None:
+        """Raise RuntimeError unless the arrays have the size of the start, and texts that are kept
+        are all that is in them.
+        """
+        if wrong := [len(each) for each in self._arrays() if len(each) != self.capacity]:
+            raise RuntimeError(f"arrays of {wrong} slots, the capacity is {self.capacity}")
+        size = sum(kept.tokens for kept in self._kept)
+        if not size == self.tokens <= self.capacity:
+            raise RuntimeError(f"texts of {size} tokens, counted {self.tokens}")
+        if [kept.start for kept in self._kept] != list(self._tenants):
+            raise RuntimeError(f"{len(self._kept)} texts, {len(self._tenants)} tenants of texts")
+        owner = np.full(self.capacity, BORDER, np.int32)
+        ends = np.ones(self.capacity, np.bool_)
+        for start, tokens, _ in self._kept:
+            owner[self._slots(start, tokens)] = start
+            ends[self._slots(start, tokens - 1)] = False
+        if wrong := np.flatnonzero(owner != np.frombuffer(self._text, np.int32)).tolist():
+            raise RuntimeError(f"slots {wrong} are of another text")
+        if wrong := np.flatnonzero(
+            ends != (np.frombuffer(self._ring, np.int32) == BORDER)
+        ).tolist():
+            raise RuntimeError(f"slots {wrong} have a token outside the texts, or none in one")
+
+    def _arrays(self) -> list[array[int]]:
+        return [self._ring, self._text, *self._newest, *self._before]
+
     def _chained(self, slot: int, before: array[int]) -> Iterator[int]:
-        """Yield the last ``VISITS`` places of a chain, from its newest on."""
+        """Yield the last ``visits`` places of a chain, from its newest on."""
         at, capacity, age = self._at, self.capacity, 0
-        for _ in range(VISITS):
+        for _ in range(self._visits):
             older = (at - slot) % capacity or capacity
             if slot < 0 or older <= age:
                 return  # the end, or written over since

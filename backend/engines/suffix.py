@@ -66,7 +66,7 @@ class SuffixEngine(LookupEngine):
         **options: int,
     ) -> None:
         super().__init__(name, **options)
-        self._answers = Answers(remembered_tokens)
+        self.answers = Answers(remembered_tokens)
         self._matched: dict[int, _Matches] = {}
         self._tenants: dict[int, bytes] = {}
         self._file, self._count = file, count
@@ -77,7 +77,7 @@ class SuffixEngine(LookupEngine):
     @property
     def remembered_tokens(self) -> int:
         """How many tokens are kept now, a border behind each answer counted."""
-        return self._answers.tokens
+        return self.answers.tokens
 
     def ended(self, sequence: Sequence) -> None:
         """Keep what was written for a request, unless it is not to be remembered."""
@@ -102,7 +102,7 @@ class SuffixEngine(LookupEngine):
             self._save(self._file)
         self._matched.clear()
         self._tenants.clear()
-        self._answers = Answers(self._answers.capacity)
+        self.answers = Answers(self.answers.capacity)
 
     def _has_match(self, sequence: Sequence) -> bool:
         matches = self._matches(sequence)
@@ -116,7 +116,7 @@ class SuffixEngine(LookupEngine):
         if not matches.kept:
             return super()._paths(sequence, length)
         own = [(m.size, continuation(tokens, m.position, length)) for m in matches.own]
-        kept = [(f.size - OTHERS, self._answers.read(f.slot, length)) for f in matches.kept]
+        kept = [(f.size - OTHERS, self.answers.read(f.slot, length)) for f in matches.kept]
         found = own + kept
         longest = max(size for size, _ in found)
         votes: dict[tuple[int, ...], int] = {}
@@ -132,14 +132,14 @@ class SuffixEngine(LookupEngine):
 
     def _matches(self, sequence: Sequence) -> _Matches:
         """Return the matches of a text as it is; each is looked for once."""
-        tokens, added = sequence.tokens, self._answers.added
+        tokens, added = sequence.tokens, self.answers.added
         known = self._matched.get(sequence.id)
         if known is None or (known.length, known.added) != (len(tokens), added):
             own = [
                 Match(position, _reach(tokens, position))
                 for position, _ in self._index(sequence).matches(tokens)
             ]
-            kept = self._answers.find(self._tenant(sequence), tokens, PLACES)
+            kept = self.answers.find(self._tenant(sequence), tokens, PLACES)
             known = self._matched[sequence.id] = _Matches(len(tokens), added, own, kept)
         return known
 
@@ -150,7 +150,7 @@ class SuffixEngine(LookupEngine):
         return tenant
 
     def _keep(self, text: Text) -> None:
-        kept, forgotten = self._answers.add(text)
+        kept, forgotten = self.answers.add(text)
         self._unsaved |= kept > 0
         if self._count is not None and kept:
             name = "spindle_remembered_tokens_total"
@@ -175,7 +175,7 @@ class SuffixEngine(LookupEngine):
 
     def _save(self, file: File) -> None:
         try:
-            cache.publish_file(file, self._answers.packed(), mode=0o600)
+            cache.publish_file(file, self.answers.packed(), mode=0o600)
         except OSError as error:
             logger.error("draft %s cannot save its answers: %s: %s", self.name, file, error)
             self._fallback("remembered_unsaved")

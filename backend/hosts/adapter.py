@@ -87,9 +87,9 @@ class Host:
         service = Service(serving, _threads(serving.threads), lambda e: Path(e.model), stats.count)
         self.drafts = [make_engine(engine, service) for engine in serving.drafts]
         drafting = Drafting(self.drafts, self._stats, clock)
-        self._cycle = Cycle(drafting, NoSpeculation(), self._stats, clock, serving.policy.seed)
+        self.cycle = Cycle(drafting, NoSpeculation(), self._stats, clock, serving.policy.seed)
         pools = {draft.name: draft.limits.kv_blocks for draft in self.drafts}
-        self._ledger = KVLedger(pools, self.k_max + 1) if any(pools.values()) else None
+        self.ledger = KVLedger(pools, self.k_max + 1) if any(pools.values()) else None
         self._tables = {
             engine.name: draft_table(draft, serving.limits.max_active_requests)
             for engine, draft in zip(serving.drafts, self.drafts, strict=True)
@@ -97,7 +97,8 @@ class Host:
         }
         self._turn = 0
         self._numbers = count(1)
-        self._sequences: dict[Hashable, Sequence] = {}
+        self.sequences: dict[Hashable, Sequence] = {}
+        """What the drafts know of each request that is not over."""
         self._step: Step | None = None
 
     @property
@@ -111,8 +112,8 @@ class Host:
         """
         tables: Mapping[str, LatencyTable] = {**self._tables, TARGET: target}
         policy = make_policy(self._serving, self.drafts, tables, self._stats, execution=execution)
-        self._cycle.trims = execution is None
-        self._cycle.runner.change(policy, policy.start())
+        self.cycle.trims = execution is None
+        self.cycle.runner.change(policy, policy.start())
 
     # -- before a step
 
@@ -126,16 +127,16 @@ class Host:
         """
         if not rows:
             self._step = None
-            self._cycle.pause()
+            self.cycle.pause()
             return {}
-        log = self._cycle.begin()
+        log = self.cycle.begin()
         sequences = [self._sequence(row) for row in rows]
         view = replace(
             self._view(rows, sequences),
             prefill_tokens=prefill_tokens,
             prefilling=prefilling,
         )
-        self._step = self._cycle.propose(sequences, view, log)
+        self._step = self.cycle.propose(sequences, view, log)
         chosen = (
             (row.key, self._step.chosen(sequence.id))
             for row, sequence in zip(rows, sequences, strict=True)
@@ -144,7 +145,7 @@ class Host:
 
     def _sequence(self, row: Row) -> Sequence:
         """Return what the drafts know of a row, brought up to its tokens."""
-        sequence = self._sequences.get(row.key)
+        sequence = self.sequences.get(row.key)
         if sequence is not None and len(row.tokens) < len(sequence.tokens):
             self._forget(row.key)  # the host restarted it
             sequence = None
@@ -154,14 +155,14 @@ class Host:
             sequence = Sequence(
                 next(self._numbers), tokens, row.prompt_tokens, sampling, salt=row.salt
             )
-            self._sequences[row.key] = sequence
+            self.sequences[row.key] = sequence
         elif len(row.tokens) > len(sequence.tokens):
             sequence.tokens += row.tokens[len(sequence.tokens) :]
-        if self._ledger is not None:
+        if self.ledger is not None:
             if sequence.blocks:
-                self._ledger.grow(sequence)  # where it has no room, drafts cannot propose
+                self.ledger.grow(sequence)  # where it has no room, drafts cannot propose
             else:
-                self._ledger.reserve(sequence, 0)
+                self.ledger.reserve(sequence, 0)
         return sequence
 
     def _view(self, rows: Seq[Row], sequences: list[Sequence]) -> View:
@@ -170,12 +171,12 @@ class Host:
             for row, s in zip(rows, sequences, strict=True)
         ]
         request, context, remaining, most = np.array(columns, np.int64).T
-        rests = not self._cycle.runner.needs_offers(request)
+        rests = not self.cycle.runner.needs_offers(request)
         if rests and len(rows) >= _MANY_ROWS:  # what free drafts offer is evidence only
             self._turn = (self._turn + 1) % _EVIDENCE_STEPS
             most *= np.arange(len(rows)) % _EVIDENCE_STEPS == self._turn
-        ceiling, unseen = self._cycle.drafting.ceilings(sequences, most.tolist(), only_free=rests)
-        names = self._cycle.drafting.names
+        ceiling, unseen = self.cycle.drafting.ceilings(sequences, most.tolist(), only_free=rests)
+        names = self.cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)
         return View(names, request, context, remaining, ceiling, unseen, tenant=tenant)
 
@@ -192,38 +193,38 @@ class Host:
             return
         log, mine = step.log, True
         for row in rows:
-            sequence = self._sequences.get(row.key)
+            sequence = self.sequences.get(row.key)
             if sequence is None or sequence.id not in step.proposals:
                 continue
             emitted = [*row.tokens[len(sequence.tokens) :]]
             if not emitted:
                 continue
             mine &= _is_start(row.proposed, step.chosen(sequence.id))
-            self._cycle.verified(step, sequence, len(row.proposed), emitted)
+            self.cycle.verified(step, sequence, len(row.proposed), emitted)
             sequence.tokens += emitted
         if not mine:
             self._stats.fallback("not_as_proposed")
         elif log.rows:
             log.parts_s["verify"] = verify_s
             log.prefill_tokens = prefill_tokens
-            self._cycle.learn(step)
-            self._stats.state(len(self._sequences), 0, {}, self._cycle.runner.drift())
+            self.cycle.learn(step)
+            self._stats.state(len(self.sequences), 0, {}, self.cycle.runner.drift())
 
     def ended(self, keys: Iterable[Hashable]) -> None:
         """Forget requests that are over; drafts that remember answers take theirs. Unknown keys
         are ignored.
         """
         for key in keys:
-            if (sequence := self._sequences.get(key)) is not None:
-                self._cycle.drafting.ended(sequence)
+            if (sequence := self.sequences.get(key)) is not None:
+                self.cycle.drafting.ended(sequence)
                 self._forget(key)
 
     def _forget(self, key: Hashable) -> None:
-        sequence = self._sequences.pop(key)
-        self._cycle.drafting.cancel([sequence.id])
-        if self._ledger is not None:
-            self._ledger.release(sequence)
-        self._cycle.finished(sequence.id)
+        sequence = self.sequences.pop(key)
+        self.cycle.drafting.cancel([sequence.id])
+        if self.ledger is not None:
+            self.ledger.release(sequence)
+        self.cycle.finished(sequence.id)
 
     def close(self) -> None:
         """Release the drafts."""

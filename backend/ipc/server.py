@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.5
 STUCK_LIMIT_S = 120.0
-"""A loop that is in one step for so long hangs."""
+"""Seconds in one step, after which the loop is taken to hang."""
 LONG_TEXT_CHARACTERS = 32 * 1024
 """Longer texts are prepared by a thread of their own: short ones do not wait."""
 DEEP_STACK_BYTES = 256 * 1024 * 1024
@@ -71,8 +71,9 @@ class Connection:
     only the IO thread takes).
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, most_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
         self.sock = sock
+        self._most_unsent_bytes = most_unsent_bytes
         self.frames_in: Frames[Message] = Frames(FromStub)
         self.greeted = False
         self.subscribed = False
@@ -89,7 +90,7 @@ class Connection:
         if self.unsent:
             with contextlib.suppress(BlockingIOError):  # the selector says when there is room again
                 del self.unsent[: self.sock.send(self.unsent)]
-        if len(self.unsent) > MAX_UNSENT_BYTES:
+        if len(self.unsent) > self._most_unsent_bytes:
             raise ConnectionResetError(f"the stub left {len(self.unsent)} bytes unread")
 
 
@@ -144,10 +145,17 @@ class Server:
     else runs on the IO thread.
     """
 
-    def __init__(self, app: App, path: Path, config: Path) -> None:
+    def __init__(
+        self,
+        app: App,
+        path: Path,
+        config: Path,
+        stuck_limit_s: float = STUCK_LIMIT_S,
+    ) -> None:
         """Serve on a socket at ``path``; ``config`` is the ``serving.json`` that ``reload drafts``
-        reads again.
+        reads again. A loop that is in one step for ``stuck_limit_s`` hangs.
         """
+        self._stuck_limit_s = stuck_limit_s
         self._app = app
         self._path = path
         self._config = config
@@ -157,7 +165,7 @@ class Server:
         self._waker, self._woken = socket.socketpair()
         self._wake_sent = False
         self._dirty: deque[Connection] = deque()
-        self._connections: set[Connection] = set()
+        self.connections: set[Connection] = set()
         self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
         self._long_texts = ThreadPoolExecutor(1, "long-texts")
         self._grammars = _deep_thread("grammars")  # a short one may take two seconds
@@ -230,15 +238,15 @@ class Server:
 
     def _is_well(self, loop: threading.Thread) -> bool:
         stuck_s = monotonic() - self._app.orchestrator.alive_s
-        if loop.is_alive() and stuck_s > STUCK_LIMIT_S:
+        if loop.is_alive() and stuck_s > self._stuck_limit_s:
             logger.error("the loop has been in one step for %.0f s", stuck_s)
-        return loop.is_alive() and stuck_s <= STUCK_LIMIT_S
+        return loop.is_alive() and stuck_s <= self._stuck_limit_s
 
     def _done(self) -> bool:
         if self._drain_until_s is None:
             return False
         return monotonic() >= self._drain_until_s or not any(
-            c.tickets or c.frames or c.unsent for c in self._connections
+            c.tickets or c.frames or c.unsent for c in self.connections
         )
 
     # -- sockets
@@ -270,7 +278,7 @@ class Server:
         sock, _ = listener.accept()
         sock.setblocking(False)
         connection = Connection(sock)
-        self._connections.add(connection)
+        self.connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self.post(connection, Hello(info=self._info()))
 
@@ -279,12 +287,12 @@ class Server:
         if not data:
             raise ConnectionResetError("the stub closed the connection")
         for message in connection.frames_in.feed(data):
-            self._receive(connection, message)
+            self.receive(connection, message)
 
     def _flush_dirty(self) -> None:
         while self._dirty:
             connection = self._dirty.popleft()
-            if connection in self._connections:
+            if connection in self.connections:
                 try:
                     self._flush(connection)
                 except OSError as error:
@@ -299,7 +307,7 @@ class Server:
     def _drop(self, connection: Connection, error: Exception) -> None:
         """Forget a connection and cancel its requests."""
         logger.info("connection closed: %s", error)
-        self._connections.discard(connection)
+        self.connections.discard(connection)
         self._selector.unregister(connection.sock)
         connection.sock.close()
         for ticket in list(connection.tickets.values()):
@@ -308,7 +316,8 @@ class Server:
 
     # -- messages
 
-    def _receive(self, connection: Connection, message: Message) -> None:
+    def receive(self, connection: Connection, message: Message) -> None:
+        """Take a message of a stub: the first must greet."""
         if not connection.greeted:
             check_hello(message)
             connection.greeted = True
@@ -374,7 +383,7 @@ class Server:
 
     def _convert(self, connection: Connection, message: Encode | Decode) -> None:
         """Answer those who tokenise for themselves (a tokeniser thread)."""
-        if connection not in self._connections:
+        if connection not in self.connections:
             return
         tokenizer = self._app.tokenizer
         reply: Message
@@ -473,7 +482,7 @@ class Server:
         }
 
     def _send_stats(self) -> None:
-        subscribers = [connection for connection in self._connections if connection.subscribed]
+        subscribers = [connection for connection in self.connections if connection.subscribed]
         if subscribers:  # without one, the figures wait
             self._app.step_stats.export()
             message = Stats(**self._app.stats.drain()._asdict())

@@ -51,7 +51,7 @@ def test_texts_are_whole_and_take_fewer_steps(plugin):
     serve(executor, requests)
     assert all(r.text == r._text for r in requests)
     assert len(executor.steps) < 110  # 137 without drafts
-    assert executor._drafter._host._sequences == {}
+    assert executor._drafter._host.sequences == {}
     assert executor._resources.decoding == {}
 
 

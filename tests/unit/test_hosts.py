@@ -84,7 +84,7 @@ def test_text_that_repeats_itself_takes_fewer_steps_and_nothing_stays_behind():
     texts = [repeating(f"r{n}", 100 * n) for n in range(3)]
     planned = host()
     assert serve(planned, texts) < 100
-    assert planned._sequences == {}
+    assert planned.sequences == {}
     assert all(text.written == len(text.tokens) for text in texts)
 
 
@@ -113,18 +113,19 @@ def test_the_last_token_is_the_target_s_own():
 
 
 def test_nothing_is_learnt_of_a_step_that_verified_something_else():
-    text, planned = repeating("r", 0), host()
-    fallbacks = []
-    planned._stats.fallback = fallbacks.append
+    text, stats = repeating("r", 0), Stats()
+    planned = Host(settings(), stats)
+    planned.plan_by(FLAT)
     for _ in range(40):
         proposal = planned.propose([text.row()]).get("r")
         if proposal is None:
             planned.ran([text.step([])], verify_s=0.02)
             continue
-        state = planned._cycle.runner.state
+        state = planned.cycle.runner.state
         planned.ran([Verified("r", [0] * K_MAX, text.step([]).tokens)], verify_s=0.02)
-        assert planned._cycle.runner.state is state
-        assert fallbacks == ["not_as_proposed"]
+        assert planned.cycle.runner.state is state
+        counters = stats.drain().counters
+        assert ("spindle_fallback_total", {"reason": "not_as_proposed"}, 1) in counters
         return
     pytest.fail("nothing was proposed")
 
@@ -137,7 +138,7 @@ def test_a_host_may_cut_a_proposal():
         cut += proposal is not None and len(proposal) > 1
         planned.ran([text.step(tokens)], verify_s=0.02)
     assert cut > 5
-    assert planned._cycle.runner.state.acceptance.draft_reached[0].sum() > 0
+    assert planned.cycle.runner.state.acceptance.draft_reached[0].sum() > 0
 
 
 def test_rows_leave_and_return_and_may_begin_anew():
@@ -150,10 +151,10 @@ def test_rows_leave_and_return_and_may_begin_anew():
             text.step(proposals[text.key].tokens if text.key in proposals else []) for text in here
         ]
         planned.ran(done[:1] if step == 5 else done, verify_s=0.02)
-    assert planned._sequences["b"].tokens == other.tokens[: other.written]
+    assert planned.sequences["b"].tokens == other.tokens[: other.written]
     other.written = 20
     planned.propose([other.row()])
-    assert planned._sequences["b"].tokens == other.tokens[:20]
+    assert planned.sequences["b"].tokens == other.tokens[:20]
 
 
 def test_answers_are_remembered_apart_by_salt():
@@ -162,13 +163,13 @@ def test_answers_are_remembered_apart_by_salt():
     serve(planned, [Text("first", answer, 8)])
     alike = planned.drafts[0].available
     planned.propose([Row("same", answer[:20], 8, 90), Row("apart", answer[:20], 8, 90, salt="x")])
-    assert alike(planned._sequences["same"], 4) == 4
-    assert alike(planned._sequences["apart"], 4) == 0
+    assert alike(planned.sequences["same"], 4) == 4
+    assert alike(planned.sequences["apart"], 4) == 0
 
 
 def test_a_policy_that_fails_costs_speculation_only():
     planned = host()
-    planned._cycle.runner.policy.plan = None
+    planned.cycle.runner.policy.plan = None
     assert serve(planned, [repeating("r", 0)]) == 192
 
 
@@ -253,4 +254,4 @@ def test_a_draft_with_a_model_is_measured_and_drafts_within_its_room():
         Text(f"t{n}", np.random.default_rng(n).integers(1, 99, 60).tolist(), 8) for n in range(3)
     ]
     serve(planned, texts)
-    assert planned._ledger.usage()["used"] == 0
+    assert planned.ledger.usage()["used"] == 0

@@ -9,9 +9,8 @@ import types
 
 import pytest
 
-from backend.ipc import server as module
 from backend.ipc.messages import Cancel, Chunk, Encode, Submit
-from backend.ipc.server import Connection, Server
+from backend.ipc.server import LONG_TEXT_CHARACTERS, Connection, Server
 from backend.limits import Limits, TextBound
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
@@ -19,18 +18,24 @@ from backend.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
-def server(tmp_path):
-    return Server(
-        types.SimpleNamespace(orchestrator=None, tokenizer=ByteTokenizer()),
-        tmp_path / "socket",
-        tmp_path / "serving.json",
+def app():
+    """What the server asks of a deployment."""
+    return types.SimpleNamespace(
+        orchestrator=None,
+        tokenizer=ByteTokenizer(),
+        tracing=types.SimpleNamespace(begin=lambda trace: None),
     )
 
 
-def connected():
+@pytest.fixture
+def server(app, tmp_path):
+    return Server(app, tmp_path / "socket", tmp_path / "serving.json")
+
+
+def connected(**limits):
     near, far = socket.socketpair()
     near.setblocking(False)
-    return Connection(near), far
+    return Connection(near, **limits), far
 
 
 def test_a_post_while_the_waker_is_read_does_not_silence_the_next_one(server):
@@ -51,8 +56,7 @@ def test_a_post_while_the_waker_is_read_does_not_silence_the_next_one(server):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_loop_that_ends_or_hangs_ends_the_service(tmp_path, monkeypatch, caplog, ends):
-    monkeypatch.setattr(module, "STUCK_LIMIT_S", 0.2)
+def test_a_loop_that_ends_or_hangs_ends_the_service(tmp_path, app, caplog, ends):
     hang = threading.Event()
 
     class Loop:
@@ -65,11 +69,8 @@ def test_a_loop_that_ends_or_hangs_ends_the_service(tmp_path, monkeypatch, caplo
         def wake(self):
             hang.set()  # so that the test need not wait for the join
 
-    server = Server(
-        types.SimpleNamespace(orchestrator=Loop(), stats=None, tokenizer=ByteTokenizer()),
-        tmp_path / "socket",
-        tmp_path / "serving.json",
-    )
+    app.orchestrator = Loop()
+    server = Server(app, tmp_path / "socket", tmp_path / "serving.json", stuck_limit_s=0.2)
     assert server.serve() is False
     assert not (tmp_path / "socket").exists()
     assert ends or "the loop has been in one step" in caplog.text
@@ -87,9 +88,8 @@ def test_a_reader_that_is_slow_gets_everything_in_order():
     assert not connection.unsent
 
 
-def test_a_reader_that_stopped_is_given_up(monkeypatch):
-    monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 1_000_000)
-    connection, _far = connected()
+def test_a_reader_that_stopped_is_given_up():
+    connection, _far = connected(most_unsent_bytes=1_000_000)
     connection.frames.append(bytes(3_000_000))
     with pytest.raises(ConnectionResetError, match="bytes unread"):
         connection.flush()
@@ -107,18 +107,17 @@ class Holding:
 
     def encode(self, text, add_special_tokens=True):
         self.texts.append(text[:1])
-        if len(text) > module.LONG_TEXT_CHARACTERS:
+        if len(text) > LONG_TEXT_CHARACTERS:
             assert self.go_on.wait(30)
         return [1]
 
 
-def converting(server, **limits):
-    app = server._app
+def converting(server, app, **limits):
     app.tokenizer = Holding()
     app.config = types.SimpleNamespace(add_special_tokens=True)
     app.preparation = types.SimpleNamespace(limits=Limits(**limits))
     connection, _far = connected()
-    server._connections.add(connection)
+    server.connections.add(connection)
     return connection, app.tokenizer
 
 
@@ -131,12 +130,12 @@ def wait_for(condition):
 
 def encode(server, connection, text):
     connection.greeted = True
-    server._receive(connection, Encode(prompts=[text], words=[]))
+    server.receive(connection, Encode(prompts=[text], words=[]))
 
 
-def test_a_short_text_does_not_wait_for_a_long_one(server):
-    connection, tokenizer = converting(server)
-    encode(server, connection, "a" * (module.LONG_TEXT_CHARACTERS + 1))
+def test_a_short_text_does_not_wait_for_a_long_one(server, app):
+    connection, tokenizer = converting(server, app)
+    encode(server, connection, "a" * (LONG_TEXT_CHARACTERS + 1))
     encode(server, connection, "b")
     wait_for(lambda: len(connection.frames) == 1)
     assert sorted(tokenizer.texts) == ["a", "b"]
@@ -144,16 +143,16 @@ def test_a_short_text_does_not_wait_for_a_long_one(server):
     wait_for(lambda: len(connection.frames) == 2)
 
 
-def test_a_text_that_cannot_fit_is_never_tokenised(server):
-    connection, tokenizer = converting(server, bound=TextBound(1), prompt_tokens=100)
+def test_a_text_that_cannot_fit_is_never_tokenised(server, app):
+    connection, tokenizer = converting(server, app, bound=TextBound(1), prompt_tokens=100)
     encode(server, connection, "a" * 101)
     wait_for(lambda: connection.frames)
     assert b"QUERY of 101 bytes is over the limit of 100 tokens" in connection.frames[0]
     assert tokenizer.texts == []
 
 
-def test_a_request_without_a_grammar_does_not_wait_for_one_with(server):
-    connection, _tokenizer = converting(server)
+def test_a_request_without_a_grammar_does_not_wait_for_one_with(server, app):
+    connection, _tokenizer = converting(server, app)
     prepared, go_on = [], threading.Event()
 
     def session(request, ticket):
@@ -161,20 +160,19 @@ def test_a_request_without_a_grammar_does_not_wait_for_one_with(server):
         prepared.append(request.text_input)
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "no")
 
-    server._app.session = session
-    server._app.tracing = types.SimpleNamespace(begin=lambda trace: None)
+    app.session = session
     connection.greeted = True
     guided = GenerationRequest("guided", 1, guide_type="regex", guide="a")
     for number, request in enumerate((guided, GenerationRequest("plain", 1))):
-        server._receive(connection, Submit(id=number, request=request))
+        server.receive(connection, Submit(id=number, request=request))
     wait_for(lambda: prepared)
     assert prepared == ["plain"]
     go_on.set()
     wait_for(lambda: len(prepared) == 2)
 
 
-def test_requests_cancelled_while_they_waited_are_not_tokenised(server):
-    connection, _tokenizer = converting(server)
+def test_requests_cancelled_while_they_waited_are_not_tokenised(server, app):
+    connection, _tokenizer = converting(server, app)
     prepared, go_on = [], threading.Event()
 
     def session(request, ticket):
@@ -182,15 +180,14 @@ def test_requests_cancelled_while_they_waited_are_not_tokenised(server):
         assert go_on.wait(30)
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "too long")
 
-    server._app.session = session
-    server._app.tracing = types.SimpleNamespace(begin=lambda trace: None)
-    server._app.orchestrator = types.SimpleNamespace(wake=lambda: None)
+    app.session = session
+    app.orchestrator = types.SimpleNamespace(wake=lambda: None)
     connection.greeted = True
     for number in range(3):
-        server._receive(connection, Submit(id=number, request=GenerationRequest(f"{number}", 1)))
+        server.receive(connection, Submit(id=number, request=GenerationRequest(f"{number}", 1)))
     wait_for(lambda: prepared)
     for number in (1, 2):
-        server._receive(connection, Cancel(id=number))
+        server.receive(connection, Cancel(id=number))
     go_on.set()
     wait_for(lambda: len(connection.frames) == 3)
     assert prepared == ["0"]
@@ -198,7 +195,7 @@ def test_requests_cancelled_while_they_waited_are_not_tokenised(server):
 
 
 @pytest.mark.parametrize("links", [400, 3400])
-def test_a_deep_grammar_does_not_overflow_the_stack(server, links):
+def test_a_deep_grammar_does_not_overflow_the_stack(server, app, links):
     """3,400 schemas, each of which refers to the next, are as many as a grammar can have."""
     schemas = {
         f"d{link}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{link + 1}"}}}
@@ -213,10 +210,9 @@ def test_a_deep_grammar_does_not_overflow_the_stack(server, links):
         made.append(grammars.guide("json_schema", request.guide, ByteTokenizer().end_ids))
         raise RequestError(ErrorCode.UNAVAILABLE, "there is no loop")
 
-    server._app.session = session
-    server._app.tracing = types.SimpleNamespace(begin=lambda trace: None)
+    app.session = session
     request = GenerationRequest("a", 1, guide_type="json_schema", guide=json.dumps(schema))
-    server._receive(connection, Submit(id=1, request=request))
+    server.receive(connection, Submit(id=1, request=request))
     wait_for(lambda: made)
     (guide,) = made
     assert guide.mask(list(b'{"a')) is not None

@@ -186,7 +186,7 @@ def test_no_tenant_is_ever_proposed_what_only_others_were_answered(seed):
 def test_a_salt_is_kept_nowhere():
     suffix = engine()
     answered(suffix, [1], [2, 3, 4, 5], salt="a secret salt")
-    assert b"a secret salt" not in suffix._answers.packed()
+    assert b"a secret salt" not in suffix.answers.packed()
     assert tenant_of("a") != tenant_of("b")
 
 
@@ -217,20 +217,19 @@ def test_the_oldest_go_first_whole_and_nothing_of_them_stays():
         numbers = [text.tokens[0] - 1000 for text in kept.texts()]
         assert numbers == list(range(numbers[0], number + 1))
         assert kept.tokens == sum(len(text.tokens) + 1 for text in kept.texts()) <= 100
-        assert {token - 1000 for token in kept._ring} - {answers.BORDER - 1000} == set(numbers)
-        assert len(kept._tenants) == len(numbers)
+        kept.check()
         sizes.append(kept.tokens)
     assert min(sizes[10:]) > 100 - SHORTEST - 9  # no more goes than has to
 
 
 def test_memory_is_taken_at_the_start_and_bounded_by_what_is_planned():
     kept, rng = Answers(4096), random.Random(0)
-    arrays = [kept._ring, kept._text, *kept._newest, *kept._before]
-    taken = sum(len(each) * each.itemsize for each in arrays)
+    taken = kept.array_bytes
     for _ in range(2000):  # the shortest, of which the notes are the largest share
         kept.add(Text(tenant_of(str(rng.random())), rng.choices(range(9), k=SHORTEST), CONTEXT))
-    notes = len(kept._kept) * (8 + 72 + 3 * 32) + len(kept._tenants) * (104 + 49)
-    assert [len(each) for each in arrays] == [4096] * len(arrays)
+    notes = len(list(kept.texts())) * (8 + 72 + 3 * 32 + 104 + 49)
+    kept.check()
+    assert kept.array_bytes == taken
     assert taken + notes < KINDS["suffix"].token_bytes * 4096
 
 
@@ -251,9 +250,8 @@ def brute_force(texts, tokens, most):
 
 
 @pytest.mark.parametrize("capacity", [60, 200, 1500])
-def test_places_are_those_of_brute_force(capacity, monkeypatch):
-    monkeypatch.setattr(answers, "VISITS", 10**6)
-    rng, kept, many = random.Random(capacity), Answers(capacity), 0
+def test_places_are_those_of_brute_force(capacity):
+    rng, kept, many = random.Random(capacity), Answers(capacity, visits=10**6), 0
     for _ in range(400):
         size = rng.randrange(SHORTEST, 35)
         text = Text(HERE, rng.choices(range(4), k=size), rng.randrange(0, min(size, CONTEXT) + 1))
@@ -303,7 +301,7 @@ def test_a_smaller_memory_takes_up_the_newest(tmp_path):
         answered(first, [1], [100 + number] * 20)
     first.close()
     second = engine(remembered_tokens=100, file=file)
-    assert [text.tokens[-1] - 100 for text in second._answers.texts()] == [47, 48, 49]
+    assert [text.tokens[-1] - 100 for text in second.answers.texts()] == [47, 48, 49]
 
 
 def damaged(**changed):
@@ -381,8 +379,8 @@ def test_the_same_question_is_answered_faster_and_alike_unless_nobody_may_rememb
     assert after == again > before + 20
     held = {
         name: value
-        for (name, labels), value in app.stats._counters.items()
-        if dict(labels).get("event") == "kept"
+        for name, labels, value in app.stats.drain().counters
+        if labels.get("event") == "kept"
     }
     assert list(held) == ["spindle_remembered_tokens_total"]
     forgetful = build(parse_config(SERVED))
