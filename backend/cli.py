@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
-ELSEWHERE = {
+DELEGATED_COMMANDS = {
     "prepare": (
         "engines_build.prepare",
         "bring the models and latency tables that a configuration needs",
@@ -57,8 +57,8 @@ VARIABLES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in ELSEWHERE:
-        return _run_elsewhere(words[0], words[1:])
+    if words and words[0] in DELEGATED_COMMANDS:
+        return _delegate(words[0], words[1:])
     rest: list[str] = []
     if "--" in words:
         at = words.index("--")
@@ -79,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return serve(overrides, rest, verbose=options.verbose)
 
 
-def _run_elsewhere(command: str, arguments: list[str]) -> int:
+def _delegate(command: str, arguments: list[str]) -> int:
     """Run a command by its module's name, with the arguments that follow."""
-    module, _ = ELSEWHERE[command]
+    module, _ = DELEGATED_COMMANDS[command]
     if str(PROJECT_ROOT) not in sys.path:
         sys.path.insert(0, str(PROJECT_ROOT))
     sys.path.append(os.getcwd())  # a policy of the user's
@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print objects: name, state, text")
     for command in (serve, doctor):
         _add_places(command)
-    for name, (_, what) in ELSEWHERE.items():
+    for name, (_, what) in DELEGATED_COMMANDS.items():
         commands.add_parser(name, help=what, add_help=False)
     return parser
 

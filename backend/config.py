@@ -41,15 +41,16 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """A target or a draft. ``auto`` of ``engine`` and ``dtype`` is settled when the file is read
-    (``settled``).
+    """A target or a draft. ``auto`` of ``engine`` and ``dtype`` is resolved when the file is read
+    (``with_auto_resolved``).
     """
 
     engine: str = setting("auto", choices=("auto", *KINDS))
     name: str = "target"
     model: str = ""
     """A folder, or the embedded model's name where the kind loads Hugging Face folders. A relative
-    one is looked for beside the ``serving.json``, then beside the packages (the shipped drafts).
+    folder is looked for where the ``serving.json`` is, then where the packages are (the shipped
+    drafts).
     """
     dtype: str = setting("auto", choices=("auto", "bf16", "int8", "fp32", "fp64"))
     device: str = "cpu"
@@ -113,7 +114,7 @@ class PolicyConfig:
     trace_lines: int = setting(10_000, low=1)
 
     @property
-    def own(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether the kind is the dotted path of a user's policy."""
         return "." in self.kind and all(part.isidentifier() for part in self.kind.split("."))
 
@@ -190,7 +191,7 @@ def load_config(path: str | Path, *, plans: bool = True) -> ServingConfig:
     """
     raw = read_json(path)
     try:
-        return located(parse_config(raw, plans=plans), Path(path).absolute().parent)
+        return with_absolute_models(parse_config(raw, plans=plans), Path(path).absolute().parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -205,13 +206,13 @@ def read_json(path: str | Path) -> Any:
         raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
-def located(config: ServingConfig, folder: Path) -> ServingConfig:
+def with_absolute_models(config: ServingConfig, folder: Path) -> ServingConfig:
     """Return a configuration whose models that lie in ``folder`` have absolute names."""
 
     def at(engine: EngineConfig) -> EngineConfig:
-        beside = folder / engine.model
-        found = engine.model not in ("", EMBEDDED_MODEL) and beside.is_dir()
-        return replace(engine, model=str(beside)) if found else engine
+        inside = folder / engine.model
+        is_there = engine.model not in ("", EMBEDDED_MODEL) and inside.is_dir()
+        return replace(engine, model=str(inside)) if is_there else engine
 
     return replace(config, target=at(config.target), drafts=tuple(map(at, config.drafts)))
 
@@ -221,8 +222,8 @@ def parse_config(raw: Any, machine: Machine = machine, *, plans: bool = True) ->
     config: ServingConfig = build_settings(ServingConfig, raw, "")
     config = replace(
         config,
-        target=settled(config.target, machine),
-        drafts=tuple(settled(draft, machine) for draft in config.drafts),
+        target=with_auto_resolved(config.target, machine),
+        drafts=tuple(with_auto_resolved(draft, machine) for draft in config.drafts),
     )
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(
@@ -271,7 +272,7 @@ def _check_engines(config: ServingConfig) -> None:
         _check_engine(where, engine)
 
 
-def settled(engine: EngineConfig, machine: Machine = machine) -> EngineConfig:
+def with_auto_resolved(engine: EngineConfig, machine: Machine = machine) -> EngineConfig:
     """Return an engine without ``auto``, which depends on the machine alone, so that a text does.
 
     ``engine``: the first of ``automatic`` that is installed. ``dtype``: int8 on CPUs where the kind
@@ -326,10 +327,10 @@ def _check_drafts(config: ServingConfig) -> None:
 def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
     if policy.kind == "average":
         raise ConfigError("policy.kind 'average' is called 'ema'")
-    if policy.options and not policy.own:
+    if policy.options and not policy.is_custom:
         whose = f"are for a policy of your own, not for {policy.kind!r}"
         raise ConfigError(f"policy.options {whose}: got {policy.options!r}")
-    if policy.kind != "adaptive" and not policy.own:
+    if policy.kind != "adaptive" and not policy.is_custom:
         _check_baseline(policy, drafts)
 
 

@@ -72,7 +72,7 @@ def _missing(package: Package) -> str:
 
 LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 _OPENVINO = ("openvino", "2026.4.1")
-_ANEW = "TensorRT-LLM's executor would begin it anew in every turn"
+_RESTARTED = "TensorRT-LLM's executor would restart it in every turn"
 _NOT_REPORTED = "the TensorRT-LLM engine does not tell it turn by turn"
 
 KINDS = {
@@ -128,8 +128,8 @@ KINDS = {
         drafts=("trtllm", "lookup", "suffix"),
         manages_kv=True,
         refuses={
-            "guide_type": _ANEW,
-            "top_p_decay": _ANEW,
+            "guide_type": _RESTARTED,
+            "top_p_decay": _RESTARTED,
             "return_context_logits": _NOT_REPORTED,
             "return_generation_logits": _NOT_REPORTED,
             "return_prompt_log_probs": _NOT_REPORTED,

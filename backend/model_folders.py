@@ -29,7 +29,7 @@ def check_memory(config: ServingConfig, names: Collection[str] | None = None) ->
 
 
 def model_path(engine: EngineConfig) -> Path:
-    """Return the folder of an engine's checkpoint; a relative one lies beside the packages."""
+    """Return the folder of an engine's checkpoint; a relative one lies where the packages do."""
     return (
         cache.model_folder(EMBEDDED_MODEL)
         if engine.model == EMBEDDED_MODEL

@@ -102,7 +102,7 @@ ON_README = (
 
 
 def written(page: str) -> str:
-    """Return a page with its tables anew. Raises KeyError for a name that no table has."""
+    """Return a page with its tables as they should be. Raises KeyError for an unknown table."""
     return PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], page)
 
 

@@ -132,7 +132,7 @@ def _time_all(
     budget_s: float,
     progress: Progress,
 ) -> dict[tuple[str, Case], float]:
-    """Return the seconds of every engine's cases, each draft's behind a pass of the target."""
+    """Return the seconds of every engine's cases, each draft's after a pass of the target."""
     rng, before, target = random.Random(_SEED), Case(1, BASE_CONTEXT), config.target
     rigs = {
         engine.name: _rig(config, engine, folders, cases.get(engine.name, [before]), threads, rng)

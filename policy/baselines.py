@@ -57,7 +57,7 @@ class BatchSchedule(Policy[None]):
 
 
 class RandomChoice(Policy[None]):
-    """Any draft and any length, drawn anew in every step: no text may depend on it."""
+    """Any draft and any length, drawn again in every step: no text may depend on it."""
 
     def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
         if not view.drafts or not len(view):
@@ -271,8 +271,8 @@ class SpinSelection(Policy[SpinState]):
     def plan(self, view: View, state: SpinState, now: float, rng: Rng) -> tuple[Plan, SpinState]:
         """Assign drafts where a slot or an epoch's second part begins, and to newcomers."""
         exploring = state.step < _EXPLORE_STEPS
-        anew = state.step == _EXPLORE_STEPS or (exploring and state.step % _SLOT_STEPS == 0)
-        assigned = {} if anew else dict(state.assigned)
+        restarts = state.step == _EXPLORE_STEPS or (exploring and state.step % _SLOT_STEPS == 0)
+        assigned = {} if restarts else dict(state.assigned)
         requests = view.request.tolist()
         for request in requests:
             if request not in assigned:

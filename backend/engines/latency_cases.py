@@ -18,8 +18,8 @@ _RUN = 6
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One kind of submission: ``rows`` sequences of ``context`` seen tokens, each with ``new``
-    committed tokens behind them.
+    """One kind of submission: ``rows`` sequences of ``context`` seen tokens, each followed by
+    ``new`` committed tokens.
 
     A target's turn verifies a proposal of ``length`` tokens and runs one token freely (``run`` 0: a
     prefill chunk): (new + length) * rows query tokens in one pass. A draft's turn (``length`` 0)

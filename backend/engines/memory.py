@@ -12,7 +12,7 @@ from backend.engines.port import Footprint
 from backend.engines.registry import module_of
 
 PROCESS_BYTES = 400 << 20
-"""What the process takes beside its engines: Python, torch's libraries, the tokenizer, the
+"""What the process takes besides its engines: Python, torch's libraries, the tokenizer, the
 requests.
 """
 
@@ -29,7 +29,7 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
 
 
 def process_bytes(config: ServingConfig) -> int:
-    """Return what the process takes beside its engines, with what drafts remember, and the logits
+    """Return what the process takes besides its engines, with what drafts remember, and the logits
     that requests keep until they are sent, and their copy then.
     """
     remembered = (draft.remembered_tokens * draft.kind.token_bytes for draft in config.drafts)
@@ -42,7 +42,7 @@ def check(
     process_bytes: int = PROCESS_BYTES,
 ) -> str:
     """Return the plan in a line; ``available`` is the bytes on each device, ``process_bytes`` the
-    host's share beside the engines.
+    host's share besides the engines.
 
     Raises ConfigError with every number where they are too few.
     """

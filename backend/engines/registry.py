@@ -17,7 +17,7 @@ from backend.sequence import BLOCK_TOKENS
 @dataclass(frozen=True, slots=True)
 class Service:
     """What an engine is made for: ``threads`` of a CPU, the folder of an engine's model by
-    ``path``, and ``count(name, amount, **labels)`` for metrics of its own (None: nobody counts).
+    ``path``, and ``count(name, amount, **labels)`` for metrics of its own (None: not counted).
     """
 
     config: ServingConfig

@@ -12,16 +12,18 @@ from backend.config import (
     ConfigError,
     ServingConfig,
     load_config,
-    located,
     parse_config,
     read_json,
+    with_absolute_models,
 )
 from backend.kinds import KINDS
 from backend.launcher.settings import LaunchError
 
-FREE = {name: {"name": name, "engine": name} for name, kind in KINDS.items() if kind.free}
+MODEL_FREE_DRAFTS = {
+    name: {"name": name, "engine": name} for name, kind in KINDS.items() if kind.free
+}
 """The entries of drafts that need no model, by name."""
-UNTRAINED = "suffix"
+DEFAULT_DRAFT = "suffix"
 """That of them which serves a model without drafts of its own."""
 
 
@@ -58,12 +60,12 @@ def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[st
     if overrides.drafts is not None:
         raw["drafts"] = drafts(overrides.drafts, raw.get("drafts", []), config.target.engine)
     elif target.get("model", "") != config.target.model:
-        raw["drafts"] = [FREE[UNTRAINED]]
+        raw["drafts"] = [MODEL_FREE_DRAFTS[DEFAULT_DRAFT]]
     if overrides.policy is not None:
         kept = {key: value for key, value in raw.get("policy", {}).items() if key != "options"}
         raw["policy"] = {**kept, "kind": overrides.policy}  # options are of the policy in the file
     try:
-        effective = located(parse_config(raw), path.absolute().parent)
+        effective = with_absolute_models(parse_config(raw), path.absolute().parent)
     except ConfigError as error:
         raise ConfigError(f"{path} with the options of the command line: {error}") from None
     engines = (effective.target, *effective.drafts)
@@ -92,7 +94,10 @@ def drafts(text: str, known: list[dict[str, Any]], engine: str) -> list[dict[str
     """
     if text == "none":
         return []
-    by_name: dict[Any, dict[str, Any]] = {**FREE, **{draft.get("name"): draft for draft in known}}
+    by_name: dict[Any, dict[str, Any]] = {
+        **MODEL_FREE_DRAFTS,
+        **{draft.get("name"): draft for draft in known},
+    }
     found = []
     for item in text.split(","):
         name, equals, folder = item.partition("=")

@@ -16,7 +16,7 @@ from backend.config import ConfigError, ServingConfig
 from backend.launcher import example
 from backend.launcher.front_end import FrontEnd
 from backend.launcher.log_file import log_path, open_log, reasons
-from backend.launcher.overrides import UNTRAINED, Overrides, write_overridden
+from backend.launcher.overrides import DEFAULT_DRAFT, Overrides, write_overridden
 from backend.launcher.run_folder import (
     run_folder,
     socket_in,
@@ -100,9 +100,9 @@ def _files(
         text = f"the run folder {folder} cannot be written: {error.strerror}"
         raise LaunchError(f"{text}. TMPDIR chooses another place") from error
     names = [draft.name for draft in config.drafts]
-    if overrides.model and not overrides.drafts and names == [UNTRAINED]:
+    if overrides.model and not overrides.drafts and names == [DEFAULT_DRAFT]:
         text = "the shipped ones fit only the shipped model (see --drafts)"
-        say(f"{UNTRAINED} is the only draft: {text}")
+        say(f"{DEFAULT_DRAFT} is the only draft: {text}")
     return replace(settings, config=path), config
 
 

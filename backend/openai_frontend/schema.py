@@ -171,7 +171,7 @@ class Options(_Body):
         description="Spindle's: logits of tokens that have occurred are divided by it; 1: off",
     )
     min_tokens: int | None = Field(
-        None, ge=0, le=INT32, description="Spindle's: no end token in the first so many"
+        None, ge=0, le=INT32, description="Spindle's: no end token before this many tokens"
     )
     ignore_eos: bool = Field(False, description="vLLM's: no end token ends the text")
     cache_salt: str | None = Field(

@@ -139,6 +139,6 @@ def learned_key(config: ServingConfig, folders: Mapping[str, Path]) -> str:
         for engine in (config.target, *config.drafts)
     ]
     depends: dict[str, Any] = {"engines": engines, "k_max": config.policy.k_max}
-    if config.policy.own:
+    if config.policy.is_custom:
         depends |= {"policy": config.policy.kind, "options": config.policy.options}
     return hashlib.sha256(json.dumps(depends).encode()).hexdigest()

@@ -36,7 +36,7 @@ def make_policy(
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
     latency, names = latency_model(config, tables), tuple(draft.name for draft in config.drafts)
-    if config.policy.own:
+    if config.policy.is_custom:
         asked = config.policy
         with _naming_kind():
             return custom.load_policy(asked.kind, names, latency, asked.k_max, asked.options)
@@ -57,7 +57,7 @@ def make_policy(
 
 def check_policy(config: ServingConfig) -> None:
     """Raise ConfigError for a user's policy that cannot be imported, before engines are loaded."""
-    if config.policy.own:
+    if config.policy.is_custom:
         with _naming_kind():
             custom.import_policy(config.policy.kind)
 

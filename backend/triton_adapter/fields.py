@@ -86,7 +86,7 @@ class Field:
     ``does`` says in a few words what it does. ``refused`` is why a value other than those in
     ``neutral`` is refused (an empty tensor asks for nothing, too); of an output, why it never
     comes. ``key`` is the request's attribute where that has another name, ``added``: not NVIDIA's.
-    ``effect`` is off for inputs of which the type is checked and no more.
+    ``effect`` is off for inputs whose type is checked and nothing else.
     ``range`` is that of each of its numbers.
     """
 
@@ -154,7 +154,7 @@ _SHARED_INPUTS = (
        "over 0; logits of tokens that have occurred are divided by it (negative ones multiplied); "
        "1: off", range=Range(float(np.float32(1 / LARGEST_CHANGE)), LARGEST_CHANGE)),
     _f("min_tokens", "INT32", _ONE,
-       "no end token in the first so many; stop words and the length limit still end the text",
+       "no end token before this many tokens; stop words and the length limit still end the text",
        range=Range(0)),
     _f("presence_penalty", "FP32", _ONE,
        "taken once from the logits of tokens that have occurred; 0: off", range=_CHANGE),
@@ -169,7 +169,8 @@ _SHARED_INPUTS = (
     _f("exclude_input_in_output", "BOOL", _ONE,
        "absent or false: a reply that is not streamed repeats the prompt"),
     _f("num_return_sequences", "INT32", _ONE,
-       "so many independent texts (decoupled mode); text i has the seed + i", range=Range(1, 256)),
+       "the number of independent texts (decoupled mode); text i has the seed + i",
+       range=Range(1, 256)),
     _f("return_context_logits", "BOOL", _ONE,
        "ask for context_logits; such a request shares no KV"),
     _f("return_generation_logits", "BOOL", _ONE, "ask for generation_logits"),
@@ -199,7 +200,7 @@ _TEXT_INPUTS = (
        "end before the first of them, wherever token borders fall; the name of a special token in "
        "one of them is that token, too"),
     _f("bad_words", "STRING", _ANY,
-       "never write one of these token sequences (a word and the same word behind a space are "
+       "never write one of these token sequences (a word and the same word after a space are "
        "two)"),
     _f("top_k", "INT32", _ONE, "0: off", range=Range(0)),
     _f("top_p", "FP32", _ONE, "0 or 1: off", range=Range(0, 1, note=" (0 = off)")),
@@ -218,7 +219,7 @@ _TEXT_INPUTS = (
        "ask for prompt_tokens and prompt_log_probs, and with return_top_log_probs for the "
        "likeliest; such a request shares no KV", added=True),
     _f("return_top_log_probs", "INT32", _ONE,
-       "ask for output_tokens and, 1 to 20, so many top_tokens and top_log_probs at each place",
+       "ask for output_tokens and, 1 to 20, that many top_tokens and top_log_probs at each place",
        key="top_log_probs", added=True, range=Range(0, 20)),
     _hint("length_penalty", "FP32", _ONE, "it ranks beams"),
     _no(Reason.ENCODER, "decoder_text_input", "STRING", _ONE, ""),
@@ -280,9 +281,9 @@ _SHARED_OUTPUTS = (
     _f("first_token_time_ns", "INT64", _ONE, "first token committed"),
     _f("last_token_time_ns", "INT64", _ONE, "last token committed"),
     _f("context_logits", "FP32", _ROWS,
-       "the model's own, behind every token of the prompt; with the first response"),
+       "the model's own, after every token of the prompt; with the first response"),
     _f("generation_logits", "FP32", (-1, -1, -1),
-       "the model's own, before all options, that the tokens of the response were drawn behind"),
+       "the model's own, before all options, from which the tokens of the response were drawn"),
 )
 
 _TOKEN_INPUTS = (
@@ -307,7 +308,7 @@ _TOKEN_INPUTS = (
        "over 0, at most 1; top_p is multiplied by it with every token of the output",
        key="top_p_decay", range=Range(0, 1, over=True)),
     _f("runtime_top_p_reset_ids", "INT32", _ONE,
-       "token behind which top_p is itself again; -1: none", key="top_p_reset_id"),
+       "token after which top_p is itself again; -1: none", key="top_p_reset_id"),
     _hint("len_penalty", "FP32", _ONE, "it ranks beams"),
     _hint("early_stopping", "BOOL", _ONE, "it ends beams"),
     _hint("beam_search_diversity_rate", "FP32", _ONE, "it ranks beams"),

@@ -1,4 +1,4 @@
-"""Fleets: identical replicas behind a router at the same load each."""
+"""Fleets: identical replicas after a router at the same load each."""
 
 from __future__ import annotations
 

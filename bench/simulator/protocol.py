@@ -90,7 +90,7 @@ def fixed_arms(deployment: Deployment) -> list[str]:
 
 
 def tuned_arms(deployment: Deployment) -> dict[str, list[str]]:
-    """Return by baseline the variants of which tuning picks one per scenario."""
+    """Return the variants of each baseline; tuning picks one of them per scenario."""
     return {
         name: [
             arm_of(name, draft, k)

@@ -45,7 +45,7 @@ _SWITCHED = "fixed"
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What the baselines are told, chosen on other prompts: one draft and length, and the best
+    """The settings of the baselines, chosen on other prompts: one draft and length, and the best
     length of that draft by batch size.
     """
 
@@ -95,7 +95,7 @@ def _ablated(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -> dict[str, Any]:
     """Return the ``serving.json`` of an arm: the configuration with its policy, which begins cold,
-    and a queue that refuses nobody.
+    and a queue that refuses no request.
     """
     if is_ablation(name):
         return arm_config(_ablated(config, name), SPINDLE, tuning, active)

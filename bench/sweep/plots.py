@@ -100,7 +100,7 @@ def _line(axis: Axes, policy: str, x: list[float], y: list[float]) -> None:
             label=policy,
             zorder=3,
         )
-    elif policy in PEERS or PolicyConfig(policy).own:
+    elif policy in PEERS or PolicyConfig(policy).is_custom:
         colour = DRAFT_COLOURS[([*PEERS].index(policy) if policy in PEERS else len(policy)) % 4]
         axis.plot(
             x, y, marker="x", linestyle=":", color=colour, linewidth=1.2, label=policy, zorder=2
@@ -249,7 +249,7 @@ def time_shares_figure(record: dict[str, Any]) -> Figure | None:
 
 
 def choices_figure(record: dict[str, Any]) -> Figure | None:
-    """Draw of which draft's steps the tokens are that Spindle emitted."""
+    """Draw the share of Spindle's tokens by the draft of their step."""
     rows = [row for row in record["summary"] if row["policy"] == SPINDLE]
     return _bars(
         record,

@@ -1,7 +1,7 @@
 """A sweep's record as one self-contained page: ``python -m bench.sweep.report RECORD [PAGE]``.
 
 What the record lacks of ablations, and all peers, are those of ``ablations.json`` and
-``peers.json`` beside the other results, if there.
+``peers.json`` among the other results, if there.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _provenance(record: dict[str, Any]) -> str:
         *(f"not run: {name}: {reason}" for name, reason in record.get("skipped", {}).items()),
         *(
             [
-                f"baselines are told: draft {tuning.get('draft')}, length "
+                f"baselines are given: draft {tuning.get('draft')}, length "
                 f"{tuning.get('length')}, by batch size {tuning.get('schedule')}"
             ]
             if tuning

@@ -109,7 +109,7 @@ class Sweep:
         self._fixed = fixed_names(self._config, options.lengths)
         parts = ablation_names(self._config)
         known = [*self._fixed, *ADAPTING, *parts]
-        own = [name for name in options.policies or () if PolicyConfig(name).own]
+        own = [name for name in options.policies or () if PolicyConfig(name).is_custom]
         if unknown := set(options.policies or ()) - {*known, *own}:
             there = f"{', '.join(known)} or a dotted path like my_package.MyPolicy"
             raise SystemExit(f"--policies: {', '.join(sorted(unknown))} is none of {there}")

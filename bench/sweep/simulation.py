@@ -149,7 +149,7 @@ class Simulation:
             for name, run in block.items()
         }
         self._fixed = [name for name in names if name.startswith("fixed-")]
-        planners = [name for name in names if name in POLICIES or PolicyConfig(name).own]
+        planners = [name for name in names if name in POLICIES or PolicyConfig(name).is_custom]
         self.policies = [NONE, *self._fixed, *planners]
         self.config = parse_config(
             arm_config(self._settings["config"], SPINDLE, self._tuning, self._settings["active"])

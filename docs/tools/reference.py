@@ -1,5 +1,5 @@
 """The reference that is generated from the code: ``python -m docs.tools.reference`` brings all of
-it up to date; ``test_reference.py`` fails where a page is behind.
+it up to date; ``test_reference.py`` fails where a page is out of date.
 
 A page says between ``<!-- generated: NAME -->`` and ``<!-- end -->`` what the code says. Settings
 and errors keep the sentences that stand in their tables; the tensors and the fields of OpenAI's
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from backend.cli import ELSEWHERE
+from backend.cli import DELEGATED_COMMANDS
 from backend.openai_frontend.triton import _STATUS
 from backend.ops.metric_names import NVIDIA_FAMILIES, SPINDLE_FAMILIES, Family
 from backend.request import ErrorCode
@@ -27,7 +27,7 @@ from docs.tools import openai_page, settings_page, tensors_page
 FOLDER = PROJECT_ROOT / "docs" / "reference"
 PLACE = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SENTENCE = re.compile(r"^\| `(\w+)` \|(?:.*\|)? ([^|]*) \|$", re.MULTILINE)
-COMMANDS = ("serve", "doctor", *ELSEWHERE)
+COMMANDS = ("serve", "doctor", *DELEGATED_COMMANDS)
 OPENAI_CODE = re.compile(
     r'"((?:un|in|missing|context|model|method)[a-z]*_[a-z_]*'
     r'(?:parameter|type|value|exceeded|key|found|supported))"'

@@ -40,8 +40,8 @@ def keys(path: str) -> dict[str, tuple[str, str]]:
         if path and item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         if path or (default is not dataclasses.MISSING and not dataclasses.is_dataclass(default)):
-            told = "`" + json.dumps(list(default) if isinstance(default, tuple) else default) + "`"
-            found[item.name] = (told, _may_be(item))
+            shown = "`" + json.dumps(list(default) if isinstance(default, tuple) else default) + "`"
+            found[item.name] = (shown, _may_be(item))
     return found
 
 
@@ -55,7 +55,7 @@ def _may_be(item: dataclasses.Field[Any]) -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with its tables anew, their sentences as they were."""
+    """Return the page with its tables as they should be, their sentences as they were."""
     return PLACE.sub(_table, page)
 
 

@@ -29,9 +29,9 @@ BEHAVIOUR = """\
   wins.
 - A prompt that cannot fit into the context is refused by its size, before it is tokenised: more
   bytes than the context's tokens times the bytes of the longest token, or more digits, letters,
-  white space, punctuation or bytes beyond ASCII than so many tokens can have; in any case over
-  32 MiB. Where a tokenizer drops text, so that no such bound holds, the limit is 1 MiB or 64 bytes
-  a token, whichever is more.
+  white space, punctuation or bytes beyond ASCII than that number of tokens can have; in any case
+  over 32 MiB. Where a tokenizer drops text, so that no such bound holds, the limit is 1 MiB or 64
+  bytes a token, whichever is more.
 - Limits whatever the model: 256 stop words; 1,024 characters of a word and 65,536 of a list of
   words; 1,024 of a `cache_salt`; 262,144 of a grammar; 2,097,152 elements of a tensor; 64 MiB of a
   request.
@@ -42,7 +42,7 @@ BEHAVIOUR = """\
 - A Triton batch over 1, or `num_return_sequences` over 1, needs decoupled mode and a streaming
   interface: responses have `batch_index` and `sequence_index`, and the first error ends them all.
 - `stop` sent to `tensorrt_llm` ends the requests in flight there that have its request id. Triton's
-  `timeout` (microseconds) is obeyed; its `priority` is not, Python models are not told of it.
+  `timeout` (microseconds) is obeyed; its `priority` is not, Python models do not learn it.
 """
 """How requests are answered, whatever tensors they use."""
 

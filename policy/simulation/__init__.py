@@ -1,3 +1,3 @@
 """A discrete-event simulation of a deployment: the planner's own View, Plan and Outcome, true times
-and true acceptance behind them.
+and true acceptance.
 """

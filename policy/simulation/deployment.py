@@ -40,7 +40,7 @@ class Deployment:
     full_information: bool = False
 
     def planned_s(self, rows: int) -> float:
-        """Return what planning for so many rows takes, linear between the batch sizes."""
+        """Return what planning for a number of rows takes, linear between the batch sizes."""
         if not self.planning_s:
             return 0.0
         sizes, seconds = zip(*self.planning_s, strict=True)
@@ -128,5 +128,5 @@ def perturbed(latency: LatencyModel, share: float, seed: int) -> LatencyModel:
 
 
 def blocks(tokens: IntArray) -> IntArray:
-    """Return the KV blocks that hold so many tokens."""
+    """Return how many KV blocks a number of tokens needs."""
     return -(-tokens // BLOCK_TOKENS)

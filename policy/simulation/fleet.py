@@ -1,4 +1,4 @@
-"""Replicas behind a router: the event loop of the simulation, which goes from one step's end or
+"""Replicas after a router: the event loop of the simulation, which goes from one step's end or
 arrival to the next.
 """
 
@@ -32,7 +32,7 @@ def least_outstanding(outstanding: list[int], request: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """What a simulation came to.
+    """The result of a simulation.
 
     Per request ``latency_s`` and ``first_token_s`` from its arrival; all steps, the time of the
     end, how often a request lost its KV.
@@ -120,8 +120,8 @@ def simulate_closed(
     in_flight: int,
     way_s: float = 0.0,
 ) -> Run:
-    """Serve the requests in order, so many at a time, on one replica; arrivals of the workload do
-    not count.
+    """Serve the requests in order, a fixed number at a time, on one replica, whatever their
+    arrivals.
 
     Where one ends the next is sent, and is there ``way_s`` later; times count from its sending.
     """

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from backend import kinds
-from backend.config import ConfigError, parse_config, settled
+from backend.config import ConfigError, parse_config, with_auto_resolved
 from backend.engines.checkpoint import CheckpointError, LlamaConfig
 from backend.engines.openvino import llama
 from backend.engines.openvino.engine import OpenvinoEngine, keeps_bits
@@ -399,7 +399,7 @@ def test_it_is_refused_in_another_version_than_is_known(monkeypatch, engine):
     with pytest.raises(ConfigError, match=r"target.engine 'openvino' needs openvino==2026\.4\.1"):
         parse_config(raw)
     auto = parse_config({"target": {"model": "folder"}}).target
-    assert (auto.engine, settled(auto).engine) == ("torch", "torch")
+    assert (auto.engine, with_auto_resolved(auto).engine) == ("torch", "torch")
 
 
 def test_the_installed_version_is_the_one_that_is_known():

@@ -49,7 +49,7 @@ def test_the_simulator_prints_what_the_page_shows(capsys):
 def test_the_setting_is_one():
     setting = json.loads(f"{{{block('json')}}}")
     policy = parse_config({"target": {"engine": "fake"}, **setting}).policy
-    assert (policy.own, policy.options) == (True, {"most_rows": 8})
+    assert (policy.is_custom, policy.options) == (True, {"most_rows": 8})
 
 
 def test_a_wrong_name_is_said_as_the_page_shows():

@@ -81,4 +81,4 @@ def test_the_policy_plans_what_is_served_and_never_fails(examples):
 
 
 def test_the_configuration_names_the_policy():
-    assert load_config(EXAMPLES / "serving-my-policy.json").policy.own
+    assert load_config(EXAMPLES / "serving-my-policy.json").policy.is_custom

@@ -59,7 +59,7 @@ def test_without_options_the_variables_stay(served):
     assert served == [((Overrides(), []), {"verbose": False})]
 
 
-@pytest.mark.parametrize("command", ["", "serve", "doctor", *cli.ELSEWHERE])
+@pytest.mark.parametrize("command", ["", "serve", "doctor", *cli.DELEGATED_COMMANDS])
 def test_every_command_has_help_by_its_own_name_with_an_example(monkeypatch, capsys, command):
     monkeypatch.setattr(sys, "argv", [])  # put back at the end
     with pytest.raises(SystemExit, match="0"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from backend import model_folders
-from backend.config import PROJECT_ROOT, ConfigError, EngineConfig, parse_config, settled
+from backend.config import PROJECT_ROOT, ConfigError, EngineConfig, parse_config, with_auto_resolved
 from backend.engines import memory
 from backend.engines.latency_cases import Case
 from backend.engines.port import Footprint
@@ -143,7 +143,7 @@ def test_auto_is_the_first_kind_that_can_run_on_the_device(new, monkeypatch):
     )
     absent = replace(KINDS["openvino"], package=("no-such-package", "1.0"))
     monkeypatch.setitem(KINDS, "openvino", absent)
-    assert settled(EngineConfig(model="folder")).engine == "torch"
+    assert with_auto_resolved(EngineConfig(model="folder")).engine == "torch"
     assert "pip install no-such-package==1.0" in doctor.kernels().text
 
 
