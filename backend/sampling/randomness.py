@@ -24,7 +24,7 @@ _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133
 
 def word(seed: int, position: int) -> int:
     """Return 64 bits for the token number ``position`` (from 0) of a text with this seed."""
-    return _mix(_seed_word(seed) ^ (position & _MASK))
+    return _mix(seed_word(seed) ^ (position & _MASK))
 
 
 def exponentials(words: Words) -> npt.NDArray[np.float64]:
@@ -40,7 +40,8 @@ def exponentials(words: Words) -> npt.NDArray[np.float64]:
 
 
 @lru_cache(maxsize=4096)
-def _seed_word(seed: int) -> int:
+def seed_word(seed: int) -> int:
+    """Return the 64 bits that a seed stands for."""
     return _mix(seed & _MASK)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import LlamaForCausalLM
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.forward import PagedForward
+from backend.engines.cuda.lookahead import LookaheadEngine
 from backend.engines.cuda.pages import ATTENTION
 from backend.engines.port import Engine
 from backend.engines.torch.engine import TorchEngine
@@ -51,9 +53,12 @@ def _replay_by_running(
 
 
 @contextmanager
-def on_cuda_engine(*scenarios: Scenario, padded: bool = False) -> Iterator[None]:
+def on_cuda_engine(
+    *scenarios: Scenario, padded: bool = False, lookahead: bool = False
+) -> Iterator[None]:
     """Make every engine of weights a CUDA engine, but for drafts with a shortlisted head; what is
-    compared with has been made on torch before. ``padded`` runs passes at the sizes of graphs.
+    compared with has been made on torch before. ``padded`` runs passes at the sizes of graphs;
+    with ``lookahead`` the target decides on its device.
     """
     for scenario in scenarios:
         for ask in scenario.asks:
@@ -67,7 +72,9 @@ def on_cuda_engine(*scenarios: Scenario, padded: bool = False) -> Iterator[None]
         sizes.pop("attention", None)
         with torch.inference_mode(False):
             lm = llama(config, weights)
-        engine = CudaEngine(name, lm, vocab_size=config.vocab_size, **sizes)
+        looks_ahead = lookahead and name == "target"
+        kind = partial(LookaheadEngine, sequences=6) if looks_ahead else CudaEngine
+        engine = kind(name, lm, vocab_size=config.vocab_size, **sizes)
         model: Any = engine._model
         model._captures = padded
         return engine

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from backend.engines.cuda.forward import PagedForward
-from tests.contract import checks
+from backend.engines.cuda.lookahead import LookaheadEngine, _Submission
+from backend.engines.head.folder import HeadConfig
+from backend.engines.head.in_target import HeadInTarget
+from backend.engines.head.network import HeadNetwork
+from backend.engines.port import AFTER, Engine, Turn
+from backend.request import SamplingParams
+from tests.contract import checks, deployment, scenarios
 from tests.contract.cuda_engines import on_cuda_engine
-from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, CROWDED, MIXED, TAILED, Scenario
+from tests.contract.deployment import K_MAX, TAPS, VOCAB
+from tests.contract.scenarios import (
+    ALIKE,
+    BUSY,
+    CRAMPED,
+    CROWDED,
+    MIXED,
+    NO_DRAFT,
+    TAILED,
+    Scenario,
+    asks_of,
+)
 
 SETTLED = (*checks.ALL, checks.one_token_is_unseen)
 SCENARIOS: dict[str, tuple[Scenario, tuple[checks.Property, ...]]] = {
@@ -47,6 +67,68 @@ def test_it_is_exact_at_the_sizes_of_graphs(name: str) -> None:
     scenario, properties = SCENARIOS[name]
     with on_cuda_engine(scenario, padded=True):
         checks.exact(scenario, *properties)
+
+
+HEAD = 1
+"""The column of a head that the target runs, in the place of the draft ``near``."""
+
+WITH_HEAD = ((HEAD, 4), (4, 3), (7, 4), (6, 4), (5, 2), (HEAD, 2), (NO_DRAFT, 0), (7, 4), (6, 3))
+
+ON_DEVICE = (
+    SamplingParams(),
+    SamplingParams(0.9, seed=5),
+    SamplingParams(1.2, top_k=6, top_p=0.9, seed=8),
+    SamplingParams(1.0, min_p=0.1, seed=4),
+)
+BOTH = replace(MIXED, asks=(*MIXED.asks, *asks_of(*ON_DEVICE)))
+"""Rows that the device decides beside rows that need the host."""
+
+AHEAD = SCENARIOS | {"options": (BOTH, ()), "plain": (replace(BOTH, script=((NO_DRAFT, 0),)), ())}
+
+
+def head_in_target() -> HeadInTarget:
+    torch.manual_seed(0)
+    hidden = deployment.tiny_config().hidden_size
+    network = HeadNetwork(HeadConfig(VOCAB, hidden, 8, TAPS, rows=15)).double()
+    network.norm.data.fill_(3.0)
+    token_ids = torch.randperm(VOCAB)[:15].sort().values
+    return HeadInTarget(
+        "near",
+        network.requires_grad_(requires_grad=False),
+        token_ids,
+        max_draft_tokens=K_MAX,
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in AHEAD if name not in ("chains only", "oracle")])
+def test_it_is_exact_with_lookahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario, _ = AHEAD[name]
+    ways: Counter[str] = Counter()
+    launch, drafts = LookaheadEngine._launch, scenarios.new_drafts
+
+    def noted(engine: LookaheadEngine, turns: Sequence[Turn]) -> _Submission:
+        submission = launch(engine, turns)
+        ways["after"] += sum(job.turn.end == AFTER for job in submission.jobs)
+        ways["head"] += sum(job.turn.device_proposal is not None for job in submission.jobs)
+        ways["host's proposal"] += sum(job.turn.proposal is not None for job in submission.jobs)
+        ways["by host"] += len(submission.by_host)
+        return submission
+
+    def with_head() -> list[Engine]:
+        made = drafts()
+        made[HEAD] = head_in_target()
+        return made
+
+    monkeypatch.setattr(LookaheadEngine, "_launch", noted)
+    if name != "plain":
+        scenario = replace(scenario, script=WITH_HEAD)
+    with on_cuda_engine(scenario, lookahead=True):
+        monkeypatch.setattr(scenarios, "new_drafts", with_head)
+        checks.exact(scenario, checks.texts)
+    expected = {"after"} if name == "plain" else {"after", "head", "host's proposal"}
+    if name in ("options", "plain", "little KV"):
+        expected.add("by host")
+    assert {way for way, times in ways.items() if times} >= expected, ways
 
 
 def test_a_size_whose_graph_cannot_be_captured_runs_without(

@@ -14,7 +14,7 @@ from backend.engines.cuda.model import PagedModel
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.network import HeadNetwork
 from backend.request import SamplingParams
-from backend.sampling.randomness import _seed_word
+from backend.sampling.randomness import seed_word
 from tests.cuda.test_model import models
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def steps() -> DeviceSteps:
 
 def row_of(number: int, text: list[int], *, follows: bool = False) -> DeviceRow:
     """Return a plain row of text ``number``, which has slot 4 - ``number``."""
-    seed = _seed_word(OPTIONS[number].seed)
+    seed = seed_word(OPTIONS[number].seed)
     signed = seed - (seed >> 63 << 64)
     slot = len(OPTIONS) - 1 - number
     return DeviceRow(slot, len(text) - 1, text[-1], follows, OPTIONS[number], signed)

@@ -17,7 +17,7 @@ from backend.engines.head.network import HeadNetwork
 from backend.engines.port import Turn
 from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
-from backend.sampling.randomness import _seed_word
+from backend.sampling.randomness import seed_word
 from backend.sequence import Features, Sequence
 from tests.cuda.test_model import models
 
@@ -55,7 +55,7 @@ def case() -> Case:
     slots = Slots(ROWS + 1, 4, model.device, states=(len(TAPS), HIDDEN), own=OWN)
     for row, options in enumerate(OPTIONS):
         slots.table[row] = torch.arange(4) + 4 * row
-        seed = _seed_word(options.seed)
+        seed = seed_word(options.seed)
         slots.seed[row] = seed - (seed >> 63 << 64)
         slots.temperature[row] = options.temperature
         slots.top_k[row], slots.top_p[row] = options.top_k, options.top_p

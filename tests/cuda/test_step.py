@@ -15,7 +15,7 @@ from backend.engines.cuda.ancestors import ancestor_words
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.noise import mix
 from backend.engines.cuda.step import Slots, VerifyStep
-from backend.sampling.randomness import _seed_word, word
+from backend.sampling.randomness import seed_word, word
 from tests.cuda.test_model import models
 
 pytestmark = [
@@ -35,7 +35,7 @@ def prepared(model: PagedModel, temperature: float) -> Slots:
     order = torch.randperm(60, generator=torch.Generator().manual_seed(2)).int()
     slots.table.copy_(order[: 4 * (ROWS + 1)].view(ROWS + 1, 4))
     slots.last.copy_(torch.arange(ROWS + 1) + 5)
-    seeds = [_seed_word(seed) for seed in range(ROWS + 1)]
+    seeds = [seed_word(seed) for seed in range(ROWS + 1)]
     slots.seed.copy_(torch.tensor([seed - (seed >> 63 << 64) for seed in seeds]))
     slots.temperature.fill_(temperature)
     slots.top_k.copy_(torch.tensor([0, 0, 5, 0]))
@@ -118,7 +118,7 @@ def trees_with(text: torch.Tensor, seed: int) -> Proposer:
 
 
 def test_mixing_is_the_hosts() -> None:
-    seed = _seed_word(77)
+    seed = seed_word(77)
     words = mix(torch.tensor([seed - (seed >> 63 << 64)]) ^ torch.arange(50))
     assert [w % (1 << 64) for w in words.tolist()] == [word(77, at) for at in range(50)]
 

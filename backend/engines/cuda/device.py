@@ -128,6 +128,11 @@ class DeviceSteps:
         self._steps: dict[Bucket, _BucketStep] = {}
         self._updates: list[tuple[int, int, int, int]] = []
 
+    def set_head(self, name: str, head: DeviceHead) -> None:
+        """Let ``name`` be this head from now on."""
+        self.heads[name] = head
+        self._steps = {bucket: s for bucket, s in self._steps.items() if name not in bucket.heads}
+
     def place_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """Write entries ``first`` and following of a slot's block table before the next step."""
         self._place(0, self.slots.table, slot, first, blocks)
@@ -156,11 +161,29 @@ class DeviceSteps:
         """Wait for a step; return what it did by row, and its seconds by part (``draft``,
         ``verify``).
         """
-        if self._captures:
-            launched.events[-1].synchronize()
+        self.wait(launched.events[-1])
         host = launched.host
         results = [_result(row, host, number) for number, row in enumerate(launched.rows)]
-        return results, _seconds(launched.events)
+        start, drafted, verified, _ = launched.events
+        parts = {"draft": (start, drafted), "verify": (drafted, verified)}
+        return results, {name: self.seconds(*pair) for name, pair in parts.items()}
+
+    def event(self) -> Any:
+        """Return a CUDA event of now in the stream; without CUDA the time."""
+        if not self._captures:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Wait until the device has come to an event."""
+        if self._captures:
+            event.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two events that have passed."""
+        return float(start.elapsed_time(end) / 1e3 if self._captures else end - start)
 
     def _place(
         self, which: int, column: torch.Tensor, slot: int, first: int, values: Sequence[int]
@@ -214,6 +237,7 @@ class _BucketStep:
         model, device = steps.model, steps.model.device
         rows, columns = (bucket.rows,), (bucket.rows, bucket.columns)
         self.bucket, self._slots = bucket, steps.slots
+        self._steps = steps
         self._idle_block, self._device = len(model.kv[0]) - 1, device
         self._names = {name: number for number, name in enumerate(bucket.heads)}
         long, short, real = np.int64, np.int32, np.float32
@@ -303,17 +327,17 @@ class _BucketStep:
 
     def launch(self, rows: list[DeviceRow]) -> Launched:
         """Launch the step that was filled."""
-        events = [self._event()]
+        events = [self._steps.event()]
         self._inputs.send()
         self._propose()
-        events.append(self._event())
+        events.append(self._steps.event())
         self._verify()
-        events.append(self._event())
+        events.append(self._steps.event())
         self._outputs.device["token"].copy_(self._step.token)
         self._outputs.device["parent"].copy_(self._step.parent)
         self._outputs.device["chance"].copy_(self._step.chance)
         host = self._outputs.fetch()
-        return Launched(rows, host, [*events, self._event()])
+        return Launched(rows, host, [*events, self._steps.event()])
 
     def capture(self) -> None:
         """Capture the two graphs, on rows of the idle slot. Raises RuntimeError."""
@@ -336,13 +360,6 @@ class _BucketStep:
             getattr(slots, name)[slot] = given[name]
         for proposal in self._proposals:
             proposal.run()
-
-    def _event(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def _size(sizes: Sequence[int], value: int, what: str) -> int:
@@ -371,14 +388,3 @@ def _result(row: DeviceRow, host: dict[str, npt.NDArray[Any]], number: int) -> R
             )
         ]
     return result
-
-
-def _seconds(events: list[Any]) -> dict[str, float]:
-    """Return the seconds by part between the events of a step."""
-    start, drafted, verified, _ = events
-    if isinstance(start, float):
-        return {"draft": drafted - start, "verify": verified - drafted}
-    return {
-        "draft": start.elapsed_time(drafted) / 1e3,
-        "verify": drafted.elapsed_time(verified) / 1e3,
-    }

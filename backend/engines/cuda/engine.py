@@ -45,6 +45,7 @@ class CudaEngine(StepEngine):
         max_draft_tokens: int = 8,
         taps: Sequence[int] = (),
         invariant: bool = True,
+        lookahead: int = 0,
         count: Callable[[str], None] | None = None,
     ) -> None:
         is_cuda = next(lm.parameters()).device.type == "cuda"
@@ -60,7 +61,9 @@ class CudaEngine(StepEngine):
             kv_blocks=kv_blocks,
             tree=True,
             scores=True,
+            lookahead=lookahead,
         )
+        self._paged = model
         super().__init__(name, PagedForward(model, count=count), limits)
 
     def _wait(self, jobs: list) -> None:  # type: ignore[type-arg]

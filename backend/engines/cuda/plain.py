@@ -148,7 +148,7 @@ def bounds(
     min_p: torch.Tensor,
 ) -> torch.Tensor:
     """As ``bounds.bounds``, by the host's own distributions."""
-    bound = torch.full_like(temperature, -torch.inf)
+    bound = torch.full_like(temperature, -torch.inf, dtype=_wide(logits).dtype)
     columns = (column.tolist() for column in (temperature, top_k, top_p, min_p))
     for row, (heat, k, p, least) in enumerate(zip(*columns, strict=True)):
         if heat > 0.0:

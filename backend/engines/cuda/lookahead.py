@@ -1,0 +1,359 @@
+"""The CUDA engine with a turn of lookahead: what a step decides stays on the device, so that the
+next step may be launched before the host has seen it.
+
+Rows whose token the device can draw run as one step of ``DeviceSteps``, launched by ``submit``.
+Prompts run before it, in the same stream. Rows with options that change the logits, or that want
+more than tokens, take the path of ``StepEngine`` when they are polled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from backend.engines.cuda.device import DeviceRow, DeviceSteps, Launched, RowResult
+from backend.engines.cuda.engine import CudaEngine
+from backend.engines.cuda.heads import DeviceHead
+from backend.engines.head.in_target import HeadInTarget
+from backend.engines.port import AFTER, Completion, Turn
+from backend.engines.stepping.chunks import Chunk
+from backend.engines.stepping.kv_caches import Cache
+from backend.sampling.randomness import seed_word
+from backend.sequence import BLOCK_TOKENS, Proposal
+from backend.sequence import Sequence as Text
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """What the engine knows of a sequence that has a slot on the device."""
+
+    number: int
+    blocks: list[int] = field(default_factory=list)
+    """Its block table there."""
+    length: int = 0
+    """Tokens with KV after the last collected step of it, 0 before the first."""
+    own: dict[int, None] = field(default_factory=dict)
+    """Tokens of its text there that heads may propose besides their static ones."""
+    read: int = 0
+    """Tokens of its text that were looked at for ``own``."""
+
+
+@dataclass(slots=True)
+class _RowJob:
+    """A turn that the device decides."""
+
+    turn: Turn
+    slot: _Slot
+    cache: Cache
+    start: int
+    """Tokens with KV before it; unread for a turn that follows."""
+
+
+@dataclass(slots=True)
+class _Submission:
+    """Turns under way."""
+
+    jobs: list[_RowJob]
+    launched: Launched | None
+    chunks: list[Completion]
+    """Of turns that only run a chunk of a prompt."""
+    by_host: list[Turn]
+    begun: Any
+    ended: Any
+
+
+class LookaheadEngine(CudaEngine):
+    """A target that takes a turn of a sequence while its last one runs. At most ``sequences`` have
+    a slot on the device at once; heads may propose ``own`` tokens of a text besides static ones.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        lm: Any,
+        *,
+        sequences: int,
+        own: int = 128,
+        count: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(name, lm, lookahead=1, count=count, **options)
+        taps, hidden = tuple(options.get("taps", ())), lm.get_input_embeddings().weight.shape[1]
+        self._lm = lm
+        self._steps = DeviceSteps(
+            self._paged,
+            {},
+            slots=sequences,
+            blocks=-(-self._max_positions // BLOCK_TOKENS) + 2,
+            most=self.limits.max_draft_tokens + 1,
+            own=own if taps else 0,
+            states=(len(taps), hidden if taps else 0),
+            count=count,
+        )
+        self._own = own if taps else 0
+        self._heads: dict[str, HeadInTarget] = {}
+        self._free = list(range(sequences))
+        self._slots: dict[int, _Slot] = {}
+        self._submitted: deque[_Submission] = deque()
+        self._parts_s: dict[str, float] = {}
+
+    def submit(self, turns: Sequence[Turn]) -> None:
+        """Launch what the device decides, and queue the rest."""
+        try:
+            with torch.inference_mode():
+                self._submitted.append(self._launch(turns))
+        except Exception:
+            self._drop()
+            raise
+
+    def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (a step ends)
+        """Complete the oldest submission."""
+        if not self._submitted:
+            return []
+        submission = self._submitted.popleft()
+        try:
+            completions = [*submission.chunks, *self._collect(submission)]
+            if submission.by_host:
+                started_s = time.perf_counter()
+                self._turns = submission.by_host
+                completions += super().poll(0.0)
+                spent_s = time.perf_counter() - started_s
+                self._parts_s["verify"] = self._parts_s.get("verify", 0.0) + spent_s
+        except Exception:
+            self._drop()
+            raise
+        return completions
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences; what the device still runs of them comes to nothing."""
+        gone = set(sequence_ids)
+        super().cancel(gone)
+        for submission in self._submitted:
+            submission.by_host = [t for t in submission.by_host if t.sequence.id not in gone]
+            submission.chunks = [c for c in submission.chunks if c.sequence_id not in gone]
+        for sequence_id in gone:
+            slot = self._slots.pop(sequence_id, None)
+            if slot is not None:
+                self._steps.clear(slot.number)
+                self._free.append(slot.number)
+
+    def can_follow(self, sequence: Text) -> bool:
+        """Return whether a turn may follow one in flight."""
+        return sequence.id in self._slots and _is_for_device(sequence)
+
+    def parts_s(self) -> dict[str, float]:
+        """Return the seconds by part of the submission that was polled last."""
+        return self._parts_s
+
+    def close(self) -> None:
+        """Release the model and its KV; the engine is of no use afterwards."""
+        self._drop()
+        del self._steps, self._lm
+        super().close()
+
+    # -- submitting
+
+    def _launch(self, turns: Sequence[Turn]) -> _Submission:
+        begun = self._steps.event()
+        jobs: list[_RowJob] = []
+        rows: list[DeviceRow] = []
+        chunks: list[Chunk] = []
+        done: list[Completion] = []
+        by_host: list[Turn] = []
+        for turn in turns:
+            try:
+                if turn.end == AFTER:
+                    job = self._job_after(turn)
+                elif turn.run == 0 and not turn.sequence.reads_context:
+                    chunks += self._chunk(turn)
+                    done.append(Completion(turn.sequence.id, []))
+                    continue
+                elif self._takes(turn):
+                    job = self._job(turn, chunks)
+                else:
+                    by_host.append(turn)
+                    continue
+                rows.append(self._row(job))
+                jobs.append(job)
+            except ValueError as error:
+                done.append(Completion(turn.sequence.id, [], error=str(error)))
+        if chunks:
+            self._model.forward(chunks)
+        launched = self._steps.launch(rows) if rows else None
+        return _Submission(jobs, launched, done, by_host, begun, self._steps.event())
+
+    def _takes(self, turn: Turn) -> bool:
+        """Return whether the device decides a turn; it has a slot then."""
+        sequence = turn.sequence
+        if turn.run != 1 or turn.nodes or not _is_for_device(sequence):
+            return False
+        if sequence.id not in self._slots:
+            if not self._free:
+                return False
+            self._slots[sequence.id] = _Slot(self._free.pop())
+        return True
+
+    def _chunk(self, turn: Turn) -> list[Chunk]:
+        """Return the chunk of a prompt that a turn runs. Raises ValueError for a wrong turn."""
+        job = self._prepare(turn)
+        if job.chunk is None:
+            return []
+        job.cache.ran += job.chunk.tokens
+        job.cache.agreed = turn.end
+        return [job.chunk]
+
+    def _job(self, turn: Turn, chunks: list[Chunk]) -> _RowJob:
+        """Return what the device decides after the text; what of it has no KV joins ``chunks``.
+        Raises ValueError for a wrong turn.
+        """
+        job = self._prepare(turn)
+        chunk, sequence, start = job.chunk, turn.sequence, turn.end - 1
+        assert chunk is not None
+        if chunk.start < start:
+            tokens = sequence.tokens[chunk.start : start]
+            chunks.append(Chunk(tokens, chunk.start, chunk.table, 0, (), len(tokens)))
+            job.cache.ran += tokens
+            job.cache.agreed = start
+        job.cache.roll_back(start)
+        slot = self._slots[sequence.id]
+        features = sequence.features
+        if features is not None and features.tokens == turn.end and slot.length != start:
+            self._steps.place_states(slot.number, features.states)
+            slot.length = start
+        return _RowJob(turn, slot, job.cache, start)
+
+    def _job_after(self, turn: Turn) -> _RowJob:
+        """Return what the device decides after the sequence's turn in flight. Raises ValueError
+        where there is none.
+        """
+        sequence = turn.sequence
+        slot = self._slots.get(sequence.id)
+        if slot is None or not any(
+            job.slot is slot for submission in self._submitted for job in submission.jobs
+        ):
+            raise ValueError(f"turn of sequence {sequence.id}: there is none that it may follow")
+        return _RowJob(turn, slot, self._caches.of(sequence), -1)
+
+    def _row(self, job: _RowJob) -> DeviceRow:
+        """Return a job's row, its slot brought up to date. Raises ValueError for blocks that do not
+        cover it, or a draft that the engine cannot run.
+        """
+        turn, slot, sequence = job.turn, job.slot, job.turn.sequence
+        blocks, follows = sequence.blocks[self.name], turn.end == AFTER
+        if slot.blocks != blocks[: len(slot.blocks)]:
+            slot.blocks.clear()
+        self._steps.place_blocks(slot.number, len(slot.blocks), blocks[len(slot.blocks) :])
+        slot.blocks = list(blocks)
+        most = self.limits.max_draft_tokens
+        length = slot.length if follows else job.start
+        farthest = length + (most + 1) * follows
+        room = min(most, len(blocks) * BLOCK_TOKENS - farthest - 1)
+        if room < 0:
+            raise ValueError(
+                f"turn of sequence {sequence.id}: needs KV for {farthest + 1} tokens, has "
+                f"{len(blocks) * BLOCK_TOKENS}"
+            )
+        word = seed_word(sequence.sampling.seed)
+        signed = word - (word >> 63 << 64)
+        last = -1 if follows else sequence.tokens[turn.end - 1]
+        row = DeviceRow(slot.number, length, last, follows, sequence.sampling, signed, room=room)
+        if turn.proposal is not None:
+            row.tokens, row.parents = turn.proposal.tokens, turn.proposal.parents
+            row.budget = row.room = len(turn.proposal)
+        elif turn.device_proposal is not None and room and (follows or slot.length == job.start):
+            ask = turn.device_proposal
+            row.head, row.places = self._head(ask.draft), min(ask.length, room)
+            row.budget = min(ask.nodes, room)
+            self._place_own(slot, sequence)
+        return row
+
+    def _head(self, draft: object) -> str:
+        """Return a head's name among the device's. Raises ValueError for another kind of draft."""
+        if not isinstance(draft, HeadInTarget):
+            raise ValueError(f"{self.name}: cannot run the draft {draft!r}")
+        if self._heads.get(draft.name) is not draft:
+            self._heads[draft.name] = draft
+            embedding, head = (
+                module.weight.detach()
+                for module in (self._lm.get_input_embeddings(), self._lm.get_output_embeddings())
+            )
+            self._steps.set_head(
+                draft.name, DeviceHead(draft.network, draft.token_ids, embedding, head)
+            )
+        return draft.name
+
+    def _place_own(self, slot: _Slot, sequence: Text) -> None:
+        """Bring to the device which tokens of a text heads may propose."""
+        new = [
+            token
+            for token in dict.fromkeys(sequence.tokens[slot.read :])
+            if token not in slot.own
+            and not all(head.is_static(token) for head in self._heads.values())
+        ][: self._own - len(slot.own)]
+        slot.read = len(sequence.tokens)
+        self._steps.place_own(slot.number, len(slot.own), new)
+        slot.own.update(dict.fromkeys(new))
+
+    # -- collecting
+
+    def _collect(self, submission: _Submission) -> list[Completion]:
+        self._parts_s = {}
+        if submission.launched is None:
+            self._steps.wait(submission.ended)
+            self._parts_s["verify"] = self._steps.seconds(submission.begun, submission.ended)
+            return []
+        results, seconds = self._steps.collect(submission.launched)
+        names = {row.head for row in submission.launched.rows if row.head}
+        self._parts_s = {f"draft:{name}": seconds["draft"] / len(names) for name in names}
+        before_s = self._steps.seconds(submission.begun, submission.launched.events[0])
+        self._parts_s["verify"] = before_s + seconds["verify"] + seconds["draft"] * (not names)
+        return [
+            self._completion(job, row, result)
+            for job, row, result in zip(
+                submission.jobs, submission.launched.rows, results, strict=True
+            )
+            if self._slots.get(job.turn.sequence.id) is job.slot
+        ]
+
+    def _completion(self, job: _RowJob, row: DeviceRow, result: RowResult) -> Completion:
+        """Return what came of a turn, and note what has KV now."""
+        turn, cache, sequence = job.turn, job.cache, job.turn.sequence
+        if -1 in result.tokens:
+            job.slot.length = 0
+            return Completion(sequence.id, [], error="the target's logits are no numbers")
+        start = len(sequence.tokens) - 1
+        cache.roll_back(start)
+        cache.ran += [sequence.tokens[start], *result.tokens[:-1]]
+        job.slot.length = len(cache.ran)
+        completion = Completion(sequence.id, result.tokens, len(result.tokens) - 1)
+        if turn.device_proposal is not None:
+            draft = turn.device_proposal.draft.name
+            completion.drafted = Proposal.best(draft, result.nodes, len(result.nodes))
+            completion.verified = result.verified if row.head else 0
+        return completion
+
+    def _drop(self) -> None:
+        """Wait for the device, and use nothing of what is submitted."""
+        self._submitted.clear()
+        self._turns.clear()
+        for slot in self._slots.values():
+            slot.length = 0
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+
+def _is_for_device(sequence: Text) -> bool:
+    """Return whether the device can draw a sequence's tokens, and that is all that is wanted."""
+    sampling = sequence.sampling
+    return not (
+        sampling.changes_logits
+        or sampling.reads_log_probs
+        or sampling.top_p_decay != 1.0
+        or sequence.reads_context
+        or sequence.generation_logits
+    )
