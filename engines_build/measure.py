@@ -142,6 +142,8 @@ def _time_all(
 
     def time(name: str, case: Case) -> float:
         rigs[target.name].time(case if name == target.name else before)
+        if rigs[name].engine.limits.in_target:
+            return rigs[target.name].time_in_target(rigs[name].engine, case)
         return rigs[name].time(case)
 
     wall_s, cpu_s = perf_counter(), process_time()

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Protocol, runtime_checkable
 
 from backend.engines.latency_cases import Case
-from backend.engines.port import Engine, Turn
+from backend.engines.port import DeviceProposal, Engine, LooksAhead, Turn
 from backend.request import SamplingParams
 from backend.sequence import Proposal
 from backend.sequence import Sequence as TokenSequence
@@ -58,8 +58,24 @@ class Rig:
         started = self._clock()
         self._complete(turns)
         seconds = self._clock() - started
+        if isinstance(self.engine, LooksAhead) and self.engine.limits.lookahead:
+            seconds = self.engine.parts_s()["verify"]  # what the host does is hidden behind it
         self.engine.cancel([sequence.id for sequence in sequences])
         return seconds
+
+    def time_in_target(self, draft: MeasurableEngine, case: Case) -> float:
+        """Run one submission of a case in which the engine proposes by a draft on its device;
+        return the device's seconds for that. Raises RuntimeError when a turn fails.
+        """
+        sequences = [self._sequence(case, row) for row in range(case.rows)]
+        for sequence in sequences:
+            self.engine.assume(sequence, case.context)
+            draft.assume(sequence, case.context)
+        ask = DeviceProposal(draft, case.run, case.run)
+        self._complete([Turn(s, len(s.tokens), 1, device_proposal=ask) for s in sequences])
+        self.engine.cancel([sequence.id for sequence in sequences])
+        assert isinstance(self.engine, LooksAhead)
+        return self.engine.parts_s()[f"draft:{draft.name}"]
 
     def _sequence(self, case: Case, row: int) -> TokenSequence:
         tokens = self._tokens(case.context + case.new)

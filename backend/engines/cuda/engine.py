@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -87,7 +88,12 @@ def make(engine: EngineConfig, service: Service) -> CudaEngine:
             service.count("spindle_fallback_total", reason=reason)
 
     sizes = service.sizes
-    return CudaEngine(
+    kind: Callable[..., CudaEngine] = CudaEngine
+    if engine.lookahead:
+        from backend.engines.cuda.lookahead import LookaheadEngine
+
+        kind = partial(LookaheadEngine, sequences=service.config.limits.max_active_requests)
+    return kind(
         engine.name,
         lm.eval().to(engine.device),
         vocab_size=config.vocab_size,

@@ -15,6 +15,7 @@ from backend.config import ConfigError, EngineConfig
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.checkpoint import read_config as read_target
 from backend.engines.head.folder import CONTEXT_ROWS, made_for, read_config
+from backend.engines.head.in_target import HeadInTarget
 from backend.engines.head.network import Head, HeadNetwork, TorchHead, load
 from backend.engines.head.openvino import OpenvinoHead
 from backend.engines.port import Completion, EngineLimits, Turn
@@ -218,7 +219,7 @@ class HeadEngine:
         return torch.cat([static[row], (job.text.rows @ vectors[row]).float()])[None]
 
 
-def make(engine: EngineConfig, service: Service) -> HeadEngine:
+def make(engine: EngineConfig, service: Service) -> HeadEngine | HeadInTarget:
     """Make an engine of this kind (``backend.engines.registry``). Raises ConfigError for a head
     that was made for another target.
     """
@@ -242,12 +243,15 @@ def make(engine: EngineConfig, service: Service) -> HeadEngine:
         )
     network, token_ids = load(folder, engine.dtype, engine.device)
     logger.info("%s: a head of %d rows, %s", engine.name, len(token_ids), engine.dtype)
+    most = service.sizes["max_draft_tokens"]
+    if service.config.target.lookahead:
+        return HeadInTarget(engine.name, network, token_ids, max_draft_tokens=most)
     return HeadEngine(
         engine.name,
         network,
         token_ids,
         *load_embeddings(target, engine.device),
-        max_draft_tokens=service.sizes["max_draft_tokens"],
+        max_draft_tokens=most,
         kernels=_kernels(engine, service.threads),
     )
 
