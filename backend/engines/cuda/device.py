@@ -106,6 +106,9 @@ class DeviceSteps:
     be captured.
     """
 
+    step_type: type[VerifyStep] = VerifyStep
+    proposal_type: type[HeadProposal] = HeadProposal
+
     def __init__(
         self,
         model: PagedModel,
@@ -274,7 +277,7 @@ class _BucketStep:
             device,
             copies=2,
         )
-        self._step = step = VerifyStep(
+        self._step = step = steps.step_type(
             model,
             steps.slots,
             bucket.rows,
@@ -290,7 +293,7 @@ class _BucketStep:
             setattr(step, name, self._outputs.device[name])
         self._proposals = []
         for name, number in self._names.items():
-            proposal = HeadProposal(steps.heads[name], step, bucket.depth)
+            proposal = steps.proposal_type(steps.heads[name], step, bucket.depth)
             proposal.length = self._inputs.device["places"][number]
             self._proposals.append(proposal)
         self._propose: Callable[[], object] = self._run_proposals

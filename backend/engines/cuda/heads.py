@@ -62,9 +62,9 @@ class HeadProposal:
             state, vectors = head.network.step(state, head.embedding[last])
             theirs = torch.bmm(rows, vectors[:, :, None])[:, :, 0].masked_fill(own < 0, -torch.inf)
             logits = torch.cat((vectors @ head.static.T, theirs), 1).float()
-            column, chance = self._candidates(logits, tokens, place + depth)
+            token, chance = self._candidates(logits, tokens, place + depth)
             chance = path[:, None] * chance * (depth < self.length)[:, None]
-            token, columns = tokens.gather(1, column), slice(depth * CANDIDATES, None)
+            columns = slice(depth * CANDIDATES, None)
             for written, mine in ((step.token, token), (step.chance, chance)):
                 place_of = written[:, columns][:, :CANDIDATES]
                 place_of.copy_(torch.where(is_own, mine, place_of))
@@ -73,8 +73,9 @@ class HeadProposal:
     def _candidates(
         self, logits: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the columns int64[rows, CANDIDATES] that are likeliest to be what the target
-        draws, best first, and how likely each is; 0 for a column that is not worth a node.
+        """Return the tokens int64[rows, CANDIDATES] that are likeliest to be what the target draws,
+        best first, and how likely each is; 0 for a token that is not worth a node. ``logits`` are
+        those of ``tokens`` [rows, columns].
 
         Greedy rows take the likeliest tokens, others those that win the race with the request's
         noise at ``place`` int64[rows] (``sampling.draw.finishers``).
@@ -97,4 +98,4 @@ class HeadProposal:
         best = worth.topk(CANDIDATES)
         chance = best.values / worth.sum(1, keepdim=True).clamp(min=1e-300)
         is_faint = ~is_sampled & (chance < FAINT * chance[:, :1])
-        return best.indices, chance.masked_fill(is_faint, 0.0).float()
+        return tokens.gather(1, best.indices), chance.masked_fill(is_faint, 0.0).float()
