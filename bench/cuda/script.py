@@ -1,0 +1,88 @@
+"""Acceptance by a script, for random weights that accept nothing: every pass runs as it does in
+serving, and then the text of a request, and where each head knows it, are a function of its seed.
+
+Of a place of the text a head's node is right with a probability that depends on the request, the
+head and the place, and its confidence is that probability.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from backend.engines.cuda.device import DeviceSteps
+from backend.engines.cuda.heads import HeadProposal
+from backend.engines.cuda.noise import mix
+from backend.engines.cuda.step import VerifyStep
+from backend.engines.spine import CANDIDATES
+
+HARD_SHARE = 0.3
+"""Places of a text at which a head's first node is right half as often."""
+
+SECOND_SHARE = 0.4
+"""How often the second node is right where the first is not."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How often a head's first node is right: in requests of an even seed, and in the others."""
+
+    even: float
+    odd: float
+
+
+def tokens_of(seed: torch.Tensor, place: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return the text's tokens at ``place``, int64, of requests with these mixed seeds."""
+    return (mix(seed ^ place ^ 0x5851F42D4C957F2D) >> 1) % vocab
+
+
+def uniform_of(seed: torch.Tensor, place: torch.Tensor, what: int) -> torch.Tensor:
+    """Return a number in [0, 1) for each place of a text, another one for each ``what``."""
+    bits = mix(mix(seed + what * 0x2545F4914F6CDD1D) ^ place)
+    return ((bits >> 12) & ((1 << 52) - 1)).double() * 2.0**-52
+
+
+class ScriptedStep(VerifyStep):
+    """A step whose draw is the script's token; the real draw runs, and is not used."""
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        drawn = super()._draw(logits)
+        seed = self.slots.seed[self.slot[self._owner]]
+        return tokens_of(seed, self._position + 1, logits.shape[1]).to(drawn.dtype)
+
+
+class ScriptedProposal(HeadProposal):
+    """A proposal that is right where the script says so; the head runs, and is not used."""
+
+    rates: ClassVar[dict[int, tuple[int, Rates]]] = {}
+    """By the identity of a head's weights: its number and its rates."""
+
+    def _candidates(
+        self, logits: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        token, chance = super()._candidates(logits, tokens, place)
+        seed = self._step.slots.seed[self._step.slot]
+        number, rates = self.rates[id(self._head)]
+        vocab = len(self._head.lm_head)
+        right = tokens_of(seed, place, vocab)
+        rate = torch.where(seed % 2 == 0, rates.even, rates.odd)
+        is_hard = uniform_of(seed, place, 0) < HARD_SHARE
+        rate = torch.where(is_hard, 0.5 * rate, rate)
+        coin = uniform_of(seed, place, number)
+        second = (1.0 - rate) * SECOND_SHARE
+        offset = torch.arange(CANDIDATES, device=place.device)
+        # The right token is first, second, or not among them.
+        rank = torch.where(coin < rate, 0, torch.where(coin < rate + second, 1, CANDIDATES))
+        token = (right[:, None] + offset - rank[:, None]) % vocab
+        rest = (1.0 - rate - second) * 0.1
+        chances = torch.stack((rate, second, rest, 0.5 * rest), 1)
+        return token, chances.to(chance.dtype)
+
+
+class ScriptedSteps(DeviceSteps):
+    """Steps whose acceptance is the script's."""
+
+    step_type = ScriptedStep
+    proposal_type = ScriptedProposal
