@@ -100,6 +100,7 @@ KINDS = {
         dtypes=("bf16", "fp32", "fp64"),
         tells_features=True,
         behaviour=1,
+        looks_ahead=True,
     ),
     "head": Kind(
         "backend.engines.head.kind",

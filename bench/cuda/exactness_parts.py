@@ -27,7 +27,7 @@ from backend.sampling.draw import draw as host_draw
 from backend.sampling.laws import target_laws
 from bench.cuda.kernel_parts import ATTENTIONS, AttentionCase, tilings
 from bench.cuda.measuring import Probe
-from bench.cuda.step import Step, Weights, new_kv
+from bench.cuda.step import Shape, Step, Weights, new_kv
 
 TEXT_TOKENS = 40
 
@@ -255,7 +255,7 @@ def proposals(probe: Probe) -> dict[str, Any]:
             step = VerifyStep(
                 paged, slots, rows, columns, tokens=4 * rows, most=depth + 1, keys=room
             )
-            head = HeadProposal(DeviceHead(network, token_ids, *weights), step, depth)
+            head = HeadProposal(DeviceHead("head", network, token_ids, *weights), step, depth)
             propose = probe.graph(head.run)
             cell = {"propose_ms": probe.time_ms(propose)}
             if own == probe.of(128, 8):
@@ -267,9 +267,8 @@ def proposals(probe: Probe) -> dict[str, Any]:
     return {"ms": found}
 
 
-def _paged_llama(probe: Probe, rows: int, taps: tuple[int, ...] = ()) -> tuple[PagedModel, int]:
-    """Return a Llama of random weights and KV, and the tokens that a row has room for."""
-    shape, room = probe.shape, probe.context + 150
+def random_llama(shape: Shape, device: str, dtype: torch.dtype) -> Any:
+    """Return transformers' Llama of a shape with random weights."""
     config = AutoConfig.for_model(
         "llama",
         vocab_size=shape.vocab,
@@ -282,10 +281,16 @@ def _paged_llama(probe: Probe, rows: int, taps: tuple[int, ...] = ()) -> tuple[P
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         initializer_range=shape.hidden**-0.5,
     )
-    with torch.device(probe.device):
-        lm = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION, dtype=probe.dtype
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION, dtype=dtype
         ).eval()
+
+
+def _paged_llama(probe: Probe, rows: int, taps: tuple[int, ...] = ()) -> tuple[PagedModel, int]:
+    """Return a Llama of random weights and KV, and the tokens that a row has room for."""
+    room = probe.context + 150
+    lm = random_llama(probe.shape, probe.device, probe.dtype)
     kernels = plain_kernels() if probe.rehearse else triton_kernels(invariant=True)
     blocks = rows * -(-room // PAGE) + 1
     paged = PagedModel(lm, kernels, blocks=blocks, taps=taps)

@@ -44,6 +44,25 @@ def uniform_of(seed: torch.Tensor, place: torch.Tensor, what: int) -> torch.Tens
     return ((bits >> 12) & ((1 << 52) - 1)).double() * 2.0**-52
 
 
+def choices_of(
+    seed: torch.Tensor, place: torch.Tensor, number: int, rates: Rates, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens int64[rows, CANDIDATES] that the head ``number`` proposes at ``place``, and
+    how likely each is, float32.
+    """
+    rate = torch.where(seed % 2 == 0, rates.even, rates.odd)
+    is_hard = uniform_of(seed, place, 0) < HARD_SHARE
+    rate = torch.where(is_hard, 0.5 * rate, rate)
+    second = (1.0 - rate) * SECOND_SHARE
+    coin = uniform_of(seed, place, number)
+    # The right token is first, second, or not among them.
+    rank = torch.where(coin < rate, 0, torch.where(coin < rate + second, 1, CANDIDATES))
+    offset = torch.arange(CANDIDATES, device=place.device)
+    token = (tokens_of(seed, place, vocab)[:, None] + offset - rank[:, None]) % vocab
+    rest = (1.0 - rate - second) * 0.1
+    return token, torch.stack((rate, second, rest, 0.5 * rest), 1).float()
+
+
 class ScriptedStep(VerifyStep):
     """A step whose draw is the script's token; the real draw runs, and is not used."""
 
@@ -56,29 +75,16 @@ class ScriptedStep(VerifyStep):
 class ScriptedProposal(HeadProposal):
     """A proposal that is right where the script says so; the head runs, and is not used."""
 
-    rates: ClassVar[dict[int, tuple[int, Rates]]] = {}
-    """By the identity of a head's weights: its number and its rates."""
+    rates: ClassVar[dict[str, tuple[int, Rates]]] = {}
+    """By a head's name: its number, from 1, and its rates."""
 
     def _candidates(
         self, logits: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        token, chance = super()._candidates(logits, tokens, place)
+        super()._candidates(logits, tokens, place)
         seed = self._step.slots.seed[self._step.slot]
-        number, rates = self.rates[id(self._head)]
-        vocab = len(self._head.lm_head)
-        right = tokens_of(seed, place, vocab)
-        rate = torch.where(seed % 2 == 0, rates.even, rates.odd)
-        is_hard = uniform_of(seed, place, 0) < HARD_SHARE
-        rate = torch.where(is_hard, 0.5 * rate, rate)
-        coin = uniform_of(seed, place, number)
-        second = (1.0 - rate) * SECOND_SHARE
-        offset = torch.arange(CANDIDATES, device=place.device)
-        # The right token is first, second, or not among them.
-        rank = torch.where(coin < rate, 0, torch.where(coin < rate + second, 1, CANDIDATES))
-        token = (right[:, None] + offset - rank[:, None]) % vocab
-        rest = (1.0 - rate - second) * 0.1
-        chances = torch.stack((rate, second, rest, 0.5 * rest), 1)
-        return token, chances.to(chance.dtype)
+        number, rates = self.rates[self._head.name]
+        return choices_of(seed, place, number, rates, len(self._head.lm_head))
 
 
 class ScriptedSteps(DeviceSteps):

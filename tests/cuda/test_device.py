@@ -39,7 +39,7 @@ def steps() -> DeviceSteps:
         module.weight.detach() for module in (lm.get_input_embeddings(), lm.get_output_embeddings())
     )
     token_ids = torch.randperm(VOCAB)[:60].sort().values
-    heads = {"head": DeviceHead(network, token_ids, embedding, head)}
+    heads = {"head": DeviceHead("head", network, token_ids, embedding, head)}
     made = DeviceSteps(model, heads, slots=8, blocks=4, most=9, own=16, states=(len(TAPS), HIDDEN))
     for slot in range(len(OPTIONS)):
         made.place_blocks(slot, 0, [4 * slot + at for at in range(4)])

@@ -70,7 +70,7 @@ def case() -> Case:
         keys=128,
         bounded=True,
     )
-    proposal = HeadProposal(DeviceHead(network, token_ids, embedding, head), step, DEPTH)
+    proposal = HeadProposal(DeviceHead("head", network, token_ids, embedding, head), step, DEPTH)
     host = HeadEngine("head", network, token_ids, embedding, head, max_draft_tokens=DEPTH)
     return Case(proposal, step, host)
 

@@ -131,10 +131,12 @@ class DeviceSteps:
         self._steps: dict[Bucket, _BucketStep] = {}
         self._updates: list[tuple[int, int, int, int]] = []
 
-    def set_head(self, name: str, head: DeviceHead) -> None:
-        """Let ``name`` be this head from now on."""
-        self.heads[name] = head
-        self._steps = {bucket: s for bucket, s in self._steps.items() if name not in bucket.heads}
+    def set_head(self, head: DeviceHead) -> None:
+        """Run this head from now on, in the place of one of its name."""
+        self.heads[head.name] = head
+        self._steps = {
+            bucket: step for bucket, step in self._steps.items() if head.name not in bucket.heads
+        }
 
     def place_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """Write entries ``first`` and following of a slot's block table before the next step."""

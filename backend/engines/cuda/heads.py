@@ -21,11 +21,13 @@ class DeviceHead:
 
     def __init__(
         self,
+        name: str,
         network: HeadNetwork,
         token_ids: torch.Tensor,
         embedding: torch.Tensor,
         lm_head: torch.Tensor,
     ) -> None:
+        self.name = name
         self.network, self.token_ids = network, token_ids
         self.embedding, self.lm_head = embedding, lm_head
         self.static = lm_head[token_ids].contiguous()

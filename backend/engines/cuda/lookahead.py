@@ -72,6 +72,8 @@ class LookaheadEngine(CudaEngine):
     a slot on the device at once; heads may propose ``own`` tokens of a text besides static ones.
     """
 
+    steps_type: type[DeviceSteps] = DeviceSteps
+
     def __init__(
         self,
         name: str,
@@ -85,7 +87,7 @@ class LookaheadEngine(CudaEngine):
         super().__init__(name, lm, lookahead=1, count=count, **options)
         taps, hidden = tuple(options.get("taps", ())), lm.get_input_embeddings().weight.shape[1]
         self._lm = lm
-        self._steps = DeviceSteps(
+        self._steps = self.steps_type(
             self._paged,
             {},
             slots=sequences,
@@ -283,7 +285,7 @@ class LookaheadEngine(CudaEngine):
                 for module in (self._lm.get_input_embeddings(), self._lm.get_output_embeddings())
             )
             self._steps.set_head(
-                draft.name, DeviceHead(draft.network, draft.token_ids, embedding, head)
+                DeviceHead(draft.name, draft.network, draft.token_ids, embedding, head)
             )
         return draft.name
 
