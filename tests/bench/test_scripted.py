@@ -40,7 +40,7 @@ def test_heads_are_right_as_often_as_their_rates_say(number):
     for is_even, rate in ((True, rates.even), (False, rates.odd)):
         rows = (seed % 2 == 0) == is_even
         share = (1 - HARD_SHARE / 2) * rate
-        is_right = (token == right[:, None])[rows].double()
+        is_right = (token == right[:, None])[rows].float()
         assert float(is_right[:, 0].mean()) == pytest.approx(share, abs=0.02)
         assert torch.allclose(is_right[:, :2].mean(0), chance[rows, :2].mean(0), atol=0.02)
         assert not is_right[:, 2:].any()
