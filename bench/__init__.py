@@ -1,1 +1,1 @@
-"""Measurements: the load sweep, peers beside it, and single parts."""
+"""Measurements: the load sweep, peers, the simulator's evidence, the CUDA probe, single parts."""

@@ -16,14 +16,12 @@ from backend.sequence import BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What an engine is made for: ``threads`` of a CPU, the folder of an engine's model by
-    ``path``, and ``count(name, amount, **labels)`` for metrics of its own (None: not counted).
-    """
+    """What an engine is made for."""
 
     config: ServingConfig
-    threads: int
-    path: Callable[[EngineConfig], Path]
-    count: Callable[..., None] | None = None
+    threads: int  # of a CPU
+    path: Callable[[EngineConfig], Path]  # the folder of an engine's model
+    count: Callable[..., None] | None = None  # (metric, amount, **labels), of an engine's own
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -19,19 +19,14 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """An engine folder. ``vocabulary_sha256`` is of its tokenizer's tokens, or (a draft ships none)
-    the one it was made for.
-
-    ``layout_sha256`` covers the names, headers and sizes of the weight files: what time depends on,
-    not gigabytes of values.
-    """
+    """What an engine folder says of itself."""
 
     folder: Path
     architecture: str
     vocab_size: int
     max_context_tokens: int
-    vocabulary_sha256: str
-    layout_sha256: str
+    vocabulary_sha256: str  # of its tokenizer's tokens, or of those that a draft was made for
+    layout_sha256: str  # of the names, headers and sizes of its weight files: what time depends on
 
 
 def read_manifest(folder: Path) -> Manifest:
