@@ -5,6 +5,8 @@ reference text stays as it is.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -15,9 +17,13 @@ from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD
 from backend.sampling.randomness import exponentials, word
+from policy import FixedLength
 from tests.contract import checks, scenarios
 from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, Deployment
 from tests.contract.reference import Reference
+from tests.contract.scenarios import Scenario, Served
+from tests.fakes.clients import Sink
+from tests.fakes.loop import World
 
 
 class ReferenceModel(MarkovChain):
@@ -88,3 +94,34 @@ def serve_ahead(patch: pytest.MonkeyPatch) -> None:
     """Make the suite's deployments look ahead."""
     for module in (checks, scenarios):
         patch.setattr(module, "Deployment", deployment)
+
+
+def exactly_ahead(scenario: Scenario, *properties: checks.Property) -> Served:
+    """Serve a scenario looking ahead and assert these properties of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        serve_ahead(patch)
+        return checks.exact(scenario, *properties)
+
+
+def texts_ahead() -> None:
+    """A busy batch has the texts of plain decoding."""
+    exactly_ahead(scenarios.BUSY, checks.texts)
+
+
+def stop_words_end_texts_ahead() -> None:
+    """A text ends before its first stop word, be that inside a turn or across two."""
+    plain = run_ahead("once upon", 24, lookahead=0).text
+    for size in (1, 2, 3, 5):
+        for at in range(1, len(plain) - size + 1):
+            word = plain[at : at + size]
+            sink = run_ahead("once upon", 24, stop_words=(word,))
+            assert sink.text == plain[: plain.index(word)], f"stop word {word!r}"
+            assert sink.reason == "stop_words"
+
+
+def run_ahead(prompt: str, tokens: int, lookahead: int = 1, **options: Any) -> Sink:
+    """Return the client of a request alone, whose draft on the device is mostly right."""
+    world = World(FixedLength("draft0", 3), drafts=(0.9,), lookahead=lookahead)
+    sink = world.submit(prompt, tokens, **options)
+    world.run()
+    return sink

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from backend.core import block_pool, kv_ledger, session
+from backend.core.batch import Batch
 from backend.core.block_pool import BlockPool
 from backend.core.kv_ledger import KVLedger
+from backend.engines.fake import FakeEngine
+from backend.engines.port import AFTER
 from backend.engines.stepping import engine as stepping
 from backend.engines.stepping import kv_caches
 from backend.engines.stepping.chunks import Chunk
@@ -27,7 +30,7 @@ from backend.sampling.randomness import exponentials
 from backend.sequence import BLOCK_TOKENS, Proposal
 from backend.speculation.drafting import Drafting
 from backend.speculation.step_log import StepLog
-from tests.contract import checks
+from tests.contract import ahead, checks
 from tests.contract.deployment import K_MAX
 from tests.contract.scenarios import (
     ALIKE,
@@ -692,4 +695,39 @@ def look_at_max_tokens_between_steps_only(patch: Patch) -> None:
         return taken
 
     wrap(patch, Drafting, "ceilings", ceilings)
+    wrap(patch, session.Session, "commit", commit)
+
+
+# -- two submissions in flight
+
+
+@killed_by(ahead.texts_ahead)
+def follow_from_a_stale_length(patch: Patch) -> None:
+    def turn(original, batch, session, step):
+        found = original(batch, session, step)
+        if found.end == AFTER:
+            found.end = len(session.sequence.tokens)
+        return found
+
+    wrap(patch, Batch, "_turn", turn)
+
+
+@killed_by(ahead.texts_ahead)
+def commit_the_last_token_of_a_turn_twice(patch: Patch) -> None:
+    """The device goes on from the token before the last one."""
+
+    def keep(original, engine, job, tokens, proposal, new):
+        original(engine, job, tokens, proposal, new)
+        if new:
+            job.text.tokens.pop()
+
+    wrap(patch, FakeEngine, "_keep", keep)
+
+
+@killed_by(ahead.stop_words_end_texts_ahead)
+def miss_a_stop_word_across_two_turns(patch: Patch) -> None:
+    def commit(original, self, *turn):
+        self._searched = len(self._held)
+        return original(self, *turn)
+
     wrap(patch, session.Session, "commit", commit)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from backend.request import SamplingParams
 from tests.contract import checks
+from tests.contract.ahead import exactly_ahead
 from tests.contract.deployment import K_MAX, NODES, VOCAB
 from tests.contract.scenarios import DRAFTS, GREEDY, PROMPTS, Ask, Scenario
 
@@ -66,6 +67,17 @@ scenarios = st.builds(
     kv_blocks=st.integers(6, 20),
     reuse=st.booleans(),
 )
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.slow)])
+def test_whatever_is_asked_and_planned_looking_ahead(examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(scenarios)
+    def holds(scenario):
+        exactly_ahead(scenario, *checks.ENDS, checks.blocks_are_of_one_text)
+
+    holds()
 
 
 @pytest.mark.medium
