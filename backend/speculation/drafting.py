@@ -140,7 +140,8 @@ class Drafting:
             turns = [Turn(s, len(s.tokens), run=k, nodes=_EVERY_NODE) for s, k in runs if k > 0]
             for completion in self._complete(draft, turns, log):
                 if completion.proposal:
-                    proposals[completion.sequence_id].unused.append(completion.proposal)
+                    row = proposals.setdefault(completion.sequence_id, Proposals())
+                    row.unused.append(completion.proposal)
 
     def nodes(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
         """Return the nodes that could be verified for the rows of a plan; None: there are none."""

@@ -19,7 +19,8 @@ def change(deployment, drafts, script):
         lambda: deployment.loop.draft_with(drafts, policy, policy.start())
     )
     deployment.engines = [deployment.target, *drafts]
-    deployment.step()
+    for _ in range(1 + deployment.target.limits.lookahead):
+        deployment.step()
     assert done.done()
     done.result()
 
