@@ -143,8 +143,8 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         "spindle_step_part_seconds_total",
         _C,
         "Time of steps by part: planning, learning (from the step before), draft:NAME, verify, "
-        "rest."
-        " They sum to the time of the steps, unless parts of a batch run side by side",
+        "rest. They sum to the time of the steps: with lookahead, what the target's pass hides is "
+        "in none",
         ("part",),
     ),
     Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),
