@@ -68,8 +68,8 @@ class EngineConfig:
     """``fake``: the share of places where a draft proposes what the target emits."""
     step_s: float = setting(0.0, low=0.0)  # ``fake``: seconds of a pass
     lookahead: int = setting(0, low=0, high=1)
-    """``fake`` target: submissions in flight besides the one that runs. With 1 the target has a
-    device in a thread of its own, where ``fake`` drafts propose, too.
+    """``cuda`` or ``fake`` target: submissions in flight besides the one that runs. With 1 heads
+    (``fake``: its drafts) propose on the target's device.
     """
     gpus: tuple[int, ...] = (0,)  # ``trtllm``: one a rank
     kv_share: float = setting(0.9, low=0.01, high=1.0)
