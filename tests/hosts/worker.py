@@ -113,7 +113,7 @@ def main() -> None:
     engine.engine_core.engine_core.step_fn()  # takes notice of what has ended
     host = getattr(scheduler, "_host", None)
     if host is not None:
-        seen["left behind"] = len(host._sequences)
+        seen["left behind"] = len(host.sequences)
         seen["calibrating"] = scheduler._calibration is not None
         scheduler._exporter.export()
         answer = {"metrics": scheduler._exporter.text()}
