@@ -25,11 +25,11 @@ class LlmRequestState(enum.Enum):
 class Request:
     """A request with the recorded attributes and no others."""
 
-    __slots__ = (*API["LlmRequest"]["attributes"], "_text", "_chunk", "_written")
+    __slots__ = (*API["LlmRequest"]["attributes"], "truth", "_chunk", "_written")
 
     def __init__(self, number, text, prompt, chunk=64):
         self.py_request_id = self.request_id = number
-        self._text, self._written, self._chunk = text, prompt, chunk
+        self.truth, self._written, self._chunk = text, prompt, chunk
         self.py_orig_prompt_len, self.py_max_new_tokens = prompt, len(text) - prompt
         self.py_draft_tokens, self.py_num_accepted_draft_tokens = [], 0
         self.py_disable_speculative_decoding, self.is_dummy = False, False
@@ -37,11 +37,11 @@ class Request:
 
     def get_tokens(self, beam):
         assert beam == 0
-        return self._text[: self._written]
+        return self.truth[: self._written]
 
     @property
     def text(self):
-        return self._text[: self._written]
+        return self.truth[: self._written]
 
 
 def _as_recorded(cls, methods):
@@ -188,7 +188,7 @@ class Executor:
     def _verify(self, request):
         drafts = [] if request.py_disable_speculative_decoding else request.py_draft_tokens
         assert all(type(token) is int and token >= 0 for token in drafts)
-        left, held = request._text[request._written :], 0
+        left, held = request.truth[request._written :], 0
         while held < min(len(drafts), len(left) - 1) and drafts[held] == left[held]:
             held += 1
         request.py_num_accepted_draft_tokens = held
@@ -197,5 +197,5 @@ class Executor:
     @staticmethod
     def _emit(request, tokens):
         request._written += tokens
-        if request._written >= len(request._text):
+        if request._written >= len(request.truth):
             request.state = LlmRequestState.GENERATION_COMPLETE

@@ -49,7 +49,7 @@ def test_texts_are_whole_and_take_fewer_steps(plugin):
     executor = Executor(**plugin.engine_args({}, K_MAX, 512))
     requests = [repeating(n) for n in range(1, 5)]
     serve(executor, requests)
-    assert all(r.text == r._text for r in requests)
+    assert all(r.text == r.truth for r in requests)
     assert len(executor.steps) < 110  # 137 without drafts
     assert executor._drafter._host.sequences == {}
     assert executor._resources.decoding == {}
@@ -65,7 +65,7 @@ def test_the_length_of_a_step_is_none_or_all(plugin):
 
 def test_rows_come_back_after_steps_without_drafts(plugin):
     executor = Executor(**plugin.engine_args({}, K_MAX, 512))
-    half = noise(1)._text[:80] + repeating(1, 80)._text
+    half = noise(1).truth[:80] + repeating(1, 80).truth
     request = Request(1, half, 24)
     serve(executor, [request])
     lengths = [length for length, _, _ in executor.steps]
@@ -82,7 +82,7 @@ def test_who_comes_later_is_drafted_for_too(plugin):
     late = repeating(2)
     serve(executor, [late])
     assert max(max(p, default=0) for _, _, p in executor.steps) == K_MAX
-    assert late.text == late._text
+    assert late.text == late.truth
 
 
 def test_a_model_on_several_gpus_is_refused(monkeypatch):
