@@ -38,8 +38,10 @@ class BodyReader:
     large body, reads one at a time, and starts again after it has died.
     """
 
-    def __init__(self, settings: FrontEnd) -> None:
-        self._settings = settings
+    def __init__(self, settings: FrontEnd, large_bytes: int = LARGE_BODY_BYTES) -> None:
+        """Read bodies of more than ``large_bytes`` in the process."""
+        self.longest_s = LONGEST_READ_S
+        self._large_bytes, self._settings = large_bytes, settings
         self._thread = ThreadPoolExecutor(1, "large-bodies")
         self._child: _Child | None = None
 
@@ -47,10 +49,15 @@ class BodyReader:
         """Return what ``read`` makes of a request's body. Raises ApiError."""
         data = await request.body()
         headers = {name: request.headers.get(name, "") for name in _HEADERS}
-        if len(data) <= LARGE_BODY_BYTES:
+        if len(data) <= self._large_bytes:
             return read(self._settings, data, headers)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._ask, read, data, headers)
+
+    @property
+    def has_process(self) -> bool:
+        """Whether the process for large bodies has started."""
+        return self._child is not None
 
     def close(self) -> None:
         """End the process."""
@@ -62,8 +69,8 @@ class BodyReader:
         child = self._child = self._child or _start(self._settings)
         try:
             child.pipe.send((read, data, headers))
-            if not child.pipe.poll(LONGEST_READ_S):
-                raise TimeoutError(f"no answer within {LONGEST_READ_S:g} s")
+            if not child.pipe.poll(self.longest_s):
+                raise TimeoutError(f"no answer within {self.longest_s:g} s")
             result, error = child.pipe.recv()
         except (EOFError, OSError) as failure:
             logger.error("a body of %d bytes could not be read: %r", len(data), failure)

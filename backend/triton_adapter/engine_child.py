@@ -29,7 +29,16 @@ class EngineChild:
     ``give_up`` is called when it fails ``QUICK_FAILURES`` times in quick succession.
     """
 
-    def __init__(self, config: Path, socket: Path, give_up: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: Path,
+        socket: Path,
+        give_up: Callable[[], None],
+        *,
+        first_backoff_s: float = FIRST_BACKOFF_S,
+        stable_s: float = STABLE_S,
+    ) -> None:
+        self._first_backoff_s, self._stable_s = first_backoff_s, stable_s
         self._arguments = ["--config", str(config), "--socket", str(socket)]
         self._give_up = give_up
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,6 +52,10 @@ class EngineChild:
     def start(self) -> None:
         """Start the process and the watch over it."""
         self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until no process is started any more."""
+        self._thread.join(timeout_s)
 
     @property
     def failed_to_start(self) -> bool:
@@ -91,13 +104,13 @@ class EngineChild:
                 logger.error("%s before it was ready", text)
                 self._failed_first.set()
                 return
-            is_stable = self._ready_s is not None and monotonic() - self._ready_s >= STABLE_S
+            is_stable = self._ready_s is not None and monotonic() - self._ready_s >= self._stable_s
             failures = 1 if is_stable else failures + 1
             if failures >= QUICK_FAILURES:
                 logger.error("%s; failure %d in quick succession: giving up", text, failures)
                 self._give_up()
                 return
-            backoff_s = min(FIRST_BACKOFF_S * 2 ** (failures - 1), LONGEST_BACKOFF_S)
+            backoff_s = min(self._first_backoff_s * 2 ** (failures - 1), LONGEST_BACKOFF_S)
             logger.error("%s: restarting in %g s", text, backoff_s)
             self._stopping.wait(backoff_s)
             self._restarts += 1

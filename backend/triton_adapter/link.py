@@ -40,7 +40,11 @@ class EngineLink:
         on_message: Callable[[Any], None],
         on_lost: Callable[[], None],
         greeting: tuple[Message, ...] = (),
+        *,
+        grace_s: float = GRACE_S,
+        send_limit_s: int = SEND_LIMIT_S,
     ) -> None:
+        self._grace_s, self._send_limit_s = grace_s, send_limit_s
         self._path = path
         self._on_message = on_message
         self._on_lost = on_lost
@@ -112,7 +116,7 @@ class EngineLink:
         try:
             sock.connect(str(self._path))
             sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_LIMIT_S, 0)
+                socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", self._send_limit_s, 0)
             )
             sock.sendall(b"".join(frame(message) for message in (Hello(), *self._greeting)))
         except OSError:
@@ -157,7 +161,7 @@ class EngineLink:
         self._connected.set()
 
     def _is_over(self) -> bool:
-        return monotonic() >= self._down_since_s + GRACE_S
+        return monotonic() >= self._down_since_s + self._grace_s
 
     def _refuse_held(self) -> None:
         """Answer what was held for too long."""

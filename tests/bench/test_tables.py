@@ -21,10 +21,16 @@ def test_a_table_of_no_known_name_is_an_error():
         tables.written("<!-- table: nothing -->\n<!-- end -->")
 
 
-def test_records_that_agree_in_processor_length_and_temperature_count_together(
-    tmp_path, monkeypatch
-):
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """The folder that tables are made of."""
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_records_that_agree_in_processor_length_and_temperature_count_together(
+    results, monkeypatch
+):
     monkeypatch.setattr(tables, "RECORDS", ("first", "second", "sampled"))
     took = {"none": 8.0, "fixed-a-2": 6.0, "spindle": 4.0}
     fixed = {"workload": "mix", "replies": [{"output_tokens": 10, "total_s": 1.0}]}
@@ -43,9 +49,9 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(
     slower = [{**run, "wall_s": 8.0} for run in runs]
     settings = {"temperature": 0.0, "max_tokens": tables.TOKENS}
     record = {"machine": {"processor": "A CPU (AVX9)"}, "settings": settings, "runs": runs}
-    (tmp_path / "first.json").write_text(json.dumps(record))
-    (tmp_path / "second.json").write_text(json.dumps({**record, "runs": slower}))
-    (tmp_path / "sampled.json").write_text(
+    (results / "first.json").write_text(json.dumps(record))
+    (results / "second.json").write_text(json.dumps({**record, "runs": slower}))
+    (results / "sampled.json").write_text(
         json.dumps({**record, "settings": {**settings, "temperature": 0.8}})
     )
     greedy, between, _, sampled, _, best = tables.speed("AVX9").splitlines()[2:]
@@ -56,14 +62,11 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(
     assert best == "| best fixed one, temperature 0.8 | 1.50 (1.50–1.50; 2) |"
     assert "poisson" not in tables.speed("AVX9")
     longer = {**record, "settings": {**settings, "max_tokens": 128}}
-    (tmp_path / "second.json").write_text(json.dumps(longer))
+    (results / "second.json").write_text(json.dumps(longer))
     assert "| plain decoding, 128 tokens | 2.00 (2.00–2.00; 2) |" in tables.speed("AVX9")
 
 
-def test_each_workload_has_its_ratio_and_blocks_and_all_together_have_no_column(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_each_workload_has_its_ratio_and_blocks_and_all_together_have_no_column(results):
     row = {"policy": "spindle", "over": "none", "interval_95": [1.2, 1.5], "blocks": 3}
     rows = [
         {**row, "workload": "chat", "ratio": 1.345},
@@ -72,14 +75,13 @@ def test_each_workload_has_its_ratio_and_blocks_and_all_together_have_no_column(
         {**row, "workload": "sql", "ratio": 9.0, "over": "fixed-a-2"},
         {**row, "workload": "every workload", "ratio": 9.0},
     ]
-    (tmp_path / f"{tables.WORKLOADS}.json").write_text(json.dumps({"ratios": rows}))
+    (results / f"{tables.WORKLOADS}.json").write_text(json.dumps({"ratios": rows}))
     head, _, found = tables.by_workload().splitlines()
     assert head == "| Spindle's tokens/s over | chat | sql |"
     assert found == "| plain decoding | 1.34 (1.20–1.50; 3) | 2.00 (1.20–1.50; 4) |"
 
 
-def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_a_stack_that_was_not_run_leaves_its_cell_empty(results, monkeypatch):
     ratio = {"median": 1.25, "interval_95": [1.1, 1.4], "blocks": 3}
     rows = [
         {"arm": "vllm-plain", "in_flight": 8, "spindle_over": ratio},
@@ -89,8 +91,8 @@ def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
     record = {"families": [{"family": "smollm2", "rows": rows}], "settings": {}}
     int8 = {"families": [{"family": "smollm2", "rows": rows[:1]}], "settings": {"dtype": "int8"}}
     monkeypatch.setattr(tables, "PEERS", {"any": ("first", "second")})
-    (tmp_path / "first.json").write_text(json.dumps(record))
-    (tmp_path / "second.json").write_text(json.dumps(int8))
+    (results / "first.json").write_text(json.dumps(record))
+    (results / "second.json").write_text(json.dumps(int8))
     assert tables.stacks("any").splitlines() == [
         "| Spindle's tokens/s over | 1 in flight | 8 in flight |",
         "| --- | --- | --- |",
@@ -100,8 +102,7 @@ def test_a_stack_that_was_not_run_leaves_its_cell_empty(tmp_path, monkeypatch):
     ]
 
 
-def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(results):
     names = ["fixed:eagle:3", "adaptive", "oracle", "none", *compared()]
     arms = {name: {"latency_s": 2.0, "tokens_per_s": 8.0} for name in names}
     arms["fixed:eagle:3"] = {
@@ -116,7 +117,7 @@ def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(tmp_pat
         "comparisons": [{"scenario": "8b", "tuned": tuned, "points": points}],
         "criteria": [{**missed, "met": False}, {**missed, "load": 0.3, "met": True}],
     }
-    (tmp_path / f"{tables.SIMULATION}.json").write_text(json.dumps(record))
+    (results / f"{tables.SIMULATION}.json").write_text(json.dumps(record))
     others = {0.5: " | 0.500" * 6, 0.8: " | 0.800" * 6}
     assert tables.simulated().splitlines()[2:] == [
         f"| 8b | 0.3 | eagle:3 | 0.500 (0.400–0.600){others[0.5]} |",
@@ -125,10 +126,7 @@ def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(tmp_pat
     assert tables.unmet().splitlines()[2:] == ["| 8b | all | latency: <= 1 | 2 |"]
 
 
-def test_open_loops_are_told_by_load_over_plain_decoding_and_the_fixed_choice(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_open_loops_are_told_by_load_over_plain_decoding_and_the_fixed_choice(results):
     row = {"policy": "spindle", "interval_95": [1.2, 1.5], "blocks": 3}
     rows = [
         {**row, "over": over, "load": load, "ratio": ratio}
@@ -143,9 +141,7 @@ def test_open_loops_are_told_by_load_over_plain_decoding_and_the_fixed_choice(
     ]
     settings = {"policies": ["fixed-a-4"]}
     rows.append({**rows[1], "policy": "fixed-a-4", "ratio": 9.0})
-    (tmp_path / f"{tables.OPEN}.json").write_text(
-        json.dumps({"ratios": rows, "settings": settings})
-    )
+    (results / f"{tables.OPEN}.json").write_text(json.dumps({"ratios": rows, "settings": settings}))
     head, _, plain, fixed = tables.open_loops().splitlines()
     assert head == (
         "| Spindle's speed over | poisson, 0.5 of the capacity | bursty, 0.9 of the capacity |"
@@ -154,8 +150,7 @@ def test_open_loops_are_told_by_load_over_plain_decoding_and_the_fixed_choice(
     assert fixed == "| `a`, 4 tokens | 1.25 (1.20–1.50; 3) | 0.98 (1.20–1.50; 3) |"
 
 
-def test_what_a_part_is_worth_is_the_mean_over_loads_and_the_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+def test_what_a_part_is_worth_is_the_mean_over_loads_and_the_most(results):
 
     def without(ratio):
         return {f"without:{part}": {"adaptive_over_it": [ratio]} for part in tables.PARTS}
@@ -163,7 +158,7 @@ def test_what_a_part_is_worth_is_the_mean_over_loads_and_the_most(tmp_path, monk
     points = [{"load": 0.3, "arms": without(0.8)}, {"load": BACKLOG, "arms": without(1.25)}]
     other = [{"load": 0.95, "arms": without(1.0)}]
     comparisons = [{"scenario": "a", "points": points}, {"scenario": "b", "points": other}]
-    (tmp_path / f"{tables.WORTH}.json").write_text(json.dumps({"comparisons": comparisons}))
+    (results / f"{tables.WORTH}.json").write_text(json.dumps({"comparisons": comparisons}))
     head, _, first, *_ = tables.worth().splitlines()
     assert head == "| without | a | b | most |"
     assert first == "| requests' deviations | 22.5 | 0.0 | 25.0 |"

@@ -2,10 +2,10 @@
 
 import sys
 import threading
+import time
 
 import pytest
 
-from backend.triton_adapter import engine_child
 from backend.triton_adapter.engine_child import EngineChild, engine_environment
 from backend.triton_adapter.paths import PROJECT_ROOT
 
@@ -22,27 +22,33 @@ def failing(tmp_path, monkeypatch):
     )
     python.chmod(0o755)
     monkeypatch.setenv("SPINDLE_PYTHON", str(python))
-    monkeypatch.setattr(engine_child, "FIRST_BACKOFF_S", 0.001)
-    given_up = threading.Event()
-    child = EngineChild(tmp_path / "serving.json", tmp_path / "engine.sock", given_up.set)
+    given_up, children = threading.Event(), []
+
+    def child(**limits):
+        paths = tmp_path / "serving.json", tmp_path / "engine.sock"
+        children.append(EngineChild(*paths, given_up.set, first_backoff_s=0.001, **limits))
+        return children[-1]
+
     yield child, given_up, lambda: starts.read_text().count("x") if starts.exists() else 0
-    child.stop(1.0)
+    children[0].stop(1.0)
 
 
 def test_an_engine_that_never_was_ready_is_not_restarted(failing):
-    child, given_up, starts = failing
+    make, given_up, starts = failing
+    child = make()
     child.start()
-    child._thread.join(LIMIT_S)
+    child.join(LIMIT_S)
     assert child.failed_to_start
     assert (starts(), child.take_restarts(), given_up.is_set()) == (1, 0, False)
 
 
 def test_restarts_in_quick_succession_are_bounded(failing, caplog):
-    child, given_up, starts = failing
+    make, given_up, starts = failing
+    child = make()
     child.ready()
     child.start()
     assert given_up.wait(LIMIT_S)
-    child._thread.join(LIMIT_S)
+    child.join(LIMIT_S)
     assert (starts(), child.take_restarts(), child.take_restarts()) == (5, 4, 0)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert lines == [
@@ -54,22 +60,15 @@ def test_restarts_in_quick_succession_are_bounded(failing, caplog):
     ]
 
 
-def test_an_engine_that_served_for_a_while_is_restarted_however_often(failing, monkeypatch):
-    monkeypatch.setattr(engine_child, "STABLE_S", 0.0)
-    child, given_up, starts = failing
-    run_once = child._run_once
-    enough = threading.Event()
-
-    def answers_and_ends():
-        child.ready()
-        if starts() >= 8:
-            enough.set()
-        return run_once()
-
-    child._run_once = answers_and_ends
+def test_an_engine_that_served_for_a_while_is_restarted_however_often(failing):
+    make, given_up, starts = failing
+    child = make(stable_s=0.0)
     child.ready()
     child.start()
-    assert enough.wait(LIMIT_S)
+    deadline_s = time.monotonic() + LIMIT_S
+    while starts() < 8 and time.monotonic() < deadline_s:
+        child.ready()
+    assert starts() >= 8
     assert not given_up.is_set()
 
 

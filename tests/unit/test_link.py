@@ -15,8 +15,7 @@ from backend.ipc.messages import (
     Subscribe,
 )
 from backend.request import ErrorCode, GenerationRequest, RequestError
-from backend.triton_adapter import link as link_module
-from backend.triton_adapter.link import EngineLink
+from backend.triton_adapter.link import DOWN, EngineLink
 
 
 class Engine:
@@ -69,7 +68,11 @@ def recorder():
 @pytest.fixture
 def link(tmp_path, recorder):
     made = EngineLink(
-        tmp_path / "s", recorder.on_message, recorder.on_lost, greeting=(Subscribe(),)
+        tmp_path / "s",
+        recorder.on_message,
+        recorder.on_lost,
+        greeting=(Subscribe(),),
+        grace_s=0.5,
     )
     made.start()
     yield made
@@ -112,10 +115,7 @@ def test_what_was_held_is_held_on_when_the_engine_goes_before_it_has_it(link, tm
     engine.close()
 
 
-def test_a_lost_engine_is_reported_refused_after_a_while_and_found_again(
-    link, recorder, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(link_module, "GRACE_S", 0.5)
+def test_a_lost_engine_is_reported_refused_after_a_while_and_found_again(link, recorder, tmp_path):
     engine = Engine(tmp_path / "s")
     engine.accept()
     assert link.wait(5)
@@ -123,7 +123,7 @@ def test_a_lost_engine_is_reported_refused_after_a_while_and_found_again(
     assert recorder.lost.wait(5)
     link.send(Cancel(id=1))
     assert recorder.heard.wait(5)
-    assert recorder.messages == [Failed(id=1, code=ErrorCode.UNAVAILABLE, message=link_module.DOWN)]
+    assert recorder.messages == [Failed(id=1, code=ErrorCode.UNAVAILABLE, message=DOWN)]
     with pytest.raises(RequestError, match="starting or restarting") as refusal:
         link.send(Cancel(id=2))
     assert refusal.value.code is ErrorCode.UNAVAILABLE
@@ -149,10 +149,9 @@ def test_another_protocol_version_is_not_used(link, recorder, tmp_path, caplog):
     engine.close()
 
 
-def test_an_engine_that_stopped_reading_is_given_up(recorder, tmp_path, monkeypatch):
-    monkeypatch.setattr(link_module, "SEND_LIMIT_S", 1)
+def test_an_engine_that_stopped_reading_is_given_up(recorder, tmp_path):
     engine = Engine(tmp_path / "s")
-    link = EngineLink(tmp_path / "s", recorder.on_message, recorder.on_lost)
+    link = EngineLink(tmp_path / "s", recorder.on_message, recorder.on_lost, send_limit_s=1)
     link.start()
     engine.accept()
     assert link.wait(5)

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import os
+import signal
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
-from backend.openai_frontend import reader as module
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.reader import BodyReader
+from backend.openai_frontend.reader import LARGE_BODY_BYTES, BodyReader
 from backend.openai_frontend.routes import chat_of, completion_of, text_of, tokens_of
 from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate
@@ -21,7 +22,7 @@ SETTINGS = FrontEnd("", "m", ChatTemplate(TEMPLATE, "<s>"))
 HELLO = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 HEADERS = {"content-type": "application/json"}
-LARGE = {"metadata": {"blank": " " * module.LARGE_BODY_BYTES}}
+LARGE = {"metadata": {"blank": " " * LARGE_BODY_BYTES}}
 
 
 class Request:
@@ -35,9 +36,15 @@ class Request:
 
 @pytest.fixture
 def bodies():
-    made = BodyReader(SETTINGS)
-    yield made
-    made.close()
+    with closing(BodyReader(SETTINGS)) as reader:
+        yield reader
+
+
+@pytest.fixture
+def every_body():
+    """A reader to which no body is small."""
+    with closing(BodyReader(SETTINGS, large_bytes=0)) as reader:
+        yield reader
 
 
 def read(bodies, work, body):
@@ -58,7 +65,7 @@ def end(settings, data, headers):
 
 def test_only_a_large_body_leaves_the_process(bodies):
     assert read(bodies, pid_of, {}) == os.getpid()
-    assert bodies._child is None
+    assert not bodies.has_process
     first, second = read(bodies, pid_of, LARGE), read(bodies, pid_of, LARGE)
     assert first == second != os.getpid()
 
@@ -76,21 +83,18 @@ def test_only_a_large_body_leaves_the_process(bodies):
         (tokens_of, {"tokens": [1, 2]}),
     ],
 )
-def test_a_large_body_means_the_same_as_a_small_one(bodies, monkeypatch, work, body):
+def test_a_large_body_means_the_same_as_a_small_one(bodies, every_body, work, body):
     body = {"model": "m", **body}
-    small = read(bodies, work, body)
-    monkeypatch.setattr(module, "LARGE_BODY_BYTES", 0)
-    assert read(bodies, work, body) == small
-    assert bodies._child is not None
+    assert read(every_body, work, body) == read(bodies, work, body)
+    assert every_body.has_process
 
 
 @pytest.mark.parametrize("body", [{"model": "other"}, {"model": "m", "top_k": -5}, {"modell": 1}])
-def test_it_is_refused_for_the_same_reason(bodies, monkeypatch, body):
+def test_it_is_refused_for_the_same_reason(bodies, every_body, body):
     refusals = []
-    for limit in (module.LARGE_BODY_BYTES, 0):
-        monkeypatch.setattr(module, "LARGE_BODY_BYTES", limit)
+    for reader in (bodies, every_body):
         with pytest.raises(ApiError) as raised:
-            read(bodies, chat_of, {"messages": [HELLO], **body})
+            read(reader, chat_of, {"messages": [HELLO], **body})
         refusals.append((raised.value.status, raised.value.body()))
     assert refusals[0] == refusals[1]
 
@@ -111,17 +115,17 @@ def test_a_fault_is_an_error_and_a_death_a_restart(bodies):
     assert read(bodies, pid_of, LARGE) not in (first, os.getpid())
 
 
-def test_a_body_that_takes_too_long_is_given_up(bodies, monkeypatch):
-    assert read(bodies, pid_of, LARGE)
-    monkeypatch.setattr(module, "LONGEST_READ_S", 0.05)
+def test_a_body_that_takes_too_long_is_given_up(bodies):
+    first = read(bodies, pid_of, LARGE)
+    usual_s, bodies.longest_s = bodies.longest_s, 0.05
     with pytest.raises(ApiError, match="try again later"):
         read(bodies, wait, LARGE)
-    monkeypatch.undo()
-    assert read(bodies, pid_of, LARGE) != os.getpid()
+    bodies.longest_s = usual_s
+    assert read(bodies, pid_of, LARGE) not in (first, os.getpid())
 
 
 def wait(settings, data, headers):
-    module.signal.pause()
+    signal.pause()
 
 
 @pytest.mark.parametrize(
