@@ -60,8 +60,8 @@ def plain_texts() -> list[list[int]]:
         rows = [row_of(number, text) for number, text in enumerate(texts)]
         results, _seconds = run.collect(run.launch(rows))
         for text, result in zip(texts, results, strict=True):
-            assert len(result.tokens) == 1
-            text.extend(result.tokens)
+            assert len(result.emitted) == 1
+            text.extend(result.emitted)
     return texts
 
 
@@ -79,11 +79,13 @@ def test_texts_of_changing_batches_are_those_of_plain_decoding(seed: int) -> Non
         results, seconds = run.collect(launched)  # type: ignore[arg-type]
         assert set(seconds) == {"draft", "verify"}
         for number, result in zip(numbers, results, strict=True):
-            texts[number] += result.tokens
-            accepted += len(result.tokens) - 1
-            proposed += len(result.nodes)
+            texts[number] += result.emitted
+            accepted += len(result.emitted) - 1
+            proposed += len(result.tokens)
+            assert all(parent < node for node, parent in enumerate(result.parents))
+            assert result.confidence == sorted(result.confidence, reverse=True)
             assert result.verified <= ROOM
-            assert len(result.tokens) - 1 <= result.verified
+            assert len(result.emitted) - 1 <= result.verified
 
     while min(map(len, texts)) < TOKENS or in_flight:
         alive = [number for number, text in enumerate(texts) if len(text) < TOKENS]

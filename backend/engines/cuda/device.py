@@ -68,12 +68,16 @@ class DeviceRow:
 class RowResult:
     """What a step did for a row."""
 
-    tokens: list[int]
-    """Emitted; the last one is no node. A -1 says that a logit was NaN."""
-    nodes: list[tuple[int, int, float]] = field(default_factory=list)
-    """Token, parent and confidence of the nodes that a head proposed, in the order of columns."""
-    verified: int = 0
-    """Nodes verified: those of the highest confidence, the first of equals."""
+    emitted: list[int]
+    """The tokens; the last one is no node. A -1 says that a logit was NaN."""
+    verified: int
+    """Nodes verified: the first of a head's, all of the host's."""
+    tokens: list[int] = field(default_factory=list)
+    """Of the nodes that a head proposed and the row has room for, the likeliest first."""
+    parents: list[int] = field(default_factory=list)
+    """Of each of them, -1 for the text."""
+    confidence: list[float] = field(default_factory=list)
+    """Of each of them: the probability of its path."""
 
 
 class Bucket(NamedTuple):
@@ -167,8 +171,7 @@ class DeviceSteps:
         ``verify``).
         """
         self.wait(launched.events[-1])
-        host = launched.host
-        results = [_result(row, host, number) for number, row in enumerate(launched.rows)]
+        results = _results(launched.rows, launched.host)
         start, drafted, verified, _ = launched.events
         parts = {"draft": (start, drafted), "verify": (drafted, verified)}
         return results, {name: self.seconds(*pair) for name, pair in parts.items()}
@@ -312,20 +315,21 @@ class _BucketStep:
         host["top_p"].fill(1.0)
         host["parent"].fill(-1)
         host["updates"][:, 0], host["updates"][0, 2] = idle, self._idle_block
+        count = len(rows)
+        for name in ("slot", "follows", "length", "last", "seed", "room"):
+            host[name][:count] = [getattr(row, name) for row in rows]
+        for name in ("top_k", "top_p", "min_p"):
+            host[name][:count] = [getattr(row.sampling, name) for row in rows]
+        host["temperature"][:count] = [
+            0.0 if row.sampling.greedy else row.sampling.temperature for row in rows
+        ]
         for number, row in enumerate(rows):
-            sampling = row.sampling
-            host["slot"][number], host["follows"][number] = row.slot, row.follows
-            host["length"][number], host["last"][number] = row.length, row.last
-            host["seed"][number], host["room"][number] = row.seed, row.room
-            host["temperature"][number] = 0.0 if sampling.greedy else sampling.temperature
-            host["top_k"][number], host["top_p"][number] = sampling.top_k, sampling.top_p
-            host["min_p"][number] = sampling.min_p
-            nodes = len(row.tokens)
-            host["token"][number, :nodes] = row.tokens
-            host["parent"][number, :nodes] = row.parents
-            host["chance"][number, :nodes] = 2.0  # before all that heads propose
             if row.head:
                 host["places"][self._names[row.head], number] = row.places
+            elif nodes := len(row.tokens):
+                host["token"][number, :nodes] = row.tokens
+                host["parent"][number, :nodes] = row.parents
+                host["chance"][number, :nodes] = 2.0  # before all that heads propose
         for which in (0, 1):
             own = [update[1:] for update in updates if update[0] == which]
             host["updates"][which, :, : len(own)] = np.array(own, np.int64).reshape(-1, 3).T
@@ -375,21 +379,32 @@ def _size(sizes: Sequence[int], value: int, what: str) -> int:
     return found
 
 
-def _result(row: DeviceRow, host: dict[str, npt.NDArray[Any]], number: int) -> RowResult:
-    """Return what came of a row."""
-    count = int(host["count"][number])
-    result = RowResult(host["emitted"][number, :count].tolist())
-    result.verified = int(host["chosen"][number].sum())
-    if row.head:
-        columns = np.flatnonzero(host["chance"][number] > 0.0)
-        place = {-1: -1} | {column: at for at, column in enumerate(columns.tolist())}
-        result.nodes = [
-            (token, place[parent], chance)
-            for token, parent, chance in zip(
-                host["token"][number, columns].tolist(),
-                host["parent"][number, columns].tolist(),
-                host["chance"][number, columns].tolist(),
-                strict=True,
-            )
-        ]
-    return result
+def _results(rows: Sequence[DeviceRow], host: dict[str, npt.NDArray[Any]]) -> list[RowResult]:
+    """Return what came of the rows."""
+    count = len(rows)
+    emitted, verified = host["emitted"][:count].tolist(), host["chosen"][:count].sum(1).tolist()
+    results = [
+        RowResult(tokens[:written], nodes)
+        for tokens, written, nodes in zip(
+            emitted, host["count"][:count].tolist(), verified, strict=True
+        )
+    ]
+    numbers = [number for number, row in enumerate(rows) if row.head]
+    if not numbers:
+        return results
+    chance, parent = host["chance"][numbers], host["parent"][numbers]
+    order = np.argsort(-chance, axis=1, kind="stable")
+    rank = np.empty((len(numbers), chance.shape[1] + 1), np.int64)
+    np.put_along_axis(rank, order, np.arange(chance.shape[1])[None], 1)
+    rank[:, -1] = -1  # the text's
+    order = order[:, : max(rows[number].room for number in numbers)]
+    above = np.take_along_axis(rank, np.take_along_axis(parent, order, 1).astype(np.int64), 1)
+    confidence = np.take_along_axis(chance, order, 1)
+    nodes = np.minimum(np.count_nonzero(confidence, 1), [rows[number].room for number in numbers])
+    columns = (np.take_along_axis(host["token"][numbers], order, 1), above, confidence)
+    for number, most, *found in zip(
+        numbers, nodes.tolist(), *(column.tolist() for column in columns), strict=True
+    ):
+        result = results[number]
+        result.tokens, result.parents, result.confidence = (own[:most] for own in found)
+    return results

@@ -325,17 +325,19 @@ class LookaheadEngine(CudaEngine):
     def _completion(self, job: _RowJob, row: DeviceRow, result: RowResult) -> Completion:
         """Return what came of a turn, and note what has KV now."""
         turn, cache, sequence = job.turn, job.cache, job.turn.sequence
-        if -1 in result.tokens:
+        emitted = result.emitted
+        if -1 in emitted:
             job.slot.length = 0
             return Completion(sequence.id, [], error="the target's logits are no numbers")
         start = len(sequence.tokens) - 1
         cache.roll_back(start)
-        cache.ran += [sequence.tokens[start], *result.tokens[:-1]]
+        cache.ran += [sequence.tokens[start], *emitted[:-1]]
         job.slot.length = len(cache.ran)
-        completion = Completion(sequence.id, result.tokens, len(result.tokens) - 1)
+        completion = Completion(sequence.id, emitted, len(emitted) - 1)
         if turn.device_proposal is not None:
             draft = turn.device_proposal.draft.name
-            completion.drafted = Proposal.best(draft, result.nodes, len(result.nodes))
+            nodes = result.tokens, result.parents, result.confidence
+            completion.drafted = Proposal(draft, *nodes)
             completion.verified = result.verified if row.head else 0
         return completion
 
