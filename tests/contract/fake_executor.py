@@ -41,21 +41,10 @@ from tests.contract.fake_executor_types import (
     Result,
     as_recorded,
 )
+from tests.fakes.clock import Clock
 
 DRAFT_TOKENS_EXTERNAL = 2
 """The mode as the engine's ``config.json`` has it."""
-
-
-@dataclass
-class Clock:
-    """Time that passes only by what is said to take some: a loop and several executors work side by
-    side in it.
-    """
-
-    now_s: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @dataclass

@@ -2,79 +2,16 @@
 against a hand-written automaton.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
-from backend.request import SamplingParams
 from backend.sampling import processing
 from backend.sampling.guides import Grammars
 from tests.contract import checks
-from tests.contract.deployment import VOCAB
-from tests.contract.scenarios import DRAFTS, PROMPTS, SCRIPT, Ask, Scenario, reference
-
-END = VOCAB - 1
-PATTERN = "(a[b-h]*i|j[k-p]+q)+"
-STATES = {0: "aj", 1: "bcdefghi", 2: "klmnop", 3: "klmnopq"}
-
-
-def automaton(text: str) -> int:
-    """Return the state behind a text of ``PATTERN``: between two groups (0), in the first kind (1),
-    in the second (2, then 3).
-    """
-    state = 0
-    for letter in text:
-        assert letter in STATES[state], f"{text} is none of {PATTERN}"
-        state = {"a": 1, "i": 0, "j": 2, "q": 0}.get(letter, 3 if state in (2, 3) else 1)
-    return state
-
-
-@dataclass(frozen=True)
-class Letters:
-    """A tokenizer of single letters and one end token."""
-
-    vocab_size: int = VOCAB
-    token_bytes: tuple = (*(bytes([ord("a") + n]) for n in range(VOCAB - 1)), b"")
-    end_ids: frozenset = frozenset({END})
-
-    def encode(self, text, add_special_tokens=True):
-        return [ord(letter) - ord("a") for letter in text]
-
-
-class ByTheBook:
-    """The same grammar from the automaton."""
-
-    failure = None
-
-    def mask(self, output):
-        text = "".join(chr(ord("a") + token) for token in output)
-        allowed = [ord(letter) - ord("a") for letter in STATES[automaton(text)]]
-        mask = np.zeros(VOCAB, bool)
-        mask[allowed + ([END] if text and automaton(text) == 0 else [])] = True
-        return mask
-
-
-def guide():
-    return Grammars(Letters()).guide("regex", PATTERN, frozenset({END}))
-
-
-def options(**more):
-    return SamplingParams(end_ids=(END,), guide=guide(), log_probs=True, **more)
-
-
-KINDS = (
-    options(),
-    options(min_tokens=6, presence_penalty=0.4),
-    options(bad_words=((8,), (16,)), bias=((END, 3.0),)),
-    options(temperature=0.9, seed=5),
-    options(temperature=1.3, top_p=0.9, seed=6, frequency_penalty=0.3),
-    options(temperature=0.8, seed=7),
-)
-SCENARIO = Scenario(
-    tuple(Ask(n % 6, 16, n // 4, sampling=s) for n, s in enumerate([*KINDS, *KINDS])), max_active=6
-)
+from tests.contract.guided import END, SCENARIO, ByTheBook, Letters, automaton, guide
+from tests.contract.scenarios import DRAFTS, PROMPTS, SCRIPT, reference
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from tests.contract.ahead import (
     stop_words_end_texts_ahead,
 )
 from tests.contract.deployment import K_MAX, Scripted, tiny_engine
+from tests.contract.exact_cases import SCENARIOS, SETTLED
+from tests.contract.guided import SCENARIO as GUIDED
+from tests.contract.guided import guide
 from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, CROWDED, PROMPTS, plain_text
-from tests.contract.test_exactness import SCENARIOS, SETTLED
-from tests.contract.test_guides import SCENARIO as GUIDED
-from tests.contract.test_guides import guide
 from tests.fakes.apps import ask, fake_app, finish
 from tests.fakes.clock import Clock
 from tests.fakes.loop import World

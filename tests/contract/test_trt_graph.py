@@ -14,9 +14,9 @@ from backend.request import SamplingParams
 from backend.sequence import ROOT, Proposal, Sequence
 from tests.contract import checks
 from tests.contract.deployment import K_MAX, VOCAB, tiny_engine
+from tests.contract.exact_cases import SCENARIOS
 from tests.contract.onnx_runtime import onnx_engine
 from tests.contract.reference import Reference
-from tests.contract.test_exactness import SCENARIOS
 
 pytestmark = pytest.mark.slow
 

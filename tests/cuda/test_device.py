@@ -15,7 +15,7 @@ from backend.engines.head.folder import HeadConfig
 from backend.engines.head.network import HeadNetwork
 from backend.request import SamplingParams
 from backend.sampling.randomness import seed_word
-from tests.cuda.test_model import models
+from tests.cuda.families import models
 
 pytestmark = pytest.mark.slow
 TAPS, VOCAB, HIDDEN, TOKENS, ROOM = (1, 3), 199, 64, 40, 6

@@ -19,7 +19,7 @@ from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
 from backend.sampling.randomness import seed_word
 from backend.sequence import Features, Sequence
-from tests.cuda.test_model import models
+from tests.cuda.families import models
 
 pytestmark = pytest.mark.slow
 ROWS, DEPTH, TAPS, VOCAB, HIDDEN, OWN = 4, 3, (1, 3), 199, 64, 16

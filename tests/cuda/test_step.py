@@ -16,7 +16,7 @@ from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.noise import mix
 from backend.engines.cuda.step import Slots, VerifyStep
 from backend.sampling.randomness import seed_word, word
-from tests.cuda.test_model import models
+from tests.cuda.families import models
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,67 +17,19 @@ from transformers import (
 from backend.engines.checkpoint import load
 from engines_build.distill import data as distill_data
 from engines_build.distill import train as distill_train
-from engines_build.distill.arguments import parse
 from engines_build.distill.generate import Shards, Teacher, _Row
 from engines_build.distill.head import HeadSample, _tokens_per_step, load_head_samples
 from engines_build.distill.make_head import distil_head
 from engines_build.distill.overlap import OverlapError
 from engines_build.distill.train import choose_shortlist, top_cross_entropy
+from tests.unit.training import arguments, write_target
 
 pytestmark = pytest.mark.slow
-
-SHORTLIST = 64
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A random two-layer Llama with a byte-level tokenizer of about 300 tokens."""
-    folder = tmp_path_factory.mktemp("target")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        ["SELECT name FROM customers"] * 9,
-        trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet),
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    config.num_key_value_heads, config.head_dim, config.tie_word_embeddings = 2, 16, True
-    config.eos_token_id = tokenizer.eos_token_id
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def arguments(model, folder, **changes):
-    values = {
-        "target": model,
-        "out": folder / "draft",
-        "sources": "sql",
-        "taps": "1,2",
-        "shortlist": SHORTLIST,
-    }
-    values |= {
-        "judged": "sql",
-        "tokens": 1500,
-        "held-out-tokens": 400,
-        "train-tokens": 8000,
-        "batch": 4,
-        "slots": 4,
-        "answers": 1,
-    }
-    values |= changes
-    return parse([word for name, value in values.items() for word in (f"--{name}", str(value))])
+    return write_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture

@@ -19,13 +19,17 @@ from engines_build.distill.generate import Shards, Teacher
 from engines_build.distill.head import Unroller, evaluate_head, load_head_samples
 from engines_build.distill.kept import keep, read_again
 from engines_build.distill.make_head import distil_head
-from tests.unit.test_distill import arguments, target
+from tests.unit.training import arguments, write_target
 
 pytestmark = pytest.mark.slow
 
-__all__ = ["target"]
 TAPS = (1, 2)
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
 
 
 def head_arguments(model, folder, **changes):

@@ -7,16 +7,7 @@ from backend.engines.latency_cases import Case, blocks_for
 from backend.engines.port import Completion, Turn
 from backend.sequence import BLOCK_TOKENS
 from engines_build.timing import Rig, interleave
-
-
-class Clock:
-    """A clock that only the engine below moves."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
+from tests.fakes.clock import Clock
 
 
 class ClockedEngine(FakeEngine):
@@ -36,7 +27,7 @@ class ClockedEngine(FakeEngine):
             unseen + len(turn.proposal.tokens if turn.proposal else [])
             for unseen, turn in self.submitted
         )
-        self.clock.now += 1e-3 * max(1, *(turn.run for turn in turns)) + 1e-6 * queries
+        self.clock.now_s += 1e-3 * max(1, *(turn.run for turn in turns)) + 1e-6 * queries
         super().submit(turns)
 
 
@@ -89,7 +80,7 @@ def run(budget_s, **options):
     def piece(name, seconds):
         def work():
             order.append(name)
-            clock.now += seconds
+            clock.now_s += seconds
             return seconds
 
         return work
