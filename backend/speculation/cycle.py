@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -87,7 +87,7 @@ class Cycle:
         view: View,
         log: StepLog,
         *,
-        following: Container[int] = (),
+        following: Collection[int] = (),
     ) -> Step:
         """Plan, draft as planned, and choose the nodes that the target verifies. Row i of the view
         belongs to ``sequences[i]``.
@@ -96,8 +96,8 @@ class Cycle:
         draft of the host, they wait (``Step.waiting``).
         """
         plan, waiting = self.runner.plan(view, log), set[int]()
-        follows = np.array([sequence.id in following for sequence in sequences], np.bool_)
-        if follows.any():
+        if following:
+            follows = np.array([sequence.id in following for sequence in sequences], np.bool_)
             view, plan, waits = self._look_ahead(view, plan, follows)
             waiting.update(view.request[waits].tolist())
         proposals = self.drafting.propose(sequences, view, plan, log)
