@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from policy import LatencyCurve
 from tests.contract.fake_decoder import Decoder, Law
 from tests.contract.fake_executor_types import *  # noqa: F403 the module stands for the bindings
 from tests.contract.fake_executor_types import (
@@ -61,13 +59,6 @@ class Behaviour:
     dies_at: int | None = None  # iteration from which on every call raises
     mute: bool = False  # requests are taken and never answered
     iteration_s: float = 0.0
-    clock: Clock | None = (
-        # on it an iteration takes what ``curve`` says, and handing over a request takes its caller
-        # ``enqueue_s``
-        None
-    )
-    curve: LatencyCurve | None = None
-    enqueue_s: float = 0.0
     build_s: float = 0.0  # in which the constructor lets no other thread of its process run
     rng: np.random.Generator = field(init=False)
 
@@ -98,7 +89,6 @@ class _Running:
         default_factory=lambda: RequestPerfMetrics(kv_cache_metrics=KvCacheMetrics())
     )
     finish: FinishReason = FinishReason.NOT_FINISHED
-    arrived_s: float = 0.0
     computed: int = 0  # of the prompt
 
     @property
@@ -161,9 +151,7 @@ class Executor:
         self._ids = 0
         self._queue: deque[_Running] = deque()
         self._active: list[_Running] = []
-        self._ready: list[tuple[float, Response]] = []  # and when each is there
-        self._clock = self._behaviour.clock or Clock()
-        self._ended_s = 0.0  # the last iteration
+        self._ready: list[Response] = []
         self._stats: deque[IterationStats] = deque(maxlen=executor_config.iter_stats_max_iterations)
         self.created.append(self)
 
@@ -183,8 +171,6 @@ class Executor:
                 f"Maximum queue size of {limit} has been reached, please try again later"
             )
         ids = []
-        self._clock.now_s += len(requests) * self._behaviour.enqueue_s
-        self._catch_up()
         for request in requests:
             self._ids += 1
             self.requests.append(request)
@@ -193,48 +179,35 @@ class Executor:
                 self._validate(request)
             except RuntimeError as error:
                 self._ready.append(
-                    (
-                        self._clock.now_s,
-                        Response(self._ids, error_msg=str(error), client_id=request.client_id),
-                    )
+                    Response(self._ids, error_msg=str(error), client_id=request.client_id)
                 )
                 continue
             decoder = Decoder(request, self._model.law, int(self.pretrained["vocab_size"]))
-            self._queue.append(_Running(self._ids, request, decoder, arrived_s=self._clock.now_s))
+            self._queue.append(_Running(self._ids, request, decoder))
         return ids
 
     @as_recorded
     def await_responses(self, timeout: timedelta | None = None) -> list[Response]:
         """Iterate until something is finished; the time is up when nothing can be."""
         self._check_alive()
-        deadline_s = math.inf if timeout is None else self._clock.now_s + timeout.total_seconds()
-        if not self._wait(deadline_s):
-            if (
-                timeout is not None
-                and (self._active or self._queue)
-                and self._behaviour.clock is None
-            ):
-                time.sleep(min(0.02, timeout.total_seconds()))
-            return []
+        while not self._ready and (self._queue or self._active) and not self._behaviour.mute:
+            self._iterate()
+        if not self._ready and timeout is not None and (self._active or self._queue):
+            time.sleep(min(0.02, timeout.total_seconds()))
         groups: dict[int, list[Response]] = {}
-        later = [(at_s, response) for at_s, response in self._ready if at_s > self._clock.now_s]
-        for at_s, response in self._ready:
-            if at_s <= self._clock.now_s:
-                groups.setdefault(response.request_id, []).append(response)
+        for response in self._ready:
+            groups.setdefault(response.request_id, []).append(response)
         answers = list(groups.values())  # those of one request stay in order
         late = [answer for answer in answers[1:] if self._behaviour.happens(self._behaviour.late)]
         now = [answer for answer in answers if answer not in late]
         if self._behaviour.shuffled:
             now = [now[i] for i in self._behaviour.rng.permutation(len(now))]
-        self._ready = [(0.0, response) for answer in late for response in answer] + later
+        self._ready = [response for answer in late for response in answer]
         return [response for answer in now for response in answer]
 
     @as_recorded
     def get_num_responses_ready(self, id: int | None = None) -> int:  # noqa: A002 the name in the API
-        return sum(
-            id in (None, response.request_id) and at_s <= self._clock.now_s
-            for at_s, response in self._ready
-        )
+        return sum(id in (None, response.request_id) for response in self._ready)
 
     @as_recorded
     def cancel_request(self, id: int | None = None) -> None:  # noqa: A002
@@ -258,33 +231,6 @@ class Executor:
 
     def shutdown(self) -> None:
         self.live = False
-
-    # -- time
-
-    def _next_s(self) -> float:
-        """When the next iteration begins: behind the last one, as soon as there is a request."""
-        if self._behaviour.mute or not (self._queue or self._active):
-            return math.inf
-        return self._ended_s if self._active else max(self._ended_s, self._queue[0].arrived_s)
-
-    def _catch_up(self) -> None:
-        """Run the iterations that have begun meanwhile: who comes now joins the next one."""
-        while self._next_s() < self._clock.now_s:
-            self._iterate()
-
-    def _wait(self, deadline_s: float) -> bool:
-        """Let time pass until something is finished; return whether it is."""
-        self._catch_up()
-        while not any(at_s <= self._clock.now_s for at_s, _ in self._ready):
-            next_s = self._ready[0][0] if self._ready else self._next_s()
-            if next_s > deadline_s or next_s == math.inf:
-                if self._behaviour.clock and (self._queue or self._active or self._ready):
-                    self._clock.now_s = deadline_s
-                return False
-            self._clock.now_s = max(self._clock.now_s, next_s)
-            if not self._ready:
-                self._iterate()
-        return True
 
     # -- one iteration of the batch
 
@@ -332,9 +278,8 @@ class Executor:
         self._check_alive()
         if self._behaviour.happens(self._behaviour.evicts):
             self.prefixes.evict()
-        start_s = self._next_s()
         most = self.config.max_batch_size or self.build["max_batch_size"]
-        while self._queue and len(self._active) < most and self._queue[0].arrived_s <= start_s:
+        while self._queue and len(self._active) < most:
             self._active.append(self._queue.popleft())
         scheduled = self._schedule()
         stats = InflightBatchingStats(num_scheduled_requests=len(scheduled))
@@ -343,12 +288,6 @@ class Executor:
                 stats.num_gen_requests += 1
             else:
                 self._prefill(running, chunk, stats)
-        if self._behaviour.curve:
-            tokens, context = (
-                stats.num_ctx_tokens + stats.num_gen_requests,
-                sum(len(r.decoder.tokens) for r, _ in scheduled),
-            )
-            self._ended_s = start_s + self._behaviour.curve.seconds(tokens, len(scheduled), context)
         for running, _ in scheduled:
             if running.remaining == 0:
                 self._finish(running, running.decoder.step())
@@ -454,9 +393,7 @@ class Executor:
         if request.output_config.return_perf_metrics:
             running.metrics.last_iter = running.metrics.iter = self.iterations
             result.request_perf_metrics = running.metrics
-        self._ready.append(
-            (self._ended_s, Response(running.id, result=result, client_id=request.client_id))
-        )
+        self._ready.append(Response(running.id, result=result, client_id=request.client_id))
 
     def _iteration_stats(self, stats: InflightBatchingStats) -> IterationStats:
         held = len(self.prefixes.blocks)
