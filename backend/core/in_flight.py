@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from backend.core.isolation import run_again
@@ -27,8 +28,12 @@ class InFlight:
     collected in their order.
     """
 
-    def __init__(self, target: Engine, stats: StepStats) -> None:
+    def __init__(self, target: Engine, stats: StepStats, void: Callable[[Step], None]) -> None:
+        """``void`` is called for a step that the target could not run, before it runs again without
+        proposals.
+        """
         self._target = target
+        self._void = void
         self._stats = stats
         self._submitted: deque[Submission] = deque()
         self._error: Exception | None = None  # from ``Engine.submit``
@@ -80,7 +85,7 @@ class InFlight:
         self._stats.fallback("target_error")
         self._error = None
         self._submitted.clear()
-        submission.step.proposals.clear()
+        self._void(submission.step)
         turns = [_from_here(turn) for turn in submission.turns]
         with log.part("verify"):
             completions = run_again(self._target, turns) if turns else []

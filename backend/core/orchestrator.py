@@ -70,7 +70,7 @@ class Orchestrator:
         self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._work = threading.Event()
         self._active: dict[int, Session] = {}
-        self._in_flight = InFlight(target, stats)
+        self._in_flight = InFlight(target, stats, self.cycle.void)
         self._failures = 0
         self.alive_s = clock()
 

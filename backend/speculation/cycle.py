@@ -125,6 +125,14 @@ class Cycle:
         draft, length = np.where(waits, NO_DRAFT, plan.draft), np.where(waits, 0, plan.length)
         return replace(view, ceiling=ceiling), replace(plan, draft=draft, length=length), waits
 
+    def void(self, step: Step) -> None:
+        """Drop the proposals of a step that the target could not run; drafts on its device rest,
+        since it may have failed by them.
+        """
+        asks = [row.on_device for row in step.proposals.values()]
+        self.drafting.rest({ask.draft.name for ask in asks if ask is not None})
+        step.proposals.clear()
+
     def catch_up(self, step: Step, sequences: Seq[Sequence]) -> None:
         """Ask free drafts what they would have proposed for sequences that were submitted when
         their text was not known. It is now, up to the tokens of the step.

@@ -165,6 +165,11 @@ class Drafting:
         most = min(nodes, self._most_nodes or _EVERY_NODE)
         return drafted.first(most) if drafted and most > 0 else None
 
+    def rest(self, names: Iterable[str]) -> None:
+        """Leave drafts out for a while."""
+        for name in names:
+            self._resting_until_s[name] = self._clock() + COOLDOWN_S
+
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Make every draft forget sequences."""
         for draft in self.engines:
@@ -198,7 +203,7 @@ class Drafting:
         except Exception:
             logger.exception("draft %s failed; it rests for %s s", draft.name, COOLDOWN_S)
             self._stats.fallback("draft_error")
-            self._resting_until_s[draft.name] = self._clock() + COOLDOWN_S
+            self.rest([draft.name])
             draft.cancel([turn.sequence.id for turn in turns])
             return []
         for completion in completions:

@@ -228,3 +228,12 @@ def test_no_second_of_a_step_is_counted_twice():
         assert engines_s == pytest.approx(times.measured_s)
     assert sum(outcome.times.measured_s for outcome in outcomes) <= took_s + 0.05
     assert sum(o.times.parts_s["verify"] for o in outcomes) >= 0.02 * (len(outcomes) - 1)
+
+
+def test_a_draft_that_fails_on_the_device_rests():
+    made = World(FixedLength("draft0", 3), drafts=(1.0,), lookahead=1, clock=Clock())
+    made.drafts[0].breaks = lambda turns: True
+    sink = made.submit("once upon", 40)
+    made.run()
+    assert (sink.usage.output_tokens, sink.usage.drafted) == (40, 0)
+    assert made.counters()["spindle_fallback_total", "target_error"] == 1
