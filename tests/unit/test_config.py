@@ -39,6 +39,15 @@ def test_auto_depends_on_what_the_processor_multiplies(flags, dtype):
         ({"target": TORCH, "tarjet": {}}, ["tarjet", "known here"]),
         ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
         ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),
+        ({"target": {**TORCH, "lookahead": 1}}, ["target.lookahead must be 0", "'fake'", "got 1"]),
+        ({"target": {"engine": "fake", "lookahead": 2}}, ["target.lookahead", "2"]),
+        (
+            {
+                "target": {"engine": "fake"},
+                "drafts": [{"name": "d0", "engine": "fake", "lookahead": 1}],
+            },
+            ["drafts[0].lookahead must be 0 but for a target of", "got 1"],
+        ),
         (
             {"target": {**TORCH, "dtype": "int8"}},
             ["target.dtype", "int8", "'bf16', 'fp32', 'fp64'", "'torch'"],

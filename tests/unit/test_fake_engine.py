@@ -7,12 +7,13 @@ import pytest
 
 from backend.engines.fake import FakeEngine
 from backend.engines.markov import MarkovChain, _log_softmax, _processed
-from backend.engines.port import Turn
+from backend.engines.port import AFTER, DeviceProposal, Turn
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from tests.options import processed
 
 PROMPT = list(b"once upon a time")
+NOTHING = Proposal.chain("d", [])
 
 
 def sequence(temperature=0.0, seed=1, **options):
@@ -179,3 +180,52 @@ def test_a_block_table_that_is_too_short_fails_that_turn_only():
     assert "block table of sequence 1 is too short" in first.error
     assert second.error is None
     assert len(second.tokens) == 1
+
+
+def test_a_turn_that_follows_draws_what_one_at_a_time_would():
+    """On a device: with tokens, a proposal made there, and log-probabilities."""
+    draft = FakeEngine("d", agreement=0.6, seed=3, in_target=True)
+    ahead, plain = FakeEngine("t", lookahead=1), FakeEngine("t")
+    fast, slow = sequence(0.7, log_probs=True), sequence(0.7, log_probs=True)
+    proposal = DeviceProposal(draft, length=3, nodes=5)
+    ahead.submit([Turn(fast, len(PROMPT))])
+    for _ in range(30):
+        ahead.submit([Turn(fast, AFTER, device_proposal=proposal)])
+        (done,) = ahead.poll(1.0)
+        assert done.accepted == len(
+            (done.drafted or NOTHING).first(done.verified).followed(done.tokens)
+        )
+        fast.tokens += done.tokens
+        for log_prob in done.log_probs:
+            alone = step(plain, slow)
+            slow.tokens += alone.tokens
+            assert alone.log_probs == [log_prob]
+    assert fast.tokens == slow.tokens
+    assert len(fast.tokens) > len(PROMPT) + 45
+    assert ahead.unseen(fast) == 1
+
+
+def test_the_oldest_of_two_submissions_is_polled_and_an_error_voids_both():
+    engine, one, other = FakeEngine("t", lookahead=1), sequence(), sequence()
+    other.id = 2
+    engine.submit([Turn(one, len(PROMPT))])
+    engine.submit([Turn(one, AFTER), Turn(other, len(PROMPT))])
+    assert [done.sequence_id for done in engine.poll(1.0)] == [1]
+    assert [done.sequence_id for done in engine.poll(1.0)] == [1, 2]
+    engine.begin = lambda turns: 1 / 0
+    engine.submit([Turn(one, AFTER)])
+    engine.submit([Turn(other, AFTER)])
+    with pytest.raises(ZeroDivisionError):
+        engine.poll(1.0)
+    assert engine.poll(1.0) == []
+
+
+def test_what_a_cancelled_sequence_still_runs_comes_to_nothing():
+    engine, seq = FakeEngine("t", lookahead=1), sequence()
+    engine.submit([Turn(seq, len(PROMPT))])
+    engine.submit([Turn(seq, AFTER)])
+    engine.cancel([seq.id])
+    again = replace(seq, tokens=list(PROMPT))
+    engine.submit([Turn(again, len(PROMPT))])
+    assert [engine.poll(1.0), engine.poll(1.0)] == [[], []]
+    assert engine.poll(1.0)[0].tokens == step(FakeEngine("t"), sequence()).tokens
