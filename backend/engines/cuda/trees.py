@@ -165,7 +165,7 @@ def pack(
         BLOCK=max(2, triton.next_power_of_2(columns)),
         DOUBLINGS=max(1, columns.bit_length()),
         REST=256,
-        num_warps=4,
+        num_warps=4 if columns <= 32 else 16,
     )
 
 
