@@ -39,7 +39,6 @@ from tests.contract.fake_executor_types import (
     Result,
     as_recorded,
 )
-from tests.fakes.clock import Clock
 
 DRAFT_TOKENS_EXTERNAL = 2
 """The mode as the engine's ``config.json`` has it."""
