@@ -352,7 +352,7 @@ class Orchestrator:
         self._ledger.release(session.sequence)
         self._admission.ended(session)
         self._forget(session)
-        self.cycle.finished(session.id)
+        self.cycle.forget(session.id)
 
     def _forget(self, session: Session) -> None:
         """Take a request out of the batch and the engines; what its turns in flight draw is never

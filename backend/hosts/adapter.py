@@ -224,7 +224,7 @@ class Host:
         self.cycle.drafting.cancel([sequence.id])
         if self.ledger is not None:
             self.ledger.release(sequence)
-        self.cycle.finished(sequence.id)
+        self.cycle.forget(sequence.id)
 
     def close(self) -> None:
         """Release the drafts."""

@@ -61,7 +61,7 @@ class Cycle:
         self._finished: list[int] = []
         self._next_log: StepLog | None = None  # starts when the last step of a busy loop ended
         self._latest_log: StepLog | None = None  # of the step that was planned last
-        self._learnt_s = 0.0  # when the last step ended
+        self._last_end_s = 0.0  # when the last step ended
 
     def change(self, drafts: Seq[Engine], policy: AnyPolicy, state: Any) -> None:
         """Draft and plan with these from now on; call it while no step is open."""
@@ -163,7 +163,7 @@ class Cycle:
         if row.scored:
             log.record_scored(sequence.id, row.scored)
 
-    def finished(self, sequence_id: int) -> None:
+    def forget(self, sequence_id: int) -> None:
         """Let the policy forget a request, with what it learns next."""
         self._finished.append(sequence_id)
 
@@ -173,8 +173,8 @@ class Cycle:
         """
         log = self.begin() if step is None else step.log
         log.finished, self._finished = self._finished, []
-        outcome = log.outcome(self._learnt_s)
-        self._learnt_s = perf_counter()
+        outcome = log.outcome(self._last_end_s)
+        self._last_end_s = perf_counter()
         if step is None:
             if log.finished:
                 self.runner.observe(outcome)

@@ -48,7 +48,7 @@ def test_the_policy_learns_what_was_verified_and_emitted():
     step = propose(made, one)
     assert step.chosen(one.id).tokens == [5, 6]
     made.verified(step, one, 2, [5, 6, 7])
-    made.finished(one.id)
+    made.forget(one.id)
     made.learn(step)
     (outcome,) = policy.outcomes
     rows = outcome.rows
@@ -83,7 +83,7 @@ def test_requests_that_end_without_a_step_are_forgotten_once():
     made = cycle(policy)
     made.learn(None)
     assert policy.outcomes == []
-    made.finished(7)
+    made.forget(7)
     made.learn(None)
     made.learn(None)
     assert [o.finished.tolist() for o in policy.outcomes] == [[7]]
