@@ -217,7 +217,8 @@ def test_of_a_batch_that_the_target_cannot_run_only_the_culprit_fails(culprit):
     world.run()
     assert sinks.pop(culprit).ends == [(ErrorCode.INTERNAL, "the engine failed (MemoryError)")]
     assert [sink.text for sink in sinks.values()] == [plain_text(f"prompt {i}", 10) for i in sinks]
-    assert len(world.target.failed) <= 5  # 7 turns twice, then halves
+    # all 7 turns twice, then halves; and what the device had begun to run ahead
+    assert len(world.target.failed) <= 5 + world.target.limits.lookahead
     assert world.counters()["spindle_fallback_total", "target_error"] == 1
 
 
