@@ -12,83 +12,62 @@ present x they have the weight w = sum reached h (1 - h) and the surprise s = su
 reached h). With a prior of mean m and variance V, x becomes v (w x + s + m / V), where
 v = 1 / (w + 1 / V): one Newton step towards the likeliest x. At last the request's own counts
 refine each position.
+
+The arithmetic is in ``policy.loops.acceptance``; here is which request has which slot.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from .plan import BoolArray, FloatArray, IntArray
-from .tenants import NOBODY, with_rows
+from .loops import acceptance as loops
+from .plan import FloatArray, IntArray
+from .problem import ints
+from .tenants import NO_TENANT, with_rows
 
-_Pair = tuple[FloatArray, FloatArray]
-
-MIN_VARIANCE, MAX_VARIANCE = 1e-3, 9.0  # of deviations between requests
-_MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
-_POSITION_CHAINS = 30.0  # of a request, that count as much as its deviation does at a position
-_DRAFT_MEMORY_CHAINS = 500.0  # of a draft's own chains
-_VARIANCE_MEMORY_REQUESTS = 200.0
-_FIRST_REQUESTS = 20.0  # that the first belief of how requests differ counts for
-_TELLING_REQUESTS = 10.0  # after so many, half of a deviation is the request's and not the draft's
-_MOST_STEP = 2.0  # logits: farther away Laplace's approximation overshoots
-_NEWTON_STEPS = 8  # for counts that come all at once; others grow step by step
 NO_GROUP = -1
-_GROUP_SHARE = 0.5  # of the variance between requests: that between members of one group
+_GROUP_SHARE = 0.5  # share of the variance between requests that is within one group
 _GROUP_MEMORY_REQUESTS = 30.0
-_RECENT_KEEP = 0.85  # in a step with a chain: a memory of seven steps
-_CHANGE_DEVIATIONS = 3.0  # a recent surprise beyond is no chance
-_LEAST_VARIANCE = 0.1  # of a recent surprise: one rejection, however unlikely, is no change
+_NEWTON_STEPS = 8  # for counts that come all at once; others grow step by step
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceConfig:
-    """Priors and memories.
-
-    ``prior_strength`` counts chains that the prior hazard is worth, ``request_variance`` (squared
-    logits) is the first belief of how unlike requests are. Evidence fades to 1/e in
-    ``request_memory_steps`` steps of a request and ``draft_memory_rows`` steps of any requests; the
-    drafts' levels fade by half in ``half_life_s`` even if nothing runs. The ``most_groups`` and the
-    ``most_tenants`` last used are remembered.
-    """
+    """Priors and memories."""
 
     prior_hazard: float = 0.6
     prior_strength: float = 4.0
+    """Chains that the prior hazard counts for."""
     request_variance: float = 0.4
+    """First belief of how unlike requests are, in squared logits."""
     request_memory_steps: float = 100.0
+    """Steps of a request in which its evidence fades to 1/e."""
     draft_memory_rows: float = 8000.0
+    """Steps of any requests in which a draft's level fades to 1/e."""
     most_groups: int = 128
+    """Groups that are remembered, the last used ones."""
     most_tenants: int = 32
+    """Tenants that are remembered, the last used ones."""
     half_life_s: float = 900.0
+    """Time in which a draft's level fades by half even if nothing runs."""
+
+
+def _ints(*values: int) -> IntArray:
+    return np.array(values, np.int64)
 
 
 @dataclass(slots=True, eq=False)
 class AcceptanceState:
-    """Evidence so far, of D drafts, K positions and S slots: one slot a request or group.
+    """Evidence so far, of D drafts, K positions, S slots and C columns of tenants and drafts."""
 
-    ``slots`` and ``groups`` (least recently used first) are the slots by request and group id,
-    ``source`` the group by request id. The last slot is nobody's. By slot: ``counts``
-    float64[2, K, D, S] (accepted, reached), ``prior`` float64[2, D, S] of the deviation (1 / V and
-    m / V), ``deviation`` float64[D, S] in logits, ``hazard`` float64[K, D, S] at that deviation,
-    ``recent`` float64[2, D, S] weight and surprise of the last few chains, and ``request_tokens``
-    float64[S] emitted since it came, ``tenant`` int64[S] the row of its tenant. By column of tenant
-    and draft (C = T * D, ``policy.tenants``): ``draft_accepted``, ``draft_reached`` and the level
-    made of them, ``draft_hazard``, float64[C, K]; ``variance`` float64[C] between requests, learnt
-    from ``requests`` float64[T] of them. ``now`` (seconds) is the time up to which the levels have
-    faded.
-    """
-
-    slots: dict[int, int]
-    groups: dict[int, int]
-    source: dict[int, int]
     counts: FloatArray
+    """[S, D, 2, K], like the others a field of ``policy.loops.acceptance.Evidence``."""
     prior: FloatArray
     deviation: FloatArray
-    hazard: FloatArray
     recent: FloatArray
     request_tokens: FloatArray
     tenant: IntArray
@@ -97,244 +76,237 @@ class AcceptanceState:
     draft_hazard: FloatArray
     variance: FloatArray
     requests: FloatArray
-    now: float
+    request: IntArray = field(default_factory=_ints)
+    """The ids of the requests that have a slot, rising."""
+    slot: IntArray = field(default_factory=_ints)
+    """Their slots."""
+    groups: dict[int, int] = field(default_factory=dict)
+    """Slots by group id, the least recently used group first."""
+    source: dict[int, int] = field(default_factory=dict)
+    """Group by request id."""
+    now: float = -math.inf
+    """The time in seconds up to which the levels have faded."""
 
     @property
     def tenants(self) -> int:
         """Return T."""
         return len(self.requests)
 
-    def of_slots(self, column: FloatArray, slots: list[int] | IntArray | slice) -> FloatArray:
-        """Return the columns [C, ...] of slots' tenants, [..., D, n]; n is 1 for one tenant."""
-        if self.tenants == 1:
-            return column.T[..., None]
-        by_tenant = column.T.reshape(*column.T.shape[:-1], self.tenants, -1)
-        of_slots: FloatArray = by_tenant[..., self.tenant[slots], :].swapaxes(-1, -2)
-        return of_slots
+    @property
+    def slots(self) -> dict[int, int]:
+        """Return the slots by request id."""
+        return dict(zip(self.request.tolist(), self.slot.tolist(), strict=True))
 
-    def by_tenant(self, values: FloatArray) -> FloatArray:
-        """Return the sums of values [..., D, S] over the slots of each tenant, [..., C]."""
-        if self.tenants == 1:
-            total: FloatArray = np.add.reduce(values, -1)
-            return total
-        sums: FloatArray = values @ (self.tenant[:, None] == np.arange(self.tenants))
-        return sums.swapaxes(-1, -2).reshape(*values.shape[:-2], -1)
+    @property
+    def evidence(self) -> loops.Evidence:
+        """Return the arrays, as the loops take them."""
+        return loops.Evidence(
+            self.counts,
+            self.prior,
+            self.deviation,
+            self.recent,
+            self.request_tokens,
+            self.tenant,
+            self.draft_accepted,
+            self.draft_reached,
+            self.draft_hazard,
+            self.variance,
+            self.requests,
+        )
 
+    def find(self, request: IntArray) -> tuple[IntArray, int]:
+        """Return the slots of requests, -1 for those without one, and how many these are."""
+        slot = np.empty(len(request), np.int64)
+        return slot, loops.find_all(self.request, self.slot, request, slot)
 
-class Expected(NamedTuple):
-    """What is expected of requests: ``hazard`` float64[K, D, n], and the tokens ``emitted[n]``
-    since they came; ``slot`` int64[n] is the estimator's own key to them.
-    """
-
-    slot: IntArray
-    hazard: FloatArray
-    emitted: FloatArray
-
-    def rows(self, chosen: IntArray | BoolArray) -> Expected:
-        """Return what is expected of some of them."""
-        return Expected(self.slot[chosen], self.hazard[:, :, chosen], self.emitted[chosen])
-
-
-def shifted(hazard: FloatArray, shift: FloatArray) -> FloatArray:
-    """Return hazards whose logits are higher by ``shift``; the shapes broadcast."""
-    odds: FloatArray = np.exp(shift) * hazard
-    odds /= odds + (1.0 - hazard)
-    return odds
+    def columns(self, slot: int) -> slice:
+        """Return the columns of a slot's tenant."""
+        drafts, row = self.counts.shape[1], int(self.tenant[slot])
+        return slice(row * drafts, (row + 1) * drafts)
 
 
-def _evidence(counts: FloatArray, hazard: FloatArray) -> _Pair:
-    """Return weight and surprise [..., D, n] of counts [2, ..., K, D, n] at a hazard [K, D, n]."""
-    expected = counts[1] * hazard
-    surprise = np.add.reduce(counts[0] - expected, -3)
-    expected *= 1.0 - hazard
-    return np.add.reduce(expected, -3), surprise
+_EVIDENCE = loops.Evidence._fields
+_BY_SLOT = ("counts", "prior", "deviation", "recent", "request_tokens")
+_LEARNT = (*_BY_SLOT, "draft_accepted", "draft_reached", "draft_hazard")
 
 
-def _believed(prior: FloatArray, evidence: _Pair, deviation: FloatArray) -> _Pair:
-    """Return mean and variance [D, n] of deviations by the evidence found at a ``deviation``."""
-    weight, surprise = evidence
-    variance = 1.0 / (weight + prior[0])
-    step = variance * (weight * deviation + surprise + prior[1]) - deviation
-    return deviation + np.minimum(np.maximum(step, -_MOST_STEP), _MOST_STEP), variance
+def _copied(state: AcceptanceState, names: Iterable[str] = _EVIDENCE) -> AcceptanceState:
+    """Return a state in which these arrays may be written to."""
+    after = AcceptanceState(*(getattr(state, item.name) for item in fields(state)))
+    for name in names:
+        setattr(after, name, getattr(state, name).copy())
+    return after
 
 
-def _posterior(state: AcceptanceState, slots: list[int] | slice) -> _Pair:
-    """Return mean and variance [D, n] of the deviations of some slots, one Newton step on."""
-    evidence = _evidence(state.counts[..., slots], state.hazard[..., slots])
-    return _believed(state.prior[..., slots], evidence, state.deviation[:, slots])
+def _with_room(state: AcceptanceState, count: int) -> AcceptanceState:
+    """Return a state whose arrays may be written to, with at least ``count`` free slots."""
+    after, size = _copied(state), len(state.tenant)
+    free = size - 1 - len(state.request) - len(state.groups)
+    if free < count:
+        more = max(count - free, size // 2)
+        for name in _BY_SLOT:
+            column = getattr(after, name)
+            setattr(after, name, np.concatenate([column, np.zeros((more, *column.shape[1:]))]))
+        after.tenant = np.concatenate([after.tenant, np.full(more, NO_TENANT)])
+    return after
 
 
-def _set_hazards(after: AcceptanceState) -> None:
-    """Compute the slots' hazards from levels and deviations."""
-    after.hazard = shifted(after.of_slots(after.draft_hazard, slice(None)), after.deviation)
-
-
-def _with_room(state: AcceptanceState, count: int) -> tuple[AcceptanceState, list[int]]:
-    """Return a state whose slots may be written to, and ``count`` free ones, empty."""
-    nobody = len(state.request_tokens) - 1
-    used = {*state.slots.values(), *state.groups.values()}
-    free = [slot for slot in range(nobody + count) if slot not in used][:count]
-    more = max(free[-1] + 1 - nobody, nobody // 2) if free and free[-1] >= nobody else 0
-
-    def grown(column: FloatArray) -> FloatArray:
-        return np.concatenate([column, np.zeros((*column.shape[:-1], more))], -1)
-
-    after = replace(
-        state,
-        counts=grown(state.counts),
-        prior=grown(state.prior),
-        deviation=grown(state.deviation),
-        hazard=grown(state.hazard),
-        recent=grown(state.recent),
-        request_tokens=grown(state.request_tokens),
-    )
-    after.tenant = np.concatenate([state.tenant, np.full(more, NOBODY)])
-    fresh = [*free, *range(nobody, nobody + more + 1)]
-    after.tenant[fresh] = NOBODY
-    after.prior[0][:, fresh], after.prior[1][:, fresh] = 1.0 / MIN_VARIANCE, 0.0
-    after.deviation[:, free] = after.recent[..., free] = after.request_tokens[free] = 0.0
-    return after, free
+def _free_slots(state: AcceptanceState, count: int) -> list[int]:
+    """Return free slots, the first ones."""
+    free: list[int] = (state.tenant[:-1] == NO_TENANT).nonzero()[0].tolist()[:count]
+    return free
 
 
 class AcceptanceModel:
-    """The planner's own estimator (``policy.extensions.Estimator``), for D drafts and K positions.
+    """Learns acceptance for D drafts and K positions; its methods return new states.
 
-    Its methods return new states and change none. ``with_drafts``, ``with_groups`` and
-    ``by_group`` are for what outlasts a restart (``policy.learned``).
+    ``with_drafts``, ``with_groups`` and ``by_group`` are for what outlasts a restart
+    (``policy.learned``). A model that ``hazards`` of another origin is made by overriding that.
     """
 
     def __init__(self, drafts: int, k_max: int, config: AcceptanceConfig) -> None:
         self._drafts, self._k_max, self._config = drafts, k_max, config
-        self._passed = np.tri(k_max + 1, k_max, -1).T  # [j, end]: 1 where the end is behind j
         self.most_groups, self.most_tenants = config.most_groups, config.most_tenants
+        self.constants = loops.Constants(
+            float(config.prior_hazard),
+            float(config.prior_strength),
+            float(config.request_memory_steps),
+            float(config.draft_memory_rows),
+        )
+        self._no_hazards = np.zeros((0, drafts, 0))
 
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
         drafts, k_max, slots = self._drafts, self._k_max, 9
-        variance, none = np.full(drafts, self._config.request_variance), np.zeros((drafts, k_max))
-        pair = np.zeros((2, drafts, slots))
+        none = np.zeros((drafts, k_max))
         state = AcceptanceState(
-            slots={},
-            groups={},
-            source={},
-            counts=np.zeros((2, k_max, drafts, slots)),
-            prior=pair + np.array([1.0, 0.0])[:, None, None] / variance[:, None],
-            deviation=pair[0],
-            hazard=np.zeros((k_max, drafts, slots)),
-            recent=pair,
+            counts=np.zeros((slots, drafts, 2, k_max)),
+            prior=np.zeros((slots, drafts, 2)),
+            deviation=np.zeros((slots, drafts)),
+            recent=np.zeros((slots, drafts, 2)),
             request_tokens=np.zeros(slots),
-            tenant=np.full(slots, NOBODY),
+            tenant=np.full(slots, NO_TENANT),
             draft_accepted=none,
             draft_reached=none,
             draft_hazard=none,
-            variance=variance,
-            requests=np.array([_FIRST_REQUESTS]),
-            now=-math.inf,
+            variance=np.full(drafts, self._config.request_variance),
+            requests=np.array([loops.FIRST_REQUESTS]),
         )
-        return self.with_drafts(state, none, none)
+        return self._refreshed(state)
+
+    def hazards(self, state: AcceptanceState, request: IntArray) -> FloatArray:
+        """Return the hazards [K, D, n] of requests where they are not this model's own; here, where
+        they are: none.
+        """
+        del state, request
+        return self._no_hazards
 
     def admit(
         self,
         state: AcceptanceState,
-        requests: list[int],
-        group: list[int] | None = None,
+        request: IntArray,
+        group: IntArray | None = None,
         tenant: IntArray | None = None,
     ) -> AcceptanceState:
-        """Return the state with a slot for every request (``group`` of each, -1 or None: none;
-        ``tenant`` row of each, None: the first).
+        """Return the state with a slot for every request int64[n] (``group`` of each, -1 or None:
+        none; ``tenant`` row of each, None: the first).
 
         A new one is believed to be as its group, as far as that is known, else as all of its
         tenant are.
         """
-        if all(map(state.slots.__contains__, requests)):
+        request, known = ints(request), len(state.request)
+        after = _with_room(state, len(request))
+        slot, before = np.empty(len(request), np.int64), (state.request, state.slot)
+        all_requests, all_slots = np.empty((2, known + len(request)), np.int64)
+        rows = np.zeros(len(request), np.int64) if tenant is None else ints(tenant)
+        everyone = all_requests, all_slots
+        new = loops.admit(after.evidence, *before, request, rows, *everyone, slot)
+        if not new:
             return state
-        new = {r: i for i, r in enumerate(requests) if r not in state.slots}
-        after, free = _with_room(state, len(new))
-        after.slots = {**state.slots, **dict(zip(new, free, strict=True))}
-        after.tenant[free] = 0 if tenant is None else tenant[[*new.values()]]
-        variance = after.of_slots(after.variance, free)
-        after.prior[0][:, free] = 1.0 / variance
+        after.request, after.slot = all_requests[: known + new], all_slots[: known + new]
         if group is not None and self.most_groups:
-            source = {r: group[i] for r, i in new.items() if group[i] != NO_GROUP}
-            after.source = {**state.source, **source}
-            for request in (r for r, its in source.items() if its in state.groups):
-                mean, variance = _posterior(state, [state.groups[source[request]]])
-                slot = after.slots[request]
-                between = after.of_slots(after.variance, [slot])[:, 0]
-                weight = 1.0 / (variance[:, 0] + _GROUP_SHARE * between)
-                after.prior[..., slot] = weight, weight * mean[:, 0]
-                after.deviation[:, slot] = mean[:, 0]
-        level = after.of_slots(after.draft_hazard, free)
-        after.hazard[..., free] = shifted(level, after.deviation[:, free])
+            self._join_groups(after, state, request.tolist(), slot.tolist(), group.tolist())
         return after
+
+    def _join_groups(
+        self,
+        after: AcceptanceState,
+        state: AcceptanceState,
+        requests: list[int],
+        slots: list[int],
+        groups: list[int],
+    ) -> None:
+        """Let those of the requests that are new be members of their groups, in place."""
+        after.source = state.source.copy()
+        known = state.slots
+        for request, slot, group in zip(requests, slots, groups, strict=True):
+            if request not in known and group != NO_GROUP:
+                after.source[request] = group
+                if group in state.groups:
+                    self._expect_as_group(after, slot, state.groups[group])
+
+    @staticmethod
+    def _expect_as_group(after: AcceptanceState, slot: int, group: int) -> None:
+        """Let a new request's deviation be expected as its group's, in place."""
+        own, x = after.columns(group), after.deviation[group]
+        odds = np.exp(x)[:, None] * after.draft_hazard[own]
+        hazard = odds / (odds + 1.0 - after.draft_hazard[own])
+        accepted, reached = after.counts[group].swapaxes(0, 1)
+        weight = (reached * hazard * (1.0 - hazard)).sum(1)
+        variance = 1.0 / (weight + after.prior[group, :, 0])
+        surprise = (accepted - reached * hazard).sum(1)
+        step = variance * (weight * x + surprise + after.prior[group, :, 1]) - x
+        mean = x + step.clip(-loops.MOST_STEP, loops.MOST_STEP)
+        between = after.variance[after.columns(slot)]
+        weight = 1.0 / (variance + _GROUP_SHARE * between)
+        after.prior[slot, :, 0], after.prior[slot, :, 1] = weight, weight * mean
+        after.deviation[slot] = mean
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
         """Return the state without these requests; unknown ones do not matter.
 
-        They teach how unlike requests are, their groups, and the drafts' levels their mean (a level
-        of counts alone would be that of the requests that use a draft most).
+        They teach how unlike requests are, the drafts' levels, and their groups.
         """
-        gone = [request for request in requests if request in state.slots]
-        if not gone:
+        gone = np.array([*requests], np.int64)
+        if state.find(gone)[1] == len(gone):
             return state
-        after = self._taught_groups(state, gone)
-        after.slots = state.slots.copy()
-        slots = [after.slots.pop(request) for request in gone]
-        after.counts[..., slots] = 0.0
-        seen = [slot for slot in slots if state.counts[1, ..., slot].any()]
-        if seen:
-            after.variance, after.requests = state.variance.copy(), state.requests.copy()
-            after.draft_accepted = state.draft_accepted.copy()
-            tenants = state.tenant[seen].tolist()
-            for row in sorted({*tenants}):
-                own = [slot for slot, its in zip(seen, tenants, strict=True) if its == row]
-                self._taught_by_requests(state, after, row, own)
-            groups = [*after.groups.values()]
-            after.prior[0][:, groups] = 1.0 / after.of_slots(after.variance, groups)
-            after.draft_hazard = self._levels(after, range(len(after.draft_hazard)))
-        _set_hazards(after)
+        after = self._taught_groups(state, [r for r in gone.tolist() if r in state.source])
+        after.request, after.slot = state.request.copy(), state.slot.copy()
+        known, groups = (after.request, after.slot), _ints(*after.groups.values())
+        left = loops.forget(after.evidence, self.constants, *known, gone, groups)
+        after.request, after.slot = (column[:left].copy() for column in known)
         return after
 
-    def _taught_by_requests(
-        self, state: AcceptanceState, after: AcceptanceState, row: int, slots: list[int]
-    ) -> None:
-        """Let finished requests of one tenant, by their slots, teach its drafts in place."""
-        mean, variance = _posterior(state, slots)
-        total = float(state.requests[row]) + len(slots)
-        own = slice(row * self._drafts, (row + 1) * self._drafts)
-        between = state.variance[own]
-        step = (mean * mean + variance - between[:, None]).sum(1) / total
-        after.variance[own] = np.clip(between + step, MIN_VARIANCE, MAX_VARIANCE)
-        after.requests[row] = min(total, _VARIANCE_MEMORY_REQUESTS)
-        level, reached = state.draft_hazard[own], state.draft_reached[own]
-        slope = reached * level * (1.0 - level)
-        moved = state.draft_accepted[own] + slope * (mean.sum(1) / total)[:, None]
-        after.draft_accepted[own] = np.clip(moved, 0.0, reached)
-
-    def _taught_groups(self, state: AcceptanceState, gone: list[int]) -> AcceptanceState:
-        """Return a state whose slots may be written to, groups having learnt from these requests.
+    def _taught_groups(self, state: AcceptanceState, members: list[int]) -> AcceptanceState:
+        """Return a state whose arrays may be written to, groups having learnt from these requests.
 
         Counts teach a group no more than a member's deviation from it allows.
         """
-        members = [(request, state.source[request]) for request in gone if request in state.source]
-        new = {group for _, group in members}.difference(state.groups)
-        after, free = _with_room(state, len(new))
+        if not members:
+            return _copied(state)
+        new = {state.source[request] for request in members}.difference(state.groups)
+        after, known = _with_room(state, len(new)), state.slots
+        free = _free_slots(after, len(new))
         after.source, groups, counts = state.source.copy(), state.groups.copy(), after.counts
         keep = math.exp(-1 / _GROUP_MEMORY_REQUESTS)
-        for request, group in members:
+        for request in members:
+            group, member = after.source.pop(request), known[request]
             slot = groups.pop(group, None)
             slot = groups[group] = free.pop() if slot is None else slot
-            member = [state.slots[request]]
-            after.tenant[slot] = state.tenant[member[0]]
-            own, level = state.counts[..., member[0]], state.of_slots(state.draft_hazard, member)
-            weight = (own[1] * (level * (1.0 - level))[..., 0]).sum(0)
-            between = state.of_slots(state.variance, member)[:, 0]
-            after.prior[0][:, slot] = 1.0 / between
-            counts[..., slot] *= keep
-            counts[..., slot] += own / (1.0 + _GROUP_SHARE * between * weight)
-            del after.source[request]
+            if group not in state.groups and after.tenant[slot] == NO_TENANT:
+                for name in _BY_SLOT:
+                    getattr(after, name)[slot] = 0.0
+            after.tenant[slot] = state.tenant[member]
+            columns = state.columns(member)
+            level, between = state.draft_hazard[columns], state.variance[columns]
+            weight = (state.counts[member, :, 1] * (level * (1.0 - level))).sum(1)
+            after.prior[slot, :, 0] = 1.0 / between
+            counts[slot] *= keep
+            share = 1.0 / (1.0 + _GROUP_SHARE * between * weight)
+            counts[slot] += state.counts[member] * share[:, None, None]
         while len(groups) > self.most_groups:
-            counts[..., groups.pop(self._spare_group(after, groups))] = 0.0
+            slot = groups.pop(self._spare_group(after, groups))
+            counts[slot], after.tenant[slot] = 0.0, NO_TENANT
         after.groups = groups
         return after
 
@@ -345,7 +317,7 @@ class AcceptanceModel:
         most = max(tenants, key=tenants.count)
         return next(group for group, its in zip(groups, tenants, strict=True) if its == most)
 
-    def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
+    def decayed_to(self, state: AcceptanceState, now: float) -> AcceptanceState:
         """Return the state at a time (seconds of any monotonic clock): levels fade to the prior.
 
         The first call sets the clock; less than a second changes nothing.
@@ -354,181 +326,52 @@ class AcceptanceModel:
         if not 1.0 < passed_s < math.inf:
             return state if passed_s <= 1.0 else replace(state, now=now)
         keep = 0.5 ** (passed_s / self._config.half_life_s)
-        after = self.with_drafts(state, keep * state.draft_accepted, keep * state.draft_reached)
-        after.deviation, _ = _posterior(after, slice(None))
-        _set_hazards(after)
-        after.now = now
-        return after
+        return replace(self._refreshed(state, keep, newton_steps=1), now=now)
 
     def observe(
         self,
         state: AcceptanceState,
-        request: IntArray,
-        draft: IntArray,
-        accepted: IntArray,
-        scored: IntArray,
+        step: loops.Chains,
         emitted: IntArray,
-    ) -> AcceptanceState:
-        """Learn from chains, int64[m] each: ``accepted`` of the first ``scored`` positions held.
+        free: loops.Chains,
+    ) -> tuple[AcceptanceState, IntArray]:
+        """Return the state after the rows of a step, with the tokens ``emitted`` for each, and the
+        slots of these rows.
 
-        A row of the last step comes first, with the tokens that it ``emitted`` int64[<= m]: a step
-        passed for it, so that its older evidence fades, and a little all drafts'. The others are
-        what was learnt for free. Positions behind the first rejection were not reached and are no
-        evidence; a row that did not speculate has draft -1 and 0 scored. A request without a slot
-        teaches the draft's level only. Of several steps, a request is there several times.
+        Positions after the first rejection were not reached and are no evidence; a row that did not
+        speculate has draft -1 and 0 scored. ``free`` are chains of which the step told for free.
         """
-        size, of = len(state.request_tokens), state.slots.get
-        slot = np.array([of(r, size - 1) for r in request.tolist()], np.int64)
-        stepped = slot[: len(emitted)]
-        keep = np.exp(np.bincount(stepped, minlength=size) / -self._config.request_memory_steps)
-        fading = self._faded(state, stepped)
-        after = replace(
-            state,
-            counts=state.counts * keep,
-            request_tokens=state.request_tokens + np.bincount(stepped, emitted, size),
-            draft_accepted=fading * state.draft_accepted,
-            draft_reached=fading * state.draft_reached,
-        )
-        if np.count_nonzero(scored):
-            counted = self._counted(np.maximum(draft, 0) * size + slot, accepted, scored, size)
-            after.counts += counted
-            after.counts[..., -1] = 0.0
-            evidence = _evidence(after.counts, state.hazard)
-            after.deviation, _ = _believed(state.prior, evidence, state.deviation)
-            self._follow(after, counted)
-            self._teach_levels(after, counted)
-            _set_hazards(after)
-        return after
-
-    def _faded(self, state: AcceptanceState, stepped: IntArray) -> FloatArray:
-        """Return what is left of levels after a step of some slots, float64[C, 1]: a tenant's fade
-        by its own rows.
-        """
-        rows = [len(stepped)]
-        if state.tenants > 1:
-            tenant = state.tenant[stepped]
-            rows = np.bincount(tenant[tenant >= 0], minlength=state.tenants).tolist()
-        memory = -self._config.draft_memory_rows
-        return np.repeat([math.exp(n / memory) for n in rows], self._drafts)[:, None]
-
-    def _counted(
-        self, column: IntArray, accepted: IntArray, scored: IntArray, slots: int
-    ) -> FloatArray:
-        """Return what chains add to counts [2, K, D, slots]; ``column`` is of the last two axes.
-
-        They are counted by where they end; a position was passed by those that end behind it.
-        """
-        columns, ends = self._drafts * slots, self._k_max + 1
-        held = np.minimum(accepted, scored)
-        seen = np.minimum(held + 1, scored)
-        place = np.concatenate([held * columns + column, (ends + seen) * columns + column])
-        ended = np.bincount(place, minlength=2 * ends * columns).reshape(2, ends, columns)
-        counted: FloatArray = self._passed @ ended.astype(np.float64)
-        return counted.reshape(2, self._k_max, self._drafts, slots)
-
-    @staticmethod
-    def _follow(after: AcceptanceState, counted: FloatArray) -> None:
-        """Where the last few chains cannot be chance, let only the newest count, in place."""
-        weight, surprise = _evidence(counted, after.hazard)
-        after.recent = recent = after.recent * np.where(weight > 0, _RECENT_KEEP, 1.0)
-        recent[0] += weight
-        recent[1] += surprise
-        changed = recent[1] ** 2 > _CHANGE_DEVIATIONS**2 * (recent[0] + _LEAST_VARIANCE)
-        if np.count_nonzero(changed):
-            after.counts[..., changed] = counted[..., changed]
-            recent[:, changed] = 0.0
-
-    def _teach_levels(self, after: AcceptanceState, counted: FloatArray) -> None:
-        """Let the drafts' levels learn, in place, from what all chains showed, [2, K, D, S].
-
-        They learn from what surprises in view of the request: late positions are reached by easy
-        requests, which says nothing of the draft. At first, while it is not known how requests
-        differ, all is taken for the draft's.
-        """
-        finished = after.requests - _FIRST_REQUESTS
-        accepted, reached = after.by_tenant(counted).transpose(0, 2, 1)
-        expected = after.by_tenant(counted[1] * after.hazard).T
-        keep = np.exp(reached[:, :1] / -_DRAFT_MEMORY_CHAINS)
-        explained = after.draft_hazard * reached - expected
-        telling = finished / (finished + _TELLING_REQUESTS)
-        explained *= np.repeat(telling, self._drafts)[:, None]
-        held = keep * after.draft_accepted + accepted + explained
-        after.draft_reached = keep * after.draft_reached + reached
-        after.draft_accepted = np.minimum(np.maximum(held, 0.0), after.draft_reached)
-        after.draft_hazard = self._levels(after, reached[:, 0].nonzero()[0].tolist())
-
-    def _levels(self, state: AcceptanceState, columns: Iterable[int]) -> FloatArray:
-        """Return the levels [C, K], those of some columns computed from their counts.
-
-        Each position's prior is the estimate of the one before it. An unprobed position inherits
-        the posterior predictive: after i more successes of one unknown rate ~ Beta(a, b) the next
-        succeeds with (a + i) / (a + b + i), so that the product of the hazards is E[rate^j]; the
-        plug-in power of the mean would understate it. a + b is the evidence of all positions so
-        far: what is well known is inherited as it is.
-        """
-        strength, hazard = self._config.prior_strength, state.draft_hazard.copy()
-        for column in columns:
-            inherited, evidence, chain = self._config.prior_hazard, strength, []
-            counts = state.draft_accepted[column].tolist(), state.draft_reached[column].tolist()
-            for a, r in zip(*counts, strict=True):  # a few positions: quicker without arrays
-                mean = (a + strength * inherited) / (r + strength)
-                low = _MIN_HAZARD if mean < _MIN_HAZARD else mean
-                chain.append(_MAX_HAZARD if low > _MAX_HAZARD else low)
-                evidence += r
-                inherited = (mean * evidence + 1) / (evidence + 1)
-                evidence += 1
-            hazard[column] = chain
-        return hazard
-
-    def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
-        """Return what is expected of admitted requests."""
-        slot = np.fromiter(map(state.slots.__getitem__, request), np.int64, len(request))
-        accepted, reached = state.counts.take(slot, 3)
-        hazard = state.hazard.take(slot, 2)
-        hazard *= _POSITION_CHAINS
-        hazard += accepted
-        hazard /= reached + _POSITION_CHAINS
-        return Expected(slot, hazard, state.request_tokens.take(slot))
-
-    def doubt(self, state: AcceptanceState, expected: Expected) -> _Pair:
-        """Return what is not known of requests: the standard deviations of their hazards,
-        float64[K, D, n], and the variance of their deviations, float64[D, n] (squared logits).
-        """
-        slope = expected.hazard * (1.0 - expected.hazard)
-        weight = (state.counts[1].take(expected.slot, 2) * slope).sum(0)
-        variance = 1.0 / (weight + state.prior[0].take(expected.slot, 1))
-        reached = state.of_slots(state.draft_reached, expected.slot)
-        level = 1.0 / (reached + self._config.prior_strength + 1.0)
-        return np.sqrt(slope * (variance * slope + level)), variance
+        after = _copied(state, _LEARNT)
+        slot = np.empty(len(step.request), np.int64)
+        known = after.request, after.slot
+        loops.learn(after.evidence, self.constants, *known, step, emitted, free, slot)
+        return after, slot
 
     def with_drafts(
         self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray
     ) -> AcceptanceState:
         """Return the state with this evidence by column, float64[C, K] each."""
-        after = replace(state, draft_accepted=accepted, draft_reached=reached)
-        after.draft_hazard = self._levels(after, range(len(reached)))
-        _set_hazards(after)
-        return after
+        return self._refreshed(replace(state, draft_accepted=accepted, draft_reached=reached))
 
     def with_tenants(
         self, state: AcceptanceState, tenants: int, emptied: list[int]
     ) -> AcceptanceState:
-        """Return the state with so many tenants; nothing is known of those in ``emptied`` rows."""
+        """Return the state with this number of tenants; nothing is known of ``emptied`` rows."""
 
         def rows(column: FloatArray, value: float = 0.0) -> FloatArray:
             return with_rows(column, state.tenants, tenants, emptied, value)
 
-        gone = {g: slot for g, slot in state.groups.items() if state.tenant[slot] in emptied}
-        after = replace(
-            state,
-            counts=state.counts.copy(),
-            groups={g: slot for g, slot in state.groups.items() if g not in gone},
-            variance=rows(state.variance, self._config.request_variance),
-            requests=rows(state.requests, _FIRST_REQUESTS),
-            draft_hazard=rows(state.draft_hazard),
-        )
-        after.counts[..., [*gone.values()]] = 0.0
-        return self.with_drafts(after, rows(state.draft_accepted), rows(state.draft_reached))
+        after = _copied(state, ("counts", "tenant"))
+        gone = [g for g, slot in state.groups.items() if state.tenant[slot] in emptied]
+        after.groups = {g: slot for g, slot in state.groups.items() if g not in gone}
+        slots = [state.groups[g] for g in gone]
+        after.counts[slots], after.tenant[slots] = 0.0, NO_TENANT
+        after.variance = rows(state.variance, self._config.request_variance)
+        after.requests = rows(state.requests, loops.FIRST_REQUESTS)
+        after.draft_hazard = rows(state.draft_hazard)
+        after.draft_accepted = rows(state.draft_accepted)
+        after.draft_reached = rows(state.draft_reached)
+        return self._refreshed(after)
 
     def with_groups(
         self,
@@ -539,20 +382,25 @@ class AcceptanceModel:
         """Return the state with these groups, counts [2, D, K] each, the least recent first, of
         these ``tenant`` rows (None: the first).
         """
-        after, free = _with_room(replace(state, groups={}), len(groups))
+        after = _with_room(replace(state, groups={}), len(groups))
+        free = _free_slots(after, len(groups))
         after.tenant[free] = tenant or 0
-        after.prior[0][:, free] = 1.0 / after.of_slots(after.variance, free)
         after.groups = dict(zip(groups, free, strict=True))
         for slot, counts in zip(free, groups.values(), strict=True):
-            after.counts[..., slot] = counts.transpose(0, 2, 1)
-        for _ in range(_NEWTON_STEPS):
-            _set_hazards(after)
-            after.deviation, _ = _posterior(after, slice(None))
-        _set_hazards(after)
-        return after
+            after.prior[slot, :, 0] = 1.0 / after.variance[after.columns(slot)]
+            after.counts[slot] = counts.swapaxes(0, 1)
+        return self._refreshed(after, newton_steps=_NEWTON_STEPS)
 
     @staticmethod
     def by_group(state: AcceptanceState) -> dict[int, FloatArray]:
         """Return the counts [2, D, K] of the groups, as ``with_groups`` takes them."""
-        counts = state.counts.transpose(3, 0, 2, 1)
-        return {group: counts[slot] for group, slot in state.groups.items()}
+        return {g: state.counts[slot].swapaxes(0, 1) for g, slot in state.groups.items()}
+
+    def _refreshed(
+        self, state: AcceptanceState, keep: float = 1.0, newton_steps: int = 0
+    ) -> AcceptanceState:
+        """Return the state with ``keep`` of the drafts' counts, and the levels that follow."""
+        names = ("deviation", "draft_accepted", "draft_reached", "draft_hazard")
+        after = _copied(state, names)
+        loops.refresh(after.evidence, self.constants, keep, newton_steps)
+        return after

@@ -14,35 +14,20 @@ together: what planning asks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from .loops import times as loops
+from .loops.times import FIRST_DRAFT, LAST_PLACE, OCTAVES, Times
 from .plan import BoolArray, FloatArray, IntArray
 
 SCHEMA = 2
 MAX_GRID_TOKENS = 1 << 16
-VERIFY, OVERHEAD, FIRST_DRAFT = 0, 1, 2
-"""Places of a step's parts: the target, the overhead, then the drafts in order."""
-
-MAX_CORRECTION = 8.0  # either way
-MAX_SHAPE = math.log(2.0)  # either way
-OCTAVES = 15
-"""Places of a shape: 1, 2, 4, ... 16384 tokens."""
-
-_RATE = 0.05  # of a step's surprise
-_MAX_SURPRISE = 4.0  # of one step: a garbage collection is no trend
-_IDLE_FACTOR, _IDLE_KEEP = 1.5, 0.9995  # a dearer draft that rests fades, or none would try it
-_MAX_SHAPE_SURPRISE = 0.25  # of one step
-_SHAPE_PRIOR = 2.0  # steps that the table is worth
-_FADING = 0.998  # of the evidence by octave, in a step
-_ENOUGH = 1.0  # evidence below which an octave is as its neighbours are
 _EARLY = 32.0  # evidence of all octaves, before which none is missed
-_APPLY_STEPS = 8  # from one curve to the next: making one takes as long as planning for a row
-_LAST_PLACE = OCTAVES - 1 - 1e-9
 
 
 class LatencyError(ValueError):
@@ -283,34 +268,37 @@ def _solve_free(unit: FloatArray, target: FloatArray, x: FloatArray, free: BoolA
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatencyModel:
-    """The target's and the drafts' curves, and what a step takes beside forwards: ``overhead_s``
-    always, ``speculation_s`` more where it speculates.
-
-    For one look-up instead of one by draft, their bases lie side by side: ``base_s`` and
-    ``switch_s``, by how much it exceeds that of two tokens, float64[drafts, tokens].
-    """
+    """What a step takes by the tables: the curves of target and drafts, and the rest of it."""
 
     target: LatencyCurve
     drafts: tuple[LatencyCurve, ...]
     overhead_s: float = 0.0
+    """Every step, besides forwards."""
     speculation_s: float = 0.0
-    base_s: FloatArray = field(init=False, repr=False)
-    switch_s: FloatArray = field(init=False, repr=False)
-    draft_row_s: FloatArray = field(init=False, repr=False)
-    draft_context_s: FloatArray = field(init=False, repr=False)
+    """A step that speculates, in addition."""
+    tables: Times = field(init=False, repr=False)
+    """The same, as the loops take it, uncorrected."""
 
     def __post_init__(self) -> None:
-        tokens = np.arange(max((len(curve.base_s) for curve in self.drafts), default=1))
-        base_s = np.array([curve.base(tokens) for curve in self.drafts])
-        base_s = base_s.reshape(len(self.drafts), len(tokens))
-        two_s = base_s.take(np.minimum(tokens, 2), 1, mode="clip")
-        for name, value in (
-            ("base_s", base_s),
-            ("switch_s", base_s - two_s),
-            ("draft_row_s", np.array([curve.row_s for curve in self.drafts])),
-            ("draft_context_s", np.array([curve.context_s for curve in self.drafts])),
-        ):
-            object.__setattr__(self, name, value)
+        curves, drafts = self.drafts, len(self.drafts)
+        tokens = np.arange(max((len(curve.base_s) for curve in curves), default=1))
+        draft_s = np.array([curve.base(tokens) for curve in curves], np.float64)
+        target_s, target_slope_s = _target(self.target, None)
+        tables = Times(
+            target_s=target_s,
+            target_slope_s=target_slope_s,
+            row_s=float(self.target.row_s),
+            context_s=float(self.target.context_s),
+            node_context_s=float(self.target.node_context_s),
+            draft_s=draft_s.reshape(drafts, len(tokens)),
+            draft_slope_s=np.array([curve.slope_s for curve in curves], np.float64),
+            draft_row_s=np.array([curve.row_s for curve in curves], np.float64),
+            draft_context_s=np.array([curve.context_s for curve in curves], np.float64),
+            overhead_s=float(self.overhead_s),
+            speculation_s=float(self.speculation_s),
+            factor=np.ones(FIRST_DRAFT + drafts),
+        )
+        object.__setattr__(self, "tables", tables)
 
     @classmethod
     def from_tables(
@@ -340,112 +328,21 @@ class LatencyModel:
         curve = LatencyCurve(np.full(2, draft_s), 0.0)
         return cls(LatencyCurve(np.full(2, step_s), 0.0), (curve,) * drafts)
 
-    def forwards_s(self, tokens: IntArray) -> FloatArray:
-        """Return base seconds of the drafts' forwards of so many tokens, int64[drafts, n]."""
-        return self._look_up(self.base_s, tokens)
-
-    def switches_s(self, tokens: IntArray) -> FloatArray:
-        """Return how much longer reading int64[drafts, n] >= 1 tokens takes than reading two."""
-        return self._look_up(self.switch_s, tokens)
-
-    def _look_up(self, table: FloatArray, tokens: IntArray) -> FloatArray:
-        drafts, count = table.shape
-        start = np.arange(0, drafts * count, count)[:, None]
-        if not tokens.size or tokens.item(tokens.argmax()) < count:
-            seconds: FloatArray = table.take(tokens + start)
-            return seconds
-        slope_s = np.array([curve.slope_s for curve in self.drafts])[:, None]
-        seconds = table.take(np.minimum(tokens, count - 1) + start)
-        seconds += slope_s * np.maximum(tokens - (count - 1), 0)
-        return seconds
-
-
-class Times:
-    """What a step takes as far as is known: the tables, each part times its measured factor.
-
-    All seconds here are corrected. ``overhead_s`` of every step, ``speculation_s`` more of one that
-    speculates; ``row_s`` and ``context_s`` by row and cached token of the target,
-    ``node_context_s`` by cached token before each proposed one; ``draft_row_s`` and
-    ``draft_context_s`` float64[drafts] by row and cached token of every forward of the drafts. The
-    planner adds to these what verifying the nodes takes that a forward brings.
-    """
-
-    def __init__(
-        self, model: LatencyModel, factor: FloatArray, target: LatencyCurve | None = None
-    ) -> None:
-        """Take the factors float64[2 + drafts], and the target's curve if not the model's."""
-        self._model, self._target = model, target or model.target
-        self._factor, overhead_factor = factor.item(VERIFY), factor.item(OVERHEAD)
-        drafts_factor = factor[FIRST_DRAFT:]
-        self._drafts_factor = drafts_factor[:, None]
-        self.overhead_s = overhead_factor * model.overhead_s
-        self.speculation_s = overhead_factor * model.speculation_s
-        self.row_s = self._factor * self._target.row_s
-        self.context_s = self._factor * self._target.context_s
-        self.node_context_s = self._factor * self._target.node_context_s
-        self.draft_row_s = drafts_factor * model.draft_row_s
-        self.draft_context_s = drafts_factor * model.draft_context_s
-
-    def verify_s(self, first: int, count: int) -> FloatArray:
-        """Return the seconds of passes of first, first + 1, ... tokens, rows and context apart."""
-        return self._factor * self._target.run(first, count)
-
-    def verify_at(self, tokens: int) -> float:
-        """Return the seconds of one pass of so many tokens, rows and context apart."""
-        return self._factor * self._target.at(tokens)
-
-    def forward_s(self, count: int) -> FloatArray:
-        """Return the seconds of forwards of 0 .. count - 1 tokens of all drafts, rows and context
-        apart, float64[drafts, count]; none take no time.
-        """
-        model = self._model
-        inside = count <= model.base_s.shape[1]
-        base_s = model.base_s[:, :count] if inside else model.forwards_s(np.arange(count)[None])
-        seconds = self._drafts_factor * base_s
-        seconds[:, 0] = 0.0
-        return seconds
-
-    def forwards_s(self, tokens: IntArray) -> FloatArray:
-        """Return the seconds of forwards of so many tokens, int64[drafts, n]; none take no time."""
-        return self._drafts_factor * self._model.forwards_s(tokens) * (tokens > 0)
-
-    def switch_s(self, catchup: IntArray) -> FloatArray:
-        """Return how much longer catching up takes, int64[drafts, n] >= 1 tokens, than with two."""
-        return self._drafts_factor * self._model.switches_s(catchup)
-
-
-class Predicted(NamedTuple):
-    """What a step should have taken: ``parts`` float64[2 + drafts] seconds, places as ``VERIFY``.
-
-    Of the target's, ``base_s`` are its curve's at so many ``tokens`` (0: it was not timed).
-    """
-
-    tokens: int
-    base_s: float
-    parts: FloatArray
-
-    def longer(self, seconds: float) -> Predicted:
-        """Return the same with a longer verification."""
-        parts = self.parts.copy()
-        parts[VERIFY] += seconds
-        return self._replace(parts=parts)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """What measured steps say of the tables: a factor by part, and the shape of the target's curve.
-
-    ``factor`` float64[2 + drafts] has the places of ``VERIFY``. By octave of tokens: ``log_factor``
-    float64[OCTAVES] is how far the target's curve is off beside its factor, ``seen`` the fading
-    number of steps behind it; ``applied`` is the shape that is planned with (None: the table's),
-    the same as it was ``age`` steps ago.
-    """
+    """What measured steps say of the tables: a factor by part, and the target's shape."""
 
     factor: FloatArray
+    """[2 + drafts] measured over predicted time, places as ``VERIFY``."""
     log_factor: FloatArray = field(default_factory=lambda: np.zeros(OCTAVES))
+    """[OCTAVES] how far the target's curve is off, its factor apart, by octave of tokens."""
     seen: FloatArray = field(default_factory=lambda: np.zeros(OCTAVES))
+    """[OCTAVES] the fading number of steps that say so."""
     applied: FloatArray | None = None
+    """The shape that is planned with (None: the table's)."""
     age: int = 0
+    """Steps since it changed."""
 
     @classmethod
     def start(cls, drafts: int) -> Correction:
@@ -454,89 +351,46 @@ class Correction:
 
     def times(self, model: LatencyModel) -> Times:
         """Return the corrected seconds of a step's parts."""
-        if self.applied is None:
-            return Times(model, self.factor)
-        return Times(model, self.factor, _shaped(model.target, self.applied.tobytes()))
+        applied, (_, _, *tables) = self.applied, model.tables
+        target = _target(model.target, None if applied is None else applied.tobytes())
+        return Times._make((*target, *tables[:-1], self.factor))
 
     def learnt(
-        self, predicted: Predicted, measured_s: FloatArray, step_s: float = 0.0
+        self,
+        learn: Callable[[FloatArray, FloatArray, FloatArray, int], int],
     ) -> Correction:
-        """Return the correction after a step of ``step_s``, its parts float64[2 + drafts] measured.
-
-        ``predicted`` is by the tables alone. A part that is 0 is not known. Where none is known,
-        all share the surprise of the whole, which shows no shape. Else the two octaves about the
-        target's tokens share what surprises there; what all octaves have in common, by evidence,
-        becomes the target's factor.
+        """Return the correction after a step: ``learn`` changes factor, shape and evidence in place
+        and returns the age (``policy.loops.times.learn_times``).
         """
-        if not measured_s.any():
-            expected_s = self.factor * predicted.parts
-            whole_s = float(expected_s.sum())
-            measured_s = expected_s * (step_s / whole_s if whole_s > 0 else 0.0)
-            return replace(self, factor=self._factors(predicted.parts, measured_s))
-        measured, base_s = measured_s.item(VERIFY), predicted.base_s
-        if not (predicted.tokens and base_s > 0 and measured > 0):
-            return replace(self, factor=self._factors(predicted.parts, measured_s))
-        place = min(math.log2(predicted.tokens), _LAST_PLACE)
-        low = int(place)
-        share = place - low
-        log_factor, seen = self.log_factor.copy(), _FADING * self.seen
-        shape = (1 - share) * log_factor.item(low) + share * log_factor.item(low + 1)
-        shaped = predicted.longer(base_s * (math.exp(shape) - 1)).parts
-        surprise = math.log(measured / (shaped.item(VERIFY) * self.factor.item(VERIFY)))
-        surprise = min(max(surprise, -_MAX_SHAPE_SURPRISE), _MAX_SHAPE_SURPRISE)
-        for octave, part in ((low, 1 - share), (low + 1, share)):
-            rate = part * max(_RATE, 1 / (_SHAPE_PRIOR + seen.item(octave)))
-            moved = log_factor.item(octave) + rate * surprise
-            log_factor[octave] = min(max(moved, -MAX_SHAPE), MAX_SHAPE)
-            seen[octave] += part
-        factor = self._factors(shaped, measured_s)
-        if self.age + 1 < _APPLY_STEPS:
-            return Correction(factor, log_factor, seen, self.applied, self.age + 1)
-        known = (seen >= _ENOUGH).nonzero()[0]
-        if not len(known):
-            return Correction(factor, log_factor, seen)
-        common = float(seen[known] @ log_factor[known] / seen[known].sum())
-        factor[VERIFY] = _bounded(factor.item(VERIFY) * math.exp(common))
-        log_factor = np.interp(np.arange(OCTAVES), known, log_factor[known] - common)
-        log_factor = log_factor.clip(-MAX_SHAPE, MAX_SHAPE)
-        return Correction(factor, log_factor, seen, log_factor)
+        factor, log_factor, seen = self.factor.copy(), self.log_factor.copy(), self.seen.copy()
+        age = learn(factor, log_factor, seen, self.age)
+        if age > 0 or (age == 0 and self.age == 0):
+            return Correction(factor, log_factor, seen, self.applied, age)
+        return Correction(factor, log_factor, seen, log_factor if age == 0 else None)
 
     def evidence(self, tokens: int) -> float:
-        """Return the evidence of the target's time for so many tokens, in steps; inf where there is
-        little of any.
-        """
+        """Return the steps that tell of the target's time for n tokens; inf if few tell of any."""
         if self.seen.sum() < _EARLY:
             return math.inf
-        place = min(math.log2(max(tokens, 1)), _LAST_PLACE)
-        return float(np.interp(place, np.arange(OCTAVES), self.seen))
-
-    def _factors(self, predicted_s: FloatArray, measured_s: FloatArray) -> FloatArray:
-        """Return the factors after a step: a slow geometric average of clipped surprises.
-
-        A draft that was slow once and is not used since would be believed to be as slow for good:
-        nothing else would try it again.
-        """
-        factors = self.factor.tolist()
-        parts = zip(predicted_s.tolist(), measured_s.tolist(), strict=True)
-        for part, (predicted, measured) in enumerate(parts):
-            if predicted > 0 and measured > 0:
-                surprise = measured / (predicted * factors[part])
-                surprise = min(max(surprise, 1 / _MAX_SURPRISE), _MAX_SURPRISE)
-                factors[part] = _bounded(factors[part] * surprise**_RATE)
-            elif part >= FIRST_DRAFT and not predicted and factors[part] > _IDLE_FACTOR:
-                factors[part] = max(factors[part] * _IDLE_KEEP, _IDLE_FACTOR)
-        return np.array(factors)
-
-
-def _bounded(factor: float) -> float:
-    return min(max(factor, 1 / MAX_CORRECTION), MAX_CORRECTION)
+        place = min(math.log2(max(tokens, 1)), LAST_PLACE)
+        low = int(place)
+        seen, more = self.seen.item(low), self.seen.item(low + 1)
+        return seen + (place - low) * (more - seen)
 
 
 @lru_cache(maxsize=8)
-def _shaped(curve: LatencyCurve, log_factor: bytes) -> LatencyCurve:
-    """Return a curve with its base corrected, linearly between octaves; it never falls."""
-    at = np.exp(np.frombuffer(log_factor))
-    place = np.log2(np.maximum(np.arange(len(curve.base_s)), 1)).clip(max=_LAST_PLACE)
-    factor = np.interp(place, np.arange(OCTAVES), at)
-    base_s = np.maximum.accumulate(curve.base_s * factor)
-    return replace(curve, base_s=base_s, slope_s=curve.slope_s * factor.item(-1))
+def _target(curve: LatencyCurve, shape: bytes | None) -> tuple[FloatArray, float]:
+    """Return a curve's seconds by tokens and beyond, corrected by a shape."""
+    base_s = np.ascontiguousarray(curve.base_s, np.float64)
+    if shape is None:
+        return base_s, float(curve.slope_s)
+    shaped_s, log_factor = np.empty(len(base_s)), np.frombuffer(shape).copy()
+    factor = loops.shape_curve(base_s, _places(len(base_s)), log_factor, shaped_s)
+    return shaped_s, float(curve.slope_s * factor)
+
+
+@lru_cache(maxsize=8)
+def _places(count: int) -> FloatArray:
+    """Return the octaves of 0 .. count - 1 tokens."""
+    octaves: FloatArray = np.log2(np.maximum(np.arange(count), 1)).clip(max=LAST_PLACE)
+    return octaves

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .acceptance import MAX_VARIANCE, MIN_VARIANCE, AcceptanceModel, AcceptanceState
-from .latency import MAX_CORRECTION, MAX_SHAPE, Correction
+from .acceptance import AcceptanceModel, AcceptanceState
+from .latency import Correction
+from .loops.acceptance import MAX_VARIANCE, MIN_VARIANCE
+from .loops.times import MAX_CORRECTION, MAX_SHAPE
 from .plan import FloatArray
 from .tenants import Tenants
 from .trim import Calibration
@@ -95,13 +97,13 @@ def restored(
         acceptance = model.with_drafts(acceptance, of["accepted"], of["reached"])
         requests = np.array([float(entry["requests"]) for entry in tenants.values()])
         acceptance = replace(acceptance, variance=of["variance"], requests=requests)
-        calibration = Calibration.of(of["nodes"], of["claimed"], of["held"])
+        calibration = Calibration(of["nodes"], of["claimed"], of["held"])
         used = np.arange(len(tenants))
         rows = Tenants(np.array([*tenants], np.int64), used, turn=len(tenants))
     target, factors = known["target"], _stacked(known["drafts"])["factor"]
     acceptance = replace(acceptance, now=now - float(known["age_s"]) - max(0.0, idle_s))
     return Learnt(
-        model.aged(model.with_groups(acceptance, groups, members), now),
+        model.decayed_to(model.with_groups(acceptance, groups, members), now),
         calibration,
         Correction(
             np.array([target["factor"], target["overhead_factor"], *factors]),

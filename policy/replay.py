@@ -23,9 +23,10 @@ import numpy as np
 from numpy.random import Generator as Rng
 
 from .latency import LatencyModel
+from .loops.problem import StepProblem
 from .plan import NO_DRAFT, Outcome, Plan, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
-from .problem import Choice, Score, StepProblem, score
+from .problem import Choice, Score, score
 from .wrappers import Wrapped, Wrapper
 
 Option = tuple[int, int]
@@ -44,14 +45,12 @@ def explain(
     they are. The price turns the seconds, catch-up spread over its horizon, into tokens. Of a
     shape only what the row got is said; ``explain_batch`` has the rest.
     """
-    problem, rows, _, given = planner.problem(view, planner.admitted(view, state, now))
+    problem, rows = planner.problem(view, planner.admitted(view, state, now))
     chosen, place = Choice(plan.draft[rows], plan.length[rows]), {r: i for i, r in enumerate(rows)}
     lines = []
     for row, request in enumerate(view.request.tolist()):
-        if row in given.rows:
+        if row not in place:
             why = "its choice is given, not planned"
-        elif rests(plan):
-            why = "none: a plan without speculation is kept for some steps"
         else:
             why = _Row(problem, view.drafts, chosen, place[row], plan.price).why(plan)
         lines.append(f"request {request}: {why}")
@@ -63,11 +62,6 @@ def explain_batch(plan: Plan) -> str:
     text = f"{len(plan.length)} requests, {int(plan.length.sum())} tokens proposed, "
     text += f"{plan.predicted_tokens:.2f} expected in {1e3 * plan.predicted_s:.2f} ms, "
     return text + f"at {plan.price:.1f} tokens/s"
-
-
-def rests(plan: Plan) -> bool:
-    """Return whether it is kept from a step that found no gain in speculating."""
-    return "kept" in plan.notes and not plan.length.any()
 
 
 class _Row:
@@ -125,7 +119,7 @@ class _Row:
         return f"{self._drafts[option[0]]} x {option[1]}"
 
 
-SCHEMA = 9
+SCHEMA = 10
 
 
 class TraceError(ValueError):
@@ -230,7 +224,7 @@ def same(one: Plan, other: Plan) -> bool:
 
 def _described(planner: AdaptivePlanner) -> dict[str, Any]:
     made_of = {"drafts": planner.drafts, "latency": planner.latency, "config": planner.config}
-    return {"schema": SCHEMA, **made_of, "execution": planner.execution}
+    return {"schema": SCHEMA, **made_of}
 
 
 def _planner(data: dict[str, Any]) -> AdaptivePlanner:
@@ -356,12 +350,12 @@ def summary(plans: list[Plan], drafts: tuple[str, ...]) -> list[str]:
         rows = (draft == d) & (length > 0)
         if rows.any():
             shares.append(f"{name} {rows.mean():.0%} (mean length {length[rows].mean():.1f})")
-    resting = sum(rests(plan) for plan in planned)
+    resting = sum(not plan.length.any() for plan in planned)
     trying = sum(bool(plan.notes.get("trial")) for plan in planned)
     step_ms = 1e3 * np.median([plan.predicted_s for plan in planned])
     return [
         f"rows {len(length)}: {', '.join(shares)}",
-        f"steps {len(planned)}: {resting} resting, {trying} trying; "
+        f"steps {len(planned)}: {resting} without speculation, {trying} trying; "
         f"predicted {step_ms:.2f} ms (median)",
         f"--step N, 0 to {len(plans) - 1}, says why each request got what it got",
     ]

@@ -20,7 +20,7 @@ import numpy as np
 
 from .plan import FloatArray, IntArray
 
-NOBODY = -1
+NO_TENANT = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,13 +75,13 @@ class Tenants:
         return replace(self, row=row, used=used, turn=self.turn + 1)
 
     def of(self, request: list[int]) -> IntArray:
-        """Return the rows of requests, int64[n]; NOBODY for an unknown one among several tenants.
+        """Return the rows of requests, int64[n]; NO_TENANT for an unknown one of several tenants.
 
         Where there is one tenant, it can be no other.
         """
         if self.rows == 1:
             return np.zeros(len(request), np.int64)
-        return np.array([self.row.get(r, NOBODY) for r in request], np.int64)
+        return np.array([self.row.get(r, NO_TENANT) for r in request], np.int64)
 
 
 def with_rows(

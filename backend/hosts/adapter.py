@@ -30,7 +30,6 @@ from backend.speculation.cycle import Cycle, Step
 from backend.speculation.drafting import Drafting
 from backend.speculation.policy_factory import make_policy
 from policy import LatencyTable, NoSpeculation, Plan, View
-from policy.extensions import Execution
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +105,15 @@ class Host:
         """The plan of the step under way."""
         return None if self._step is None else self._step.plan
 
-    def plan_by(self, target: LatencyTable, execution: Execution | None = None) -> None:
-        """Plan by this table of the host's passes from now on. ``execution`` is for a host whose
-        steps run something else than the proposals; it gets them whole.
+    def plan_by(self, target: LatencyTable, padded_tokens: int = 0) -> None:
+        """Plan by this table of the host's passes from now on. A host that pads runs
+        ``padded_tokens`` for every row if any row speculates (0: it does not); it gets whole
+        proposals.
         """
         tables: Mapping[str, LatencyTable] = {**self._tables, TARGET: target}
-        policy = make_policy(self._serving, self.drafts, tables, self._stats, execution=execution)
-        self.cycle.trims = execution is None
+        arguments = self._serving, self.drafts, tables, self._stats
+        policy = make_policy(*arguments, padded_tokens=padded_tokens)
+        self.cycle.trims = padded_tokens == 0
         self.cycle.runner.change(policy, policy.start())
 
     # -- before a step

@@ -29,7 +29,6 @@ from tensorrt_llm.llmapi import UserProvidedDecodingConfig
 
 from backend.config import ConfigError
 from backend.hosts.adapter import Host, Row, Verified
-from backend.hosts.padded import Padded
 from backend.hosts.settings import TARGET, HostConfig, host_config
 from backend.ops.stats import Stats, StepStats
 from backend.sequence import Proposal
@@ -78,7 +77,7 @@ class SpindleDrafter(Drafter):  # type: ignore[misc] # TensorRT-LLM is not there
         config = host_config(known, max_draft_len, max_seq_len)
         stats = Stats()
         self._host = Host(config, stats)
-        self._host.plan_by(_table(config, stats), Padded(max_draft_len))
+        self._host.plan_by(_table(config, stats), padded_tokens=max_draft_len)
         if config.metrics_port:
             from backend.hosts.metrics import Exporter
 

@@ -13,7 +13,6 @@ from backend.ops.stats import StepStats
 from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, custom
 from policy.baselines import BASELINES, BaselineSettings
-from policy.extensions import Execution
 from policy.loops import compiling
 from policy.replay import Traced
 
@@ -28,10 +27,10 @@ def make_policy(
     drafts: list[Engine],
     tables: Mapping[str, LatencyTable],
     stats: StepStats,
-    execution: Execution | None = None,
+    padded_tokens: int = 0,
 ) -> policy.AnyPolicy:
-    """Make the configured policy for these drafts. ``tables`` are by the names of the engines that
-    run a model; ``execution`` is for the adaptive policy.
+    """Make the configured policy for these drafts; ``tables`` by the names of the engines that run
+    a model; an engine that pads runs ``padded_tokens`` for every row if any speculates.
     """
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
@@ -46,8 +45,9 @@ def make_policy(
     constants = policy.PlannerConfig(
         k_max=config.policy.k_max,
         catchup_scored=scored,
+        padded_tokens=padded_tokens,
     )
-    planner = policy.AdaptivePlanner(names, latency, constants, execution)
+    planner = policy.AdaptivePlanner(names, latency, constants)
     if not config.policy.trace_file:
         return planner
     return Traced(

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from policy import NO_DRAFT, LatencyCurve, LatencyModel, View
+from policy import NO_DRAFT, LatencyCurve, LatencyModel, Plan, View
 from policy.latency import Correction
-from policy.problem import NOTHING_GIVEN, Given, StepProblem, step_problem
-from policy.problem import Choice as Columns
+from policy.loops.problem import StepProblem
+from policy.problem import step_problem
 
 Choice = tuple[tuple[int, int], ...]
 """(draft, length) by row."""
@@ -50,14 +50,14 @@ class Instance:
 
     def problem(self) -> StepProblem:
         """Return it as the search gets it."""
-        own, given = np.arange(self.rows), NOTHING_GIVEN
+        view, times = self.view, Correction(self.correction).times(self.latency)
         if self.given:
-            choice = Columns(*np.array(self.given).T)
-            theirs = np.arange(self.rows, len(self.view))
-            given = Given.of(theirs, choice, self.hazard[self.rows :].transpose(2, 1, 0))
-        times = Correction(self.correction).times(self.latency)
-        hazard = self.hazard[: self.rows].transpose(2, 1, 0)
-        return step_problem(times, self.view, own, hazard, given, self.k_max, self.horizon_steps)
+            length = np.full(len(view), -1)
+            draft = np.full(len(view), NO_DRAFT)
+            draft[self.rows :], length[self.rows :] = np.array(self.given).T
+            view = replace(view, control=length >= 0, control_plan=Plan(draft, length))
+        hazard = self.hazard.transpose(2, 1, 0)
+        return step_problem(times, view, hazard, self.k_max, self.horizon_steps)
 
     @property
     def rows(self) -> int:

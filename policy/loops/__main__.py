@@ -1,6 +1,6 @@
 """Compile the loops, so that later processes load them: ``python -m policy.loops``."""
 
-from . import search, trim  # noqa: F401
+from . import step, trim  # noqa: F401
 from .compiling import compile_all
 
 compile_all()

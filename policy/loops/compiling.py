@@ -32,6 +32,11 @@ problems: list[str] = []
 """Reasons why nothing is cached, if any: every process then compiles at its start."""
 
 
+def record(kind: Any, *fields: Any) -> Any:
+    """Return the type of a NamedTuple whose fields have these types."""
+    return types.BaseTuple.from_types(fields, kind)
+
+
 def helper(function: Function) -> Function:
     """Mark a function that only other loops call: it is compiled into its callers."""
     return cast(Function, njit(**_OPTIONS)(function))

@@ -7,19 +7,12 @@ the real staircases of drafting and verification. In small batches the choice is
 of one row at a time, which is exact for a single row.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
-from numba import types
 
+from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, unordered
+from .problem import STEP_PROBLEM, TIE, StepProblem, charge_s, last_total, limit_s, score
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-TIE = 1e-9
-"""Relative difference below which the choice with the fewest tokens wins."""
 FEW_ROWS = 16
 """Rows above which moving a single one hardly changes the objective."""
 
@@ -31,90 +24,6 @@ _SLOPES = 2  # slopes of verification tried at most from each start
 _SLOPE_TOLERANCE = 0.05  # tokens: no new round for a slope that moves less
 _STAIR = 4.0  # mean steps of the curve in one step that make it a staircase
 _NOTHING = 1e-300
-
-
-class Problem(NamedTuple):
-    """One step's choice for the loops: n rows, D drafts, up to K tokens a row."""
-
-    gain: Floats
-    """[K, D, n] expected tokens that position j adds, falling in j."""
-    ceiling: Ints
-    """[D, n] the most tokens that a draft may propose for a row."""
-    first_tokens: Ints
-    """[D, n] tokens that a row's first draft forward reads: 1 or 2."""
-    draft_row_s: Floats
-    """[D, n] seconds of a row in each forward of a draft."""
-    charge_s: Floats
-    """[D, n] seconds of catch-up that the objective charges to this step."""
-    switch_s: Floats
-    """[D, n] seconds of catch-up that this step takes."""
-    undrafted_s: Floats
-    """[m] seconds of the step with m proposed tokens, without drafting; inf: no room."""
-    forward_s: Floats
-    """[D, t] seconds of a draft's forward of t tokens."""
-    occupied: Ints
-    """[D, K] tokens of rows outside this choice in the drafts' forwards."""
-    speculation_s: float
-    """Seconds of the step if any row speculates."""
-    base_value: float
-    """Expected tokens of the step without speculation."""
-    cap_s: float
-    """The longest step that may be chosen; inf: no limit."""
-
-
-PROBLEM = types.NamedTuple(
-    [
-        *(FLOATS[3], INTS[2], INTS[2], FLOATS[2], FLOATS[2], FLOATS[2], FLOATS[1], FLOATS[2]),
-        *(INTS[2], FLOATS[0], FLOATS[0], FLOATS[0]),
-    ],
-    Problem,
-)
-
-
-@helper
-def score(problem: Problem, draft: Ints, length: Ints, count: Ints) -> tuple[float, float, float]:
-    """Return expected tokens, charged seconds and the step's seconds of a choice; ``count[D, K]``
-    becomes the tokens of every forward.
-    """
-    p = problem
-    k_max, drafts, n = p.gain.shape
-    count[:] = p.occupied
-    value, total, rows_s, charged_s, switch_s = 0.0, 0, 0.0, 0.0, 0.0
-    for i in range(n):
-        k = length[i]
-        if k == 0:
-            continue
-        d = draft[i]
-        total += k
-        rows_s += k * p.draft_row_s[d, i]
-        charged_s += p.charge_s[d, i]
-        switch_s += p.switch_s[d, i]
-        for j in range(k):
-            count[d, j] += p.first_tokens[d, i] if j == 0 else 1
-            value += p.gain[j, d, i]
-    seconds = p.undrafted_s[total] + rows_s
-    if total:
-        seconds += p.speculation_s
-    for d in range(drafts):
-        for j in range(k_max):
-            if count[d, j] > p.occupied[d, j]:
-                seconds += p.forward_s[d, count[d, j]] - p.forward_s[d, p.occupied[d, j]]
-    return p.base_value + value, seconds + charged_s, seconds + switch_s
-
-
-@helper
-def last_total(problem: Problem) -> int:
-    """Return the most proposed tokens for which there is room."""
-    last = len(problem.undrafted_s) - 1
-    while problem.undrafted_s[last] == np.inf:
-        last -= 1
-    return last
-
-
-@helper
-def limit_s(problem: Problem) -> float:
-    """Return the seconds that no choice may exceed: the cap, or those without speculation."""
-    return max(problem.cap_s, problem.undrafted_s[0]) * (1 + TIE)
 
 
 @helper
@@ -187,7 +96,7 @@ def _open_drafts(worth: Floats, chains: Floats, longest: Ints) -> bool:
 
 @helper
 def _fill(
-    problem: Problem,
+    problem: StepProblem,
     price: float,
     pick: Ints,
     longest: Ints,
@@ -227,7 +136,7 @@ def _fill(
         count[d, j] += more
         passing_s = alone_s
         if j == 0:
-            alone_s += p.charge_s[d, i]
+            alone_s += charge_s(p, d, i)
             passing_s += p.switch_s[d, i]
         gained = p.gain[j, d, i] - price * alone_s
         for cap in range(j, deepest):
@@ -252,7 +161,7 @@ def _fill(
 
 @helper
 def _improve(
-    problem: Problem,
+    problem: StepProblem,
     price: float,
     last: int,
     most_s: float,
@@ -283,14 +192,14 @@ def _improve(
                 old += p.gain[j, d0, i] - price * took_s
                 old_s += took_s
             if k0:
-                old -= price * p.charge_s[d0, i]
+                old -= price * charge_s(p, d0, i)
                 old_s += p.switch_s[d0, i]
                 rest_s = p.undrafted_s[rest] + (p.speculation_s if rest else 0.0)
                 if -price * rest_s - old > best:
                     best, best_i, best_d, best_k = -price * rest_s - old, i, -1, 0
                     best_s = rest_s - old_s
             for d in range(drafts):
-                alone, alone_s = -price * p.charge_s[d, i] - old, p.switch_s[d, i] - old_s
+                alone, alone_s = -price * charge_s(p, d, i) - old, p.switch_s[d, i] - old_s
                 for j in range(min(p.ceiling[d, i], last - rest)):
                     more = p.first_tokens[d, i] if j == 0 else 1
                     took_s = p.forward_s[d, count[d, j] + more] - p.forward_s[d, count[d, j]]
@@ -336,7 +245,7 @@ def _has_stairs(undrafted_s: Floats, last: int) -> bool:
 
 @helper
 def best_at_price(
-    problem: Problem, price: float, draft: Ints, length: Ints
+    problem: StepProblem, price: float, draft: Ints, length: Ints
 ) -> tuple[float, float, float]:
     """Find the best choice at a price, into ``draft, length``, and return its score.
 
@@ -363,7 +272,7 @@ def best_at_price(
 
 @helper
 def _fill_all(
-    problem: Problem,
+    problem: StepProblem,
     price: float,
     last: int,
     most_s: float,
@@ -423,7 +332,9 @@ def _fill_all(
 
 
 @helper
-def _set_worth(problem: Problem, dear: float, slope: float, token_s: Floats, worth: Floats) -> None:
+def _set_worth(
+    problem: StepProblem, dear: float, slope: float, token_s: Floats, worth: Floats
+) -> None:
     """Compute what each row gains by each draft and longest chain, ``worth[K, D, n]``."""
     p = problem
     k_max, drafts, n = worth.shape
@@ -431,7 +342,9 @@ def _set_worth(problem: Problem, dear: float, slope: float, token_s: Floats, wor
         for k in range(k_max):
             for i in range(n):
                 if k == 0:
-                    before = -dear * (p.charge_s[d, i] + (p.first_tokens[d, i] - 1) * token_s[0, d])
+                    before = -dear * (
+                        charge_s(p, d, i) + (p.first_tokens[d, i] - 1) * token_s[0, d]
+                    )
                 else:
                     before = worth[k - 1, d, i]
                 net = p.gain[k, d, i] - dear * (token_s[k, d] + p.draft_row_s[d, i]) - slope
@@ -440,7 +353,7 @@ def _set_worth(problem: Problem, dear: float, slope: float, token_s: Floats, wor
 
 @helper
 def _pick_drafts(
-    problem: Problem,
+    problem: StepProblem,
     dear: float,
     token_s: Floats,
     worth: Floats,
@@ -465,7 +378,7 @@ def _pick_drafts(
         for j in range(longest[d]):
             own[j, i] = max(p.gain[j, d, i] - dear * (token_s[j, d] + p.draft_row_s[d, i]), 0.0)
             total += own[j, i]
-        charge = dear * (p.charge_s[d, i] + (p.first_tokens[d, i] - 1) * token_s[0, d])
+        charge = dear * (charge_s(p, d, i) + (p.first_tokens[d, i] - 1) * token_s[0, d])
         share = max(1 - charge / max(total, _NOTHING), 0.0)
         for j in range(longest[d]):
             own[j, i] *= share
@@ -473,7 +386,7 @@ def _pick_drafts(
 
 @helper
 def best_priced(
-    problem: Problem, known: float, waiting: float, prefill_s: float, draft: Ints, length: Ints
+    problem: StepProblem, known: float, waiting: float, prefill_s: float, draft: Ints, length: Ints
 ) -> tuple[float, float, float, float, float]:
     """Find the best choice at the price of time, into ``draft, length``. Return the price, the
     goodput, and the choice's score.
@@ -501,24 +414,17 @@ def best_priced(
     return price, goodput, value, charged_s, step_s
 
 
-@entry(PROBLEM, INTS[1], INTS[1])
-def score_of(problem: Problem, draft: Ints, length: Ints) -> tuple[float, float, float]:
-    """Return the score of a choice."""
-    count = np.empty((problem.gain.shape[1], problem.gain.shape[0]), np.int64)
-    return score(problem, draft, length, count)
-
-
-@entry(PROBLEM, FLOATS[0], INTS[1], INTS[1])
+@entry(STEP_PROBLEM, FLOATS[0], INTS[1], INTS[1])
 def best_choice(
-    problem: Problem, price: float, draft: Ints, length: Ints
+    problem: StepProblem, price: float, draft: Ints, length: Ints
 ) -> tuple[float, float, float]:
     """Find the best choice at a price, into ``draft, length``, and return its score."""
     return best_at_price(problem, price, draft, length)
 
 
-@entry(PROBLEM, FLOATS[0], FLOATS[0], FLOATS[0], INTS[1], INTS[1])
+@entry(STEP_PROBLEM, FLOATS[0], FLOATS[0], FLOATS[0], INTS[1], INTS[1])
 def best(
-    problem: Problem, known: float, waiting: float, prefill_s: float, draft: Ints, length: Ints
+    problem: StepProblem, known: float, waiting: float, prefill_s: float, draft: Ints, length: Ints
 ) -> tuple[float, float, float, float, float]:
     """Find the best choice at the price of time; see ``best_priced``."""
     return best_priced(problem, known, waiting, prefill_s, draft, length)

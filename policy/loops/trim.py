@@ -1,26 +1,211 @@
-"""Which nodes of a batch are verified."""
+"""Which nodes the target verifies, once the drafts have proposed (``policy.trim``)."""
+
+import math
+from typing import NamedTuple
 
 import numpy as np
 
-from .compiling import FLOATS, INTS, entry
-from .search import Floats, Ints, descending
+from .arrays import Bools, Floats, Ints
+from .compiling import BOOLS, FLOATS, INTS, entry, helper, record
+from .problem import TIE
+from .search import descending
+from .times import TIMES, VERIFY, Times, verify_s
+
+BOUNDS = np.array(
+    [0.0, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98, 1.0]
+)
+"""Of the bins of confidence, finer towards 0 and 1."""
+BINS = len(BOUNDS) - 1
+_PRIOR_NODES = 8.0  # nodes that a bin's claim counts for
+_MEMORY_NODES = 20_000.0  # memory of a column, greedy or sampled: a few thousand steps of a row
 
 
-@entry(INTS[1], FLOATS[1], FLOATS[1], FLOATS[0], INTS[1])
-def best_first(row: Ints, worth: Floats, verify_s: Floats, price: float, nodes: Ints) -> None:
+class Proposed(NamedTuple):
+    """The nodes of a batch, [q] each (``policy.plan.Drafted``)."""
+
+    row: Ints
+    """Its row; where nodes teach, whether the target drew the path to it (1) or not (0)."""
+    column: Ints
+    """Its column of tenant and draft."""
+    confidence: Floats
+    drawn: Bools
+
+
+PROPOSED = record(Proposed, INTS[1], INTS[1], FLOATS[1], BOOLS[1])
+
+
+class Pass(NamedTuple):
+    """What a pass is, besides the nodes."""
+
+    context: Ints
+    """[n] cached tokens by row."""
+    tokens: int
+    """Tokens without the nodes."""
+    price: float
+    longest_tokens: int
+    """The nodes of the plan, whose time is no reason to cut it."""
+    spare_s: float
+    """Seconds that a pass may be longer than the plan's; inf: any."""
+    last_tokens: int
+    """Tokens of the last pass."""
+    change_tokens: int
+    """Tokens that another number of tokens than the last one is as dear as; 0: none."""
+
+
+PASS = record(Pass, *(INTS[1], INTS[0], FLOATS[0], INTS[0], FLOATS[0], INTS[0], INTS[0]))
+
+
+@helper
+def interpolate(at: Floats, value: Floats, x: float) -> float:
+    """Return the value at x of the line through points at rising places."""
+    low, high = 0, len(at) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if at[middle] <= x:
+            low = middle
+        else:
+            high = middle
+    width = at[high] - at[low]
+    share = (x - at[low]) / width if width > 0 else 0.0
+    return value[low] + share * (value[high] - value[low])
+
+
+@helper
+def take_best(row: Ints, worth: Floats, pass_s: Floats, price: float, nodes: Ints) -> None:
     """Count into ``nodes[n]`` how many nodes of each row have the highest net worth together.
 
-    ``row[q]`` rises; ``worth[q]``, in tokens, never does within a row. ``verify_s[m]`` are the
+    ``row[q]`` rises; ``worth[q]``, in tokens, never does within a row. ``pass_s[m]`` are the
     seconds of a pass with m nodes. Of equal totals it is the lowest.
     """
     nodes[:] = 0
     order = np.empty(len(worth), np.int64)
     descending(worth, order)
-    best, best_m, total = -price * verify_s[0], 0, 0.0
-    for m in range(1, min(len(worth) + 1, len(verify_s))):
+    best, best_m, total = -price * pass_s[0], 0, 0.0
+    for m in range(1, min(len(worth) + 1, len(pass_s))):
         total += worth[order[m - 1]]
-        net = total - price * verify_s[m]
+        net = total - price * pass_s[m]
         if net > best:
             best, best_m = net, m
     for m in range(best_m):
         nodes[row[order[m]]] += 1
+
+
+@entry(INTS[1], FLOATS[1], FLOATS[1], FLOATS[0], INTS[1])
+def best_first(row: Ints, worth: Floats, pass_s: Floats, price: float, nodes: Ints) -> None:
+    """Count the nodes of each row that are verified; see ``take_best``."""
+    take_best(row, worth, pass_s, price, nodes)
+
+
+@entry(TIMES, FLOATS[3], FLOATS[3], PASS, PROPOSED, INTS[1])
+def trim(
+    times: Times, knots: Floats, accepted_at: Floats, step: Pass, proposed: Proposed, nodes: Ints
+) -> None:
+    """Count into ``nodes[n]`` how many nodes of each row are verified. A confidence is worth what
+    the line of its column through ``accepted_at`` at ``knots``, [C, 2, B], says.
+    """
+    t, s, p = times, step, proposed
+    count = len(p.row)
+    pass_s = np.empty(count + 1)
+    for m in range(count + 1):
+        pass_s[m] = verify_s(t, s.tokens + m)
+    if s.spare_s < np.inf:
+        longest_s = (verify_s(t, s.tokens + s.longest_tokens) + s.spare_s) * (1 + TIE)
+        last = 1
+        while last <= count and pass_s[last] <= longest_s:
+            last += 1
+        pass_s = pass_s[:last]
+    if s.change_tokens:
+        same_s = verify_s(t, s.last_tokens)
+        change_s = verify_s(t, s.last_tokens + s.change_tokens) - same_s
+        for m in range(len(pass_s)):
+            pass_s[m] += change_s
+            if s.tokens + m <= s.last_tokens:
+                pass_s[m] = min(pass_s[m], same_s)
+    node_s = t.factor[VERIFY] * t.node_context_s
+    worth = np.empty(count)
+    for q in range(count):
+        c, drawn = p.column[q], 1 if p.drawn[q] else 0
+        likely = interpolate(knots[c, drawn], accepted_at[c, drawn], p.confidence[q])
+        worth[q] = likely - s.price * node_s * s.context[p.row[q]]
+    take_best(p.row, worth, pass_s, s.price, nodes)
+
+
+@entry(FLOATS[3], FLOATS[3], PROPOSED, FLOATS[1])
+def calibrate(knots: Floats, accepted_at: Floats, proposed: Proposed, likely: Floats) -> None:
+    """Compute how likely the target draws the path to each node."""
+    p = proposed
+    for q in range(len(p.row)):
+        c, drawn = p.column[q], 1 if p.drawn[q] else 0
+        likely[q] = interpolate(knots[c, drawn], accepted_at[c, drawn], p.confidence[q])
+
+
+@entry(FLOATS[3], FLOATS[3], FLOATS[3], PROPOSED)
+def learn_nodes(nodes: Floats, claimed: Floats, held: Floats, proposed: Proposed) -> None:
+    """Count nodes, in place, as fading counts by bin, [C, 2, BINS] each."""
+    p = proposed
+    columns = len(nodes)
+    new = np.zeros((3, columns, 2, BINS))
+    for q in range(len(p.row)):
+        c, drawn, x = p.column[q], 1 if p.drawn[q] else 0, p.confidence[q]
+        if c < 0:
+            continue
+        b = 0
+        while b < BINS - 1 and x >= BOUNDS[b + 1]:
+            b += 1
+        new[0, c, drawn, b] += 1.0
+        new[1, c, drawn, b] += x
+        new[2, c, drawn, b] += p.row[q]
+    for c in range(columns):
+        for drawn in range(2):
+            keep = math.exp(-new[0, c, drawn].sum() / _MEMORY_NODES)
+            for b in range(BINS):
+                nodes[c, drawn, b] = keep * nodes[c, drawn, b] + new[0, c, drawn, b]
+                claimed[c, drawn, b] = keep * claimed[c, drawn, b] + new[1, c, drawn, b]
+                held[c, drawn, b] = keep * held[c, drawn, b] + new[2, c, drawn, b]
+
+
+@helper
+def _make_rising(share: Floats, weight: Floats) -> None:
+    """Make shares rise, in place: the nearest in weighted squares.
+
+    Neighbours that fall are pooled (pool adjacent violators, Ayer et al. 1955).
+    """
+    count = len(share)
+    mean, mass, size = np.empty(count), np.empty(count), np.empty(count, np.int64)
+    pools = 0
+    for b in range(count):
+        mean[pools], mass[pools], size[pools] = share[b], weight[b], 1
+        while pools and mean[pools - 1] >= mean[pools]:
+            total = mass[pools - 1] + mass[pools]
+            mean[pools - 1] = mean[pools - 1] * mass[pools - 1] + mean[pools] * mass[pools]
+            mean[pools - 1] /= total
+            mass[pools - 1] = total
+            size[pools - 1] += size[pools]
+            pools -= 1
+        pools += 1
+    b = 0
+    for pool in range(pools):
+        for _ in range(size[pool]):
+            share[b] = mean[pool]
+            b += 1
+
+
+@entry(*[FLOATS[3]] * 5)
+def set_maps(
+    nodes: Floats, claimed: Floats, held: Floats, knots: Floats, accepted_at: Floats
+) -> None:
+    """Compute what confidences are worth, ``accepted_at`` at ``knots``, both [C, 2, BINS + 2]."""
+    mean, share, weight = np.empty(BINS), np.empty(BINS), np.empty(BINS)
+    for c in range(len(nodes)):
+        for drawn in range(2):
+            for b in range(BINS):
+                prior = _PRIOR_NODES * (BOUNDS[b] + BOUNDS[b + 1]) / 2
+                weight[b] = nodes[c, drawn, b] + _PRIOR_NODES
+                mean[b] = (claimed[c, drawn, b] + prior) / weight[b]
+                share[b] = (held[c, drawn, b] + prior) / weight[b]
+            _make_rising(share, weight)
+            knots[c, drawn, 0] = accepted_at[c, drawn, 0] = 0.0
+            knots[c, drawn, 1:-1] = mean
+            accepted_at[c, drawn, 1:-1] = share
+            knots[c, drawn, -1] = 1.0
+            accepted_at[c, drawn, -1] = min(share[-1] / mean[-1], 1.0)

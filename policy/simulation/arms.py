@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState, Expected
+from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
 from policy.baselines import BASELINES, BaselineSettings
 from policy.custom import PolicyError, load_policy
 from policy.latency import LatencyModel
+from policy.loops.acceptance import Chains
+from policy.loops.times import NODES, TOKENS
 from policy.plan import (
     AnyPolicy,
     Drafted,
@@ -38,37 +40,28 @@ Truth = Callable[[IntArray, float], FloatArray]
 
 
 class _Known(AcceptanceModel):
-    """An estimator that knows the truth."""
+    """An estimator that knows the truth, and learns nothing."""
 
     def __init__(self, truth: Truth, drafts: int, k_max: int) -> None:
         super().__init__(drafts, k_max, AcceptanceConfig())
         self._truth = truth
 
-    def admit(
-        self,
-        state: AcceptanceState,
-        requests: list[int],
-        group: list[int] | None = None,
-        tenant: IntArray | None = None,
-    ) -> AcceptanceState:
-        del requests, group, tenant
-        return state
-
-    def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
+    def admit(self, state: AcceptanceState, *requests: Any) -> AcceptanceState:
         del requests
         return state
 
-    def aged(self, state: AcceptanceState, now: float) -> AcceptanceState:
+    def decayed_to(self, state: AcceptanceState, now: float) -> AcceptanceState:
         return replace(state, now=now)
 
-    def observe(self, state: AcceptanceState, *evidence: Any, **more: Any) -> AcceptanceState:
-        del evidence, more
-        return state
+    def observe(
+        self, state: AcceptanceState, step: Chains, emitted: IntArray, free: Chains
+    ) -> tuple[AcceptanceState, IntArray]:
+        del emitted, free
+        return state, np.full(len(step.request), -1)
 
-    def expected(self, state: AcceptanceState, request: list[int]) -> Expected:
-        hazard = self._truth(np.array(request, np.int64), state.now)
-        nothing = np.zeros(len(request))
-        return Expected(nothing.astype(np.int64), hazard.transpose(2, 1, 0), nothing)
+    def hazards(self, state: AcceptanceState, request: IntArray) -> FloatArray:
+        hazard = self._truth(request, state.now).transpose(2, 1, 0)
+        return np.ascontiguousarray(hazard, np.float64)
 
 
 class Oracle(AdaptivePlanner):
@@ -110,7 +103,7 @@ class _Lacking(AdaptivePlanner):
         elif self._lacks == "shape":
             after.correction = replace(after.correction, applied=None)
         elif self._lacks == "charge":
-            after.brought = np.zeros(len(state.brought))
+            after.usage[NODES] = after.usage[TOKENS]
         return after
 
 
@@ -118,7 +111,6 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "deviation": {"acceptance": AcceptanceConfig(request_variance=1e-3, most_groups=0)},
     "groups": {"acceptance": AcceptanceConfig(most_groups=0)},
     "exploration": {"explore_share": 0.0},
-    "keeping": {"planning_share": 1e9},
     "waiting": {"waiting_price": False},
     "catch-up": {"catchup_scored": False},
     "correction": {},

@@ -251,8 +251,7 @@ class Replica:
         parts_s = step_time(self._deployment, view, work)
         parts_s = {part: noise * s for part, s in parts_s.items()}
         step_s = sum(parts_s.values())
-        planned = self._plans and "kept" not in plan.notes
-        planning_s = self._deployment.planned_s(n) if planned else 0.0
+        planning_s = self._deployment.planned_s(n) if self._plans else 0.0
         parts_s |= {"planning": planning_s, "overhead": parts_s["overhead"] + planning_s}
         step_s += planning_s
         return self._decided(view, plan, verified, confidence, ended, parts_s, step_s, now)

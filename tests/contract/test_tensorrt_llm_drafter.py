@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from backend.config import ConfigError
-from backend.hosts.padded import Padded
-from policy import LatencyTable
-from policy.latency import LatencyModel
+from policy import AdaptivePlanner, LatencyCurve, LatencyModel, LatencyTable, PlannerConfig, View
 from tests.contract.fake_tensorrt_llm import Executor, Request, install
 
 K_MAX = 4
@@ -104,15 +102,10 @@ def test_a_file_is_planned_by_and_a_guess_is_counted(plugin, tmp_path, caplog):
 
 
 def test_padding_has_its_price():
-    model = LatencyModel.from_tables(
-        LatencyTable.synthetic("target", {1: 1.0, 10: 1.0, 50: 5.0}), {}
-    )
-    from types import SimpleNamespace
-
-    from policy.latency import Correction
-
-    times = Correction.start(0).times(model)
-    problem = SimpleNamespace(undrafted_s=np.array([1.0, 1.0, 1.0, 1.1]))
-    view = type("V", (), {"prefill_tokens": 0, "__len__": lambda self: 10})()
-    Padded(K_MAX).prepare(problem, view, times)
-    assert problem.undrafted_s.tolist() == [1.0, 5.0, 5.0, 5.0]
+    curve = LatencyCurve(np.array([1.0] * 11 + [5.0] * 40), 0.0)
+    model = LatencyModel(curve, (LatencyCurve(np.zeros(2), 0.0),))
+    planner = AdaptivePlanner(("a",), model, PlannerConfig(k_max=K_MAX, padded_tokens=K_MAX))
+    many = np.full((10, 1), K_MAX)
+    view = View(("a",), np.arange(10), np.ones(10, np.int64), np.full(10, 99), many, many)
+    problem, _ = planner.problem(view, planner.admitted(view, planner.start(), 0.0))
+    assert problem.undrafted_s.tolist() == [1.0] + [5.0] * 10 * K_MAX

@@ -1,15 +1,15 @@
 """The search against enumeration of every choice, on small random instances."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policy.loops.problem import StepProblem
 from policy.plan import NO_DRAFT
-from policy.problem import Choice, StepProblem, no_speculation, score
+from policy.problem import Choice, score
 from policy.search import best_choice
 
 
@@ -37,15 +37,17 @@ def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
         draft_row_s=rng.uniform(0, 0.02, (drafts, rows)) * switches,
         switch_s=rng.choice([0.0, 0.5], (drafts, rows)) * switches,
         horizon=rng.uniform(1, 16, rows),
+        occupied=np.zeros((drafts, k_max), np.int64),
+        cap_s=np.inf,
     )
-    return replace(made, **changes)
+    return made._replace(**changes)
 
 
 def with_given(rng, p):
     """The same beside rows of another arm that are in the drafts' forwards already."""
     given = -np.sort(-rng.integers(0, 4, (p.gain.shape[1], p.gain.shape[0])), axis=1)
     more = p.forward_s[:, -1:] + np.cumsum(rng.exponential(0.05, (len(given), 4)), axis=1)
-    return replace(p, occupied=given, forward_s=np.c_[p.forward_s, more])
+    return p._replace(occupied=given, forward_s=np.c_[p.forward_s, more])
 
 
 def with_cap(rng, p):
@@ -53,7 +55,7 @@ def with_cap(rng, p):
     longest = max(
         score(p, Choice(np.full(p.rows, d), p.ceiling[d])).step_s for d in range(p.gain.shape[1])
     )
-    return replace(p, cap_s=float(rng.uniform(0.9 * p.undrafted_s[0], longest)))
+    return p._replace(cap_s=float(rng.uniform(0.9 * p.undrafted_s[0], longest)))
 
 
 def every_choice(p):
@@ -125,11 +127,12 @@ def test_no_choice_is_out_of_bounds_or_worse_than_plain_decoding(
     if short:
         verify_s = p.undrafted_s.copy()
         verify_s[int(rng.integers(1, len(verify_s) + 1)) :] = np.inf
-        p = replace(p, undrafted_s=verify_s)
+        p = p._replace(undrafted_s=verify_s)
     choice, result = best_choice(p, price)
     assert is_legal(p, choice)
     assert result.step_s <= min(p.limit_s, 1e9)
-    assert result.objective(price) >= score(p, no_speculation(rows)).objective(price) - 1e-9
+    nothing = Choice(np.full(rows, NO_DRAFT), np.zeros(rows, np.int64))
+    assert result.objective(price) >= score(p, nothing).objective(price) - 1e-9
 
 
 @settings(deadline=None, max_examples=60)

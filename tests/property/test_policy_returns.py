@@ -19,7 +19,6 @@ from policy import (
     View,
 )
 from policy.latency import Correction
-from policy.problem import predicted_parts
 from tests.fakes.outcomes import outcome_of
 
 DRAFTS, K_MAX, PROMPT = ("a", "b", "c"), 4, 50
@@ -118,7 +117,7 @@ class World:
         over = self.age >= phase.life
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
         told = outcome_of(*done, plan.length, plan.length, 0.0, finished=self.request[over])
-        verify_s, overhead_s, *drafts_s = predicted_parts(self.times, told, view).parts.tolist()
+        verify_s, overhead_s, *drafts_s = self.planner.predicted(self.times, told, view).tolist()
         parts_s = dict(
             zip(
                 ("verify", *(f"draft:{d}" for d in DRAFTS)),

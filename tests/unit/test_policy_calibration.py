@@ -113,10 +113,10 @@ def test_steps_learnt_together_are_as_steps_learnt_one_by_one():
 
 def test_learning_leaves_the_calibration_that_it_starts_from_alone():
     start = taught(0.9, 0.5, 100)
-    before = [a.copy() for a in (start.nodes, start.claimed, start.held, start.held_at)]
+    before = [a.copy() for a in (start.nodes, start.claimed, start.held, start.accepted_at)]
     taught(0.9, 0.0, 100, start=start)
     for was, now in zip(
-        before, (start.nodes, start.claimed, start.held, start.held_at), strict=True
+        before, (start.nodes, start.claimed, start.held, start.accepted_at), strict=True
     ):
         assert (was == now).all()
 

@@ -4,10 +4,18 @@ import numpy as np
 import pytest
 
 from policy import LatencyCurve, LatencyModel
-from policy.latency import MAX_SHAPE, OCTAVES, Correction, Predicted
+from policy.latency import Correction
+from policy.loops.times import MAX_SHAPE, OCTAVES, Step, learn_parts, predict_parts
 
 CURVE = LatencyCurve(1.0 + 0.01 * np.arange(513), 0.01)
 MODEL = LatencyModel(CURVE, ())
+
+
+def learnt(correction, tokens, base_s, parts, measured_s, step_s=0.0):
+    """The correction after a step of these parts."""
+    return correction.learnt(
+        lambda *state: learn_parts(*state, tokens, base_s, parts.copy(), measured_s.copy(), step_s)
+    )
 
 
 def run(true, tokens, steps=400, noise=0.0, correction=None, seed=0):
@@ -17,13 +25,13 @@ def run(true, tokens, steps=400, noise=0.0, correction=None, seed=0):
     for step in range(steps):
         t = tokens[step % len(tokens)]
         measured = true(t) * np.exp(noise * rng.standard_normal())
-        predicted = Predicted(t, CURVE.at(t), np.array([CURVE.at(t), 0.0]))
-        correction = correction.learnt(predicted, np.array([measured, 0.0]))
+        parts = np.array([CURVE.at(t), 0.0])
+        correction = learnt(correction, t, CURVE.at(t), parts, np.array([measured, 0.0]))
     return correction
 
 
-def seconds(correction, tokens):
-    times = correction.times(MODEL)
+def seconds(correction, tokens, model=MODEL):
+    times = correction.times(model)
     return np.array([times.verify_at(t) for t in tokens])
 
 
@@ -31,7 +39,7 @@ def corrected(factor, predicted, measured_s, steps=1):
     """The factors after steps that tell of no shape."""
     correction = Correction(np.array(factor))
     for _ in range(steps):
-        correction = correction.learnt(Predicted(0, 0.0, predicted), measured_s)
+        correction = learnt(correction, 0, 0.0, predicted, measured_s)
     return correction.factor
 
 
@@ -50,10 +58,10 @@ def test_one_stall_hardly_moves_a_factor_and_it_is_bounded():
 
 
 def test_a_step_timed_only_as_a_whole_corrects_all_its_parts_alike():
-    predicted = Predicted(4, 0.01, np.array([0.01, 0.0, 0.002]))
+    predicted = np.array([0.01, 0.0, 0.002])
     correction = Correction.start(1)
     for _ in range(300):
-        correction = correction.learnt(predicted, np.zeros(3), 0.024)
+        correction = learnt(correction, 4, 0.01, predicted, np.zeros(3), 0.024)
     assert correction.factor == pytest.approx([2.0, 1.0, 2.0], rel=1e-3)
     assert not correction.seen.any()
 
@@ -101,7 +109,7 @@ def test_a_corrected_curve_never_falls_and_only_the_base_is_changed():
     log_factor[5:] = -MAX_SHAPE
     model = LatencyModel(LatencyCurve(CURVE.base_s, 0.01, 0.2, 0.3), ())
     times = Correction(np.ones(2), applied=log_factor).times(model)
-    base_s = times.verify_s(0, 513)
+    base_s = seconds(Correction(np.ones(2), applied=log_factor), range(513), model)
     assert (np.diff(base_s) >= 0).all()
     assert base_s[16] == CURVE.base_s[16]
     least = max(CURVE.base_s[16:513].min(), 0.5 * CURVE.base_s[512])
@@ -120,26 +128,22 @@ def test_a_stall_hardly_moves_a_shape_and_it_is_bounded():
 
 
 def test_a_step_without_a_pass_of_the_target_or_beyond_all_octaves_is_taken():
-    none = Predicted(0, 0.0, np.zeros(2))
-    correction = Correction.start(0).learnt(none, np.array([0.0, 0.1]))
+    correction = learnt(Correction.start(0), 0, 0.0, np.zeros(2), np.array([0.0, 0.1]))
     assert (correction.factor == 1).all()
     assert not correction.seen.any()
     assert run(lambda tokens: 1.1 * CURVE.at(tokens), (1 << 20,), 20).seen[-1] > 1
 
 
 def test_seconds_of_several_drafts_are_those_of_each_inside_its_grid_and_beyond():
+    """Two rows of each draft, that catch up with so many tokens and propose one or two."""
     curves = (LatencyCurve(np.arange(1.0, 5.0), 0.5, 0.1), LatencyCurve(np.full(2, 0.3), 0.2))
     times = Correction(np.array([1.0, 1.0, 2.0, 3.0])).times(LatencyModel(CURVE, curves))
-    tokens = np.array([[0, 1, 3, 9], [0, 2, 1, 40]])
-    alone = np.array([curve.base(row) for curve, row in zip(curves, tokens, strict=True)])
-    factor = np.array([[2.0], [3.0]])
-    assert times.forwards_s(tokens) == pytest.approx(factor * alone * (tokens > 0))
-    assert times.forward_s(9)[:, 1:] == pytest.approx(
-        factor * np.array([curve.base(np.arange(1, 9)) for curve in curves])
-    )
-    assert not times.forward_s(3)[:, 0].any()
-    seen = np.maximum(tokens, 1)
-    most = np.array([curve.base(row) for curve, row in zip(curves, seen, strict=True)])
-    two = np.array([c.base(np.minimum(row, 2)) for c, row in zip(curves, seen, strict=True)])
-    assert times.switch_s(seen) == pytest.approx(factor * (most - two))
-    assert times.draft_row_s == pytest.approx([0.2, 0.0])
+    catchup = np.array([[1, 0], [9, 0], [0, 2], [0, 40]])
+    draft, length = np.array([0, 0, 1, 1]), np.array([1, 2, 2, 1])
+    parts = np.empty(4)
+    step = Step(np.arange(4), draft, length, length, np.zeros(4, np.int64), catchup, 0, 0)
+    predict_parts(times, step, parts)
+    first = 2.0 * (curves[0].at(10) + curves[0].at(1) + 3 * 0.1)
+    second = 3.0 * (curves[1].at(42) + curves[1].at(1))
+    assert parts[2:] == pytest.approx([first, second])
+    assert parts[0] == pytest.approx(CURVE.at(10))

@@ -1,13 +1,17 @@
 """Trials: what is worth trying, what it costs, and that nothing stays out for good."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
 from policy import AcceptanceConfig
 from policy.acceptance import AcceptanceModel
-from policy.exploration import Hope, trial
 from policy.latency import Correction
-from policy.problem import NOTHING_GIVEN, score, step_problem
+from policy.loops.acceptance import Chains
+from policy.loops.acceptance import hazards as set_hazards
+from policy.loops.trials import trial
+from policy.problem import Choice, Score, score, step_problem
 from policy.search import best_choice
 from tests.fakes.policies import RNG, latency, outcome, planner, view
 
@@ -21,28 +25,41 @@ def judged(rows=4, rates=(0.7, None)):
     By draft the rate at which 400 chains of each row were accepted, None: nothing is known.
     """
     model, rng = AcceptanceModel(2, 8, AcceptanceConfig()), np.random.default_rng(0)
-    state = model.admit(model.start(), list(range(rows)))
+    state = model.admit(model.start(), np.arange(rows))
     for draft, rate in enumerate(rates):
         for request in range(rows) if rate is not None else ():
             held = np.cumprod(rng.random((400, 4)) < rate, axis=1).sum(1)
-            told = np.full(400, request), np.full(400, draft), held, np.full(400, 4), NOTHING
-            state = model.observe(state, *told)
+            free = Chains(np.full(400, request), np.full(400, draft), held, np.full(400, 4))
+            state, _ = model.observe(state, Chains(*[NOTHING] * 4), NOTHING, free)
     return model, state
+
+
+class Found(NamedTuple):
+    """A trial: the choice, its score, how many rows try, and what it costs."""
+
+    choice: Choice
+    result: Score
+    rows: int
+    cost_s: float
 
 
 def look(credit_s, rows=4, catchup=1, rates=(0.7, None), price=PRICE):
     """The step's problem, the best choice at mean estimates, and the trial that is afforded."""
     model, state = judged(rows, rates)
     seen = view(rows, catchup=np.full((rows, 2), catchup))
-    everyone = np.arange(rows)
-    expected = model.expected(state, everyone.tolist())
+    slot, hazard = np.arange(rows), np.empty((8, 2, rows))
+    set_hazards(state.evidence, slot, hazard)
     times = Correction.start(2).times(latency((0.1, 0.1)))
-    problem = step_problem(times, seen, everyone, expected.hazard, NOTHING_GIVEN, 8, 16.0)
+    problem = step_problem(times, seen, hazard, 8, 16.0)
     choice, result = best_choice(problem, price)
-    spread, variance = model.doubt(state, expected)
-    evidence = variance * 2 * 0.24
-    hope = Hope(np.minimum(expected.hazard + 1.5 * spread, 1.0), 1.5, evidence / (1 + evidence))
-    return problem, choice, trial(problem, hope, choice, result, price, credit_s)
+    tried = Choice(choice.draft.copy(), choice.length.copy())
+    unread = np.zeros((2, rows), np.int64)
+    count, cost_s, value, step_s = trial(
+        *(problem, state.evidence, model.constants, slot, hazard, unread, 1.5, price),
+        *(float(credit_s), result.value, result.step_s, *tried),
+    )
+    found = Found(tried, Score(value, score(problem, tried).charged_s, step_s), count, cost_s)
+    return problem, choice, found
 
 
 def test_what_is_not_known_is_tried_and_what_is_known_to_be_worse_is_not():
@@ -52,7 +69,7 @@ def test_what_is_not_known_is_tried_and_what_is_known_to_be_worse_is_not():
     assert np.count_nonzero(changed) == found.rows > 0
     assert set(found.choice.draft[changed].tolist()) == {1}
     assert (found.choice.length[changed] > 0).all()
-    assert look(1e6, rates=(0.7, 0.1))[2] is None
+    assert look(1e6, rates=(0.7, 0.1))[2].rows == 0
 
 
 def test_a_trial_is_paid_from_what_was_saved_or_does_not_happen():
@@ -75,12 +92,12 @@ def test_exploring_loses_no_more_than_its_share_of_time_and_one_step_saved(rows)
     state, spent, seconds, rng = made.start(), 0.0, 0.0, np.random.default_rng(3)
     for step in range(300):
         seen = view(rows, catchup=np.full((rows, 2), 30))
-        before = state.credit_s
+        before = state.trial_budget_s
         plan, state = made.plan(seen, state, float(step), rng)
         seconds += plan.predicted_s
         if plan.notes.get("trial"):
-            spent += max(before + share * plan.predicted_s - state.credit_s, 0.0)
-        assert state.credit_s >= -1e-9
+            spent += max(before + share * plan.predicted_s - state.trial_budget_s, 0.0)
+        assert state.trial_budget_s >= -1e-9
         none = np.zeros(rows, np.int64)
         told = outcome(seen, plan, none, plan.predicted_s)
         state = made.observe(told, state, float(step))

@@ -7,7 +7,7 @@ import pytest
 
 from policy import NO_DRAFT, FreeChains, Plan
 from policy.latency import Correction
-from policy.problem import NOTHING_GIVEN, Choice, Given, score, step_problem
+from policy.problem import Choice, score, step_problem
 from tests.fakes.outcomes import outcome_of
 from tests.fakes.policies import RNG, certain, latency, outcome, planner, view
 
@@ -40,15 +40,13 @@ def test_given_rows_cost_and_yield_what_they_would_in_one_joint_choice():
         draft, length = rng.integers(0, 2, n), rng.integers(0, 5, n)
         everyone = Choice(np.where(length > 0, draft, NO_DRAFT), length)
         own = rng.random(n) < 0.5
-        mine, theirs = np.flatnonzero(own), np.flatnonzero(~own)
+        mine = np.flatnonzero(own)
         times = Correction.start(2).times(staircase())
-        joint = score(
-            step_problem(times, seen, np.arange(n), hazard, NOTHING_GIVEN, 4, 16.0), everyone
+        joint = score(step_problem(times, seen, hazard, 4, 16.0), everyone)
+        seen = canary(
+            seen, everyone.draft, [None if k else int(n) for k, n in zip(own, length, strict=True)]
         )
-        given = Given.of(
-            theirs, Choice(everyone.draft[theirs], length[theirs]), hazard[:, :, theirs]
-        )
-        problem = step_problem(times, seen, mine, hazard[:, :, mine], given, 4, 16.0)
+        problem = step_problem(times, seen, hazard, 4, 16.0)
         beside = score(problem, Choice(everyone.draft[mine], length[mine]))
         assert beside.step_s == pytest.approx(joint.step_s)
         assert beside.value == pytest.approx(joint.value)

@@ -1,10 +1,9 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
+from policy.loops.problem import StepProblem
 from policy.plan import NO_DRAFT
-from policy.problem import Choice, StepProblem, score
+from policy.problem import Choice, score
 from policy.search import best_choice
 
 
@@ -21,11 +20,15 @@ def problem(survival, *, verify_s, forward_s=0.1, ceiling=None, **changes):
         "base_value": float(rows),
         "undrafted_s": np.array([verify_s(m) for m in range(rows * k_max + 1)], float),
         "speculation_s": 0.0,
-        "forward_s": np.c_[np.zeros(drafts), np.full((drafts, 2 * rows), forward_s)],
+        "forward_s": forward_s
+        if np.ndim(forward_s)
+        else np.c_[np.zeros(drafts), np.full((drafts, 2 * rows), forward_s)],
         "first_tokens": np.ones((drafts, rows), np.int64),
         "draft_row_s": np.zeros((drafts, rows)),
         "switch_s": np.zeros((drafts, rows)),
         "horizon": np.full(rows, 16.0),
+        "occupied": np.zeros((drafts, k_max), np.int64),
+        "cap_s": np.inf,
     }
     return StepProblem(**{**fields, **changes})
 
@@ -94,7 +97,7 @@ def test_of_equal_drafts_the_cheaper_runs_whatever_its_column():
     for cheap in (0, 1):
         forward_s = np.c_[np.zeros(2), np.full((2, 10), 0.3)]
         forward_s[cheap, 1:] = 0.02
-        choice, _ = best_choice(replace(problem(survival, verify_s=flat), forward_s=forward_s), 5.0)
+        choice, _ = best_choice(problem(survival, verify_s=flat)._replace(forward_s=forward_s), 5.0)
         assert set(choice.draft.tolist()) == {cheap}
 
 
@@ -112,12 +115,10 @@ def test_a_catch_up_is_charged_over_the_steps_it_will_serve():
 
 def test_the_score_counts_each_depth_s_rows():
     forward_s = np.array([[0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]])
-    p = replace(
-        problem(
-            np.full((3, 1, 4), 0.5),
-            verify_s=lambda m: 100.0 + m,
-            first_tokens=np.array([[2, 1, 1]]),
-        ),
+    p = problem(
+        np.full((3, 1, 4), 0.5),
+        verify_s=lambda m: 100.0 + m,
+        first_tokens=np.array([[2, 1, 1]]),
         forward_s=forward_s,
     )
     result = score(p, Choice(np.array([0, 0, NO_DRAFT]), np.array([3, 1, 0])))

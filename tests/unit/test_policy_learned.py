@@ -7,6 +7,7 @@ import pytest
 from policy import AcceptanceConfig, NoSpeculation, SwitchedPolicy, Switches
 from policy.learned import LearnedError
 from tests.fakes.policies import RNG, outcome, planner, taught, view
+from tests.property.test_policy_tenants import hazards
 
 
 def test_what_is_saved_comes_back_in_another_process_s_time():
@@ -26,7 +27,7 @@ def test_what_is_saved_comes_back_in_another_process_s_time():
         state,
         acceptance=p.estimator.forget(state.acceptance, list(state.acceptance.slots)),
         goodput=0.0,
-        credit_s=0.0,
+        trial_budget_s=0.0,
     )
     newcomer = view(3, request=np.arange(900, 903))
     assert (
@@ -175,7 +176,7 @@ def test_what_was_learnt_of_groups_outlasts_a_restart():
     back = planner(explore_share=0.0).load(json.loads(json.dumps(p.save(state, 20.0))), 0.0, 0.0)
     assert list(back.acceptance.groups) == [easy, hard]
     one, other = (
-        p.estimator.expected(p.estimator.admit(known, [90, 91], [easy, hard]), [90, 91]).hazard
+        hazards(p.estimator.admit(known, np.array([90, 91]), np.array([easy, hard])), [90, 91])
         for known in (back.acceptance, state.acceptance)
     )
     assert one[0, 0, 0] > one[0, 0, 1] + 0.1

@@ -15,6 +15,7 @@ from policy import (
     Plan,
     PlannerConfig,
 )
+from policy.loops.times import EXPECTED, NODES, TOKENS
 from tests.fakes.policies import DRAFTS, RNG, certain, latency, outcome, planner, view
 
 # -- the seam
@@ -258,7 +259,7 @@ def test_what_is_verified_whole_is_left_to_what_is_learnt_of_acceptance():
     for _ in range(8):
         plan, state = p.plan(seen, state, 0.0, RNG)
         state = p.observe(outcome(seen, plan, none, followed=none), state, 0.0)
-    assert state.held_share.tolist() == [1.0, 1.0]
+    assert not state.usage[EXPECTED].any()
 
 
 def test_a_node_pays_for_the_context_that_it_reads():
@@ -450,41 +451,6 @@ def test_where_no_draft_pays_it_loses_at_most_2_percent_to_plain_decoding(rows):
     assert simulate(planner(model), model, hazard, rows, 800) > 0.98 * plain
 
 
-def rested(rows=4, **changes):
-    """A planner whose drafts never pay, and its state after a plan, while planning is too dear."""
-    model = latency(draft_s=(0.9,), token_s=0.1, free_tokens=1)
-    made = planner(model, ("small",), **certain(0.1))
-    seen = view(rows, ("small",), **changes)
-    plan, state = made.plan(seen, made.start(), 0.0, RNG)
-    assert not plan.length.any()
-    return made, replace(state, debt_s=1.0), plan
-
-
-def test_a_rest_predicts_the_time_of_the_step_that_it_replaces():
-    made, state, first = rested()
-    second, _ = made.plan(view(4, ("small",)), state, 0.0, RNG)
-    assert "kept" in second.notes
-    assert second.predicted_s == pytest.approx(first.predicted_s)
-
-
-@pytest.mark.parametrize(
-    ("rows", "rests"), [(8, True), (5, True), (15, True), (4, False), (16, False)]
-)
-def test_a_rest_lasts_while_the_batch_is_about_as_large(rows, rests):
-    made, state, _ = rested(8)
-    seen = view(rows, ("small",), request=np.arange(rows) + 3)
-    assert ("kept" in made.plan(seen, state, 0.0, RNG)[0].notes) == rests
-
-
-@pytest.mark.parametrize(("before", "now"), [(0, 50), (50, 0)])
-def test_a_rest_goes_on_beside_a_prompt_and_predicts_its_time(before, now):
-    made, state, _ = rested(prefill_tokens=before)
-    seen = view(4, ("small",), prefill_tokens=now)
-    plan, _ = made.plan(seen, state, 0.0, RNG)
-    assert "kept" in plan.notes
-    assert plan.predicted_s == pytest.approx(made.plan(seen, made.start(), 0.0, RNG)[0].predicted_s)
-
-
 def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     """Their first tokens are in the outcome, but the view had no row to decode."""
     made = planner()
@@ -501,7 +467,7 @@ def test_a_draft_is_charged_for_the_nodes_that_are_verified_for_it():
     seen, nodes = view(8), {}
     for name, brought in (("as planned", 1), ("bushy", 4), ("trimmed", 0.25)):
         state = p.start()
-        state.brought = np.full(2, brought - 1.0)
+        state.usage[NODES], state.usage[TOKENS] = 2000.0 * brought, 2000.0
         plan, _ = p.plan(seen, state, 0.0, RNG)
         nodes[name] = int(plan.length.sum())
     assert nodes["bushy"] < nodes["as planned"] <= nodes["trimmed"]
@@ -514,7 +480,7 @@ def test_how_many_nodes_a_token_of_a_plan_brings_is_learnt_by_draft():
     told.rows.verified = 3 * plan.length
     used = plan.draft[0]
     for _ in range(200):
-        state = p.observe(told, replace(state, view=seen, planned=True), 0.0)
-    verified, planned = state.nodes
+        state = p.observe(told, replace(state, view=seen), 0.0)
+    verified, planned = state.usage[[NODES, TOKENS]]
     assert verified[used] / planned[used] == pytest.approx(3)
-    assert not state.nodes[:, 1 - used].any()
+    assert not state.usage[:, 1 - used].any()

@@ -8,12 +8,13 @@ import pytest
 
 from policy import AcceptanceConfig, StepNodes
 from policy.acceptance import AcceptanceModel
+from policy.loops.times import EXPECTED, KEPT, NODES, TOKENS
 from policy.plan import Drafted, Plan
 from policy.simulation.arms import make_policy
 from policy.simulation.fleet import simulate_closed
 from policy.simulation.presets import llama_8b_h100
 from policy.simulation.workload import Category, Drift, Mix, backlog, draw
-from policy.tenants import NOBODY, Tenants
+from policy.tenants import NO_TENANT, Tenants
 from policy.wrappers import Wrapper
 from tests.fakes.policies import RNG, latency, outcome, planner, view
 
@@ -103,8 +104,9 @@ def test_confidences_and_kept_gains_are_judged_by_the_own_nodes():
     mine, theirs = state.calibration.probability(column, none > 0, np.full(2, 0.9)).tolist()
     assert mine > 0.9
     assert theirs < 0.2
-    assert state.brought[0] == pytest.approx(0.0)
-    assert state.brought[2] < -0.8
+    nodes, tokens = state.usage[NODES], state.usage[TOKENS]
+    assert nodes[0] == pytest.approx(tokens[0])
+    assert nodes[2] == 0 < tokens[2]
     confident = Drafted(
         np.repeat([0, 1], 4), np.zeros(8, np.int64), np.full(8, 0.9), np.zeros(8, bool)
     )
@@ -139,7 +141,7 @@ def test_groups_of_two_tenants_are_apart_though_their_prompts_begin_alike():
     flooded = estimator.with_tenants(estimator.start(), 2, [])
     for number in range(20):  # the second tenant's groups push out its own
         row = np.array([0 if number < 2 else 1])
-        flooded = estimator.admit(flooded, [number], [number], row)
+        flooded = estimator.admit(flooded, np.array([number]), np.array([number]), row)
         flooded = estimator.forget(flooded, [number])
     assert {0, 1} < set(flooded.groups)
     assert len(flooded.groups) == 4
@@ -174,7 +176,7 @@ def test_rows_are_bounded_by_what_is_remembered_or_in_flight_and_no_request_leak
         assert tenants.rows <= 8 + 21
         assert len(tenants.row) == len(flying)
         assert len(set(tenants.ids.tolist())) == tenants.rows
-    assert tenants.of([1, *flying[:1]]).tolist()[0] == NOBODY
+    assert tenants.of([1, *flying[:1]]).tolist()[0] == NO_TENANT
 
 
 def test_what_tenants_taught_outlasts_a_restart_apart():
@@ -244,8 +246,8 @@ def test_rows_of_two_tenants_in_one_plan_have_each_its_own_gain_and_charge():
     p = planner(latency((0.05, 0.15)), explore_share=0.0)
     seen = view(2, request=np.array([1, 2]), tenant=np.array([NORMAL, HOSTILE]))
     _, state = p.plan(seen, p.start(), 0.0, RNG)
-    state.held_share = np.array([1.0, 1.0, 0.5, 0.5])
-    state.brought = np.array([0.0, 0.0, 2.0, 2.0])
-    problem, _, _, _ = p.problem(seen, state)
+    state.usage[KEPT, 2:], state.usage[EXPECTED, 2:] = 0.0, 20.0
+    state.usage[NODES, 2:], state.usage[TOKENS, 2:] = 100.0, 20.0
+    problem, _ = p.problem(seen, state)
     assert problem.gain[0, :, 1] == pytest.approx(problem.gain[0, :, 0] / 2)
     assert (problem.draft_row_s[:, 1] >= problem.draft_row_s[:, 0]).all()

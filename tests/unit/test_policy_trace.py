@@ -209,15 +209,6 @@ def test_the_reasons_for_no_speculation_are_told_apart():
     assert "none: at best" in line
 
 
-def test_a_rest_is_named():
-    made = planner(latency((0.9, 0.95), token_s=0.1, free_tokens=1), **certain(0.1))
-    seen = view(4)
-    _, state = made.plan(seen, made.start(), 0.0, RNG)
-    plan, lines = explained(made, seen, replace(state, debt_s=1.0))
-    assert "kept" in plan.notes
-    assert all("is kept for some steps" in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("bound", "why"),
     [

@@ -1,0 +1,317 @@
+"""One step as numbers: what every chain brings, what every forward costs, and the exact score of a
+choice.
+
+The objective is sum_i E[emitted_i] - price * T. A chain of k <= remaining_i - 1 tokens can never
+emit more than remains, so E[min(emitted, remaining)] = 1 + sum_{j<=k} s_j with the survival s_j =
+h_1 ... h_j. The price of time (tokens per second) couples steps; the shared verification and the
+drafts' common forwards couple rows.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .arrays import Floats, Ints
+from .compiling import FLOATS, INTS, entry, helper, record
+from .times import FIRST_DRAFT, OVERHEAD, TIMES, VERIFY, Times, forward_s, verify_s
+
+TIE = 1e-9
+"""Relative difference below which the choice with the fewest tokens wins."""
+
+
+class StepProblem(NamedTuple):
+    """One step's choice: n rows, D drafts, up to K tokens a row.
+
+    Neither ``undrafted_s`` nor ``forward_s`` ever falls.
+    """
+
+    gain: Floats
+    """[K, D, n] expected tokens that position j adds, falling in j; 0 beyond the ceiling."""
+    ceiling: Ints
+    """[D, n] the most tokens that a draft may propose for a row."""
+    first_tokens: Ints
+    """[D, n] tokens that a row's first draft forward reads: 1 or 2."""
+    draft_row_s: Floats
+    """[D, n] seconds of a row in each forward of a draft."""
+    switch_s: Floats
+    """[D, n] seconds of catch-up beyond the first tokens."""
+    horizon: Floats
+    """[n] steps over which the objective spreads a catch-up."""
+    undrafted_s: Floats
+    """[m] seconds of the step with m proposed tokens, without drafting; inf: no room."""
+    forward_s: Floats
+    """[D, t] seconds of a draft's forward of t tokens; 0 at 0."""
+    occupied: Ints
+    """[D, K] tokens of rows outside this choice in the drafts' forwards, which are paid for in
+    ``undrafted_s``; here they make cheaper what shares them.
+    """
+    speculation_s: float
+    """Seconds of the step if any row speculates."""
+    base_value: float
+    """Expected tokens of the step without speculation."""
+    cap_s: float
+    """The longest step that may be chosen, unless one without speculation is longer; inf: none."""
+
+    @property
+    def rows(self) -> int:
+        """Return n."""
+        return len(self.horizon)
+
+    @property
+    def plain_s(self) -> float:
+        """Return the seconds of the step without speculation."""
+        return float(self.undrafted_s[0])
+
+    @property
+    def limit_s(self) -> float:
+        """Return the seconds that no choice may exceed."""
+        return max(self.cap_s, self.plain_s) * (1 + TIE)
+
+    @property
+    def value(self) -> Floats:
+        """Return what a chain of k + 1 tokens brings, float64[K, D, n]."""
+        return np.cumsum(self.gain, axis=0)
+
+
+STEP_PROBLEM = record(
+    StepProblem,
+    *(FLOATS[3], INTS[2], INTS[2], FLOATS[2], FLOATS[2], FLOATS[1], FLOATS[1], FLOATS[2]),
+    *(INTS[2], FLOATS[0], FLOATS[0], FLOATS[0]),
+)
+
+
+class Batch(NamedTuple):
+    """The rows of a view, [N] each, in the order of ``rows``."""
+
+    rows: Ints
+    """By request: the batch's order makes no difference, not even among rows alike."""
+    slot: Ints
+    """By that order, the slots of ``policy.loops.acceptance``."""
+    context: Ints
+    remaining: Ints
+    ceiling: Ints
+    """[N, D] like ``catchup``."""
+    catchup: Ints
+    control_draft: Ints
+    """The choice of rows that is made elsewhere (empty: there are none)."""
+    control_length: Ints
+    """-1: the row is to be chosen for."""
+    prefill_tokens: int
+    prefilling: int
+    """Requests in prefill, which wait for the step."""
+    cap_s: float
+
+
+BATCH = record(Batch, *[INTS[1]] * 4, *[INTS[2]] * 2, *[INTS[1]] * 2, INTS[0], INTS[0], FLOATS[0])
+
+
+class Limits(NamedTuple):
+    """Constants of a planner."""
+
+    k_max: int
+    horizon_steps: float
+    padded_tokens: int
+    """Nodes of every row if any row speculates (an engine that pads); 0: as many as are planned."""
+
+
+LIMITS = record(Limits, INTS[0], FLOATS[0], INTS[0])
+
+
+@helper
+def charge_s(problem: StepProblem, d: int, i: int) -> float:
+    """Return the seconds of catch-up that the objective charges to this step."""
+    return problem.switch_s[d, i] / problem.horizon[i]
+
+
+@helper
+def score(
+    problem: StepProblem, draft: Ints, length: Ints, count: Ints
+) -> tuple[float, float, float]:
+    """Return expected tokens, charged seconds and the step's seconds of a choice; ``count[D, K]``
+    becomes the tokens of every forward.
+    """
+    p = problem
+    k_max, drafts, n = p.gain.shape
+    count[:] = p.occupied
+    value, total, rows_s, charged_s, switch_s = 0.0, 0, 0.0, 0.0, 0.0
+    for i in range(n):
+        k = length[i]
+        if k == 0:
+            continue
+        d = draft[i]
+        total += k
+        rows_s += k * p.draft_row_s[d, i]
+        charged_s += charge_s(p, d, i)
+        switch_s += p.switch_s[d, i]
+        for j in range(k):
+            count[d, j] += p.first_tokens[d, i] if j == 0 else 1
+            value += p.gain[j, d, i]
+    seconds = p.undrafted_s[total] + rows_s
+    if total:
+        seconds += p.speculation_s
+    for d in range(drafts):
+        for j in range(k_max):
+            if count[d, j] > p.occupied[d, j]:
+                seconds += p.forward_s[d, count[d, j]] - p.forward_s[d, p.occupied[d, j]]
+    return p.base_value + value, seconds + charged_s, seconds + switch_s
+
+
+@helper
+def last_total(problem: StepProblem) -> int:
+    """Return the most proposed tokens for which there is room."""
+    last = len(problem.undrafted_s) - 1
+    while problem.undrafted_s[last] == np.inf:
+        last -= 1
+    return last
+
+
+@helper
+def limit_s(problem: StepProblem) -> float:
+    """Return the seconds that no choice may exceed: the cap, or those without speculation."""
+    return max(problem.cap_s, problem.undrafted_s[0]) * (1 + TIE)
+
+
+@helper
+def _fix_control(
+    times: Times,
+    batch: Batch,
+    hazard: Floats,
+    row_s: Floats,
+    occupied: Ints,
+) -> tuple[int, float, float]:
+    """Put the control rows into the drafts' forwards, ``occupied[D, K]``. Return their tokens,
+    their expected gain, and the seconds of drafting for them.
+    """
+    b = batch
+    drafts, k_max = b.ceiling.shape[1], max(b.control_length.max(), 1)
+    count = np.zeros((drafts, k_max), np.int64)
+    tokens, value, seconds = 0, 0.0, 0.0
+    for i in range(len(b.rows)):
+        r = b.rows[i]
+        d, k = b.control_draft[r], b.control_length[r]
+        if k <= 0:
+            continue
+        tokens += k
+        seconds += k * row_s[d, i]
+        survival = 1.0
+        for j in range(k):
+            survival *= hazard[j, d, i] if j < len(hazard) else 0.0
+            value += survival
+            count[d, j] += max(b.catchup[r, d], 1) if j == 0 else 1
+            if j < occupied.shape[1]:
+                occupied[d, j] += min(max(b.catchup[r, d], 1), 2) if j == 0 else 1
+    for d in range(drafts):
+        for j in range(k_max):
+            seconds += forward_s(times, d, count[d, j])
+    return tokens, value, seconds
+
+
+@helper
+def build(
+    times: Times, batch: Batch, limits: Limits, hazard: Floats, kept: Floats, extra: Floats
+) -> tuple[StepProblem, Ints, float]:
+    """Return the choice that a batch has, the places of its rows in ``batch.rows``, and how much
+    longer the step takes for its prefill tokens.
+
+    ``hazard[K, D, N]`` and by row and draft ``kept[N, D]``, the share of a gain that the trim
+    keeps, and ``extra[N, D]``, how many nodes more than one a proposed token brings, are in that
+    order. A node's seconds are the mean of the next four of each row.
+    """
+    t, b = times, batch
+    everyone, drafts = b.ceiling.shape
+    chosen = np.empty(everyone, np.int64)
+    n, k_max, context = 0, 0, 0
+    ceiling = np.empty((drafts, everyone), np.int64)
+    for i in range(everyone):
+        r = b.rows[i]
+        context += b.context[r]
+        if len(b.control_length) and b.control_length[r] >= 0:
+            continue
+        chosen[n] = i
+        for d in range(drafts):
+            most = min(b.ceiling[r, d], b.remaining[r] - 1, limits.k_max)
+            ceiling[d, n] = most
+            k_max = max(k_max, most)
+        n += 1
+    factor = t.factor[VERIFY]
+    node_s = (verify_s(t, 5 * everyone) - verify_s(t, everyone)) / max(4 * everyone, 1)
+    all_row_s = np.empty((drafts, everyone))
+    for d in range(drafts):
+        f = t.factor[FIRST_DRAFT + d]
+        for i in range(everyone):
+            alone_s = max(f * t.draft_row_s[d] + node_s * extra[i, d], 0.0)
+            cached_s = f * t.draft_context_s[d] + factor * t.node_context_s * (1 + extra[i, d])
+            all_row_s[d, i] = alone_s + cached_s * b.context[b.rows[i]]
+    occupied = np.zeros((drafts, k_max), np.int64)
+    fixed_s = t.factor[OVERHEAD] * t.overhead_s
+    fixed_s += factor * (everyone * t.row_s + context * t.context_s)
+    speculation_s = t.factor[OVERHEAD] * t.speculation_s
+    control_tokens, value = 0, float(everyone)
+    if n < everyone:
+        control_tokens, more, drafting_s = _fix_control(t, b, hazard, all_row_s, occupied)
+        value += more
+        if control_tokens:
+            fixed_s += drafting_s + speculation_s
+            speculation_s = 0.0
+    plain = b.prefill_tokens + everyone + control_tokens
+    undrafted_s = np.empty(n * k_max + 1)
+    for m in range(len(undrafted_s)):
+        undrafted_s[m] = (verify_s(t, plain + m) if plain else 0.0) + fixed_s
+    if limits.padded_tokens:
+        padded_s = verify_s(t, plain + limits.padded_tokens * everyone) - verify_s(t, plain)
+        undrafted_s[1:] = undrafted_s[0] + max(padded_s, 0.0)
+    prefill_s = 0.0
+    if b.prefill_tokens:
+        prefill_s = verify_s(t, plain) - verify_s(t, plain - b.prefill_tokens)
+    forwards_s = np.empty((drafts, max(2 * everyone, 2) + 1))
+    for d in range(drafts):
+        for tokens in range(forwards_s.shape[1]):
+            forwards_s[d, tokens] = forward_s(t, d, tokens)
+    gain = np.zeros((k_max, drafts, n))
+    first, horizon = np.empty((drafts, n), np.int64), np.empty(n)
+    row_s, switch_s = np.empty((drafts, n)), np.empty((drafts, n))
+    for place in range(n):
+        i = chosen[place]
+        r = b.rows[i]
+        horizon[place] = min(max(b.remaining[r] / 2, 1.0), limits.horizon_steps)
+        for d in range(drafts):
+            survival = kept[i, d]
+            for j in range(ceiling[d, place]):
+                survival *= hazard[j, d, i]
+                gain[j, d, place] = survival
+            unseen = max(b.catchup[r, d], 1)
+            first[d, place] = min(unseen, 2)  # a chain accepted whole leaves its last token and the
+            # bonus unread: no switch yet
+            row_s[d, place] = all_row_s[d, i]
+            switch_s[d, place] = forward_s(t, d, unseen) - forward_s(t, d, min(unseen, 2))
+    ceilings = ceiling[:, :n].copy()
+    problem = StepProblem(
+        gain,
+        ceilings,
+        first,
+        row_s,
+        switch_s,
+        horizon,
+        undrafted_s,
+        forwards_s,
+        occupied,
+        speculation_s,
+        value,
+        b.cap_s,
+    )
+    return problem, chosen[:n], prefill_s
+
+
+@entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[2], FLOATS[2])
+def build_problem(
+    times: Times, batch: Batch, limits: Limits, hazard: Floats, kept: Floats, extra: Floats
+) -> tuple[StepProblem, Ints, float]:
+    """Return the choice that a batch has; see ``build``."""
+    return build(times, batch, limits, hazard, kept, extra)
+
+
+@entry(STEP_PROBLEM, INTS[1], INTS[1])
+def score_of(problem: StepProblem, draft: Ints, length: Ints) -> tuple[float, float, float]:
+    """Return the score of a choice."""
+    count = np.empty((problem.gain.shape[1], problem.gain.shape[0]), np.int64)
+    return score(problem, draft, length, count)

@@ -1,0 +1,371 @@
+"""What a step takes: the tables, each part times its measured factor, and what steps teach."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from .arrays import Floats, Ints
+from .compiling import FLOATS, INTS, entry, helper, record
+
+VERIFY, OVERHEAD, FIRST_DRAFT = 0, 1, 2
+"""Places of a step's parts: the target, the overhead, then the drafts in order."""
+OCTAVES = 15
+"""Places of a shape: 1, 2, 4, ... 16384 tokens."""
+MAX_CORRECTION = 8.0  # either way
+MAX_SHAPE = math.log(2.0)  # either way
+LAST_PLACE = OCTAVES - 1 - 1e-9
+APPLY_STEPS = 8  # steps from one curve to the next: making one takes as long as a plan
+
+_RATE = 0.05  # share of a step's surprise that moves a factor
+_MAX_SURPRISE = 4.0  # of one step: a garbage collection is no trend
+_IDLE_FACTOR, _IDLE_KEEP = 1.5, 0.9995  # an unused draft's slowdown decays, or it would stay unused
+_MAX_SHAPE_SURPRISE = 0.25  # of one step
+_SHAPE_PRIOR = 2.0  # steps that the table is worth
+_FADING = 0.998  # share of the evidence by octave that a step leaves
+_ENOUGH = 1.0  # evidence below which an octave is as its neighbours are
+
+
+class Times(NamedTuple):
+    """What a step takes as far as is known, in seconds: tables, to be multiplied by ``factor``."""
+
+    target_s: Floats
+    """[t] a pass of t tokens, corrected in shape; beyond its end the line ``target_slope_s``."""
+    target_slope_s: float
+    row_s: float
+    """A pass, for each row."""
+    context_s: float
+    """A pass, for each cached token."""
+    node_context_s: float
+    """A pass, for each cached token before each proposed one."""
+    draft_s: Floats
+    """[D, t] a draft's forward of t tokens; beyond its end the line ``draft_slope_s[D]``."""
+    draft_slope_s: Floats
+    draft_row_s: Floats
+    """[D] a draft's forward, for each row."""
+    draft_context_s: Floats
+    """[D] a draft's forward, for each cached token."""
+    overhead_s: float
+    """Every step, besides forwards."""
+    speculation_s: float
+    """A step that speculates, in addition."""
+    factor: Floats
+    """[2 + D] measured over predicted time, places as ``VERIFY``."""
+
+    def verify_at(self, tokens: int) -> float:
+        """Return the seconds of a pass of n tokens, rows and context apart."""
+        return verify_s(self, tokens)
+
+
+TIMES = record(
+    Times,
+    *(FLOATS[1], FLOATS[0], FLOATS[0], FLOATS[0], FLOATS[0], FLOATS[2], FLOATS[1], FLOATS[1]),
+    *(FLOATS[1], FLOATS[0], FLOATS[0], FLOATS[1]),
+)
+
+
+@entry(TIMES, INTS[0])
+def verify_s(times: Times, tokens: int) -> float:
+    """Return the seconds of a pass of n tokens, rows and context apart."""
+    last = len(times.target_s) - 1
+    seconds = times.target_s[min(tokens, last)] + times.target_slope_s * max(tokens - last, 0)
+    return times.factor[VERIFY] * seconds
+
+
+@helper
+def forward_s(times: Times, d: int, tokens: int) -> float:
+    """Return the seconds of a draft's forward of n tokens, rows and context apart."""
+    if tokens == 0:
+        return 0.0
+    last = times.draft_s.shape[1] - 1
+    seconds = times.draft_s[d, min(tokens, last)]
+    seconds += times.draft_slope_s[d] * max(tokens - last, 0)
+    return times.factor[FIRST_DRAFT + d] * seconds
+
+
+class Step(NamedTuple):
+    """The rows of a step that ran, [m] each, and what they were planned for."""
+
+    row: Ints
+    """The row of the view, -1: it has just ended its prompt, and its tokens are prefill."""
+    draft: Ints
+    length: Ints
+    verified: Ints
+    context: Ints
+    """[n] by row of the view, like ``catchup[n, D]``."""
+    catchup: Ints
+    prefill_tokens: int
+    padded_tokens: int
+    """Nodes of every row if any has one, as on an engine that pads; 0: as many as it has."""
+
+
+STEP = record(Step, *(INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[2], INTS[0], INTS[0]))
+
+
+@helper
+def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
+    """Compute what a step should have taken, ``parts[2 + D]``; return the target's tokens and the
+    seconds of its curve at them.
+    """
+    t, s = times, step
+    drafts = len(t.draft_row_s)
+    rows, context, nodes, node_context, deepest = 0, 0, 0, 0, 0
+    padded = s.padded_tokens > 0 and s.verified.sum() > 0
+    for i in range(len(s.row)):
+        r = s.row[i]
+        if r < 0:
+            continue
+        verified = s.padded_tokens if padded else s.verified[i]
+        rows += 1
+        nodes += verified
+        context += s.context[r]
+        node_context += verified * s.context[r]
+        deepest = max(deepest, s.length[i])
+    parts[:] = 0.0
+    parts[OVERHEAD] = t.factor[OVERHEAD] * (t.overhead_s + (t.speculation_s if deepest else 0.0))
+    count = np.zeros((drafts, max(deepest, 1)), np.int64)
+    for i in range(len(s.row)):
+        r, d, k = s.row[i], s.draft[i], s.length[i]
+        if r < 0 or k == 0 or d < 0:
+            continue
+        for j in range(k):
+            count[d, j] += max(s.catchup[r, d], 1) if j == 0 else 1
+        alone_s = t.draft_row_s[d] + t.draft_context_s[d] * s.context[r]
+        parts[FIRST_DRAFT + d] += t.factor[FIRST_DRAFT + d] * k * alone_s
+    for d in range(drafts):
+        for j in range(deepest):
+            parts[FIRST_DRAFT + d] += forward_s(t, d, count[d, j])
+    tokens = nodes + rows + s.prefill_tokens
+    base_s = verify_s(t, tokens)
+    other_s = rows * t.row_s + context * t.context_s + node_context * t.node_context_s
+    parts[VERIFY] = base_s + t.factor[VERIFY] * other_s
+    return tokens, base_s
+
+
+@entry(TIMES, STEP, FLOATS[1])
+def predict_parts(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
+    """Compute what a step should have taken; see ``predict``."""
+    return predict(times, step, parts)
+
+
+@helper
+def _bounded(factor: float) -> float:
+    return min(max(factor, 1 / MAX_CORRECTION), MAX_CORRECTION)
+
+
+@helper
+def _learn_factors(factor: Floats, predicted: Floats, measured: Floats) -> None:
+    """Move factors, in place: a slow geometric average of clipped surprises."""
+    for p in range(len(factor)):
+        if predicted[p] > 0 and measured[p] > 0:
+            surprise = measured[p] / (predicted[p] * factor[p])
+            surprise = min(max(surprise, 1 / _MAX_SURPRISE), _MAX_SURPRISE)
+            factor[p] = _bounded(factor[p] * surprise**_RATE)
+        elif p >= FIRST_DRAFT and predicted[p] == 0 and factor[p] > _IDLE_FACTOR:
+            factor[p] = max(factor[p] * _IDLE_KEEP, _IDLE_FACTOR)
+
+
+@helper
+def _learn_shape(
+    factor: Floats,
+    shape: Floats,
+    seen: Floats,
+    tokens: int,
+    base_s: float,
+    predicted: Floats,
+    measured_s: float,
+) -> None:
+    """Let the two octaves about the target's tokens share what surprises there, in place;
+    ``predicted`` gets the shape.
+    """
+    place = min(math.log2(tokens), LAST_PLACE)
+    low = int(place)
+    share = place - low
+    now = (1 - share) * shape[low] + share * shape[low + 1]
+    predicted[VERIFY] += base_s * (math.exp(now) - 1)
+    surprise = math.log(measured_s / (predicted[VERIFY] * factor[VERIFY]))
+    surprise = min(max(surprise, -_MAX_SHAPE_SURPRISE), _MAX_SHAPE_SURPRISE)
+    for octave in range(len(seen)):
+        seen[octave] *= _FADING
+    for octave in range(low, low + 2):
+        part = share if octave > low else 1 - share
+        rate = part * max(_RATE, 1 / (_SHAPE_PRIOR + seen[octave]))
+        shape[octave] = min(max(shape[octave] + rate * surprise, -MAX_SHAPE), MAX_SHAPE)
+        seen[octave] += part
+
+
+@helper
+def _settle_shape(factor: Floats, shape: Floats, seen: Floats) -> bool:
+    """Make what all octaves have in common the target's factor, and let those that were not seen
+    take after their neighbours, in place; return False where none was seen.
+    """
+    weight, common = 0.0, 0.0
+    for octave in range(OCTAVES):
+        if seen[octave] >= _ENOUGH:
+            weight += seen[octave]
+            common += seen[octave] * shape[octave]
+    if weight == 0:
+        return False
+    common /= weight
+    factor[VERIFY] = _bounded(factor[VERIFY] * math.exp(common))
+    before = -1
+    for octave in range(OCTAVES):
+        if seen[octave] < _ENOUGH:
+            continue
+        shape[octave] -= common
+        for between in range(before + 1, octave):
+            start = shape[before] if before >= 0 else shape[octave]
+            share = (between - before) / (octave - before) if before >= 0 else 0.0
+            shape[between] = start + share * (shape[octave] - start)
+        before = octave
+    for octave in range(before + 1, OCTAVES):
+        shape[octave] = shape[before]
+    for octave in range(OCTAVES):
+        shape[octave] = min(max(shape[octave], -MAX_SHAPE), MAX_SHAPE)
+    return True
+
+
+@helper
+def learn_times(
+    factor: Floats,
+    shape: Floats,
+    seen: Floats,
+    age: int,
+    tokens: int,
+    base_s: float,
+    predicted: Floats,
+    measured: Floats,
+    step_s: float,
+) -> int:
+    """Learn from a step of ``step_s`` seconds, in place, and return the age of the shape that is
+    applied: 0: it changes now, -1: to the table's own.
+
+    ``predicted`` is by the tables alone, ``measured`` 0 for a part that is not known. Where none
+    is, all share the surprise of the whole, which shows no shape.
+    """
+    any_part = False
+    for p in range(len(measured)):
+        any_part = any_part or measured[p] > 0
+    if not any_part:
+        whole_s = (factor * predicted).sum()
+        for p in range(len(measured)):
+            measured[p] = factor[p] * predicted[p] * (step_s / whole_s if whole_s > 0 else 0.0)
+        _learn_factors(factor, predicted, measured)
+        return age
+    if not (tokens > 0 and base_s > 0 and measured[VERIFY] > 0):
+        _learn_factors(factor, predicted, measured)
+        return age
+    _learn_shape(factor, shape, seen, tokens, base_s, predicted, measured[VERIFY])
+    _learn_factors(factor, predicted, measured)
+    if age + 1 < APPLY_STEPS:
+        return age + 1
+    return 0 if _settle_shape(factor, shape, seen) else -1
+
+
+@entry(FLOATS[1], FLOATS[1], FLOATS[1], INTS[0], INTS[0], FLOATS[0], *[FLOATS[1]] * 2, FLOATS[0])
+def learn_parts(
+    factor: Floats,
+    shape: Floats,
+    seen: Floats,
+    age: int,
+    tokens: int,
+    base_s: float,
+    predicted: Floats,
+    measured: Floats,
+    step_s: float,
+) -> int:
+    """Learn from a step's parts; see ``learn_times``."""
+    return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)
+
+
+class Gains(NamedTuple):
+    """What a plan expected, by row of the view."""
+
+    draft: Ints
+    """[n] the draft that was planned, -1: none."""
+    accepted: Floats
+    """[n, K + 1] the tokens that are accepted of so many verified ones; no rows: unknown."""
+
+
+GAINS = record(Gains, INTS[1], FLOATS[2])
+NODES, TOKENS, KEPT, EXPECTED = range(4)
+"""Rows of ``usage``: verified nodes, tokens of the proposals, accepted nodes and predicted ones of
+plans that the trim cut.
+"""
+_SURE_TOKENS = 20.0  # prior weight in planned tokens: one node each, accepted as predicted
+_MEMORY_TOKENS = 2000.0  # memory of nodes, in planned tokens
+_MEMORY_GAIN = 500.0  # memory of gains, in predicted tokens
+
+
+@helper
+def ratio(counts: Floats, c: int, first: int) -> float:
+    """Return one row of ``usage`` over the next, shrunk towards 1."""
+    return (counts[first, c] + _SURE_TOKENS) / (counts[first + 1, c] + _SURE_TOKENS)
+
+
+@helper
+def _learn_usage(usage: Floats, step: Step, column: Ints, followed: Ints, gains: Gains) -> None:
+    """Learn, in place, how many nodes a proposed token brings, and how much of a predicted gain the
+    trim keeps (only of columns of which it cut something); ``column[m]`` of tenant and draft.
+    """
+    s = step
+    columns = usage.shape[1]
+    new, cut = np.zeros((4, columns)), np.zeros(columns, np.bool_)
+    for i in range(len(column)):
+        c = column[i]
+        if c < 0:
+            continue
+        new[NODES, c] += s.verified[i]
+        new[TOKENS, c] += s.length[i]
+        r = s.row[i]
+        if r >= 0 and len(gains.accepted) and len(followed) and gains.draft[r] == s.draft[i]:
+            new[KEPT, c] += followed[i]
+            new[EXPECTED, c] += gains.accepted[r, min(s.length[i], gains.accepted.shape[1] - 1)]
+            cut[c] = cut[c] or s.verified[i] < s.length[i]
+    for c in range(columns):
+        keep = math.exp(-new[TOKENS, c] / _MEMORY_TOKENS)
+        usage[NODES, c] = keep * usage[NODES, c] + new[NODES, c]
+        usage[TOKENS, c] = keep * usage[TOKENS, c] + new[TOKENS, c]
+        if cut[c]:
+            keep = math.exp(-new[EXPECTED, c] / _MEMORY_GAIN)
+            usage[KEPT, c] = keep * usage[KEPT, c] + new[KEPT, c]
+            usage[EXPECTED, c] = keep * usage[EXPECTED, c] + new[EXPECTED, c]
+
+
+@entry(
+    *(TIMES, STEP, INTS[1], INTS[1], GAINS, FLOATS[1], FLOATS[0]),
+    *(FLOATS[1], FLOATS[1], FLOATS[1], INTS[0], FLOATS[2]),
+)
+def learn_step(
+    times: Times,
+    step: Step,
+    column: Ints,
+    followed: Ints,
+    gains: Gains,
+    measured: Floats,
+    step_s: float,
+    factor: Floats,
+    shape: Floats,
+    seen: Floats,
+    age: int,
+    usage: Floats,
+) -> int:
+    """Learn from the times of a step, and what became of its proposals; see ``learn_times``."""
+    _learn_usage(usage, step, column, followed, gains)
+    predicted = np.empty(len(factor))
+    tokens, base_s = predict(times, step, predicted)
+    return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)
+
+
+@entry(FLOATS[1], FLOATS[1], FLOATS[1], FLOATS[1])
+def shape_curve(base_s: Floats, place: Floats, shape: Floats, shaped_s: Floats) -> float:
+    """Correct a curve by a shape, linearly between octaves; it never falls. ``place[t]`` is the
+    octave of t tokens. Return the factor at its end.
+    """
+    ladder, highest, factor = np.exp(shape), 0.0, 1.0
+    for tokens in range(len(base_s)):
+        low = int(place[tokens])
+        factor = ladder[low] + (place[tokens] - low) * (ladder[low + 1] - ladder[low])
+        highest = max(highest, base_s[tokens] * factor)
+        shaped_s[tokens] = highest
+    return factor
