@@ -108,7 +108,7 @@ class Batch:
         rows = [self._turn(s, step) for s in self.decoding if s.id not in step.waiting]
         step.log.decoding, step.log.prefill_tokens = len(rows), self.prefill_tokens
         step.log.batch_size = len(rows) + len(self.prefill)
-        return Submission(step, [*rows, *self.prefill])
+        return Submission(step, {turn.sequence.id: turn for turn in (*rows, *self.prefill)})
 
     def _turn(self, session: Session, step: Step) -> Turn:
         sequence, row = session.sequence, step.proposals[session.id]

@@ -20,7 +20,7 @@ class Submission:
     """A batch that the target verifies at once: the rows of a step, and chunks of prompts."""
 
     step: Step
-    turns: list[Turn]
+    turns: dict[int, Turn]  # by sequence id
 
 
 class InFlight:
@@ -49,9 +49,8 @@ class InFlight:
     def turn(self, sequence_id: int) -> Turn | None:
         """Return the last turn of a sequence in flight."""
         for submission in reversed(self._submitted):
-            for turn in submission.turns:
-                if turn.sequence.id == sequence_id:
-                    return turn
+            if (turn := submission.turns.get(sequence_id)) is not None:
+                return turn
         return None
 
     def submit(self, submission: Submission) -> None:
@@ -59,7 +58,7 @@ class InFlight:
         self._submitted.append(submission)
         try:
             with submission.step.log.part("verify"):
-                self._target.submit(submission.turns)
+                self._target.submit([*submission.turns.values()])
         except Exception as error:
             self._error = error
 
@@ -86,7 +85,7 @@ class InFlight:
         self._error = None
         self._submitted.clear()
         self._void(submission.step)
-        turns = [_from_here(turn) for turn in submission.turns]
+        turns = [_from_here(turn) for turn in submission.turns.values()]
         with log.part("verify"):
             completions = run_again(self._target, turns) if turns else []
         has_failed = all(completion.error is not None for completion in completions)
@@ -95,7 +94,7 @@ class InFlight:
     def forget(self, sequence_id: int) -> None:
         """Take a sequence out of all submissions."""
         for submission in self._submitted:
-            submission.turns = [t for t in submission.turns if t.sequence.id != sequence_id]
+            submission.turns.pop(sequence_id, None)
 
     def drop(self) -> None:
         """Wait until nothing is in flight, and use nothing of it."""

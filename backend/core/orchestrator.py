@@ -259,8 +259,11 @@ class Orchestrator:
         if not self._in_flight:
             return  # a change between two steps was asked for meanwhile
         submission, completions, failed = self._in_flight.collect()
-        self._failures = self._failures + 1 if failed else 0 if completions else self._failures
-        step, turns = submission.step, submission.turns
+        if failed:
+            self._failures += 1
+        elif completions:
+            self._failures = 0
+        step, turns = submission.step, submission.turns.values()
         self.cycle.catch_up(step, [turn.sequence for turn in turns if turn.end == AFTER])
         for completion in completions:
             self._commit(completion, step)
