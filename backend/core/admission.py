@@ -1,9 +1,9 @@
 """The bounded queue in front of the in-flight batch: first come, first served; refusal is a reply,
 never a silent drop.
 
-Active and waiting requests together are always in order of arrival: whoever has to give its KV back
-is the last of the active, and becomes the first to wait. So the oldest request always goes on, and
-nobody is starved.
+Active and waiting requests together are always in order of arrival: the request that has to give
+its KV back is the last of the active ones, and becomes the first to wait. So the oldest request
+always goes on, and none is starved.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Admission:
         return preempted
 
     def remove(self, is_over: Callable[[Session], bool]) -> list[Session]:
-        """Take out and return the waiting sessions of which ``is_over`` holds."""
+        """Take out and return the waiting sessions that ``is_over`` is true of."""
         gone = [session for session in self._queue if is_over(session)]
         if gone:
             ids = {session.id for session in gone}  # asked once: a client may go at any moment

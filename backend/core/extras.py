@@ -1,4 +1,4 @@
-"""What few requests ask for beside their tokens: logits, and the most likely tokens at each place.
+"""What few requests ask for besides their tokens: logits, and the most likely tokens at each place.
 Gathered by steps, sent by replies.
 """
 
@@ -22,7 +22,7 @@ LEAST_LOG_PROB = -9999.0
 @dataclass(slots=True)
 class Prompt:
     """The ``tokens`` of a prompt, and of all but the first the log-probability by the model's own
-    law and the ``top`` most likely there.
+    distribution and the ``top`` most likely there.
     """
 
     tokens: list[int]
@@ -30,7 +30,7 @@ class Prompt:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def read(self, rows: FloatArray, first: int, most: int) -> None:
-        """Take the logits [rows, vocab] behind the tokens from number ``first`` on, and keep
+        """Take the logits [rows, vocab] after the tokens from number ``first`` on, and keep
         ``most`` of the likeliest at each place.
         """
         said = self.tokens[first + 1 : first + 1 + len(rows)]
@@ -50,8 +50,8 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """What a reply carries: its ``tokens``, at each of them the most likely (token,
-    log-probability), best first, the model's own ``logits`` [tokens, vocab] behind which they were
-    drawn, and those behind every token of the prompt [prompt tokens, vocab]. None: not asked for.
+    log-probability), best first, the model's own ``logits`` [tokens, vocab] from which they were
+    drawn, and those after every token of the prompt [prompt tokens, vocab]. None: not asked for.
     """
 
     tokens: list[int]

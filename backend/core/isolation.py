@@ -22,8 +22,8 @@ def run_again(target: Engine, turns: Seq[Turn]) -> list[Completion]:
     too, in halves.
 
     A turn that raises alone completes with its error. Of n turns one culprit costs about 2 log2(n)
-    passes. Lossless: an exception voids a submission (see ``backend.engines.port``), and nobody has
-    seen what the discarded pass drew.
+    passes. Lossless: an exception voids a submission (see ``backend.engines.port``), and what the
+    discarded pass drew was never used.
     """
     plain = [replace(turn, proposal=None, device_proposal=None) for turn in turns]
     try:

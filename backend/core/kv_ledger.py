@@ -61,13 +61,13 @@ class KVLedger:
         self._reuse = Reuse()
 
     def blocks_needed(self, tokens: int) -> int:
-        """Return the blocks that a sequence of so many tokens needs (0 where no engine keeps
+        """Return the blocks that a sequence of this many tokens needs (0 where no engine keeps
         KV).
         """
         return -(-(tokens + self._headroom_tokens) // BLOCK_TOKENS) if self._engines else 0
 
     def fits_ever(self, life_tokens: int) -> bool:
-        """Return whether a sequence of so many tokens fits an empty ledger."""
+        """Return whether a sequence of this many tokens fits an empty ledger."""
         return self.blocks_needed(life_tokens) <= self._pool.size
 
     def reserve(self, sequence: Sequence, life_tokens: int) -> bool:

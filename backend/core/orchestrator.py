@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 """Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the
-loop ends, to be started anew.
+loop ends, to be started again.
 """
 
 
@@ -244,7 +244,7 @@ class Orchestrator:
                     ),
                 )
                 self._reply_error(session, error.code, error.message)
-            self._admit()  # one by one: nobody is refused for a full queue while places are free
+            self._admit()  # one by one: none is refused for a full queue while places are free
 
     def _admit(self) -> None:
         for session in self._admission.admit(len(self._active)):

@@ -1,4 +1,4 @@
-"""A draft in a process of its own, so that building it anew never stalls the loop.
+"""A draft in a process of its own, so that building it again never stalls the loop.
 
 TensorRT-LLM's executor keeps the interpreter's lock while it is built, for tens of seconds: in a
 thread of the loop's process everything would wait for it. The child has the engine and asks it;
@@ -231,7 +231,7 @@ class EngineApart:
         return message
 
     def _died(self, reason: str) -> None:
-        """Void everything and have another made beside the loop. Raises DraftDiedError."""
+        """Void everything and have another made while the loop goes on. Raises DraftDiedError."""
         self._in_flight.clear()
         self._known.clear()
         self._seen.clear()

@@ -79,7 +79,7 @@ class MarkovChain:
 def _processed(
     logits: FloatArray, context: list[int], prompt_tokens: int, sampling: SamplingParams
 ) -> FloatArray:
-    """Apply a request's options to the logits [vocab] behind ``context``, in TensorRT-LLM's
+    """Apply a request's options to the logits [vocab] after ``context``, in TensorRT-LLM's
     order.
     """
     for token, weight in sampling.bias:

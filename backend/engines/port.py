@@ -1,15 +1,15 @@
 """The seam between the loop and the engines: one completion-based port for targets and drafts
 alike.
 
-A *turn* tells an engine to bring its KV cache up to ``tokens[:end]`` of a sequence, to verify a
-proposal behind them and to run freely for ``run`` tokens. A prefill chunk is a turn with ``run =
+A *turn* asks an engine to bring its KV cache up to ``tokens[:end]`` of a sequence, to verify a
+proposal after them and to run freely for ``run`` tokens. A prefill chunk is a turn with ``run =
 0``, plain decoding has ``run = 1``, a draft proposes by ``run = k`` with ``nodes``. The target
-draws every token by itself; of a proposal it follows what it has drawn. Every engine completes a
-whole submission at the next ``poll``.
+draws every token by itself and follows the proposal as far as that has the tokens drawn. A ``poll``
+completes the oldest submission.
 
 A target with ``lookahead`` takes a second turn of a sequence while the first runs (``AFTER``), and
 proposals that a draft makes on its device (``DeviceProposal``): so the next submission is there
-when one ends. Every ``poll`` completes the oldest submission.
+when one ends.
 """
 
 from __future__ import annotations
@@ -41,105 +41,103 @@ class DeviceProposal:
 
 @dataclass(slots=True)
 class Turn:
-    """One sequence's share of a submission (see the module docstring). Nobody changes one, or a
-    ``Completion``: that they are not frozen saves the microseconds that freezing takes.
-
-    ``end <= len(sequence.tokens)``, or ``AFTER``; with ``run > 0`` or a proposal, ``end ==
-    len(sequence.tokens)``. ``nodes`` above 0 asks a draft for a ``Completion.proposal`` of at most
-    so many nodes, no path of it longer than ``run``; a model makes it of ``run`` forward passes.
+    """One sequence's share of a submission. It and ``Completion`` never change; freezing them would
+    take microseconds.
     """
 
     sequence: Sequence
     end: int
+    """``AFTER``, or at most ``len(sequence.tokens)``, and that with ``run`` or a proposal."""
     run: int = 1
+    """Tokens to run freely; of a draft, the most tokens of a path, and its forward passes."""
     proposal: Proposal | None = None
+    """What to verify."""
     nodes: int = 0
+    """Above 0: a draft's proposal (``Completion.proposal``) has at most this many nodes."""
     device_proposal: DeviceProposal | None = None
+    """What to propose and verify, in place of ``proposal``."""
 
 
 @dataclass(slots=True)
 class Extras:
-    """What few requests ask for. ``top[i]``: the most likely (token, log-probability), best first,
-    at the place of emitted token i.
-
-    ``logits`` [tokens, vocab] (float32) are the model's own, without any option, behind which the
-    emitted tokens were drawn; ``context_logits`` [rows, vocab] those behind the tokens of the text
-    from number ``context_first`` on that the turn has run.
-    """
+    """What few requests ask for. Logits are the model's own, without any option."""
 
     top: list[list[tuple[int, float]]] = field(default_factory=list)
+    """The most likely (token, log-probability) at the place of each emitted token, best first."""
     logits: npt.NDArray[np.float32] | None = None
+    """[tokens, vocab], from which the emitted tokens were drawn."""
     context_first: int = 0
+    """The first token of the text that the turn has run."""
     context_logits: npt.NDArray[np.float32] | None = None
+    """[rows, vocab] at that token and those after it."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """What a turn came to: ``tokens`` = accepted proposal tokens, then the freely run ones;
-    ``accepted`` counts the former. An engine may stop behind an end token of the sequence.
-
-    ``proposal`` is what a draft was asked for (``Turn.nodes``); then there are no ``tokens``.
-    ``log_probs`` holds the natural logarithm of each token's probability where the sequence asks
-    for it: of the model's law with the request's options and temperature, before top-k and top-p.
-    ``features`` float32[layers, hidden] are the target's own states, behind the layers that a draft
-    reads, at the row that the last of ``tokens`` was drawn from; None where no draft asks.
-    ``scored`` says of a draft that catches up on tokens emitted without it what it would have had
-    accepted of them: (accepted, length) of the chains that it would have made, oldest first (as
-    many tokens as the engine finds cheap). ``error`` is set, and everything else void, when this
-    turn alone failed. ``drafted`` is what came of a ``DeviceProposal``, of which the first
-    ``verified`` nodes were verified.
-    """
+    """The result of a turn."""
 
     sequence_id: int
     tokens: list[int]
+    """Accepted tokens, then those run freely. The engine may stop after an end token."""
     accepted: int = 0
+    """How many of ``tokens`` were accepted."""
     proposal: Proposal | None = None
+    """What a draft was asked for (``Turn.nodes``); then there are no ``tokens``."""
     log_probs: list[float] | None = None
+    """Natural logarithms of the tokens' probabilities, with the request's options and temperature,
+    before top-k and top-p; None: the sequence does not ask.
+    """
     scored: list[tuple[int, int]] = field(default_factory=list)
+    """(accepted, length) of chains that a draft would have made of tokens that were emitted without
+    it, oldest first: of as many tokens as it reads anyway.
+    """
     error: str | None = None
+    """Why this turn alone failed; then everything else is void."""
     extras: Extras | None = None
     features: npt.NDArray[np.float32] | None = None
+    """float32[layers, hidden], the target's states after the layers that a draft reads, at the row
+    that the last of ``tokens`` was drawn from; None: no draft reads them.
+    """
     drafted: Proposal | None = None
+    """The proposal that was made for ``Turn.device_proposal``."""
     verified: int = 0
+    """How many of its nodes were verified, the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine can do. ``kv_blocks`` is the size of its block pool (0 = it keeps no KV);
-    tokens are counted, not bytes.
-
-    ``free`` says that proposing costs next to nothing (lookup, suffix), so that the loop scores it
-    on every step, chosen or not; ``tree`` that it verifies trees; as a draft, ``scores`` that it
-    scores what it catches up on (``Completion.scored``). ``invariant``: the logits behind a text
-    are the same bits whatever else is in a pass, while those of a prompt may differ from those of
-    the same tokens when they were generated: blocks with generated tokens have other keys.
-    ``lookahead``: how many submissions a target takes besides the one that runs; above 0 it is a
-    ``LooksAhead``. ``in_target``: as a draft, it proposes on the target's device, and never here.
-    """
+    """What an engine can do."""
 
     vocab_size: int
     max_context_tokens: int
     max_draft_tokens: int
     max_run_tokens: int
     kv_blocks: int
+    """The size of its block pool; 0: it keeps no KV."""
     free: bool = False
+    """As a draft, it costs next to nothing: the loop scores its proposals in every step."""
     tree: bool = False
+    """As a target, it verifies trees."""
     scores: bool = False
+    """As a draft, it scores what it catches up on (``Completion.scored``)."""
     invariant: bool = False
+    """The logits of a text are the same bits whatever else is in a pass. Those of a prompt may
+    differ from those of the same tokens generated: blocks with generated tokens have other keys.
+    """
     lookahead: int = 0
+    """Submissions that a target takes besides the one that runs; above 0 it is a ``LooksAhead``."""
     in_target: bool = False
+    """As a draft, it proposes on the target's device (``DeviceProposal``), and nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one engine on ``device``: its weights, its KV pool, and what its largest pass takes
-    besides.
-    """
+    """Bytes of one engine on its device."""
 
     device: str
     weights: int
     kv: int
-    passes: int
+    passes: int  # of its largest pass, besides weights and KV
 
     @property
     def total(self) -> int:
@@ -164,8 +162,8 @@ class Engine(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Return completed turns, waiting up to ``timeout_s`` for the first; empty when nothing is
-        in flight.
+        """Wait for the oldest submission and return its completions; none when nothing is in
+        flight.
         """
         ...
 
@@ -176,8 +174,8 @@ class Engine(Protocol):
         ...
 
     def unseen(self, sequence: Sequence) -> int:
-        """Return how many committed tokens a turn of this sequence would first have to catch up
-        on.
+        """Return how many committed tokens a turn of this sequence would first have to catch up on,
+        by the turns that were polled.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""TensorRT-LLM 1.2.1's Executor behind the engine port, as a target or as a draft. Run so far on a
+"""TensorRT-LLM 1.2.1's Executor as an engine, a target or a draft. It has run so far on a
 fake of the bindings only.
 
 Each turn is a request of its own: the text so far as its prompt, whose KV the executor finds again
@@ -48,7 +48,7 @@ class ExecutorSettings:
 
     ``kv_fraction`` is of the memory that is free when it is created
     (``backend.engines.trtllm.memory``). An executor's death ends its process: a target's that of
-    the loop, which is started anew with everything in it, a draft's its own
+    the loop, which is started again with everything in it, a draft's its own
     (``backend.engines.apart``).
     """
 

@@ -64,7 +64,7 @@ def plan_kv(
 
 
 def _tokens(engines: Sequence[EngineMemory], gpu: int, free: int) -> float:
-    """Return how many tokens of KV of all its engines fit a GPU beside their weights."""
+    """Return how many tokens of KV of all its engines fit a GPU besides their weights."""
     here = [engine for engine in engines if gpu in engine.gpus]
     fixed = sum(engine.fixed_bytes // len(engine.gpus) for engine in here)
     room = free - fixed - RESERVE_BYTES * len(here)

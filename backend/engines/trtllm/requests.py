@@ -2,7 +2,7 @@
 completion.
 
 The executor knows nothing of earlier turns: the text so far is a prompt to it. So everything that
-depends on how much was generated is said anew with each request: how many tokens are left without
+depends on how much was generated is said with each request: how many tokens are left without
 an end, where the stream of random numbers stands, how much KV to expect.
 """
 
@@ -79,7 +79,7 @@ class Requests:
 
         A draft (``turn.nodes``) proposes what is likeliest, whatever the request samples. Where the
         target samples, draft logits say that the chain is certain, so that the decoder takes of it
-        its own law's share: without them it draws twice where it rejects.
+        its own distribution's share: without them it draws twice where it rejects.
         """
         sequence, sampling, engine = turn.sequence, turn.sequence.sampling, self._engine
         _check(turn)
@@ -88,13 +88,13 @@ class Requests:
         greedy = sampling.greedy or turn.nodes > 0
         logits = self._draft_logits(proposed) if proposed and not greedy else None
         wants_logits = sampling.log_probs and not turn.nodes
-        seed = 0 if greedy else word(sampling.seed, turn.end)  # a request begins its stream anew
+        seed = 0 if greedy else word(sampling.seed, turn.end)  # each request begins its stream
         request = self._trtllm.Request(
             sequence.tokens[: turn.end],
             length,
             sampling_config=_sampling(self._trtllm, sampling, greedy, seed),
             output_config=self._outputs[wants_logits],
-            # there would be no row of logits for it: texts are cut behind their end here
+            # there would be no row of logits for it: texts are cut after their end here
             end_id=None,
             bad_words=_banned(sampling, left) or None,
             embedding_bias=_bias(sampling, engine.vocab_size) if sampling.bias else None,
