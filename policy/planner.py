@@ -209,12 +209,10 @@ class AdaptivePlanner(Policy[PlannerState]):
         has been admitted.
         """
         batch, known = self._seen(view, state)
-        n, drafts = view.ceiling.shape
-        hazard = np.empty((self.config.k_max, drafts, n))
-        kept, extra = np.empty((2, n, drafts))
-        step_loops.expect(known, batch, hazard, kept, extra)
-        times = state.correction.times(self.latency)
-        made = problem_loops.build_problem(times, batch, self._limits, hazard, kept, extra)
+        expected = step_loops.expect(known, batch, self.config.k_max)
+        made = problem_loops.build(
+            state.correction.times(self.latency), batch, self._limits, *expected
+        )
         return made[0], batch.rows[made[1]]
 
     def admitted(self, view: View, state: PlannerState, now: float) -> PlannerState:
@@ -330,7 +328,7 @@ class AdaptivePlanner(Policy[PlannerState]):
     def predicted(self, times: Times, outcome: Outcome, view: View) -> FloatArray:
         """Return the seconds that a step should have taken as it was executed, by part."""
         parts = np.empty(FIRST_DRAFT + len(self.drafts))
-        time_loops.predict_parts(times, self._step(outcome, view), parts)
+        time_loops.predict(times, self._step(outcome, view), parts)
         return parts
 
     def stand_by(self, view: View, state: PlannerState) -> PlannerState:

@@ -77,7 +77,7 @@ def step_problem(
     """
     shape = view.ceiling.shape
     rows = np.arange(len(view))
-    problem, _, _ = loops.build_problem(
+    problem, _, _ = loops.build(
         times,
         batch_of(view, rows, rows),
         Limits(k_max, float(horizon_steps), 0),
@@ -90,7 +90,8 @@ def step_problem(
 
 def score(problem: StepProblem, choice: Choice) -> Score:
     """Return exact tokens and seconds of a choice."""
-    return Score(*loops.score_of(contiguous(problem), ints(choice.draft), ints(choice.length)))
+    count = np.empty(problem.occupied.shape, np.int64)
+    return Score(*loops.score(contiguous(problem), ints(choice.draft), ints(choice.length), count))
 
 
 def contiguous(problem: StepProblem) -> StepProblem:

@@ -29,7 +29,7 @@ def best(
 ) -> Priced:
     """Return the best choice at the price of time (``policy.loops.search.best_priced``)."""
     draft, length = np.empty((2, problem.rows), np.int64)
-    found = loops.best(contiguous(problem), known, waiting, prefill_s, draft, length)
+    found = loops.best_priced(contiguous(problem), known, waiting, prefill_s, draft, length)
     price, goodput, *result = found
     return Priced(Choice(draft, length), Score(*result), price, goodput)
 
@@ -41,5 +41,5 @@ def best_choice(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     with the fewest proposed tokens.
     """
     draft, length = np.empty((2, problem.rows), np.int64)
-    result = loops.best_choice(contiguous(problem), price, draft, length)
+    result = loops.best_at_price(contiguous(problem), price, draft, length)
     return Choice(draft, length), Score(*result)

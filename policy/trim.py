@@ -152,5 +152,5 @@ def best_first(
     """
     nodes = np.empty(rows, np.int64)
     worth, pass_s = (np.ascontiguousarray(column, np.float64) for column in (worth, pass_s))
-    loops.best_first(ints(row), worth, pass_s, price, nodes)
+    loops.take_best(ints(row), worth, pass_s, price, nodes)
     return nodes

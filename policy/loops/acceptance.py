@@ -99,7 +99,7 @@ def shifted(hazard: float, shift: float) -> float:
     return odds / (odds + (1.0 - hazard))
 
 
-@helper
+@entry(EVIDENCE, INTS[1], FLOATS[3])
 def set_hazards(evidence: Evidence, slot: Ints, hazard: Floats) -> None:
     """Compute what is expected of requests, ``hazard[K, D, n]``: their counts refine each position
     of the level at their deviation.
@@ -114,12 +114,6 @@ def set_hazards(evidence: Evidence, slot: Ints, hazard: Floats) -> None:
                 expected = _POSITION_CHAINS * shifted(e.draft_hazard[c, j], shift)
                 reached = e.counts[s, d, 1, j] + _POSITION_CHAINS
                 hazard[j, d, i] = (expected + e.counts[s, d, 0, j]) / reached
-
-
-@entry(EVIDENCE, INTS[1], FLOATS[3])
-def hazards(evidence: Evidence, slot: Ints, hazard: Floats) -> None:
-    """Compute what is expected of requests; see ``set_hazards``."""
-    set_hazards(evidence, slot, hazard)
 
 
 @helper

@@ -123,7 +123,7 @@ def charge_s(problem: StepProblem, d: int, i: int) -> float:
     return problem.switch_s[d, i] / problem.horizon[i]
 
 
-@helper
+@entry(STEP_PROBLEM, INTS[1], INTS[1], INTS[2])
 def score(
     problem: StepProblem, draft: Ints, length: Ints, count: Ints
 ) -> tuple[float, float, float]:
@@ -206,7 +206,7 @@ def _fix_control(
     return tokens, value, seconds
 
 
-@helper
+@entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[2], FLOATS[2])
 def build(
     times: Times, batch: Batch, limits: Limits, hazard: Floats, kept: Floats, extra: Floats
 ) -> tuple[StepProblem, Ints, float]:
@@ -300,18 +300,3 @@ def build(
         b.cap_s,
     )
     return problem, chosen[:n], prefill_s
-
-
-@entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[2], FLOATS[2])
-def build_problem(
-    times: Times, batch: Batch, limits: Limits, hazard: Floats, kept: Floats, extra: Floats
-) -> tuple[StepProblem, Ints, float]:
-    """Return the choice that a batch has; see ``build``."""
-    return build(times, batch, limits, hazard, kept, extra)
-
-
-@entry(STEP_PROBLEM, INTS[1], INTS[1])
-def score_of(problem: StepProblem, draft: Ints, length: Ints) -> tuple[float, float, float]:
-    """Return the score of a choice."""
-    count = np.empty((problem.gain.shape[1], problem.gain.shape[0]), np.int64)
-    return score(problem, draft, length, count)

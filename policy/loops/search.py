@@ -243,7 +243,7 @@ def _has_stairs(undrafted_s: Floats, last: int) -> bool:
     return False
 
 
-@helper
+@entry(STEP_PROBLEM, FLOATS[0], INTS[1], INTS[1])
 def best_at_price(
     problem: StepProblem, price: float, draft: Ints, length: Ints
 ) -> tuple[float, float, float]:
@@ -384,7 +384,7 @@ def _pick_drafts(
             own[j, i] *= share
 
 
-@helper
+@entry(STEP_PROBLEM, FLOATS[0], FLOATS[0], FLOATS[0], INTS[1], INTS[1])
 def best_priced(
     problem: StepProblem, known: float, waiting: float, prefill_s: float, draft: Ints, length: Ints
 ) -> tuple[float, float, float, float, float]:
@@ -412,19 +412,3 @@ def best_priced(
         if abs(goodput - before) <= tolerance * before:
             break
     return price, goodput, value, charged_s, step_s
-
-
-@entry(STEP_PROBLEM, FLOATS[0], INTS[1], INTS[1])
-def best_choice(
-    problem: StepProblem, price: float, draft: Ints, length: Ints
-) -> tuple[float, float, float]:
-    """Find the best choice at a price, into ``draft, length``, and return its score."""
-    return best_at_price(problem, price, draft, length)
-
-
-@entry(STEP_PROBLEM, FLOATS[0], FLOATS[0], FLOATS[0], INTS[1], INTS[1])
-def best(
-    problem: StepProblem, known: float, waiting: float, prefill_s: float, draft: Ints, length: Ints
-) -> tuple[float, float, float, float, float]:
-    """Find the best choice at the price of time; see ``best_priced``."""
-    return best_priced(problem, known, waiting, prefill_s, draft, length)

@@ -68,8 +68,8 @@ class Chosen(NamedTuple):
     """Whether ``accepted`` says what is expected."""
 
 
-@helper
-def set_known(known: Known, batch: Batch, k_max: int) -> tuple[Floats, Floats, Floats]:
+@entry(KNOWN, BATCH, INTS[0])
+def expect(known: Known, batch: Batch, k_max: int) -> tuple[Floats, Floats, Floats]:
     """Return what is expected of the rows of a batch, [K, D, N], and by row and draft the share
     of a gain that the trim keeps, and the nodes more than one that a proposed token brings.
     """
@@ -85,12 +85,6 @@ def set_known(known: Known, batch: Batch, k_max: int) -> tuple[Floats, Floats, F
             kept[i, d] = ratio(known.usage, first + d, KEPT)
             extra[i, d] = ratio(known.usage, first + d, NODES) - 1
     return hazard, kept, extra
-
-
-@entry(KNOWN, BATCH, FLOATS[3], FLOATS[2], FLOATS[2])
-def expect(known: Known, batch: Batch, hazard: Floats, kept: Floats, extra: Floats) -> None:
-    """Compute what is expected of the rows of a batch; see ``set_known``."""
-    hazard[:], kept[:], extra[:] = set_known(known, batch, len(hazard))
 
 
 @helper
@@ -124,7 +118,7 @@ def choose(
     b, m = batch, mode
     draft[:] = -1
     length[:] = 0
-    hazard, kept, extra = set_known(known, b, limits.k_max)
+    hazard, kept, extra = expect(known, b, limits.k_max)
     problem, chosen, prefill_s = build(times, b, limits, hazard, kept, extra)
     n, everyone = len(chosen), len(b.rows)
     drafts, lengths = np.empty(n, np.int64), np.empty(n, np.int64)

@@ -102,7 +102,7 @@ class Step(NamedTuple):
 STEP = record(Step, *(INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[2], INTS[0], INTS[0]))
 
 
-@helper
+@entry(TIMES, STEP, FLOATS[1])
 def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
     """Compute what a step should have taken, ``parts[2 + D]``; return the target's tokens and the
     seconds of its curve at them.
@@ -140,12 +140,6 @@ def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
     other_s = rows * t.row_s + context * t.context_s + node_context * t.node_context_s
     parts[VERIFY] = base_s + t.factor[VERIFY] * other_s
     return tokens, base_s
-
-
-@entry(TIMES, STEP, FLOATS[1])
-def predict_parts(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
-    """Compute what a step should have taken; see ``predict``."""
-    return predict(times, step, parts)
 
 
 @helper
@@ -225,7 +219,7 @@ def _settle_shape(factor: Floats, shape: Floats, seen: Floats) -> bool:
     return True
 
 
-@helper
+@entry(*[FLOATS[1]] * 3, INTS[0], INTS[0], FLOATS[0], *[FLOATS[1]] * 2, FLOATS[0])
 def learn_times(
     factor: Floats,
     shape: Floats,
@@ -260,22 +254,6 @@ def learn_times(
     if age + 1 < APPLY_STEPS:
         return age + 1
     return 0 if _settle_shape(factor, shape, seen) else -1
-
-
-@entry(FLOATS[1], FLOATS[1], FLOATS[1], INTS[0], INTS[0], FLOATS[0], *[FLOATS[1]] * 2, FLOATS[0])
-def learn_parts(
-    factor: Floats,
-    shape: Floats,
-    seen: Floats,
-    age: int,
-    tokens: int,
-    base_s: float,
-    predicted: Floats,
-    measured: Floats,
-    step_s: float,
-) -> int:
-    """Learn from a step's parts; see ``learn_times``."""
-    return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)
 
 
 class Gains(NamedTuple):

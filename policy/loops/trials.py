@@ -144,7 +144,10 @@ def _candidates(
     return best_d, count if pays else min(count, 1)
 
 
-@helper
+@entry(
+    *(STEP_PROBLEM, EVIDENCE, CONSTANTS, INTS[1], FLOATS[3], INTS[2], FLOATS[0], FLOATS[0]),
+    *(FLOATS[0], FLOATS[0], FLOATS[0], INTS[1], INTS[1]),
+)
 def find_trial(
     problem: StepProblem,
     evidence: Evidence,
@@ -205,29 +208,3 @@ def find_trial(
             return count, cost_s, v, s
         cheapest_s = cost_s
     return 0, cheapest_s, value, step_s
-
-
-@entry(
-    *(STEP_PROBLEM, EVIDENCE, CONSTANTS, INTS[1], FLOATS[3], INTS[2], FLOATS[0], FLOATS[0]),
-    *(FLOATS[0], FLOATS[0], FLOATS[0], INTS[1], INTS[1]),
-)
-def trial(
-    problem: StepProblem,
-    evidence: Evidence,
-    constants: Constants,
-    slot: Ints,
-    hazard: Floats,
-    unread: Ints,
-    optimism: float,
-    price: float,
-    credit_s: float,
-    value: float,
-    step_s: float,
-    draft: Ints,
-    length: Ints,
-) -> tuple[int, float, float, float]:
-    """Try something where it can be paid for; see ``find_trial``."""
-    return find_trial(
-        problem, evidence, constants, slot, hazard, unread, optimism, price, credit_s, value,
-        step_s, draft, length,
-    )  # fmt: skip

@@ -70,7 +70,7 @@ def interpolate(at: Floats, value: Floats, x: float) -> float:
     return value[low] + share * (value[high] - value[low])
 
 
-@helper
+@entry(INTS[1], FLOATS[1], FLOATS[1], FLOATS[0], INTS[1])
 def take_best(row: Ints, worth: Floats, pass_s: Floats, price: float, nodes: Ints) -> None:
     """Count into ``nodes[n]`` how many nodes of each row have the highest net worth together.
 
@@ -88,12 +88,6 @@ def take_best(row: Ints, worth: Floats, pass_s: Floats, price: float, nodes: Int
             best, best_m = net, m
     for m in range(best_m):
         nodes[row[order[m]]] += 1
-
-
-@entry(INTS[1], FLOATS[1], FLOATS[1], FLOATS[0], INTS[1])
-def best_first(row: Ints, worth: Floats, pass_s: Floats, price: float, nodes: Ints) -> None:
-    """Count the nodes of each row that are verified; see ``take_best``."""
-    take_best(row, worth, pass_s, price, nodes)
 
 
 @entry(TIMES, FLOATS[3], FLOATS[3], PASS, PROPOSED, INTS[1])

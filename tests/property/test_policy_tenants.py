@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.acceptance import AcceptanceConfig, AcceptanceModel
-from policy.loops.acceptance import Chains
-from policy.loops.acceptance import hazards as set_hazards
+from policy.loops.acceptance import Chains, set_hazards
 from policy.tenants import Tenants
 
 K, DRAFTS = 4, 2

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from policy.acceptance import AcceptanceConfig, AcceptanceModel
-from policy.loops.acceptance import Chains
-from policy.loops.acceptance import hazards as set_hazards
+from policy.loops.acceptance import Chains, set_hazards
 
 K = 8
 NONE = np.zeros(0, np.int64)

@@ -5,7 +5,7 @@ import pytest
 
 from policy import LatencyCurve, LatencyModel
 from policy.latency import Correction
-from policy.loops.times import MAX_SHAPE, OCTAVES, Step, learn_parts, predict_parts
+from policy.loops.times import MAX_SHAPE, OCTAVES, Step, learn_times, predict
 
 CURVE = LatencyCurve(1.0 + 0.01 * np.arange(513), 0.01)
 MODEL = LatencyModel(CURVE, ())
@@ -14,7 +14,7 @@ MODEL = LatencyModel(CURVE, ())
 def learnt(correction, tokens, base_s, parts, measured_s, step_s=0.0):
     """The correction after a step of these parts."""
     return correction.learnt(
-        lambda *state: learn_parts(*state, tokens, base_s, parts.copy(), measured_s.copy(), step_s)
+        lambda *state: learn_times(*state, tokens, base_s, parts.copy(), measured_s.copy(), step_s)
     )
 
 
@@ -142,7 +142,7 @@ def test_seconds_of_several_drafts_are_those_of_each_inside_its_grid_and_beyond(
     draft, length = np.array([0, 0, 1, 1]), np.array([1, 2, 2, 1])
     parts = np.empty(4)
     step = Step(np.arange(4), draft, length, length, np.zeros(4, np.int64), catchup, 0, 0)
-    predict_parts(times, step, parts)
+    predict(times, step, parts)
     first = 2.0 * (curves[0].at(10) + curves[0].at(1) + 3 * 0.1)
     second = 3.0 * (curves[1].at(42) + curves[1].at(1))
     assert parts[2:] == pytest.approx([first, second])

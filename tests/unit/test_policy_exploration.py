@@ -8,9 +8,8 @@ import pytest
 from policy import AcceptanceConfig
 from policy.acceptance import AcceptanceModel
 from policy.latency import Correction
-from policy.loops.acceptance import Chains
-from policy.loops.acceptance import hazards as set_hazards
-from policy.loops.trials import trial
+from policy.loops.acceptance import Chains, set_hazards
+from policy.loops.trials import find_trial
 from policy.problem import Choice, Score, score, step_problem
 from policy.search import best_choice
 from tests.fakes.policies import RNG, latency, outcome, planner, view
@@ -54,7 +53,7 @@ def look(credit_s, rows=4, catchup=1, rates=(0.7, None), price=PRICE):
     choice, result = best_choice(problem, price)
     tried = Choice(choice.draft.copy(), choice.length.copy())
     unread = np.zeros((2, rows), np.int64)
-    count, cost_s, value, step_s = trial(
+    count, cost_s, value, step_s = find_trial(
         *(problem, state.evidence, model.constants, slot, hazard, unread, 1.5, price),
         *(float(credit_s), result.value, result.step_s, *tried),
     )
