@@ -67,10 +67,14 @@ def lower_quartile(seconds: Sequence[float]) -> float:
 
 
 def tabulate(
-    engine: str, cases: Sequence[Case], seconds: Sequence[float], provenance: Provenance
+    engine: str,
+    cases: Sequence[Case],
+    seconds: Sequence[float],
+    provenance: Provenance,
+    widths: tuple[int, ...] = (),
 ) -> LatencyTable:
     """Return the table of measured submissions: a chain of ``run`` equal passes counts as one pass
-    of its share of the time.
+    of its share of the time. ``widths`` are the engine's (``EngineLimits``).
     """
     return LatencyTable(
         engine,
@@ -82,6 +86,7 @@ def tabulate(
             time_s / max(1, case.run) for case, time_s in zip(cases, seconds, strict=True)
         ),
         provenance=provenance,
+        widths=widths,
     )
 
 
@@ -109,7 +114,7 @@ def measure(
     with stage(f"measuring {', '.join(cases)}") as progress:
         measured = config.target not in engines
         threads = _threads_of(config, folders, machine, measured=measured)
-        seconds = _time_all(config, engines, folders, cases, threads, budget_s, progress)
+        seconds, widths = _time_all(config, engines, folders, cases, threads, budget_s, progress)
     for engine in engines:
         own, folder = cases[engine.name], folders[engine.name]
         table = tabulate(
@@ -117,6 +122,7 @@ def measure(
             own,
             [seconds[engine.name, case] for case in own],
             _provenance(engine, folder, threads),
+            widths[engine.name],
         )
         path = table_file(engine, folder, config.threads if engine is config.target else threads)
         cache.publish_file(path, json.dumps(table.to_dict(), indent=1) + "\n")
@@ -131,8 +137,10 @@ def _time_all(
     threads: int,
     budget_s: float,
     progress: Progress,
-) -> dict[tuple[str, Case], float]:
-    """Return the seconds of every engine's cases, each draft's after a pass of the target."""
+) -> tuple[dict[tuple[str, Case], float], dict[str, tuple[int, ...]]]:
+    """Return the seconds of every engine's cases, each draft's after a pass of the target, and the
+    widths of every engine.
+    """
     rng, before, target = random.Random(_SEED), Case(1, BASE_CONTEXT), config.target
     rigs = {
         engine.name: _rig(config, engine, folders, cases.get(engine.name, [before]), threads, rng)
@@ -159,7 +167,8 @@ def _time_all(
             "the machine is busy: measuring had %.0f%% of a core. Once it is quiet: spindle measure"
         )
         logger.warning(text, 100 * share)
-    return {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
+    seconds = {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
+    return seconds, {name: rig.engine.limits.widths for name, rig in rigs.items()}
 
 
 def _threads_of(

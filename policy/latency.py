@@ -69,6 +69,9 @@ class LatencyTable:
     proposed tokens, those that they follow are ``node_context_tokens[c]`` (left out: none). A
     target is measured in verification, a draft in steps (``tokens == rows``) and catch-up. Raises
     LatencyError on malformed values.
+
+    An engine that pads its passes to some counts of tokens, as CUDA graphs do, says which
+    (``widths``, rising; none: it pads nothing).
     """
 
     engine: str
@@ -78,8 +81,11 @@ class LatencyTable:
     seconds: tuple[float, ...]
     provenance: Provenance = SYNTHETIC
     node_context_tokens: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if list(self.widths) != sorted({*self.widths}) or any(w < 1 for w in self.widths):
+            raise LatencyError(f"widths must be rising and positive, got {list(self.widths)}")
         object.__setattr__(
             self, "node_context_tokens", self.node_context_tokens or (0,) * len(self.tokens)
         )
@@ -114,6 +120,7 @@ class LatencyTable:
             "schema": SCHEMA,
             "engine": self.engine,
             "provenance": provenance,
+            "widths": list(self.widths),
             **columns,
         }
 
@@ -123,6 +130,7 @@ class LatencyTable:
         if data.get("schema") != SCHEMA:
             raise LatencyError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
         names = {"schema", *(item.name for item in fields(cls))}
+        data = {"widths": (), **data}  # tables of before 0.3 have none
         _check_keys("table", data, names)
         provenance = data["provenance"]
         if not isinstance(provenance, Mapping):
@@ -134,7 +142,7 @@ class LatencyTable:
                 raise LatencyError(f"{name} must be a list, got {column!r}")
             columns[name] = tuple(column)
         made = Provenance(**provenance)
-        return cls(data["engine"], **columns, provenance=made)
+        return cls(data["engine"], **columns, provenance=made, widths=tuple(data["widths"]))
 
 
 _COLUMNS = (
@@ -185,7 +193,8 @@ class LatencyCurve:
 
         A base that never falls is a sum of steps >= 0 at the measured counts, so that isotonic
         regression and the coefficients are one problem. Between counts the base is linear. A term
-        that never varies at equal tokens cannot be separated from the base: it is 0.
+        that never varies at equal tokens cannot be separated from the base: it is 0. With widths a
+        count takes what the next width does.
         """
         tokens, seconds = np.array(table.tokens), np.array(table.seconds)
         knots = np.unique(tokens)
@@ -196,7 +205,11 @@ class LatencyCurve:
             columns.append((term * varies)[:, None])
         matrix = np.hstack(columns) / seconds[:, None]
         solution = nonnegative_least_squares(matrix, np.ones(len(seconds)))
-        base = np.interp(np.arange(knots[-1] + 1), knots, np.cumsum(solution[:-3]))
+        counts = np.arange(knots[-1] + 1)
+        if table.widths:
+            place = np.searchsorted(table.widths, counts)
+            counts = np.append(table.widths, knots[-1])[place]
+        base = np.interp(counts, knots, np.cumsum(solution[:-3]))
         last = len(base) - 1
         start = max(last // 2, int(knots[0]))  # the chord over the last octave averages stairs
         slope = float(base[last] - base[start]) / (last - start) if last > start else 0.0

@@ -128,6 +128,8 @@ class EngineLimits:
     """Submissions that a target takes besides the one that runs; above 0 it is a ``LooksAhead``."""
     in_target: bool = False
     """As a draft, it proposes on the target's device (``DeviceProposal``), and nowhere else."""
+    widths: tuple[int, ...] = ()
+    """The counts of tokens, rising, that its passes are padded to; none: it pads nothing."""
 
 
 @dataclass(frozen=True, slots=True)

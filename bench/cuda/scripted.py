@@ -170,6 +170,7 @@ def tables(job: Job, engine: ScriptedEngine, heads: list[HeadInTarget]) -> dict[
             own,
             [lower_quartile(found[name, case]) for case in own],
             provenance(job),
+            engine.limits.widths if name == TARGET else (),
         )
         for name, own in cases.items()
     }

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,6 +93,23 @@ def test_noise_that_falls_is_levelled_and_never_negative():
     assert (np.diff(base) >= -1e-15).all()
     assert (base > 0).all()
     assert curve.seconds(1) == pytest.approx(curve.seconds(3))
+
+
+def test_a_count_takes_what_the_next_width_does():
+    table = LatencyTable.synthetic("e", {1: 1.0, 4: 2.0, 16: 4.0, 64: 8.0})
+    curve = LatencyCurve.fit(replace(table, widths=(1, 4, 16, 64)))
+    assert [curve.at(count) for count in (1, 2, 4, 5, 16, 17, 64)] == pytest.approx(
+        [1.0, 2.0, 2.0, 4.0, 4.0, 8.0, 8.0]
+    )
+    assert LatencyTable.from_dict(replace(table, widths=(1, 4)).to_dict()).widths == (1, 4)
+    with pytest.raises(LatencyError, match=r"widths must be rising and positive, got \[4, 1\]"):
+        replace(table, widths=(4, 1))
+
+
+def test_a_table_without_widths_is_of_an_engine_that_pads_nothing():
+    data = LatencyTable.synthetic("e", {1: 1.0}).to_dict()
+    del data["widths"]
+    assert LatencyTable.from_dict(data).widths == ()
 
 
 def test_beyond_the_grid_the_last_octave_goes_on():

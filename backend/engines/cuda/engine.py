@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from backend.config import EngineConfig
 from backend.engines.checkpoint import DTYPES, read_config
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS
-from backend.engines.cuda.forward import PagedForward
+from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import ATTENTION
@@ -63,6 +63,7 @@ class CudaEngine(StepEngine):
             tree=True,
             scores=True,
             lookahead=lookahead,
+            widths=TOKEN_SIZES if is_cuda else (),
         )
         self._paged = model
         super().__init__(name, PagedForward(model, count=count), limits)
