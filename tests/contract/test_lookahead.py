@@ -10,7 +10,7 @@ from time import perf_counter
 import pytest
 
 from backend.request import ErrorCode
-from policy import FixedLength
+from policy import FixedLength, RandomChoice
 from tests.contract import checks, test_changing_drafts
 from tests.contract.ahead import (
     AheadEngine,
@@ -237,3 +237,29 @@ def test_a_draft_that_fails_on_the_device_rests():
     made.run()
     assert (sink.usage.output_tokens, sink.usage.drafted) == (40, 0)
     assert made.counters()["spindle_fallback_total", "target_error"] == 1
+
+
+def test_a_policy_learns_from_a_step_with_the_view_of_that_step():
+    """Rows whose drafts are on the host are in every second step."""
+    seen, learnt, missing = [], [], []
+
+    class Watching(RandomChoice):
+        def plan(self, view, state, now, rng):
+            seen.append(view)
+            return super().plan(view, state, now, rng)[0], view
+
+        def stand_by(self, view, state):
+            return view
+
+        def observe(self, outcome, state, now):
+            drafted = outcome.rows.request[outcome.rows.length > 0]  # others may end a prompt
+            learnt.append(state is seen[-1])
+            missing.extend(set(drafted.tolist()) - set(state.request.tolist()))
+            return state
+
+    made = World(Watching(), drafts=(0.8, 0.8), lookahead=1)
+    for number in range(5):
+        made.submit(f"once upon {number}", 40)
+    made.run()
+    assert learnt.count(False) > 5
+    assert missing == []
