@@ -110,6 +110,11 @@ class Orchestrator:
         """Return (active, waiting) requests."""
         return len(self._active), len(self._admission) + len(self._inbox)
 
+    @property
+    def in_flight(self) -> int:
+        """Submissions that have not been collected."""
+        return len(self._in_flight)
+
     def check(self) -> None:
         """Raise RuntimeError where batch, queue and KV blocks contradict each other. Between two
         steps.

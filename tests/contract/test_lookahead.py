@@ -131,7 +131,7 @@ def test_drafts_change_when_nothing_is_in_flight(monkeypatch):
         policy = Scripted([(column, K_MAX) for column in range(-1, 1 + step % 2)])
         done = made.loop.between_steps(
             lambda chosen=engines[: 1 + step % 2], policy=policy, seen=in_flight: (
-                seen.append(len(made.loop._in_flight)),
+                seen.append(made.loop.in_flight),
                 made.loop.draft_with(chosen, policy, policy.start()),
             )
         )
@@ -154,7 +154,7 @@ def test_what_is_in_flight_when_a_client_leaves_is_dropped_and_its_blocks_are_gi
     gone, stays = made.submit("once upon", 60), made.submit("a time", 60)
     for _ in range(6):
         made.step()
-    assert len(made.loop._in_flight) == 1
+    assert made.loop.in_flight == 1
     gone.cancelled = True
     made.run()
     assert gone.reason == ErrorCode.CANCELLED
@@ -180,10 +180,10 @@ def test_the_end_of_the_loop_drops_what_is_in_flight():
     sinks = [made.submit("once upon", 60), made.submit("a time", 60)]
     for _ in range(5):
         made.step()
-    assert len(made.loop._in_flight) == 1
+    assert made.loop.in_flight == 1
     made.loop.abort(ErrorCode.UNAVAILABLE, "the server is shutting down")
     assert [sink.reason for sink in sinks] == [ErrorCode.UNAVAILABLE] * 2
-    assert len(made.loop._in_flight) == 0
+    assert made.loop.in_flight == 0
     assert made.ledger.usage()["used"] == 0
 
 
@@ -213,7 +213,7 @@ def test_no_second_of_a_step_is_counted_twice():
     target = {"engine": "fake", "lookahead": 1, "step_s": 0.02}
     app = fake_app(target=target)
     sinks = [ask(app, prompt, 30) for prompt in ("once upon a time", "there was")]
-    while not app.orchestrator._in_flight:
+    while not app.orchestrator.in_flight:
         app.orchestrator.step()
     outcomes, started_s = [], perf_counter()
     observe = app.orchestrator.cycle.runner.observe

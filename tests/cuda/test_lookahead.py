@@ -11,7 +11,7 @@ from backend.engines.cuda.lookahead import LookaheadEngine
 from backend.engines.port import AFTER, Completion, DeviceProposal, Turn
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
-from tests.cuda.test_model import models
+from tests.cuda.families import models
 
 pytestmark = pytest.mark.slow
 PROMPT = [7, 8, 9, 10, 11]

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from backend.request import ErrorCode
 from policy import NoSpeculation, Plan, RandomChoice
@@ -39,22 +37,6 @@ def plain_text(prompt, max_tokens=20):
     sink = world.submit(prompt, max_tokens)
     world.run()
     return sink.text
-
-
-@pytest.mark.medium
-@settings(max_examples=40, deadline=None)
-@given(
-    prompts=st.lists(st.text("abcdef ", min_size=1, max_size=40), min_size=1, max_size=6),
-    chunk=st.integers(1, 30),
-    max_active=st.integers(1, 6),
-    seed=st.integers(0, 1000),
-)
-def test_greedy_text_does_not_depend_on_plan_batch_or_chunking(prompts, chunk, max_active, seed):
-    world = World(max_active=max_active, chunk=chunk, seed=seed)
-    sinks = [world.submit(prompt) for prompt in prompts]
-    world.run()
-    assert [sink.text for sink in sinks] == [plain_text(prompt) for prompt in prompts]
-    assert all(len(sink.ends) == 1 and sink.ends[0][0] == "length" for sink in sinks)
 
 
 @pytest.mark.parametrize("needs", [True, False])
