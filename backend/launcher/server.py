@@ -175,16 +175,7 @@ class TritonServer:
             *backend,
             "--disable-auto-complete-config",
         ]
-        return [*server, *self._trace_flags(), *self._arguments]
-
-    def _trace_flags(self) -> list[str]:
-        url, rate = self._settings.trace_url, self._settings.trace_rate
-        settings = (
-            ("mode=opentelemetry", "level=TIMESTAMPS", f"rate={rate}", f"opentelemetry,url={url}")
-            if url
-            else ()
-        )
-        return [f"--trace-config={setting}" for setting in settings]
+        return [*server, *trace_flags(self._settings), *self._arguments]
 
     def _environment(self) -> dict[str, str]:
         """Return the server's environment: the stub finds its virtual environment through
@@ -254,3 +245,10 @@ def _model_of_stub(pid: int) -> str | None:
         ),
         "unknown",
     )
+
+
+def trace_flags(settings: Settings) -> list[str]:
+    """Return tritonserver's options for traces: none where they go nowhere."""
+    url, rate = settings.trace_url, settings.trace_rate
+    traces = "mode=opentelemetry", "level=TIMESTAMPS", f"rate={rate}", f"opentelemetry,url={url}"
+    return [f"--trace-config={setting}" for setting in traces] if url else []

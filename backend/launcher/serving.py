@@ -72,7 +72,7 @@ def _run(stop: threading.Event, overrides: Overrides, arguments: list[str], verb
     check_machine()
     check_ports(settings)
     with run_folder() as folder:
-        settings, config = _files(settings, overrides, folder)
+        settings, config = fill_run_folder(settings, overrides, folder)
         _prepare(settings, config, stop, verbose)
         log = None if verbose else log_path(settings)
         with open_log(log) if log else contextlib.nullcontext() as output:
@@ -85,12 +85,14 @@ def _run(stop: threading.Event, overrides: Overrides, arguments: list[str], verb
                 raise LaunchError("\n".join(lines)) from None
 
 
-def _files(
+def fill_run_folder(
     settings: Settings,
     overrides: Overrides,
     folder: Path,
 ) -> tuple[Settings, ServingConfig]:
-    """Fill the run folder. Raises LaunchError, ConfigError."""
+    """Fill the run folder; return the settings and configuration of what is in it. Raises
+    LaunchError, ConfigError.
+    """
     try:
         config, path = write_overridden(settings.config, overrides, folder)
         socket_in(folder)

@@ -207,6 +207,11 @@ class _Texts:
         """Return the next text as soon as there is a place for it, None after the last."""
         return await self._due.get()
 
+    @property
+    def has_next(self) -> bool:
+        """Whether ``next`` returns at once."""
+        return not self._due.empty()
+
     def ended(self) -> None:
         """Give its place to another text."""
         self._left -= 1

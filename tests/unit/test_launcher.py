@@ -24,7 +24,7 @@ from backend.launcher.run_folder import (
     write_backend,
     write_model_repository,
 )
-from backend.launcher.server import TritonServer
+from backend.launcher.server import trace_flags
 from backend.launcher.settings import (
     DEFAULT_CONFIG,
     LaunchError,
@@ -52,7 +52,7 @@ def test_the_defaults_are_triton_s_ports_on_loopback():
 
 def test_traces_go_nowhere_unless_asked_for_and_then_at_triton_s_rate():
     settings = read_settings({"TRACE_URL": "", "TRACE_RATE": ""})
-    assert (settings.trace_url, TritonServer(settings, Path("/x"), [])._trace_flags()) == ("", [])
+    assert (settings.trace_url, trace_flags(settings)) == ("", [])
     url = "http://collector:4318/v1/traces"
     assert (
         read_settings({"TRACE_URL": url}).trace_url,
@@ -312,7 +312,7 @@ def test_a_log_is_begun_anew_and_the_last_one_kept(tmp_path):
 def test_a_model_without_drafts_is_said_to_have_suffix_alone(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     overrides = Overrides(model=str(tmp_path / "mine"))
-    settings, config = serving._files(read_settings({}), overrides, tmp_path)
+    settings, config = serving.fill_run_folder(read_settings({}), overrides, tmp_path)
     assert settings.config == tmp_path / "serving.json"
     assert [draft.name for draft in config.drafts] == ["suffix"]
     assert "suffix is the only draft" in capsys.readouterr().out

@@ -1,5 +1,5 @@
 import json
-from time import monotonic
+from time import monotonic, sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,8 +28,8 @@ def folder(tmp_path, monkeypatch):
 
 
 class World:
-    def __init__(self, state=None, key="a" * 64, keep=True):
-        self.policy, self.stats = planner(), Stats()
+    def __init__(self, state=None, key="a" * 64, keep=True, policy=None):
+        self.policy, self.stats = policy or planner(), Stats()
         self.planning = SimpleNamespace(state=state or self.policy.start())
         self.learned = LearnedState(
             self.policy, self.planning, StepStats(self.stats), key, keep=keep
@@ -62,7 +62,7 @@ def test_it_is_saved_while_it_runs(monkeypatch):
     for _ in range(1000):
         if cache.learned_file("a" * 64).exists():
             break
-        world.learned._thread.join(0.01)
+        sleep(0.01)
     assert json.loads(cache.learned_file("a" * 64).read_text())["state"]["schema"] == SCHEMA
     world.learned.close()
 
@@ -114,9 +114,7 @@ def test_a_user_s_policy_whose_state_cannot_be_kept_costs_a_metric(kept):
 
         save = kept
 
-    world = World()
-    world.learned._policy = Guarded("my_package.Mine", Mine())
-    world.planning.state = world.learned._policy.start()
+    world = World(policy=Guarded("my_package.Mine", Mine()))
     world.learned.close()
     assert world.fallbacks() == {"learned_state_unsaved": 1}
 

@@ -27,7 +27,7 @@ def test_the_texts_of_a_body_are_asked_for_as_places_come_free(count, most):
     async def ask():
         texts, asked, in_flight = _Texts(count, most), [], 0
         while True:
-            while not texts._due.empty() and (index := await texts.next()) is not None:
+            while texts.has_next and (index := await texts.next()) is not None:
                 asked.append(index)
                 in_flight += 1
             assert in_flight <= most
@@ -44,7 +44,7 @@ def test_a_text_that_finds_the_queue_full_is_asked_for_again_once_another_has_en
         texts = _Texts(3, 2)
         assert [await texts.next(), await texts.next()] == [0, 1]
         assert texts.put_off(1)
-        assert texts._due.empty()
+        assert not texts.has_next
         texts.ended()  # 0
         assert await texts.next() == 1
         assert not texts.put_off(1), "nothing of the body is in flight that could make a place"
