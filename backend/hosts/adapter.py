@@ -33,11 +33,6 @@ from policy import LatencyTable, NoSpeculation, Plan, View
 
 logger = logging.getLogger(__name__)
 
-_MANY_ROWS, _EVIDENCE_STEPS = 16, 4
-"""From ``_MANY_ROWS`` on, while a plan without speculation is kept, free drafts are asked about
-each row in one of ``_EVIDENCE_STEPS`` steps: asking takes longer than planning.
-"""
-
 _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
@@ -94,7 +89,6 @@ class Host:
             for engine, draft in zip(serving.drafts, self.drafts, strict=True)
             if engine.kind.measured
         }
-        self._turn = 0
         self._numbers = count(1)
         self.sequences: dict[Hashable, Sequence] = {}
         """What the drafts know of each request that is not over."""
@@ -173,9 +167,6 @@ class Host:
         ]
         request, context, remaining, most = np.array(columns, np.int64).T
         rests = not self.cycle.runner.needs_offers(request)
-        if rests and len(rows) >= _MANY_ROWS:  # what free drafts offer is evidence only
-            self._turn = (self._turn + 1) % _EVIDENCE_STEPS
-            most *= np.arange(len(rows)) % _EVIDENCE_STEPS == self._turn
         ceiling, unseen = self.cycle.drafting.ceilings(sequences, most.tolist(), only_free=rests)
         names = self.cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)
