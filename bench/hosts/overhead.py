@@ -3,9 +3,8 @@ between the host's two calls. No vLLM: the target is a pause of ``--step-s``.
 
     python -m bench.hosts.overhead --out docs/results/host-overhead.json     # a minute
 
-Rows write texts of which a third repeats itself; requests end after 128 tokens and others come. The
-policy is the adaptive one, which keeps plans where making them takes more than its share of a step,
-so that the length of the step matters. Times are of steps behind the first ``WARM_STEPS``.
+Rows write texts of which a third repeats itself; a request ends after 128 tokens and another
+arrives. Times are of steps after the first ``WARM_STEPS``.
 """
 
 from __future__ import annotations
