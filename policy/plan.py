@@ -38,7 +38,7 @@ class View:
     """Tokens that the request may still emit, at least 1."""
     ceiling: IntArray
     """By row and draft the most tokens that it may propose. 0: none, or it was not asked (see
-    ``Policy.needs_offers``).
+    ``Policy.needs_ceilings``).
     """
     catchup: IntArray
     """By row and draft the committed tokens that it has not seen."""
@@ -228,7 +228,7 @@ class Policy(Protocol[State]):
         """Choose a draft and a length for every row."""
         ...
 
-    def needs_offers(self, request: IntArray, state: State) -> bool:
+    def needs_ceilings(self, request: IntArray, state: State) -> bool:
         """Return whether the next plan may depend on what drafts could propose.
 
         Where it does not, if it is for these requests int64[n], the view's ``ceiling`` and
@@ -250,7 +250,7 @@ class Policy(Protocol[State]):
         del outcome, now
         return state
 
-    def stand_by(self, view: View, state: State) -> State:
+    def observe_unplanned(self, view: View, state: State) -> State:
         """Return the state before a step that someone else plans, and ``observe`` learns from."""
         del view
         return state

@@ -331,7 +331,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         time_loops.predict(times, self._step(outcome, view), parts)
         return parts
 
-    def stand_by(self, view: View, state: PlannerState) -> PlannerState:
+    def observe_unplanned(self, view: View, state: PlannerState) -> PlannerState:
         """Return the state before a step that another plans; what it shows is learnt."""
         after = state.copy()
         after.view, after.predicted_draft, after.predicted_gain = view, None, None

@@ -150,9 +150,9 @@ class Traced(Wrapper[PlannerState]):
         self._trace(state, after, observe={"outcome": outcome, "now": now})
         return after
 
-    def stand_by(self, view: View, state: Wrapped[PlannerState]) -> Wrapped[PlannerState]:
-        after = super().stand_by(view, state)
-        self._trace(state, after, stand_by={"view": view})
+    def observe_unplanned(self, view: View, state: Wrapped[PlannerState]) -> Wrapped[PlannerState]:
+        after = super().observe_unplanned(view, state)
+        self._trace(state, after, observe_unplanned={"view": view})
         return after
 
     def _trace(
@@ -205,12 +205,12 @@ def replayed(lines: Iterable[str]) -> Iterator[Replanned]:
                     state = after
                 case {"observe": {"outcome": outcome, "now": now}}:
                     state = planner.observe(outcome, state, now)
-                case {"stand_by": {"view": view}}:
-                    state = planner.stand_by(view, state)
+                case {"observe_unplanned": {"view": view}}:
+                    state = planner.observe_unplanned(view, state)
                 case {"state": PlannerState() as state}:
                     pass
                 case _:
-                    raise ValueError("no plan, observe, stand_by or state")
+                    raise ValueError("no plan, observe, observe_unplanned or state")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TraceError(f"line {number} is no line of a trace: {error!r}") from error
         if replanned is not None:

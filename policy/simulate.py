@@ -22,6 +22,7 @@ import numpy as np
 
 from policy.custom import PolicyError
 from policy.latency import LatencyTable
+from policy.loops import compiling
 from policy.simulation import presets
 from policy.simulation.arms import check_arms, known_arms
 from policy.simulation.deployment import Deployment
@@ -66,6 +67,9 @@ class Runner:
 
     def __init__(self, jobs: int, program: str = "spindle simulate") -> None:
         self.jobs, self.program, self.steps, self.wall_s = jobs, program, 0, 0.0
+        if not compiling.is_cached():
+            print("compiling the planner, about 30 s at the first start", file=sys.stderr)
+        compiling.compile_all()  # before the processes fork
         self._pool = ProcessPoolExecutor(jobs)
 
     def __call__(self, scenario: Scenario, tasks: list[Task]) -> dict[Task, Result]:

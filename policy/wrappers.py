@@ -39,8 +39,8 @@ class Wrapper(Policy[Wrapped[State]]):
         plan, inner = self.policy.plan(view, state.inner, now, rng)
         return plan, Wrapped(inner)
 
-    def needs_offers(self, request: IntArray, state: Wrapped[State]) -> bool:
-        return self.policy.needs_offers(request, state.inner)
+    def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
+        return self.policy.needs_ceilings(request, state.inner)
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
         return self.policy.trim(view, plan, drafted, state.inner)
@@ -49,8 +49,8 @@ class Wrapper(Policy[Wrapped[State]]):
         inner = self.policy.observe(outcome, state.inner, now)
         return Wrapped(inner, state.shadow_drafts)
 
-    def stand_by(self, view: View, state: Wrapped[State]) -> Wrapped[State]:
-        return Wrapped(self.policy.stand_by(view, state.inner), state.shadow_drafts)
+    def observe_unplanned(self, view: View, state: Wrapped[State]) -> Wrapped[State]:
+        return Wrapped(self.policy.observe_unplanned(view, state.inner), state.shadow_drafts)
 
     def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
         return self.policy.save(state.inner, now)
@@ -116,14 +116,16 @@ class SwitchedPolicy(Wrapper[State]):
         """Plan as the switches say. Raises ValueError when the fixed draft is not in the view."""
         switches = self._switches()
         if switches.speculation == "off":
-            return Plan.nothing(len(view)), Wrapped(self.policy.stand_by(view, state.inner))
+            return Plan.nothing(len(view)), Wrapped(
+                self.policy.observe_unplanned(view, state.inner)
+            )
         view = switches.capped(view)
         if switches.speculation == "shadow":
             seen = _with_shadow(view, state.shadow_drafts or {})
             shadow, inner = self.policy.plan(seen, state.inner, now, rng)
             used = np.flatnonzero(shadow.length)
             drafts = zip(view.request[used].tolist(), shadow.draft[used].tolist(), strict=True)
-            after = Wrapped(self.policy.stand_by(view, inner), dict(drafts))
+            after = Wrapped(self.policy.observe_unplanned(view, inner), dict(drafts))
             return replace(switches.fixed(view), shadow=shadow), after
         if view.control is None or not view.control.any():
             return super().plan(view, state, now, rng)
@@ -133,13 +135,13 @@ class SwitchedPolicy(Wrapper[State]):
         length = np.where(view.control, fixed.length, plan.length)
         return replace(plan, draft=draft, length=length), after
 
-    def needs_offers(self, request: IntArray, state: Wrapped[State]) -> bool:
+    def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
         """Return the policy's answer if it alone decides; False if speculation is off."""
         switches = self._switches()
         if switches.speculation == "off":
             return False
         alone = switches.speculation == "on" and switches.canary_share == 1
-        return not alone or super().needs_offers(request, state)
+        return not alone or super().needs_ceilings(request, state)
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
         """Return the policy's answer; rows that it did not plan are verified as planned."""

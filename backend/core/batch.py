@@ -67,13 +67,13 @@ class Batch:
         return batch
 
     def view(
-        self, drafting: Drafting, k_max: int, needs_offers: Callable[[IntArray], bool]
+        self, drafting: Drafting, k_max: int, needs_ceilings: Callable[[IntArray], bool]
     ) -> View:
         """Return the decoding rows as the policy sees them. A row that follows a turn in flight is
         as it was before that turn, which emits a token at least.
 
         Drafts that are not free are asked what they could propose only where the plan for requests
-        of these ids ``needs_offers``.
+        of these ids ``needs_ceilings``.
         """
         rows = self.decoding
         left = [s.remaining - (s.id in self.following) for s in rows]
@@ -82,7 +82,7 @@ class Batch:
             for s, tokens in zip(rows, left, strict=True)
         ]
         request, context, remaining, group, tenant = np.array(numbers, np.int64).reshape(-1, 5).T
-        rests = not needs_offers(request)
+        rests = not needs_ceilings(request)
         most = [_most(s, k_max, tokens) for s, tokens in zip(rows, left, strict=True)]
         ceiling, unseen = drafting.ceilings([s.sequence for s in rows], most, only_free=rests)
         return View(

@@ -175,7 +175,7 @@ class Orchestrator:
     def _submit(self, batch: Batch, log: StepLog) -> bool:
         """Plan for a batch, draft and submit it; return whether anything of it does not wait."""
         cycle = self.cycle
-        view = batch.view(cycle.drafting, self._k_max, cycle.runner.needs_offers)
+        view = batch.view(cycle.drafting, self._k_max, cycle.runner.needs_ceilings)
         sequences = [session.sequence for session in batch.decoding]
         step = cycle.propose(sequences, view, log, following=batch.following)
         submission = batch.submission(step)

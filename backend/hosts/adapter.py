@@ -166,7 +166,7 @@ class Host:
             for row, s in zip(rows, sequences, strict=True)
         ]
         request, context, remaining, most = np.array(columns, np.int64).T
-        rests = not self.cycle.runner.needs_offers(request)
+        rests = not self.cycle.runner.needs_ceilings(request)
         ceiling, unseen = self.cycle.drafting.ceilings(sequences, most.tolist(), only_free=rests)
         names = self.cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)

@@ -182,6 +182,6 @@ class Cycle:
         self._next_log = StepLog(self.drafting.names)
         with self._next_log.part("learning"):
             if log is not self._latest_log:
-                self.runner.stand_by(step.view)
+                self.runner.observe_unplanned(step.view)
             self.runner.observe(outcome)
         self._stats.step(step.plan, outcome, self.drafting.names, log.control)

@@ -65,7 +65,7 @@ def check_policy(config: ServingConfig) -> None:
 def compile_planner(say: Callable[[str], None]) -> None:
     """Compile the planner's loops or load them from the cache; ``say`` so before compiling."""
     if not compiling.is_cached():
-        say("compiling the planner, about 20 s at the first start")
+        say("compiling the planner, about 30 s at the first start")
     compiling.compile_all()
 
 

@@ -72,10 +72,10 @@ class PolicyRunner:
         self._decisions.note(plan, self._clock(), self.drift)
         return plan
 
-    def needs_offers(self, request: IntArray) -> bool:
+    def needs_ceilings(self, request: IntArray) -> bool:
         """Return whether the next plan may depend on what drafts could propose."""
         try:
-            return self.policy.needs_offers(request, self.state)
+            return self.policy.needs_ceilings(request, self.state)
         except Exception:
             self._failed("all drafts are asked")
             return True
@@ -93,12 +93,12 @@ class PolicyRunner:
             planned: list[int] = plan.length.tolist()
             return planned
 
-    def stand_by(self, view: View) -> None:
+    def observe_unplanned(self, view: View) -> None:
         """Let the policy know whose step it learns from next, where that is not the last one that
         was planned.
         """
         try:
-            self.state = self.policy.stand_by(view, self.state)
+            self.state = self.policy.observe_unplanned(view, self.state)
         except Exception:
             self._failed("it learns as from the last step")
 

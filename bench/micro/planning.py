@@ -1,13 +1,18 @@
-"""What the loop pays for planning by batch size, in microseconds; run by ``bench/micro/search.py``.
+"""What the loop pays for planning by batch size, in microseconds: a part of ``search.py``, and by
+itself, the least of three rounds:
+
+    python -m bench.micro.planning --out FILE
 
 Counted are ``View(...)`` with ``plan`` (and the Plan in it), and ``observe``, in CPU time: a busy
 machine does not count, but for its caches. k_max is 8; requests unlike each other finish and arrive
 in a closed loop; times are of a roofline: memory-bound at first, then by the token. Cold is the
-first step of a planner that knows nothing; warm starts from the last step's price. No plan is kept.
+first step of a planner that knows nothing; warm starts from the last step's price.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -177,3 +182,21 @@ def flapping(rows: int, steps: int, seed: int) -> dict[str, float]:
     tokens = np.array([np.abs(one.length - two.length) for one, two in pairs])
     figures = {"draft": other, "choice": other | (tokens > 0), "tokens": tokens}
     return {name: round(float(values.mean()), 4) for name, values in figures.items()}
+
+
+def main() -> None:
+    """Measure, and write the figures by drafts and rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    for drafts in (2, 4):
+        for rows in (1, 4, 16, 64, 256):
+            rounds = [measure(rows, drafts, 200, 0) for _ in range(3)]
+            least = {name: min(each[name] for each in rounds) for name in rounds[0]}
+            figures.setdefault(str(drafts), {})[str(rows)] = least
+    options.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

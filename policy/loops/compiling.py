@@ -1,8 +1,8 @@
 """How the loops are compiled: when, for which types, and where the result is cached.
 
-Compiling all takes some 20 s, and loading it from the cache a fraction of one. ``compile_all`` does
+Compiling all takes about 30 s, loading it from the cache a fraction of one. ``compile_all`` does
 either, so that no step of a server has to. With ``NUMBA_DISABLE_JIT=1`` the same source runs as
-plain Python, which is some hundred times as slow.
+plain Python, about a hundred times as slowly.
 """
 
 from __future__ import annotations

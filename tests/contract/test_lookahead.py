@@ -248,7 +248,7 @@ def test_a_policy_learns_from_a_step_with_the_view_of_that_step():
             seen.append(view)
             return super().plan(view, state, now, rng)[0], view
 
-        def stand_by(self, view, state):
+        def observe_unplanned(self, view, state):
             return view
 
         def observe(self, outcome, state, now):

@@ -44,7 +44,7 @@ def test_drafts_are_asked_where_the_policy_needs_it_and_free_ones_always(needs):
     seen, asked = [], []
 
     class Watching(NoSpeculation):
-        def needs_offers(self, request, state):
+        def needs_ceilings(self, request, state):
             asked.append(request.tolist())
             return needs
 
@@ -285,7 +285,7 @@ def test_a_turn_that_fails_alone_ends_its_request_only():
     assert fine.text == plain_text("def")
 
 
-@pytest.mark.parametrize("method", ["plan", "observe", "needs_offers", "drift"])
+@pytest.mark.parametrize("method", ["plan", "observe", "needs_ceilings", "drift"])
 def test_whatever_of_a_policy_fails_in_every_step_no_request_does(method):
     broken = type("Broken", (RandomChoice,), {method: lambda *_: 1 / 0})
     world = World(broken())

@@ -127,7 +127,7 @@ def test_a_class_or_a_function_is_made_into_a_policy_with_its_options(module):
         ("Mine", {"size": 1}, "but takes (drafts, latency, k_max, length=2): got an unexpected"),
         ("Breaks", {}, "raised ZeroDivisionError: division by zero (own_policy_"),
         ("Startless", {}, "Startless.start raised IndexError: list index out of range (own_p"),
-        ("Bare", {}, "made a Bare without start, plan, needs_offers, trim, obs"),
+        ("Bare", {}, "made a Bare without start, plan, needs_ceilings, trim, obs"),
         ("Inner.Policy", {}, "there is no module 'own_policy_"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_step_that_another_plans_teaches_times_and_acceptance():
     seen = view(2)
     plan, state = p.plan(seen, p.start(), 0.0, RNG)
     state = p.observe(outcome(seen, plan, np.full(2, 8)), state, 0.0)
-    waiting = p.stand_by(replace(seen, context=seen.context + 50), state)
+    waiting = p.observe_unplanned(replace(seen, context=seen.context + 50), state)
     nothing = np.zeros(2, np.int64)
     plain = outcome_of(
         seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing,

@@ -57,7 +57,7 @@ def test_off_takes_effect_at_the_next_step_and_on_again_at_once():
 def test_drafts_are_asked_where_another_than_a_resting_policy_may_use_them(switches, needs):
     for policy, resting in ((NoSpeculation(), True), (planner(), False)):
         switched = SwitchedPolicy(policy, lambda: switches)
-        assert switched.needs_offers(np.arange(4), switched.start()) == (
+        assert switched.needs_ceilings(np.arange(4), switched.start()) == (
             needs or not (resting or switches.speculation == "off")
         )
 
@@ -111,7 +111,7 @@ def test_in_the_shadow_a_draft_that_would_have_been_used_has_nothing_to_catch_up
     p = switched(Lever(speculation="shadow"))
     far = view(1, catchup=np.full((1, 2), 400), ceiling=np.array([[8, 0]]))
     first, state = p.plan(far, p.start(), 0.0, RNG)
-    state = p.observe(outcome(far, first, 0), p.stand_by(far, state), 0.0)
+    state = p.observe(outcome(far, first, 0), p.observe_unplanned(far, state), 0.0)
     second, _ = p.plan(replace(far, catchup=far.catchup + 1), state, 0.1, RNG)
     assert first.shadow.length[0] > 0
     assert second.shadow.predicted_s < first.shadow.predicted_s - 0.7

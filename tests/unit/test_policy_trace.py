@@ -50,7 +50,7 @@ def traced(steps=60, most_lines=1000, **config):
                 seen, control=rng.random(rows) < 0.5, control_plan=given, prefill_tokens=5
             )
         if step % 11 == 5:
-            state = policy.stand_by(seen, state)
+            state = policy.observe_unplanned(seen, state)
         else:
             plan, state = policy.plan(seen, state, 0.3 * step, draws)
             accepted = rng.integers(0, plan.length + 1)

@@ -1,0 +1,59 @@
+"""The compiled loops: for which types, from which source, and what a bad cache folder costs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from policy.loops import acceptance, compiling
+from tests.fakes.policies import RNG, latency, outcome, planner, view
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+        check=True,
+    ).stdout
+
+
+def plans():
+    """Some plans of a small batch, as JSON-able data."""
+    p, rng = planner(latency((0.1, 0.15)), explore_share=0.05), np.random.default_rng(1)
+    state, made = p.start(), []
+    for step in range(6):
+        seen = view(3, request=np.arange(3) + step // 3)
+        plan, state = p.plan(seen, state, float(step), RNG)
+        made.append([plan.draft.tolist(), plan.length.tolist(), round(plan.predicted_s, 9)])
+        over = seen.request[:1] if step % 3 == 2 else seen.request[:0]
+        done = outcome(seen, plan, rng.integers(0, plan.length + 1), 1.2, finished=over)
+        state = p.observe(done, state, float(step))
+    return made
+
+
+def test_the_same_source_decides_the_same_as_plain_python():
+    code = "import json; from tests.unit.test_policy_loops import plans; print(json.dumps(plans()))"
+    assert json.loads(run(code, NUMBA_DISABLE_JIT="1")) == plans()
+
+
+def test_nothing_is_compiled_for_other_types_once_all_is_compiled():
+    compiling.compile_all()
+    with pytest.raises(TypeError, match="No matching definition"):
+        acceptance.find_all(*np.zeros((4, 2)))
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_costs_no_more():
+    code = "from policy.loops import compiling, step; print(compiling.problems)"
+    assert run(code, NUMBA_CACHE_DIR="/proc/nowhere").startswith(
+        "['the folder /proc/nowhere/loops-"
+    )
+    assert run(code) == "[]\n"
