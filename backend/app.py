@@ -33,7 +33,6 @@ from backend.storage import cache
 from backend.storage.tables import load_tables, shipped_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from policy import LatencyTable
-from policy.loops import compiling
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,6 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     """
     _check_imports()
     check_policy(config)
-    compile_planner(logger.info)
     tokenizer = _tokenizer(config)
     tables, threads = _measured(config) if tables is None else (tables, 1)
     check_memory(config)
@@ -84,9 +82,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     drafts = [make_engine(draft, service) for draft in config.drafts]
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=_cpu_only(config))
     _tell_slow_kernels(config, step_stats)
-    for problem in compiling.problems:
-        logger.warning("the planner is compiled at every start: %s", problem)
-        step_stats.fallback("planner_not_cached")
+    compile_planner(logger.info, step_stats)
     switches = SwitchBoard(config, step_stats)
     planner = policy.SwitchedPolicy(
         make_policy(config, drafts, tables, step_stats), switches.current

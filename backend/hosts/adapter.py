@@ -28,7 +28,7 @@ from backend.request import SamplingParams, tenant_id
 from backend.sequence import Proposal, Sequence
 from backend.speculation.cycle import Cycle, Step
 from backend.speculation.drafting import Drafting
-from backend.speculation.policy_factory import make_policy
+from backend.speculation.policy_factory import compile_planner, make_policy
 from policy import LatencyTable, NoSpeculation, Plan, View
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Host:
         self.k_max = serving.policy.k_max
         self._serving, self._clock = serving, clock
         self._stats = StepStats(stats)
+        compile_planner(logger.info, self._stats)
         service = Service(serving, _threads(serving.threads), lambda e: Path(e.model), stats.count)
         self.drafts = [make_engine(engine, service) for engine in serving.drafts]
         drafting = Drafting(self.drafts, self._stats, clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from policy import LatencyTable, custom
 from policy.baselines import BASELINES, BaselineSettings
 from policy.loops import compiling
 from policy.replay import Traced
+
+logger = logging.getLogger(__name__)
 
 OVERHEAD_S, SPECULATION_S = 5e-4, 3e-4
 """Start values that no table has: a step's overhead, and what speculating adds to it. Measured
@@ -62,11 +65,18 @@ def check_policy(config: ServingConfig) -> None:
             custom.import_policy(config.policy.kind)
 
 
-def compile_planner(say: Callable[[str], None]) -> None:
-    """Compile the planner's loops or load them from the cache; ``say`` so before compiling."""
+def compile_planner(say: Callable[[str], None], stats: StepStats | None = None) -> None:
+    """Compile the planner's loops or load them from the cache; ``say`` it if that takes long, and
+    count in ``stats`` that it will again.
+    """
     if not compiling.is_cached():
         say("compiling the planner, about 30 s at the first start")
     compiling.compile_all()
+    if stats is None:
+        return
+    for problem in compiling.problems:
+        logger.warning("the planner is compiled at every start: %s", problem)
+        stats.fallback("planner_not_cached")
 
 
 @contextmanager
