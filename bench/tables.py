@@ -80,7 +80,6 @@ WORTH = "worth"
 PARTS = {
     "deviation": "requests' deviations",
     "exploration": "trials",
-    "keeping": "keeping choices",
     "waiting": "those who wait in the price",
     "catch-up": "what catching up tells",
     "trim": "the trim",
