@@ -108,6 +108,7 @@ ARRIVALS = st.lists(
     growth_blocks=st.integers(0, 4),
     speculate=st.booleans(),
     reuse=st.booleans(),
+    lookahead=st.integers(0, 1),
 )
 @example(  # cancelled before its first step, which would have been its last
     arrivals=[Arrival(0, 1, 1, 0.0, cancel_after=0)],
@@ -118,11 +119,21 @@ ARRIVALS = st.lists(
     growth_blocks=0,
     speculate=False,
     reuse=False,
+    lookahead=0,
 )
 def test_every_request_ends_in_bounded_steps_and_no_greedy_text_changes(
-    arrivals, extra_blocks, max_active, chunk, guaranteed, growth_blocks, speculate, reuse
+    arrivals,
+    extra_blocks,
+    max_active,
+    chunk,
+    guaranteed,
+    growth_blocks,
+    speculate,
+    reuse,
+    lookahead,
 ):
-    blocks = -(-(max(a.life for a in arrivals) + K_MAX + 1) // BLOCK_TOKENS) + extra_blocks
+    headroom = (K_MAX + 1) * (1 + lookahead)
+    blocks = -(-(max(a.life for a in arrivals) + headroom) // BLOCK_TOKENS) + extra_blocks
     world = small_world(
         blocks,
         max_active=max_active,
@@ -131,9 +142,11 @@ def test_every_request_ends_in_bounded_steps_and_no_greedy_text_changes(
         guaranteed=guaranteed,
         growth_blocks=growth_blocks,
         reuse=reuse,
+        lookahead=lookahead,
     )
     sessions = serve(world, arrivals)
-    assert world.steps <= bound(arrivals, chunk)
+    # a step may only submit, and a row that waits takes part in every second one
+    assert world.steps <= (1 + lookahead) * bound(arrivals, chunk) + 5 * lookahead
     usage = world.ledger.usage()
     assert (usage["used"], usage["free"]) == (0, blocks)
     assert reuse or not usage["cached"]
