@@ -36,7 +36,10 @@ class DeviceProposal:
 
     draft: Engine  # one with ``limits.in_target``
     length: int  # of the longest path, in tokens
-    nodes: int  # verified at most, the likeliest of them
+    nodes: int
+    """The likeliest of them that are verified. An engine may share the sum of a submission's nodes
+    out among its turns, where they are likeliest.
+    """
 
 
 @dataclass(slots=True)
