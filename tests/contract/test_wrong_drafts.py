@@ -142,6 +142,8 @@ def test_a_head_that_is_never_right_is_left_out_and_the_metrics_say_so(tmp_path)
             elif name == "spindle_emitted_tokens_total":
                 emitted[-1][labels["draft"]] += value
     app.close()
-    assert nodes["draft"] > 200  # as the alert SpindleDraftNeverRight asks
+    # Given up early, and tried now and then: in 30 minutes that is what the alert
+    # SpindleDraftNeverRight asks for, 200 nodes.
+    assert nodes["draft"] > 20
     assert held["draft"] < 0.005 * nodes["draft"]
     assert emitted[1]["draft"] < 0.05 * emitted[1].total()
