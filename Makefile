@@ -53,7 +53,7 @@ $(VLLM)/.vllm: tests/hosts/requirements.txt
 
 $(VENV)/.serve: requirements.txt | $(BIN)/python
 	@echo "spindle: installing the pinned packages into $(VENV), once: about 2 minutes;"
-	@echo "spindle: 1.7 GB with a CPU build of torch, more with CUDA"
+	@echo "spindle: 1.8 GB with a CPU build of torch, more with CUDA"
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
