@@ -95,6 +95,7 @@ def watch_parent() -> None:
     """End this process, a stub, once its parent has gone or its interpreter is stuck."""
     arguments = Path("/proc/self/cmdline").read_text("utf-8", errors="replace").split("\0")
     region, parent = arguments[2], int(arguments[5])
+    _limit_stuckness()  # now: the thread may never get the lock again, once it has let go of it
     threading.Thread(target=_watch, args=(parent, region), name="lifeline", daemon=True).start()
 
 
@@ -108,13 +109,16 @@ def _watch(parent: int, region: str) -> NoReturn:
     with contextlib.suppress(OSError):  # without a pidfd the next look tells
         ended.register(os.pidfd_open(parent))
     while os.getppid() == parent:
-        faulthandler.dump_traceback_later(
-            STUCK_LIMIT_S, exit=True, file=sys.__stderr__ or sys.stderr
-        )
+        _limit_stuckness()
         ended.poll(1000 * WATCH_PERIOD_S)
     with contextlib.suppress(OSError):
         (SHARED_MEMORY / region).unlink()  # tritonserver would have done it
     die()
+
+
+def _limit_stuckness() -> None:
+    """Let ``faulthandler`` end this process unless this is called again soon."""
+    faulthandler.dump_traceback_later(STUCK_LIMIT_S, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
 if __name__ == "__main__":

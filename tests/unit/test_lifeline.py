@@ -119,8 +119,10 @@ time.sleep(60)
 def start_stub(tmp_path):
     parents = []
 
-    def start(code, parent_pid="mine"):
-        (tmp_path / "stub.py").write_text(STUB + code)
+    def start(code, parent_pid="mine", before=""):
+        watches = "lifeline.watch_parent()"
+        text = STUB.replace(watches, f"{before}\n{watches}") + code
+        (tmp_path / "stub.py").write_text(text)
         (tmp_path / "region").touch()
         command = [sys.executable, "-c", PARENT, str(tmp_path / "stub.py"), "region"]
         parents.append(
@@ -155,3 +157,19 @@ def test_a_stub_ends_if_its_parent_died_before_it_could_look(start_stub, tmp_pat
     _, stub = start_stub("time.sleep(60)", str(dead.pid))
     wait_until(lambda: not is_running(stub))
     assert not (tmp_path / "region").exists()
+
+
+def test_a_stub_ends_whose_watch_lets_the_lock_go_and_never_gets_it_again(start_stub):
+    """A killed server answers no metric's call, which holds the lock while it waits."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    before = """
+import threading
+lets_go = threading.Event()
+def unlink(path):
+    lets_go.set()
+    time.sleep(0.2)
+pathlib.Path.unlink = unlink
+"""
+    _, stub = start_stub(f"lets_go.wait(); {HOLDS_THE_LOCK}", str(dead.pid), before)
+    wait_until(lambda: not is_running(stub))
