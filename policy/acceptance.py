@@ -339,7 +339,7 @@ class AcceptanceModel:
         slots of these rows.
 
         Positions after the first rejection were not reached and are no evidence; a row that did not
-        speculate has draft -1 and 0 scored. ``free`` are chains of which the step told for free.
+        speculate has draft -1 and 0 scored. ``free`` are chains that the step scored for free.
         """
         after = _copied(state, _LEARNT)
         slot = np.empty(len(step.request), np.int64)

@@ -74,7 +74,7 @@ class PlannerState:
     predicted_draft: IntArray | None = None
     """[n] its drafts, None where nothing is expected (a trial)."""
     predicted_gain: FloatArray | None = None
-    """[n, K + 1] the tokens that were expected to be accepted of so many verified ones."""
+    """[n, K + 1] the tokens that were expected to be accepted, by the number of verified ones."""
     goodput: float = 0.0
     """Of the last batch, in tokens per second without prefill; 0: unknown."""
     trial_budget_s: float = 0.0

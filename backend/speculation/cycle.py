@@ -151,7 +151,7 @@ class Cycle:
         *,
         control: bool = False,
     ) -> None:
-        """Note that the target verified so many nodes of a sequence's proposal, and the tokens that
+        """Note that the target verified ``nodes`` nodes of a sequence's proposal, and the tokens that
         were committed for it; ``control`` as in ``View``.
         """
         log, row = step.log, step.proposals.get(sequence.id) or Proposals()

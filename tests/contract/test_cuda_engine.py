@@ -81,7 +81,7 @@ ON_DEVICE = (
     SamplingParams(1.0, min_p=0.1, seed=4),
 )
 BOTH = replace(MIXED, asks=(*MIXED.asks, *asks_of(*ON_DEVICE)))
-"""Rows that the device decides beside rows that need the host."""
+"""Rows that the device decides alongside rows that need the host."""
 
 AHEAD = SCENARIOS | {"options": (BOTH, ()), "plain": (replace(BOTH, script=((NO_DRAFT, 0),)), ())}
 

@@ -78,7 +78,7 @@ def case() -> Case:
 def host_nodes(
     engine: HeadEngine, row: int, tokens: list[int], states: torch.Tensor
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Return the paths that the host's head proposes behind a text, with their confidences."""
+    """Return the paths that the host's head proposes after a text, with their confidences."""
     sequence = Sequence(row, tokens, 1, OPTIONS[row])
     sequence.features = Features(len(tokens), states.numpy())
     nodes = DEPTH * CANDIDATES

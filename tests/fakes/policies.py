@@ -73,7 +73,7 @@ def certain(rate: float, **config: Any) -> Mapping[str, Any]:
 def outcome(
     seen: View, plan: Plan, accepted: IntArray | int, measured_s: float = 1.0, **changes: Any
 ) -> Outcome:
-    """Return the outcome of a plan that was followed, of whose tokens so many were accepted."""
+    """Return the outcome of a plan that was followed, with ``accepted`` tokens in each row."""
     accepted = np.minimum(accepted, plan.length)
     done = seen.request, plan.draft, plan.length, accepted, accepted + 1
     return outcome_of(*done, plan.length, plan.length, measured_s, **changes)

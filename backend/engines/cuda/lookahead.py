@@ -132,7 +132,7 @@ class LookaheadEngine(CudaEngine):
         return completions
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
-        """Forget sequences; what the device still runs of them comes to nothing."""
+        """Forget sequences; what the device still runs of them is dropped."""
         gone = set(sequence_ids)
         super().cancel(gone)
         for submission in self._submitted:
