@@ -151,8 +151,8 @@ class Cycle:
         *,
         control: bool = False,
     ) -> None:
-        """Note that the target verified ``nodes`` nodes of a sequence's proposal, and the tokens that
-        were committed for it; ``control`` as in ``View``.
+        """Note that the target verified ``nodes`` of a sequence's proposal, and the tokens that were
+        committed for it; ``control`` as in ``View``.
         """
         log, row = step.log, step.proposals.get(sequence.id) or Proposals()
         drawn = not sequence.sampling.greedy
