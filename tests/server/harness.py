@@ -51,11 +51,19 @@ PACK = {"INT32": "<i", "BOOL": "<?", "FP32": "<f", "UINT64": "<Q"}
 DTYPES = {field.name: field.dtype for field in TEXT_INPUTS}
 
 
+_ports_in_use = set()
+
+
 def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
+    """Return ports that are free now, none of them a second time."""
+    ports, sockets = [], []
+    while len(ports) < count:
+        sockets.append(socket.socket())
+        sockets[-1].bind(("127.0.0.1", 0))
+        port = sockets[-1].getsockname()[1]
+        if port not in _ports_in_use:
+            _ports_in_use.add(port)
+            ports.append(port)
     for each in sockets:
         each.close()
     return ports
