@@ -151,7 +151,7 @@ class Cycle:
         *,
         control: bool = False,
     ) -> None:
-        """Note that the target verified ``nodes`` of a sequence's proposal, and the tokens that were
+        """Note that the target verified ``nodes`` of a sequence's proposal, and which tokens were
         committed for it; ``control`` as in ``View``.
         """
         log, row = step.log, step.proposals.get(sequence.id) or Proposals()

@@ -51,12 +51,13 @@ PACK = {"INT32": "<i", "BOOL": "<?", "FP32": "<f", "UINT64": "<Q"}
 DTYPES = {field.name: field.dtype for field in TEXT_INPUTS}
 
 
-_ports_in_use = set()
+_ports_in_use: set[int] = set()
 
 
 def free_ports(count):
     """Return ports that are free now, none of them a second time."""
-    ports, sockets = [], []
+    ports: list[int] = []
+    sockets: list[socket.socket] = []
     while len(ports) < count:
         sockets.append(socket.socket())
         sockets[-1].bind(("127.0.0.1", 0))
