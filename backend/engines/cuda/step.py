@@ -2,8 +2,8 @@
 moves of KV and commit.
 
 Nothing of it depends on values that the host must know, so that one CUDA graph serves every step of
-the same number of rows and tokens. The engine does not use it yet: it draws and accepts on the
-host. ``bench.cuda`` measures it and compares its texts.
+the same number of rows and tokens. ``device`` runs it for the engine that looks ahead; without
+lookahead the host draws and accepts.
 """
 
 from __future__ import annotations
