@@ -230,9 +230,12 @@ class Session:
         self.output_tokens += 1
         if self._tokens is not None:
             self._tokens.append(token)
+        ends = token in self._end_ids
+        if ends:  # an incomplete character before it stays incomplete
+            self._held += self._decoder.finish()
         if self._stop_words.marks:
             self._stop_words.note(token, len(self._held))
-        if token in self._end_ids:
+        if ends:
             self._end(FinishReason.END_ID)
             return
         if self._tokens is None:

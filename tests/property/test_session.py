@@ -80,13 +80,20 @@ def without_marks(text):
 def expected(tokens, stop_words, max_tokens):
     """Return (text, reason, tokens) by looking at the whole text after every token."""
     words = [word for word in map(with_marks, stop_words) if word not in (*stop_words, END_MARK)]
+    named = [mark for name, mark in MARKS.items() if any(name in word for word in stop_words)]
     for count in range(1, len(tokens) + 1):
         reason = (
             "end_id" if tokens[count - 1] == END_ID else "length" if count == max_tokens else None
         )
         decoder, marked = codecs.getincrementaldecoder("utf-8")("replace"), ""
         for token in tokens[:count]:
-            marked += decoder.decode(bytes([token])) if token < END_ID else mark_of(token)
+            if token < END_ID:
+                marked += decoder.decode(bytes([token]))
+                continue
+            if token == END_ID:
+                marked += decoder.decode(b"", final=True)
+            if mark_of(token) in named:
+                marked += mark_of(token)
         marked += decoder.decode(b"", final=reason is not None)
         text = without_marks(marked)
         found = [text.index(word) for word in stop_words if word in text]
@@ -138,6 +145,9 @@ tokens = texts.map(lambda parts: [token for part in parts for token in part]).fl
 @example(tokens=[257, *b"<x>", 258], cuts=[1], stop_words=["<x>"], max_tokens=9)
 @example(tokens=[*b"ab", END_ID], cuts=[2], stop_words=["b<end>"], max_tokens=9)
 @example(tokens=[*b"ab", END_ID], cuts=[2], stop_words=["<end>"], max_tokens=9)
+@example(tokens=[258, 195, END_ID], cuts=[], stop_words=["<x>y\ufffd"], max_tokens=9)
+@example(tokens=[*b"b", 195, END_ID], cuts=[], stop_words=["b\ufffd<end>"], max_tokens=9)
+@example(tokens=[257, 258, *b"a"], cuts=[], stop_words=["<x>a"], max_tokens=9)
 @example(tokens=list("é😀é".encode()), cuts=[1, 4], stop_words=["é😀é"], max_tokens=8)
 @pytest.mark.parametrize("stream", [True, False])
 def test_any_cut_into_runs_gives_the_replies_of_one_token_at_a_time(
