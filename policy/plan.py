@@ -56,6 +56,10 @@ class View:
     tenant: IntArray | None = None
     """Tenants, whose texts teach nothing about each other (``policy.tenants``); None: one for all.
     """
+    evidence: IntArray | None = None
+    """[n, d] the bin of what each draft shows before it proposes (``policy.evidence``); None: no
+    draft shows anything.
+    """
     pass_tokens: int = 0
     """The tokens of the target's last pass."""
     change_tokens: int = 0
@@ -149,6 +153,8 @@ class StepRows:
     """The nodes that the target verified."""
     followed: IntArray
     """The verified nodes that were accepted."""
+    evidence: IntArray | None = None
+    """What the draft showed before it proposed (``View.evidence``); None: nothing."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -163,6 +169,8 @@ class FreeChains:
     accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """The first tokens of the chain of which it is known."""
+    evidence: IntArray | None = None
+    """What the draft showed before it proposed (``View.evidence``); None: nothing."""
 
     def __len__(self) -> int:
         return len(self.request)

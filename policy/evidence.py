@@ -1,0 +1,29 @@
+"""What a draft shows before it proposes, as a small number: the evidence that acceptance is learnt
+by (``policy.plan.View.evidence``).
+
+A bin means whatever its draft measures. The estimator learns what each is worth, so the edges need
+only tell apart what differs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+EVIDENCE_BINS = 12
+"""Bins of evidence; 0: the draft shows nothing."""
+
+MATCH_EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+"""The least tokens of a match in bins 1, 2, ...: as many as end the text and are found earlier."""
+
+PROBABILITY_EDGES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
+"""The least probability in bins 1, 2, ...: of the token that the target last drew from."""
+
+
+def bin_of_match(tokens: int) -> int:
+    """Return the bin of a match of ``tokens`` tokens, 0 where nothing matches."""
+    return bisect_right(MATCH_EDGES, tokens)
+
+
+def bin_of_probability(probability: float) -> int:
+    """Return the bin of the target's highest probability at the last token; 0: unknown (NaN)."""
+    return bisect_right(PROBABILITY_EDGES, probability) if probability >= 0 else 0
