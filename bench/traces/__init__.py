@@ -1,0 +1,1 @@
+"""Policies over traces of a real target with two drafts: ``python -m bench.traces``."""

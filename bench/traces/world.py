@@ -1,0 +1,160 @@
+"""The traces as flat arrays: for every generated position what the head and the project's own
+look-up would do there. Nothing here knows of policies.
+
+The look-up is ``LookupEngine`` as configured by default, over the request's own text, cut to its
+best chain as hosts that verify chains do; ``SuffixEngine`` that remembers no answers proposes the
+same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backend.engines import lookup
+from backend.engines.lookup import LookupEngine
+from backend.engines.port import Turn
+from backend.request import SamplingParams
+from backend.sequence import Sequence
+from bench.traces.reading import Trace, TraceError, files, traces
+from policy.evidence import bin_of_match
+from policy.plan import FloatArray, IntArray
+
+DEEPEST = 20
+"""Tokens of a chain that are known."""
+LONGEST = 32
+"""Tokens of a match that are counted."""
+MOST_TOKENS = 1024
+"""Of an answer; the few that are longer are loops, which would be a tenth of all positions."""
+LEAST_TOKENS = 21
+"""Of an answer that is used."""
+
+_EVERY_NODE = 1 << 20
+
+
+@dataclass(frozen=True)
+class World:
+    """The requests by number, and flat arrays over all their generated positions."""
+
+    sets: tuple[str, ...]
+    of: IntArray
+    """[requests] the set."""
+    prompt: IntArray
+    """[requests] tokens of the prompt."""
+    size: IntArray
+    """[requests] tokens of the answer."""
+    at: IntArray
+    """[requests] where its positions begin."""
+    eagle: IntArray
+    """[positions] tokens of the head's chain that are accepted, at most ``DEEPEST``."""
+    suffix: IntArray
+    """[positions] the same of the look-up."""
+    match: IntArray
+    """[positions] tokens that end the text and occurred earlier, at most ``LONGEST``; 0: none, and
+    nothing is proposed.
+    """
+    claims: FloatArray
+    """[positions, DEEPEST] the look-up's confidence in each path of its chain."""
+
+    @property
+    def evidence(self) -> IntArray:
+        """Return the bin of what the look-up shows, by position."""
+        return np.array([bin_of_match(tokens) for tokens in range(LONGEST + 1)])[self.match]
+
+    @classmethod
+    def read(cls, folder: Path, cache: Path | None = None) -> World:
+        """Read the traces of a folder; what is computed of them is kept in ``cache``.
+
+        Raises TraceError.
+        """
+        found = files(folder)
+        if cache is None:
+            return cls(tuple(found), **_columns(found))
+        known = cache / f"lookups-{_digest(found)}.npz"
+        if not known.exists():
+            cache.mkdir(parents=True, exist_ok=True)
+            part = known.with_name(f"part-{os.getpid()}.npz")
+            np.savez(part, **_columns(found))
+            part.replace(known)
+        with np.load(known) as file:
+            return cls(tuple(found), **{name: file[name] for name in file.files})
+
+    def halves(self, sets: tuple[str, ...] = (), seed: int = 7) -> tuple[IntArray, IntArray]:
+        """Return two halves of the requests of some sets (none named: of all), set by set, in
+        random order.
+        """
+        rng = np.random.default_rng(seed)
+        parts: tuple[list[IntArray], list[IntArray]] = ([], [])
+        for number, name in enumerate(self.sets):
+            if not sets or name in sets:
+                requests = rng.permutation(np.flatnonzero(self.of == number))
+                for half in (0, 1):
+                    parts[half].append(requests[half::2])
+        first, second = (rng.permutation(np.concatenate(part)) for part in parts)
+        return first, second
+
+
+def _digest(found: dict[str, Path]) -> str:
+    """Return a name of all that the computed columns depend on."""
+    limits = f"{DEEPEST} {LONGEST} {MOST_TOKENS} {LEAST_TOKENS} {[*found]}".encode()
+    sources = [Path(__file__), Path(lookup.__file__ or "")]
+    contents = [limits, *(path.read_bytes() for path in (*found.values(), *sources))]
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+
+
+def _columns(found: dict[str, Path]) -> dict[str, Any]:
+    of, prompts, sizes, columns = [], [], [], []
+    for number, (name, path) in enumerate(found.items()):
+        usable = 0
+        for trace in traces(path):
+            size = min(len(trace.text), len(trace.emitted), MOST_TOKENS)
+            if size < LEAST_TOKENS:
+                continue
+            usable += 1
+            of.append(number)
+            prompts.append(len(trace.prompt))
+            sizes.append(size)
+            eagle = np.minimum(np.array(trace.emitted[:size]) - 1, DEEPEST)
+            columns.append((eagle, *_looked_up(trace, size)))
+        if usable < 2:
+            least = f"2 requests of at least {LEAST_TOKENS} tokens"
+            raise TraceError(f"{path}: set {name!r} needs {least}, got {usable}")
+    eagle, suffix, match, claims = (np.concatenate(column) for column in zip(*columns, strict=True))
+    requests = {"of": np.array(of), "prompt": np.array(prompts), "size": np.array(sizes)}
+    begin = np.array(sizes).cumsum() - sizes
+    return {**requests, "at": begin, "eagle": eagle, "suffix": suffix, "match": match} | {
+        "claims": claims
+    }
+
+
+def _looked_up(trace: Trace, size: int) -> tuple[IntArray, IntArray, FloatArray]:
+    """Return what the look-up does before every token of a text: accepted, match, claims."""
+    engine = LookupEngine("suffix", max_draft_tokens=DEEPEST)
+    text = trace.text[:size]
+    sequence = Sequence(0, list(trace.prompt), len(trace.prompt), SamplingParams())
+    accepted, match = np.zeros((2, size), np.int64)
+    claims = np.zeros((size, DEEPEST))
+    for place, token in enumerate(text):
+        engine.submit([Turn(sequence, len(sequence.tokens), run=DEEPEST, nodes=_EVERY_NODE)])
+        (done,) = engine.poll(0)
+        if done.proposal:
+            chain = done.proposal.spine()
+            claims[place, : len(chain)] = chain.confidence
+            accepted[place] = _common(chain.tokens, text[place : place + DEEPEST])
+            # the longest n-gram's most recent place, as far back as it is alike
+            found = engine._index(sequence).matches(sequence.tokens)[0].position
+            before = sequence.tokens[max(found - LONGEST, 0) : found][::-1]
+            match[place] = _common(before, sequence.tokens[: -LONGEST - 1 : -1])
+        sequence.tokens.append(token)
+    return accepted, match, claims
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Return how many tokens two lists begin with alike."""
+    most = min(len(left), len(right))
+    return next((n for n in range(most) if left[n] != right[n]), most)
