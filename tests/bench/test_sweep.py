@@ -11,6 +11,7 @@ from bench import servers as arms
 from bench.servers import Offer, Served
 from bench.sweep import run as sweep
 from bench.sweep.arms import (
+    ADAPTING,
     AGAIN,
     InProcess,
     Servers,
@@ -38,11 +39,7 @@ POLICIES = [
     "none",
     "fixed-d-1-2",
     "fixed-lookup-2",
-    "schedule",
-    "ema",
-    "smartspec",
-    "smartspec-untold",
-    "spin",
+    *ADAPTING,
     "spindle",
 ]
 RATIO = {"median": 1.25, "interval_95": [1.2, 1.3], "blocks": 4}
@@ -274,7 +271,7 @@ def test_every_row_of_the_summary_has_what_the_issue_asks_for(finished):
     } | dict.fromkeys(numbers, float)
     for row in record["summary"]:
         assert {key: type(row[key]) for key in keys} == keys
-        known = r"none|fixed-(d-1|lookup)-\d+|schedule|ema|smartspec(-untold)?|spin|spindle"
+        known = rf"none|fixed-(d-1|lookup)-\d+|{'|'.join(ADAPTING)}|spindle"
         assert re.fullmatch(known, row["policy"])
         assert re.fullmatch(r"(closed-\d+|(poisson|bursty)-\d\.\d\d)", row["load"])
 

@@ -8,7 +8,8 @@ import pytest
 from backend.config import ConfigError, parse_config
 from backend.speculation.policy_factory import make_policy
 from bench.simulator.protocol import tuned_arms
-from policy.baselines import BASELINES, Baseline, FixedLength
+from policy import baselines
+from policy.baselines import BASELINES, Baseline, FixedLength, registry
 from policy.simulation import arms
 from policy.simulation.presets import MIXED, llama_8b_h100
 from tests.fakes.apps import FAKE
@@ -76,3 +77,14 @@ def test_a_process_that_does_not_plan_reads_the_settings_without_the_policy(tmp_
 def test_a_new_baseline_is_an_arm_of_the_benches():
     """In a process of its own, as they read the registry when they are imported."""
     subprocess.run([sys.executable, "-c", FRESH], check=True, timeout=60)
+
+
+def test_a_module_of_the_package_is_in_the_registry(tmp_path, monkeypatch):
+    entry = '{"once": Baseline(lambda s: FixedLength(s.draft, 1), "one token", needs=("draft",))}'
+    imports = "from policy.baselines import Baseline, FixedLength"
+    (tmp_path / "once.py").write_text(f"{imports}\n\nENTRIES = {entry}\n")
+    monkeypatch.setattr(baselines, "__path__", [*baselines.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "policy.baselines.once", raising=False)
+    found = registry.collected()
+    assert {*found} == {*BASELINES} - {"twice"} | {"once"}
+    assert found["once"].label == "one token"

@@ -1,0 +1,34 @@
+"""Policies that the adaptive planner is compared with, and the random one that tests exactness.
+
+Those of others are rebuilt from what is published; the docstring of each names its source. Where a
+choice had to be made it helps the baseline: evidence that is not biased by short chains, a draft
+that catches up instead of being lost for good, times from this project's tables. A view without a
+policy's draft raises ValueError.
+
+A module of this package is a family; its ``ENTRIES`` are in the registry (``registry``), which
+settings, simulator, benches, tables and pictures read.
+"""
+
+from .batch_schedule import BatchSchedule
+from .ema import AcceptanceEma
+from .entry import Baseline, BaselineSettings, same_for_all
+from .plain import FixedLength, NoSpeculation, RandomChoice
+from .registry import BASELINES, compared
+from .smartspec import SmartSpec, expected_tokens
+from .spin import SpinSelection
+
+__all__ = [
+    "BASELINES",
+    "AcceptanceEma",
+    "Baseline",
+    "BaselineSettings",
+    "BatchSchedule",
+    "FixedLength",
+    "NoSpeculation",
+    "RandomChoice",
+    "SmartSpec",
+    "SpinSelection",
+    "compared",
+    "expected_tokens",
+    "same_for_all",
+]
