@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 
 import policy
-from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig
+from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig, unused_gpus
 from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
@@ -81,7 +81,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     target = make_engine(config.target, service)
     drafts = [make_engine(draft, service) for draft in config.drafts]
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=_cpu_only(config))
-    _tell_slow_kernels(config, step_stats)
+    _report_slow_kernels(config, step_stats)
     compile_planner(logger.info, step_stats)
     switches = SwitchBoard(config, step_stats)
     planner = policy.SwitchedPolicy(
@@ -134,13 +134,17 @@ def _check_imports() -> None:
         )
 
 
-def _tell_slow_kernels(config: ServingConfig, stats: StepStats) -> None:
-    """Say it where a processor serves without the kernels that are made for it."""
+def _report_slow_kernels(config: ServingConfig, stats: StepStats) -> None:
+    """Log and count engines that run without the kernels that are made for their device."""
+    engines = (config.target, *config.drafts)
+    devices = {engine.name: f"{engine.engine} on {engine.device}" for engine in engines}
+    for name, reason in unused_gpus(config).items():
+        best = automatic("cuda")[0]
+        logger.warning("%s: %s, not %s on a GPU: %s", name, devices[name], best, reason)
+        if not devices[name].endswith(" cpu"):
+            stats.fallback("cuda_engine_unused")
     missing = KINDS[automatic("cpu")[0]].missing
-    if missing and any(
-        engine.kind.checkpoint and engine.device == "cpu"
-        for engine in (config.target, *config.drafts)
-    ):
+    if missing and any(engine.kind.checkpoint and engine.device == "cpu" for engine in engines):
         logger.warning("torch runs the engines, which is slower: install %s", missing)
         stats.fallback("openvino_missing")
 

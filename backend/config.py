@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,9 @@ class EngineConfig:
     """
     dtype: str = setting("auto", choices=("auto", "bf16", "int8", "fp32", "fp64"))
     device: str = "cpu"
+    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: ``cuda`` where the engine of GPUs can run it; a
+    draft that reads the target runs where that does.
+    """
     invariant: bool = True
     """``openvino``: a request gives the same text, bit for bit, under any load and plan; ``cuda``:
     a row's logits have the same bits in every batch.
@@ -191,7 +195,7 @@ def load_config(path: str | Path, *, plans: bool = True) -> ServingConfig:
     """
     raw = read_json(path)
     try:
-        return with_absolute_models(parse_config(raw, plans=plans), Path(path).absolute().parent)
+        return parse_config(raw, plans=plans, folder=Path(path).absolute().parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -217,14 +221,18 @@ def with_absolute_models(config: ServingConfig, folder: Path) -> ServingConfig:
     return replace(config, target=at(config.target), drafts=tuple(map(at, config.drafts)))
 
 
-def parse_config(raw: Any, machine: Machine = machine, *, plans: bool = True) -> ServingConfig:
-    """Check a decoded ``serving.json``. Raises ConfigError naming key and value."""
+def parse_config(
+    raw: Any, machine: Machine = machine, *, plans: bool = True, folder: Path | None = None
+) -> ServingConfig:
+    """Check a decoded ``serving.json``, which lies in ``folder``. Raises ConfigError naming key and
+    value.
+    """
     config: ServingConfig = build_settings(ServingConfig, raw, "")
-    config = replace(
-        config,
-        target=with_auto_resolved(config.target, machine),
-        drafts=tuple(with_auto_resolved(draft, machine) for draft in config.drafts),
-    )
+    if folder is not None:
+        config = with_absolute_models(config, folder)
+    target = with_auto_resolved(config.target, machine)
+    drafts = tuple(with_auto_resolved(draft, machine, target) for draft in config.drafts)
+    config = replace(config, target=target, drafts=drafts)
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(
             f"threads must be 'auto' or a number of at least 1, got {config.threads!r}"
@@ -272,16 +280,26 @@ def _check_engines(config: ServingConfig) -> None:
         _check_engine(where, engine)
 
 
-def with_auto_resolved(engine: EngineConfig, machine: Machine = machine) -> EngineConfig:
-    """Return an engine without ``auto``, which depends on the machine alone, so that a text does.
+def with_auto_resolved(
+    engine: EngineConfig, machine: Machine = machine, target: EngineConfig | None = None
+) -> EngineConfig:
+    """Return an engine without ``auto``, which depends on machine and model alone, so that a text
+    does. ``target`` is that of a draft.
 
-    ``engine``: the first of ``automatic`` that is installed. ``dtype``: int8 on CPUs where the kind
-    prefers it; bf16 on GPUs and where the processor multiplies that; else fp32.
+    ``device``: ``cuda`` where the best kind there can run. ``engine``: the first of ``automatic``
+    that can run. ``dtype``: int8 on CPUs where the kind prefers it; bf16 on GPUs and where the
+    processor multiplies that; else fp32.
     """
+    if engine.device == "auto":
+        reads_target = engine.engine != "auto" and engine.kind.reads_target
+        on_gpu = not why_not(automatic("cuda")[0], replace(engine, device="cuda"), machine)
+        own = "cuda" if on_gpu and _runs_on_gpus(engine) else "cpu"
+        engine = replace(engine, device=target.device if reads_target and target else own)
     on_cpu = engine.device == "cpu"
     if engine.engine == "auto":
-        can_run = (name for name in automatic(engine.device) if not KINDS[name].missing)
-        engine = replace(engine, engine=next(can_run))
+        known = automatic(engine.device)
+        can_run = (name for name in known if not why_not(name, engine, machine))
+        engine = replace(engine, engine=next(can_run, "torch"))
     if engine.dtype == "auto" and on_cpu and engine.kind.runs_int8:
         engine = replace(engine, dtype="int8")
     if engine.dtype == "auto":
@@ -290,9 +308,64 @@ def with_auto_resolved(engine: EngineConfig, machine: Machine = machine) -> Engi
     return engine
 
 
+def _runs_on_gpus(engine: EngineConfig) -> bool:
+    return engine.engine == "auto" or (engine.kind.measured and not engine.kind.cpu_only)
+
+
+def why_not(name: str, engine: EngineConfig, machine: Machine = machine) -> str:
+    """Return why the kind ``name`` cannot run an engine's model on its device; empty where it can,
+    as far as is known before anything is loaded.
+    """
+    kind = KINDS[name]
+    if kind.missing:
+        return f"{kind.missing} is not installed"
+    if engine.device != "cpu" and kind.least_capability:
+        gpus = machine.gpus()
+        if not gpus:
+            return "no NVIDIA GPU is visible"
+        if "+cpu" in (machine.package_version("torch") or ""):
+            return "the installed torch is a CPU build"
+        if machine.package_version(kind.gpu_package) is None:
+            return f"{kind.gpu_package} is not installed"
+        least = min(gpus, key=lambda gpu: gpu.capability)
+        if least.capability < kind.least_capability:
+            text = f"{least.name} has compute capability {least.capability}"
+            return f"{text}, below {kind.least_capability}"
+    misfit = kind.misfit(_model_config(engine.model))
+    return f"its model has {misfit}" if misfit else ""
+
+
+def _model_config(model: str) -> dict[str, Any]:
+    """Return a folder's ``config.json``; nothing where there is none, which others report."""
+    file = PROJECT_ROOT / Path(model).expanduser() / "config.json"
+    try:
+        found = read_json(file) if model not in ("", EMBEDDED_MODEL) else {}
+    except ConfigError:
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
+def unused_gpus(config: ServingConfig, machine: Machine = machine) -> dict[str, str]:
+    """Return, by an engine's name, why the best kind on GPUs does not run it though its device is
+    one, or there is one; nothing for an engine that it runs or could run.
+    """
+    best = automatic("cuda")[0]
+    reasons = {}
+    for engine in (config.target, *config.drafts):
+        if engine.engine == best or not engine.kind.automatic:
+            continue
+        if engine.device != "cpu" or machine.gpus():
+            device = engine.device if engine.device != "cpu" else "cuda"
+            reasons[engine.name] = why_not(best, replace(engine, device=device), machine)
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
 def _check_engine(where: str, engine: EngineConfig) -> None:
     """Check what an engine's kind runs, on what, and in which number formats."""
     kind, what = engine.kind, f"for the engine {engine.engine!r}"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", engine.device):
+        known = "'cpu', 'cuda', 'cuda:1' (or another number) or 'auto'"
+        raise ConfigError(f"{where}.device must be {known}, got {engine.device!r}")
     if kind.missing:
         raise ConfigError(f"{where}.engine {engine.engine!r} needs {kind.missing}")
     if kind.cpu_only and engine.device != "cpu":

@@ -7,11 +7,27 @@ its entry here; settings of its own are fields of ``backend.config.EngineConfig`
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
 Package = tuple[str, str]
 """A distribution and the one version of it that is known."""
+
+
+def _all_fit(config: Mapping[str, Any]) -> str:
+    del config
+    return ""
+
+
+def _misfit_of_pages(config: Mapping[str, Any]) -> str:
+    """Return why the CUDA engine's kernels cannot run a model of this ``config.json``."""
+    if config.get("draft_vocab_size"):
+        return "a head for a part of the vocabulary"
+    heads = config.get("num_attention_heads") or 1
+    columns = config.get("head_dim") or config.get("hidden_size", heads) // heads
+    return f"attention heads of {columns} columns, no power of two" if columns & columns - 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +37,10 @@ class Kind:
     module: str  # answers for it, and imports no tensor library until it makes an engine
     model: bool = True  # it runs one, which the setting ``model`` names
     architectures: tuple[str, ...] = ()  # of the Hugging Face folders that it loads; none: others
-    automatic: bool = False  # ``auto`` may mean it; of several the first that can run
+    automatic: tuple[str, ...] = ()  # "cpu", "cuda": where ``auto`` means the first that can run
+    misfit: Callable[[Mapping[str, Any]], str] = _all_fit  # what of a config.json it cannot run
+    least_capability: float = 0.0  # of a GPU
+    gpu_package: str = ""  # without which it cannot run on one
     cpu_only: bool = False
     dtypes: tuple[str, ...] = ()  # that it runs; none: its folder decides
     package: Package | None = None  # without which it cannot run
@@ -79,28 +98,32 @@ KINDS = {
     "openvino": Kind(
         "backend.engines.openvino.kind",
         architectures=LLAMA_FAMILY,
-        automatic=True,
+        automatic=("cpu",),
         cpu_only=True,
         dtypes=("bf16", "int8", "fp32"),
         package=_OPENVINO,
         tells_features=True,
         behaviour=4,
     ),
-    "torch": Kind(
-        "backend.engines.torch.kind",
-        architectures=LLAMA_FAMILY,
-        automatic=True,
-        dtypes=("bf16", "fp32", "fp64"),
-        tells_features=True,
-        behaviour=2,
-    ),
     "cuda": Kind(
         "backend.engines.cuda.kind",
         architectures=LLAMA_FAMILY,
+        automatic=("cuda",),
+        misfit=_misfit_of_pages,
+        least_capability=8.0,
+        gpu_package="triton",
         dtypes=("bf16", "fp32", "fp64"),
         tells_features=True,
         behaviour=1,
         looks_ahead=True,
+    ),
+    "torch": Kind(
+        "backend.engines.torch.kind",
+        architectures=LLAMA_FAMILY,
+        automatic=("cpu", "cuda"),
+        dtypes=("bf16", "fp32", "fp64"),
+        tells_features=True,
+        behaviour=2,
     ),
     "head": Kind(
         "backend.engines.head.kind",
@@ -143,8 +166,4 @@ KINDS = {
 
 def automatic(device: str) -> list[str]:
     """Return the kinds that ``auto`` may mean on a device, the best first."""
-    return [
-        name
-        for name, kind in KINDS.items()
-        if kind.automatic and (device == "cpu" or not kind.cpu_only)
-    ]
+    return [name for name, kind in KINDS.items() if device.partition(":")[0] in kind.automatic]

@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -30,6 +32,41 @@ _INT8 = {"avx_vnni", "avx512_vnni", "amx_int8"}
 _PACKAGES = ("torch", "openvino", "numpy", "tokenizers", "tritonclient", "nvidia-pytriton")
 
 _NVIDIA_SMI_LIMIT_S = 20.0
+_NVIDIA_SMI_QUERY = "index,name,memory.total,driver_version,compute_cap"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What nvidia-smi says of a GPU."""
+
+    name: str
+    memory: str
+    """With its unit."""
+    driver: str
+    """The version of NVIDIA's driver."""
+    capability: float
+    """CUDA's compute capability, 9.0 for an H100."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.memory}"
+
+
+@cache
+def _nvidia_smi() -> str:
+    """Return a line for each GPU, once for a process; nothing without one."""
+    program = shutil.which("nvidia-smi")
+    if program:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            query = [program, f"--query-gpu={_NVIDIA_SMI_QUERY}", "--format=csv,noheader"]
+            return subprocess.check_output(query, text=True, timeout=_NVIDIA_SMI_LIMIT_S)
+    return ""
+
+
+_GPU_FACTS = len(_NVIDIA_SMI_QUERY.split(",")) - 1
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 class Machine:
@@ -115,15 +152,22 @@ class Machine:
             name: version for name, version in packages.items() if version
         }
 
-    def gpus(self) -> list[str]:
-        """Return name and memory of each GPU that nvidia-smi lists."""
-        program = shutil.which("nvidia-smi")
-        if program:
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-                text = subprocess.check_output(query, text=True, timeout=_NVIDIA_SMI_LIMIT_S)
-                return [line.strip() for line in text.splitlines() if line.strip()]
-        return []
+    def nvidia_smi(self) -> str:
+        """Return nvidia-smi's lines of index, name, memory, driver and compute capability."""
+        return _nvidia_smi()
+
+    def gpus(self) -> list[Gpu]:
+        """Return the GPUs that CUDA shows this process (``CUDA_VISIBLE_DEVICES``)."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        numbers = None if visible is None else visible.replace(" ", "").split(",")
+        found = []
+        for line in self.nvidia_smi().splitlines():
+            index, *facts = (part.strip() for part in line.split(","))
+            is_named = numbers is None or not all(map(_is_number, numbers)) or index in numbers
+            if is_named and numbers not in ([""], ["-1"]) and len(facts) == _GPU_FACTS:
+                name, memory, driver, capability = facts
+                found.append(Gpu(name, memory, driver, float(capability)))
+        return found
 
     def device_name(self, device: str) -> str:
         """Return what a CUDA device is."""

@@ -14,7 +14,15 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig, load_config
+from backend.config import (
+    EMBEDDED_MODEL,
+    PROJECT_ROOT,
+    ConfigError,
+    EngineConfig,
+    ServingConfig,
+    load_config,
+    why_not,
+)
 from backend.kinds import KINDS, automatic
 from backend.launcher import settings as launch
 from backend.launcher.processes import command_line
@@ -146,13 +154,18 @@ def memory(machine: Machine) -> Finding:
 
 
 def gpu(machine: Machine) -> Finding:
-    """Say which GPUs there are and whether the installed torch can use them."""
-    names = "; ".join(machine.gpus())
-    if not names:
+    """Say which GPUs there are, and whether the engine for them can run there."""
+    gpus = machine.gpus()
+    if not gpus:
         return Finding("gpu", OK, "none: the processor serves")
-    if "+cpu" in (machine.package_version("torch") or ""):
-        return Finding("gpu", WARNING, f"{names}: not used, the installed torch is a CPU build")
-    return Finding("gpu", OK, f"{names}: used by engines whose device is cuda")
+    names = "; ".join(f"{gpu}, compute capability {gpu.capability}" for gpu in gpus)
+    names += f", driver {gpus[0].driver}"
+    best, *others = automatic("cuda")
+    if reason := why_not(best, EngineConfig(device="cuda"), machine):
+        text = f"{names}: {reason}, so engine auto is {others[0]} there, and slower"
+        return Finding("gpu", WARNING, text)
+    kernels = f"triton {machine.package_version('triton')}"
+    return Finding("gpu", OK, f"{names}, {kernels}: engine auto is {best} on device cuda")
 
 
 def disks(machine: Machine) -> list[Finding]:

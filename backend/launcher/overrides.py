@@ -10,11 +10,11 @@ from typing import Any
 from backend.config import (
     EMBEDDED_MODEL,
     ConfigError,
+    EngineConfig,
     ServingConfig,
     load_config,
     parse_config,
     read_json,
-    with_absolute_models,
 )
 from backend.kinds import KINDS
 from backend.launcher.settings import LaunchError
@@ -52,20 +52,20 @@ def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[st
     Raises LaunchError or ConfigError naming the option or key and the value.
     """
     config, raw = load_config(path), read_json(path)
-    raw["target"] = target = {"engine": config.target.engine, **raw.get("target", {})}
+    raw["target"] = target = {**raw.get("target", {})}
     if overrides.model is not None:
         target["model"] = folder_or_name(overrides.model)
     if overrides.dtype is not None:
         target["dtype"] = overrides.dtype
     if overrides.drafts is not None:
-        raw["drafts"] = drafts(overrides.drafts, raw.get("drafts", []), config.target.engine)
+        raw["drafts"] = drafts(overrides.drafts, raw.get("drafts", []), config.target)
     elif target.get("model", "") != config.target.model:
         raw["drafts"] = [MODEL_FREE_DRAFTS[DEFAULT_DRAFT]]
     if overrides.policy is not None:
         kept = {key: value for key, value in raw.get("policy", {}).items() if key != "options"}
         raw["policy"] = {**kept, "kind": overrides.policy}  # options are of the policy in the file
     try:
-        effective = with_absolute_models(parse_config(raw), path.absolute().parent)
+        effective = parse_config(raw, folder=path.absolute().parent)
     except ConfigError as error:
         raise ConfigError(f"{path} with the options of the command line: {error}") from None
     engines = (effective.target, *effective.drafts)
@@ -87,10 +87,10 @@ def write_overridden(path: Path, overrides: Overrides, folder: Path) -> tuple[Se
     return config, written
 
 
-def drafts(text: str, known: list[dict[str, Any]], engine: str) -> list[dict[str, Any]]:
+def drafts(text: str, known: list[dict[str, Any]], target: EngineConfig) -> list[dict[str, Any]]:
     """Return the entries that ``--drafts`` means. Raises LaunchError.
 
-    ``known`` are those of ``serving.json``; ``engine`` is the target's.
+    ``known`` are those of ``serving.json``; a folder runs on the target's device.
     """
     if text == "none":
         return []
@@ -105,7 +105,8 @@ def drafts(text: str, known: list[dict[str, Any]], engine: str) -> list[dict[str
             found.append(dict(by_name[item]))
         elif name and equals and folder:
             model = folder_or_name(folder)
-            found.append({"name": name, "engine": kind_of(model, engine), "model": model})
+            engine, device = kind_of(model, target.engine), target.device
+            found.append({"name": name, "engine": engine, "model": model, "device": device})
         else:
             allowed = f"name=FOLDER and of these names: {', '.join(filter(None, by_name))}"
             raise LaunchError(f"--drafts must be none, or a list of {allowed}; got {item!r}")

@@ -61,8 +61,11 @@ def check_model(
     """Refuse a setting ``key`` that names no Hugging Face folder that the engine's kind loads.
     Raises ConfigError saying what to do.
     """
-    tokenizer = engine.name == config.target.name
-    check_folder(key, engine.model, path(engine), engine.kind.architectures, tokenizer=tokenizer)
+    tokenizer, folder = engine.name == config.target.name, path(engine)
+    check_folder(key, engine.model, folder, engine.kind.architectures, tokenizer=tokenizer)
+    if misfit := engine.kind.misfit(_config(folder)):
+        text = f"{key}: {folder} has {misfit}, which the engine {engine.engine!r} cannot run"
+        raise ConfigError(f"{text}. Leave engine out, or name another")
 
 
 def check_folder(

@@ -12,6 +12,10 @@ BF16_FLAGS = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_bf16"
 """Flags of a processor that multiplies bf16."""
 AVX2_FLAGS = "avx2 fma f16c"
 """Flags of a processor that does not."""
+H100 = "0, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06, 9.0"
+V100 = "1, Tesla V100-SXM2-16GB, 16384 MiB, 580.65.06, 7.0"
+"""What nvidia-smi says of a GPU."""
+CUDA_PACKAGES = {"torch": "2.13.0", "triton": "3.6.0"}
 
 
 @dataclass
@@ -24,10 +28,10 @@ class FakeMachine(Machine):
     os_and_cpu: tuple[str, str] | None = None
     glibc_version: str | None = None
     has_python_library: bool = True
-    packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions by package."""
+    packages: Mapping[str, str | None] = field(default_factory=dict)
+    """Versions by package; None: not installed."""
     gpu_lines: list[str] | None = None
-    """Lines of nvidia-smi."""
+    """Lines of nvidia-smi, as ``H100`` is one."""
     device: str | None = None
     """Name of every CUDA device."""
     folder: Path | None = None
@@ -54,10 +58,10 @@ class FakeMachine(Machine):
         return super().library_folder(name) if self.has_python_library else None
 
     def package_version(self, name: str) -> str | None:
-        return self.packages.get(name) or super().package_version(name)
+        return self.packages[name] if name in self.packages else super().package_version(name)
 
-    def gpus(self) -> list[str]:
-        return super().gpus() if self.gpu_lines is None else self.gpu_lines
+    def nvidia_smi(self) -> str:
+        return super().nvidia_smi() if self.gpu_lines is None else "\n".join(self.gpu_lines)
 
     def device_name(self, device: str) -> str:
         return super().device_name(device) if self.device is None else self.device

@@ -2,7 +2,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from backend.app import build
+from backend.app import _report_slow_kernels, build
 from backend.config import parse_config
 from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
@@ -337,3 +337,15 @@ def test_every_sampling_option_is_compiled_into_networks_or_declined():
     """A new one is declined by ``suits`` in ``trt_graph/inputs.py`` until a network has it."""
     options = {field.name for field in fields(SamplingParams) if field.init}
     assert options == COMPILED | DECLINED
+
+
+def test_an_engine_on_a_gpu_without_its_kernels_is_logged_and_counted(caplog):
+    stats = Stats()
+    drafts = [{"engine": "torch", "model": "m", "name": "small", "device": "cpu"}]
+    target = {"engine": "torch", "model": "m", "device": "cuda"}
+    config = parse_config({"target": target, "drafts": drafts})
+    _report_slow_kernels(config, StepStats(stats))
+    assert "target: torch on cuda, not cuda on a GPU: no NVIDIA GPU is visible" in caplog.text
+    assert "small" not in caplog.text
+    counters = [(name, labels) for name, labels, _ in stats.drain().counters]
+    assert ("spindle_fallback_total", {"reason": "cuda_engine_unused"}) in counters

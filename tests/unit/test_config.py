@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from backend.config import ConfigError, load_config, parse_config
-from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, FakeMachine
+from backend.config import ConfigError, load_config, parse_config, unused_gpus
+from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
 
 TORCH = {"engine": "torch", "model": "m"}
 
@@ -33,9 +33,65 @@ def test_auto_depends_on_what_the_processor_multiplies(flags, dtype):
     assert parse_config({"target": {**TORCH, "device": "cuda"}}).target.dtype == "bf16"
 
 
+GPU = FakeMachine(flags=BF16_FLAGS, gpu_lines=[H100], packages=CUDA_PACKAGES)
+OLD_GPU = FakeMachine(flags=BF16_FLAGS, gpu_lines=[V100], packages=CUDA_PACKAGES)
+NO_GPU = FakeMachine(flags=BF16_FLAGS, gpu_lines=[], packages=CUDA_PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "expected", "reason"),
+    [
+        (GPU, "auto", ("cuda", "cuda"), ""),
+        (GPU, "cuda", ("cuda", "cuda"), ""),
+        (GPU, "cuda:0", ("cuda", "cuda:0"), ""),
+        (GPU, "cpu", ("openvino", "cpu"), ""),
+        (OLD_GPU, "auto", ("openvino", "cpu"), "has compute capability 7.0, below 8.0"),
+        (OLD_GPU, "cuda", ("torch", "cuda"), "has compute capability 7.0, below 8.0"),
+        (NO_GPU, "auto", ("openvino", "cpu"), ""),
+        (NO_GPU, "cuda", ("torch", "cuda"), "no NVIDIA GPU is visible"),
+    ],
+)
+def test_auto_is_the_engine_of_gpus_where_that_can_run(machine, device, expected, reason):
+    config = parse_config({"target": {"model": "m", "device": device}}, machine)
+    assert (config.target.engine, config.target.device) == expected
+    found = unused_gpus(config, machine)
+    assert found.get("target", "").endswith(reason)
+    assert bool(found) is bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("shape", "engine", "reason"),
+    [
+        ({"hidden_size": 4096, "num_attention_heads": 32}, "cuda", ""),
+        ({"hidden_size": 3200, "num_attention_heads": 32}, "torch", "heads of 100 columns"),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 96}, "torch", "of 96 columns"),
+        ({"draft_vocab_size": 500}, "torch", "a part of the vocabulary"),
+    ],
+)
+def test_auto_asks_the_model_folder(tmp_path, shape, engine, reason):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    target = {"model": "model", "device": "cuda"}
+    config = parse_config({"target": target}, GPU, folder=tmp_path)
+    assert config.target.engine == engine
+    assert reason in unused_gpus(config, GPU).get("target", "")
+
+
+def test_a_draft_that_reads_the_target_follows_it_to_its_device():
+    drafts = [
+        {"engine": "head", "name": "head", "model": "h", "device": "auto"},
+        {"engine": "suffix", "name": "suffix", "device": "auto"},
+        {"engine": "torch", "name": "small", "model": "s", "device": "auto"},
+    ]
+    for device, expected in (("cpu", ["cpu", "cpu", "cuda"]), ("auto", ["cuda", "cpu", "cuda"])):
+        config = parse_config({"target": {"model": "m", "device": device}, "drafts": drafts}, GPU)
+        assert [draft.device for draft in config.drafts] == expected
+
+
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
+        ({"target": {**TORCH, "device": "gpu"}}, ["target.device", "'auto'", "'gpu'"]),
         ({"target": TORCH, "tarjet": {}}, ["tarjet", "known here"]),
         ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
         ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),

@@ -7,7 +7,7 @@ import pytest
 
 from backend.config import DEFAULT_CONFIG
 from backend.launcher import doctor
-from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, FakeMachine
+from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
 from tests.server.harness import free_ports
 
 
@@ -92,17 +92,30 @@ def test_the_processor_says_what_auto_means(flags, state, words):
     assert re.search(words, found.text)
 
 
-def test_a_gpu_that_the_installed_torch_cannot_use_is_a_warning():
-    lines = ["NVIDIA H100, 81559 MiB"]
-    found = doctor.gpu(FakeMachine(gpu_lines=lines, packages={"torch": "2.13.0+cpu"}))
-    assert (found.state, found.text) == (
-        "warning",
-        "NVIDIA H100, 81559 MiB: not used, the installed torch is a CPU build",
-    )
-    found = doctor.gpu(FakeMachine(gpu_lines=lines, packages={"torch": "2.13.0"}))
+@pytest.mark.parametrize(
+    ("lines", "packages", "reason"),
+    [
+        ([H100], {"torch": "2.13.0+cpu"}, "the installed torch is a CPU build"),
+        ([H100], {"torch": "2.13.0", "triton": None}, "triton is not installed"),
+        (
+            [H100, V100],
+            CUDA_PACKAGES,
+            "Tesla V100-SXM2-16GB has compute capability 7.0, below 8.0",
+        ),
+    ],
+)
+def test_a_gpu_that_the_engine_of_gpus_cannot_use_is_a_warning(lines, packages, reason):
+    found = doctor.gpu(FakeMachine(gpu_lines=lines, packages=packages))
+    assert found.state == "warning"
+    assert found.text.endswith(f": {reason}, so engine auto is torch there, and slower")
+
+
+def test_a_gpu_is_named_with_its_driver_and_compute_capability():
+    found = doctor.gpu(FakeMachine(gpu_lines=[H100], packages=CUDA_PACKAGES))
     assert (found.state, found.text) == (
         "ok",
-        "NVIDIA H100, 81559 MiB: used by engines whose device is cuda",
+        "NVIDIA H100 80GB HBM3, 81559 MiB, compute capability 9.0, driver 580.65.06, "
+        "triton 3.6.0: engine auto is cuda on device cuda",
     )
     assert doctor.gpu(FakeMachine(gpu_lines=[])).text == "none: the processor serves"
 

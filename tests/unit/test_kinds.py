@@ -115,7 +115,7 @@ def new(tmp_path, monkeypatch):
     kind = Kind(
         "kind_of_tomorrow",
         architectures=("NewForCausalLM",),
-        automatic=True,
+        automatic=("cpu", "cuda"),
         dtypes=("bf16", "fp32"),
         behaviour=1,
     )
@@ -139,7 +139,7 @@ def test_a_new_kind_answers_for_itself(new, tmp_path):
 def test_auto_is_the_first_kind_that_can_run_on_the_device(new, monkeypatch):
     assert (automatic("cpu"), automatic("cuda:0")) == (
         ["openvino", "torch", "new"],
-        ["torch", "new"],
+        ["cuda", "torch", "new"],
     )
     absent = replace(KINDS["openvino"], package=("no-such-package", "1.0"))
     monkeypatch.setitem(KINDS, "openvino", absent)

@@ -5,8 +5,8 @@ import socket
 import numpy as np
 import pytest
 
-from backend.machine import Machine, machine
-from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, FakeMachine
+from backend.machine import Machine, _nvidia_smi, machine
+from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, H100, V100, FakeMachine
 
 
 def test_the_description_is_json_and_does_not_name_the_host():
@@ -50,3 +50,38 @@ def test_processors_of_one_name_differ_by_what_they_multiply_in(flags, name, bf1
 
 def test_a_library_that_is_nowhere_has_no_folder():
     assert machine.library_folder("libno-such-thing.so.9") is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"]),
+        ("1", ["Tesla V100-SXM2-16GB"]),
+        ("0, 1", ["NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"]),
+        ("GPU-5a", ["NVIDIA H100 80GB HBM3", "Tesla V100-SXM2-16GB"]),
+        ("", []),
+        ("-1", []),
+    ],
+)
+def test_gpus_are_those_that_cuda_shows_the_process(monkeypatch, visible, names):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = FakeMachine(gpu_lines=[H100, V100, "No devices were found"]).gpus()
+    assert [gpu.name for gpu in found] == names
+
+
+def test_nvidia_smi_is_asked_once(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/asked\necho "{H100}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    _nvidia_smi.cache_clear()
+    try:
+        assert Machine().gpus() == Machine().gpus() != []
+    finally:
+        _nvidia_smi.cache_clear()
+    query = "--query-gpu=index,name,memory.total,driver_version,compute_cap\n"
+    assert (tmp_path / "asked").read_text() == query

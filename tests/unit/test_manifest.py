@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from backend.config import ConfigError
+from backend.config import ConfigError, parse_config
 from backend.kinds import LLAMA_FAMILY
+from backend.model_folders import check_folders
 from backend.storage.manifest import check_folder, check_pair, read_manifest
 from tests.fakes.checkpoints import VOCABULARY, folder
 
@@ -121,3 +122,12 @@ def test_what_a_folder_lacks_is_named(tmp_path):
     (folder(tmp_path, "empty") / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"empty has no \.safetensors"):
         read_manifest(tmp_path / "empty")
+
+
+def test_a_model_that_its_engine_cannot_run_is_refused_with_the_reason(tmp_path):
+    odd = folder(tmp_path, "odd", architectures=["LlamaForCausalLM"], head_dim=96)
+    raw = {"target": {"engine": "cuda", "model": str(odd)}}
+    with pytest.raises(
+        ConfigError, match=r"target\.model: .*odd has attention heads of 96 columns"
+    ):
+        check_folders(parse_config(raw))

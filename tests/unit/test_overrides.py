@@ -40,6 +40,7 @@ def test_a_model_of_ones_own_is_served_with_suffix_alone_unless_drafts_are_given
         "openvino",
         str(tmp_path / "little"),
     )
+    assert {draft.device for draft in config.drafts} == {"cpu"}
     assert names(effective(tmp_path, model=EMBEDDED_MODEL)) == names(load_config(DEFAULT_CONFIG))
 
 

@@ -76,6 +76,7 @@ class CudaEngine(StepEngine):
 def make(engine: EngineConfig, service: Service) -> CudaEngine:
     """Make an engine of this kind (``backend.engines.registry``)."""
     folder = service.path(engine)
+    logger.info("%s: %s by the engine cuda on %s", engine.name, engine.dtype, engine.device)
     config = read_config(folder)
     if engine.device == "cpu":
         torch.set_num_threads(service.threads)
