@@ -1,0 +1,128 @@
+"""Tokens per second of policies over traces of a real target with an EAGLE head and look-ups:
+
+    python -m bench.traces --data FOLDER --out FILE [--in-flight 1 8 ...]
+
+FOLDER has ``SET.jsonl[.gz]`` or ``combined_SET.jsonl[.gz]``, as data/llama3.1-8B of the public
+repository SpecDecode-Bench/simulator has them. Answers are cut at 1,024 tokens. Requests are split
+into halves; what has settings is tuned on the half that it is not scored on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from backend.machine import machine
+from bench.traces.arms import known_arms
+from bench.traces.costs import Costs
+from bench.traces.figures import MIXED, TOKENS, cell, summary, table
+from bench.traces.reading import TraceError
+from bench.traces.world import LEAST_TOKENS, MOST_TOKENS, World
+from policy.latency import LatencyError
+
+IN_FLIGHT = 1, 8, 32, 64, 128
+QUICK_ARMS = "none", "fixed-eagle", "rule", "rule-8", "planner", "planner-free"
+QUICK_TOKENS = 4_000
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return value
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.traces",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, required=True, help="the folder of the traces")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--in-flight", type=_count, nargs="+", default=[*IN_FLIGHT])
+    parser.add_argument("--sets", nargs="+", help=f"'{MIXED}' and sets; all if not given")
+    parser.add_argument("--arms", nargs="+", help="all if not given; none and fixed-eagle always")
+    parser.add_argument("--costs", type=Path, help="measured tables instead of the authors' fit")
+    parser.add_argument("--tokens", type=_count, default=0, help="of a run")
+    parser.add_argument("--seed", type=int, default=7, help="of the split into halves")
+    parser.add_argument("--cache", type=Path, help="a folder to keep what look-ups find in")
+    parser.add_argument("--quick", action="store_true", help="few arms and tokens, mixed only")
+    return parser.parse_args(arguments)
+
+
+def _commit() -> str:
+    """Return the commit that was run, "-changed" where files differ from it; empty: unknown."""
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=-changed"]
+    try:
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """Run everything that was asked for. Raises TraceError, LatencyError or ValueError."""
+    world = World.read(options.data, options.cache)
+    costs = Costs.measured(options.costs) if options.costs else Costs.authors()
+    arms = options.arms or (QUICK_ARMS if options.quick else ())
+    sets = options.sets or ((MIXED,) if options.quick else (MIXED, *world.sets))
+    tokens = options.tokens or (QUICK_TOKENS if options.quick else 0)
+    _check("sets", sets, (MIXED, *world.sets))
+    _check("arms", arms, known_arms(costs))
+    cells = []
+    for data in sets:
+        for in_flight in options.in_flight:
+            began_s = perf_counter()
+            one = cell(world, data, in_flight, costs, arms=arms, seed=options.seed, tokens=tokens)
+            cells.append({**one, "seconds": round(perf_counter() - began_s, 1)})
+            print(f"{data}, {in_flight} in flight: {cells[-1]['seconds']} s", file=sys.stderr)
+    return {
+        "benchmark": "traces",
+        "command": f"python -m bench.traces {' '.join(sys.argv[1:])}",
+        "commit": _commit(),
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "seed": options.seed,
+        "requests": {name: int((world.of == n).sum()) for n, name in enumerate(world.sets)},
+        "settings": {
+            "answer_tokens": [LEAST_TOKENS, MOST_TOKENS],
+            "tokens_of_a_run": tokens or {str(load): most for load, most in TOKENS.items()},
+        },
+        "costs": {"name": costs.name, **costs.constants},
+        "summary": summary(cells),
+        "cells": cells,
+    }
+
+
+def _check(name: str, values: Any, known: tuple[str, ...]) -> None:
+    for value in values:
+        if value not in known:
+            raise ValueError(f"--{name} must be of {', '.join(known)}, got {value!r}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print the table, write the record and its picture; returns 2 for bad input."""
+    options = _options(arguments)
+    try:
+        record = measured(options)
+    except (TraceError, LatencyError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(record["summary"]))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""What is compared over the traces: fixed choices, rules, the policies of others, the planner with
+and without its parts, and oracles.
+
+What has settings is tuned on other requests than it is scored on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from bench.traces.costs import DRAFTS, EAGLE, SUFFIX, Costs
+from bench.traces.replay import (
+    HEAD_TOKENS,
+    LOOKUP_TOKENS,
+    MEASURED,
+    Options,
+    Oracle,
+    Ran,
+    made_up,
+    run,
+)
+from bench.traces.world import DEEPEST, World
+from policy import AdaptivePlanner, PlannerConfig
+from policy.baselines import BASELINES, BaselineSettings, FixedLength, NoSpeculation
+from policy.evidence import bin_of_match
+from policy.plan import AnyPolicy, FloatArray, IntArray, Plan, Policy, View
+
+NONE, FIXED_EAGLE, PLANNER = "none", "fixed-eagle", "planner"
+LENGTHS = 1, 2, 3, 4, 5, 6, 7, 8
+MATCHES, LOOKUPS = (2, 3, 5, 8, 12), (3, 5, 8, DEEPEST)
+"""The least match and the lengths of the look-up that rules are tuned over."""
+RULES = "fixed-suffix", "rule", "rule-8"
+SHORT = 8
+"""Tokens of the rule's look-up, at most, in its second form."""
+QUALITIES = 0.35, 0.7, 1.2
+"""Of the head's made-up confidence: in 69, 84 and 96 of 100 pairs it ranks the right token above
+the other (``replay.made_up``).
+"""
+_HEAD_ALONE = Options(drafts=(EAGLE,))
+_LOOKUP_ALONE = Options(drafts=(SUFFIX,), lookup_tokens=DEEPEST)
+_BOTH = Options(lookup_tokens=DEEPEST)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A policy and how it is run."""
+
+    policy: AnyPolicy
+    options: Options = field(default_factory=Options)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What was tuned."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in a closed loop."""
+
+    world: World
+    order: IntArray
+    in_flight: int
+    costs: Costs
+
+    def run(self, arm: Arm) -> Ran:
+        """Run an arm over the requests."""
+        return run(self.world, self.order, self.in_flight, arm.policy, self.costs, arm.options)
+
+    def best(self, arms: Iterable[Arm]) -> Arm:
+        """Return the arm of most tokens per second."""
+        return max(arms, key=lambda arm: self.run(arm).speed)
+
+
+class MatchRule(Policy[None]):
+    """The look-up where its match has at least ``least`` tokens, else the head."""
+
+    def __init__(self, least: int, lookup: int, head: int) -> None:
+        self.least, self.lookup, self.head = bin_of_match(least), lookup, head
+
+    def plan(
+        self, view: View, state: None, now: float, rng: np.random.Generator
+    ) -> tuple[Plan, None]:
+        assert view.evidence is not None
+        head, lookup = view.drafts.index(EAGLE), view.drafts.index(SUFFIX)
+        matched = view.evidence[:, lookup] >= self.least
+        draft = np.where(matched, lookup, head)
+        return Plan.within(view, draft, np.where(matched, self.lookup, self.head)), None
+
+
+class Longest(Oracle):
+    """The draft of which most is accepted, and so many tokens of it."""
+
+    def known(self, accepted: IntArray, view: View) -> Plan:
+        draft = accepted[:, ::-1].argmax(1)  # of two alike the look-up, which costs no forward
+        draft = accepted.shape[1] - 1 - draft
+        return Plan.within(view, draft, accepted[np.arange(len(view)), draft])
+
+
+class Untrimmed(AdaptivePlanner):
+    """The planner whose plans are verified as they are."""
+
+    def trim(self, view: View, plan: Plan, *_: Any) -> IntArray:
+        return plan.length
+
+
+def tuned(load: Load, wanted: Collection[str] = ()) -> dict[str, Arm]:
+    """Return the best choice of each kind on these requests, by name: of the fixed lengths of the
+    head, and of the kinds that are wanted (none named: of all).
+    """
+
+    def fixed(draft: str, lengths: Iterable[int], options: Options) -> Iterator[Arm]:
+        for k in lengths:
+            yield Arm(FixedLength(draft, k), options, {"length": k})
+
+    def rule(least: int, lookup: int, head: int) -> Arm:
+        settings = {"least_match": least, "lookup": lookup, "head": head}
+        return Arm(MatchRule(least, lookup, head), _BOTH, settings)
+
+    def best_rule(most: int) -> Arm:
+        """Tune match and look-up with the head's best length, then the head's."""
+        lookups = [k for k in LOOKUPS if k <= most]
+        best = load.best(rule(m, k, length) for m in MATCHES for k in lookups)
+        least, lookup = best.settings["least_match"], best.settings["lookup"]
+        return load.best(rule(least, lookup, k) for k in LENGTHS if k <= length)
+
+    head = load.best(fixed(EAGLE, LENGTHS, _HEAD_ALONE))
+    length = int(head.settings["length"])
+    kinds: dict[str, Callable[[], Arm]] = {
+        "fixed-suffix": lambda: load.best(fixed(SUFFIX, LOOKUPS, _LOOKUP_ALONE)),
+        "rule": lambda: best_rule(DEEPEST),
+        "rule-8": lambda: best_rule(SHORT),
+    }
+    for name, arms in of_others(load.costs).items():
+        kinds[name] = partial(load.best, arms)
+    found = {name: best() for name, best in kinds.items() if not wanted or name in wanted}
+    return {FIXED_EAGLE: head, **found}
+
+
+def of_others(costs: Costs) -> dict[str, list[Arm]]:
+    """Return every policy of the registry that comparisons run, by name, with all its settings.
+
+    One that has a table by batch size is left out: with as many in flight throughout, it is the
+    fixed choice.
+    """
+    grid = {"draft": DRAFTS, "length": LENGTHS}
+    found: dict[str, list[Arm]] = {}
+    for name, baseline in BASELINES.items():
+        if not baseline.compared or "schedule" in baseline.needs:
+            continue
+        found[name] = []
+        for values in product(*(grid[need] for need in baseline.needs)):
+            settings: dict[str, Any] = dict(zip(baseline.needs, values, strict=True))
+            drafts = (settings["draft"],) if "draft" in settings else DRAFTS
+            known = BaselineSettings(drafts, costs.model(drafts), HEAD_TOKENS, **settings)
+            arm = Arm(baseline.make(known), Options(drafts=drafts), settings)
+            found[name].append(arm)
+    return found
+
+
+def untuned(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:
+    """Return what has nothing to tune, by name; ``claims`` are the head's made-up confidences by
+    quality. Planning is charged to ``planner`` alone.
+    """
+
+    def planner(
+        drafts: tuple[str, ...] = DRAFTS,
+        kind: Callable[..., AnyPolicy] = AdaptivePlanner,
+        **options: Any,
+    ) -> Arm:
+        made = kind(drafts, costs.model(drafts), PlannerConfig(k_max=LOOKUP_TOKENS))
+        return Arm(made, Options(drafts=drafts, **options))
+
+    arms = {
+        NONE: Arm(NoSpeculation(), _HEAD_ALONE),
+        PLANNER: planner(planning=MEASURED),
+        "planner-free": planner(),
+        "planner-without-evidence": planner(evidence=False),
+        "planner-without-trim": planner(kind=Untrimmed),
+        "planner-eagle-alone": planner((EAGLE,)),
+        "oracle-eagle": Arm(Longest(), _HEAD_ALONE),
+        "oracle": Arm(Longest(), _BOTH),
+    }
+    for quality, paths in claims.items():
+        name = f"planner-confidence-{quality:g}"
+        arms[name] = planner(head_claims=paths)
+        arms[f"{name}-without-trim"] = planner(kind=Untrimmed, head_claims=paths)
+    return arms
+
+
+def made_up_claims(world: World, qualities: Iterable[float] = QUALITIES) -> dict[float, FloatArray]:
+    """Return the head's made-up confidences by quality."""
+    return {quality: made_up(world, quality) for quality in qualities}
+
+
+def known_arms(costs: Costs) -> tuple[str, ...]:
+    """Return the names of all arms."""
+    claims = dict.fromkeys(QUALITIES, np.zeros((0, HEAD_TOKENS)))
+    return (*untuned(costs, claims), FIXED_EAGLE, *RULES, *of_others(costs))
