@@ -84,7 +84,9 @@ class Batch:
         request, context, remaining, group, tenant = np.array(numbers, np.int64).reshape(-1, 5).T
         rests = not needs_ceilings(request)
         most = [_most(s, k_max, tokens) for s, tokens in zip(rows, left, strict=True)]
-        ceiling, unseen = drafting.ceilings([s.sequence for s in rows], most, only_free=rests)
+        ceiling, unseen, evidence = drafting.ceilings(
+            [s.sequence for s in rows], most, only_free=rests
+        )
         return View(
             drafts=drafting.names,
             request=request,
@@ -96,6 +98,7 @@ class Batch:
             prefilling=self.prefilling,
             group=group,
             tenant=tenant,
+            evidence=evidence,
             control=np.array([s.control for s in rows], np.bool_),
             pass_tokens=self.width[0],
             change_tokens=self.width[1],

@@ -129,6 +129,13 @@ class Answers:
                 return [Found(slot, -size) for size, slot in places[:most]]
         return []
 
+    def reach(self, found: Found, tokens: Seq[int], most: int) -> int:
+        """Return how many tokens before a place that was found are a text's last ones, at most
+        ``most``.
+        """
+        slot, size = found
+        return size if size < LONGEST else self._matching(slot, array("i", tokens[-most:]), size)
+
     def read(self, slot: int, length: int) -> list[int]:
         """Return up to ``length`` tokens from a place on, to the end of its text."""
         found = self._ring[slot : slot + length].tolist()

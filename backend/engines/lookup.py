@@ -16,11 +16,14 @@ from backend.config import EngineConfig
 from backend.engines.port import Completion, EngineLimits, Turn
 from backend.engines.registry import Service
 from backend.sequence import ROOT, Proposal, Sequence
+from policy.evidence import MATCH_EDGES, bin_of_match
 
 MATCHES = 4
 """How many occurrences are read on, and kept of each n-gram: the most recent ones."""
 DOUBT = 2
 """Votes for a token that no match has (fitted)."""
+LONGEST_SHOWN = MATCH_EDGES[-1]
+"""Longest match that is told from shorter ones as evidence, in tokens."""
 
 _UNLIMITED = 2**31 - 1
 
@@ -96,6 +99,16 @@ class LookupEngine:
         most = min(length, self.limits.max_draft_tokens)
         return most if most and self._has_match(sequence) else 0
 
+    def evidence(self, sequence: Sequence) -> int:
+        """Return the bin of the best match's tokens, also of those beyond ``max_ngram``."""
+        tokens = sequence.tokens
+        matches = self._index(sequence).matches(tokens)
+        if not matches:
+            return 0
+        position, size = matches[0]
+        longer = size == self._ngrams[1]
+        return bin_of_match(reach(tokens, position, LONGEST_SHOWN) if longer else size)
+
     def close(self) -> None:
         """Forget everything."""
         self._indices.clear()
@@ -108,7 +121,7 @@ class LookupEngine:
         return index
 
     def _has_match(self, sequence: Sequence) -> bool:
-        return self._index(sequence).has_match(sequence.tokens)
+        return bool(self._index(sequence).matches(sequence.tokens))
 
     def _paths(self, sequence: Sequence, length: int) -> list[Path]:
         """Return up to ``length`` tokens behind each match."""
@@ -134,6 +147,16 @@ def continuation(tokens: list[int], position: int, length: int) -> list[int]:
     found = tokens[position : position + length]
     period = len(found)
     return found if period == length else [found[i % period] for i in range(length)]
+
+
+def reach(tokens: list[int], position: int, most: int) -> int:
+    """Return how many tokens before ``position`` are a text's last ones, at most ``most``."""
+    size, most = 0, min(most, position)
+    if tokens[position - most : position] == tokens[len(tokens) - most :]:
+        return most
+    while size < most and tokens[position - 1 - size] == tokens[-1 - size]:
+        size += 1
+    return size
 
 
 def _merged(paths: Iterable[Path]) -> list[tuple[int, int, float]]:
@@ -179,21 +202,26 @@ class _Index:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._after: dict[tuple[int, ...], tuple[int, ...]] = {}  # the most recent first
         self._indexed = 0  # n-grams ending before this position are in the index
-
-    def has_match(self, tokens: list[int]) -> bool:
-        """Return whether the text's end occurred before."""
-        self._grow(tokens)
-        return tuple(tokens[-self._sizes[-1] :]) in self._after  # who matches more matches this too
+        self._matches: tuple[int, list[Match]] = (0, [])  # those of the text of so many tokens
 
     def matches(self, tokens: list[int]) -> list[Match]:
         """Return the last occurrences of the end, the longest first, then the most recent."""
-        self._grow(tokens)
-        found: dict[int, int] = {}
+        length, matches = self._matches
+        if length != len(tokens):
+            self._grow(tokens)
+            matches = self._search(tokens)
+            self._matches = len(tokens), matches
+        return matches
+
+    def _search(self, tokens: list[int]) -> list[Match]:
+        if tuple(tokens[-self._sizes[-1] :]) not in self._after:
+            return []  # a longer match would be one of the shortest n-gram, too
+        positions: dict[int, int] = {}
         for size in self._sizes:
-            if size < len(tokens) and len(found) < MATCHES:
+            if size < len(tokens) and len(positions) < MATCHES:
                 for position in self._after.get(tuple(tokens[-size:]), ()):
-                    found.setdefault(position, size)
-        return [Match(*pair) for pair in found.items()][:MATCHES]
+                    positions.setdefault(position, size)
+        return [Match(*pair) for pair in positions.items()][:MATCHES]
 
     def _grow(self, tokens: list[int]) -> None:
         end = len(tokens)

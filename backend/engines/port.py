@@ -229,6 +229,19 @@ class KeepsWidth(Protocol):
 
 
 @runtime_checkable
+class ShowsEvidence(Protocol):
+    """A draft that shows, before it proposes, how promising its proposal would be."""
+
+    name: str
+
+    def evidence(self, sequence: Sequence) -> int:
+        """Return the bin (``policy.evidence``) of a proposal for the sequence as it is now; 0: it
+        shows nothing. It is asked after ``available``, for the same text.
+        """
+        ...
+
+
+@runtime_checkable
 class Remembers(Protocol):
     """What a draft has besides that proposes from the answers to earlier requests."""
 

@@ -13,18 +13,25 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path as File
 from typing import Any
 
 from backend.config import EngineConfig
 from backend.engines.answers import CONTEXT, LONGEST, Answers, Found, Text, tenant_of
-from backend.engines.lookup import LookupEngine, Match, Path, continuation
+from backend.engines.lookup import (
+    LONGEST_SHOWN,
+    LookupEngine,
+    Match,
+    Path,
+    continuation,
+    reach,
+)
 from backend.engines.registry import Service
 from backend.sequence import Sequence
 from backend.storage import cache
 from backend.storage.manifest import weights_sha256
+from policy.evidence import bin_of_match
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +52,9 @@ class _Matches:
     length: int
     added: int
     own: list[Match]
+    """With sizes of at most ``LONGEST_SHOWN``."""
     kept: list[Found]
+    """With sizes of at most ``LONGEST``, the longest first."""
 
 
 class SuffixEngine(LookupEngine):
@@ -95,6 +104,15 @@ class SuffixEngine(LookupEngine):
             self._tenants.pop(sequence_id, None)
         super().cancel(gone)
 
+    def evidence(self, sequence: Sequence) -> int:
+        """Return the bin of the longest match's tokens, in the text itself or in an answer."""
+        matches = self._matches(sequence)
+        sizes = [match.size for match in matches.own]
+        if matches.kept:
+            longest = matches.kept[0]
+            sizes.append(self.answers.reach(longest, sequence.tokens, LONGEST_SHOWN))
+        return bin_of_match(max(sizes, default=0))
+
     def close(self) -> None:
         """Forget everything, once it is saved where it is to be."""
         super().close()
@@ -115,7 +133,9 @@ class SuffixEngine(LookupEngine):
         matches, tokens = self._matches(sequence), sequence.tokens
         if not matches.kept:
             return super()._paths(sequence, length)
-        own = [(m.size, continuation(tokens, m.position, length)) for m in matches.own]
+        own = [
+            (min(m.size, LONGEST), continuation(tokens, m.position, length)) for m in matches.own
+        ]
         kept = [(f.size - OTHERS, self.answers.read(f.slot, length)) for f in matches.kept]
         found = own + kept
         longest = max(size for size, _ in found)
@@ -136,7 +156,7 @@ class SuffixEngine(LookupEngine):
         known = self._matched.get(sequence.id)
         if known is None or (known.length, known.added) != (len(tokens), added):
             own = [
-                Match(position, _reach(tokens, position))
+                Match(position, reach(tokens, position, LONGEST_SHOWN))
                 for position, _ in self._index(sequence).matches(tokens)
             ]
             kept = self.answers.find(self._tenant(sequence), tokens, PLACES)
@@ -183,14 +203,6 @@ class SuffixEngine(LookupEngine):
     def _fallback(self, reason: str) -> None:
         if self._count is not None:
             self._count("spindle_fallback_total", reason=reason)
-
-
-def _reach(tokens: Seq[int], position: int) -> int:
-    """Return how many tokens before ``position`` are a text's last ones, at most ``LONGEST``."""
-    most, size = min(LONGEST, position), 0
-    while size < most and tokens[position - 1 - size] == tokens[-1 - size]:
-        size += 1
-    return size
 
 
 def _file(engine: EngineConfig, service: Service) -> File:

@@ -162,16 +162,19 @@ class Host:
         return sequence
 
     def _view(self, rows: Seq[Row], sequences: list[Sequence]) -> View:
-        columns = [
+        numbers = [
             (s.id, len(s.tokens), row.remaining, min(self.k_max, row.remaining - 1))
             for row, s in zip(rows, sequences, strict=True)
         ]
-        request, context, remaining, most = np.array(columns, np.int64).T
+        request, context, remaining, most = np.array(numbers, np.int64).T
         rests = not self.cycle.runner.needs_ceilings(request)
-        ceiling, unseen = self.cycle.drafting.ceilings(sequences, most.tolist(), only_free=rests)
+        ceiling, unseen, evidence = self.cycle.drafting.ceilings(
+            sequences, most.tolist(), only_free=rests
+        )
         names = self.cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)
-        return View(names, request, context, remaining, ceiling, unseen, tenant=tenant)
+        columns = request, context, remaining, ceiling, unseen
+        return View(names, *columns, tenant=tenant, evidence=evidence)
 
     # -- after it
 

@@ -156,10 +156,11 @@ class Cycle:
         """
         log, row = step.log, step.proposals.get(sequence.id) or Proposals()
         drawn = not sequence.sampling.greedy
-        log.record(sequence.id, row.drafted, nodes, emitted, drawn=drawn)
+        evidence = row.evidence
+        log.record(sequence.id, row.drafted, nodes, emitted, drawn=drawn, evidence=evidence)
         log.control.append(control)
         for unused in row.unused:
-            log.record_free(sequence.id, unused, emitted)
+            log.record_free(sequence.id, unused, emitted, evidence)
         if row.scored:
             log.record_scored(sequence.id, row.scored)
 

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backend.engines.port import Completion, DeviceProposal, Engine, Remembers, Turn
+from backend.engines.port import (
+    Completion,
+    DeviceProposal,
+    Engine,
+    Remembers,
+    ShowsEvidence,
+    Turn,
+)
 from backend.ops.stats import StepStats
 from backend.sequence import Proposal, Sequence
 from backend.speculation.step_log import StepLog
@@ -42,6 +49,8 @@ class Proposals:
     """(draft, accepted, length) of chains that a draft would have made of earlier tokens, known
     after it has caught up.
     """
+    evidence: list[int] = field(default_factory=list)
+    """What each draft showed before it proposed, by its column; empty: nothing."""
 
 
 class Drafting:
@@ -64,6 +73,9 @@ class Drafting:
         self._clock = clock
         self._most_nodes = most_nodes
         self._remembering = [draft for draft in drafts if isinstance(draft, Remembers)]
+        self._showing = [
+            (d, draft) for d, draft in enumerate(drafts) if isinstance(draft, ShowsEvidence)
+        ]
         self._resting_until_s = dict.fromkeys(self.names, float("-inf"))
 
     def with_engines(self, drafts: Seq[Engine]) -> Drafting:
@@ -72,11 +84,12 @@ class Drafting:
 
     def ceilings(
         self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False
-    ) -> tuple[IntArray, IntArray]:
+    ) -> tuple[IntArray, IntArray, IntArray | None]:
         """Return by sequence and draft how many tokens the draft could propose now, at most
-        ``most`` of each sequence, and how many committed ones it has not seen, int64[n, D] each.
+        ``most`` of each sequence, how many committed ones it has not seen, and the evidence that it
+        shows (``View.evidence``), int64[n, D] each.
 
-        Both are 0 for a draft that rests, and with ``only_free`` for one that is not free.
+        All are 0 for a draft that rests, and with ``only_free`` for one that is not free.
         """
         now = self._clock()
         ceiling, unseen = np.zeros((2, len(sequences), len(self.engines)), np.int64)
@@ -85,13 +98,22 @@ class Drafting:
                 asked = list(zip(sequences, most, strict=True))
                 ceiling[:, d] = [draft.available(one, k) if k > 0 else 0 for one, k in asked]
                 unseen[:, d] = [draft.unseen(one) if k > 0 else 0 for one, k in asked]
-        return ceiling, unseen
+        if not self._showing:
+            return ceiling, unseen, None
+        evidence = np.zeros_like(ceiling)
+        for d, shows in self._showing:
+            able = zip(sequences, ceiling[:, d].tolist(), strict=True)
+            evidence[:, d] = [shows.evidence(one) if k > 0 else 0 for one, k in able]
+        return ceiling, unseen, evidence
 
     def propose(
         self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog
     ) -> dict[int, Proposals]:
         """Return proposals by sequence id. Row i of view and plan belongs to ``sequences[i]``."""
-        proposals = {sequence.id: Proposals() for sequence in sequences}
+        proposals = {
+            sequence.id: Proposals(evidence=bins)
+            for sequence, bins in zip(sequences, _listed(view.evidence, sequences), strict=True)
+        }
         wanted = set(plan.draft[plan.length > 0].tolist())
         for d, draft in enumerate(self.engines):
             if d not in wanted and not draft.limits.free:
@@ -133,15 +155,21 @@ class Drafting:
         """Add to ``proposals`` what free drafts would have proposed for sequences whose tokens are
         still to be committed, at most ``most`` for each.
         """
-        for draft in self.engines:
-            if not draft.limits.free or self._resting_until_s[draft.name] > self._clock():
+        ceiling, _, evidence = self.ceilings(sequences, most, only_free=True)
+        ids = [sequence.id for sequence in sequences]
+        bins = dict(zip(ids, _listed(evidence, sequences), strict=True))
+        for d, draft in enumerate(self.engines):
+            if not draft.limits.free:
                 continue
-            runs = [(s, draft.available(s, k)) for s, k in zip(sequences, most, strict=True)]
+            runs = zip(sequences, ceiling[:, d].tolist(), strict=True)
             turns = [Turn(s, len(s.tokens), run=k, nodes=_EVERY_NODE) for s, k in runs if k > 0]
             for completion in self._complete(draft, turns, log):
                 if completion.proposal:
-                    row = proposals.setdefault(completion.sequence_id, Proposals())
+                    shown = bins[completion.sequence_id]
+                    row = proposals.setdefault(completion.sequence_id, Proposals(evidence=shown))
                     row.unused.append(completion.proposal)
+                    if row.evidence:
+                        row.evidence[d] = shown[d]
 
     def nodes(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
         """Return the nodes that could be verified for the rows of a plan; None: there are none."""
@@ -216,6 +244,14 @@ class Drafting:
                 )
                 self._stats.fallback("draft_error")
         return [completion for completion in completions if completion.error is None]
+
+
+def _listed(evidence: IntArray | None, sequences: Seq[Sequence]) -> list[list[int]]:
+    """Return the evidence of each sequence by draft; none where no draft shows any."""
+    if evidence is None:
+        return [[] for _ in sequences]
+    bins: list[list[int]] = evidence.tolist()
+    return bins
 
 
 def _asked(

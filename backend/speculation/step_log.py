@@ -36,6 +36,7 @@ class LoggedRow(NamedTuple):
     scored: int
     verified: int
     followed: int
+    evidence: int
 
 
 class LoggedChain(NamedTuple):
@@ -45,6 +46,7 @@ class LoggedChain(NamedTuple):
     draft: int
     accepted: int
     scored: int
+    evidence: int
 
 
 class LoggedNode(NamedTuple):
@@ -91,22 +93,24 @@ class StepLog:
         emitted: Seq[int],
         *,
         drawn: bool,
+        evidence: Seq[int] = (),
     ) -> None:
-        """Note a decoding row: the tokens committed for it (``drawn``: sampled), and how many of
-        its drafted nodes were verified.
+        """Note a decoding row: the tokens committed for it (``drawn``: sampled), how many of its
+        drafted nodes were verified, and the ``evidence`` that each draft showed before (none: no
+        draft shows any).
 
         The tokens are also evidence of nodes that were not verified: of those on the emitted path,
         and of those whose parent was verified. Nothing is known after an end of the text.
         """
         if drafted is None:
-            self.rows.append(LoggedRow(request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0))
+            self.rows.append(LoggedRow(request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0, 0))
             return
         draft, length = self.drafts.index(drafted.draft), drafted.depth
         path = drafted.followed(emitted)
         scored, followed = min(len(emitted), length), sum([node < verified for node in path])
         counts = length, len(path), len(emitted), scored, verified, followed
         row = len(self.rows)
-        self.rows.append(LoggedRow(request, draft, *counts))
+        self.rows.append(LoggedRow(request, draft, *counts, _shown(evidence, draft)))
         accepted, unknown = set(path), set(path[-1:] if len(path) == len(emitted) else [])
         for node, parent in enumerate(drafted.parents):
             if parent in unknown:
@@ -115,20 +119,22 @@ class StepLog:
                 confidence = drafted.confidence[node]
                 self.nodes.append(LoggedNode(row, confidence, drawn, node in accepted))
 
-    def record_free(self, request: int, proposal: Proposal, emitted: list[int]) -> None:
+    def record_free(
+        self, request: int, proposal: Proposal, emitted: list[int], evidence: Seq[int] = ()
+    ) -> None:
         """Note how an unused proposal would have fared against the tokens that were emitted
-        instead.
+        instead; ``evidence`` as in ``record``.
         """
         accepted, scored = len(proposal.followed(emitted)), min(proposal.depth, len(emitted))
         draft = self.drafts.index(proposal.draft)
-        self.free.append(LoggedChain(request, draft, accepted, scored))
+        self.free.append(LoggedChain(request, draft, accepted, scored, _shown(evidence, draft)))
 
     def record_scored(self, request: int, chains: Iterable[tuple[str, int, int]]) -> None:
         """Note (draft, accepted, length) of chains that a draft would have made of tokens emitted
-        without it.
+        without it. It is not known what it would have shown before them.
         """
         self.free += [
-            LoggedChain(request, self.drafts.index(draft), accepted, length)
+            LoggedChain(request, self.drafts.index(draft), accepted, length, 0)
             for draft, accepted, length in chains
         ]
 
@@ -161,6 +167,10 @@ class StepLog:
         for part in sorted(self.parts_s, key=lambda part: part != "verify"):
             self.parts_s[part] = min(self.parts_s[part], left_s)
             left_s -= self.parts_s[part]
+
+
+def _shown(evidence: Seq[int], draft: int) -> int:
+    return evidence[draft] if evidence else 0
 
 
 def _columns(rows: Seq[tuple[int, ...]], width: int) -> list[IntArray]:

@@ -93,10 +93,11 @@ class _Lacking(AdaptivePlanner):
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         if self._lacks == "catch-up":
-            kept = self._free[outcome.free.draft]
             free = outcome.free
-            columns = free.request, free.draft, free.accepted, free.scored
-            outcome = replace(outcome, free=FreeChains(*(column[kept] for column in columns)))
+            kept = self._free[free.draft]
+            columns = free.request, free.draft, free.accepted, free.scored, free.evidence
+            chosen = (None if column is None else column[kept] for column in columns)
+            outcome = replace(outcome, free=FreeChains(*chosen))  # type: ignore[arg-type]
         after = super().observe(outcome, state, now)
         if self._lacks == "correction":
             after.correction = state.correction

@@ -8,7 +8,8 @@ from backend.request import SamplingParams
 from backend.sequence import Sequence
 from backend.speculation.cycle import Cycle
 from backend.speculation.drafting import Drafting
-from policy import FixedLength, View
+from policy import FixedLength, Plan, View
+from policy.evidence import bin_of_match
 
 NAME, LENGTH = "lookup", 3
 
@@ -25,6 +26,11 @@ class Recorder(FixedLength):
         self.outcomes.append(outcome)
 
 
+class Resting(Recorder):
+    def plan(self, view, state, now, rng):
+        return Plan.nothing(len(view)), state
+
+
 def cycle(policy):
     stats = StepStats(Stats())
     draft = LookupEngine(NAME, max_draft_tokens=LENGTH)
@@ -37,8 +43,8 @@ def sequence(number=1):
 
 def propose(made, *sequences):
     ids, ones = np.array([s.id for s in sequences]), np.ones(len(sequences), np.int64)
-    ceiling, unseen = made.drafting.ceilings(sequences, [LENGTH] * len(sequences))
-    view = View(made.drafting.names, ids, 20 * ones, 50 * ones, ceiling, unseen)
+    ceiling, unseen, evidence = made.drafting.ceilings(sequences, [LENGTH] * len(sequences))
+    view = View(made.drafting.names, ids, 20 * ones, 50 * ones, ceiling, unseen, evidence=evidence)
     return made.propose(sequences, view, made.begin())
 
 
@@ -56,6 +62,20 @@ def test_the_policy_learns_what_was_verified_and_emitted():
     assert figures == [0, 3, 2, 2]
     assert rows.accepted.tolist() == [3]  # its cut node was right, too
     assert outcome.finished.tolist() == [one.id]
+
+
+def test_what_a_draft_showed_before_it_proposed_is_learnt_whatever_is_verified():
+    shown = [bin_of_match(15)]  # three of four times the five tokens
+    for policy in (Recorder(trimmed=0), Resting()):
+        made, one = cycle(policy), sequence()
+        step = propose(made, one)
+        made.verified(step, one, 0, [5])
+        made.learn(step)
+        (outcome,) = policy.outcomes
+        assert step.view.evidence.tolist() == [shown]
+        rests = isinstance(policy, Resting)
+        assert outcome.rows.evidence.tolist() == ([0] if rests else shown)
+        assert outcome.free.evidence.tolist() == (shown if rests else [])
 
 
 def test_two_open_steps_keep_their_own_proposals():

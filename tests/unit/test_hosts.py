@@ -18,6 +18,7 @@ from backend.hosts.calibration import (
 from backend.hosts.settings import TARGET, host_config
 from backend.ops.stats import Stats
 from policy import LatencyTable
+from policy.evidence import bin_of_match
 
 FLAT = LatencyTable.synthetic(TARGET, {1: 0.02, 64: 0.021, 1024: 0.3})
 K_MAX = 6
@@ -95,6 +96,14 @@ def test_lengths_differ_by_request():
     serve(host(), [noise, easy])
     assert max(easy.proposed) >= 4
     assert sum(noise.proposed) < sum(easy.proposed)
+
+
+def test_the_policy_sees_what_drafts_show():
+    planned, text = host(), repeating("r", 0, tokens=99)
+    text.written = 45
+    planned.propose([text.row()])
+    view, *_ = planned.cycle.runner.last_plan
+    assert view.evidence.tolist() == [[bin_of_match(33)]]
 
 
 def test_without_a_table_nothing_is_proposed():

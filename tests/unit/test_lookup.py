@@ -6,6 +6,7 @@ from backend.engines.lookup import DOUBT, MATCHES, LookupEngine
 from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import ROOT, Proposal, Sequence
+from policy.evidence import EVIDENCE_BINS, bin_of_match
 
 
 def engine(**options):
@@ -134,6 +135,45 @@ def test_memory_is_bounded_by_the_text():
     lookup, seq = engine(), sequence([1, 1] * 500)
     lookup.available(seq, 4)
     assert [len(after) for after in lookup._indices[1]._after.values()] == [MATCHES] * 3
+
+
+def test_the_evidence_is_the_length_of_the_best_match():
+    piece = [*range(100, 140)]
+    for size in (0, 2, 3, 4, 5, 9, 31, 32, 40):
+        seq = sequence([1, *piece, 2, 3, *piece[len(piece) - size :]])
+        assert engine().evidence(seq) == bin_of_match(size)
+    assert engine().evidence(sequence([7, 8])) == 0
+    assert bin_of_match(32) == EVIDENCE_BINS - 1
+
+
+def test_the_evidence_is_of_the_match_whose_continuation_comes_first():
+    long, recent = [1, 2, 3, 4, 5, 6], [9, 4, 5, 6]
+    assert engine().evidence(sequence([*long, 7, *recent, 8, *long])) == bin_of_match(6)
+    tokens = [*long, 7, 9, 3, 4, 5, 6, 8, *long]
+    lookup, seq = engine(), sequence(tokens)
+    assert propose(lookup, seq, 1).spine().tokens == [8]
+    assert lookup.evidence(seq) == bin_of_match(4)
+
+
+def test_evidence_follows_a_growing_text():
+    rng, lookup, seq, longest = random.Random(5), engine(), sequence([]), 0
+    while len(seq.tokens) < 300:
+        seq.tokens += rng.choices(range(4), k=rng.choice([0, 1, 2, 5]))
+        places = range(len(seq.tokens) - 1, 1, -1)
+        sizes = [common_end(seq.tokens[:place], seq.tokens) for place in places]
+        most = next((n for n in (4, 3, 2) if any(size >= n for size in sizes)), 99)
+        first = next((size for size in sizes if size >= most), 0)
+        lookup.available(seq, 4)
+        assert lookup.evidence(seq) == bin_of_match(first)
+        longest = max(longest, first)
+    assert longest > 4
+
+
+def common_end(one, other):
+    size = 0
+    while size < min(len(one), len(other)) and one[-1 - size] == other[-1 - size]:
+        size += 1
+    return size
 
 
 def test_sequences_do_not_see_each_other_and_cancel_forgets():

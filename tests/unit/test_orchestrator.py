@@ -69,6 +69,49 @@ def test_drafts_are_asked_where_the_policy_needs_it_and_free_ones_always(needs):
     assert policy.scored > 0
 
 
+def test_the_policy_sees_what_drafts_show_and_learns_it_with_what_they_did():
+    prompt, drafts, free = "a prompt", 0, 0
+    text = {1: len(prompt), 2: len(prompt)}
+
+    class Watching(RandomChoice):
+        def plan(self, view, state, now, rng):
+            constant, by_text = np.where(view.ceiling > 0, [[11, 0]], 0).T[0], view.context % 12
+            assert view.evidence[:, 0].tolist() == constant.tolist()
+            assert (
+                view.evidence[:, 1].tolist()
+                == np.where(view.ceiling[:, 1] > 0, by_text, 0).tolist()
+            )
+            return super().plan(view, state, now, rng)
+
+        def observe(self, outcome, state, now):
+            nonlocal drafts, free
+            rows, chains = outcome.rows, outcome.free
+            for request, draft, shown in zip(
+                rows.request.tolist(), rows.draft.tolist(), rows.evidence.tolist(), strict=True
+            ):
+                assert shown == {-1: 0, 0: 11, 1: text[request] % 12}[draft]
+                drafts += draft == 1
+            for request, draft, shown in zip(
+                chains.request.tolist(), chains.draft.tolist(), chains.evidence, strict=True
+            ):
+                assert (draft, shown) == (1, text[request] % 12)
+                free += 1
+            for request, emitted in zip(rows.request.tolist(), rows.emitted.tolist(), strict=True):
+                text[request] += emitted
+            return state
+
+    world, policy = World(), Watching()
+    world.drafts[1].limits = replace(world.drafts[1].limits, free=True)
+    world.drafts[0].evidence = lambda sequence: 11
+    world.drafts[1].evidence = lambda sequence: len(sequence.tokens) % 12
+    world.loop.cycle.change(world.drafts, policy, policy.start())
+    for _ in range(2):
+        world.submit(prompt, 40)
+    world.run()
+    assert drafts > 2
+    assert free > 2
+
+
 def test_the_policy_is_told_how_many_wait_for_the_end_of_their_prompts():
     seen = []
 

@@ -117,6 +117,11 @@ def test_a_trace_is_bounded_and_what_there_is_of_it_replays():
 def test_what_is_encoded_comes_back_the_same():
     seen = view(3, cap_s=np.inf, control_plan=Plan(np.full(3, NO_DRAFT), np.zeros(3, np.int64)))
     back = decoded(json.loads(json.dumps(encoded(seen))))
+    shown = replace(seen, evidence=np.array([[3, 0], [0, 1], [2, 11]]))
+    assert decoded(encoded(shown)).evidence.tolist() == shown.evidence.tolist()
+    of_before = encoded(shown)
+    del of_before["evidence"]
+    assert decoded(of_before).evidence is None
     assert encoded(seen)["given"] is not None  # the key of recorded traces
     assert encoded(back) == encoded(seen)
     assert (back.ceiling.dtype, back.drafts) == (np.int64, seen.drafts)

@@ -112,6 +112,21 @@ def test_an_unused_proposal_is_scored_against_what_was_emitted():
     assert (outcome.free.accepted.tolist(), outcome.free.scored.tolist()) == ([2, 2], [3, 2])
 
 
+def test_rows_and_free_chains_carry_what_their_drafts_showed():
+    made, shown = log(), [3, 7]
+    made.record(7, Proposal.chain("lookup", [1, 2]), 0, [1], drawn=False, evidence=shown)
+    made.record(8, TREE, 5, [4], drawn=False, evidence=shown)
+    made.record(9, None, 0, [4], drawn=False, evidence=shown)
+    made.record(10, TREE, 5, [4], drawn=False)
+    made.record_free(9, Proposal.chain("lookup", [1, 2]), [4], shown)
+    made.record_free(10, Proposal.chain("lookup", [1, 2]), [4])
+    made.record_scored(9, [("small", 1, 2)])  # of earlier tokens
+    outcome = made.outcome()
+    assert outcome.rows.evidence.tolist() == [7, 3, 0, 0]
+    assert outcome.free.evidence.tolist() == [7, 0, 0]
+    assert log().outcome().rows.evidence.tolist() == []
+
+
 def test_time_is_split_into_parts_of_which_planning_belongs_to_the_overhead():
     made = log()
     for part in ("planning", "verify", "draft:small"):

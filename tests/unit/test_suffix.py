@@ -18,6 +18,7 @@ from backend.kinds import KINDS
 from backend.request import GenerationRequest, SamplingParams, tenant_id
 from backend.sequence import ROOT, Proposal, Sequence
 from bench.in_process import generate
+from policy.evidence import bin_of_match
 
 HERE = tenant_of("here")
 
@@ -111,6 +112,19 @@ def test_where_nothing_was_served_it_is_lookup():
         assert tree == propose(lookup, seq, 6)
         trees += not tree.is_chain
     assert trees > 20
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 15, 16, 17, 31, 32, 40])
+def test_the_evidence_is_the_longest_match_in_the_text_or_an_answer(size):
+    piece, suffix = [*range(100, 140)], engine()
+    asked = sequence(1, [1, 2, *piece[len(piece) - size :]])
+    repeated = sequence(2, [1, *piece, 2, 3, *piece[len(piece) - size :]])
+    assert (suffix.evidence(asked), suffix.evidence(repeated)) == (0, bin_of_match(size))
+    answered(suffix, [5, 6], [*piece, 7, 8])
+    assert suffix.evidence(asked) == bin_of_match(size)
+    answered(suffix, [5, 6], [*piece[30:], 7, 8])  # the newest, and shorter
+    assert suffix.evidence(asked) == suffix.evidence(repeated) == bin_of_match(size)
+    assert suffix.evidence(sequence(3, [7, 9, 9])) == 0
 
 
 def test_a_grammar_cuts_what_comes_from_answers_too():
