@@ -104,7 +104,10 @@ class PolicyConfig:
     """``adaptive``, one to compare it with (``policy.baselines``), or the dotted path of a user's
     own, ``my_package.MyPolicy`` (``policy.custom``).
     """
-    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a user's policy
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a user's policy; of a baseline, its own numbers
+    (``Baseline.options``).
+    """
     k_max: int = setting(8, low=0, high=64)
     draft: str = ""  # of baselines that use one
     length: int = setting(4, low=0, high=64)  # of baselines that do not choose it
@@ -400,9 +403,8 @@ def _check_drafts(config: ServingConfig) -> None:
 def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
     if policy.kind == "average":
         raise ConfigError("policy.kind 'average' is called 'ema'")
-    if policy.options and not policy.is_custom:
-        whose = f"are for a policy of your own, not for {policy.kind!r}"
-        raise ConfigError(f"policy.options {whose}: got {policy.options!r}")
+    if policy.kind == "adaptive" and policy.options:
+        raise ConfigError(f"policy.options must be empty for 'adaptive', got {policy.options!r}")
     if policy.kind != "adaptive" and not policy.is_custom:
         _check_baseline(policy, drafts)
 
@@ -414,7 +416,13 @@ def _check_baseline(policy: PolicyConfig, drafts: list[str]) -> None:
     if policy.kind not in BASELINES:
         known = f"one of {['adaptive', *BASELINES]} or a dotted path like 'my_package.MyPolicy'"
         raise ConfigError(f"policy.kind must be {known}, got {policy.kind!r}")
-    needs = BASELINES[policy.kind].needs
+    needs, numbers = BASELINES[policy.kind].needs, BASELINES[policy.kind].options
+    for name, value in policy.options.items():
+        if name not in numbers:
+            known = f"one of {list(numbers)}" if numbers else "left out"
+            raise ConfigError(f"policy.options of {policy.kind!r} must be {known}, got {name!r}")
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"policy.options.{name} must be a whole number, got {value!r}")
     if "draft" in needs and policy.draft not in drafts:
         raise ConfigError(f"policy.draft must be one of {drafts}, got {policy.draft!r}")
     batches = [step.batch for step in policy.schedule]

@@ -264,13 +264,15 @@ def simulated() -> str:
     """Return every policy over the best fixed choice, a row a simulated scenario and load: mean
     latency, of a backlog the throughput.
     """
-    rows = []
-    for comparison in _record(SIMULATION)["comparisons"]:
+    rows, comparisons = [], _record(SIMULATION)["comparisons"]
+    tuned_in = {name for comparison in comparisons for name in comparison["tuned"]}
+    ran = {name: its for name, its in compared().items() if name in tuned_in}
+    for comparison in comparisons:
         for point in comparison["points"]:
             fixed, arms, load = point["fixed"], point["arms"], load_name(point["load"])
             figure = "tokens_per_s" if load == "backlog" else "latency_s"
             value, low, high = arms[fixed]["adaptive_over_it"]
-            tuned = (comparison["tuned"].get(name) for name in compared())
+            tuned = (comparison["tuned"].get(name) for name in ran)
             others = (*tuned, "oracle", NONE)
             rows.append(
                 [
@@ -284,7 +286,7 @@ def simulated() -> str:
                     ),
                 ]
             )
-    names = (*(its.label for its in compared().values()), "oracle", NONE)
+    names = (*(its.label for its in ran.values()), "oracle", NONE)
     return _table(["scenario", "load", BEST_FIXED, "adaptive", *names], *rows)
 
 

@@ -9,6 +9,7 @@ from .baselines import (
     RandomChoice,
     SmartSpec,
     SpinSelection,
+    SuffixElse,
 )
 from .latency import LatencyCurve, LatencyError, LatencyModel, LatencyTable, Provenance
 from .plan import (
@@ -58,6 +59,7 @@ __all__ = [
     "StepNodes",
     "StepRows",
     "StepTimes",
+    "SuffixElse",
     "SwitchedPolicy",
     "Switches",
     "View",

@@ -43,7 +43,8 @@ def make_policy(
         with _naming_kind():
             return custom.load_policy(asked.kind, names, latency, asked.k_max, asked.options)
     if config.policy.kind != "adaptive":
-        return _baseline(config.policy, names, latency)
+        free = tuple(n for n, draft in zip(names, drafts, strict=True) if draft.limits.free)
+        return _baseline(config.policy, names, free, latency)
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
     constants = policy.PlannerConfig(
         k_max=config.policy.k_max,
@@ -102,13 +103,15 @@ def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> 
 
 
 def _baseline(
-    config: PolicyConfig, drafts: tuple[str, ...], latency: policy.LatencyModel
+    config: PolicyConfig,
+    drafts: tuple[str, ...],
+    free: tuple[str, ...],
+    latency: policy.LatencyModel,
 ) -> policy.AnyPolicy:
     """Make a policy that the adaptive one is compared with."""
     schedule = {step.batch: step.length for step in config.schedule}
-    return BASELINES[config.kind].make(
-        BaselineSettings(drafts, latency, config.k_max, config.draft, config.length, schedule)
-    )
+    chosen = config.draft, config.length, schedule, config.options, free
+    return BASELINES[config.kind].make(BaselineSettings(drafts, latency, config.k_max, *chosen))
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:

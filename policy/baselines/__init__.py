@@ -9,13 +9,14 @@ A module of this package is a family; its ``ENTRIES`` are in the registry (``reg
 settings, simulator, benches, tables and pictures read.
 """
 
+from .always import FixedLength, NoSpeculation, RandomChoice
 from .batch_schedule import BatchSchedule
 from .ema import AcceptanceEma
 from .entry import Baseline, BaselineSettings, same_for_all
-from .plain import FixedLength, NoSpeculation, RandomChoice
 from .registry import BASELINES, compared
 from .smartspec import SmartSpec, expected_tokens
 from .spin import SpinSelection
+from .suffix_else import SuffixElse
 
 __all__ = [
     "BASELINES",
@@ -28,6 +29,7 @@ __all__ = [
     "RandomChoice",
     "SmartSpec",
     "SpinSelection",
+    "SuffixElse",
     "compared",
     "expected_tokens",
     "same_for_all",

@@ -19,6 +19,9 @@ class BaselineSettings:
     draft: str = ""
     length: int = 0
     schedule: Mapping[int, int] = field(default_factory=dict)  # length by the largest batch
+    options: Mapping[str, int] = field(default_factory=dict)  # those of ``Baseline.options``
+    free: tuple[str, ...] | None = None
+    """The drafts without a model, which every row may be asked for; None: it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class Baseline:
     make: Callable[[BaselineSettings], AnyPolicy]
     label: str  # in tables
     needs: tuple[str, ...] = ()  # the fields of BaselineSettings that must be set
+    options: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Whole numbers of its own, by name: the default, and what else tuning may try."""
     compared: bool = True  # whether comparisons run it unless they are asked not to
     colour: str = "#6f5a3a"  # in plots
     marker: str = "X"  # in plots, as matplotlib names it

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ _SPELLED = ("draft", "length")
 
 
 def arm_of(name: str, draft: str = "DRAFT", length: int | str = "K") -> str:
-    """Return how the arm of a baseline is written."""
+    """Return how the arm of a baseline is written; ``:NAME=VALUE`` sets one of its options."""
     needs, values = BASELINES[name].needs, (draft, str(length))
     spelled = (v for need, v in zip(_SPELLED, values, strict=True) if need in needs)
     return ":".join([name, *spelled])
@@ -207,10 +208,16 @@ def _baseline(
     """Return a baseline from the words after its name. Raises PolicyError where they do not fit."""
     baseline = BASELINES[arm.partition(":")[0]]
     spelled = [need for need in _SPELLED if need in baseline.needs]
+    options = _options(arm, [word for word in words if "=" in word])
+    words = [word for word in words if "=" not in word]
     values = dict(zip(spelled, words, strict=False))
     draft, length = values.get("draft", deployment.drafts[0]), values.get("length", "0")
     if len(words) != len(spelled) or draft not in deployment.drafts or not length.isdigit():
         raise _unknown(arm, deployment.drafts)
+    for name, value in options.items():
+        if name not in baseline.options or type(value) is not int or value < 0:
+            numbers = f"whole numbers for any of {list(baseline.options)}"
+            raise PolicyError(f"{arm!r}: options must be {numbers}, got {name}={value!r}")
     profiled = "schedule" in baseline.needs
     return baseline.make(
         BaselineSettings(
@@ -220,6 +227,8 @@ def _baseline(
             draft,
             int(length),
             profiled_lengths(deployment, mix, draft, seed) if profiled else {},
+            options,
+            tuple(compress(deployment.drafts, deployment.free)),
         )
     )
 

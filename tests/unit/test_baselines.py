@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,14 +11,16 @@ from backend.speculation.policy_factory import make_policy
 from bench.simulator.protocol import tuned_arms
 from policy import baselines
 from policy.baselines import BASELINES, Baseline, FixedLength, registry
+from policy.custom import PolicyError
 from policy.simulation import arms
 from policy.simulation.presets import MIXED, llama_8b_h100
 from tests.fakes.apps import FAKE
 
 TWICE = Baseline(
-    lambda s: FixedLength(s.draft, 2 * s.length),
+    lambda s: FixedLength(s.draft, s.options.get("times", 2) * s.length),
     "twice as long",
     needs=("draft", "length"),
+    options={"times": (2, 3)},
     colour="#123456",
     marker="*",
 )
@@ -37,6 +40,12 @@ assert (policy["kind"], policy["draft"], policy["length"]) == ("twice", "d", 3),
 """
 
 
+def engines(config, free=()):
+    """Return what of engines is read: whether a draft is free."""
+    limits = [SimpleNamespace(free=draft.name in free) for draft in config.drafts]
+    return [SimpleNamespace(limits=limit) for limit in limits]
+
+
 @pytest.fixture(autouse=True)
 def twice(monkeypatch):
     monkeypatch.setitem(BASELINES, "twice", TWICE)
@@ -45,11 +54,51 @@ def twice(monkeypatch):
 def test_a_new_baseline_is_a_setting():
     asked = {"kind": "twice", "draft": "d0", "length": 3}
     config = parse_config({**FAKE, "policy": asked})
-    drafts = [object()] * len(config.drafts)
-    made = make_policy(config, drafts, {}, None)
+    made = make_policy(config, engines(config), {}, None)
     assert (made.draft, made.length) == ("d0", 6)
     with pytest.raises(ConfigError, match=r"policy\.draft must be one of .*, got .d9."):
         parse_config({**FAKE, "policy": {**asked, "draft": "d9"}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("twice", {"time": 3}, "of 'twice' must be one of ['times'], got 'time'"),
+        ("twice", {"times": "3"}, "policy.options.times must be a whole number, got '3'"),
+        ("twice", {"times": True}, "policy.options.times must be a whole number, got True"),
+        ("twice", {"times": -1}, "policy.options.times must be a whole number, got -1"),
+        ("spin", {"times": 3}, "policy.options of 'spin' must be left out, got 'times'"),
+        ("adaptive", {"times": 3}, "policy.options must be empty for 'adaptive'"),
+    ],
+)
+def test_the_numbers_of_a_baseline_are_options_checked_by_name_and_value(kind, options, words):
+    asked = {"draft": "d0", "length": 3, "options": {"times": 3}}
+    config = parse_config({**FAKE, "policy": {**asked, "kind": "twice"}})
+    assert make_policy(config, engines(config), {}, None).length == 9
+    with pytest.raises(ConfigError) as error:
+        parse_config({**FAKE, "policy": {**asked, "kind": kind, "options": options}})
+    assert words in str(error.value)
+
+
+def test_the_rule_of_the_longest_match_gets_the_draft_that_needs_no_model():
+    drafts = [{"name": name, "engine": "fake"} for name in ("a", "b", "c")]
+    asked = {"kind": "suffix-else-eagle", "draft": "c", "options": {"least": 8}}
+    config = parse_config({"target": {"engine": "fake"}, "drafts": drafts, "policy": asked})
+    assert make_policy(config, engines(config, free=["b"]), {}, None).free == "b"
+    assert make_policy(config, engines(config), {}, None).free == "c"
+
+
+def test_the_numbers_of_a_baseline_are_written_after_its_arm():
+    deployment = llama_8b_h100()
+
+    def made(arm):
+        return arms.make_policy(arm, deployment, MIXED, None, deployment.latency, 0)
+
+    draft = deployment.drafts[0]
+    assert made(f"twice:{draft}:3:times=3").length == 9
+    for wrong in ("time=3", "times=x", "times=-1"):
+        with pytest.raises(PolicyError, match=wrong.replace("=", ".*")):
+            made(f"twice:{draft}:3:{wrong}")
 
 
 def test_a_new_baseline_is_an_arm_of_the_simulator():

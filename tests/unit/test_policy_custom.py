@@ -271,7 +271,7 @@ def test_the_simulator_runs_it_beside_the_others(module, capsys):
 @pytest.mark.parametrize(
     ("arms", "words"),
     [
-        ("none,mine", "there is no arm 'mine': there are none, fixed:DRAFT:K, schedule:DRAFT,"),
+        ("none,mine", "there is no arm 'mine': there are none, fixed:DRAFT:K, "),
         ("average:eagle", "there is no arm 'average:eagle'"),
         ("{}.Nobody", "has no 'Nobody'"),
         ("{}.Mine:length", "an option must be NAME=VALUE, got 'length'"),

@@ -1,4 +1,4 @@
-"""No speculation, a fixed choice, and a random one."""
+"""What always does the same: no speculation, a fixed choice, a random one that tests exactness."""
 
 from __future__ import annotations
 

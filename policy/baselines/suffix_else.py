@@ -1,0 +1,71 @@
+"""The longest match first: a free draft where it matches enough, another draft elsewhere.
+
+TensorRT-LLM's ``SAEnhancerConfig`` (1.3.0rc27): a suffix automaton overrides the tokens of EAGLE-3
+or MTP where at least ``threshold`` tokens match, 4 unless it is set. vLLM's pull request 24344
+(``ngram-eagle``, open) prefers n-grams wherever there are any. Both draft with EAGLE for every row;
+here only for the rows that use it, which helps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.random import Generator as Rng
+
+from policy.evidence import MATCH_EDGES, bin_of_match
+from policy.plan import Plan, Policy, View
+
+from .entry import Baseline, BaselineSettings
+
+_EDGES = np.array((0, *MATCH_EDGES))
+
+
+class SuffixElse(Policy[None]):
+    """A one-line rule: the free draft where at least ``least`` tokens match, else ``draft``.
+
+    The first of the other drafts that is ``free`` is the one; where it is not known which are, the
+    one that takes least time; without one ``draft`` proposes always. The free draft proposes
+    ``own`` tokens, or with 0 as many as match (vLLM's ``suffix_decoding_max_spec_factor`` bounds
+    proposals by the match, too); ``draft`` proposes ``length``. A free draft that shows no evidence
+    matches wherever it can propose.
+    """
+
+    def __init__(
+        self,
+        settings: BaselineSettings,
+        *,
+        least: int = 4,
+        own: int = 0,
+    ) -> None:
+        """Raise ValueError for an unknown draft."""
+        drafts, free, curves = settings.drafts, settings.free, settings.latency.drafts
+        if settings.draft not in drafts:
+            raise ValueError(f"draft must be one of {drafts}, got {settings.draft!r}")
+        if free is None:
+            free = tuple(sorted(drafts, key=lambda name: curves[drafts.index(name)].seconds(1)))
+        self.draft, self.length, self.own = settings.draft, settings.length, own
+        self.free = next((name for name in free if name != self.draft), self.draft)
+        self._least_bin = bin_of_match(least)
+
+    def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
+        for name in (self.draft, self.free):
+            if name not in view.drafts:
+                raise ValueError(f"draft must be one of {view.drafts}, got {name!r}")
+        free, other = view.drafts.index(self.free), view.drafts.index(self.draft)
+        ceiling = view.ceiling[:, free]
+        shown = np.zeros_like(ceiling) if view.evidence is None else view.evidence[:, free]
+        matched = (ceiling > 0) & ((shown == 0) | (shown >= self._least_bin)) & (free != other)
+        own = np.where(shown > 0, _EDGES[shown], ceiling) if self.own == 0 else self.own
+        draft, length = np.where(matched, free, other), np.where(matched, own, self.length)
+        return Plan.within(view, draft, length), None
+
+
+ENTRIES = {
+    "suffix-else-eagle": Baseline(
+        lambda s: SuffixElse(s, **s.options),
+        "suffix where it matches",
+        needs=("draft", "length"),
+        options={"least": (4, 2, 3, 6, 8, 12), "own": (0, 4, 8, 16)},
+        colour="#c2507a",
+        marker="h",
+    ),
+}
