@@ -129,9 +129,9 @@ def load_embeddings(folder: Path, device: str = "cpu") -> tuple[torch.Tensor, to
     found: Weights = {}
     for file in _weight_files(folder):
         found |= _read_tensors(file)
-    embedding = found["model.embed_tokens.weight"]
-    head = embedding if read_config(folder).tied else found["lm_head.weight"]
-    return embedding.to(device), head.to(device)
+    embedding = found["model.embed_tokens.weight"].to(device)
+    head = embedding if read_config(folder).tied else found["lm_head.weight"].to(device)
+    return embedding, head
 
 
 def read_config(folder: Path) -> LlamaConfig:

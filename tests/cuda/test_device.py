@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from backend.engines.cuda.device import DeviceRow, DeviceSteps
+from backend.engines.cuda.device import MOST_PLACES, DeviceRow, DeviceSteps
 from backend.engines.cuda.heads import DeviceHead
 from backend.engines.cuda.kernels import plain_kernels
 from backend.engines.cuda.model import PagedModel
@@ -113,6 +113,17 @@ def test_texts_of_changing_batches_are_those_of_plain_decoding(seed: int) -> Non
         assert text[: TOKENS + 1] == plain[: len(text)][: TOKENS + 1]
     assert accepted > 10
     assert proposed > 100
+
+
+def test_a_step_verifies_at_most_the_nodes_of_its_largest_size() -> None:
+    run = steps()
+    rows = [row_of(0, [5]) for _ in range(256)]
+    for row in rows:
+        row.budget, row.room, row.places, row.head = 8, 8, 4, "head"
+    assert run._bucket(rows).tokens == 1024
+    rows[0].places = MOST_PLACES
+    assert run._bucket(rows).columns == 63
+    assert MOST_PLACES == 15
 
 
 def test_a_step_of_too_many_rows_names_them() -> None:

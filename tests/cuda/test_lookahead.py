@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 
@@ -129,6 +130,17 @@ def test_an_error_voids_what_is_in_flight_and_the_text_goes_on(
     assert target.poll(0.0) == []
     decode(target, text, 4)
     assert text.tokens == alone.tokens
+
+
+def test_a_head_proposes_at_most_the_longest_path_that_a_step_has_room_for() -> None:
+    target, text = engine(max_draft_tokens=40, max_context_tokens=160), sequence(0)
+    text.blocks["target"] = [0, 1, 2, 3]
+    decode(target, text, 1)
+    target._head = lambda draft: "head"  # type: ignore[method-assign]
+    turn_of_head = turn(text, device_proposal=DeviceProposal(object(), 40, 40))  # type: ignore[arg-type]
+    target._steps.place_states(target._slots[0].number, np.zeros((0, 0), np.float32))
+    row = target._row(target._job(turn_of_head, []))
+    assert (row.places, row.budget) == (15, 40)
 
 
 @pytest.mark.parametrize(

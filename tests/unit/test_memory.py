@@ -4,10 +4,16 @@ from math import prod
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend.config import ConfigError, parse_config
 from backend.engines import memory
 from backend.engines.checkpoint import read_config
+from backend.engines.cuda.engine import CudaEngine
+from backend.engines.cuda.footprint import RUNTIME_BYTES
+from backend.engines.cuda.pages import ATTENTION
+from backend.engines.head import folder as heads
+from backend.engines.head.folder import HeadConfig, config_json
 from backend.engines.memory import PROCESS_BYTES
 from backend.engines.openvino.kind import WEIGHT_BYTES
 from backend.engines.port import Footprint
@@ -129,6 +135,59 @@ def test_a_deployment_that_does_not_fit_is_refused_before_anything_is_loaded(tmp
     check_memory(serving(target, draft, kv_cache_tokens=1024))
     with pytest.raises(ConfigError, match="not enough memory: cpu has"):
         check_memory(serving(target, draft, kv_cache_tokens=10**12))
+
+
+def cuda(path, *, lookahead=0, device="cuda", **limits):
+    target = {"engine": "cuda", "model": str(path), "dtype": "bf16", "device": device}
+    raw = {"target": target | {"lookahead": lookahead}, "limits": limits, "policy": {"k_max": 5}}
+    return memory.plan(parse_config(raw), {"target": path})["target"]
+
+
+def test_kv_of_the_cuda_engine_has_a_page_of_no_sequence(tmp_path):
+    path = folder(tmp_path / "model")
+    config = AutoConfig.for_model("llama", **{k: v for k, v in MODEL.items() if k[0] != "a"})
+    lm = AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION, dtype=torch.bfloat16
+    )
+    sizes = {"vocab_size": 300, "kv_blocks": 4096 // BLOCK_TOKENS, "max_context_tokens": 64}
+    engine = CudaEngine("target", lm, **sizes)
+    kv = sum(pages.nbytes for pages in engine._paged.stacked_kv)
+    assert cuda(path, kv_cache_tokens=4096, device="cpu").kv == kv
+
+
+def test_a_gpu_s_plan_has_graphs_and_slots_that_grow_with_what_may_be_verified(tmp_path):
+    path = folder(tmp_path / "model")
+    few, many = (cuda(path, max_active_requests=n) for n in (4, 64))
+    on_host = cuda(path, max_active_requests=64, device="cpu")
+    assert few.passes > RUNTIME_BYTES
+    captured = 64 * (1 + 5) * 2 * (4 * 16 + 2 * 32 + 3 * 40 + 2 * 300)
+    assert many.passes - on_host.passes == RUNTIME_BYTES + captured
+    slots = cuda(path, max_active_requests=64, lookahead=1).passes - many.passes
+    assert 65 * 4 * (2048 // BLOCK_TOKENS) < slots < 65 * 4 * (2048 // BLOCK_TOKENS + 20)
+
+
+def test_more_requests_than_a_step_with_lookahead_has_rows_are_refused(tmp_path):
+    path = folder(tmp_path / "model")
+    assert cuda(path, max_active_requests=256, lookahead=1).kv
+    with pytest.raises(ConfigError, match=r"max_active_requests must be at most 256 .* got 257"):
+        cuda(path, max_active_requests=257, lookahead=1)
+
+
+@pytest.mark.parametrize(("device", "copies"), [("cpu", 1), ("cuda", 2)])
+def test_a_head_that_its_target_runs_has_no_copy_of_the_target_s_embeddings(
+    tmp_path, device, copies
+):
+    head = tmp_path / "head"
+    head.mkdir()
+    shape = HeadConfig(300, 16, 24, (1, 3), rows=50)
+    (head / "config.json").write_text(config_json(shape))
+    own = shape.parameters + 50 * 16
+    apart, inside = (
+        heads.footprint(head, "bf16", device, 4, in_target=in_target) for in_target in (False, True)
+    )
+    assert apart.weights == 2 * own + 2 * copies * 300 * 16
+    assert inside.weights == 2 * own
+    assert inside.passes > 5 * 2 * 16 * 2
 
 
 def machine(root, groups, own):

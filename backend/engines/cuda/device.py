@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 COLUMN_SIZES = (0, 4, 8, 16, 32, 63)
 """Nodes of a row's proposal that a bucket has room for."""
 
+MOST_PLACES = COLUMN_SIZES[-1] // CANDIDATES
+"""The longest path that a head can propose."""
+
 _UPDATES = 256
 """Entries of block tables and of texts' own tokens that one step can bring along."""
 
@@ -208,7 +211,7 @@ class DeviceSteps:
         columns = max(depth * CANDIDATES, *(len(row.tokens) for row in rows))
         keys = max(row.length + (self._most + 1) * row.follows + row.room + 1 for row in rows)
         count = _size(ROW_SIZES, len(rows), "rows")
-        budget = sum(row.budget for row in rows)
+        budget = min(sum(row.budget for row in rows), TOKEN_SIZES[-1] - count)
         bounded = any(p.top_k or p.top_p < 1.0 or p.min_p for p in (r.sampling for r in rows))
         return Bucket(
             count,

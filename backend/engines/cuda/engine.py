@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from backend.config import EngineConfig
 from backend.engines.checkpoint import DTYPES, read_config
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS
-from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward
+from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward, most_graph_tokens
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import ATTENTION
@@ -32,7 +32,8 @@ class CudaEngine(StepEngine):
 
     ``lm`` was made with ``attn_implementation=ATTENTION`` and is on its device. With ``invariant``
     a row's logits have the same bits in every batch; it costs time where more than 128 tokens are
-    verified at once (docs/adr/0041). ``count(reason)`` is called for passes without a graph.
+    verified at once (docs/adr/0041). Graphs have at most ``graph_tokens`` tokens; ``count(reason)``
+    is called for passes whose graph cannot be captured.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class CudaEngine(StepEngine):
         taps: Sequence[int] = (),
         invariant: bool = True,
         lookahead: int = 0,
+        graph_tokens: int = TOKEN_SIZES[-1],
         count: Callable[[str], None] | None = None,
     ) -> None:
         is_cuda = next(lm.parameters()).device.type == "cuda"
@@ -66,7 +68,7 @@ class CudaEngine(StepEngine):
             widths=TOKEN_SIZES if is_cuda else (),
         )
         self._paged = model
-        super().__init__(name, PagedForward(model, count=count), limits)
+        super().__init__(name, PagedForward(model, graph_tokens=graph_tokens, count=count), limits)
 
     def _wait(self, jobs: list) -> None:  # type: ignore[type-arg]
         if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
@@ -89,12 +91,12 @@ def make(engine: EngineConfig, service: Service) -> CudaEngine:
         if service.count is not None:
             service.count("spindle_fallback_total", reason=reason)
 
-    sizes = service.sizes
+    sizes, sequences = service.sizes, service.config.limits.max_active_requests
     kind: Callable[..., CudaEngine] = CudaEngine
     if engine.lookahead:
         from backend.engines.cuda.lookahead import LookaheadEngine
 
-        kind = partial(LookaheadEngine, sequences=service.config.limits.max_active_requests)
+        kind = partial(LookaheadEngine, sequences=sequences)
     return kind(
         engine.name,
         lm.eval().to(engine.device),
@@ -104,5 +106,6 @@ def make(engine: EngineConfig, service: Service) -> CudaEngine:
         max_draft_tokens=sizes["max_draft_tokens"],
         taps=service.taps if engine.name == service.config.target.name else (),
         invariant=engine.invariant,
+        graph_tokens=most_graph_tokens(sequences, service.config.policy.k_max),
         count=count,
     )

@@ -27,6 +27,14 @@ KEY_SIZES = tuple(1 << n for n in range(10, 21))
 """Sizes of graphs: rows, tokens, the most new tokens of a row, and the most keys of one."""
 
 
+def most_graph_tokens(rows: int, length: int) -> int:
+    """Return the tokens of the largest pass that is captured, where each of ``rows`` verifies
+    ``length`` tokens.
+    """
+    tokens = rows * (1 + length)
+    return next((size for size in TOKEN_SIZES if size >= tokens), TOKEN_SIZES[-1])
+
+
 class Size(NamedTuple):
     """What a graph has room for."""
 
@@ -84,19 +92,22 @@ class Graph(NamedTuple):
 class PagedForward:
     """``stepping.engine.Model`` over a paged decoder. Its last page belongs to no sequence.
 
-    ``count(reason)`` is called when a graph cannot be captured; its size then runs without one.
+    Graphs have at most ``graph_tokens`` tokens. ``count(reason)`` is called when one cannot be
+    captured; its size then runs without.
     """
 
     def __init__(
         self,
         model: PagedModel,
         *,
+        graph_tokens: int = TOKEN_SIZES[-1],
         count: Callable[[str], None] | None = None,
     ) -> None:
         self.model, self.device = model, model.device
         self.token_ids: torch.Tensor | None = None
         self.features: torch.Tensor | None = None
-        self._count = count
+        self._count, self._graph_tokens = count, graph_tokens
+        self._outputs: dict[str, torch.Tensor] = {}
         self._scratch = len(model.kv[0]) - 1
         self._graphs: dict[Size, Graph | None] = {}
         self._captures = self.device.type == "cuda"
@@ -200,6 +211,8 @@ class PagedForward:
         if None in fitting:
             return None
         size = Size(*fitting)  # type: ignore[arg-type]
+        if size.tokens > self._graph_tokens:
+            return None
         if size not in self._graphs:
             self._graphs[size] = self._capture(size)
         return self._graphs[size]
@@ -208,23 +221,36 @@ class PagedForward:
         inputs = Inputs(size, self.device)
         inputs.host["place"].fill(self._scratch * PAGE)
         inputs.send()
+
+        def run() -> tuple[torch.Tensor, torch.Tensor | None]:
+            logits = self._shared("logits", self._pass(inputs, None))
+            states = self.model.states
+            return logits, None if states is None else self._shared("states", states)
+
         try:
-            return Graph(inputs, self._record(lambda: self._pass(inputs, None)))
+            return Graph(inputs, self._record(run))
         except (RuntimeError, NotImplementedError) as error:
             logger.warning("no CUDA graph for %s: %s", size, error)
             if self._count is not None:
                 self._count("cuda_graph")
             return None
 
+    def _shared(self, name: str, output: torch.Tensor) -> torch.Tensor:
+        """Copy what a graph returns to where all graphs leave it: else each would keep its own."""
+        if name not in self._outputs:
+            shape = self._graph_tokens, *output.shape[1:]
+            self._outputs[name] = output.new_empty(shape)
+        return self._outputs[name][: len(output)].copy_(output)
+
     def _record(
-        self, run: Callable[[], torch.Tensor]
+        self, run: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
         """Capture a pass in a CUDA graph and return its replay. Raises RuntimeError."""
-        (logits, states), launch = capture(self.device, lambda: (run(), self.model.states))
+        outputs, launch = capture(self.device, run)
 
         def replay() -> tuple[torch.Tensor, torch.Tensor | None]:
             launch()
-            return logits, states
+            return outputs
 
         return replay
 

@@ -10,7 +10,10 @@ import torch
 Result = TypeVar("Result")
 
 
-_pools: dict[torch.device, Any] = {}
+_shared: dict[torch.device, tuple[Any, torch.cuda.Stream]] = {}
+"""By device the memory of all graphs and the stream that they are captured on: cuBLAS keeps a
+workspace for each stream.
+"""
 
 
 def capture(device: torch.device, run: Callable[[], Result]) -> tuple[Result, Callable[[], object]]:
@@ -19,14 +22,19 @@ def capture(device: torch.device, run: Callable[[], Result]) -> tuple[Result, Ca
 
     All graphs share their memory: a result is void as soon as another graph runs.
     """
-    stream = torch.cuda.Stream(device)
+    if device not in _shared:
+        _shared[device] = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    pool, stream = _shared[device]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    pool = _pools.setdefault(device, torch.cuda.graph_pool_handle())
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        result = run()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            result = run()
+    except BaseException:
+        del _shared[device]  # what a capture that fails leaves there is not known
+        raise
     replay: Callable[[], object] = graph.replay
     return result, replay

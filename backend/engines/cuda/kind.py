@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import EngineConfig
-from backend.engines.port import Engine
-from backend.engines.stepping.kind import check_folder, footprint, latency_cases
+from backend.config import EngineConfig, ServingConfig
+from backend.engines.port import Engine, Footprint
+from backend.engines.stepping.kind import check_folder, latency_cases
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
@@ -19,3 +20,10 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     from backend.engines.cuda import engine as cuda
 
     return cuda.make(engine, service)
+
+
+def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
+    """Return what an engine takes of memory."""
+    from backend.engines.cuda import footprint as planning  # it imports torch
+
+    return planning.footprint(engine, config, folder)

@@ -16,9 +16,16 @@ from typing import Any
 
 import torch
 
-from backend.engines.cuda.device import DeviceRow, DeviceSteps, Launched, RowResult
+from backend.engines.cuda.device import (
+    MOST_PLACES,
+    DeviceRow,
+    DeviceSteps,
+    Launched,
+    RowResult,
+)
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.heads import DeviceHead
+from backend.engines.head.folder import TARGET_ROWS
 from backend.engines.head.in_target import HeadInTarget
 from backend.engines.port import AFTER, Completion, Turn
 from backend.engines.stepping.chunks import Chunk
@@ -80,7 +87,7 @@ class LookaheadEngine(CudaEngine):
         lm: Any,
         *,
         sequences: int,
-        own: int = 128,
+        own: int = TARGET_ROWS,
         count: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
@@ -269,7 +276,8 @@ class LookaheadEngine(CudaEngine):
             row.budget = row.room = len(turn.proposal)
         elif turn.device_proposal is not None and room and (follows or slot.length == job.start):
             ask = turn.device_proposal
-            row.head, row.places = self._head(ask.draft), min(ask.length, room)
+            row.head = self._head(ask.draft)
+            row.places = min(ask.length, room, MOST_PLACES)
             row.budget = min(ask.nodes, room)
             self._place_own(slot, sequence)
         return row

@@ -13,9 +13,16 @@ from backend.config import ConfigError
 from backend.engines.port import Footprint
 
 ARCHITECTURE = "SpindleHead"
+TARGET_ROWS = 128
+"""The same where its target runs it."""
 WEIGHTS_FILE = "model.safetensors"
 CONTEXT_ROWS = 512
 """Tokens of a request's own text, at most, that it can propose beside the static ones."""
+
+_RACE_BYTES = 64
+"""Of each logit while the target's device draws for a head: its noise, mass and time in 64 bits,
+and what they are made of.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +78,21 @@ def config_json(config: HeadConfig, **others: Any) -> str:
     return json.dumps(raw, indent=2, sort_keys=True) + "\n"
 
 
-def footprint(folder: Path, dtype: str, device: str, sequences: int) -> Footprint:
-    """Return what a head takes: its network, its rows and the target's embedding in bf16, and the
-    rows of so many sequences' own tokens.
+def footprint(
+    folder: Path, dtype: str, device: str, sequences: int, *, in_target: bool = False
+) -> Footprint:
+    """Return what a head takes: its network, its rows and those of ``sequences``' own tokens, and
+    copies of the target's embedding in bf16 (on GPUs of its head, too). With ``in_target`` it reads
+    the target's own, and the target keeps a state of every sequence for it.
     """
     config, item = read_config(folder), 2 if dtype == "bf16" else 4
-    weights = item * (config.parameters + config.rows * config.hidden_size)
-    weights += 2 * config.vocab_size * config.hidden_size
-    own = sequences * min(CONTEXT_ROWS, config.vocab_size - config.rows) * config.hidden_size * item
-    logits = 4 * sequences * (config.rows + CONTEXT_ROWS)
-    return Footprint(device, weights, 0, own + 2 * logits)
+    hidden, own_rows = config.hidden_size, TARGET_ROWS if in_target else CONTEXT_ROWS
+    weights = item * (config.parameters + config.rows * hidden)
+    if not in_target:
+        weights += (2 if device == "cpu" else 4) * config.vocab_size * hidden
+    own = sequences * min(own_rows, config.vocab_size - config.rows) * hidden * item
+    logits = sequences * (config.rows + own_rows)
+    if not in_target:
+        return Footprint(device, weights, 0, own + 8 * logits)
+    states = (sequences + 1) * len(config.layers) * hidden * item
+    return Footprint(device, weights, 0, own + states + _RACE_BYTES * logits)

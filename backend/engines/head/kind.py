@@ -27,7 +27,8 @@ def make(engine: EngineConfig, service: Service) -> Engine:
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
     """Return what a head takes of memory."""
-    return folders.footprint(folder, engine.dtype, engine.device, config.limits.max_active_requests)
+    sequences, in_target = config.limits.max_active_requests, bool(config.target.lookahead)
+    return folders.footprint(folder, engine.dtype, engine.device, sequences, in_target=in_target)
 
 
 def latency_cases(*, target: bool) -> list[Case]:

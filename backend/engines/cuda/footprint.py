@@ -1,0 +1,57 @@
+"""What the CUDA engine takes of memory besides what every step engine does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.engines.checkpoint import DTYPES, LlamaConfig, read_config
+from backend.engines.cuda.forward import ROW_SIZES, most_graph_tokens
+from backend.engines.cuda.pages import PAGE
+from backend.engines.port import Footprint
+from backend.engines.stepping import footprint as stepping
+
+RUNTIME_BYTES = 512 << 20
+"""Of CUDA graphs, cuBLAS's workspaces and compiled kernels on a GPU; a guess, not measured."""
+
+_SLOT_BYTES = 48
+"""Of a sequence's slot, besides its block table: length, last token, seed and options."""
+
+
+def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
+    """Return what an engine takes of memory. Raises ConfigError for more requests than a step with
+    lookahead has rows.
+    """
+    limits = config.limits
+    if engine.lookahead and limits.max_active_requests > ROW_SIZES[-1]:
+        raise ConfigError(
+            f"limits.max_active_requests must be at most {ROW_SIZES[-1]} where {engine.name}."
+            f"lookahead is 1, got {limits.max_active_requests}"
+        )
+    planned = stepping.footprint(engine, config, folder, scratch_tokens=PAGE)
+    shape, item = read_config(folder), DTYPES[engine.dtype].itemsize
+    passes = planned.passes + _prompt_bytes(shape, config, item)
+    if engine.lookahead:
+        blocks = -(-limits.max_context_tokens // PAGE) + 3
+        passes += (limits.max_active_requests + 1) * (4 * blocks + _SLOT_BYTES)
+    if engine.device != "cpu":
+        passes += _graph_bytes(shape, config, item) + RUNTIME_BYTES
+    return replace(planned, passes=passes)
+
+
+def _prompt_bytes(shape: LlamaConfig, config: ServingConfig, item: int) -> int:
+    """Return what attention of a prompt takes: a row's keys and values in one piece."""
+    kv_row = 2 * shape.num_kv_heads * shape.head_dim
+    return (config.limits.max_context_tokens + PAGE) * kv_row * item
+
+
+def _graph_bytes(shape: LlamaConfig, config: ServingConfig, item: int) -> int:
+    """Return what the graphs' pool takes: activations and logits of the largest pass, and a copy of
+    its logits.
+    """
+    tokens = most_graph_tokens(config.limits.max_active_requests, config.policy.k_max)
+    kv_row = 2 * shape.num_kv_heads * shape.head_dim
+    row = 4 * shape.hidden_size + 2 * (shape.num_heads * shape.head_dim + kv_row)
+    row += 3 * shape.intermediate_size
+    return tokens * item * (row + 2 * shape.vocab_size)
