@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from backend.core.isolation import run_again
-from backend.engines.port import AFTER, Completion, Engine, LooksAhead, Turn
+from backend.engines.port import AFTER, Completion, Engine, EngineLostError, LooksAhead, Turn
 from backend.ops.stats import StepStats
 from backend.speculation.cycle import Step
 
@@ -67,7 +68,7 @@ class InFlight:
         with all of them.
 
         A target that raises fails only the turns that raise again alone. Later submissions are
-        void: their rows are planned for again.
+        void: their rows are planned for again. Raises EngineLostError.
         """
         submission = self._submitted.popleft()
         log, error = submission.step.log, self._error
@@ -79,6 +80,8 @@ class InFlight:
             if self._target.limits.lookahead and isinstance(self._target, LooksAhead):
                 log.parts_s.update(self._target.parts_s())
             return submission, completions, False
+        except EngineLostError:
+            raise
         except Exception:
             logger.exception("the target failed; its submission is run again without proposals")
         self._stats.fallback("target_error")
@@ -99,7 +102,8 @@ class InFlight:
     def drop(self) -> None:
         """Wait until nothing is in flight, and use nothing of it."""
         while self._submitted:
-            self.collect()
+            with suppress(EngineLostError):
+                self.collect()
 
 
 def _from_here(turn: Turn) -> Turn:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from backend.engines.port import Completion, Engine, Turn
+from backend.engines.port import Completion, Engine, EngineLostError, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,8 @@ def run_again(target: Engine, turns: Seq[Turn]) -> list[Completion]:
     plain = [replace(turn, proposal=None, device_proposal=None) for turn in turns]
     try:
         return run_turns(target, plain)
+    except EngineLostError:
+        raise
     except Exception as error:
         if len(plain) == 1:
             logger.exception("sequence %d fails the target", plain[0].sequence.id)

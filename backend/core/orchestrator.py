@@ -16,7 +16,7 @@ from backend.core.batch import Batch
 from backend.core.in_flight import InFlight
 from backend.core.kv_ledger import KVLedger
 from backend.core.session import Session
-from backend.engines.port import AFTER, Completion, Engine
+from backend.engines.port import AFTER, Completion, Engine, EngineLostError
 from backend.log_format import fields
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
@@ -127,14 +127,17 @@ class Orchestrator:
         """Step until ``stop`` is set, asleep while there is nothing to do; then end what is left. A
         bug in a step ends its requests only.
 
-        Returns by itself after ``MAX_FAILURES`` failures in a row: only a new process can mend what
-        is broken then.
+        Returns by itself after ``MAX_FAILURES`` failures in a row, and when the target is lost:
+        only a new process can mend what is broken then.
         """
         while not stop.is_set() and self._failures < MAX_FAILURES:
             self._work.clear()
             self.alive_s = self._clock()
             try:
                 worked = self.step()
+            except EngineLostError:
+                logger.exception("the target is lost; the engine process has to start again")
+                break
             except Exception as error:
                 logger.exception("a step failed; every request ends with an error")
                 self._failures += 1

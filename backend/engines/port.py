@@ -150,13 +150,18 @@ class Footprint:
         return self.weights + self.kv + self.passes
 
 
+class EngineLostError(RuntimeError):
+    """What an engine raises that can run nothing more in this process."""
+
+
 class Engine(Protocol):
     """A target or a draft. Every engine rolls back what was rejected and catches up lazily on
     tokens that it has not seen.
 
     An exception from ``submit`` or ``poll`` voids all turns in flight: none of them completes, and
     each may be submitted again, with the outcome that it would have had. A turn that is wrong in
-    itself completes with ``Completion.error`` instead and harms no other.
+    itself completes with ``Completion.error`` instead and harms no other. After EngineLostError
+    only ``cancel`` may be called.
     """
 
     name: str

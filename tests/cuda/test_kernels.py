@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -29,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:triton.runtime.interpreter"),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHUNKED = partial(draw, chunk=256 if DEVICE == "cpu" else 4096)
 CHAIN = [-1, 0, 1, 2]
 TREE = [-1, -1, 0, 0, 1, 2, 4]
 # The interpreter multiplies bf16 wrongly.
@@ -188,17 +192,23 @@ def test_draw_is_the_hosts(temperature: float) -> None:
 
 def test_draw_of_bounded_greedy_and_broken_rows() -> None:
     vocab = 700
-    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(3))
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(3))
     logits[1, [20, 600]] = 9.0
     logits[2] = float("nan")
     logits[3, 5:] = float("-inf")
-    words = np.arange(5, dtype=np.uint64)
-    bound = [float("-inf")] * 4 + [float(logits[4].topk(3).values[-1])]
-    drawn = _drawn(logits, words, [0.0, 0.0, 0.0, 1.0, 1.0], bound)
+    logits[5:7] = float("-inf")
+    logits[7:, 30] = float("inf")
+    words = np.arange(9, dtype=np.uint64)
+    bound = [float("-inf")] * 9
+    bound[4] = float(logits[4].topk(3).values[-1])
+    heat = [0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    drawn = _drawn(logits, words, heat, bound)
+    assert drawn[5:] == [-1] * 4
+    assert drawn == _drawn(logits, words, heat, bound, plain.draw)
     assert drawn[:3] == [int(logits[0].argmax()), 20, -1]
     assert 0 <= drawn[3] < 5
-    laws = target_laws(logits[4:], [SamplingParams(temperature=1.0, top_k=3)])
-    assert drawn[4:] == host_draw(laws, words[4:])
+    laws = target_laws(logits[4:5], [SamplingParams(temperature=1.0, top_k=3)])
+    assert drawn[4:5] == host_draw(laws, words[4:5])
 
 
 def limits(rows: int, seed: int) -> list[SamplingParams]:
@@ -270,14 +280,14 @@ def _drawn(
     words: np.ndarray,  # type: ignore[type-arg]
     temperature: list[float],
     bound: list[float] | None = None,
+    function: Callable[..., torch.Tensor] = CHUNKED,
 ) -> list[int]:
     rows = len(logits)
-    tokens = draw(
+    tokens = function(
         logits.to(DEVICE),
         torch.tensor(temperature, device=DEVICE),
         torch.tensor(bound or [float("-inf")] * rows, device=DEVICE),
         torch.from_numpy(words.view(np.int64)).to(DEVICE),
-        chunk=256 if DEVICE == "cpu" else 4096,
     )
     found: list[int] = tokens.cpu().tolist()
     return found

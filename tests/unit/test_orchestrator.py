@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from backend.engines.port import EngineLostError
 from backend.request import ErrorCode
 from policy import NoSpeculation, Plan, RandomChoice
 from policy.custom import Guarded
@@ -279,6 +280,22 @@ def test_a_target_that_fails_for_good_ends_the_loop_after_the_third_time():
         ends[3:]
         == [[(ErrorCode.UNAVAILABLE, "the engine keeps failing: it is being restarted")]] * 3
     )
+    assert world.ledger.usage()["used"] == 0
+
+
+def test_a_target_that_is_lost_ends_the_loop_at_once_with_one_reply_each():
+    world = World(max_active=2)
+
+    def lose(turns):
+        raise EngineLostError("target: CUDA's context is broken")
+
+    sinks = [world.submit("abc") for _ in range(4)]
+    world.step()
+    world.target.breaks = lose
+    world.loop.run(threading.Event())
+    reason = "the engine keeps failing: it is being restarted"
+    assert [sink.ends for sink in sinks] == [[(ErrorCode.UNAVAILABLE, reason)]] * 4
+    assert ("spindle_fallback_total", "target_error") not in world.counters()
     assert world.ledger.usage()["used"] == 0
 
 

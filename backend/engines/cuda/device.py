@@ -72,7 +72,7 @@ class RowResult:
     """What a step did for a row."""
 
     emitted: list[int]
-    """The tokens; the last one is no node. A -1 says that a logit was NaN."""
+    """The tokens; the last one is no node. A -1 says that logits were no numbers."""
     verified: int
     """Nodes verified: the first of a head's, all of the host's."""
     tokens: list[int] = field(default_factory=list)
@@ -134,7 +134,7 @@ class DeviceSteps:
             slots + 1, blocks, model.device, states=states, own=own, dtype=model.dtype
         )
         self.slots.table[self._idle] = len(model.kv[0]) - 1
-        self._captures = model.device.type == "cuda"
+        self._captures = self._has_events = model.device.type == "cuda"
         self._steps: dict[Bucket, _BucketStep] = {}
         self._updates: list[tuple[int, int, int, int]] = []
 
@@ -181,7 +181,7 @@ class DeviceSteps:
 
     def event(self) -> Any:
         """Return a CUDA event of now in the stream; without CUDA the time."""
-        if not self._captures:
+        if not self._has_events:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -189,12 +189,12 @@ class DeviceSteps:
 
     def wait(self, event: Any) -> None:
         """Wait until the device has come to an event."""
-        if self._captures:
+        if self._has_events:
             event.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
         """Return the seconds between two events that have passed."""
-        return float(start.elapsed_time(end) / 1e3 if self._captures else end - start)
+        return float(start.elapsed_time(end) / 1e3 if self._has_events else end - start)
 
     def _place(
         self, which: int, column: torch.Tensor, slot: int, first: int, values: Sequence[int]

@@ -49,7 +49,7 @@ def _measure_chunks(
     x = tl.load(
         logits_ptr + row.to(tl.int64) * stride + column, mask=column < vocab, other=float("-inf")
     ).to(tl.float32)
-    is_broken = tl.max((x != x).to(tl.int32), 0) > 0
+    is_broken = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) > 0
     top = tl.where(is_broken, float("inf"), tl.max(x, 0))
     place = tl.min(tl.where((x == top) & (column < vocab), column, _NONE), 0)
     at = row * chunks + chunk
@@ -192,6 +192,7 @@ def _pick(
     places = tl.load(place_ptr + at, mask=exists, other=_NONE)
     top = tl.max(tops, 0)
     token = tl.min(tl.where(tops == top, places, _NONE), 0)
+    token = tl.where(top == float("-inf"), -1, token)
     if (token >= 0) & (tl.load(temperature_ptr + row) > 0.0):
         word = tl.load(word_ptr + row).to(tl.uint64, bitcast=True)
         least, tail_wins = _tail_wins(time_ptr, tail_ptr, word, row, chunks, CHUNKS)
@@ -220,7 +221,8 @@ def draw(
     *,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """Return the tokens int32[rows] drawn from ``logits`` [rows, vocab]; -1 for a row with a NaN.
+    """Return the tokens int32[rows] drawn from ``logits`` [rows, vocab]; -1 for a row with a NaN or
+    an infinity, or all of minus infinity.
 
     ``temperature`` and ``bound`` are float32[rows]: logits below the bound have no probability
     (-inf: all have). ``words`` int64[rows] are the bits of the noise word of (seed, position).

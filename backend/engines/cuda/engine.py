@@ -16,13 +16,14 @@ from transformers.utils.logging import disable_progress_bar
 from backend.config import EngineConfig
 from backend.engines.checkpoint import DTYPES, read_config
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS
+from backend.engines.cuda.faults import NO_NUMBERS, reporting_loss
 from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward, most_graph_tokens
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import ATTENTION
-from backend.engines.port import EngineLimits
+from backend.engines.port import Completion, EngineLimits
 from backend.engines.registry import Service
-from backend.engines.stepping.engine import StepEngine
+from backend.engines.stepping.engine import Job, StepEngine
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,26 @@ class CudaEngine(StepEngine):
         self._paged = model
         super().__init__(name, PagedForward(model, graph_tokens=graph_tokens, count=count), limits)
 
-    def _wait(self, jobs: list) -> None:  # type: ignore[type-arg]
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Run all queued turns. Raises EngineLostError."""
+        with reporting_loss(self.name, self._model.device):
+            return super().poll(timeout_s)
+
+    def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
+        """Decide; a row whose logits are no numbers ends, and no other."""
+        places = (~logits.amax(-1).isfinite()).nonzero()[:, 0].tolist()
+        if places:
+            logits = logits.clone()
+            logits[places] = 0.0
+        super()._decide(logits, jobs)
+        first = 0
+        for job in jobs if places else ():
+            on_path = {first, *(first + 1 + node for node in job.path)}
+            if not on_path.isdisjoint(places):
+                job.error, job.path = NO_NUMBERS, []
+            first += job.request.rows
+
+    def _wait(self, jobs: list[Job]) -> None:
         if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
             torch.cuda.current_stream(self._model.device).synchronize()
 

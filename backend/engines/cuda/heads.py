@@ -99,5 +99,5 @@ class HeadProposal:
         worth = torch.where(is_sampled, speed, mass.double())
         best = worth.topk(CANDIDATES)
         chance = best.values / worth.sum(1, keepdim=True).clamp(min=1e-300)
-        is_faint = ~is_sampled & (chance < FAINT * chance[:, :1])
-        return tokens.gather(1, best.indices), chance.masked_fill(is_faint, 0.0).float()
+        is_out = (~is_sampled & (chance < FAINT * chance[:, :1])) | chance.isnan()
+        return tokens.gather(1, best.indices), chance.masked_fill(is_out, 0.0).float()

@@ -24,6 +24,7 @@ from backend.engines.cuda.device import (
     RowResult,
 )
 from backend.engines.cuda.engine import CudaEngine
+from backend.engines.cuda.faults import NO_NUMBERS, reporting_loss
 from backend.engines.cuda.heads import DeviceHead
 from backend.engines.head.folder import TARGET_ROWS
 from backend.engines.head.in_target import HeadInTarget
@@ -112,30 +113,32 @@ class LookaheadEngine(CudaEngine):
         self._parts_s: dict[str, float] = {}
 
     def submit(self, turns: Sequence[Turn]) -> None:
-        """Launch what the device decides, and queue the rest."""
-        try:
-            with torch.inference_mode():
-                self._submitted.append(self._launch(turns))
-        except Exception:
-            self._drop()
-            raise
+        """Launch what the device decides, and queue the rest. Raises EngineLostError."""
+        with reporting_loss(self.name, self._model.device):
+            try:
+                with torch.inference_mode():
+                    self._submitted.append(self._launch(turns))
+            except Exception:
+                self._drop()
+                raise
 
     def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (a step ends)
-        """Complete the oldest submission."""
+        """Complete the oldest submission. Raises EngineLostError."""
         if not self._submitted:
             return []
         submission = self._submitted.popleft()
-        try:
-            completions = [*submission.chunks, *self._collect(submission)]
-            if submission.by_host:
-                started_s = time.perf_counter()
-                self._turns = submission.by_host
-                completions += super().poll(0.0)
-                spent_s = time.perf_counter() - started_s
-                self._parts_s["verify"] = self._parts_s.get("verify", 0.0) + spent_s
-        except Exception:
-            self._drop()
-            raise
+        with reporting_loss(self.name, self._model.device):
+            try:
+                completions = [*submission.chunks, *self._collect(submission)]
+                if submission.by_host:
+                    started_s = time.perf_counter()
+                    self._turns = submission.by_host
+                    completions += super().poll(0.0)
+                    spent_s = time.perf_counter() - started_s
+                    self._parts_s["verify"] = self._parts_s.get("verify", 0.0) + spent_s
+            except Exception:
+                self._drop()
+                raise
         return completions
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
@@ -148,7 +151,6 @@ class LookaheadEngine(CudaEngine):
         for sequence_id in gone:
             slot = self._slots.pop(sequence_id, None)
             if slot is not None:
-                self._steps.clear(slot.number)
                 self._free.append(slot.number)
 
     def can_follow(self, sequence: Text) -> bool:
@@ -204,7 +206,8 @@ class LookaheadEngine(CudaEngine):
         if sequence.id not in self._slots:
             if not self._free:
                 return False
-            self._slots[sequence.id] = _Slot(self._free.pop())
+            self._slots[sequence.id] = slot = _Slot(self._free.pop())
+            self._steps.clear(slot.number)
         return True
 
     def _chunk(self, turn: Turn) -> list[Chunk]:
@@ -336,7 +339,7 @@ class LookaheadEngine(CudaEngine):
         emitted = result.emitted
         if -1 in emitted:
             job.slot.length = 0
-            return Completion(sequence.id, [], error="the target's logits are no numbers")
+            return Completion(sequence.id, [], error=NO_NUMBERS)
         start = len(sequence.tokens) - 1
         cache.roll_back(start)
         cache.ran += [sequence.tokens[start], *emitted[:-1]]

@@ -130,7 +130,7 @@ def draw(
     logits: torch.Tensor, temperature: torch.Tensor, bound: torch.Tensor, words: torch.Tensor
 ) -> torch.Tensor:
     """As ``draw.draw``, by the host's own draw."""
-    drawn, is_broken = logits.argmax(-1), logits.isnan().any(-1)
+    drawn, is_broken = logits.argmax(-1), ~logits.amax(-1).isfinite()
     drawn[is_broken] = -1
     for row in ((temperature > 0.0) & ~is_broken).nonzero()[:, 0].tolist():
         scores = _wide(logits[row]).masked_fill(logits[row] < bound[row], -torch.inf)

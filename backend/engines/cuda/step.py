@@ -91,7 +91,7 @@ class VerifyStep:
         self.chosen = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         """int32[rows, columns], 1 for a node that is verified: written."""
         self.emitted = torch.zeros(rows, most, dtype=long, device=device)
-        """int64[rows, most]: the first ``count`` are written; -1 where a logit is NaN."""
+        """int64[rows, most]: the first ``count`` are written; -1 where logits are no numbers."""
         self.count = torch.zeros(rows, dtype=long, device=device)
         """int64[rows]: written."""
         self.path = torch.zeros(rows, most, dtype=torch.int32, device=device)

@@ -74,6 +74,7 @@ class Job:
     logits: list[torch.Tensor] = field(default_factory=list)
     context_logits: torch.Tensor | None = None
     features: npt.NDArray[np.float32] | None = None
+    error: str | None = None
 
     @property
     def run(self) -> list[int]:
@@ -373,6 +374,8 @@ class StepEngine:
 
     def _complete(self, job: Job) -> Completion:
         turn = job.turn
+        if job.error is not None:
+            return Completion(turn.sequence.id, [], error=job.error)
         if turn.nodes:
             job.proposal = job.spine.proposal(self.name, turn.nodes)
             job.cache.proposed_at, job.cache.proposed = turn.end, job.proposal

@@ -1,0 +1,172 @@
+"""Faults of the CUDA engine, injected on a CPU: graphs, rows without numbers, a lost context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from backend.engines.cuda import device, faults, graphs
+from backend.engines.cuda.engine import CudaEngine
+from backend.engines.cuda.faults import NO_NUMBERS
+from backend.engines.cuda.lookahead import LookaheadEngine
+from backend.engines.port import AFTER, Completion, EngineLostError, Turn
+from backend.request import SamplingParams
+from backend.sequence import Proposal, Sequence
+from tests.cuda.families import models
+
+pytestmark = pytest.mark.slow
+PROMPT = [7, 8, 9, 10, 11]
+KINDS = pytest.mark.parametrize("lookahead", [False, True], ids=["by the host", "lookahead"])
+
+
+def engine(*, lookahead: bool, reasons: list[str] | None = None) -> CudaEngine:
+    sizes: dict[str, Any] = {"kv_blocks": 16, "max_context_tokens": 60, "max_draft_tokens": 4}
+    sizes |= {"vocab_size": 199, "count": None if reasons is None else reasons.append}
+    lm = models("llama")[1].lm
+    return (
+        LookaheadEngine("target", lm, sequences=4, **sizes)
+        if lookahead
+        else CudaEngine("target", lm, **sizes)
+    )
+
+
+def sequence(number: int, **options: Any) -> Sequence:
+    blocks = {"target": [2 * number, 2 * number + 1]}
+    return Sequence(number, list(PROMPT), len(PROMPT), SamplingParams(**options), blocks)
+
+
+def step(
+    target: CudaEngine, texts: list[Sequence], proposals: dict[int, Proposal] | None = None
+) -> dict[int, Completion]:
+    """Run a step of these texts, and commit what it emits."""
+    proposed = proposals or {}
+    target.submit([Turn(text, len(text.tokens), 1, proposed.get(text.id)) for text in texts])
+    done = {completion.sequence_id: completion for completion in target.poll(0.0)}
+    for text in texts:
+        text.tokens += done[text.id].tokens
+    return done
+
+
+@KINDS
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_row_without_numbers_ends_and_no_other(
+    lookahead: bool, value: float, temperature: float
+) -> None:
+    target, alone = engine(lookahead=lookahead), engine(lookahead=lookahead)
+    texts = [sequence(n, temperature=temperature, seed=n) for n in range(3)]
+    copies = [sequence(n, temperature=temperature, seed=n) for n in range(3)]
+    step(target, texts)
+    step(alone, copies)
+    target._paged.kv[0][texts[1].blocks["target"][0]] = value
+    chain = {n: Proposal.chain("d", [5, 6]) for n in range(3)}
+    done, expected = step(target, texts, chain), step(alone, copies, chain)
+    assert done[1].error == NO_NUMBERS
+    assert done[1].tokens == []
+    for n in (0, 2):
+        assert (done[n].error, done[n].tokens) == (None, expected[n].tokens)
+    target.cancel([1])
+    again = step(target, [texts[0], texts[2]])
+    assert all(completion.error is None for completion in again.values())
+
+
+@KINDS
+def test_a_broken_context_loses_the_engine_and_sequences_can_be_cancelled(
+    lookahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, text = engine(lookahead=lookahead), sequence(0)
+    step(target, [text])
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target._paged, "run", fail)
+        with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+            step(target, [text])
+        assert not isinstance(caught.value, EngineLostError)
+        patch.setattr(faults, "context_error", lambda _: "CUDA error: an illegal memory access")
+        with pytest.raises(EngineLostError, match="target: CUDA's context on cpu is broken"):
+            step(target, [text])
+        target.cancel([0])
+    assert step(target, [sequence(1)])[1].error is None
+
+
+def texts_of(target: CudaEngine) -> list[list[int]]:
+    """Return what two requests write, the second turn of each following its first."""
+    texts = [sequence(0), sequence(1, temperature=0.8, seed=3)]
+    step(target, texts)
+    for _ in range(4):
+        step(target, texts, {0: Proposal.chain("d", [5, 6])})
+        target.submit([Turn(text, len(text.tokens), 1) for text in texts])
+        target.submit([Turn(text, AFTER) for text in texts])
+        for _ in range(2):
+            for completion in target.poll(0.0):
+                texts[completion.sequence_id].tokens += completion.tokens
+    return [text.tokens for text in texts]
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["proposals", "verification"])
+def test_a_step_that_cannot_be_captured_runs_without_graphs_and_is_counted(
+    failing: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reasons: list[str] = []
+    captured: list[Callable[[], object]] = []
+
+    def capture(_: torch.device, run: Callable[[], object]) -> tuple[object, object]:
+        captured.append(run)
+        if len(captured) == failing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return run(), run
+
+    expected = texts_of(engine(lookahead=True))
+    target = engine(lookahead=True, reasons=reasons)
+    target._steps._captures = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(device, "capture", capture)
+    assert texts_of(target) == expected
+    assert reasons == ["cuda_graph"]
+    assert "operation not permitted when stream is capturing" in caplog.text
+    assert len(captured) > failing
+
+
+def test_graphs_are_captured_on_one_stream_until_a_capture_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[tuple[object, object]] = []
+
+    class Stream:
+        def __init__(self, _: object) -> None: ...
+
+        def wait_stream(self, _: object) -> None: ...
+
+    class Graph:
+        replay = None
+
+    def graph(_: object, pool: object, stream: object) -> object:
+        used.append((pool, stream))
+        return nullcontext()
+
+    where = torch.device("cuda", 7)
+    for name, value in {
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "graph_pool_handle": object,
+        "stream": lambda _: nullcontext(),
+        "current_stream": Stream,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    graphs.capture(where, lambda: 1)
+    graphs.capture(where, lambda: 2)
+    assert used[0] == used[1]
+    calls = iter([0, 1])
+    with pytest.raises(ZeroDivisionError):
+        graphs.capture(where, lambda: 1 / (1 - next(calls)))
+    graphs.capture(where, lambda: 3)
+    assert used[-1][0] is not used[0][0]
+    assert used[-1][1] is not used[0][1]
+    del graphs._shared[where]
