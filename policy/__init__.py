@@ -3,6 +3,7 @@
 from .acceptance import AcceptanceConfig
 from .baselines import (
     AcceptanceEma,
+    AdaptiveVerification,
     BatchSchedule,
     FixedLength,
     NoSpeculation,
@@ -35,6 +36,7 @@ __all__ = [
     "AcceptanceConfig",
     "AcceptanceEma",
     "AdaptivePlanner",
+    "AdaptiveVerification",
     "AnyPolicy",
     "BatchSchedule",
     "BoolArray",

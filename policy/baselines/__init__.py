@@ -17,10 +17,12 @@ from .registry import BASELINES, compared
 from .smartspec import SmartSpec, expected_tokens
 from .spin import SpinSelection
 from .suffix_else import SuffixElse
+from .verification import AdaptiveVerification
 
 __all__ = [
     "BASELINES",
     "AcceptanceEma",
+    "AdaptiveVerification",
     "Baseline",
     "BaselineSettings",
     "BatchSchedule",
