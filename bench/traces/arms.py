@@ -185,9 +185,7 @@ def untuned(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:
         "oracle": Arm(Longest(), _BOTH),
     }
     for quality, paths in claims.items():
-        name = f"planner-confidence-{quality:g}"
-        arms[name] = planner(head_claims=paths)
-        arms[f"{name}-without-trim"] = planner(kind=Untrimmed, head_claims=paths)
+        arms[f"planner-confidence-{quality:g}"] = planner(head_claims=paths)
     return arms
 
 

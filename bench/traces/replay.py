@@ -181,7 +181,7 @@ class _Replay:
         self._accepts = np.stack([getattr(world, name) for name in drafts], 1)
         self._evidence = self._claims = None
         if options.evidence:
-            shown = {EAGLE: np.zeros(len(world.match), np.int64), SUFFIX: world.evidence}
+            shown = {EAGLE: np.zeros_like(world.evidence), SUFFIX: world.evidence}
             self._evidence = np.stack([shown[name] for name in drafts], 1)
         untold = DEFAULT_CONFIDENCE ** np.arange(1, DEEPEST + 1)
         self._head_claims = np.broadcast_to(untold, (len(world.eagle), DEEPEST))
@@ -234,7 +234,7 @@ class _Replay:
         world, position = self._world, self._position
         at, context = world.at[self._request] + position, world.prompt[self._request] + position
         ceiling = np.minimum(self._most, (LIMIT - 1 - position)[:, None])
-        ceiling = np.where(self._free & (world.match[at] == 0)[:, None], 0, ceiling)
+        ceiling = np.where(self._free & (world.evidence[at] == 0)[:, None], 0, ceiling)
         catchup = np.where(self._free, 0, (context - self._seen)[:, None])
         shown = None if self._evidence is None else self._evidence[at]
         columns = self._id.copy(), context, LIMIT - position, ceiling, catchup

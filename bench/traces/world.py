@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,11 @@ from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import Sequence
 from bench.traces.reading import Trace, TraceError, files, traces
-from policy.evidence import bin_of_match
+from policy import evidence
 from policy.plan import FloatArray, IntArray
 
 DEEPEST = 20
 """Tokens of a chain that are known."""
-LONGEST = 32
-"""Tokens of a match that are counted."""
 MOST_TOKENS = 1024
 """Of an answer; the few that are longer are loops, which would be a tenth of all positions."""
 LEAST_TOKENS = 21
@@ -54,17 +53,12 @@ class World:
     """[positions] tokens of the head's chain that are accepted, at most ``DEEPEST``."""
     suffix: IntArray
     """[positions] the same of the look-up."""
-    match: IntArray
-    """[positions] tokens that end the text and occurred earlier, at most ``LONGEST``; 0: none, and
-    nothing is proposed.
+    evidence: IntArray
+    """[positions] the bin of what the look-up shows (``policy.evidence``); 0: nothing matches, and
+    it proposes nothing.
     """
     claims: FloatArray
     """[positions, DEEPEST] the look-up's confidence in each path of its chain."""
-
-    @property
-    def evidence(self) -> IntArray:
-        """Return the bin of what the look-up shows, by position."""
-        return np.array([bin_of_match(tokens) for tokens in range(LONGEST + 1)])[self.match]
 
     @classmethod
     def read(cls, folder: Path, cache: Path | None = None) -> World:
@@ -101,8 +95,8 @@ class World:
 
 def _digest(found: dict[str, Path]) -> str:
     """Return a name of all that the computed columns depend on."""
-    limits = f"{DEEPEST} {LONGEST} {MOST_TOKENS} {LEAST_TOKENS} {[*found]}".encode()
-    sources = [Path(__file__), Path(lookup.__file__ or "")]
+    limits = f"{DEEPEST} {MOST_TOKENS} {LEAST_TOKENS} {[*found]}".encode()
+    sources = [Path(module.__file__ or "") for module in (sys.modules[__name__], lookup, evidence)]
     contents = [limits, *(path.read_bytes() for path in (*found.values(), *sources))]
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
@@ -124,20 +118,19 @@ def _columns(found: dict[str, Path]) -> dict[str, Any]:
         if usable < 2:
             least = f"2 requests of at least {LEAST_TOKENS} tokens"
             raise TraceError(f"{path}: set {name!r} needs {least}, got {usable}")
-    eagle, suffix, match, claims = (np.concatenate(column) for column in zip(*columns, strict=True))
-    requests = {"of": np.array(of), "prompt": np.array(prompts), "size": np.array(sizes)}
     begin = np.array(sizes).cumsum() - sizes
-    return {**requests, "at": begin, "eagle": eagle, "suffix": suffix, "match": match} | {
-        "claims": claims
-    }
+    requests = {"of": np.array(of), "prompt": np.array(prompts), "size": np.array(sizes)}
+    names = "eagle", "suffix", "evidence", "claims"
+    flat = dict(zip(names, map(np.concatenate, zip(*columns, strict=True)), strict=True))
+    return {**requests, "at": begin, **flat}
 
 
 def _looked_up(trace: Trace, size: int) -> tuple[IntArray, IntArray, FloatArray]:
-    """Return what the look-up does before every token of a text: accepted, match, claims."""
+    """Return what the look-up does before every token of a text: accepted, evidence, claims."""
     engine = LookupEngine("suffix", max_draft_tokens=DEEPEST)
     text = trace.text[:size]
     sequence = Sequence(0, list(trace.prompt), len(trace.prompt), SamplingParams())
-    accepted, match = np.zeros((2, size), np.int64)
+    accepted, shown = np.zeros((2, size), np.int64)
     claims = np.zeros((size, DEEPEST))
     for place, token in enumerate(text):
         engine.submit([Turn(sequence, len(sequence.tokens), run=DEEPEST, nodes=_EVERY_NODE)])
@@ -145,16 +138,7 @@ def _looked_up(trace: Trace, size: int) -> tuple[IntArray, IntArray, FloatArray]
         if done.proposal:
             chain = done.proposal.spine()
             claims[place, : len(chain)] = chain.confidence
-            accepted[place] = _common(chain.tokens, text[place : place + DEEPEST])
-            # the longest n-gram's most recent place, as far back as it is alike
-            found = engine._index(sequence).matches(sequence.tokens)[0].position
-            before = sequence.tokens[max(found - LONGEST, 0) : found][::-1]
-            match[place] = _common(before, sequence.tokens[: -LONGEST - 1 : -1])
+            accepted[place] = len(chain.followed(text[place : place + DEEPEST]))
+            shown[place] = engine.evidence(sequence)
         sequence.tokens.append(token)
-    return accepted, match, claims
-
-
-def _common(left: list[int], right: list[int]) -> int:
-    """Return how many tokens two lists begin with alike."""
-    most = min(len(left), len(right))
-    return next((n for n in range(most) if left[n] != right[n]), most)
+    return accepted, shown, claims
