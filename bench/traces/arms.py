@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,15 @@ from bench.traces.replay import (
 )
 from bench.traces.world import DEEPEST, World
 from policy import AdaptivePlanner, PlannerConfig
-from policy.baselines import BASELINES, BaselineSettings, FixedLength, NoSpeculation
-from policy.evidence import bin_of_match
-from policy.plan import AnyPolicy, FloatArray, IntArray, Plan, Policy, View
+from policy.baselines import (
+    BASELINES,
+    Baseline,
+    BaselineSettings,
+    FixedLength,
+    NoSpeculation,
+    SuffixElse,
+)
+from policy.plan import AnyPolicy, FloatArray, IntArray, Plan, View
 
 NONE, FIXED_EAGLE, PLANNER = "none", "fixed-eagle", "planner"
 LENGTHS = 1, 2, 3, 4, 5, 6, 7, 8
@@ -75,20 +80,22 @@ class Load:
         return max(arms, key=lambda arm: self.run(arm).speed)
 
 
-class MatchRule(Policy[None]):
-    """The look-up where its match has at least ``least`` tokens, else the head."""
+@dataclass(frozen=True)
+class Tunable:
+    """An arm with settings, and the values of each to be tried, the first one to begin with."""
 
-    def __init__(self, least: int, lookup: int, head: int) -> None:
-        self.least, self.lookup, self.head = bin_of_match(least), lookup, head
+    make: Callable[[dict[str, Any]], Arm]
+    values: dict[str, tuple[Any, ...]]
 
-    def plan(
-        self, view: View, state: None, now: float, rng: np.random.Generator
-    ) -> tuple[Plan, None]:
-        assert view.evidence is not None
-        head, lookup = view.drafts.index(EAGLE), view.drafts.index(SUFFIX)
-        matched = view.evidence[:, lookup] >= self.least
-        draft = np.where(matched, lookup, head)
-        return Plan.within(view, draft, np.where(matched, self.lookup, self.head)), None
+    def best(self, load: Load) -> Arm:
+        """Return the arm of the settings that are best on these requests, tried one at a time, in
+        order, the others as they are.
+        """
+        arm = self.make({name: values[0] for name, values in self.values.items()})
+        for name, values in self.values.items():
+            if len(values) > 1:
+                arm = load.best(self.make({**arm.settings, name: value}) for value in values)
+        return arm
 
 
 class Longest(Oracle):
@@ -116,16 +123,17 @@ def tuned(load: Load, wanted: Collection[str] = ()) -> dict[str, Arm]:
         for k in lengths:
             yield Arm(FixedLength(draft, k), options, {"length": k})
 
-    def rule(least: int, lookup: int, head: int) -> Arm:
-        settings = {"least_match": least, "lookup": lookup, "head": head}
-        return Arm(MatchRule(least, lookup, head), _BOTH, settings)
+    def rule(least: int, own: int, head: int) -> Arm:
+        options = {"least": least, "own": own}
+        known = _settings(load.costs, draft=EAGLE, length=head)
+        return Arm(SuffixElse(known, **options), _BOTH, {**options, "length": head})
 
     def best_rule(most: int) -> Arm:
         """Tune match and look-up with the head's best length, then the head's."""
         lookups = [k for k in LOOKUPS if k <= most]
         best = load.best(rule(m, k, length) for m in MATCHES for k in lookups)
-        least, lookup = best.settings["least_match"], best.settings["lookup"]
-        return load.best(rule(least, lookup, k) for k in LENGTHS if k <= length)
+        least, own = best.settings["least"], best.settings["own"]
+        return load.best(rule(least, own, k) for k in LENGTHS if k <= length)
 
     head = load.best(fixed(EAGLE, LENGTHS, _HEAD_ALONE))
     length = int(head.settings["length"])
@@ -134,31 +142,37 @@ def tuned(load: Load, wanted: Collection[str] = ()) -> dict[str, Arm]:
         "rule": lambda: best_rule(DEEPEST),
         "rule-8": lambda: best_rule(SHORT),
     }
-    for name, arms in of_others(load.costs).items():
-        kinds[name] = partial(load.best, arms)
+    for name, tunable in of_others(load.costs, length).items():
+        kinds[name] = partial(tunable.best, load)
     found = {name: best() for name, best in kinds.items() if not wanted or name in wanted}
     return {FIXED_EAGLE: head, **found}
 
 
-def of_others(costs: Costs) -> dict[str, list[Arm]]:
-    """Return every policy of the registry that comparisons run, by name, with all its settings.
+def of_others(costs: Costs, length: int = LENGTHS[0]) -> dict[str, Tunable]:
+    """Return every policy of the registry that comparisons run, by name; ``length`` is tried first.
 
     One that has a table by batch size is left out: with as many in flight throughout, it is the
     fixed choice.
     """
-    grid = {"draft": DRAFTS, "length": LENGTHS}
-    found: dict[str, list[Arm]] = {}
+    lengths = length, *(k for k in LENGTHS if k != length)
+    needs: dict[str, tuple[Any, ...]] = {"draft": DRAFTS, "length": lengths}
+    found = {}
     for name, baseline in BASELINES.items():
-        if not baseline.compared or "schedule" in baseline.needs:
-            continue
-        found[name] = []
-        for values in product(*(grid[need] for need in baseline.needs)):
-            settings: dict[str, Any] = dict(zip(baseline.needs, values, strict=True))
-            drafts = (settings["draft"],) if "draft" in settings else DRAFTS
-            known = BaselineSettings(drafts, costs.model(drafts), HEAD_TOKENS, **settings)
-            arm = Arm(baseline.make(known), Options(drafts=drafts), settings)
-            found[name].append(arm)
+        if baseline.compared and "schedule" not in baseline.needs:
+            values = {need: needs[need] for need in baseline.needs} | {**baseline.options}
+            found[name] = Tunable(partial(_of_registry, costs, baseline), values)
     return found
+
+
+def _of_registry(costs: Costs, baseline: Baseline, settings: dict[str, Any]) -> Arm:
+    options = {name: settings[name] for name in baseline.options}
+    needs = {name: settings[name] for name in baseline.needs}
+    policy = baseline.make(_settings(costs, options=options, **needs))
+    return Arm(policy, Options(looks=None), settings)
+
+
+def _settings(costs: Costs, **needs: Any) -> BaselineSettings:
+    return BaselineSettings(DRAFTS, costs.model(), HEAD_TOKENS, free=(SUFFIX,), **needs)
 
 
 def untuned(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:

@@ -9,7 +9,7 @@ says nothing of where it ends.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import thread_time
 from typing import Any
 
@@ -59,7 +59,11 @@ class Options:
     """How a policy is run."""
 
     drafts: tuple[str, ...] = DRAFTS
-    """With the look-up among them, that is charged in every step."""
+    """The columns of the view."""
+    looks: bool | None = True
+    """Whether a look-up is charged in every step, used or not; None: if the policy uses any in the
+    run. Without the look-up among the drafts it never is.
+    """
     head_tokens: int = HEAD_TOKENS
     """The most that the head proposes."""
     lookup_tokens: int = LOOKUP_TOKENS
@@ -135,7 +139,12 @@ def run(
     """Run requests, in order, until a slot stays empty. ``state`` is the policy's to begin with;
     None: what it starts with.
     """
-    replay = _Replay(world, order, in_flight, policy, costs, options or Options(), state)
+    options = options or Options()
+    if options.looks is None and SUFFIX in options.drafts:
+        ran = run(world, order, in_flight, policy, costs, replace(options, looks=False), state)
+        if not np.sum(ran.used, 0)[options.drafts.index(SUFFIX)]:
+            return ran
+    replay = _Replay(world, order, in_flight, policy, costs, options, state)
     while replay.filled():
         replay.step()
     return replay.ran
@@ -280,6 +289,8 @@ class _Replay:
         )
         nodes_context = int(step.verified @ step.view.context)
         parts = self._costs.parts_s(work, nodes_context, self._model, self._options.drafts)
+        if self._options.looks is False and SUFFIX in self._options.drafts:
+            parts[f"draft:{SUFFIX}"] = 0.0
         measured = self._options.planning == MEASURED
         planning_s = planned_s if measured else float(self._options.planning)
         learning_s = self._learning_s if measured else 0.0

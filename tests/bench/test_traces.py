@@ -180,6 +180,15 @@ def test_the_look_up_is_charged_in_every_step_used_or_not(world):
     plain, charged = (
         run(world, np.arange(4), 2, NoSpeculation(), COSTS, options) for options in (HEAD, both)
     )
+    unused = run(world, np.arange(4), 2, NoSpeculation(), COSTS, Options(looks=None))
+    assert unused.seconds == plain.seconds
+    used = [
+        run(
+            world, np.arange(8, 12), 2, FixedLength("suffix", 3), COSTS, Options(looks=looks)
+        ).seconds
+        for looks in (True, None)
+    ]
+    assert used[0] == used[1]
     step_s = AUTHORS["step_s"]
     share = [
         (after - step_s) / (before - step_s)
@@ -197,7 +206,7 @@ def test_no_arm_is_faster_than_the_oracle(world):
     }
     others = [Arm(FixedLength("eagle", k), HEAD) for k in (1, 2, 3, 5)]
     assert bound["oracle-eagle"] > max(load.run(arm).speed for arm in others)
-    others += [planner(), Arm(arms.MatchRule(4, 8, 3), Options(lookup_tokens=20))]
+    others += [planner(), arms.of_others(COSTS)["suffix-else-eagle"].best(load)]
     assert bound["oracle"] > max(load.run(arm).speed for arm in others)
 
 
@@ -279,8 +288,9 @@ def test_every_policy_of_the_registry_has_an_arm_that_runs(world):
     load = Load(world, np.arange(4), 2, COSTS)
     found = arms.of_others(COSTS)
     assert {"smartspec", "spin"} <= set(found)
-    for name, kinds in found.items():
-        assert sum(load.run(kinds[0]).tokens) > 0, name
+    for name, tunable in found.items():
+        first = {name: values[0] for name, values in tunable.values.items()}
+        assert sum(load.run(tunable.make(first)).tokens) > 0, name
 
 
 def test_the_command_writes_table_record_and_picture(folder, tmp_path, capsys):
