@@ -235,7 +235,9 @@ class KeepsWidth(Protocol):
 
 @runtime_checkable
 class ShowsEvidence(Protocol):
-    """A draft that shows, before it proposes, how promising its proposal would be."""
+    """A draft that shows, before it proposes, how promising its proposal would be. Others show how
+    long they have been right (``backend.speculation.streaks``).
+    """
 
     name: str
 

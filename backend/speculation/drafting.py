@@ -22,6 +22,7 @@ from backend.engines.port import (
 from backend.ops.stats import StepStats
 from backend.sequence import Proposal, Sequence
 from backend.speculation.step_log import StepLog
+from backend.speculation.streaks import Streaks
 from policy import Drafted, IntArray, Plan, View
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class Drafting:
         self._showing = [
             (d, draft) for d, draft in enumerate(drafts) if isinstance(draft, ShowsEvidence)
         ]
+        showing = {d for d, _ in self._showing}
+        self.streaks = Streaks(d for d in range(len(drafts)) if d not in showing)
         self._resting_until_s = dict.fromkeys(self.names, float("-inf"))
 
     def with_engines(self, drafts: Seq[Engine]) -> Drafting:
@@ -84,23 +87,22 @@ class Drafting:
 
     def ceilings(
         self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False
-    ) -> tuple[IntArray, IntArray, IntArray | None]:
+    ) -> tuple[IntArray, IntArray, IntArray]:
         """Return by sequence and draft how many tokens the draft could propose now, at most
         ``most`` of each sequence, how many committed ones it has not seen, and the evidence that it
-        shows (``View.evidence``), int64[n, D] each.
+        shows (``View.evidence``), int64[n, D] each. Of a draft that shows none of its own that is
+        its streak.
 
         All are 0 for a draft that rests, and with ``only_free`` for one that is not free.
         """
         now = self._clock()
-        ceiling, unseen = np.zeros((2, len(sequences), len(self.engines)), np.int64)
+        ceiling, unseen, evidence = np.zeros((3, len(sequences), len(self.engines)), np.int64)
         for d, draft in enumerate(self.engines):
             if self._resting_until_s[draft.name] <= now and (draft.limits.free or not only_free):
                 asked = list(zip(sequences, most, strict=True))
                 ceiling[:, d] = [draft.available(one, k) if k > 0 else 0 for one, k in asked]
                 unseen[:, d] = [draft.unseen(one) if k > 0 else 0 for one, k in asked]
-        if not self._showing:
-            return ceiling, unseen, None
-        evidence = np.zeros_like(ceiling)
+        self.streaks.show(sequences, ceiling, evidence)
         for d, shows in self._showing:
             able = zip(sequences, ceiling[:, d].tolist(), strict=True)
             evidence[:, d] = [shows.evidence(one) if k > 0 else 0 for one, k in able]
@@ -110,9 +112,10 @@ class Drafting:
         self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog
     ) -> dict[int, Proposals]:
         """Return proposals by sequence id. Row i of view and plan belongs to ``sequences[i]``."""
+        shown = [[] for _ in sequences] if view.evidence is None else view.evidence.tolist()
         proposals = {
             sequence.id: Proposals(evidence=bins)
-            for sequence, bins in zip(sequences, _listed(view.evidence, sequences), strict=True)
+            for sequence, bins in zip(sequences, shown, strict=True)
         }
         wanted = set(plan.draft[plan.length > 0].tolist())
         for d, draft in enumerate(self.engines):
@@ -157,7 +160,7 @@ class Drafting:
         """
         ceiling, _, evidence = self.ceilings(sequences, most, only_free=True)
         ids = [sequence.id for sequence in sequences]
-        bins = dict(zip(ids, _listed(evidence, sequences), strict=True))
+        bins = dict(zip(ids, evidence.tolist(), strict=True))
         for d, draft in enumerate(self.engines):
             if not draft.limits.free:
                 continue
@@ -200,6 +203,7 @@ class Drafting:
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Make every draft forget sequences."""
+        self.streaks.forget(sequence_ids)
         for draft in self.engines:
             draft.cancel(sequence_ids)
 
@@ -244,14 +248,6 @@ class Drafting:
                 )
                 self._stats.fallback("draft_error")
         return [completion for completion in completions if completion.error is None]
-
-
-def _listed(evidence: IntArray | None, sequences: Seq[Sequence]) -> list[list[int]]:
-    """Return the evidence of each sequence by draft; none where no draft shows any."""
-    if evidence is None:
-        return [[] for _ in sequences]
-    bins: list[list[int]] = evidence.tolist()
-    return bins
 
 
 def _asked(
