@@ -24,18 +24,6 @@ def bin_of_match(tokens: int) -> int:
     return bisect_right(MATCH_EDGES, tokens)
 
 
-def bin_of_streak(tokens: int) -> int:
-    """Return the bin of a draft that was right about a request's last ``tokens`` tokens."""
-    return min(1 + bin_of_match(tokens), EVIDENCE_BINS - 1)
-
-
-def streak_after(streak: int, accepted: int, scored: int, emitted: int) -> int:
-    """Return a draft's streak on a request after a step in which it proposed: the tokens accepted
-    last, and those of the steps before if each was right as far as it went.
-    """
-    return streak + emitted if accepted >= scored else accepted
-
-
 def bin_of_probability(probability: float) -> int:
     """Return the bin of the target's highest probability at the last token; 0: unknown (NaN)."""
     return bisect_right(PROBABILITY_EDGES, probability) if probability >= 0 else 0

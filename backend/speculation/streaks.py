@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from backend.sequence import Sequence
 from backend.speculation.step_log import LoggedRow
 from policy import IntArray
-from policy.evidence import bin_of_streak, streak_after
+from policy.streaks import bin_of_streak, streak_after
 
 
 class Streaks:

@@ -10,7 +10,8 @@ from backend.sequence import Sequence
 from backend.speculation.cycle import Cycle
 from backend.speculation.drafting import Drafting
 from policy import FixedLength, Plan, View
-from policy.evidence import bin_of_match, bin_of_streak
+from policy.evidence import bin_of_match
+from policy.streaks import bin_of_streak
 
 NAME, LENGTH = "lookup", 3
 

@@ -7,7 +7,8 @@ from backend.request import SamplingParams
 from backend.sequence import Proposal, Sequence
 from backend.speculation.step_log import StepLog
 from backend.speculation.streaks import Streaks
-from policy.evidence import EVIDENCE_BINS, bin_of_match, bin_of_streak, streak_after
+from policy.evidence import EVIDENCE_BINS, bin_of_match
+from policy.streaks import bin_of_streak, streak_after
 
 CHAIN = Proposal.chain("head", [1, 2, 3])
 
