@@ -34,7 +34,7 @@ from policy.baselines import (
     NoSpeculation,
     SuffixElse,
 )
-from policy.plan import AnyPolicy, FloatArray, IntArray, Plan, View
+from policy.plan import AnyPolicy, FloatArray, IntArray, Plan, Policy, View
 
 NONE, FIXED_EAGLE, PLANNER = "none", "fixed-eagle", "planner"
 LENGTHS = 1, 2, 3, 4, 5, 6, 7, 8
@@ -114,7 +114,9 @@ class Untrimmed(AdaptivePlanner):
         return plan.length
 
 
-def tuned(load: Load, wanted: Collection[str] = ()) -> dict[str, Arm]:
+def tuned(
+    load: Load, claims: dict[float, FloatArray], wanted: Collection[str] = ()
+) -> dict[str, Arm]:
     """Return the best choice of each kind on these requests, by name: of the fixed lengths of the
     head, and of the kinds that are wanted (none named: of all).
     """
@@ -142,14 +144,17 @@ def tuned(load: Load, wanted: Collection[str] = ()) -> dict[str, Arm]:
         "rule": lambda: best_rule(DEEPEST),
         "rule-8": lambda: best_rule(SHORT),
     }
-    for name, tunable in of_others(load.costs, length).items():
+    for name, tunable in of_others(load.costs, claims, length).items():
         kinds[name] = partial(tunable.best, load)
     found = {name: best() for name, best in kinds.items() if not wanted or name in wanted}
     return {FIXED_EAGLE: head, **found}
 
 
-def of_others(costs: Costs, length: int = LENGTHS[0]) -> dict[str, Tunable]:
-    """Return every policy of the registry that comparisons run, by name; ``length`` is tried first.
+def of_others(
+    costs: Costs, claims: dict[float, FloatArray], length: int = LENGTHS[0]
+) -> dict[str, Tunable]:
+    """Return every policy of the registry that comparisons run, by name, those that trim also with
+    the head's made-up confidences; ``length`` is tried first.
 
     One that has a table by batch size is left out: with as many in flight throughout, it is the
     fixed choice.
@@ -158,17 +163,28 @@ def of_others(costs: Costs, length: int = LENGTHS[0]) -> dict[str, Tunable]:
     needs: dict[str, tuple[Any, ...]] = {"draft": DRAFTS, "length": lengths}
     found = {}
     for name, baseline in BASELINES.items():
-        if baseline.compared and "schedule" not in baseline.needs:
-            values = {need: needs[need] for need in baseline.needs} | {**baseline.options}
-            found[name] = Tunable(partial(_of_registry, costs, baseline), values)
+        if not baseline.compared or "schedule" in baseline.needs:
+            continue
+        values = {need: needs[need] for need in baseline.needs} | {**baseline.options}
+        make = partial(_of_registry, costs, baseline)
+        found[name] = Tunable(make, values)
+        first = make({name: tried[0] for name, tried in values.items()})
+        if type(first.policy).trim is not Policy.trim:
+            for quality, paths in claims.items():
+                found[_confident(name, quality)] = Tunable(partial(make, head_claims=paths), values)
     return found
 
 
-def _of_registry(costs: Costs, baseline: Baseline, settings: dict[str, Any]) -> Arm:
-    options = {name: settings[name] for name in baseline.options}
+def _of_registry(costs: Costs, baseline: Baseline, settings: dict[str, Any], **options: Any) -> Arm:
+    own = {name: settings[name] for name in baseline.options}
     needs = {name: settings[name] for name in baseline.needs}
-    policy = baseline.make(_settings(costs, options=options, **needs))
-    return Arm(policy, Options(looks=None), settings)
+    policy = baseline.make(_settings(costs, options=own, **needs))
+    return Arm(policy, Options(looks=None, **options), settings)
+
+
+def _confident(name: str, quality: float) -> str:
+    """Return the name of an arm whose head has a confidence of some quality."""
+    return f"{name}-confidence-{quality:g}"
 
 
 def _settings(costs: Costs, **needs: Any) -> BaselineSettings:
@@ -199,7 +215,7 @@ def untuned(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:
         "oracle": Arm(Longest(), _BOTH),
     }
     for quality, paths in claims.items():
-        arms[f"planner-confidence-{quality:g}"] = planner(head_claims=paths)
+        arms[_confident(PLANNER, quality)] = planner(head_claims=paths)
     return arms
 
 
@@ -211,4 +227,4 @@ def made_up_claims(world: World, qualities: Iterable[float] = QUALITIES) -> dict
 def known_arms(costs: Costs) -> tuple[str, ...]:
     """Return the names of all arms."""
     claims = dict.fromkeys(QUALITIES, np.zeros((0, HEAD_TOKENS)))
-    return (*untuned(costs, claims), FIXED_EAGLE, *RULES, *of_others(costs))
+    return (*untuned(costs, claims), FIXED_EAGLE, *RULES, *of_others(costs, claims))

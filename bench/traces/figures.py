@@ -55,7 +55,7 @@ def cell(
     wanted, claims = set(arms), made_up_claims(world)
     rows: dict[str, Any] = {}
     for half, load in enumerate(loads):
-        every = untuned(costs, claims) | tuned(loads[1 - half], wanted)
+        every = untuned(costs, claims) | tuned(loads[1 - half], claims, wanted)
         for name, arm in every.items():
             if not wanted or name in wanted | {NONE, FIXED_EAGLE}:
                 ran = load.run(arm)

@@ -206,7 +206,7 @@ def test_no_arm_is_faster_than_the_oracle(world):
     }
     others = [Arm(FixedLength("eagle", k), HEAD) for k in (1, 2, 3, 5)]
     assert bound["oracle-eagle"] > max(load.run(arm).speed for arm in others)
-    others += [planner(), arms.of_others(COSTS)["suffix-else-eagle"].best(load)]
+    others += [planner(), arms.of_others(COSTS, {})["suffix-else-eagle"].best(load)]
     assert bound["oracle"] > max(load.run(arm).speed for arm in others)
 
 
@@ -286,7 +286,7 @@ def test_a_made_up_confidence_ranks_by_its_quality(world):
 
 def test_every_policy_of_the_registry_has_an_arm_that_runs(world):
     load = Load(world, np.arange(4), 2, COSTS)
-    found = arms.of_others(COSTS)
+    found = arms.of_others(COSTS, {})
     assert {"smartspec", "spin"} <= set(found)
     for name, tunable in found.items():
         first = {name: values[0] for name, values in tunable.values.items()}
