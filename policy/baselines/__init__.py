@@ -10,7 +10,7 @@ settings, simulator, benches, tables and pictures read.
 """
 
 from .always import FixedLength, NoSpeculation, RandomChoice
-from .batch_schedule import BatchSchedule
+from .batch_schedule import BatchSchedule, GatedSchedule, GateState
 from .ema import AcceptanceEma
 from .entry import Baseline, BaselineSettings, same_for_all
 from .registry import BASELINES, compared
@@ -27,6 +27,8 @@ __all__ = [
     "BaselineSettings",
     "BatchSchedule",
     "FixedLength",
+    "GateState",
+    "GatedSchedule",
     "NoSpeculation",
     "RandomChoice",
     "SmartSpec",

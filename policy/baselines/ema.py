@@ -1,8 +1,14 @@
-"""SGLang: a moving average of accepted tokens moves the length."""
+"""SGLang's ``--speculative-adaptive``: a moving average of accepted tokens moves the length.
+
+``python/sglang/srt/speculative/adaptive_spec_params.py`` and ``adaptive_step_router.py`` (read at
+015c872 and a12239f), off by default. Candidates by batch, its tiers, are those of release 0.5.23;
+pull request 21599 began with one list for every batch. Batches are not padded to captured sizes
+here, which helps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from numpy.random import Generator as Rng
@@ -11,8 +17,10 @@ from policy.plan import Outcome, Plan, Policy, View
 
 from .entry import Baseline, same_for_all
 
-_CANDIDATES = {1: (1, 3, 5, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}
-"""Lengths by the smallest batch of each range, as there."""
+Candidates = Mapping[int, Sequence[int]]
+"""Lengths by the smallest batch of each range, from 1."""
+TIERS: Candidates = {1: (1, 3, 5, 7), 8: (0, 1, 3), 32: (0, 1), 64: (0,)}
+ONE_LIST: Candidates = {1: (1, 3, 7)}
 _RATE, _EVERY_STEPS, _WARM_UP_STEPS = 0.2, 5, 10
 
 
@@ -29,7 +37,7 @@ EmaStates = dict[int, EmaState]
 
 
 class AcceptanceEma(Policy[EmaStates]):
-    """Acceptance EMA: a moving average of accepted tokens moves the length (SGLang).
+    """A moving average of accepted tokens moves the length of one draft among candidates.
 
     A range of batches has a few candidates. The average moves with each step's mean by 0.2; every 5
     steps after 10, the length falls to the next candidate c below while the average is at most c -
@@ -37,34 +45,33 @@ class AcceptanceEma(Policy[EmaStates]):
     over the present length - 0.5. After an interval of 0 it probes the next one.
     """
 
-    def __init__(self, draft: str) -> None:
-        self.draft = draft
+    def __init__(self, draft: str, candidates: Candidates = TIERS) -> None:
+        self.draft, self._candidates = draft, candidates
 
     def start(self) -> EmaStates:
         """Return a state for each batch range, in the middle of its candidates."""
-        middle = {batch: lengths[len(lengths) // 2] for batch, lengths in _CANDIDATES.items()}
+        middle = {batch: lengths[len(lengths) // 2] for batch, lengths in self._candidates.items()}
         return {batch: EmaState(length, length - 1.0) for batch, length in middle.items()}
 
     def plan(self, view: View, state: EmaStates, now: float, rng: Rng) -> tuple[Plan, EmaStates]:
-        length = state[_range(len(view))].length
+        length = state[self._range(len(view))].length
         return same_for_all(view, self.draft, length), state
 
     def observe(self, outcome: Outcome, state: EmaStates, now: float) -> EmaStates:
         if not len(outcome.rows):
             return state
-        batch = _range(len(outcome.rows))
+        batch = self._range(len(outcome.rows))
         length, accepted, steps = state[batch]
         if length > 0:
             accepted += _RATE * (float(outcome.rows.accepted.mean()) - accepted)
         after, since = EmaState(length, accepted, steps + 1), steps + 1 - _WARM_UP_STEPS
         if since > 0 and since % _EVERY_STEPS == 0:
-            after = _moved(after, _CANDIDATES[batch])
+            after = _moved(after, self._candidates[batch])
         return {**state, batch: after}
 
-
-def _range(batch: int) -> int:
-    """Return the smallest batch of the range that a batch is in."""
-    return max((smallest for smallest in _CANDIDATES if smallest <= batch), default=1)
+    def _range(self, batch: int) -> int:
+        """Return the smallest batch of the range that a batch is in."""
+        return max((smallest for smallest in self._candidates if smallest <= batch), default=1)
 
 
 def _moved(state: EmaState, lengths: Sequence[int]) -> EmaState:
@@ -86,9 +93,16 @@ def _moved(state: EmaState, lengths: Sequence[int]) -> EmaState:
 ENTRIES = {
     "ema": Baseline(
         lambda s: AcceptanceEma(s.draft),
-        "acceptance EMA",
+        "SGLang's tiers",
         needs=("draft",),
         colour="#2a8a57",
         marker="^",
+    ),
+    "ema-flat": Baseline(
+        lambda s: AcceptanceEma(s.draft, ONE_LIST),
+        "acceptance EMA",
+        needs=("draft",),
+        colour="#7fb069",
+        marker="1",
     ),
 }

@@ -5,12 +5,14 @@ from policy import (
     NO_DRAFT,
     AcceptanceEma,
     BatchSchedule,
+    GatedSchedule,
     LatencyCurve,
     LatencyModel,
+    Plan,
     SmartSpec,
     SpinSelection,
 )
-from policy.baselines import expected_tokens
+from policy.baselines import BASELINES, BaselineSettings, GateState, expected_tokens
 from tests.fakes import policies as fakes
 from tests.fakes.policies import RNG
 
@@ -68,6 +70,43 @@ def test_expected_tokens_are_the_geometric_sum(alpha, length, tokens):
     assert expected_tokens(alpha, length) == pytest.approx(tokens)
 
 
+def gated(rows, steps, accepted, **options):
+    """Return the lengths of a table of 4 tokens whose gate these options set."""
+    return run(GatedSchedule("b", {64: 4}, **options), rows, steps, accepted)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "lengths"),
+    [
+        (4, [4] * 12),
+        (1, [4] * 12),  # a rate of 25 %
+        (0, [4] * 5 + [0] * 7),  # closed once the window is full
+        (lambda step: 0 if step < 4 else 4, [4] * 12),  # 20 % at the first full window
+        (lambda step: 4 if step == 0 else 0, [4] * 6 + [0] * 6),  # the good step leaves the window
+        (lambda step: 0 if step < 5 else 4, [4] * 5 + [0] * 7),  # it never opens again
+    ],
+)
+def test_the_gate_closes_for_good_once_the_mean_rate_of_a_window_is_too_low(accepted, lengths):
+    assert gated(3, 12, accepted, window=5, percent=20) == lengths
+
+
+def test_the_gate_counts_one_rate_a_step_over_all_rows_and_none_without_proposals():
+    policy = GatedSchedule("b", {64: 4}, window=2, percent=50)
+    state = policy.start()
+    plan, state = policy.plan(view(4), state, 0.0, RNG)
+    after = policy.observe(outcome(plan, np.array([4, 4, 2, 0])), state, 0.0)
+    assert after.rates == (10 / 16,)
+    plan, _ = policy.plan(view(4, ceiling=0), after, 0.0, RNG)
+    assert policy.observe(outcome(plan, 0), after, 0.0) == after
+
+
+def test_after_a_closed_gate_no_draft_is_asked():
+    policy, state = GatedSchedule("b", {64: 4}), GateState((), closed=True)
+    assert policy.needs_ceilings(np.arange(3), policy.start())
+    assert not policy.needs_ceilings(np.arange(3), state)
+    assert policy.observe(outcome(Plan.within(view(2), 1, 4), 4), state, 0.0) == state
+
+
 def test_smartspec_starts_from_a_rate_of_seven_tenths_and_speculates_less_in_larger_batches():
     lengths = [run(SmartSpec(DRAFTS, "a", H100), rows, 1, 0)[0] for rows in (1, 32, 128, 512)]
     assert lengths == sorted(lengths, reverse=True)
@@ -117,6 +156,13 @@ def test_the_acceptance_ema_moves_through_the_candidates_both_ways():
     assert (shifted[119], shifted[-1]) == (7, 1)
 
 
+def test_with_one_list_the_average_never_switches_off_and_moves_by_the_same_candidates():
+    flat = BASELINES["ema-flat"].make(BaselineSettings(DRAFTS, H100, draft="a"))
+    for rows in (1, 8, 64):
+        assert run(flat, rows, 120, 8)[-1] == 7
+        assert set(run(flat, rows, 120, 0)[60:]) == {1}
+
+
 def test_in_larger_batches_the_acceptance_ema_may_switch_off_and_probe_again():
     off = run(AcceptanceEma("a"), 8, 120, 0)
     assert {0, 1} <= set(off[40:])
@@ -164,7 +210,12 @@ def test_spin_charges_a_draft_for_its_time():
     assert set(plan.draft.tolist()) == {0}
 
 
-PUBLISHED = [SmartSpec(DRAFTS, "a", H100), AcceptanceEma("a"), SpinSelection(DRAFTS, 3)]
+PUBLISHED = [
+    SmartSpec(DRAFTS, "a", H100),
+    AcceptanceEma("a"),
+    SpinSelection(DRAFTS, 3),
+    GatedSchedule("a", {8: 3}),
+]
 
 
 @pytest.mark.parametrize("policy", PUBLISHED)
