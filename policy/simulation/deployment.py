@@ -17,7 +17,9 @@ _KNOT_FACTOR = 8
 class Deployment:
     """One replica. ``latency`` is the truth; ``free[d]`` marks a draft without model (lookup), that
     is scored in every step; ``telling[d]`` is how far the draft's confidence in a token tells
-    whether it holds (``workload.Acceptance.confidence``; 0: nothing beyond its hazard).
+    whether it holds (``workload.Acceptance.confidence``; 0: nothing beyond its hazard), and
+    ``showing[d]`` how far its evidence does (``workload.Acceptance.shown``; 0: it has none but, of
+    a draft with a model, its streak).
 
     ``noise`` is the standard deviation of the logarithm of a step's time; ``planning_s`` by batch
     size, as (rows, seconds) in order, what planning and learning add to a step that is planned for;
@@ -31,6 +33,7 @@ class Deployment:
     latency: LatencyModel
     free: tuple[bool, ...]
     telling: tuple[float, ...] = ()
+    showing: tuple[float, ...] = ()
     k_max: int = 8
     max_active: int = 64
     prefill_chunk_tokens: int = 2048

@@ -26,6 +26,7 @@ from policy.plan import (
 )
 
 from .deployment import BLOCK_TOKENS, Deployment, Work, blocks, step_time
+from .evidence import Evidence, of_plan
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
@@ -117,8 +118,8 @@ class Replica:
         self._pending: _Pending | None = None
         self._blocks = deployment.kv_tokens // BLOCK_TOKENS
         self._plans = bool(policy.drift(self._state))
-        telling = deployment.telling or (0.0,) * len(deployment.drafts)
-        self._telling = np.array(telling)
+        self._telling = np.array(deployment.telling or (0.0,) * len(deployment.drafts))
+        self._evidence = Evidence(deployment, workload)
         self._all_found = bool((workload.acceptance.found == 1).all())
         self._free = np.array(deployment.free, np.bool_)
         self._scored = self._free | deployment.full_information
@@ -176,6 +177,7 @@ class Replica:
             self._rows = self._rows[self._rows != request]
             self._prefill = [prefill for prefill in self._prefill if prefill.request != request]
             self._progress.seen[request] = 0
+            self._evidence.forget(request)
             self._queue.appendleft(request)
             self.preemptions += 1
 
@@ -210,7 +212,7 @@ class Replica:
                 done.append(prefill.request)
         return done, self._deployment.prefill_chunk_tokens - budget, rows, context
 
-    def _view(self, prefill_tokens: int) -> View:
+    def _view(self, prefill_tokens: int, now: float) -> View:
         rows, workload, progress = self._rows, self._workload, self._progress
         emitted = progress.emitted[rows]
         context = workload.prompt_tokens[rows] + emitted
@@ -226,11 +228,12 @@ class Replica:
         tenant = None if workload.tenant is None else workload.tenant[rows]
         columns = rows, context, remaining, ceiling, catchup
         prefill = prefill_tokens, len(self._prefill)
-        return View(names, *columns, *prefill, group=group, tenant=tenant)
+        evidence = self._evidence.shown(rows, emitted, ceiling, now)
+        return View(names, *columns, *prefill, group=group, tenant=tenant, evidence=evidence)
 
     def _begin(self, now: float) -> _Pending:
         ended, prefill_tokens, prefill_rows, prefill_context = self._chunks()
-        view = self._view(prefill_tokens)
+        view = self._view(prefill_tokens, now)
         plan, self._state = self._policy.plan(view, self._state, now, self._policy_rng)
         n = len(view)
         chosen = np.where(plan.draft >= 0, plan.draft, 0)
@@ -301,10 +304,10 @@ class Replica:
             self._progress.emitted[first] + 1 >= workload.output_tokens[first],
         )
         depth = np.arange(claims.shape[1])
-        # Of a node behind the text or a verified one it is bound to be known whether it holds.
-        known = (
-            (depth < length[:, None]) & (depth <= verified[:, None]) & (depth < emitted[:, None])
-        )
+        # As ``backend.speculation.step_log``: nodes after a rejection fail, and nothing is known
+        # of those after the last token that was emitted.
+        known = (depth < length[:, None]) & (depth <= verified[:, None])
+        known &= (held < emitted)[:, None] | (depth < emitted[:, None])
         known &= self._telling.any()
         node_row = np.nonzero(known)[0]
         outcome = Outcome(
@@ -317,6 +320,7 @@ class Replica:
                 scored=np.concatenate([np.minimum(emitted, length), tail]),
                 verified=np.concatenate([verified, tail]),
                 followed=np.concatenate([np.minimum(accepted, emitted), tail]),
+                evidence=np.concatenate([of_plan(view, plan), tail]),
             ),
             StepTimes(step_s, parts_s),
             self._free_evidence(view, plan, emitted, now),
@@ -340,7 +344,8 @@ class Replica:
         model that catches up reads tokens emitted without it, and so tells how it would have
         guessed them.
         """
-        chains: list[tuple[int, int, int, int]] = []
+        chains: list[tuple[int, int, int, int, int]] = []
+        shown = np.zeros_like(view.ceiling) if view.evidence is None else view.evidence
         for d in np.flatnonzero(self._scored).tolist():
             row = np.flatnonzero((view.ceiling[:, d] > 0) & (plan.draft != d))
             scored = np.minimum(view.ceiling[row, d], emitted[row])
@@ -348,9 +353,8 @@ class Replica:
             held = self._workload.acceptance.accepted(
                 request, self._progress.emitted[request], np.full(len(row), d), scored, now
             )
-            chains += zip(
-                request.tolist(), [d] * len(row), held.tolist(), scored.tolist(), strict=True
-            )
+            columns = request, np.full(len(row), d), held, scored, shown[row, d]
+            chains += zip(*(column.tolist() for column in columns), strict=True)
         for row in np.flatnonzero(plan.length > 0).tolist():
             chains += self._caught_up(
                 int(view.request[row]),
@@ -358,11 +362,11 @@ class Replica:
                 int(view.catchup[row, plan.draft[row]]),
                 now,
             )
-        return FreeChains(*np.array(chains, np.int64).reshape(-1, 4).T)
+        return FreeChains(*np.array(chains, np.int64).reshape(-1, 5).T)
 
     def _caught_up(
         self, request: int, draft: int, catchup: int, now: float
-    ) -> list[tuple[int, int, int, int]]:
+    ) -> list[tuple[int, int, int, int, int]]:
         """Return what a draft's pass over ``catchup`` tokens shows of those that it had to guess;
         the first is read, not guessed.
         """
@@ -373,7 +377,7 @@ class Replica:
         chains = self._workload.acceptance.scored(
             request, draft, begin, end, self._deployment.k_max, now
         )
-        return [(request, draft, *chain) for chain in chains]
+        return [(request, draft, *chain, 0) for chain in chains]
 
     # -- end
 
@@ -386,6 +390,7 @@ class Replica:
             )  # the last proposed token is never read by its draft
             context = self._workload.prompt_tokens[rows[drafted]] + progress.emitted[rows[drafted]]
             progress.seen[rows[drafted], plan.draft[drafted]] = context + valid
+        self._evidence.take(outcome.rows, len(rows))
         progress.emitted[outcome.rows.request] += outcome.rows.emitted
         first = outcome.rows.request[len(rows) :]
         progress.first_token_s[first] = np.fmin(progress.first_token_s[first], now)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from policy.evidence import PROBABILITY_EDGES
 from policy.plan import FloatArray, IntArray
 
 _MIN_HAZARD, _MAX_HAZARD = 0.001, 0.999
@@ -162,10 +163,20 @@ class Acceptance:
         decay = self.decay[draft]
         hazard = self.first_hazard(request, now)[np.arange(len(request)), draft][:, None] * decay
         place = (self.start[request] + position)[:, None] + np.arange(decay.shape[1])
-        side = np.where(self.uniform[place] < hazard, 1.0, -1.0) * telling[:, None]
-        logit = np.log(hazard / (1 - hazard)) + 2 * telling[:, None] * (side + self.normal[place])
-        claims: FloatArray = 1 / (1 + np.exp(-logit))
-        return claims
+        return _claims(hazard, self.uniform[place], self.normal[place], telling[:, None])
+
+    def shown(
+        self, request: IntArray, position: IntArray, showing: FloatArray, now: float
+    ) -> IntArray:
+        """Return bins of what drafts show of the first token that they would propose, int64[n, D]:
+        of a claim as in ``confidence`` with m = ``showing[d]``, but through other noise.
+        """
+        place, later = self.start[request] + position, self.decay.shape[1]
+        noise, drawn = self.normal[place + later], self.uniform[place]
+        hazard = self.first_hazard(request, now)
+        claims = _claims(hazard, drawn[:, None], noise[:, None], showing)
+        bins: IntArray = np.searchsorted(PROBABILITY_EDGES, claims, side="right")
+        return np.where(showing > 0, bins, 0)
 
     def scored(
         self, request: int, draft: int, begin: int, end: int, k_max: int, now: float
@@ -193,6 +204,15 @@ class Acceptance:
             self.match[self.start[request] + position][:, None] < self.found[request]
         )
         return drawn
+
+
+def _claims(
+    hazard: FloatArray, drawn: FloatArray, noise: FloatArray, telling: FloatArray
+) -> FloatArray:
+    side = np.where(drawn < hazard, 1.0, -1.0) * telling
+    logit = np.log(hazard / (1 - hazard)) + 2 * telling * (side + noise)
+    claims: FloatArray = 1 / (1 + np.exp(-logit))
+    return claims
 
 
 @dataclass(frozen=True, slots=True, eq=False)

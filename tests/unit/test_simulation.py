@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from backend.sequence import Proposal
+from backend.speculation.step_log import StepLog
 from policy import (
     AdaptivePlanner,
     FixedLength,
@@ -36,6 +38,7 @@ from policy.simulation.workload import (
     bursty,
     draw,
 )
+from policy.streaks import bin_of_streak, streak_after
 
 STEP_S, DRAFT_S = 0.010, 0.001
 
@@ -415,6 +418,81 @@ def test_confidences_hold_as_often_as_they_claim_and_tell_what_holds():
                 assert held[inside].mean() == pytest.approx(claims[inside].mean(), abs=0.12)
         lead.append(claims[held].mean() - claims[~held].mean())
     assert lead[0] < lead[1] < lead[2]
+
+
+class Trimmed(RandomChoice):
+    """Keeps what it sees and learns, and verifies about half of what is drafted."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.steps = None, []
+
+    def plan(self, view, state, now, rng):
+        plan, state = super().plan(view, state, now, rng)
+        self.seen = view, plan, np.zeros(0)
+        return plan, state
+
+    def trim(self, view, plan, drafted, state):
+        self.seen = view, plan, drafted.confidence
+        return (plan.length + view.request % 2) // 2
+
+    def observe(self, outcome, state, now):
+        self.steps.append((*self.seen, outcome))
+        return state
+
+
+def test_a_simulated_step_teaches_what_the_server_s_log_of_it_would():
+    made = replace(llama_8b_h100(), telling=(1.0, 0.5), showing=(0.0, 1.0))
+    policy = Trimmed()
+    simulate(made, draw(CHAT, made.drafts, backlog(6), 0, made.k_max, 10.0), lambda: policy, 0)
+    failed_after = 0
+    for view, plan, claims, outcome in policy.steps:
+        log, rows, at = StepLog(view.drafts), outcome.rows, 0
+        for row, length in enumerate(plan.length.tolist()):
+            chain, end = None, at + length
+            if length:
+                name = view.drafts[plan.draft[row]]
+                chain = Proposal.chain(name, range(1, length + 1), claims[at:end])
+            accepted, emitted = int(rows.accepted[row]), int(rows.emitted[row])
+            tokens = [*range(1, accepted + 1), *[99] * (emitted - accepted)]
+            shown, at = view.evidence[row].tolist(), end
+            verified, request = int(rows.verified[row]), int(view.request[row])
+            log.record(request, chain, verified, tokens, drawn=False, evidence=shown)
+        served = log.outcome()
+        drafted = np.flatnonzero(plan.length)
+        for name in ("length", "accepted", "emitted", "scored", "verified", "followed", "evidence"):
+            column, theirs = getattr(rows, name), getattr(served.rows, name)
+            assert column[drafted].tolist() == theirs[drafted].tolist()
+        for name in ("row", "confidence", "accepted"):
+            ours, theirs = getattr(outcome.nodes, name), getattr(served.nodes, name)
+            assert ours.tolist() == theirs.tolist()
+        failed_after += len(outcome.nodes.row) > 0 and bool(
+            (~outcome.nodes.accepted[1:] & ~outcome.nodes.accepted[:-1]).any()
+        )
+    assert failed_after > 10
+
+
+def test_drafts_show_what_the_deployment_says_and_else_how_long_they_were_right():
+    made = replace(llama_8b_h100(), showing=(0.0, 2.0), full_information=True)
+    policy, streaks, shown, held = Trimmed(), {}, [], []
+    simulate(made, draw(CHAT, made.drafts, backlog(6), 0, made.k_max, 10.0), lambda: policy, 0)
+    for view, plan, _, outcome in policy.steps:
+        rows = outcome.rows
+        for row, request in enumerate(view.request.tolist()):
+            draft, tokens = streaks.get(request, (-1, 0))
+            able = view.ceiling[row] > 0
+            assert view.evidence[row, 0] == (bin_of_streak(tokens) * able[0] if draft == 0 else 0)
+            assert able[1] or not view.evidence[row, 1]
+            draft = plan.draft[row] if plan.length[row] else -1
+            counts = (int(c[row]) for c in (rows.accepted, rows.scored, rows.emitted))
+            before = tokens if draft == streaks.get(request, (-1, 0))[0] else 0
+            streaks[request] = draft, streak_after(before, *counts)
+        free = outcome.free
+        informed = (free.draft == 1) & (free.scored > 0) & (free.evidence > 0)
+        shown += free.evidence[informed].tolist()
+        held += (free.accepted[informed] > 0).tolist()
+    means = [np.mean(np.array(shown)[np.array(held) == right]) for right in (False, True)]
+    assert means[1] > means[0] + 2
 
 
 def test_what_is_not_verified_is_not_accepted_and_costs_no_time():
