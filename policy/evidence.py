@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-EVIDENCE_BINS = 12
+EVIDENCE_BINS = 17
 """Bins of evidence; 0: the draft shows nothing."""
 
-MATCH_EDGES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-"""The least tokens of a match in bins 1, 2, ...: as many as end the text and are found earlier."""
+MATCH_EDGES = (1, 3, 5, 8, 12, 16, 24, 32)
+"""The least tokens of a match by its class: as many as end the text and occurred earlier."""
 
 PROBABILITY_EDGES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
-"""The least probability in bins 1, 2, ...: of the token that the target last drew from."""
+"""The least probability in bins 1, 2, ...: the target's highest one at the last token."""
 
 
-def bin_of_match(tokens: int) -> int:
-    """Return the bin of a match of ``tokens`` tokens, 0 where nothing matches."""
-    return bisect_right(MATCH_EDGES, tokens)
+def bin_of_match(tokens: int, agree: bool = False) -> int:
+    """Return the bin of a match of ``tokens`` tokens, 0 where nothing matches.
+
+    Each class has two bins: the second is for places that ``agree`` on the next token.
+    """
+    place = bisect_right(MATCH_EDGES, tokens)
+    return 2 * place - 1 + agree if place else 0
 
 
 def bin_of_probability(probability: float) -> int:
