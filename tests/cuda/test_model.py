@@ -10,6 +10,7 @@ import torch
 
 from backend.engines.cuda.ancestors import ancestor_words
 from backend.engines.cuda.pages import PAGE, Layout
+from backend.engines.cuda.prompts import Prompts
 from tests.cuda.families import ALL_FUSED, FAMILIES, models
 
 pytestmark = pytest.mark.slow
@@ -34,16 +35,17 @@ def rows(texts: list[tuple[list[int], int, list[int], list[int]]]) -> tuple[Any,
     table = torch.tensor(
         [text[2] + [0] * (width - len(text[2])) for text in texts], dtype=torch.int32
     )
+    firsts = torch.tensor(first, dtype=torch.int32)
     spans = [(text[1], len(text[0])) for text in texts]
     layout = Layout(
         table,
         torch.tensor([text[1] for text in texts], dtype=torch.int32),
-        torch.tensor(first, dtype=torch.int32),
+        firsts,
         torch.tensor(words),
         torch.tensor(place, dtype=torch.int32),
         max(b - a for a, b in itertools.pairwise(first)),
         128,
-        spans if max(new for _, new in spans) > 63 else None,
+        Prompts(spans, table, firsts) if max(new for _, new in spans) > 63 else None,
     )
     return torch.tensor(ids), torch.tensor(position), layout, first
 

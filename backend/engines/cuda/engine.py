@@ -57,6 +57,7 @@ class CudaEngine(StepEngine):
         model = PagedModel(lm, kernels, blocks=kv_blocks + 1, taps=taps)
         model.fuse()
         logger.info("%s: fused %s, kept %s", name, model.fused, sorted(set(model.refused)))
+        logger.info("%s: prompts by %s", name, ", ".join(sorted(model.prompts_by)))
         limits = EngineLimits(
             vocab_size=vocab_size,
             max_context_tokens=max_context_tokens,

@@ -16,6 +16,7 @@ from backend.engines.cuda.columns import Columns, Shapes
 from backend.engines.cuda.graphs import capture
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import PAGE, Layout
+from backend.engines.cuda.prompts import Prompts
 from backend.engines.stepping.chunks import Chunk, logit_rows, moves
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,11 @@ class Inputs(Columns):
         self.size = size
 
     def layout(self, spans: list[tuple[int, int]] | None = None) -> Layout:
-        """Return what attention reads."""
+        """Return what attention reads. ``spans`` are the committed and new tokens of each row of a
+        pass of prompts.
+        """
         columns = self.device
+        prompts = None if spans is None else Prompts(spans, columns["table"], columns["first"])
         return Layout(
             columns["table"],
             columns["start"],
@@ -76,7 +80,7 @@ class Inputs(Columns):
             columns["place"],
             self.size.most,
             self.size.keys,
-            spans,
+            prompts,
         )
 
 

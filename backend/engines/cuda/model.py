@@ -15,6 +15,7 @@ from torch import nn
 from backend.engines.cuda.kernels import Kernels
 from backend.engines.cuda.leaves import Attention, Norm, Product, Unit
 from backend.engines.cuda.pages import PAGE, Layout, Pages
+from backend.engines.cuda.prompts import choose
 
 _PROBE_TOKENS = 7
 
@@ -50,9 +51,9 @@ class PagedModel:
         """The same by layer [blocks, 2, kv_heads, PAGE, dim]."""
         self.scratch = (blocks - 1) * PAGE
         """A place in the last page, for tokens of no row."""
-        for module, kv in zip(modules, self.kv, strict=True):
-            heads = config.num_attention_heads
-            pages = Pages(kv, heads, self._current_layout, kernels.attention)
+        heads = config.num_attention_heads
+        self._pages = [Pages(kv, heads, self._current_layout, kernels.attention) for kv in self.kv]
+        for module, pages in zip(modules, self._pages, strict=True):
             object.__setattr__(module, "pages", pages)
         self.states: torch.Tensor | None = None
         """[tokens, taps, hidden] of the last pass: the output of the layers ``taps``."""
@@ -63,6 +64,8 @@ class PagedModel:
             layers[tap - 1].register_forward_hook(self._keep_states(tap))
         self.fused = dict.fromkeys(("attentions", "units", "norms", "products"), 0)
         self.refused: list[str] = []
+        self.prompts_by: set[str] = set()
+        """What attends for prompts, of all layers (``prompts.LIBRARIES``)."""
 
     @staticmethod
     def _kv_shape(module: nn.Module, config: Any, blocks: int) -> tuple[int, ...]:
@@ -95,8 +98,11 @@ class PagedModel:
 
     @torch.inference_mode()
     def fuse(self) -> None:
-        """Replace leaves by fused ones where they give the same; before the first pass."""
+        """Replace leaves by fused ones where they give the same, and choose what attends for
+        prompts; before the first pass.
+        """
         self._fuse_children(self.lm)
+        self.prompts_by = {choose(p.kv, p.heads, p.scoring)[0] for p in self._pages}
 
     def _keep_states(self, tap: int) -> Callable[[nn.Module, object, object], None]:
         def keep(_: nn.Module, __: object, output: object) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import AttentionInterface
 
-PAGE = 32
-"""Tokens of a KV page."""
+from backend.engines.cuda.prompts import PAGE, Prompts, Scoring, choose
+
+__all__ = ["ATTENTION", "PAGE", "Layout", "Pages", "Scoring"]
 
 ATTENTION = "spindle_paged"
 """The name under which transformers knows the attention function."""
@@ -25,8 +24,7 @@ class Layout:
     ``table`` int32[rows, blocks], ``start`` int32[rows] committed tokens, ``first``
     int32[rows + 1], ``ancestors`` int64[tokens] (``ancestors.py``), ``place`` int32[tokens] block
     times page plus offset. ``most`` bounds the new tokens of a row, ``keys`` all of its tokens.
-    ``spans`` are each row's committed and new tokens as the host knows them, for prompts: such a
-    pass is causal, of any length, and is not captured.
+    ``prompts`` are the rows of a pass of prompts, else None.
     """
 
     table: torch.Tensor
@@ -36,15 +34,7 @@ class Layout:
     place: torch.Tensor
     most: int
     keys: int
-    spans: list[tuple[int, int]] | None = None
-
-
-class Scoring(NamedTuple):
-    """How scores are made: their scale, a sliding window in tokens and a cap (0: none)."""
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
+    prompts: Prompts | None = None
 
 
 class Pages:
@@ -75,8 +65,9 @@ class Pages:
     def attend(self, q: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Return the attention of queries [tokens, heads, dim], same shape."""
         layout = self.layout()
-        if layout.spans is not None:
-            return self._attend_causally(q, layout.table, layout.spans, scoring)
+        if layout.prompts is not None:
+            attend = choose(self.kv, self.heads, scoring)[1]
+            return attend(q, self.kv, layout.prompts, scoring)
         return self._attention(
             q,
             self.kv,
@@ -88,46 +79,6 @@ class Pages:
             keys=layout.keys,
             **scoring._asdict(),
         )
-
-    def _attend_causally(
-        self,
-        q: torch.Tensor,
-        table: torch.Tensor,
-        spans: list[tuple[int, int]],
-        scoring: Scoring,
-    ) -> torch.Tensor:
-        """Attend row by row over gathered pages, by torch."""
-        _, _, kv_heads, _, dim = self.kv.shape
-        at, out = 0, torch.empty_like(q)
-        for row, (committed, new) in enumerate(spans):
-            keys = committed + new
-            pages = self.kv[table[row, : -(-keys // PAGE)].long()]
-            k, v = (
-                pages[:, which].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :keys]
-                for which in (0, 1)
-            )
-            position = torch.arange(committed, keys, device=q.device)
-            age = position[:, None] - torch.arange(keys, device=q.device)
-            seen = (age >= 0) & (age < (scoring.window or keys))
-            queries = q[at : at + new].transpose(0, 1)
-            out[at : at + new] = _attend_over(queries, k, v, seen, scoring).transpose(0, 1)
-            at += new
-        return out
-
-
-def _attend_over(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scoring: Scoring
-) -> torch.Tensor:
-    """Return the attention [heads, new, dim] of one row."""
-    if not scoring.softcap:
-        return functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], attn_mask=seen, scale=scoring.scale, enable_gqa=True
-        )[0]
-    group = len(q) // len(k)
-    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
-    scores = torch.tanh(q @ k.transpose(1, 2) * (scoring.scale / scoring.softcap))
-    weights = (scores.float() * scoring.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
-    return weights.to(v.dtype) @ v
 
 
 def _attend(

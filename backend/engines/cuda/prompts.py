@@ -1,0 +1,257 @@
+"""Attention of prompts, by a kept library where one gives the right result on this device.
+
+Flash attention of vLLM's wheel or of its own package (FA3, for sm_90) and torch's ``varlen_attn``
+read the pages themselves or, in older versions of torch, gathered keys and values. Torch's
+``scaled_dot_product_attention``, row by row, is what they are compared with, and serves elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+logger = logging.getLogger(__name__)
+
+PAGE = 32
+"""Tokens of a KV page."""
+
+
+class Scoring(NamedTuple):
+    """How scores are made: their scale, a sliding window in tokens and a cap (0: none)."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+class Prompts:
+    """The rows of a pass of prompts, which is causal, of any length, and is not captured."""
+
+    def __init__(
+        self, spans: list[tuple[int, int]], table: torch.Tensor, first: torch.Tensor
+    ) -> None:
+        self.spans = spans
+        """Each row's committed and new tokens."""
+        self.table, self.first = table, first
+        """int32[rows, blocks] and int32[rows + 1], as ``pages.Layout`` has them."""
+        self.most_new = max(new for _, new in spans)
+        self.most_keys = max(committed + new for committed, new in spans)
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """int32[rows]: tokens of each row, committed and new."""
+        counts = [committed + new for committed, new in self.spans]
+        return torch.tensor(counts, dtype=torch.int32, device=self.table.device)
+
+    @cached_property
+    def first_key(self) -> torch.Tensor:
+        """int32[rows + 1]: where each row's keys begin if all rows' lie in one piece."""
+        return functional.pad(self.keys.cumsum(0), (1, 0)).int()
+
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64[keys of all rows]: block and offset of each key."""
+        device = self.table.device
+        row = torch.arange(len(self.spans), device=device).repeat_interleave(self.keys)
+        position = torch.arange(len(row), device=device) - self.first_key[:-1].long()[row]
+        return self.table[row, position // PAGE].long(), position % PAGE
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, Prompts, Scoring], torch.Tensor]
+"""Of queries [tokens, heads, dim], pages [blocks, 2, kv_heads, PAGE, dim], rows and scoring: the
+attention, of the queries' shape.
+"""
+
+
+def _paged(kv: torch.Tensor) -> list[torch.Tensor]:
+    """Return keys and values as the libraries have pages: [blocks, PAGE, kv_heads, dim]."""
+    return [kv[:, which].transpose(1, 2) for which in (0, 1)]
+
+
+def _window(scoring: Scoring) -> tuple[int, int]:
+    return (scoring.window - 1 if scoring.window else -1, 0)
+
+
+def of_vllm(package: str) -> Attend:
+    """Return FA3 as vLLM's wheel has it, in ``package``. Raises ImportError."""
+    run = import_module(package).flash_attn_varlen_func
+
+    def attend(q: torch.Tensor, kv: torch.Tensor, rows: Prompts, scoring: Scoring) -> torch.Tensor:
+        out: torch.Tensor = run(
+            q,
+            *_paged(kv),
+            max_seqlen_q=rows.most_new,
+            cu_seqlens_q=rows.first,
+            max_seqlen_k=rows.most_keys,
+            seqused_k=rows.keys,
+            block_table=rows.table,
+            softmax_scale=scoring.scale,
+            causal=True,
+            window_size=list(_window(scoring)) if scoring.window else None,
+            softcap=scoring.softcap,
+            num_splits=1,
+            fa_version=3,
+        )
+        return out
+
+    return attend
+
+
+def of_flash_attention() -> Attend:
+    """Return FA3 of its own package. Raises ImportError."""
+    run = import_module("flash_attn_interface").flash_attn_with_kvcache
+
+    def attend(q: torch.Tensor, kv: torch.Tensor, rows: Prompts, scoring: Scoring) -> torch.Tensor:
+        out: torch.Tensor = run(
+            q,
+            *_paged(kv),
+            cache_seqlens=rows.keys,
+            page_table=rows.table,
+            cu_seqlens_q=rows.first,
+            max_seqlen_q=rows.most_new,
+            softmax_scale=scoring.scale,
+            causal=True,
+            window_size=_window(scoring) if scoring.window else (-1, -1),
+            softcap=scoring.softcap,
+            num_splits=1,
+        )
+        return out
+
+    return attend
+
+
+def of_torch(*, reads_pages: bool) -> Attend:
+    """Return torch's ``varlen_attn``, over pages or over gathered keys and values. Raises
+    ImportError.
+    """
+    run = import_module("torch.nn.attention.varlen").varlen_attn
+    options = {"enable_gqa": True, "num_splits": 1}
+    known = inspect.signature(run).parameters
+    options = {name: value for name, value in options.items() if name in known}
+
+    def attend(q: torch.Tensor, kv: torch.Tensor, rows: Prompts, scoring: Scoring) -> torch.Tensor:
+        if scoring.softcap:
+            raise ValueError("varlen_attn has no softcap")
+        if reads_pages:
+            kv_pair, first_key = _paged(kv), None
+            pages = {"seqused_k": rows.keys, "block_table": rows.table}
+        else:
+            block, offset = rows.places
+            kv_pair, first_key = [kv[block, which, :, offset] for which in (0, 1)], rows.first_key
+            pages = {}
+        lengths = rows.first, first_key, rows.most_new, rows.most_keys
+        shape = {"scale": scoring.scale, "window_size": _window(scoring)}
+        out: torch.Tensor = run(q, *kv_pair, *lengths, **shape, **pages, **options)
+        return out
+
+    return attend
+
+
+def by_row(q: torch.Tensor, kv: torch.Tensor, rows: Prompts, scoring: Scoring) -> torch.Tensor:
+    """Attend row by row over gathered pages, by torch's ``scaled_dot_product_attention``."""
+    kv_heads, dim = kv.shape[2], kv.shape[4]
+    at, out = 0, torch.empty_like(q)
+    for row, (committed, new) in enumerate(rows.spans):
+        keys = committed + new
+        pages = kv[rows.table[row, : -(-keys // PAGE)].long()]
+        k, v = (
+            pages[:, which].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :keys] for which in (0, 1)
+        )
+        position = torch.arange(committed, keys, device=q.device)
+        age = position[:, None] - torch.arange(keys, device=q.device)
+        seen = (age >= 0) & (age < (scoring.window or keys))
+        queries = q[at : at + new].transpose(0, 1)
+        out[at : at + new] = _attend_over(queries, k, v, seen, scoring).transpose(0, 1)
+        at += new
+    return out
+
+
+def _attend_over(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """Return the attention [heads, new, dim] of one row."""
+    if not scoring.softcap:
+        return functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=seen, scale=scoring.scale, enable_gqa=True
+        )[0]
+    group = len(q) // len(k)
+    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    scores = torch.tanh(q @ k.transpose(1, 2) * (scoring.scale / scoring.softcap))
+    weights = (scores.float() * scoring.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
+    return weights.to(v.dtype) @ v
+
+
+BY_ROW = "scaled_dot_product_attention, row by row"
+
+LIBRARIES: dict[str, Callable[[], Attend]] = {
+    "FA3 of vllm": lambda: of_vllm("vllm.vllm_flash_attn"),
+    "FA3 of vllm_flash_attn": lambda: of_vllm("vllm_flash_attn"),
+    "FA3 of flash_attn_interface": of_flash_attention,
+    "varlen_attn over pages": lambda: of_torch(reads_pages=True),
+    "varlen_attn over gathered keys": lambda: of_torch(reads_pages=False),
+}
+"""By name what makes them, the best first."""
+
+_LARGEST_ERROR = 1e-2
+_chosen: dict[tuple[object, ...], tuple[str, Attend]] = {}
+
+
+def choose(kv: torch.Tensor, heads: int, scoring: Scoring) -> tuple[str, Attend]:
+    """Return the name and function of the first library that gives the right result for such pages
+    and scores; once for a process.
+    """
+    key = (kv.device, kv.dtype, heads, *kv.shape[2:], scoring)
+    if key not in _chosen:
+        # What the libraries have are kernels of GPUs.
+        libraries = LIBRARIES if kv.device.type == "cuda" else {}
+        _chosen[key] = first_right(libraries, kv, heads, scoring)
+    return _chosen[key]
+
+
+@torch.inference_mode()
+def first_right(
+    libraries: Mapping[str, Callable[[], Attend]], kv: torch.Tensor, heads: int, scoring: Scoring
+) -> tuple[str, Attend]:
+    """Return the first library whose result is near to that of ``by_row``, else that."""
+    for name, make in libraries.items():
+        try:
+            attend = make()
+            error = error_of(attend, kv, heads, scoring)
+        except (ImportError, RuntimeError, TypeError, ValueError, AttributeError) as reason:
+            logger.info("prompts not by %s: %s", name, str(reason).partition("\n")[0])
+            continue
+        if error < _LARGEST_ERROR:
+            return name, attend
+        logger.warning("prompts not by %s: it is off by %.2g", name, error)
+    return BY_ROW, by_row
+
+
+def error_of(attend: Attend, kv: torch.Tensor, heads: int, scoring: Scoring) -> float:
+    """Return the relative error of a function over random pages shaped as ``kv``: a whole prompt, a
+    chunk after committed tokens, and one of a single token.
+    """
+    spans = [(0, 2 * PAGE + 5), (PAGE + 3, PAGE), (70, 1)]
+    generator = torch.Generator(kv.device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=kv.device, dtype=kv.dtype)
+
+    need = [-(-(committed + new) // PAGE) for committed, new in spans]
+    numbers = torch.randperm(sum(need), generator=torch.Generator().manual_seed(0)).int()
+    table = torch.zeros(len(spans), max(need), dtype=torch.int32)
+    for row, own in enumerate(numbers.split(need)):
+        table[row, : len(own)] = own
+    news = torch.tensor([0, *(new for _, new in spans)])
+    rows = Prompts(spans, table.to(kv.device), news.cumsum(0).int().to(kv.device))
+    pages = random(sum(need), *kv.shape[1:])
+    q = random(int(news.sum()), heads, kv.shape[4])
+    wanted = by_row(q, pages, rows, scoring).double()
+    found = attend(q, pages, rows, scoring).double()
+    return float((found - wanted).norm() / wanted.norm())
