@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import platform
 import shutil
@@ -174,6 +175,28 @@ class Machine:
         import torch
 
         return torch.cuda.get_device_name(device)
+
+    def cuda_build(self) -> str:
+        """Return the CUDA that the installed torch is built for; empty for a CPU build."""
+        import torch
+
+        return torch.version.cuda or ""
+
+    def cuda_works(self) -> bool:
+        """Return whether torch can use a GPU: the driver is there and new enough."""
+        import torch
+
+        return torch.cuda.is_available()
+
+    def free_gpu_bytes(self, device: str) -> int:
+        """Return how much memory is free on a CUDA device."""
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+
+    def has_module(self, name: str) -> bool:
+        """Return whether a top-level module is installed, without importing it."""
+        return importlib.util.find_spec(name) is not None
 
     def temporary_folder(self) -> Path:
         """Return the folder for temporary files."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig, ServingConfig
 from backend.engines import memory
 from backend.engines.registry import module_of
+from backend.machine import Machine, machine
 from backend.storage import cache
 from backend.storage.manifest import check_pair, read_manifest
 from backend.storage.tables import timed_engines
@@ -17,15 +18,20 @@ from backend.storage.tables import timed_engines
 logger = logging.getLogger(__name__)
 
 
-def check_memory(config: ServingConfig, names: Collection[str] | None = None) -> None:
-    """Log what the engines (of these names; None: all) will take of memory. Raises ConfigError when
-    there is less.
+def check_memory(
+    config: ServingConfig, names: Collection[str] | None = None, machine: Machine = machine
+) -> str:
+    """Return and log what the engines (of these names; None: all) will take of memory. Raises
+    ConfigError when there is less.
     """
     models = [engine for engine in timed_engines(config) if names is None or engine.name in names]
-    if models:
-        footprints = memory.plan(config, {engine.name: model_path(engine) for engine in models})
-        available = {engine.device: memory.available_bytes(engine) for engine in models}
-        logger.info(memory.check(footprints, available, memory.process_bytes(config)))
+    if not models:
+        return ""
+    footprints = memory.plan(config, {engine.name: model_path(engine) for engine in models})
+    available = {engine.device: memory.available_bytes(engine, machine) for engine in models}
+    line = memory.check(footprints, available, memory.process_bytes(config))
+    logger.info(line)
+    return line
 
 
 def model_path(engine: EngineConfig) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from backend.config import ConfigError, EngineConfig, ServingConfig
 from backend.engines.port import Footprint
 from backend.engines.registry import module_of
+from backend.machine import Machine, machine
 
 PROCESS_BYTES = 400 << 20
 """What the process takes besides its engines: Python, torch's libraries, the tokenizer, the
@@ -72,13 +73,9 @@ def check(
     return "memory: " + "; ".join(lines)
 
 
-def available_bytes(engine: EngineConfig) -> int:
+def available_bytes(engine: EngineConfig, machine: Machine = machine) -> int:
     """Return the memory that is free for an engine on its device."""
-    if engine.device == "cpu":
-        return host_bytes()
-    from backend.engines.stepping.footprint import free_bytes
-
-    return free_bytes(engine.device)
+    return host_bytes() if engine.device == "cpu" else machine.free_gpu_bytes(engine.device)
 
 
 def host_bytes(root: Path = Path("/")) -> int:

@@ -21,6 +21,7 @@ from backend.config import (
     EngineConfig,
     ServingConfig,
     load_config,
+    unused_gpus,
     why_not,
 )
 from backend.kinds import KINDS, automatic
@@ -32,6 +33,10 @@ from backend.storage import cache
 OK, WARNING, MISSING = "ok", "warning", "missing"
 CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.5, 0.1, 0.06
 """For the embedded model while it is made, for a run folder, for what stubs share with Triton."""
+
+CUDA, TESTED_CAPABILITY = "cuda", 9.0
+FA3_MODULES = ("vllm", "vllm_flash_attn", "flash_attn_interface")
+"""What attends for prompts, the best first, where it gives the right result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ def findings(machine: Machine = machine) -> list[Finding]:
     return [
         *found,
         *ports(settings),
-        *(deployment(settings.config) if installed.state == OK else []),
+        *(deployment(settings.config, machine) if installed.state == OK else []),
     ]
 
 
@@ -236,9 +241,10 @@ def _listening(port: int) -> Iterator[str]:
                     yield f"socket:[{words[9]}]"
 
 
-def deployment(path: Path) -> list[Finding]:
+def deployment(path: Path, machine: Machine = machine) -> list[Finding]:
     """Say whether a configuration can be served, and what of it is prepared."""
     from backend.model_folders import check_folders
+    from backend.storage.tables import timed_engines
 
     try:
         config = load_config(path)
@@ -246,14 +252,51 @@ def deployment(path: Path) -> list[Finding]:
     except ConfigError as error:
         return [Finding("configuration", MISSING, str(error))]
     found = [Finding("configuration", OK, str(path))]
+    has_gpu = any(engine.device != "cpu" for engine in timed_engines(config))
+    if has_gpu:
+        found.append(cuda(config, machine))
     if not config.target.kind.checkpoint:
         return found
-    model = embedded_model(config)
-    return [
-        *found,
-        *([model] if model else []),
-        *([tables(config)] if not model or model.state == OK else []),
-    ]
+    if model := embedded_model(config):
+        found.append(model)
+    if all(finding.state != MISSING for finding in found) and (not model or model.state == OK):
+        found.append(tables(config, machine))
+        found += [gpu_memory(config, machine)] if has_gpu else []
+    return found
+
+
+def cuda(config: ServingConfig, machine: Machine) -> Finding:
+    """Say what engines on a GPU would run on."""
+    gpus, build, best = machine.gpus(), machine.cuda_build(), automatic("cuda")[0]
+    if not gpus:
+        return Finding(CUDA, MISSING, "no NVIDIA GPU is visible: set device to cpu or auto")
+    if not build:
+        return Finding(CUDA, MISSING, "the installed torch is a CPU build: install one for CUDA")
+    text = f"driver {gpus[0].driver}, torch {machine.package_version('torch')} for CUDA {build}"
+    if not machine.cuda_works():
+        return Finding(
+            CUDA, MISSING, f"{text} cannot use the GPU: the driver may be too old for it"
+        )
+    triton = machine.package_version("triton")
+    capability = min(gpu.capability for gpu in gpus)
+    tested = "tested" if capability == TESTED_CAPABILITY else "not tested, expected to work"
+    text += f", triton {triton}, compute capability {capability} ({tested})"
+    fa3 = [name for name in FA3_MODULES if machine.has_module(name)]
+    text += f", prompts by FA3 of {fa3[0]} or torch" if fa3 else ", prompts by torch (no FA3)"
+    reasons = unused_gpus(config, machine)
+    text += "".join(f"; {name} is not run by {best}: {why}" for name, why in reasons.items())
+    is_fine = capability == TESTED_CAPABILITY and not reasons
+    return Finding(CUDA, OK if is_fine else WARNING, text)
+
+
+def gpu_memory(config: ServingConfig, machine: Machine) -> Finding:
+    """Say whether a deployment's plan fits into what is free."""
+    from backend.model_folders import check_memory
+
+    try:
+        return Finding("memory plan", OK, check_memory(config, machine=machine))
+    except (ValueError, RuntimeError) as error:
+        return Finding("memory plan", MISSING, str(error))
 
 
 def embedded_model(config: ServingConfig) -> Finding | None:
@@ -271,7 +314,7 @@ def embedded_model(config: ServingConfig) -> Finding | None:
     return Finding("model", OK, f"{EMBEDDED_MODEL} is converted")
 
 
-def tables(config: ServingConfig) -> Finding:
+def tables(config: ServingConfig, machine: Machine = machine) -> Finding:
     """Say whether the engines were measured here, and whether the drafts fit the target."""
     from backend.model_folders import check_pairs, model_path
     from backend.storage.tables import missing_tables, timed_engines
@@ -279,7 +322,7 @@ def tables(config: ServingConfig) -> Finding:
     try:
         check_pairs(config)
         folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
-        missing = missing_tables(config, folders)
+        missing = missing_tables(config, folders, machine)
     except ValueError as error:
         return Finding("measured", MISSING, str(error))
     if missing:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from backend.config import EngineConfig, ServingConfig
@@ -17,8 +18,15 @@ from policy.latency import LatencyError, LatencyTable
 
 
 def timed_engines(config: ServingConfig) -> list[EngineConfig]:
-    """Return the engines whose passes are measured, the target first: those that run a model."""
-    return [engine for engine in (config.target, *config.drafts) if engine.kind.measured]
+    """Return the engines whose passes are measured, the target first: those that run a model. A
+    draft that the target runs has its ``lookahead``.
+    """
+    ahead = config.target.lookahead
+    return [
+        replace(engine, lookahead=ahead) if engine.kind.reads_target else engine
+        for engine in (config.target, *config.drafts)
+        if engine.kind.measured
+    ]
 
 
 def load_tables(
@@ -55,24 +63,25 @@ def shipped_tables(
     }
 
 
-def missing_tables(config: ServingConfig, folders: Mapping[str, Path]) -> list[str]:
+def missing_tables(
+    config: ServingConfig, folders: Mapping[str, Path], machine: Machine = machine
+) -> list[str]:
     """Return the engines without a sound table; all of them where it is the target's, for drafts
     run with its threads.
     """
     target, *drafts = timed_engines(config)
-    found = _table(target, folders, config.threads)
+    found = _table(target, folders, config.threads, machine)
     if found is None:
         return [engine.name for engine in (target, *drafts)]
-    return [
-        draft.name for draft in drafts if _table(draft, folders, found.provenance.threads) is None
-    ]
+    threads = found.provenance.threads
+    return [draft.name for draft in drafts if _table(draft, folders, threads, machine) is None]
 
 
 def _table(
-    engine: EngineConfig, folders: Mapping[str, Path], threads: int | str
+    engine: EngineConfig, folders: Mapping[str, Path], threads: int | str, machine: Machine
 ) -> LatencyTable | None:
     try:
-        return read_table(table_file(engine, folders[engine.name], threads))
+        return read_table(table_file(engine, folders[engine.name], threads, machine))
     except LatencyError:
         return None
 
@@ -94,6 +103,8 @@ def table_file(
         "invariant": engine.invariant,
         "threads": threads,
     }
+    if engine.lookahead:
+        subject["lookahead"] = engine.lookahead
     if engine.device != "cpu":
         subject["device_name"] = machine.device_name(engine.device)
     return cache.table_file(hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:32])

@@ -32,6 +32,13 @@ class FakeMachine(Machine):
     """Versions by package; None: not installed."""
     gpu_lines: list[str] | None = None
     """Lines of nvidia-smi, as ``H100`` is one."""
+    cuda: str | None = None
+    """The CUDA that torch is built for, and can use; empty: a CPU build."""
+    driver_is_new: bool = True
+    gpu_bytes: int | None = None
+    """What is free on every CUDA device."""
+    modules: tuple[str, ...] | None = None
+    """All that are installed."""
     device: str | None = None
     """Name of every CUDA device."""
     folder: Path | None = None
@@ -65,6 +72,18 @@ class FakeMachine(Machine):
 
     def device_name(self, device: str) -> str:
         return super().device_name(device) if self.device is None else self.device
+
+    def cuda_build(self) -> str:
+        return super().cuda_build() if self.cuda is None else self.cuda
+
+    def cuda_works(self) -> bool:
+        return super().cuda_works() if self.cuda is None else self.driver_is_new
+
+    def free_gpu_bytes(self, device: str) -> int:
+        return super().free_gpu_bytes(device) if self.gpu_bytes is None else self.gpu_bytes
+
+    def has_module(self, name: str) -> bool:
+        return super().has_module(name) if self.modules is None else name in self.modules
 
     def temporary_folder(self) -> Path:
         return self.folder or super().temporary_folder()

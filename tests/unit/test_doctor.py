@@ -7,8 +7,17 @@ import pytest
 
 from backend.config import DEFAULT_CONFIG
 from backend.launcher import doctor
+from tests.fakes.checkpoints import folder
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
 from tests.server.harness import free_ports
+
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture
@@ -150,3 +159,55 @@ def test_a_configuration_that_cannot_be_served_is_missing(a_good_machine, monkey
     assert states()["configuration"] == "missing"
     monkeypatch.setenv("HTTP_PORT", "x")
     assert states()["ports"] == "missing"
+
+
+def on_gpu(tmp_path, *, engine="cuda", **facts):
+    """Return what is said of a deployment of a small model on a GPU of such a machine."""
+    model = folder(tmp_path, "model", architectures=["LlamaForCausalLM"], **SHAPE)
+    file = tmp_path / "serving.json"
+    target = {"engine": engine, "model": str(model), "device": "cuda"}
+    file.write_text(json.dumps({"target": target}))
+    known = {"gpu_lines": [H100], "packages": CUDA_PACKAGES, "cuda": "13.0", "modules": ()}
+    known |= {"gpu_bytes": 80 * 2**30, "device": "NVIDIA H100"}
+    machine = FakeMachine(**known | facts)
+    return {finding.name: finding for finding in doctor.deployment(file, machine)}
+
+
+def test_what_engines_on_a_gpu_would_run_on_is_named(tmp_path):
+    found = on_gpu(tmp_path)
+    assert (found["cuda"].state, found["cuda"].text) == (
+        "ok",
+        "driver 580.65.06, torch 2.13.0 for CUDA 13.0, triton 3.6.0, compute capability 9.0 "
+        "(tested), prompts by torch (no FA3)",
+    )
+    assert found["memory plan"].state == "ok"
+    assert "cuda has 80.00 GiB and " in found["memory plan"].text
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "words"),
+    [
+        ({"gpu_lines": []}, "missing", "no NVIDIA GPU is visible: set device to cpu or auto"),
+        ({"cuda": ""}, "missing", "the installed torch is a CPU build"),
+        ({"driver_is_new": False}, "missing", "cannot use the GPU: the driver may be too old"),
+        ({"gpu_lines": [H100.replace("9.0", "8.6")]}, "warning", "8.6 (not tested, expected to"),
+        ({"modules": ("vllm", "triton")}, "ok", "prompts by FA3 of vllm or torch"),
+        (
+            {"engine": "torch", "packages": {**CUDA_PACKAGES, "triton": None}},
+            "warning",
+            "; target is not run by cuda: triton is not installed",
+        ),
+    ],
+)
+def test_what_engines_on_a_gpu_lack_is_said(tmp_path, facts, state, words):
+    found = on_gpu(tmp_path, **facts)
+    assert found["cuda"].state == state
+    assert words in found["cuda"].text
+    assert ("memory plan" in found) is (state != "missing")
+
+
+def test_a_plan_that_a_gpu_has_no_room_for_is_missing(tmp_path):
+    found = on_gpu(tmp_path, gpu_bytes=2**20)["memory plan"]
+    assert found.state == "missing"
+    assert found.text.startswith("not enough memory: cuda has 0.00 GiB and ")
+    assert "limits.kv_cache_tokens" in found.text

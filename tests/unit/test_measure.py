@@ -18,6 +18,7 @@ from backend.storage.tables import (
 )
 from engines_build import measure
 from policy.latency import SYNTHETIC, LatencyCurve, LatencyError
+from tests.fakes.checkpoints import folder
 from tests.fakes.machine import FakeMachine
 
 pytestmark = pytest.mark.slow
@@ -185,6 +186,20 @@ def test_a_draft_that_is_new_is_measured_alone_with_the_target_s_threads(deploym
     assert read_table(table_file(draft, folders["new"], 1)).engine == "new"
     assert table_file(target, folders["target"], "auto").read_bytes() == before
     assert missing_tables(new, folders) == []
+
+
+def test_a_table_of_a_target_with_lookahead_and_of_its_head_is_another_one(tmp_path):
+    model = folder(tmp_path, "model")
+    drafts = [
+        {"engine": "head", "name": "head", "model": str(model)},
+        {"engine": "torch", "name": "small", "model": str(model)},
+    ]
+    files = []
+    for lookahead in (0, 1):
+        target = {"engine": "cuda", "model": str(model), "lookahead": lookahead}
+        config = parse_config({"target": target, "drafts": drafts})
+        files.append([table_file(engine, model, 1) for engine in timed_engines(config)])
+    assert [one == other for one, other in zip(*files, strict=True)] == [False, False, True]
 
 
 @pytest.mark.parametrize(("all_s", "chosen"), [(0.5, 4), (0.95, 1), (2.0, 1)])

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-import torch
-
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.checkpoint import DTYPES, read_config
 from backend.engines.port import Footprint
@@ -72,8 +70,3 @@ def footprint(
     passes += vocab * kept_rows * (item + 4)  # logits that are kept for replies, and in fp32
     kv = (limits.kv_cache_tokens + scratch_tokens) * shape.num_layers * kv_row * item
     return Footprint(engine.device, weights, kv, passes)
-
-
-def free_bytes(device: str) -> int:
-    """Return what is free on a CUDA device."""
-    return torch.cuda.mem_get_info(device)[0]
