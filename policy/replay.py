@@ -43,7 +43,8 @@ def explain(
 
     Tokens and seconds are marginal: with the row's chain against without it, all others' chains as
     they are. The price turns the seconds, catch-up spread over its horizon, into tokens. Of a
-    shape only what the row got is said; ``explain_batch`` has the rest.
+    shape only what the row got is said; ``explain_batch`` has the rest. The bin of what a draft
+    showed (``View.evidence``) is said where it showed something.
     """
     problem, rows = planner.problem(view, planner.admitted(view, state, now))
     chosen, place = Choice(plan.draft[rows], plan.length[rows]), {r: i for i, r in enumerate(rows)}
@@ -52,7 +53,9 @@ def explain(
         if row not in place:
             why = "its choice is given, not planned"
         else:
-            why = _Row(problem, view.drafts, chosen, place[row], plan.price).why(plan)
+            one = _Row(problem, view.drafts, chosen, place[row], plan.price)
+            one.shown = [] if view.evidence is None else view.evidence[row].tolist()
+            why = one.why(plan)
         lines.append(f"request {request}: {why}")
     return lines
 
@@ -72,6 +75,7 @@ class _Row:
     ) -> None:
         self._problem, self._drafts, self._chosen = problem, drafts, chosen
         self._i, self._price = i, price
+        self.shown: list[int] = []  # by draft, its evidence; empty: none
         self._without = self._score(_NOTHING)
 
     def why(self, plan: Plan) -> str:
@@ -116,7 +120,9 @@ class _Row:
         return f"{text}, worth {self._price * seconds:.3f} at {self._price:.1f} tokens/s"
 
     def _name(self, option: Option) -> str:
-        return f"{self._drafts[option[0]]} x {option[1]}"
+        draft, length = option
+        shown = f" (evidence {self.shown[draft]})" if self.shown and self.shown[draft] else ""
+        return f"{self._drafts[draft]} x {length}{shown}"
 
 
 SCHEMA = 10

@@ -43,6 +43,7 @@ def traced(steps=60, most_lines=1000, **config):
             request=np.arange(rows) + step // 10,
             catchup=rng.integers(0, 9, (rows, 2)),
             context=rng.integers(9, 99, rows),
+            evidence=rng.integers(0, 12, (rows, 2)) if step % 5 else None,
         )
         if step % 7 == 3:
             given = Plan(np.zeros(rows, np.int64), np.full(rows, 2))
@@ -58,9 +59,11 @@ def traced(steps=60, most_lines=1000, **config):
                 *(seen.request, plan.draft, plan.length, accepted, accepted + 1),
                 *(plan.length, plan.length, float(rng.random())),
                 parts_s={"verify": float(rng.random())},
-                free=FreeChains(seen.request[:1], *np.array([[1], [1], [2]])),
+                free=FreeChains(seen.request[:1], *np.array([[1], [1], [2], [step % 12]])),
                 finished=seen.request[:1] if step % 10 == 9 else np.zeros(0, np.int64),
             )
+            if seen.evidence is not None:
+                outcome.rows.evidence = seen.evidence[np.arange(rows), plan.draft]
             state = policy.observe(outcome, state, 0.3 * step + 0.1)
     return lines
 
@@ -198,6 +201,14 @@ def test_every_request_gets_its_line(rows):
         name, length = seen.drafts[plan.draft[row]], plan.length[row]
         assert line.startswith(f"request {row}: {name} x {length}: +")
         assert "tokens/s; next best" in line
+
+
+def test_what_the_draft_showed_is_said():
+    made = planner(**certain(0.8))
+    for shown, says in (([0, 7], ":"), ([3, 7], " (evidence 3):")):
+        plan, (line,) = explained(made, view(1, evidence=np.array([shown])))
+        assert plan.draft.tolist() == [0]
+        assert line.startswith(f"request 0: small x {plan.length[0]}{says} +")
 
 
 def test_the_reasons_for_no_speculation_are_told_apart():
