@@ -14,8 +14,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,6 +32,7 @@ from bench.traces.figures import MIXED, TOKENS, cell, picture, save, summary, ta
 from bench.traces.reading import TraceError
 from bench.traces.world import LEAST_TOKENS, MOST_TOKENS, World
 from policy.latency import LatencyError
+from policy.loops.compiling import compile_all
 
 IN_FLIGHT = 1, 8, 32, 64, 128
 QUICK_ARMS = "none", "fixed-eagle", "rule", "rule-8", "planner", "planner-free"
@@ -56,6 +61,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=_count, default=0, help="of a run")
     parser.add_argument("--seed", type=int, default=7, help="of the split into halves")
     parser.add_argument("--cache", type=Path, help="a folder to keep what look-ups find in")
+    parser.add_argument("--jobs", type=_count, default=1, help="processes")
     parser.add_argument("--quick", action="store_true", help="few arms and tokens, mixed only")
     return parser.parse_args(arguments)
 
@@ -79,13 +85,11 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     tokens = options.tokens or (QUICK_TOKENS if options.quick else 0)
     _check("sets", sets, (MIXED, *world.sets))
     _check("arms", arms, known_arms(costs))
-    cells = []
-    for data in sets:
-        for in_flight in options.in_flight:
-            began_s = perf_counter()
-            one = cell(world, data, in_flight, costs, arms=arms, seed=options.seed, tokens=tokens)
-            cells.append({**one, "seconds": round(perf_counter() - began_s, 1)})
-            print(f"{data}, {in_flight} in flight: {cells[-1]['seconds']} s", file=sys.stderr)
+    asked = list(product(sets, options.in_flight))
+    compile_all()  # before the processes fork
+    shared = partial(cell, world, costs, arms=arms, seed=options.seed, tokens=tokens)
+    with ProcessPoolExecutor(options.jobs, initializer=_share, initargs=(shared,)) as pool:
+        cells = [*pool.map(_cell, asked)]
     return {
         "benchmark": "traces",
         "command": f"python -m bench.traces {' '.join(sys.argv[1:])}",
@@ -102,6 +106,24 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "summary": summary(cells),
         "cells": cells,
     }
+
+
+_shared: Callable[..., dict[str, Any]] | None = None
+"""What a process measures cells by."""
+
+
+def _share(shared: Callable[..., dict[str, Any]]) -> None:
+    global _shared  # noqa: PLW0603
+    _shared = shared
+
+
+def _cell(asked: tuple[str, int]) -> dict[str, Any]:
+    assert _shared is not None
+    began_s = process_time()
+    found = {**_shared(*asked), "cpu_seconds": round(process_time() - began_s, 1)}
+    data, in_flight = asked
+    print(f"{data}, {in_flight} in flight: {found['cpu_seconds']} s of CPU", file=sys.stderr)
+    return found
 
 
 def _check(name: str, values: Any, known: tuple[str, ...]) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,7 @@ QUALITIES = 0.35, 0.7, 1.2
 """Of the head's made-up confidence: in 69, 84 and 96 of 100 pairs it ranks the right token above
 the other (``replay.made_up``).
 """
+MIDDLE = QUALITIES[1]
 _HEAD_ALONE = Options(drafts=(EAGLE,))
 _LOOKUP_ALONE = Options(drafts=(SUFFIX,), lookup_tokens=DEEPEST)
 _BOTH = Options(lookup_tokens=DEEPEST)
@@ -125,17 +128,20 @@ def tuned(
         for k in lengths:
             yield Arm(FixedLength(draft, k), options, {"length": k})
 
-    def rule(least: int, own: int, head: int) -> Arm:
+    @cache  # the second form tries what the first has tried
+    def rule(least: int, own: int, head: int) -> tuple[float, Arm]:
         options = {"least": least, "own": own}
         known = _settings(load.costs, draft=EAGLE, length=head)
-        return Arm(SuffixElse(known, **options), _BOTH, {**options, "length": head})
+        arm = Arm(SuffixElse(known, **options), _BOTH, {**options, "length": head})
+        return load.run(arm).speed, arm
 
     def best_rule(most: int) -> Arm:
         """Tune match and look-up with the head's best length, then the head's."""
-        lookups = [k for k in LOOKUPS if k <= most]
-        best = load.best(rule(m, k, length) for m in MATCHES for k in lookups)
-        least, own = best.settings["least"], best.settings["own"]
-        return load.best(rule(least, own, k) for k in LENGTHS if k <= length)
+        tried = product(MATCHES, (k for k in LOOKUPS if k <= most))
+        _, arm = max((rule(*pair, length) for pair in tried), key=itemgetter(0))
+        pair = arm.settings["least"], arm.settings["own"]
+        _, arm = max((rule(*pair, k) for k in LENGTHS if k <= length), key=itemgetter(0))
+        return arm
 
     head = load.best(fixed(EAGLE, LENGTHS, _HEAD_ALONE))
     length = int(head.settings["length"])
@@ -154,7 +160,7 @@ def of_others(
     costs: Costs, claims: dict[float, FloatArray], length: int = LENGTHS[0]
 ) -> dict[str, Tunable]:
     """Return every policy of the registry that comparisons run, by name, those that trim also with
-    the head's made-up confidences; ``length`` is tried first.
+    a made-up confidence of the head, of the middle quality; ``length`` is tried first.
 
     One that has a table by batch size is left out: with as many in flight throughout, it is the
     fixed choice.
@@ -169,9 +175,9 @@ def of_others(
         make = partial(_of_registry, costs, baseline)
         found[name] = Tunable(make, values)
         first = make({name: tried[0] for name, tried in values.items()})
-        if type(first.policy).trim is not Policy.trim:
-            for quality, paths in claims.items():
-                found[_confident(name, quality)] = Tunable(partial(make, head_claims=paths), values)
+        if MIDDLE in claims and type(first.policy).trim is not Policy.trim:
+            confident = partial(make, head_claims=claims[MIDDLE])
+            found[_confident(name, MIDDLE)] = Tunable(confident, values)
     return found
 
 

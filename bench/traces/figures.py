@@ -37,9 +37,9 @@ def order(world: World, half: IntArray, in_flight: int, tokens: int = 0) -> IntA
 
 def cell(
     world: World,
+    costs: Costs,
     data: str,
     in_flight: int,
-    costs: Costs,
     *,
     arms: Iterable[str] = (),
     seed: int = 7,

@@ -153,7 +153,7 @@ def test_settings_are_tuned_on_the_half_that_is_not_scored(world, monkeypatch):
 
     monkeypatch.setattr("bench.traces.figures.tuned", tuned)
     monkeypatch.setattr(Load, "run", record)
-    cell(world, "mixed", 2, COSTS, arms=["none"])
+    cell(world, COSTS, "mixed", 2, arms=["none"])
     assert len(tuning) == 2
     first, second = scored[:2], scored[2:]
     for half, other in zip((first, second), tuning, strict=True):
@@ -317,7 +317,21 @@ def test_a_made_up_confidence_ranks_by_its_quality(world):
     assert np.ptp(made_up(world, 0.0)[:, 0]) == pytest.approx(0)
     assert pairs_ranked(0.7) == pytest.approx(0.84, abs=0.03)
     assert pairs_ranked(1.2) > pairs_ranked(0.7)
-    assert (np.diff(made_up(world, 0.7), axis=1) <= 0).all()
+    paths = made_up(world, 3.0)
+    assert (np.diff(paths, axis=1) <= 0).all()
+    # it is as sure of tokens after one that is not accepted, and half of those would have been
+    after = (paths[:, 1] / paths[:, 0])[world.eagle == 0]
+    assert 0.3 < (after > 0.5).mean() < 0.9
+
+
+def test_settings_are_tuned_one_after_the_other(world):
+    load = Load(world, np.arange(8, 16), 2, COSTS)
+
+    def make(settings):
+        return Arm(FixedLength(settings["draft"], settings["length"]), Options(), settings)
+
+    tried = {"draft": ("eagle", "suffix"), "length": (2, 1, 6, 16)}
+    assert arms.Tunable(make, tried).best(load).settings == {"draft": "suffix", "length": 16}
 
 
 def test_every_policy_of_the_registry_has_an_arm_that_runs(world):
