@@ -4,6 +4,8 @@ from .acceptance import AcceptanceConfig
 from .baselines import (
     AcceptanceEma,
     AdaptiveVerification,
+    BanditDrafts,
+    BanditLengths,
     BatchSchedule,
     FixedLength,
     GatedSchedule,
@@ -39,6 +41,8 @@ __all__ = [
     "AdaptivePlanner",
     "AdaptiveVerification",
     "AnyPolicy",
+    "BanditDrafts",
+    "BanditLengths",
     "BatchSchedule",
     "BoolArray",
     "Drafted",

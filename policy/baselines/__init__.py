@@ -10,6 +10,7 @@ settings, simulator, benches, tables and pictures read.
 """
 
 from .always import FixedLength, NoSpeculation, RandomChoice
+from .bandit import BanditDrafts, BanditLengths
 from .batch_schedule import BatchSchedule, GatedSchedule, GateState
 from .ema import AcceptanceEma
 from .entry import Baseline, BaselineSettings, same_for_all
@@ -23,6 +24,8 @@ __all__ = [
     "BASELINES",
     "AcceptanceEma",
     "AdaptiveVerification",
+    "BanditDrafts",
+    "BanditLengths",
     "Baseline",
     "BaselineSettings",
     "BatchSchedule",

@@ -1,0 +1,117 @@
+"""BanditSpec (arXiv 2505.15141, ICML 2025): an upper confidence bound chooses the arm.
+
+The paper's algorithm 4, UCBSpec, and its two experiments; ``generate_utils.py`` of
+github.com/sail-sg/BanditSpec (read at a30f56d) has the second one alone. Its other algorithm,
+EXP3Spec, was the slower one of both there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator as Rng
+
+from policy.plan import NO_DRAFT, FloatArray, Outcome, Plan, Policy, View
+
+from .entry import Baseline, same_for_all
+from .per_request import PerRequest
+
+
+def confidence_radius(pulls: FloatArray, length: int) -> FloatArray:
+    """Return how far the means of arms [..., K] may be off (equation 6), for rewards of 1 to
+    ``length`` + 1 tokens, at the confidence delta of 1.
+    """
+    arms, steps = pulls.shape[-1], pulls.sum(-1, keepdims=True)
+    surprise = 1 + 2 * np.log(arms * steps**2 * np.sqrt(1 + pulls))
+    radius: FloatArray = length / 2 * np.sqrt((1 + pulls) / pulls**2 * surprise)
+    return radius
+
+
+class BanditDrafts(Policy[PerRequest]):
+    """UCBSpec over drafts: each request tries every draft once, then trusts the highest bound.
+
+    The reward is the tokens of a step, accepted and bonus; all drafts propose the same length. The
+    confidence delta is not published; 1 makes for the shortest trials. A draft that can propose
+    nothing is passed over, which helps.
+    """
+
+    def __init__(self, drafts: tuple[str, ...], length: int) -> None:
+        self.drafts, self.length = drafts, length
+
+    def start(self) -> PerRequest:
+        return PerRequest.none(2, len(self.drafts))
+
+    def plan(self, view: View, state: PerRequest, now: float, rng: Rng) -> tuple[Plan, PerRequest]:
+        pulls, tokens = state.of(view.request).swapaxes(0, 1)
+        tried = np.maximum(pulls, 1)
+        bound = tokens / tried + confidence_radius(tried, self.length)
+        bound = np.where(pulls == 0, np.inf, bound)
+        bound[view.ceiling == 0] = -np.inf
+        return Plan.within(view, bound.argmax(1), self.length), state
+
+    def observe(self, outcome: Outcome, state: PerRequest, now: float) -> PerRequest:
+        rows = outcome.rows
+        used = np.flatnonzero(rows.draft != NO_DRAFT)
+        figures = state.of(rows.request)
+        figures[used, 0, rows.draft[used]] += 1
+        figures[used, 1, rows.draft[used]] += rows.emitted[used]
+        return state.updated(rows.request, figures, outcome.finished)
+
+
+class LengthsState(NamedTuple):
+    """How often each length was used, its mean tokens a second, and the one in use."""
+
+    steps: FloatArray
+    tokens_per_s: FloatArray
+    length: int = 0
+
+
+class BanditLengths(Policy[LengthsState]):
+    """UCBSpec over lengths: one length for the batch, by the tokens a second that it brought.
+
+    Two rounds over the lengths 0 to ``most``, then the one of the highest mean. The code adds the
+    same sqrt(6 log t / t) to every mean, so it never tries again by itself; as there.
+    """
+
+    def __init__(self, draft: str, *, most: int = 4) -> None:
+        self.draft, self._arms = draft, most + 1
+
+    def start(self) -> LengthsState:
+        return LengthsState(np.zeros(self._arms), np.zeros(self._arms))
+
+    def plan(
+        self, view: View, state: LengthsState, now: float, rng: Rng
+    ) -> tuple[Plan, LengthsState]:
+        step = int(state.steps.sum())
+        trial = step < 2 * self._arms
+        length = step % self._arms if trial else int(state.tokens_per_s.argmax())
+        return same_for_all(view, self.draft, length), state._replace(length=length)
+
+    def observe(self, outcome: Outcome, state: LengthsState, now: float) -> LengthsState:
+        if not len(outcome.rows) or outcome.times.measured_s <= 0:
+            return state
+        steps, mean = state.steps.copy(), state.tokens_per_s.copy()
+        reward = outcome.rows.emitted.sum() / outcome.times.measured_s
+        steps[state.length] += 1
+        mean[state.length] += (reward - mean[state.length]) / steps[state.length]
+        return LengthsState(steps, mean, state.length)
+
+
+ENTRIES = {
+    "banditspec": Baseline(
+        lambda s: BanditDrafts(s.drafts, s.length),
+        "BanditSpec over drafts",
+        needs=("length",),
+        colour="#a65628",
+        marker=">",
+    ),
+    "banditspec-lengths": Baseline(
+        lambda s: BanditLengths(s.draft, **s.options),
+        "BanditSpec over lengths",
+        needs=("draft",),
+        options={"most": (4, 8)},
+        colour="#d2956b",
+        marker="3",
+    ),
+}
