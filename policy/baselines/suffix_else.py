@@ -11,12 +11,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.random import Generator as Rng
 
-from policy.evidence import MATCH_EDGES, bin_of_match
+from policy.evidence import EVIDENCE_BINS, MATCH_EDGES, bin_of_match
 from policy.plan import Plan, Policy, View
 
 from .entry import Baseline, BaselineSettings
 
-_EDGES = np.array((0, *MATCH_EDGES))
+_TOKENS = np.zeros(EVIDENCE_BINS, np.int64)
+"""The least tokens of a match by the bin that it shows."""
+for _tokens in reversed(range(1, MATCH_EDGES[-1] + 1)):
+    _TOKENS[[bin_of_match(_tokens), bin_of_match(_tokens, agree=True)]] = _tokens
 
 
 class SuffixElse(Policy[None]):
@@ -25,8 +28,9 @@ class SuffixElse(Policy[None]):
     The first of the other drafts that is ``free`` is the one; where it is not known which are, the
     one that takes least time; without one ``draft`` proposes always. The free draft proposes
     ``own`` tokens, or with 0 as many as match (vLLM's ``suffix_decoding_max_spec_factor`` bounds
-    proposals by the match, too); ``draft`` proposes ``length``. A free draft that shows no evidence
-    matches wherever it can propose.
+    proposals by the match, too); ``draft`` proposes ``length``. A view has the length of a match in
+    classes (``policy.evidence``); the least of the class counts. A free draft that shows no
+    evidence matches wherever it can propose.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class SuffixElse(Policy[None]):
             free = tuple(sorted(drafts, key=lambda name: curves[drafts.index(name)].seconds(1)))
         self.draft, self.length, self.own = settings.draft, settings.length, own
         self.free = next((name for name in free if name != self.draft), self.draft)
-        self._least_bin = bin_of_match(least)
+        self._least = min(least, MATCH_EDGES[-1])
 
     def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
         for name in (self.draft, self.free):
@@ -53,8 +57,9 @@ class SuffixElse(Policy[None]):
         free, other = view.drafts.index(self.free), view.drafts.index(self.draft)
         ceiling = view.ceiling[:, free]
         shown = np.zeros_like(ceiling) if view.evidence is None else view.evidence[:, free]
-        matched = (ceiling > 0) & ((shown == 0) | (shown >= self._least_bin)) & (free != other)
-        own = np.where(shown > 0, _EDGES[shown], ceiling) if self.own == 0 else self.own
+        tokens = np.where(shown > 0, _TOKENS[shown], ceiling)
+        matched = (ceiling > 0) & ((shown == 0) | (tokens >= self._least)) & (free != other)
+        own = tokens if self.own == 0 else self.own
         draft, length = np.where(matched, free, other), np.where(matched, own, self.length)
         return Plan.within(view, draft, length), None
 
@@ -64,7 +69,7 @@ ENTRIES = {
         lambda s: SuffixElse(s, **s.options),
         "suffix where it matches",
         needs=("draft", "length"),
-        options={"least": (4, 2, 3, 6, 8, 12), "own": (0, 4, 8, 16)},
+        options={"least": (4, 1, 3, 8, 12, 16), "own": (0, 4, 8, 16)},
         colour="#c2507a",
         marker="h",
     ),

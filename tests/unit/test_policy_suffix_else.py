@@ -7,12 +7,13 @@ import pytest
 
 from policy import LatencyCurve, LatencyModel, SuffixElse
 from policy.baselines import BASELINES, BaselineSettings
-from policy.evidence import bin_of_match
+from policy.evidence import MATCH_EDGES, bin_of_match
 from tests.fakes import policies as fakes
 from tests.fakes.policies import RNG
 
 DRAFTS = ("suffix", "eagle", "small")
 SECONDS = (1e-5, 1e-3, 1e-4)
+EDGES = MATCH_EDGES
 LATENCY = LatencyModel(
     LatencyCurve(np.full(9, 0.01), 0.0),
     tuple(LatencyCurve(np.full(9, s), 0.0) for s in SECONDS),
@@ -20,13 +21,13 @@ LATENCY = LatencyModel(
 SETTINGS = BaselineSettings(DRAFTS, LATENCY, draft="eagle", length=3, free=("suffix",))
 
 
-def view(matches, ceiling=8):
+def view(matches, ceiling=8, agree=False):
     """Return a view of rows whose suffix matches so many tokens; None: it shows no evidence."""
     rows = len(matches)
     ceilings = np.full((rows, 3), ceiling)
     ceilings[[match == 0 for match in matches], 0] = 0
     shown = np.zeros((rows, 3), np.int64)
-    shown[:, 0] = [bin_of_match(match or 0) for match in matches]
+    shown[:, 0] = [bin_of_match(match or 0, agree) for match in matches]
     return fakes.view(rows, DRAFTS, k=ceilings, evidence=shown)
 
 
@@ -41,16 +42,18 @@ def choices(policy, seen):
     ("options", "match", "chosen"),
     [
         ({}, 0, ("eagle", 3)),
-        ({}, 3, ("eagle", 3)),
-        ({}, 4, ("suffix", 4)),
-        ({}, 5, ("suffix", 5)),
-        ({}, 7, ("suffix", 6)),  # the least of its bin
+        ({}, EDGES[1], ("eagle", 3)),
+        ({}, EDGES[2] - 1, ("eagle", 3)),  # the least of its class may be under 4
+        ({}, EDGES[2], ("suffix", EDGES[2])),
+        ({}, EDGES[3] - 1, ("suffix", EDGES[2])),  # the least of its class
         ({}, 40, ("suffix", 8)),  # within the ceiling
         ({"least": 1}, 1, ("suffix", 1)),
         ({"least": 12}, 11, ("eagle", 3)),
         ({"least": 12}, 12, ("suffix", 8)),
         ({"own": 2}, 12, ("suffix", 2)),
-        ({"own": 7}, 4, ("suffix", 7)),
+        ({"own": 7}, EDGES[2], ("suffix", 7)),
+        ({"least": 1000}, EDGES[-1] - 1, ("eagle", 3)),
+        ({"least": 1000}, EDGES[-1], ("suffix", 8)),
         ({}, None, ("suffix", 8)),  # it can propose, and shows nothing
     ],
 )
@@ -59,6 +62,7 @@ def test_a_row_gets_the_free_draft_from_its_least_match_on_and_else_the_other(
 ):
     made = BASELINES["suffix-else-eagle"].make(replace(SETTINGS, options=options))
     assert choices(made, view([match])) == [chosen]
+    assert choices(made, view([match], agree=True)) == [chosen]
 
 
 def test_rows_choose_each_by_itself():
