@@ -26,9 +26,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from backend.machine import machine
+from bench.pictures import THEMES
 from bench.traces.arms import known_arms
 from bench.traces.costs import Costs
-from bench.traces.figures import MIXED, TOKENS, cell, picture, save, summary, table
+from bench.traces.figures import MIXED, TOKENS, cell, summary, table
+from bench.traces.pictures import picture, save
 from bench.traces.reading import TraceError
 from bench.traces.world import LEAST_TOKENS, MOST_TOKENS, World
 from policy.latency import LatencyError
@@ -143,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(record["summary"]))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    save(picture(record["summary"]), options.out.with_suffix(".svg"))
+    save(picture(record["summary"], THEMES["light"]), options.out.with_suffix(".svg"))
     return 0
 
 

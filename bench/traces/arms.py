@@ -150,28 +150,29 @@ def tuned(
         "rule": lambda: best_rule(DEEPEST),
         "rule-8": lambda: best_rule(SHORT),
     }
-    for name, tunable in of_others(load.costs, claims, length).items():
+    for name, tunable in of_others(load.costs, load.in_flight, claims, length).items():
         kinds[name] = partial(tunable.best, load)
     found = {name: best() for name, best in kinds.items() if not wanted or name in wanted}
     return {FIXED_EAGLE: head, **found}
 
 
 def of_others(
-    costs: Costs, claims: dict[float, FloatArray], length: int = LENGTHS[0]
+    costs: Costs, in_flight: int, claims: dict[float, FloatArray], length: int = LENGTHS[0]
 ) -> dict[str, Tunable]:
     """Return every policy of the registry that comparisons run, by name, those that trim also with
-    a made-up confidence of the head, of the middle quality; ``length`` is tried first.
-
-    One that has a table by batch size is left out: with as many in flight throughout, it is the
-    fixed choice.
+    a made-up confidence of the head, of the middle quality; ``length`` is tried first. Tables by
+    batch size have one row, of ``in_flight``.
     """
     lengths = length, *(k for k in LENGTHS if k != length)
-    needs: dict[str, tuple[Any, ...]] = {"draft": DRAFTS, "length": lengths}
+    schedules = tuple({in_flight: k} for k in lengths)
+    needs = {"draft": DRAFTS, "length": lengths, "schedule": schedules}
     found = {}
     for name, baseline in BASELINES.items():
-        if not baseline.compared or "schedule" in baseline.needs:
+        if not baseline.compared:
             continue
-        values = {need: needs[need] for need in baseline.needs} | {**baseline.options}
+        values: dict[str, tuple[Any, ...]] = {need: needs[need] for need in baseline.needs} | {
+            **baseline.options
+        }
         make = partial(_of_registry, costs, baseline)
         found[name] = Tunable(make, values)
         first = make({name: tried[0] for name, tried in values.items()})
@@ -233,4 +234,4 @@ def made_up_claims(world: World, qualities: Iterable[float] = QUALITIES) -> dict
 def known_arms(costs: Costs) -> tuple[str, ...]:
     """Return the names of all arms."""
     claims = dict.fromkeys(QUALITIES, np.zeros((0, HEAD_TOKENS)))
-    return (*untuned(costs, claims), FIXED_EAGLE, *RULES, *of_others(costs, claims))
+    return (*untuned(costs, claims), FIXED_EAGLE, *RULES, *of_others(costs, 1, claims))

@@ -7,11 +7,13 @@ import json
 import numpy as np
 import pytest
 
+from bench.pictures import THEMES
 from bench.traces import arms
 from bench.traces.__main__ import main
 from bench.traces.arms import Arm, Load
 from bench.traces.costs import AUTHORS, CHAIN, Costs
-from bench.traces.figures import cell, order, picture, summary, table
+from bench.traces.figures import cell, order, summary, table
+from bench.traces.pictures import picture
 from bench.traces.reading import TraceError, files, traces
 from bench.traces.replay import MEASURED, Options, made_up, run
 from bench.traces.world import DEEPEST, World
@@ -228,7 +230,7 @@ def test_no_arm_is_faster_than_the_oracle(world):
     }
     others = [Arm(FixedLength("eagle", k), HEAD) for k in (1, 2, 3, 5)]
     assert bound["oracle-eagle"] > max(load.run(arm).speed for arm in others)
-    others += [planner(), arms.of_others(COSTS, {})["suffix-else-eagle"].best(load)]
+    others += [planner(), arms.of_others(COSTS, 4, {})["suffix-else-eagle"].best(load)]
     assert bound["oracle"] > max(load.run(arm).speed for arm in others)
 
 
@@ -336,8 +338,8 @@ def test_settings_are_tuned_one_after_the_other(world):
 
 def test_every_policy_of_the_registry_has_an_arm_that_runs(world):
     load = Load(world, np.arange(4), 2, COSTS)
-    found = arms.of_others(COSTS, {})
-    assert {"smartspec", "spin"} <= set(found)
+    found = arms.of_others(COSTS, 2, {})
+    assert {"smartspec", "spin", "schedule"} <= set(found)
     for name, tunable in found.items():
         first = {name: values[0] for name, values in tunable.values.items()}
         assert sum(load.run(tunable.make(first)).tokens) > 0, name
@@ -402,5 +404,5 @@ def test_the_summary_compares_half_by_half():
     assert rows[2]["over_none"] == pytest.approx(2.0)
     assert rows[2]["over_fixed_eagle"] == pytest.approx((1.1 + 1.2) / 2)
     assert "+10.0% +20.0%" in table(rows)
-    figure = picture(rows)
+    figure = picture(rows, THEMES["dark"])
     assert [axis.get_title() for axis in figure.axes] == ["mixed"]
