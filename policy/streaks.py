@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TypeVar
 
 import numpy as np
 
-from .evidence import MATCH_EDGES, bin_of_match
 from .plan import IntArray
+
+STREAK_EDGES = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
+"""The least tokens of a streak in bins 1, 2, ...; bin 0: the draft did not propose last."""
 
 Tokens = TypeVar("Tokens", int, IntArray)
 
@@ -16,12 +19,12 @@ def bin_of_streak(tokens: int) -> int:
     """Return the bin (``policy.evidence``) of a draft that was right about a request's last
     ``tokens`` tokens.
     """
-    return min(1 + bin_of_match(tokens), len(MATCH_EDGES))
+    return bisect_right(STREAK_EDGES, tokens)
 
 
 def bins_of_streaks(tokens: IntArray) -> IntArray:
     """Return the bins of streaks; 0 for those below 0, which are not known."""
-    bins: IntArray = _BINS[np.minimum(tokens, MATCH_EDGES[-1])]
+    bins: IntArray = np.searchsorted(STREAK_EDGES, tokens, side="right")
     return bins
 
 
@@ -30,6 +33,3 @@ def streak_after(streak: Tokens, accepted: Tokens, scored: Tokens, emitted: Toke
     last, and those of the steps before if each was right as far as it went.
     """
     return accepted + (accepted >= scored) * (streak + emitted - accepted)
-
-
-_BINS = np.array([*map(bin_of_streak, range(MATCH_EDGES[-1] + 1)), 0])  # the last: of -1

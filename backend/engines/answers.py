@@ -136,6 +136,10 @@ class Answers:
         slot, size = found
         return size if size < LONGEST else self._matching(slot, array("i", tokens[-most:]), size)
 
+    def token(self, slot: int) -> int:
+        """Return the token after a place that was found."""
+        return self._ring[slot]
+
     def read(self, slot: int, length: int) -> list[int]:
         """Return up to ``length`` tokens from a place on, to the end of its text."""
         found = self._ring[slot : slot + length].tolist()

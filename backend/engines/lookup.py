@@ -100,14 +100,18 @@ class LookupEngine:
         return most if most and self._has_match(sequence) else 0
 
     def evidence(self, sequence: Sequence) -> int:
-        """Return the bin of the best match's tokens, also of those beyond ``max_ngram``."""
+        """Return the bin of the best match's tokens, also of those beyond ``max_ngram``, and of
+        whether all places with as long an n-gram go on alike.
+        """
         tokens = sequence.tokens
         matches = self._index(sequence).matches(tokens)
         if not matches:
             return 0
         position, size = matches[0]
-        longer = size == self._ngrams[1]
-        return bin_of_match(reach(tokens, position, LONGEST_SHOWN) if longer else size)
+        following = {tokens[match.position] for match in matches if match.size == size}
+        if size == self._ngrams[1]:
+            size = reach(tokens, position, LONGEST_SHOWN)
+        return bin_of_match(size, agree=len(following) == 1)
 
     def close(self) -> None:
         """Forget everything."""

@@ -105,13 +105,20 @@ class SuffixEngine(LookupEngine):
         super().cancel(gone)
 
     def evidence(self, sequence: Sequence) -> int:
-        """Return the bin of the longest match's tokens, in the text itself or in an answer."""
-        matches = self._matches(sequence)
+        """Return the bin of the longest match's tokens, in the text itself or in an answer, and of
+        whether all places with as long an n-gram go on alike.
+        """
+        matches, tokens = self._matches(sequence), sequence.tokens
         sizes = [match.size for match in matches.own]
         if matches.kept:
-            longest = matches.kept[0]
-            sizes.append(self.answers.reach(longest, sequence.tokens, LONGEST_SHOWN))
-        return bin_of_match(max(sizes, default=0))
+            sizes.append(self.answers.reach(matches.kept[0], tokens, LONGEST_SHOWN))
+        size = max(sizes, default=0)
+        least = min(size, self._ngrams[1])
+        following = {tokens[match.position] for match in matches.own if match.size >= least}
+        for place in matches.kept:
+            if place.size >= least:
+                following.add(self.answers.token(place.slot))
+        return bin_of_match(size, agree=len(following) == 1)
 
     def close(self) -> None:
         """Forget everything, once it is saved where it is to be."""

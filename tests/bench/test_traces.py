@@ -121,8 +121,8 @@ def test_the_look_up_finds_what_repeats_itself(world):
     chat, code = (world.at[np.flatnonzero(world.of == n)] for n in (0, 1))
     assert (world.suffix[code[0] + 9 : code[0] + 40] == DEEPEST).all()
     assert world.suffix[code[0] + 59] == 1  # the text ends
-    assert world.evidence[code[0] + 9] == bin_of_match(2)
-    assert world.evidence[code[0] + 27] == bin_of_match(20)
+    assert world.evidence[code[0] + 9] == bin_of_match(2, agree=True)
+    assert world.evidence[code[0] + 27] == bin_of_match(20, agree=True)
     assert not world.evidence[code[0] : code[0] + 9].any()
     assert not world.suffix[chat[0] : chat[0] + 80].any()
 

@@ -67,7 +67,7 @@ def test_the_policy_learns_what_was_verified_and_emitted():
 
 
 def test_what_a_draft_showed_before_it_proposed_is_learnt_whatever_is_verified():
-    shown = [bin_of_match(15)]  # three of four times the five tokens
+    shown = [bin_of_match(15, agree=True)]  # three of four times the five tokens
     for policy in (Recorder(trimmed=0), Resting()):
         made, one = cycle(policy), sequence()
         step = propose(made, one)

@@ -103,7 +103,7 @@ def test_the_policy_sees_what_drafts_show():
     text.written = 45
     planned.propose([text.row()])
     view, *_ = planned.cycle.runner.last_plan
-    assert view.evidence.tolist() == [[bin_of_match(33)]]
+    assert view.evidence.tolist() == [[bin_of_match(33, agree=True)]]
 
 
 def test_without_a_table_nothing_is_proposed():

@@ -141,18 +141,27 @@ def test_the_evidence_is_the_length_of_the_best_match():
     piece = [*range(100, 140)]
     for size in (0, 2, 3, 4, 5, 9, 31, 32, 40):
         seq = sequence([1, *piece, 2, 3, *piece[len(piece) - size :]])
-        assert engine().evidence(seq) == bin_of_match(size)
+        assert engine().evidence(seq) == bin_of_match(size, agree=True)
     assert engine().evidence(sequence([7, 8])) == 0
-    assert bin_of_match(32) == EVIDENCE_BINS - 1
+    assert bin_of_match(32, agree=True) < EVIDENCE_BINS
 
 
 def test_the_evidence_is_of_the_match_whose_continuation_comes_first():
     long, recent = [1, 2, 3, 4, 5, 6], [9, 4, 5, 6]
-    assert engine().evidence(sequence([*long, 7, *recent, 8, *long])) == bin_of_match(6)
+    once = engine().evidence(sequence([*long, 7, *recent, 8, *long]))
+    assert once == bin_of_match(6, agree=True)
     tokens = [*long, 7, 9, 3, 4, 5, 6, 8, *long]
     lookup, seq = engine(), sequence(tokens)
     assert propose(lookup, seq, 1).spine().tokens == [8]
     assert lookup.evidence(seq) == bin_of_match(4)
+
+
+@pytest.mark.parametrize(("then", "agree"), [([7, 7], True), ([7, 8], False)])
+def test_the_evidence_is_whether_places_of_the_longest_ngram_go_on_alike(then, agree):
+    shorter = [4, 5, 9]
+    one, other = then
+    tokens = [1, 2, 3, 4, 5, one, *shorter, 2, 2, 3, 4, 5, other, *shorter, 3, 2, 3, 4, 5]
+    assert engine().evidence(sequence(tokens)) == bin_of_match(4, agree)
 
 
 def test_evidence_follows_a_growing_text():
@@ -160,11 +169,12 @@ def test_evidence_follows_a_growing_text():
     while len(seq.tokens) < 300:
         seq.tokens += rng.choices(range(4), k=rng.choice([0, 1, 2, 5]))
         places = range(len(seq.tokens) - 1, 1, -1)
-        sizes = [common_end(seq.tokens[:place], seq.tokens) for place in places]
-        most = next((n for n in (4, 3, 2) if any(size >= n for size in sizes)), 99)
-        first = next((size for size in sizes if size >= most), 0)
+        ends = [(common_end(seq.tokens[:place], seq.tokens), place) for place in places]
+        most = next((n for n in (4, 3, 2) if any(size >= n for size, _ in ends)), 99)
+        best = [(size, seq.tokens[place]) for size, place in ends if size >= most][:MATCHES]
         lookup.available(seq, 4)
-        assert lookup.evidence(seq) == bin_of_match(first)
+        first = best[0][0] if best else 0
+        assert lookup.evidence(seq) == bin_of_match(first, len({t for _, t in best}) == 1)
         longest = max(longest, first)
     assert longest > 4
 

@@ -119,11 +119,14 @@ def test_the_evidence_is_the_longest_match_in_the_text_or_an_answer(size):
     piece, suffix = [*range(100, 140)], engine()
     asked = sequence(1, [1, 2, *piece[len(piece) - size :]])
     repeated = sequence(2, [1, *piece, 2, 3, *piece[len(piece) - size :]])
-    assert (suffix.evidence(asked), suffix.evidence(repeated)) == (0, bin_of_match(size))
-    answered(suffix, [5, 6], [*piece, 7, 8])
-    assert suffix.evidence(asked) == bin_of_match(size)
-    answered(suffix, [5, 6], [*piece[30:], 7, 8])  # the newest, and shorter
-    assert suffix.evidence(asked) == suffix.evidence(repeated) == bin_of_match(size)
+    alike, differs = bin_of_match(size, agree=True), bin_of_match(size)
+    assert (suffix.evidence(asked), suffix.evidence(repeated)) == (0, alike)
+    answered(suffix, [5, 6], [*piece, 2, 8])
+    assert suffix.evidence(asked) == suffix.evidence(repeated) == alike
+    answered(suffix, [5, 6], [*piece[30:], 2, 8])  # the newest, and shorter
+    assert suffix.evidence(asked) == suffix.evidence(repeated) == alike
+    answered(suffix, [5, 6], [*piece[30:], 7, 8])
+    assert suffix.evidence(asked) == suffix.evidence(repeated) == differs
     assert suffix.evidence(sequence(3, [7, 9, 9])) == 0
 
 
