@@ -14,6 +14,7 @@ from .bandit import BanditDrafts, BanditLengths
 from .batch_schedule import BatchSchedule, GatedSchedule, GateState
 from .ema import AcceptanceEma
 from .entry import Baseline, BaselineSettings, same_for_all
+from .nightjar import Nightjar
 from .registry import BASELINES, compared
 from .smartspec import SmartSpec, expected_tokens
 from .spin import SpinSelection
@@ -32,6 +33,7 @@ __all__ = [
     "FixedLength",
     "GateState",
     "GatedSchedule",
+    "Nightjar",
     "NoSpeculation",
     "RandomChoice",
     "SmartSpec",
