@@ -4,14 +4,14 @@ The hazard h_j = accepted_j / reached_j is the chance that position j is accepte
 before it were. Counted where a position was *reached*, it is unbiased whatever lengths were planned
 (accepted / k is not). Survival is s_j = h_1 ... h_j; a step of k tokens emits 1 + sum_{j<=k} s_j.
 
-A draft's level is its counts, by tenant (``policy.tenants``). A request deviates from it by x
-logits at all positions of a draft. Before any evidence x is normal around 0, with a variance that
-finished requests of the tenant teach, or around what is expected of its group (``View.group``). Its
-counts are taken as normal observations of x (Laplace's approximation): with the hazards h at the
-present x they have the weight w = sum reached h (1 - h) and the surprise s = sum (accepted -
-reached h). With a prior of mean m and variance V, x becomes v (w x + s + m / V), where
-v = 1 / (w + 1 / V): one Newton step towards the likeliest x. At last the request's own counts
-refine each position.
+A draft's level is its counts, by tenant (``policy.tenants``) and by the bin of what the draft
+shows before it proposes (``policy.evidence``). A request deviates from it by x logits, at all
+positions and in all bins of a draft. Before any evidence x is normal around 0, with a variance that
+finished requests of the tenant teach, or around what is expected of its group (``View.group``). A
+chain is taken as a normal observation of x (Laplace's approximation): with the hazards h at the
+present x it has the weight w = sum reached h (1 - h) and shows x + s / w, with the surprise s =
+sum (accepted - reached h). With a prior of mean m and variance V, x becomes v (sum (w x + s) +
+m / V), where v = 1 / (sum w + 1 / V).
 
 The arithmetic is in ``policy.loops.acceptance``; here is which request has which slot.
 """
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
+from .evidence import EVIDENCE_BINS
 from .loops import acceptance as loops
 from .plan import FloatArray, IntArray
 from .problem import ints
@@ -32,7 +33,6 @@ from .tenants import NO_TENANT, with_rows
 NO_GROUP = -1
 _GROUP_SHARE = 0.5  # share of the variance between requests that is within one group
 _GROUP_MEMORY_REQUESTS = 30.0
-_NEWTON_STEPS = 8  # for counts that come all at once; others grow step by step
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,12 @@ def _ints(*values: int) -> IntArray:
 
 @dataclass(slots=True, eq=False)
 class AcceptanceState:
-    """Evidence so far, of D drafts, K positions, S slots and C columns of tenants and drafts."""
+    """Evidence so far, of D drafts, B bins, K positions, S slots and C columns of tenants and
+    drafts.
+    """
 
-    counts: FloatArray
-    """[S, D, 2, K], like the others a field of ``policy.loops.acceptance.Evidence``."""
+    information: FloatArray
+    """[S, D, 2], like the others a field of ``policy.loops.acceptance.Estimates``."""
     prior: FloatArray
     deviation: FloatArray
     recent: FloatArray
@@ -98,10 +100,10 @@ class AcceptanceState:
         return dict(zip(self.request.tolist(), self.slot.tolist(), strict=True))
 
     @property
-    def evidence(self) -> loops.Evidence:
+    def estimates(self) -> loops.Estimates:
         """Return the arrays, as the loops take them."""
-        return loops.Evidence(
-            self.counts,
+        return loops.Estimates(
+            self.information,
             self.prior,
             self.deviation,
             self.recent,
@@ -121,16 +123,16 @@ class AcceptanceState:
 
     def columns(self, slot: int) -> slice:
         """Return the columns of a slot's tenant."""
-        drafts, row = self.counts.shape[1], int(self.tenant[slot])
+        drafts, row = self.deviation.shape[1], int(self.tenant[slot])
         return slice(row * drafts, (row + 1) * drafts)
 
 
-_EVIDENCE = loops.Evidence._fields
-_BY_SLOT = ("counts", "prior", "deviation", "recent", "request_tokens")
+_ESTIMATES = loops.Estimates._fields
+_BY_SLOT = ("information", "prior", "deviation", "recent", "request_tokens")
 _LEARNT = (*_BY_SLOT, "draft_accepted", "draft_reached", "draft_hazard")
 
 
-def _copied(state: AcceptanceState, names: Iterable[str] = _EVIDENCE) -> AcceptanceState:
+def _copied(state: AcceptanceState, names: Iterable[str] = _ESTIMATES) -> AcceptanceState:
     """Return a state in which these arrays may be written to."""
     after = AcceptanceState(*(getattr(state, item.name) for item in fields(state)))
     for name in names:
@@ -178,9 +180,9 @@ class AcceptanceModel:
     def start(self) -> AcceptanceState:
         """Return the state before any evidence."""
         drafts, k_max, slots = self._drafts, self._k_max, 9
-        none = np.zeros((drafts, k_max))
+        none = np.zeros((drafts, EVIDENCE_BINS, k_max))
         state = AcceptanceState(
-            counts=np.zeros((slots, drafts, 2, k_max)),
+            information=np.zeros((slots, drafts, 2)),
             prior=np.zeros((slots, drafts, 2)),
             deviation=np.zeros((slots, drafts)),
             recent=np.zeros((slots, drafts, 2)),
@@ -220,7 +222,7 @@ class AcceptanceModel:
         all_requests, all_slots = np.empty((2, known + len(request)), np.int64)
         rows = np.zeros(len(request), np.int64) if tenant is None else ints(tenant)
         everyone = all_requests, all_slots
-        new = loops.admit(after.evidence, *before, request, rows, *everyone, slot)
+        new = loops.admit(after.estimates, *before, request, rows, *everyone, slot)
         if not new:
             return state
         after.request, after.slot = all_requests[: known + new], all_slots[: known + new]
@@ -248,15 +250,8 @@ class AcceptanceModel:
     @staticmethod
     def _expect_as_group(after: AcceptanceState, slot: int, group: int) -> None:
         """Let a new request's deviation be expected as its group's, in place."""
-        own, x = after.columns(group), after.deviation[group]
-        odds = np.exp(x)[:, None] * after.draft_hazard[own]
-        hazard = odds / (odds + 1.0 - after.draft_hazard[own])
-        accepted, reached = after.counts[group].swapaxes(0, 1)
-        weight = (reached * hazard * (1.0 - hazard)).sum(1)
-        variance = 1.0 / (weight + after.prior[group, :, 0])
-        surprise = (accepted - reached * hazard).sum(1)
-        step = variance * (weight * x + surprise + after.prior[group, :, 1]) - x
-        mean = x + step.clip(-loops.MOST_STEP, loops.MOST_STEP)
+        variance = 1.0 / (after.information[group, :, 0] + after.prior[group, :, 0])
+        mean = variance * (after.information[group, :, 1] + after.prior[group, :, 1])
         between = after.variance[after.columns(slot)]
         weight = 1.0 / (variance + _GROUP_SHARE * between)
         after.prior[slot, :, 0], after.prior[slot, :, 1] = weight, weight * mean
@@ -273,21 +268,25 @@ class AcceptanceModel:
         after = self._taught_groups(state, [r for r in gone.tolist() if r in state.source])
         after.request, after.slot = state.request.copy(), state.slot.copy()
         known, groups = (after.request, after.slot), _ints(*after.groups.values())
-        left = loops.forget(after.evidence, self.constants, *known, gone, groups)
+        left = loops.forget(after.estimates, self.constants, *known, gone, groups)
         after.request, after.slot = (column[:left].copy() for column in known)
         return after
 
     def _taught_groups(self, state: AcceptanceState, members: list[int]) -> AcceptanceState:
         """Return a state whose arrays may be written to, groups having learnt from these requests.
 
-        Counts teach a group no more than a member's deviation from it allows.
+        A member teaches its group no more than its deviation from it allows.
         """
         if not members:
             return _copied(state)
         new = {state.source[request] for request in members}.difference(state.groups)
         after, known = _with_room(state, len(new)), state.slots
         free = _free_slots(after, len(new))
-        after.source, groups, counts = state.source.copy(), state.groups.copy(), after.counts
+        after.source, groups, information = (
+            state.source.copy(),
+            state.groups.copy(),
+            after.information,
+        )
         keep = math.exp(-1 / _GROUP_MEMORY_REQUESTS)
         for request in members:
             group, member = after.source.pop(request), known[request]
@@ -297,16 +296,14 @@ class AcceptanceModel:
                 for name in _BY_SLOT:
                     getattr(after, name)[slot] = 0.0
             after.tenant[slot] = state.tenant[member]
-            columns = state.columns(member)
-            level, between = state.draft_hazard[columns], state.variance[columns]
-            weight = (state.counts[member, :, 1] * (level * (1.0 - level))).sum(1)
+            between = state.variance[state.columns(member)]
             after.prior[slot, :, 0] = 1.0 / between
-            counts[slot] *= keep
-            share = 1.0 / (1.0 + _GROUP_SHARE * between * weight)
-            counts[slot] += state.counts[member] * share[:, None, None]
+            share = 1.0 / (1.0 + _GROUP_SHARE * between * state.information[member, :, 0])
+            information[slot] *= keep
+            information[slot] += state.information[member] * share[:, None]
         while len(groups) > self.most_groups:
             slot = groups.pop(self._spare_group(after, groups))
-            counts[slot], after.tenant[slot] = 0.0, NO_TENANT
+            information[slot], after.tenant[slot] = 0.0, NO_TENANT
         after.groups = groups
         return after
 
@@ -326,7 +323,7 @@ class AcceptanceModel:
         if not 1.0 < passed_s < math.inf:
             return state if passed_s <= 1.0 else replace(state, now=now)
         keep = 0.5 ** (passed_s / self._config.half_life_s)
-        return replace(self._refreshed(state, keep, newton_steps=1), now=now)
+        return replace(self._refreshed(state, keep), now=now)
 
     def observe(
         self,
@@ -344,13 +341,13 @@ class AcceptanceModel:
         after = _copied(state, _LEARNT)
         slot = np.empty(len(step.request), np.int64)
         known = after.request, after.slot
-        loops.learn(after.evidence, self.constants, *known, step, emitted, free, slot)
+        loops.learn(after.estimates, self.constants, *known, step, emitted, free, slot)
         return after, slot
 
     def with_drafts(
         self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray
     ) -> AcceptanceState:
-        """Return the state with this evidence by column, float64[C, K] each."""
+        """Return the state with this evidence by column and bin, float64[C, B, K] each."""
         return self._refreshed(replace(state, draft_accepted=accepted, draft_reached=reached))
 
     def with_tenants(
@@ -361,11 +358,11 @@ class AcceptanceModel:
         def rows(column: FloatArray, value: float = 0.0) -> FloatArray:
             return with_rows(column, state.tenants, tenants, emptied, value)
 
-        after = _copied(state, ("counts", "tenant"))
+        after = _copied(state, ("information", "tenant"))
         gone = [g for g, slot in state.groups.items() if state.tenant[slot] in emptied]
         after.groups = {g: slot for g, slot in state.groups.items() if g not in gone}
         slots = [state.groups[g] for g in gone]
-        after.counts[slots], after.tenant[slots] = 0.0, NO_TENANT
+        after.information[slots], after.tenant[slots] = 0.0, NO_TENANT
         after.variance = rows(state.variance, self._config.request_variance)
         after.requests = rows(state.requests, loops.FIRST_REQUESTS)
         after.draft_hazard = rows(state.draft_hazard)
@@ -379,28 +376,26 @@ class AcceptanceModel:
         groups: dict[int, FloatArray],
         tenant: list[int] | None = None,
     ) -> AcceptanceState:
-        """Return the state with these groups, counts [2, D, K] each, the least recent first, of
+        """Return the state with these groups, information [D, 2] each, the least recent first, of
         these ``tenant`` rows (None: the first).
         """
         after = _with_room(replace(state, groups={}), len(groups))
         free = _free_slots(after, len(groups))
         after.tenant[free] = tenant or 0
         after.groups = dict(zip(groups, free, strict=True))
-        for slot, counts in zip(free, groups.values(), strict=True):
+        for slot, information in zip(free, groups.values(), strict=True):
             after.prior[slot, :, 0] = 1.0 / after.variance[after.columns(slot)]
-            after.counts[slot] = counts.swapaxes(0, 1)
-        return self._refreshed(after, newton_steps=_NEWTON_STEPS)
+            after.information[slot] = information
+        return self._refreshed(after)
 
     @staticmethod
     def by_group(state: AcceptanceState) -> dict[int, FloatArray]:
-        """Return the counts [2, D, K] of the groups, as ``with_groups`` takes them."""
-        return {g: state.counts[slot].swapaxes(0, 1) for g, slot in state.groups.items()}
+        """Return the information [D, 2] of the groups, as ``with_groups`` takes it."""
+        return {g: state.information[slot] for g, slot in state.groups.items()}
 
-    def _refreshed(
-        self, state: AcceptanceState, keep: float = 1.0, newton_steps: int = 0
-    ) -> AcceptanceState:
+    def _refreshed(self, state: AcceptanceState, keep: float = 1.0) -> AcceptanceState:
         """Return the state with ``keep`` of the drafts' counts, and the levels that follow."""
         names = ("deviation", "draft_accepted", "draft_reached", "draft_hazard")
         after = _copied(state, names)
-        loops.refresh(after.evidence, self.constants, keep, newton_steps)
+        loops.refresh(after.estimates, self.constants, keep)
         return after

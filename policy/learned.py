@@ -22,13 +22,14 @@ from .plan import FloatArray
 from .tenants import Tenants
 from .trim import Calibration
 
-SCHEMA = 8
+SCHEMA = 9
 _FACTORS = (1 / MAX_CORRECTION, MAX_CORRECTION)
 _RANGES = {
     "factor": _FACTORS,
     "overhead_factor": _FACTORS,
     "log_factor": (-MAX_SHAPE, MAX_SHAPE),
     "variance": (MIN_VARIANCE, MAX_VARIANCE),
+    "moment": (-sys.float_info.max, sys.float_info.max),
 }
 _SLACK = 1e-6  # by which sums of counts may be off
 
@@ -64,9 +65,9 @@ def saved(learnt: Learnt, drafts: Sequence[str], now: float) -> dict[str, Any]:
         {
             "group": group,
             "tenant": ids[row[acceptance.groups[group]]],
-            "drafts": _by_name(drafts, _counts(counts)),
+            "drafts": _by_name(drafts, _group_columns(information)),
         }
-        for group, counts in AcceptanceModel.by_group(acceptance).items()
+        for group, information in AcceptanceModel.by_group(acceptance).items()
     ]
     age_s = max(0.0, now - acceptance.now)
     of_all = {**_plain(learnt.correction, drafts), "age_s": age_s}
@@ -89,7 +90,7 @@ def restored(
         raise LearnedError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
     known = _fitted(data, _plain(start.correction, drafts))
     tenants = _tenants(data, start, drafts, model.most_tenants)
-    groups, members = _groups(data, start, drafts, model.most_groups, tenants)
+    groups, members = _groups(data, drafts, model.most_groups, tenants)
     acceptance, calibration, rows = start.acceptance, start.calibration, start.tenants
     if tenants:
         of = _rows([entry["drafts"] for entry in tenants.values()])
@@ -126,22 +127,23 @@ def _tenants(
 
 def _groups(
     data: Mapping[str, Any],
-    start: Learnt,
     drafts: Sequence[str],
     most: int,
     tenants: Mapping[int, Any],
 ) -> tuple[dict[int, FloatArray], list[int]]:
-    """Return the counts of each group, the least recently used first, and its tenant's row."""
+    """Return the information of each group, the least recently used first, and its tenant's
+    row.
+    """
     rows = {tenant: row for row, tenant in enumerate(tenants)}
-    none = _by_name(drafts, _counts(np.zeros((2, *start.acceptance.draft_reached.shape))))
+    none = _by_name(drafts, _group_columns(np.zeros((len(drafts), 2))))
     groups, members = {}, []
     entries = _entries(data, "groups")
     for entry in entries[max(len(entries) - most, 0) :]:
         group, tenant = _key(entry, "groups", "group"), _key(entry, "groups", "tenant")
         fitted = _fitted(entry, {"drafts": none}, f"groups.{group}.")
-        counts = _stacked(fitted["drafts"])
+        columns = _stacked(fitted["drafts"])
         if tenant in rows and group not in groups:
-            groups[group] = np.array([counts["accepted"], counts["reached"]])
+            groups[group] = np.stack([columns["weight"], columns["moment"]], axis=1)
             members.append(rows[tenant])
     return groups, members
 
@@ -191,8 +193,8 @@ def _of_tenant(learnt: Learnt, drafts: Sequence[str], row: int) -> dict[str, Any
     }
 
 
-def _counts(both: FloatArray) -> dict[str, FloatArray]:
-    return {"accepted": both[0], "reached": both[1]}
+def _group_columns(information: FloatArray) -> dict[str, FloatArray]:
+    return {"weight": information[:, 0], "moment": information[:, 1]}
 
 
 def _by_name(drafts: Sequence[str], columns: Mapping[str, FloatArray]) -> dict[str, Any]:

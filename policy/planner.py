@@ -18,8 +18,18 @@ from .loops import times as time_loops
 from .loops.acceptance import Chains
 from .loops.compiling import compile_all
 from .loops.problem import Batch, Limits, StepProblem
-from .loops.times import FIRST_DRAFT, Gains, Step, Times
-from .plan import Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
+from .loops.times import FIRST_DRAFT, Step, Times
+from .plan import (
+    Drafted,
+    FloatArray,
+    FreeChains,
+    IntArray,
+    Outcome,
+    Plan,
+    Policy,
+    StepRows,
+    View,
+)
 from .problem import batch_of, ints
 from .tenants import NO_TENANT, Tenants, with_rows
 from .trim import Calibration, trimmed
@@ -34,7 +44,7 @@ class PlannerConfig:
 
     k_max: int = 8
     """The most tokens that are speculated for a request."""
-    explore_share: float = 0.005
+    explore_share: float = 0.001
     """Share of the time that goes into trials; 0: no step goes plain to be timed, either."""
     optimism: float = 1.5
     """Standard deviations above the mean that a trial hopes for."""
@@ -67,14 +77,10 @@ class PlannerState:
     correction: Correction
     calibration: Calibration
     usage: FloatArray
-    """[4, columns] what became of proposals, by tenant and draft (``policy.loops.times.NODES``)."""
+    """[2, columns] nodes and tokens of proposals, by tenant and draft (``policy.loops.times``)."""
     tenants: Tenants = field(default_factory=Tenants)
     view: View | None = None
     """The last batch that was planned for."""
-    predicted_draft: IntArray | None = None
-    """[n] its drafts, None where nothing is expected (a trial)."""
-    predicted_gain: FloatArray | None = None
-    """[n, K + 1] the tokens that were expected to be accepted, by the number of verified ones."""
     goodput: float = 0.0
     """Of the last batch, in tokens per second without prefill; 0: unknown."""
     trial_budget_s: float = 0.0
@@ -93,8 +99,6 @@ class PlannerState:
             self.usage,
             self.tenants,
             self.view,
-            self.predicted_draft,
-            self.predicted_gain,
             self.goodput,
             self.trial_budget_s,
             self.next_trial_s,
@@ -106,7 +110,7 @@ class PlannerState:
         if self.tenants.rows == 1:
             return draft
         tenant = np.where(slot >= 0, self.acceptance.tenant[slot], NO_TENANT)
-        column = tenant * self.acceptance.counts.shape[1] + draft
+        column = tenant * self.acceptance.deviation.shape[1] + draft
         return np.where((tenant >= 0) & (draft >= 0), column, -1)
 
 
@@ -133,7 +137,6 @@ class AdaptivePlanner(Policy[PlannerState]):
         self.estimator = estimator or AcceptanceModel(len(drafts), c.k_max, c.acceptance)
         self._limits = Limits(c.k_max, float(c.switch_horizon_steps), c.padded_tokens)
         self._parts = ("verify", "overhead", *(f"draft:{name}" for name in drafts))
-        self._no_gains = Gains(np.zeros(0, np.int64), np.zeros((0, c.k_max + 1)))
         compile_all()
 
     def start(self) -> PlannerState:
@@ -143,7 +146,7 @@ class AdaptivePlanner(Policy[PlannerState]):
             acceptance=self.estimator.start(),
             correction=Correction.start(drafts),
             calibration=Calibration.none(drafts),
-            usage=np.zeros((4, drafts)),
+            usage=np.zeros((2, drafts)),
         )
 
     # -- before a step
@@ -177,15 +180,11 @@ class AdaptivePlanner(Policy[PlannerState]):
             int(config.catchup_scored),
         )
         draft, length = np.empty((2, n), np.int64)
-        accepted = np.zeros((n, config.k_max + 1))
         times = after.correction.times(self.latency)
-        found = step_loops.choose(times, batch, self._limits, known, mode, draft, length, accepted)
+        found = step_loops.choose(times, batch, self._limits, known, mode, draft, length)
         chosen = step_loops.Chosen._make(found)
         after.view, after.goodput = view, chosen.goodput
         after.trial_budget_s, after.next_trial_s = chosen.credit_s, chosen.next_trial_s
-        after.predicted_draft = after.predicted_gain = None
-        if chosen.expects:
-            after.predicted_draft, after.predicted_gain = draft, accepted
         plan = Plan(draft, length, chosen.step_s, chosen.value, chosen.price)
         plan.notes["credit_s"] = state.trial_budget_s
         if chosen.gain:
@@ -200,8 +199,8 @@ class AdaptivePlanner(Policy[PlannerState]):
         request = ints(view.request.take(rows))
         slot, _ = state.acceptance.find(request)
         hazard = self.estimator.hazards(state.acceptance, request)
-        evidence, constants = state.acceptance.evidence, self.estimator.constants
-        known = step_loops.Known(evidence, constants, state.usage, hazard)
+        estimates, constants = state.acceptance.estimates, self.estimator.constants
+        known = step_loops.Known(estimates, constants, state.usage, hazard)
         return batch_of(view, rows, slot), known
 
     def problem(self, view: View, state: PlannerState) -> tuple[StepProblem, IntArray]:
@@ -258,8 +257,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         """Learn acceptance, times, what confidences are worth and what became of proposals."""
         after, rows, free = state.copy(), outcome.rows, outcome.free
         acceptance = self.estimator.decayed_to(state.acceptance, now)
-        step = Chains(*map(ints, (rows.request, rows.draft, rows.accepted, rows.scored)))
-        others = Chains(*map(ints, (free.request, free.draft, free.accepted, free.scored)))
+        step, others = _chains(rows), _chains(free)
         acceptance, slot = self.estimator.observe(acceptance, step, ints(rows.emitted), others)
         column = state.column(step.draft, slot)
         if len(outcome.nodes):
@@ -292,19 +290,14 @@ class AdaptivePlanner(Policy[PlannerState]):
         all parts share its surprise, which shows no shape.
         """
         assert state.view is not None
-        parts_s, gains = outcome.times.parts_s, self._no_gains
-        if state.predicted_draft is not None and state.predicted_gain is not None:
-            gains = Gains(state.predicted_draft, state.predicted_gain)
+        parts_s = outcome.times.parts_s
         measured_s = np.array([parts_s.get(name, 0.0) for name in self._parts])
         own_s = parts_s.get("planning", 0.0) + parts_s.get("learning", 0.0)
         measured_s[1] = max(measured_s[1] - own_s, 0.0)
-        followed = ints(outcome.rows.followed)
         return time_loops.learn_step(
             self.latency.tables,
             self._step(outcome, state.view),
             column,
-            followed if len(followed) == len(column) else followed[:0],
-            gains,
             measured_s,
             float(outcome.times.measured_s),
             *learnt,
@@ -334,7 +327,7 @@ class AdaptivePlanner(Policy[PlannerState]):
     def observe_unplanned(self, view: View, state: PlannerState) -> PlannerState:
         """Return the state before a step that another plans; what it shows is learnt."""
         after = state.copy()
-        after.view, after.predicted_draft, after.predicted_gain = view, None, None
+        after.view = view
         return after
 
     def drift(self, state: PlannerState) -> dict[str, float]:
@@ -353,12 +346,19 @@ class AdaptivePlanner(Policy[PlannerState]):
         if type(self.estimator) is not AcceptanceModel:
             return start
         known = restored(data, _learnt(start), self.drafts, self.estimator, now, idle_s)
-        usage = np.zeros((4, len(self.drafts) * known.tenants.rows))
+        usage = np.zeros((2, len(self.drafts) * known.tenants.rows))
         return replace(start, **known._asdict(), usage=usage)
 
 
 def _learnt(state: PlannerState) -> Learnt:
     return Learnt(state.acceptance, state.calibration, state.correction, state.tenants)
+
+
+def _chains(rows: StepRows | FreeChains) -> Chains:
+    """Return the chains of a step as the loops take them."""
+    shown = np.zeros(len(rows), np.int64) if rows.evidence is None else rows.evidence
+    columns = rows.request, rows.draft, rows.accepted, rows.scored, shown
+    return Chains(*map(ints, columns))
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

@@ -55,6 +55,7 @@ def batch_of(view: View, rows: IntArray, slot: IntArray) -> Batch:
         ints(view.remaining),
         ints(view.ceiling),
         ints(view.catchup),
+        np.zeros_like(view.ceiling) if view.evidence is None else ints(view.evidence),
         control_draft,
         control_length,
         int(view.prefill_tokens),
@@ -69,11 +70,10 @@ def step_problem(
     hazard: FloatArray,
     k_max: int,
     horizon_steps: float,
-    kept: FloatArray | None = None,
     extra: FloatArray | None = None,
 ) -> StepProblem:
     """Return the choice that the rows of a view have, those of a control apart; ``hazard``
-    float64[K, drafts, rows], ``kept`` and ``extra`` as ``policy.loops.problem.build`` says.
+    float64[K, drafts, rows], ``extra`` as ``policy.loops.problem.build`` says.
     """
     shape = view.ceiling.shape
     rows = np.arange(len(view))
@@ -82,7 +82,6 @@ def step_problem(
         batch_of(view, rows, rows),
         Limits(k_max, float(horizon_steps), 0),
         np.ascontiguousarray(hazard, np.float64),
-        np.ones(shape) if kept is None else kept,
         np.zeros(shape) if extra is None else extra,
     )
     return problem

@@ -1,7 +1,8 @@
 """How likely a draft's tokens are accepted: what chains teach, and what follows for a request.
 
 The estimates are explained in ``policy.acceptance``. Columns C are of tenants and drafts, slots S
-of requests and groups; a slot without a tenant is free, and the last one always is.
+of requests and groups; a slot without a tenant is free, and the last one always is. Bins B are of
+the evidence that a draft shows (``policy.evidence``).
 """
 
 import math
@@ -15,11 +16,11 @@ from .compiling import FLOATS, INTS, entry, helper, record
 MIN_VARIANCE, MAX_VARIANCE = 1e-3, 9.0  # of deviations between requests, squared logits
 FIRST_REQUESTS = 20.0  # requests that the first belief of their variance counts for
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
-_POSITION_CHAINS = 30.0  # chains of a request that count as much as its deviation at a position
-_DRAFT_MEMORY_CHAINS = 500.0  # memory of a draft's level, in its own chains
+_BIN_CHAINS = 4.0  # chains for which a bin is believed to be as its draft is
+_DRAFT_MEMORY_CHAINS = 500.0  # memory of a bin's level, in its own chains
 _VARIANCE_MEMORY_REQUESTS = 200.0  # memory of the variance between requests
 _SHRINKAGE_REQUESTS = 10.0  # requests after which half of a deviation is attributed to the request
-MOST_STEP = 2.0  # logits of one Newton step: farther away Laplace's approximation overshoots
+MOST_STEP = 2.0  # logits of one step: farther away Laplace's approximation overshoots
 _RECENT_KEEP = 0.85  # share of a recent surprise that the next chain leaves: a memory of seven
 _CHANGE_DEVIATIONS = 3.0  # standard deviations of a recent surprise that is no chance
 _LEAST_VARIANCE = 0.1  # least variance of a recent surprise: one rejection is no change
@@ -34,11 +35,11 @@ class Constants(NamedTuple):
     draft_memory_rows: float
 
 
-class Evidence(NamedTuple):
+class Estimates(NamedTuple):
     """What was seen, and what follows from it."""
 
-    counts: Floats
-    """[S, D, 2, K] positions that were accepted, and reached."""
+    information: Floats
+    """[S, D, 2] the weight of a request's own chains, and the deviation they show times that."""
     prior: Floats
     """[S, D, 2] 1 / V and m / V of the deviation before any evidence."""
     deviation: Floats
@@ -50,11 +51,11 @@ class Evidence(NamedTuple):
     tenant: Ints
     """[S] the row of the tenant, -1: the slot is free."""
     draft_accepted: Floats
-    """[C, K] positions of all chains that were accepted."""
+    """[C, B, K] positions of all chains that were accepted."""
     draft_reached: Floats
-    """[C, K] positions that were reached."""
+    """[C, B, K] positions that were reached."""
     draft_hazard: Floats
-    """[C, K] the level that follows."""
+    """[C, B, K] the level that follows."""
     variance: Floats
     """[C] of deviations between requests."""
     requests: Floats
@@ -62,10 +63,10 @@ class Evidence(NamedTuple):
 
 
 CONSTANTS = record(Constants, *[FLOATS[0]] * 4)
-EVIDENCE = record(
-    Evidence,
-    *(FLOATS[4], FLOATS[3], FLOATS[2], FLOATS[3], FLOATS[1], INTS[1]),
-    *(FLOATS[2], FLOATS[2], FLOATS[2], FLOATS[1], FLOATS[1]),
+ESTIMATES = record(
+    Estimates,
+    *(FLOATS[3], FLOATS[3], FLOATS[2], FLOATS[3], FLOATS[1], INTS[1]),
+    *(FLOATS[3], FLOATS[3], FLOATS[3], FLOATS[1], FLOATS[1]),
 )
 
 
@@ -99,74 +100,85 @@ def shifted(hazard: float, shift: float) -> float:
     return odds / (odds + (1.0 - hazard))
 
 
-@entry(EVIDENCE, INTS[1], FLOATS[3])
-def set_hazards(evidence: Evidence, slot: Ints, hazard: Floats) -> None:
-    """Compute what is expected of requests, ``hazard[K, D, n]``: their counts refine each position
-    of the level at their deviation.
+@entry(ESTIMATES, INTS[1], INTS[2], FLOATS[3])
+def set_hazards(estimates: Estimates, slot: Ints, evidence: Ints, hazard: Floats) -> None:
+    """Compute what is expected of requests, ``hazard[K, D, n]``: the level of the bin of evidence,
+    ``evidence[n, D]``, at their deviation.
     """
-    e = evidence
+    e = estimates
     k_max, drafts, n = hazard.shape
     for i in range(n):
         s = slot[i]
         for d in range(drafts):
-            shift, c = math.exp(e.deviation[s, d]), e.tenant[s] * drafts + d
+            shift, c, b = math.exp(e.deviation[s, d]), e.tenant[s] * drafts + d, evidence[i, d]
             for j in range(k_max):
-                expected = _POSITION_CHAINS * shifted(e.draft_hazard[c, j], shift)
-                reached = e.counts[s, d, 1, j] + _POSITION_CHAINS
-                hazard[j, d, i] = (expected + e.counts[s, d, 0, j]) / reached
+                hazard[j, d, i] = shifted(e.draft_hazard[c, b, j], shift)
 
 
 @helper
-def _posterior(evidence: Evidence, s: int, d: int) -> tuple[float, float]:
-    """Return mean and variance of a slot's deviation, one Newton step on."""
-    e = evidence
-    c, x = e.tenant[s] * e.counts.shape[1] + d, e.deviation[s, d]
-    shift, weight, surprise = math.exp(x), 0.0, 0.0
-    for j in range(e.counts.shape[3]):
-        hazard = shifted(e.draft_hazard[c, j], shift)
-        expected = e.counts[s, d, 1, j] * hazard
-        weight += expected * (1.0 - hazard)
-        surprise += e.counts[s, d, 0, j] - expected
-    variance = 1.0 / (weight + e.prior[s, d, 0])
-    step = variance * (weight * x + surprise + e.prior[s, d, 1]) - x
-    return x + min(max(step, -MOST_STEP), MOST_STEP), variance
+def _posterior(estimates: Estimates, s: int, d: int) -> tuple[float, float]:
+    """Return mean and variance of a slot's deviation."""
+    e = estimates
+    variance = 1.0 / (e.information[s, d, 0] + e.prior[s, d, 0])
+    return variance * (e.information[s, d, 1] + e.prior[s, d, 1]), variance
 
 
 @helper
-def _set_level(evidence: Evidence, constants: Constants, c: int) -> None:
-    """Compute a column's level from its counts.
+def _set_level(estimates: Estimates, constants: Constants, c: int) -> None:
+    """Compute a column's levels from its counts: first that of all bins together.
 
     Each position's prior is the estimate of the one before it. An unprobed position inherits the
     posterior predictive: after i more successes of one unknown rate ~ Beta(a, b) the next succeeds
     with (a + i) / (a + b + i), so that the product of the hazards is E[rate^j]; the plug-in power
     of the mean would understate it. a + b is the evidence of all positions so far: what is well
     known is inherited as it is.
+
+    A bin's prior is that level at the odds by which the bin differs at the positions before.
     """
-    e, strength = evidence, constants.prior_strength
+    e, strength = estimates, constants.prior_strength
+    bins, k_max = e.draft_hazard.shape[1:]
+    level, everything = np.empty(k_max), 0.0
     inherited, known = constants.prior_hazard, strength
-    for j in range(e.draft_hazard.shape[1]):
-        reached = e.draft_reached[c, j]
-        mean = (e.draft_accepted[c, j] + strength * inherited) / (reached + strength)
-        e.draft_hazard[c, j] = min(max(mean, _MIN_HAZARD), _MAX_HAZARD)
+    for j in range(k_max):
+        accepted = reached = 0.0
+        for b in range(bins):
+            accepted += e.draft_accepted[c, b, j]
+            reached += e.draft_reached[c, b, j]
+        if j == 0:
+            everything = reached
+        mean = (accepted + strength * inherited) / (reached + strength)
+        level[j] = min(max(mean, _MIN_HAZARD), _MAX_HAZARD)
         known += reached
         inherited = (mean * known + 1) / (known + 1)
         known += 1
+    for b in range(bins):
+        if e.draft_reached[c, b, 0] in (0.0, everything):
+            e.draft_hazard[c, b] = level
+            continue
+        accepted = rejected = most = least = _BIN_CHAINS
+        for j in range(k_max):
+            held, reached = e.draft_accepted[c, b, j], e.draft_reached[c, b, j]
+            expected = shifted(level[j], accepted * least / (rejected * most))
+            mean = (held + strength * expected) / (reached + strength)
+            e.draft_hazard[c, b, j] = min(max(mean, _MIN_HAZARD), _MAX_HAZARD)
+            accepted += held
+            rejected += reached - held
+            most += reached * level[j]
+            least += reached * (1.0 - level[j])
 
 
-@entry(EVIDENCE, CONSTANTS, FLOATS[0], INTS[0])
-def refresh(evidence: Evidence, constants: Constants, keep: float, newton_steps: int) -> None:
+@entry(ESTIMATES, CONSTANTS, FLOATS[0])
+def refresh(estimates: Estimates, constants: Constants, keep: float) -> None:
     """Leave ``keep`` of the drafts' counts, and compute levels and deviations again, in place."""
-    e = evidence
+    e = estimates
     for c in range(len(e.variance)):
-        for j in range(e.draft_hazard.shape[1]):
-            e.draft_accepted[c, j] *= keep
-            e.draft_reached[c, j] *= keep
+        e.draft_accepted[c] *= keep
+        e.draft_reached[c] *= keep
         _set_level(e, constants, c)
-    for _ in range(newton_steps):
-        for s in range(len(e.tenant)):
-            if e.tenant[s] >= 0:
-                for d in range(e.counts.shape[1]):
-                    e.deviation[s, d], _ = _posterior(e, s, d)
+    for s in range(len(e.tenant)):
+        if e.tenant[s] >= 0:
+            for d in range(e.deviation.shape[1]):
+                e.deviation[s, d], _ = _posterior(e, s, d)
 
 
 class Chains(NamedTuple):
@@ -176,41 +188,18 @@ class Chains(NamedTuple):
     draft: Ints
     accepted: Ints
     scored: Ints
+    evidence: Ints
+    """The bin of what the draft showed."""
 
 
-CHAINS = record(Chains, *[INTS[1]] * 4)
-
-
-@helper
-def _count(known: Ints, slots: Ints, chains: Chains, counted: Floats, own: Floats) -> bool:
-    """Count chains, into ``counted[S, D, 2, K]`` and, for requests without a slot, ``own[D, 2,
-    K]``; return whether any.
-    """
-    any_scored = False
-    for p in range(len(chains.request)):
-        scored = chains.scored[p]
-        if scored == 0:
-            continue
-        any_scored = True
-        s, d = find(known, slots, chains.request[p]), max(chains.draft[p], 0)
-        accepted = min(chains.accepted[p], scored)
-        for j in range(min(accepted + 1, scored)):
-            one = 1.0 if j < accepted else 0.0
-            if s >= 0:
-                counted[s, d, 0, j] += one
-                counted[s, d, 1, j] += 1.0
-            else:
-                own[d, 0, j] += one
-                own[d, 1, j] += 1.0
-    return any_scored
+CHAINS = record(Chains, *[INTS[1]] * 5)
 
 
 @helper
-def _fade(evidence: Evidence, constants: Constants, slot: Ints, emitted: Ints) -> None:
+def _fade(estimates: Estimates, constants: Constants, slot: Ints, emitted: Ints) -> None:
     """Let evidence fade by a step of some slots: that of each request, and its tenant's levels."""
-    e = evidence
-    _, drafts, _, k_max = e.counts.shape
-    tenants = len(e.requests)
+    e = estimates
+    drafts, tenants = e.deviation.shape[1], len(e.requests)
     rows = np.zeros(tenants)
     keep = math.exp(-1.0 / constants.request_memory_steps)
     for i in range(len(slot)):
@@ -223,66 +212,70 @@ def _fade(evidence: Evidence, constants: Constants, slot: Ints, emitted: Ints) -
             rows[e.tenant[s]] += 1
         e.request_tokens[s] += emitted[i]
         for d in range(drafts):
-            for j in range(k_max):
-                e.counts[s, d, 0, j] *= keep
-                e.counts[s, d, 1, j] *= keep
+            e.information[s, d, 0] *= keep
+            e.information[s, d, 1] *= keep
     for c in range(len(e.variance)):
-        left = math.exp(-rows[c // drafts] / constants.draft_memory_rows)
-        for j in range(k_max):
-            e.draft_accepted[c, j] *= left
-            e.draft_reached[c, j] *= left
+        if rows[c // drafts]:
+            left = math.exp(-rows[c // drafts] / constants.draft_memory_rows)
+            e.draft_accepted[c] *= left
+            e.draft_reached[c] *= left
 
 
 @helper
-def _learn_slots(evidence: Evidence, counted: Floats, sums: Floats) -> None:
-    """Learn the deviations of all requests and groups from what was counted, [S, D, 2, K], and add
-    it to ``sums[C, 3, K]``: accepted, reached, and expected in view of the request.
+def _learn_deviation(estimates: Estimates, s: int, d: int, weight: float, surprise: float) -> None:
+    """Move a request's deviation by a chain of this weight and surprise.
 
-    Where the last few chains of a request cannot be chance, only the newest count.
+    Where its last few chains cannot be chance, only the newest counts.
     """
-    e = evidence
-    counts, level, deviation, recent = e.counts, e.draft_hazard, e.deviation, e.recent
-    slots, drafts, _, k_max = counts.shape
-    for s in range(slots):
-        if e.tenant[s] < 0:
+    e = estimates
+    information, recent, x = e.information[s, d], e.recent[s, d], e.deviation[s, d]
+    most = MOST_STEP * (information[0] + weight + e.prior[s, d, 0])
+    moved = weight * x + min(max(surprise, -most), most)
+    recent[0] = _RECENT_KEEP * recent[0] + weight
+    recent[1] = _RECENT_KEEP * recent[1] + surprise
+    if recent[1] ** 2 > _CHANGE_DEVIATIONS**2 * (recent[0] + _LEAST_VARIANCE):
+        recent[:] = 0.0
+        information[:] = 0.0
+    information[0] += weight
+    information[1] += moved
+    e.deviation[s, d], _ = _posterior(e, s, d)
+
+
+@helper
+def _learn_chains(
+    estimates: Estimates, known: Ints, slots: Ints, chains: Chains, sums: Floats
+) -> None:
+    """Learn the deviations of requests from chains, in place, and add these to ``sums[C, B, 3,
+    K]``: accepted, reached, and expected in view of the request.
+    """
+    e = estimates
+    drafts, tenants = e.deviation.shape[1], len(e.requests)
+    for p in range(len(chains.request)):
+        scored, d, b = chains.scored[p], chains.draft[p], chains.evidence[p]
+        if scored == 0 or d < 0:
             continue
-        for d in range(drafts):
-            if counts[s, d, 1, 0] == 0 and counted[s, d, 1, 0] == 0:
-                continue  # no evidence: the deviation stays what was expected
-            c, x = e.tenant[s] * drafts + d, deviation[s, d]
-            shift, weight, surprise, new_weight, new_surprise = math.exp(x), 0.0, 0.0, 0.0, 0.0
-            for j in range(k_max):
-                accepted, reached = counted[s, d, 0, j], counted[s, d, 1, j]
-                counts[s, d, 0, j] += accepted
-                counts[s, d, 1, j] += reached
-                if counts[s, d, 1, j] == 0:
-                    break  # no later position was reached, either
-                hazard = shifted(level[c, j], shift)
-                expected = counts[s, d, 1, j] * hazard
-                weight += expected * (1.0 - hazard)
-                surprise += counts[s, d, 0, j] - expected
-                new_weight += reached * hazard * (1.0 - hazard)
-                new_surprise += accepted - reached * hazard
-                sums[c, 0, j] += accepted
-                sums[c, 1, j] += reached
-                sums[c, 2, j] += reached * hazard
-            variance = 1.0 / (weight + e.prior[s, d, 0])
-            step = variance * (weight * x + surprise + e.prior[s, d, 1]) - x
-            deviation[s, d] = x + min(max(step, -MOST_STEP), MOST_STEP)
-            if new_weight > 0:
-                recent[s, d, 0] = _RECENT_KEEP * recent[s, d, 0] + new_weight
-                recent[s, d, 1] = _RECENT_KEEP * recent[s, d, 1] + new_surprise
-            known = _CHANGE_DEVIATIONS**2 * (recent[s, d, 0] + _LEAST_VARIANCE)
-            if recent[s, d, 1] ** 2 > known:
-                recent[s, d, 0] = recent[s, d, 1] = 0.0
-                for j in range(k_max):
-                    counts[s, d, 0, j] = counted[s, d, 0, j]
-                    counts[s, d, 1, j] = counted[s, d, 1, j]
+        s = find(known, slots, chains.request[p])
+        if s < 0 and tenants > 1:
+            continue
+        c = (e.tenant[s] if s >= 0 else 0) * drafts + d
+        shift = math.exp(e.deviation[s, d]) if s >= 0 else 1.0
+        weight = surprise = 0.0
+        accepted = min(chains.accepted[p], scored)
+        for j in range(min(accepted + 1, scored)):
+            one = 1.0 if j < accepted else 0.0
+            hazard = shifted(e.draft_hazard[c, b, j], shift)
+            weight += hazard * (1.0 - hazard)
+            surprise += one - hazard
+            sums[c, b, 0, j] += one
+            sums[c, b, 1, j] += 1.0
+            sums[c, b, 2, j] += hazard
+        if s >= 0:
+            _learn_deviation(e, s, d, weight, surprise)
 
 
-@entry(EVIDENCE, CONSTANTS, INTS[1], INTS[1], CHAINS, INTS[1], CHAINS, INTS[1])
+@entry(ESTIMATES, CONSTANTS, INTS[1], INTS[1], CHAINS, INTS[1], CHAINS, INTS[1])
 def learn(
-    evidence: Evidence,
+    estimates: Estimates,
     constants: Constants,
     known: Ints,
     slots: Ints,
@@ -300,41 +293,38 @@ def learn(
     nothing about the draft. At first, while it is not known how requests differ, all is attributed
     to the draft.
     """
-    e = evidence
-    slots_count, drafts, _, k_max = e.counts.shape
-    tenants = len(e.requests)
+    e = estimates
+    columns, bins, k_max = e.draft_hazard.shape
+    drafts = e.deviation.shape[1]
     for i in range(len(slot)):
         slot[i] = find(known, slots, step.request[i])
     _fade(e, constants, slot, emitted)
-    counted, own = np.zeros((slots_count, drafts, 2, k_max)), np.zeros((drafts, 2, k_max))
-    any_step = _count(known, slots, step, counted, own)
-    if not _count(known, slots, free, counted, own) and not any_step:
-        return
-    sums = np.zeros((len(e.variance), 3, k_max))
-    if tenants == 1:
-        for d in range(drafts):
-            for j in range(k_max):
-                sums[d, 0, j], sums[d, 1, j] = own[d, 0, j], own[d, 1, j]
-                sums[d, 2, j] = own[d, 1, j] * e.draft_hazard[d, j]
-    _learn_slots(e, counted, sums)
-    for c in range(len(e.variance)):
-        if sums[c, 1, 0] == 0:
-            continue
+    sums = np.zeros((columns, bins, 3, k_max))
+    _learn_chains(e, known, slots, step, sums)
+    _learn_chains(e, known, slots, free, sums)
+    for c in range(columns):
         finished = e.requests[c // drafts] - FIRST_REQUESTS
         share = finished / (finished + _SHRINKAGE_REQUESTS)
-        keep = math.exp(-sums[c, 1, 0] / _DRAFT_MEMORY_CHAINS)
-        for j in range(k_max):
-            explained = share * (e.draft_hazard[c, j] * sums[c, 1, j] - sums[c, 2, j])
-            reached = keep * e.draft_reached[c, j] + sums[c, 1, j]
-            accepted = keep * e.draft_accepted[c, j] + sums[c, 0, j] + explained
-            e.draft_reached[c, j] = reached
-            e.draft_accepted[c, j] = min(max(accepted, 0.0), reached)
-        _set_level(e, constants, c)
+        learnt = False
+        for b in range(bins):
+            if sums[c, b, 1, 0] == 0:
+                continue
+            learnt = True
+            keep = math.exp(-sums[c, b, 1, 0] / _DRAFT_MEMORY_CHAINS)
+            for j in range(k_max):
+                expected = e.draft_hazard[c, b, j] * sums[c, b, 1, j]
+                explained = share * (expected - sums[c, b, 2, j])
+                reached = keep * e.draft_reached[c, b, j] + sums[c, b, 1, j]
+                accepted = keep * e.draft_accepted[c, b, j] + sums[c, b, 0, j] + explained
+                e.draft_reached[c, b, j] = reached
+                e.draft_accepted[c, b, j] = min(max(accepted, 0.0), reached)
+        if learnt:
+            _set_level(e, constants, c)
 
 
-@entry(EVIDENCE, INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[1])
+@entry(ESTIMATES, INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[1])
 def admit(
-    evidence: Evidence,
+    estimates: Estimates,
     known: Ints,
     slots: Ints,
     request: Ints,
@@ -348,8 +338,8 @@ def admit(
 
     A new one is expected to be as all of its tenant are. There is room for them.
     """
-    e = evidence
-    drafts, new, free = e.counts.shape[1], 0, 0
+    e = estimates
+    drafts, new, free = e.deviation.shape[1], 0, 0
     size = len(known)
     all_known[:size] = known
     all_slots[:size] = slots
@@ -367,7 +357,7 @@ def admit(
         size += 1
         new += 1
         e.tenant[free] = tenant[i]
-        e.counts[free] = 0.0
+        e.information[free] = 0.0
         e.recent[free] = 0.0
         e.deviation[free] = 0.0
         e.request_tokens[free] = 0.0
@@ -377,9 +367,14 @@ def admit(
     return new
 
 
-@entry(EVIDENCE, CONSTANTS, INTS[1], INTS[1], INTS[1], INTS[1])
+@entry(ESTIMATES, CONSTANTS, INTS[1], INTS[1], INTS[1], INTS[1])
 def forget(
-    evidence: Evidence, constants: Constants, known: Ints, slots: Ints, request: Ints, groups: Ints
+    estimates: Estimates,
+    constants: Constants,
+    known: Ints,
+    slots: Ints,
+    request: Ints,
+    groups: Ints,
 ) -> int:
     """Free the slots of finished requests, in place, and take them from ``known, slots``; return
     how many requests are left there.
@@ -388,9 +383,9 @@ def forget(
     counts alone would be that of the requests that use a draft most. ``groups`` are the slots of
     groups, which start from that variance.
     """
-    e = evidence
-    _, drafts, _, k_max = e.counts.shape
-    columns = len(e.variance)
+    e = estimates
+    columns, bins, k_max = e.draft_hazard.shape
+    drafts = e.deviation.shape[1]
     moments, means, seen = np.zeros(columns), np.zeros(columns), np.zeros(len(e.requests))
     gone, count = np.empty(len(request), np.int64), 0
     for i in range(len(request)):
@@ -399,7 +394,7 @@ def forget(
             continue
         gone[count] = s
         count += 1
-        if e.counts[s, :, 1, 0].max() > 0:
+        if e.information[s, :, 0].max() > 0:
             seen[e.tenant[s]] += 1
             for d in range(drafts):
                 c = e.tenant[s] * drafts + d
@@ -407,7 +402,7 @@ def forget(
                 means[c] += mean
                 moments[c] += mean * mean + variance - e.variance[c]
     for i in range(count):
-        e.counts[gone[i]] = 0.0
+        e.information[gone[i]] = 0.0
         e.tenant[gone[i]] = -1
     left = 0
     for i in range(len(known)):
@@ -422,10 +417,12 @@ def forget(
         for c in range(t * drafts, (t + 1) * drafts):
             variance = e.variance[c] + moments[c] / total
             e.variance[c] = min(max(variance, MIN_VARIANCE), MAX_VARIANCE)
-            for j in range(k_max):
-                reached, level = e.draft_reached[c, j], e.draft_hazard[c, j]
-                moved = e.draft_accepted[c, j] + reached * level * (1 - level) * means[c] / total
-                e.draft_accepted[c, j] = min(max(moved, 0.0), reached)
+            for b in range(bins):
+                for j in range(k_max):
+                    reached, level = e.draft_reached[c, b, j], e.draft_hazard[c, b, j]
+                    moved = reached * level * (1 - level) * means[c] / total
+                    moved += e.draft_accepted[c, b, j]
+                    e.draft_accepted[c, b, j] = min(max(moved, 0.0), reached)
             _set_level(e, constants, c)
     for i in range(len(groups)):
         for d in range(drafts):
@@ -435,18 +432,22 @@ def forget(
 
 @helper
 def set_doubt(
-    evidence: Evidence, constants: Constants, s: int, d: int, hazard: Floats, spread: Floats
+    estimates: Estimates,
+    constants: Constants,
+    s: int,
+    d: int,
+    b: int,
+    hazard: Floats,
+    spread: Floats,
 ) -> float:
     """Compute how far the hazards [K] of a request may be off, as deviations ``spread[K]``, and
     return the variance of its deviation (squared logits).
     """
-    e = evidence
-    c, weight = e.tenant[s] * e.counts.shape[1] + d, 0.0
-    for j in range(len(hazard)):
-        weight += e.counts[s, d, 1, j] * hazard[j] * (1.0 - hazard[j])
-    variance = 1.0 / (weight + e.prior[s, d, 0])
+    e = estimates
+    c = e.tenant[s] * e.deviation.shape[1] + d
+    _, variance = _posterior(e, s, d)
     for j in range(len(hazard)):
         slope = hazard[j] * (1.0 - hazard[j])
-        level = 1.0 / (e.draft_reached[c, j] + constants.prior_strength + 1.0)
+        level = 1.0 / (e.draft_reached[c, b, j] + constants.prior_strength + 1.0)
         spread[j] = math.sqrt(slope * (variance * slope + level))
     return variance

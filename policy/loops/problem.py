@@ -92,6 +92,8 @@ class Batch(NamedTuple):
     ceiling: Ints
     """[N, D] like ``catchup``."""
     catchup: Ints
+    evidence: Ints
+    """[N, D] the bin of what each draft shows before it proposes."""
     control_draft: Ints
     """The choice of rows that is made elsewhere (empty: there are none)."""
     control_length: Ints
@@ -102,7 +104,7 @@ class Batch(NamedTuple):
     cap_s: float
 
 
-BATCH = record(Batch, *[INTS[1]] * 4, *[INTS[2]] * 2, *[INTS[1]] * 2, INTS[0], INTS[0], FLOATS[0])
+BATCH = record(Batch, *[INTS[1]] * 4, *[INTS[2]] * 3, *[INTS[1]] * 2, INTS[0], INTS[0], FLOATS[0])
 
 
 class Limits(NamedTuple):
@@ -206,16 +208,15 @@ def _fix_control(
     return tokens, value, seconds
 
 
-@entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[2], FLOATS[2])
+@entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[2])
 def build(
-    times: Times, batch: Batch, limits: Limits, hazard: Floats, kept: Floats, extra: Floats
+    times: Times, batch: Batch, limits: Limits, hazard: Floats, extra: Floats
 ) -> tuple[StepProblem, Ints, float]:
     """Return the choice that a batch has, the places of its rows in ``batch.rows``, and how much
     longer the step takes for its prefill tokens.
 
-    ``hazard[K, D, N]`` and by row and draft ``kept[N, D]``, the share of a gain that the trim
-    keeps, and ``extra[N, D]``, how many nodes more than one a proposed token brings, are in that
-    order. A node's seconds are the mean of the next four of each row.
+    ``hazard[K, D, N]`` and ``extra[N, D]``, how many nodes more than one a proposed token brings,
+    are in that order. A node's seconds are the mean of the next four of each row.
     """
     t, b = times, batch
     everyone, drafts = b.ceiling.shape
@@ -275,7 +276,7 @@ def build(
         r = b.rows[i]
         horizon[place] = min(max(b.remaining[r] / 2, 1.0), limits.horizon_steps)
         for d in range(drafts):
-            survival = kept[i, d]
+            survival = 1.0
             for j in range(ceiling[d, place]):
                 survival *= hazard[j, d, i]
                 gain[j, d, place] = survival

@@ -4,27 +4,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .acceptance import CONSTANTS, EVIDENCE, Constants, Evidence, set_hazards
+from .acceptance import CONSTANTS, ESTIMATES, Constants, Estimates, set_hazards
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
 from .problem import BATCH, LIMITS, Batch, Limits, build
 from .search import best_priced
-from .times import KEPT, NODES, TIMES, Times, ratio
+from .times import TIMES, Times, nodes_by_token
 from .trials import find_trial
 
 
 class Known(NamedTuple):
     """What the planner has learnt."""
 
-    evidence: Evidence
+    estimates: Estimates
     constants: Constants
     usage: Floats
-    """[4, C], as ``policy.loops.times.NODES`` says."""
+    """[2, C], as ``policy.loops.times.NODES`` says."""
     hazard: Floats
     """[K, D, N] instead of what the evidence says, by ``Batch.rows``; empty: none."""
 
 
-KNOWN = record(Known, EVIDENCE, CONSTANTS, FLOATS[2], FLOATS[3])
+KNOWN = record(Known, ESTIMATES, CONSTANTS, FLOATS[2], FLOATS[3])
 
 
 class Mode(NamedTuple):
@@ -64,27 +64,33 @@ class Chosen(NamedTuple):
     next_trial_s: float
     trial: int
     """Rows that try something, or that go plain to be timed."""
-    expects: int
-    """Whether ``accepted`` says what is expected."""
+
+
+@helper
+def evidence_of(batch: Batch) -> Ints:
+    """Return the evidence [N, D] of the rows of a batch, in its order."""
+    evidence = np.empty(batch.ceiling.shape, np.int64)
+    for i in range(len(batch.rows)):
+        evidence[i] = batch.evidence[batch.rows[i]]
+    return evidence
 
 
 @entry(KNOWN, BATCH, INTS[0])
-def expect(known: Known, batch: Batch, k_max: int) -> tuple[Floats, Floats, Floats]:
-    """Return what is expected of the rows of a batch, [K, D, N], and by row and draft the share
-    of a gain that the trim keeps, and the nodes more than one that a proposed token brings.
+def expect(known: Known, batch: Batch, k_max: int) -> tuple[Floats, Floats]:
+    """Return what is expected of the rows of a batch, [K, D, N], and by row and draft the nodes
+    more than one that a proposed token brings.
     """
     everyone, drafts = batch.ceiling.shape
     hazard = known.hazard
     if hazard.size == 0:
         hazard = np.empty((k_max, drafts, everyone))
-        set_hazards(known.evidence, batch.slot, hazard)
-    kept, extra = np.empty((everyone, drafts)), np.empty((everyone, drafts))
+        set_hazards(known.estimates, batch.slot, evidence_of(batch), hazard)
+    extra = np.empty((everyone, drafts))
     for i in range(everyone):
-        first = max(known.evidence.tenant[batch.slot[i]], 0) * drafts
+        first = max(known.estimates.tenant[batch.slot[i]], 0) * drafts
         for d in range(drafts):
-            kept[i, d] = ratio(known.usage, first + d, KEPT)
-            extra[i, d] = ratio(known.usage, first + d, NODES) - 1
-    return hazard, kept, extra
+            extra[i, d] = nodes_by_token(known.usage, first + d) - 1
+    return hazard, extra
 
 
 @helper
@@ -95,13 +101,13 @@ def _unread(known: Known, batch: Batch, chosen: Ints, reads: int) -> Ints:
     if reads:
         for place in range(n):
             i = chosen[place]
-            emitted = int(known.evidence.request_tokens[batch.slot[i]])
+            emitted = int(known.estimates.request_tokens[batch.slot[i]])
             for d in range(drafts):
                 unread[d, place] = min(batch.catchup[batch.rows[i], d] - 1, emitted)
     return unread
 
 
-@entry(TIMES, BATCH, LIMITS, KNOWN, MODE, INTS[1], INTS[1], FLOATS[2])
+@entry(TIMES, BATCH, LIMITS, KNOWN, MODE, INTS[1], INTS[1])
 def choose(
     times: Times,
     batch: Batch,
@@ -110,16 +116,13 @@ def choose(
     mode: Mode,
     draft: Ints,
     length: Ints,
-    accepted: Floats,
-) -> tuple[float, float, float, float, float, float, float, int, int]:
-    """Choose for a batch, into ``draft[N], length[N]`` in the view's order; ``accepted[N, K + 1]``
-    becomes the tokens that are accepted of so many verified ones. Returns ``Chosen``.
-    """
+) -> tuple[float, float, float, float, float, float, float, int]:
+    """Choose for a batch, into ``draft[N], length[N]`` in the view's order. Returns ``Chosen``."""
     b, m = batch, mode
     draft[:] = -1
     length[:] = 0
-    hazard, kept, extra = expect(known, b, limits.k_max)
-    problem, chosen, prefill_s = build(times, b, limits, hazard, kept, extra)
+    hazard, extra = expect(known, b, limits.k_max)
+    problem, chosen, prefill_s = build(times, b, limits, hazard, extra)
     n, everyone = len(chosen), len(b.rows)
     drafts, lengths = np.empty(n, np.int64), np.empty(n, np.int64)
     waiting = 1 + b.prefilling / max(everyone, 1) if m.waits else 1.0
@@ -132,28 +135,23 @@ def choose(
     if m.plain and lengths.sum():
         plain_s = problem.undrafted_s[0]
         unchanged = m.credit_s, m.next_trial_s
-        return price, m.goodput, problem.base_value, plain_s, gain, *unchanged, everyone, 0
+        return price, m.goodput, problem.base_value, plain_s, gain, *unchanged, everyone
     credit_s, next_trial_s = m.credit_s + m.explore_share * step_s, m.next_trial_s
     trying = 0
     if m.explore_share and problem.gain.size and credit_s >= next_trial_s:
-        slot, own = b.slot[chosen], np.empty((limits.k_max, b.ceiling.shape[1], n))
+        slot, shown = b.slot[chosen], evidence_of(b)[chosen]
+        own = np.empty((limits.k_max, b.ceiling.shape[1], n))
         for place in range(n):
             own[:, :, place] = hazard[:, :, chosen[place]]
         unread = _unread(known, b, chosen, m.reads_unread)
         planned_s = step_s
         trying, cost_s, value, step_s = find_trial(
-            problem, known.evidence, known.constants, slot, own, unread, m.optimism, price,
+            problem, known.estimates, known.constants, slot, shown, own, unread, m.optimism, price,
             credit_s, value, step_s, drafts, lengths,
         )  # fmt: skip
         credit_s = credit_s - cost_s if trying else min(credit_s, max(cost_s, planned_s))
         next_trial_s = credit_s + _LOOK_STEPS * m.explore_share * planned_s
     for place in range(n):
         i = chosen[place]
-        r, d, k = b.rows[i], drafts[place], lengths[place]
-        draft[r], length[r] = d, k
-        if k:
-            accepted[r, 0] = 0.0
-            for j in range(accepted.shape[1] - 1):
-                more = problem.gain[j, d, place] / kept[i, d] if j < len(problem.gain) else 0.0
-                accepted[r, j + 1] = accepted[r, j] + more
-    return price, goodput, value, step_s, gain, credit_s, next_trial_s, trying, int(trying == 0)
+        draft[b.rows[i]], length[b.rows[i]] = drafts[place], lengths[place]
+    return price, goodput, value, step_s, gain, credit_s, next_trial_s, trying

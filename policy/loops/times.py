@@ -256,70 +256,44 @@ def learn_times(
     return 0 if _settle_shape(factor, shape, seen) else -1
 
 
-class Gains(NamedTuple):
-    """What a plan expected, by row of the view."""
-
-    draft: Ints
-    """[n] the draft that was planned, -1: none."""
-    accepted: Floats
-    """[n, K + 1] the tokens that are accepted of so many verified ones; no rows: unknown."""
-
-
-GAINS = record(Gains, INTS[1], FLOATS[2])
-NODES, TOKENS, KEPT, EXPECTED = range(4)
-"""Rows of ``usage``: verified nodes, tokens of the proposals, accepted nodes and predicted ones of
-plans that the trim cut.
-"""
-_SURE_TOKENS = 20.0  # prior weight in planned tokens: one node each, accepted as predicted
+NODES, TOKENS = range(2)
+"""Rows of ``usage``: verified nodes, and tokens of the proposals."""
+_SURE_TOKENS = 20.0  # prior weight in planned tokens: one node each
 _MEMORY_TOKENS = 2000.0  # memory of nodes, in planned tokens
-_MEMORY_GAIN = 500.0  # memory of gains, in predicted tokens
 
 
 @helper
-def ratio(counts: Floats, c: int, first: int) -> float:
-    """Return one row of ``usage`` over the next, shrunk towards 1."""
-    return (counts[first, c] + _SURE_TOKENS) / (counts[first + 1, c] + _SURE_TOKENS)
+def nodes_by_token(usage: Floats, c: int) -> float:
+    """Return the nodes that a proposed token brings, at least 1: what the trim cuts is its gain."""
+    return max((usage[NODES, c] + _SURE_TOKENS) / (usage[TOKENS, c] + _SURE_TOKENS), 1.0)
 
 
 @helper
-def _learn_usage(usage: Floats, step: Step, column: Ints, followed: Ints, gains: Gains) -> None:
-    """Learn, in place, how many nodes a proposed token brings, and how much of a predicted gain the
-    trim keeps (only of columns of which it cut something); ``column[m]`` of tenant and draft.
-    """
+def _learn_usage(usage: Floats, step: Step, column: Ints) -> None:
+    """Learn how many nodes a token brings, in place; ``column[m]`` of tenant and draft."""
     s = step
     columns = usage.shape[1]
-    new, cut = np.zeros((4, columns)), np.zeros(columns, np.bool_)
+    new = np.zeros((2, columns))
     for i in range(len(column)):
         c = column[i]
         if c < 0:
             continue
         new[NODES, c] += s.verified[i]
         new[TOKENS, c] += s.length[i]
-        r = s.row[i]
-        if r >= 0 and len(gains.accepted) and len(followed) and gains.draft[r] == s.draft[i]:
-            new[KEPT, c] += followed[i]
-            new[EXPECTED, c] += gains.accepted[r, min(s.length[i], gains.accepted.shape[1] - 1)]
-            cut[c] = cut[c] or s.verified[i] < s.length[i]
     for c in range(columns):
         keep = math.exp(-new[TOKENS, c] / _MEMORY_TOKENS)
         usage[NODES, c] = keep * usage[NODES, c] + new[NODES, c]
         usage[TOKENS, c] = keep * usage[TOKENS, c] + new[TOKENS, c]
-        if cut[c]:
-            keep = math.exp(-new[EXPECTED, c] / _MEMORY_GAIN)
-            usage[KEPT, c] = keep * usage[KEPT, c] + new[KEPT, c]
-            usage[EXPECTED, c] = keep * usage[EXPECTED, c] + new[EXPECTED, c]
 
 
 @entry(
-    *(TIMES, STEP, INTS[1], INTS[1], GAINS, FLOATS[1], FLOATS[0]),
+    *(TIMES, STEP, INTS[1], FLOATS[1], FLOATS[0]),
     *(FLOATS[1], FLOATS[1], FLOATS[1], INTS[0], FLOATS[2]),
 )
 def learn_step(
     times: Times,
     step: Step,
     column: Ints,
-    followed: Ints,
-    gains: Gains,
     measured: Floats,
     step_s: float,
     factor: Floats,
@@ -329,7 +303,7 @@ def learn_step(
     usage: Floats,
 ) -> int:
     """Learn from the times of a step, and what became of its proposals; see ``learn_times``."""
-    _learn_usage(usage, step, column, followed, gains)
+    _learn_usage(usage, step, column)
     predicted = np.empty(len(factor))
     tokens, base_s = predict(times, step, predicted)
     return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from .acceptance import CONSTANTS, EVIDENCE, Constants, Evidence, set_doubt
+from .acceptance import CONSTANTS, ESTIMATES, Constants, Estimates, set_doubt
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper
 from .problem import STEP_PROBLEM, StepProblem, charge_s, last_total, limit_s, score
@@ -33,9 +33,10 @@ def _expected_gain(lead: float, deviation: float) -> float:
 @helper
 def _weigh(
     problem: StepProblem,
-    evidence: Evidence,
+    estimates: Estimates,
     constants: Constants,
     slot: Ints,
+    evidence: Ints,
     hazard: Floats,
     unread: Ints,
     optimism: float,
@@ -73,7 +74,9 @@ def _weigh(
             worth[d, i] = upside[d, i] = promise[d, i] = 0.0
             if most == 0:
                 continue
-            variance = set_doubt(evidence, constants, slot[i], d, hazard[:k_max, d, i], spread)
+            variance = set_doubt(
+                estimates, constants, slot[i], d, evidence[i, d], hazard[:k_max, d, i], spread
+            )
             token_s = verify_s + p.forward_s[d, n] / n + p.draft_row_s[d, i]
             hoped = mean = 0.0
             survival, first, high, high_at, best = 1.0, 0.0, -np.inf, 0, -1e9
@@ -145,14 +148,15 @@ def _candidates(
 
 
 @entry(
-    *(STEP_PROBLEM, EVIDENCE, CONSTANTS, INTS[1], FLOATS[3], INTS[2], FLOATS[0], FLOATS[0]),
-    *(FLOATS[0], FLOATS[0], FLOATS[0], INTS[1], INTS[1]),
+    *(STEP_PROBLEM, ESTIMATES, CONSTANTS, INTS[1], INTS[2], FLOATS[3], INTS[2]),
+    *(*[FLOATS[0]] * 5, INTS[1], INTS[1]),
 )
 def find_trial(
     problem: StepProblem,
-    evidence: Evidence,
+    estimates: Estimates,
     constants: Constants,
     slot: Ints,
+    evidence: Ints,
     hazard: Floats,
     unread: Ints,
     optimism: float,
@@ -176,7 +180,7 @@ def find_trial(
     worth, surplus = np.empty((drafts, n)), np.empty((drafts, n))
     upside, promise = np.empty((drafts, n)), np.empty((drafts, n))
     _weigh(
-        p, evidence, constants, slot, hazard, unread, optimism, draft, length, price,
+        p, estimates, constants, slot, evidence, hazard, unread, optimism, draft, length, price,
         tried, worth, surplus, upside, promise,
     )  # fmt: skip
     d, rows = _candidates(p, price, surplus, upside, promise, order)

@@ -20,9 +20,10 @@ CHAIN = st.tuples(
 
 
 def hazards(state, requests):
-    drafts, k_max = state.counts.shape[1], state.counts.shape[3]
+    drafts, k_max = state.deviation.shape[1], state.draft_hazard.shape[2]
     hazard = np.empty((k_max, drafts, len(requests)))
-    set_hazards(state.evidence, state.find(np.array(requests))[0], hazard)
+    evidence = np.zeros((len(requests), drafts), np.int64)
+    set_hazards(state.estimates, state.find(np.array(requests))[0], evidence, hazard)
     return hazard
 
 
@@ -37,8 +38,8 @@ def learnt(chains):
         if emptied or tenants.rows != before:
             state = model.with_tenants(state, tenants.rows, emptied)
         state = model.admit(state, *map(np.array, (request, [tenant])), tenants.of(request))
-        columns = (np.array([value]) for value in (draft, accepted, scored))
-        chains = Chains(np.array(request), *columns), Chains(*[np.zeros(0, np.int64)] * 4)
+        columns = (np.array([value]) for value in (draft, accepted, scored, 0))
+        chains = Chains(np.array(request), *columns), Chains(*[np.zeros(0, np.int64)] * 5)
         state, _ = model.observe(state, chains[0], np.array([accepted + 1]), chains[1])
         if last:
             state, tenants = model.forget(state, request), tenants.without(request)

@@ -6,7 +6,7 @@ from policy.loops.acceptance import Chains, set_hazards
 
 K = 8
 NONE = np.zeros(0, np.int64)
-NOTHING = Chains(NONE, NONE, NONE, NONE)
+NOTHING = Chains(NONE, NONE, NONE, NONE, NONE)
 
 
 def model(drafts=1, **config):
@@ -19,16 +19,17 @@ def chains(rng, hazards, length, count):
     return np.cumprod(passed, axis=1).sum(axis=1)
 
 
-def learn(estimator, state, request, draft, accepted, scored):
+def learn(estimator, state, request, draft, accepted, scored, shown=0):
     rows = len(accepted)
     full = lambda value: np.full(rows, value)  # noqa: E731
-    chains = full(request), full(draft), np.array(accepted), np.broadcast_to(scored, rows).copy()
+    scored = np.broadcast_to(scored, rows).copy()
+    chains = full(request), full(draft), np.array(accepted), scored, full(shown)
     return estimator.observe(state, NOTHING, NONE, Chains(*chains))[0]
 
 
 def step(estimator, state, request):
     nothing = np.zeros(1, np.int64)
-    chains = Chains(np.array([request]), nothing - 1, nothing, nothing)
+    chains = Chains(np.array([request]), nothing - 1, nothing, nothing, nothing)
     return estimator.observe(state, chains, nothing + 1, NOTHING)[0]
 
 
@@ -37,10 +38,10 @@ def admit(estimator, state, request, group=None):
     return estimator.admit(state, np.array(request), groups)
 
 
-def hazards(estimator, state, request=0):
-    drafts, k_max = state.draft_hazard.shape
-    hazard = np.empty((k_max, drafts, 1))
-    set_hazards(state.evidence, state.find(np.array([request]))[0], hazard)
+def hazards(estimator, state, request=0, shown=0):
+    drafts, _, k_max = state.draft_hazard.shape
+    hazard, evidence = np.empty((k_max, drafts, 1)), np.full((1, drafts), shown)
+    set_hazards(state.estimates, state.find(np.array([request]))[0], evidence, hazard)
     return hazard[:, :, 0].T
 
 
@@ -62,7 +63,7 @@ def test_positions_behind_an_end_cut_are_no_evidence():
     for _ in range(100):
         state = learn(estimator, state, 0, 0, [2], 2)
     assert hazards(estimator, state)[0][:2].min() > 0.9
-    assert state.draft_reached[0, 2] == 0
+    assert state.draft_reached[0, 0, 2] == 0
 
 
 def test_unprobed_positions_inherit_the_last_hazard():
@@ -86,6 +87,42 @@ def test_survival_of_the_prior_is_the_posterior_product():
     expected = np.cumprod([(2.4 + i) / (4.0 + i) for i in range(K)])
     assert survival == pytest.approx(expected)
     assert (survival[1:] > 0.6 ** np.arange(2, K + 1)).all()
+
+
+def test_each_bin_of_evidence_has_its_own_level():
+    estimator, rng = model(), np.random.default_rng(5)
+    state = admit(estimator, estimator.start(), [0])
+    for shown, rate in ((1, 0.3), (6, 0.9)) * 3:
+        state = learn(estimator, state, 99, 0, chains(rng, [rate] * 4, 4, 300), 4, shown)
+    weak, strong = (hazards(estimator, state, 0, shown)[0] for shown in (1, 6))
+    assert weak[:2] == pytest.approx([0.3] * 2, abs=0.06)
+    assert strong[:4] == pytest.approx([0.9] * 4, abs=0.06)
+    assert strong[7] > 0.8  # never probed: at the odds of the positions before
+    assert weak[0] < hazards(estimator, state, 0, 3)[0][0] < strong[0]  # a bin without chains
+
+
+def test_what_a_request_shows_in_one_bin_holds_in_all():
+    estimator, rng = model(), np.random.default_rng(5)
+    state = admit(estimator, estimator.start(), [0, 1])
+    for shown, rate in ((1, 0.3), (6, 0.8)) * 3:
+        state = learn(estimator, state, 99, 0, chains(rng, [rate] * 4, 4, 300), 4, shown)
+    for _ in range(30):
+        state = learn(estimator, state, 1, 0, [0], 4, 6)
+    for shown in (1, 6):
+        usual, hard = (hazards(estimator, state, request, shown)[0][0] for request in (0, 1))
+        assert hard < usual - 0.1
+
+
+def test_evidence_that_says_nothing_changes_nothing():
+    estimator, rng = model(), np.random.default_rng(5)
+    accepted = [chains(rng, [0.7] * 4, 4, 200) for _ in range(8)]
+    states = [admit(estimator, estimator.start(), [0]) for _ in range(2)]
+    for turn, some in enumerate(accepted):
+        states[0] = learn(estimator, states[0], 99, 0, some, 4)
+        states[1] = learn(estimator, states[1], 99, 0, some, 4, 1 + turn % 4)
+    alike = hazards(estimator, states[0], 0)[0][:4]
+    for shown in range(1, 5):
+        assert hazards(estimator, states[1], 0, shown)[0][:4] == pytest.approx(alike, abs=0.06)
 
 
 def test_a_hard_request_is_told_from_an_easy_one_and_a_new_one_lies_between():
@@ -151,7 +188,7 @@ def test_zero_acceptance_is_not_absorbing():
     for turn in range(1, 2001):
         stepped = estimator.decayed_to(step(estimator, stepped, 1), now=0.01 * turn)
     assert hazards(estimator, stepped, 1)[0][0] == pytest.approx(
-        stepped.draft_hazard[0, 0], rel=0.01
+        stepped.draft_hazard[0, 0, 0], rel=0.01
     )
     waited = admit(estimator, estimator.forget(estimator.decayed_to(state, now=2000.0), [1]), [2])
     assert hazards(estimator, waited, 2)[0][0] > 0.55
@@ -162,12 +199,13 @@ def test_the_given_state_is_left_alone():
     state = admit(estimator, estimator.start(), [1])
     before = [
         getattr(state, name).copy()
-        for name in ("counts", "deviation", "draft_accepted", "draft_reached")
+        for name in ("information", "deviation", "draft_accepted", "draft_reached")
     ]
     later = learn(estimator, state, 1, 0, [3], 4)
     later = estimator.forget(step(estimator, estimator.decayed_to(later, 1e6), 1), [1])
     after = [
-        getattr(state, name) for name in ("counts", "deviation", "draft_accepted", "draft_reached")
+        getattr(state, name)
+        for name in ("information", "deviation", "draft_accepted", "draft_reached")
     ]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
     assert state.slots == {1: 0}
@@ -180,7 +218,7 @@ def test_slots_are_reused_and_come_back_empty():
     state = learn(estimator, state, 7, 0, np.zeros(30, np.int64), 1)
     state = admit(estimator, estimator.forget(state, [7, 1234]), [50])
     assert state.slots[50] == 7
-    assert state.counts[7].sum() == 0
+    assert state.information[7].sum() == 0
     assert sorted(state.slots.values()) == list(range(20))
 
 
@@ -197,7 +235,7 @@ def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
                 estimator, state, request, 0, chains(rng, [(0.8, 0.4)[request % 2]] * 4, 4, 1), 4
             )
         state = estimator.forget(state, [request])
-    level = state.draft_hazard[0]
+    level = state.draft_hazard[0, 0]
     assert abs(level[3] - level[0]) < 0.1
 
 
@@ -253,7 +291,7 @@ def after_a_change(steps, rows=8):
     state, zeros = admit(estimator, estimator.start(), ids.tolist()), np.zeros(rows, np.int64)
     for step in range(60 + steps):
         accepted = np.full(rows, 4 if step < 60 else 0)
-        chains = Chains(ids, zeros, accepted, np.full(rows, 4))
+        chains = Chains(ids, zeros, accepted, np.full(rows, 4), zeros)
         state, _ = estimator.observe(state, chains, accepted + 1, NOTHING)
     return estimator, admit(estimator, state, [100])
 

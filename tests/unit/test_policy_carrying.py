@@ -6,10 +6,7 @@ import pytest
 from policy import LatencyModel, LatencyTable
 from tests.fakes.policies import DRAFTS, planner, taught
 
-GROUP = {
-    "small": {"accepted": [1.0] * 8, "reached": [3.0] * 8},
-    "large": {"accepted": [0.5] * 8, "reached": [2.0] * 8},
-}
+GROUP = {"small": {"weight": 3.0, "moment": -1.5}, "large": {"weight": 2.0, "moment": 0.5}}
 
 
 def saved():
@@ -53,7 +50,7 @@ def test_what_is_known_of_a_draft_goes_with_its_name(after):
         else:
             assert not np.any(known["reached"])
             assert not np.any(known["nodes"])
-            assert not np.any(group["reached"])
+            assert not np.any(group["weight"])
             assert times["factor"] == 1.0
             assert known["variance"] == fresh.acceptance.variance[column]
 

@@ -28,8 +28,14 @@ def judged(rows=4, rates=(0.7, None)):
     for draft, rate in enumerate(rates):
         for request in range(rows) if rate is not None else ():
             held = np.cumprod(rng.random((400, 4)) < rate, axis=1).sum(1)
-            free = Chains(np.full(400, request), np.full(400, draft), held, np.full(400, 4))
-            state, _ = model.observe(state, Chains(*[NOTHING] * 4), NOTHING, free)
+            free = Chains(
+                np.full(400, request),
+                np.full(400, draft),
+                held,
+                np.full(400, 4),
+                np.zeros(400, int),
+            )
+            state, _ = model.observe(state, Chains(*[NOTHING] * 5), NOTHING, free)
     return model, state
 
 
@@ -47,14 +53,15 @@ def look(credit_s, rows=4, catchup=1, rates=(0.7, None), price=PRICE):
     model, state = judged(rows, rates)
     seen = view(rows, catchup=np.full((rows, 2), catchup))
     slot, hazard = np.arange(rows), np.empty((8, 2, rows))
-    set_hazards(state.evidence, slot, hazard)
+    evidence = np.zeros((rows, 2), np.int64)
+    set_hazards(state.estimates, slot, evidence, hazard)
     times = Correction.start(2).times(latency((0.1, 0.1)))
     problem = step_problem(times, seen, hazard, 8, 16.0)
     choice, result = best_choice(problem, price)
     tried = Choice(choice.draft.copy(), choice.length.copy())
     unread = np.zeros((2, rows), np.int64)
     count, cost_s, value, step_s = find_trial(
-        *(problem, state.evidence, model.constants, slot, hazard, unread, 1.5, price),
+        *(problem, state.estimates, model.constants, slot, evidence, hazard, unread, 1.5, price),
         *(float(credit_s), result.value, result.step_s, *tried),
     )
     found = Found(tried, Score(value, score(problem, tried).charged_s, step_s), count, cost_s)

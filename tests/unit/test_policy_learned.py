@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from policy import AcceptanceConfig, NoSpeculation, SwitchedPolicy, Switches
+from policy.evidence import EVIDENCE_BINS
 from policy.learned import LearnedError
 from tests.fakes.policies import RNG, outcome, planner, taught, view
 from tests.property.test_policy_tenants import hazards
@@ -91,13 +92,13 @@ def changed(data, path, value):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("schema", 7, ["schema must be 8", "7"]),
+        ("schema", 8, ["schema must be 9", "8"]),
         ("tenants.0.drafts.small.accepted", [1.0], ["tenants.0.drafts.small.accepted", "shape"]),
         ("tenants.0.drafts.small.accepted", "many", ["tenants.0.drafts.small.accepted", "many"]),
         ("tenants.0.drafts.small.accepted", ..., ["tenants.0.drafts.small.accepted is missing"]),
         (
             "tenants.0.drafts.small.reached",
-            [0.0] * 8,
+            [[0.0] * 8] * EVIDENCE_BINS,
             ["tenants.0.drafts.small.accepted is out of range"],
         ),
         ("drafts.large.factor", 1000.0, ["drafts.large.factor", "1000"]),
@@ -126,8 +127,8 @@ def changed(data, path, value):
         ("groups", [{"group": 1, "tenant": 0}], ["groups.1.drafts is missing"]),
         (
             "groups",
-            [{"group": 1, "tenant": 0, "drafts": {"small": {"accepted": [1.0], "reached": [1.0]}}}],
-            ["groups.1.drafts.small.accepted", "shape"],
+            [{"group": 1, "tenant": 0, "drafts": {"small": {"weight": [1.0], "moment": 1.0}}}],
+            ["groups.1.drafts.small.weight", "shape"],
         ),
         (
             "groups",
@@ -135,10 +136,10 @@ def changed(data, path, value):
                 {
                     "group": 1,
                     "tenant": 0,
-                    "drafts": {"small": {"accepted": [1.0] * 8, "reached": [0.5] * 8}},
+                    "drafts": {"small": {"weight": -1.0, "moment": 1.0}},
                 }
             ],
-            ["groups.1.drafts.small.accepted is out of range"],
+            ["groups.1.drafts.small.weight is out of range"],
         ),
     ],
 )

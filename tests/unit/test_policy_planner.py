@@ -15,7 +15,7 @@ from policy import (
     Plan,
     PlannerConfig,
 )
-from policy.loops.times import EXPECTED, NODES, TOKENS
+from policy.loops.times import NODES, TOKENS
 from tests.fakes.policies import DRAFTS, RNG, certain, latency, outcome, planner, view
 
 # -- the seam
@@ -235,31 +235,6 @@ def test_the_price_is_that_of_a_step_without_its_prefill_however_little_of_it_is
         )
     after, _ = p.plan(view(4, request=np.arange(4, 8)), state, 0.0, RNG)
     assert after.price == pytest.approx(alone.price, rel=0.05)
-
-
-def test_what_the_trim_cuts_off_is_no_token_gained():
-    """Where half of what is planned is never verified, half of it is never accepted."""
-    p = planner(latency((0.001, 9.0)), **certain(0.8))
-    state, seen = p.start(), view(4)
-    first, state = p.plan(seen, state, 0.0, RNG)
-    for _ in range(8):
-        plan, state = p.plan(seen, state, 0.0, RNG)
-        held = np.minimum(plan.length, 1)
-        done = outcome(seen, plan, held, followed=held)
-        done.rows.verified = held
-        state = p.observe(done, state, 0.0)
-    assert plan.length.sum() < first.length.sum()
-    assert plan.predicted_tokens < 0.7 * first.predicted_tokens
-
-
-def test_what_is_verified_whole_is_left_to_what_is_learnt_of_acceptance():
-    p = planner(latency((0.001, 9.0)), **certain(0.8))
-    state, seen = p.start(), view(4)
-    none = np.zeros(4, int)
-    for _ in range(8):
-        plan, state = p.plan(seen, state, 0.0, RNG)
-        state = p.observe(outcome(seen, plan, none, followed=none), state, 0.0)
-    assert not state.usage[EXPECTED].any()
 
 
 def test_a_node_pays_for_the_context_that_it_reads():
