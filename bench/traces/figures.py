@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.traces.arms import FIXED_EAGLE, NONE, Load, made_up_claims, tuned, untuned
+from bench.traces.arms import FIXED_EAGLE, NONE, PLANNER, Load, made_up_claims, tuned, untuned
 from bench.traces.costs import Costs
 from bench.traces.world import World
 from policy.plan import IntArray
@@ -83,7 +83,8 @@ def summary(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a table for each set of data: tokens per second over the best fixed length of EAGLE,
-    that over none; a line an arm, a column a number of requests in flight, both halves.
+    that over none; a line an arm, a column a number of requests in flight, both halves. The last
+    line is the planner over the rule.
     """
     blocks = []
     for data in dict.fromkeys(row["data"] for row in rows):
@@ -94,8 +95,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         for arm in dict.fromkeys(arm for arm, _ in found):
             cells = (_cell(arm, found.get((arm, load))) for load in loads)
             lines.append(f"{arm:34}" + "".join(f"{text:>16}" for text in cells))
+        if ("rule", loads[0]) in found and (PLANNER, loads[0]) in found:
+            ratios = (_ratio(found[PLANNER, load], found["rule", load]) for load in loads)
+            lines.append(f"{PLANNER + ' / rule':34}" + "".join(f"{text:>16}" for text in ratios))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    pairs = zip(ours["over_none_by_half"], theirs["over_none_by_half"], strict=True)
+    return " ".join(f"{mine / other:.3f}" for mine, other in pairs)
 
 
 def _cell(arm: str, row: dict[str, Any] | None) -> str:

@@ -394,6 +394,7 @@ def test_measured_tables_replace_the_authors_fit(tmp_path):
 
 def test_the_summary_compares_half_by_half():
     speeds = {"none": [100.0, 50.0], "fixed-eagle": [200.0, 75.0], "planner": [220.0, 90.0]}
+    speeds["rule"] = [200.0, 100.0]
     found = {
         "data": "mixed",
         "in_flight": 8,
@@ -404,5 +405,6 @@ def test_the_summary_compares_half_by_half():
     assert rows[2]["over_none"] == pytest.approx(2.0)
     assert rows[2]["over_fixed_eagle"] == pytest.approx((1.1 + 1.2) / 2)
     assert "+10.0% +20.0%" in table(rows)
+    assert table(rows).splitlines()[-1].split() == ["planner", "/", "rule", "1.100", "0.900"]
     figure = picture(rows, THEMES["dark"])
     assert [axis.get_title() for axis in figure.axes] == ["mixed"]
