@@ -14,6 +14,7 @@ from .bandit import BanditDrafts, BanditLengths
 from .batch_schedule import BatchSchedule, GatedSchedule, GateState
 from .ema import AcceptanceEma
 from .entry import Baseline, BaselineSettings, same_for_all
+from .hedge import HedgeSpec
 from .nightjar import Nightjar
 from .registry import BASELINES, compared
 from .smartspec import SmartSpec, expected_tokens
@@ -33,6 +34,7 @@ __all__ = [
     "FixedLength",
     "GateState",
     "GatedSchedule",
+    "HedgeSpec",
     "Nightjar",
     "NoSpeculation",
     "RandomChoice",

@@ -1,0 +1,122 @@
+"""HedgeSpec (arXiv 2510.20064v2, ICLR 2026, "Not-a-Bandit"): a draft for each request, by hedging.
+
+A verified text shows how long a proposal each draft would have had accepted there, so that every
+draft is judged and none is tried for its own sake. The paper's full text was not at hand: its
+abstract and a public reading of its algorithm and theorems were, no code was found. What they say:
+for each request NormalHedge (Chaudhuri, Freund, Hsu, "A parameter-free hedging algorithm", 2009)
+over the drafts, with the loss 1 - (expected accepted tokens + 1) / (K + 1), which becomes known
+late. It counts accepted tokens alone; neither time nor load.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.random import Generator as Rng
+
+from policy.plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, Policy, View
+
+from .entry import Baseline
+from .per_request import PerRequest
+
+_REGRET, _RUN, _LOSS, _SEEN, _WEIGHT = range(5)
+"""Figures of a request by draft: regret; accepted tokens of a proposal whose end is not known yet;
+sum and number of losses; weight.
+"""
+_BISECTIONS = 12
+
+
+def normal_hedge(regret: FloatArray) -> FloatArray:
+    """Return NormalHedge's weights [r, d] from regrets: x / c exp(x^2 / 2c) of the positive x, c
+    such that the mean of exp(x^2 / 2c) is e. Without a positive one they are 0.
+    """
+    positive = np.maximum(regret, 0.0)
+    square = positive**2 / 2
+    most = square.max(1, initial=0.0, keepdims=True)
+    high = np.where(most > 0, most, 1.0)
+    low = high / (1 + np.log(max(regret.shape[1], 1)))
+    for _ in range(_BISECTIONS):
+        scale = (low + high) / 2
+        above = np.exp(square / scale).mean(1, keepdims=True) > np.e
+        low, high = np.where(above, scale, low), np.where(above, high, scale)
+    weights: FloatArray = positive * np.exp(square / high)
+    return weights
+
+
+class HedgeSpec(Policy[PerRequest]):
+    """Each request draws its draft in every step by NormalHedge's weights; all propose one length.
+
+    A proposal that was right in all that is known of it goes on in the next step's, until it is
+    wrong or ``length`` tokens long; then it is a loss. There every draft reads every verified token
+    to be judged; here a draft is judged by what a step reports of it, which takes no time of its
+    own: that helps. Where a step tells nothing of a draft, its mean loss stands for it. A draft
+    that can propose nothing is not drawn, which helps, too.
+    """
+
+    def __init__(self, drafts: tuple[str, ...], length: int) -> None:
+        self.drafts, self.length = drafts, length
+
+    def start(self) -> PerRequest:
+        return PerRequest.none(5, len(self.drafts))
+
+    def plan(self, view: View, state: PerRequest, now: float, rng: Rng) -> tuple[Plan, PerRequest]:
+        able = view.ceiling > 0
+        weight = np.where(able, state.of(view.request)[:, _WEIGHT], 0.0)
+        weight = np.where(weight.sum(1, keepdims=True) > 0, weight, able)
+        below = weight.cumsum(1)
+        drawn = rng.random((len(view), 1)) * below[:, -1:]
+        draft = np.minimum((below <= drawn).sum(1), len(self.drafts) - 1)
+        return Plan.within(view, draft, self.length), state
+
+    def observe(self, outcome: Outcome, state: PerRequest, now: float) -> PerRequest:
+        rows = np.unique(np.concatenate([outcome.rows.request, outcome.free.request]))
+        figures = state.of(rows)
+        accepted, ended = self._judged(outcome, rows)
+        length = max(self.length, 1)
+        run = figures[:, _RUN] + accepted
+        losses = np.where(ended > 0, ended, run // length)
+        tokens = np.minimum(run / np.maximum(losses, 1), length)
+        loss = np.where(losses > 0, 1 - (tokens + 1) / (length + 1), 0.0)
+        figures[:, _RUN] = np.where(ended > 0, 0, run % length)
+        figures[:, _LOSS] += loss * losses
+        figures[:, _SEEN] += losses
+        self._hedge(figures, loss, losses > 0)
+        return state.updated(rows, figures, outcome.finished)
+
+    def _judged(self, outcome: Outcome, rows: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Return by request and draft the accepted tokens and how many proposals ended, wrong."""
+        accepted, ended = np.zeros((2, len(rows), len(self.drafts)))
+        own, free = outcome.rows, outcome.free
+        used = own.draft != NO_DRAFT
+        chosen = own.request[used], own.draft[used], own.accepted[used], own.scored[used]
+        for request, draft, right, scored in (
+            chosen,
+            (free.request, free.draft, free.accepted, free.scored),
+        ):
+            at = rows.searchsorted(request), draft
+            np.add.at(accepted, at, np.minimum(right, scored))
+            np.add.at(ended, at, right < scored)
+        return accepted, ended
+
+    @staticmethod
+    def _hedge(figures: FloatArray, loss: FloatArray, judged: BoolArray) -> None:
+        """Add what a round brings to the regrets, and set the weights."""
+        known = figures[:, _SEEN] > 0
+        mean = figures[:, _LOSS] / np.maximum(figures[:, _SEEN], 1)
+        loss = np.where(judged, loss, mean)
+        weight = np.where(known, figures[:, _WEIGHT], 0.0)
+        weight = np.where(weight.sum(1, keepdims=True) > 0, weight, known)
+        total = np.maximum(weight.sum(1, keepdims=True), 1e-300)
+        ours = (weight * loss).sum(1, keepdims=True) / total
+        figures[:, _REGRET] += np.where(known & judged.any(1, keepdims=True), ours - loss, 0.0)
+        figures[:, _WEIGHT] = normal_hedge(figures[:, _REGRET])
+
+
+ENTRIES = {
+    "hedgespec": Baseline(
+        lambda s: HedgeSpec(s.drafts, s.length),
+        "HedgeSpec",
+        needs=("length",),
+        colour="#9c3f3f",
+        marker="d",
+    ),
+}
