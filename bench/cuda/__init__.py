@@ -1,1 +1,6 @@
-"""What the CUDA engine's kernels, products and whole steps cost on a GPU, with random weights."""
+"""Benches of the CUDA engine."""
+
+from bench.cuda.loops import allow_without_numba
+
+PLANNER = allow_without_numba()
+"""How the policy's loops run here."""

@@ -14,7 +14,15 @@ from backend.engines.cuda.attention import attention as attend
 from backend.engines.cuda.draw import draw
 from backend.engines.cuda.layers import add_rms_norm, gated
 from backend.engines.cuda.linear import Tiling, linear
-from backend.engines.cuda.pages import PAGE
+from backend.engines.cuda.prompts import (
+    BY_ROW,
+    LIBRARIES,
+    PAGE,
+    Prompts,
+    Scoring,
+    by_row,
+    error_of,
+)
 from bench.cuda.measuring import Probe
 from bench.cuda.step import Shape, Weights
 
@@ -210,7 +218,35 @@ def prefill(probe: Probe) -> dict[str, Any]:
             "pass_ms": ms * shape.layers,
         }
         print(tokens, found[str(tokens)], flush=True)
-    return {"chunks": found}
+    return {"chunks": found, "libraries": _prompt_libraries(probe)}
+
+
+def _prompt_libraries(probe: Probe) -> dict[str, Any]:
+    """Time the attention of a prompt's chunk over pages by each library, and its error against
+    torch's own.
+    """
+    shape = probe.shape
+    found: dict[str, Any] = {}
+    chunks = probe.of([(0, 512), (1000, 256), (0, 2048), (3000, 512)], [(5, 70)])
+    blocks = -(-max(map(sum, chunks)) // PAGE)
+    size = (blocks, 2, shape.kv_heads, PAGE, shape.dim)
+    kv = torch.randn(size, device=probe.device, dtype=probe.dtype)
+    table = torch.randperm(blocks, device=probe.device).int()[None]
+    scoring = Scoring(shape.dim**-0.5)
+    for name in (*LIBRARIES, BY_ROW):
+        try:
+            attend_to = LIBRARIES[name]() if name in LIBRARIES else by_row
+            found[name] = cells = {"error": error_of(attend_to, kv, shape.heads, scoring)}
+            for committed, new in chunks:
+                first = torch.tensor([0, new], dtype=torch.int32, device=probe.device)
+                rows = Prompts([(committed, new)], table, first)
+                q = torch.randn(new, shape.heads, shape.dim, device=kv.device, dtype=kv.dtype)
+                run = partial(attend_to, q, kv, rows, scoring)
+                cells[f"{new} tokens after {committed}, ms"] = probe.time_ms(run, 7)
+        except Exception as error:
+            found[name] = {"failed": str(error).partition("\n")[0]}
+        print(name, found[name], flush=True)
+    return found
 
 
 def _layer(

@@ -38,6 +38,7 @@ from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, Sequence
 from backend.speculation.drafting import Drafting
 from backend.speculation.policy_factory import make_policy
+from bench.cuda import PLANNER
 from bench.cuda.exactness_parts import random_llama
 from bench.cuda.script import Rates, ScriptedProposal, ScriptedSteps
 from bench.cuda.step import SHAPES, Shape
@@ -45,6 +46,7 @@ from engines_build.measure import lower_quartile, tabulate
 from engines_build.timing import Rig, interleave
 from policy import AnyPolicy
 from policy.latency import LatencyTable, Provenance
+from policy.loops.compiling import compile_all
 
 SEED = 0
 TARGET, DRAFTS = "target", ("large", "small")
@@ -393,6 +395,9 @@ def main() -> None:
     torch.set_num_threads(1)  # as the engine process has with a GPU
     job.result |= {"command": ["python", "-m", "bench.cuda.scripted"], "seed": SEED}
     job.result |= {"machine": machine.describe(), "rehearsal": args.rehearse}
+    started = time.monotonic()
+    compile_all()
+    job.result |= {"planner": PLANNER, "compiling_s": round(time.monotonic() - started, 1)}
     engine, heads = engines_of(job)
     policies(job, engine, heads, tables(job, engine, heads))
     job.keep()

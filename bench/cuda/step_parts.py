@@ -41,7 +41,18 @@ def steps(probe: Probe) -> dict[str, Any]:
                 key = f"{rows} rows, {most} tokens, invariant {invariant}"
                 found[key] = cell
                 print(key, {name: round(value, 3) for name, value in cell.items()}, flush=True)
-    return {"steps": found, "context": probe.context}
+    return {"steps": found, "context": probe.context, "price_of_invariant": _prices(found)}
+
+
+def _prices(cells: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return by rows and tokens the time with products of fixed order over that without."""
+    found = {}
+    for key in cells:
+        size, is_invariant = key.rsplit(", invariant ", 1)
+        if is_invariant == "True":
+            without = cells[f"{size}, invariant False"]
+            found[size] = round(cells[key]["ms"] / without["ms"], 3)
+    return found
 
 
 def table(probe: Probe) -> dict[str, Any]:

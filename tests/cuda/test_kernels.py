@@ -171,6 +171,21 @@ def test_a_tiling_fits_the_shapes_of_an_8b(columns: int, inner: int, tokens: int
     assert tiling_for(columns + 1, inner, tokens) is None
 
 
+@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 160, 320, 640])
+@pytest.mark.parametrize(
+    ("columns", "inner"), [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)]
+)
+def test_a_weight_has_a_tiling_for_all_numbers_of_tokens_or_for_none(
+    columns: int, inner: int, tokens: int
+) -> None:
+    tiling = tiling_for(columns, inner, tokens)
+    assert tiling is not None
+    assert columns % tiling.columns == inner % tiling.inner == 0
+    assert tiling.warps == 4 or tiling.columns > 64
+    assert tiling_for(columns + 32, inner, tokens) is None
+    assert tiling_for(columns, inner + 8, tokens) is None
+
+
 def test_linear_refuses_shapes_that_are_not_multiples() -> None:
     x, weight = torch.zeros(1, 64, device=DEVICE), torch.zeros(40, 64, device=DEVICE)
     with pytest.raises(ValueError, match=r"weight \(40, 64\)"):

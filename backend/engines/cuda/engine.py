@@ -19,6 +19,7 @@ from backend.engines.cuda.ancestors import MAX_NEW_TOKENS
 from backend.engines.cuda.faults import NO_NUMBERS, reporting_loss
 from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward, most_graph_tokens
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
+from backend.engines.cuda.leaves import Product
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import ATTENTION
 from backend.engines.port import Completion, EngineLimits
@@ -58,6 +59,10 @@ class CudaEngine(StepEngine):
         model.fuse()
         logger.info("%s: fused %s, kept %s", name, model.fused, sorted(set(model.refused)))
         logger.info("%s: prompts by %s", name, ", ".join(sorted(model.prompts_by)))
+        if is_cuda and invariant and (odd := _without_tiling(model.lm)):
+            logger.warning("%s: not invariant: products by cuBLAS for weights %s", name, odd)
+            if count is not None:
+                count("not_invariant")
         limits = EngineLimits(
             vocab_size=vocab_size,
             max_context_tokens=max_context_tokens,
@@ -94,6 +99,15 @@ class CudaEngine(StepEngine):
     def _wait(self, jobs: list[Job]) -> None:
         if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
             torch.cuda.current_stream(self._model.device).synchronize()
+
+
+def _without_tiling(lm: nn.Module) -> list[tuple[int, ...]]:
+    """Return the shapes of weights that our own product does not multiply."""
+    from backend.engines.cuda.linear import tiling_for
+
+    products = (module for module in lm.modules() if isinstance(module, Product | nn.Linear))
+    shapes = {tuple(product.weight.shape) for product in products}
+    return sorted(shape for shape in shapes if tiling_for(shape[0], shape[1], 1) is None)
 
 
 def make(engine: EngineConfig, service: Service) -> CudaEngine:

@@ -8,6 +8,7 @@ tiling: a row has the same bits alone and in any batch (docs/adr/0041).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -87,9 +88,14 @@ def linear(
     return out
 
 
+_LEAST_COLUMNS, _LEAST_INNER = 64, 16
+"""Of one instruction of Hopper's warp groups."""
+
+
 def tiling_for(columns: int, inner: int, tokens: int) -> Tiling | None:
     """Return the fastest tiling measured on an H100 for a weight [columns, inner] and a number of
-    tokens; None for a weight whose shape is not a multiple of it.
+    tokens, cut where the weight is no multiple of it. None, for every number of tokens, where its
+    columns are no multiple of 64 or ``inner`` is none of 16.
     """
     is_wide = columns >= 16384
     fewer_rows = triton.cdiv(tokens, 64) * 64 < triton.cdiv(tokens, 128) * 128
@@ -102,6 +108,9 @@ def tiling_for(columns: int, inner: int, tokens: int) -> Tiling | None:
         tiling = Tiling(64, 128, 64, 5, 4)
     else:
         tiling = Tiling(128, 64, 64, 6, 4) if fewer_rows else Tiling(128, 64, 128, 5, 8)
-    if columns % tiling.columns or inner % tiling.inner:
+    if columns % _LEAST_COLUMNS or inner % _LEAST_INNER:
         return None
-    return tiling
+    cut = tiling._replace(inner=math.gcd(tiling.inner, inner))
+    if columns % tiling.columns:
+        cut = cut._replace(columns=_LEAST_COLUMNS, warps=4)
+    return cut

@@ -1,0 +1,158 @@
+"""The next minutes on a GPU, in the order in which they decide most:
+``python -m bench.cuda.minutes PART... --out FOLDER``, or ``all``.
+
+Each part is a process of its own with a time limit of its own, and FOLDER/minutes.json is written
+after each. The policy's loops are compiled meanwhile. ``--rehearse`` runs the same parts on a CPU
+(set TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backend.config import EMBEDDED_MODEL, PROJECT_ROOT
+from backend.machine import machine
+
+SEED = 20261126
+_DRAFTS = "engines_build/drafts"
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "llvmlite", "msgspec")
+_PACKAGES_OF_SERVING = ("nvidia-pytriton", "tokenizers", "safetensors", "gguf")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command, without its interpreter, and its time limit; FOLDER in it is the output's."""
+
+    what: str
+    command: tuple[str, ...]
+    limit_s: float
+
+
+PARTS = {
+    "doctor": Part("what the machine has", ("backend.cli", "doctor", "--json"), 60.0),
+    "probe": Part(
+        "the draw, a head in graphs, an 8B step over transformers' modules, bits of texts",
+        ("bench.cuda.probe", *("distributions", "proposals", "model"), "--out", "FOLDER/probe"),
+        150.0,
+    ),
+    "invariant": Part(
+        "the price of products of fixed order, prompts by each library, the draw",
+        ("bench.cuda.probe", *("prefill", "draws", "steps"), "--out", "FOLDER/probe"),
+        120.0,
+    ),
+    "scripted": Part(
+        "no speculation, every fixed length and the adaptive policy at 1, 8, 32, 64, 128 rows",
+        ("bench.cuda.scripted", "--out", "FOLDER/scripted.json"),
+        420.0,
+    ),
+    "tiny": Part(
+        "the tiny family through tritonserver",
+        (
+            *("bench.cuda.served", "--model", f"{_DRAFTS}/tiny-target"),
+            *("--head", f"{_DRAFTS}/tiny-head", "--out", "FOLDER/tiny.json"),
+        ),
+        150.0,
+    ),
+    "smollm2": Part(
+        "SmolLM2 and its head through tritonserver",
+        (
+            *("bench.cuda.served", "--model", EMBEDDED_MODEL),
+            *("--head", f"{_DRAFTS}/{EMBEDDED_MODEL}-head", "--out", "FOLDER/smollm2.json"),
+        ),
+        180.0,
+    ),
+}
+"""In their order."""
+
+_LIMITED = {"bench.cuda.probe": "--limit", "bench.cuda.scripted": "--seconds"}
+"""Programs that end by themselves, with what they have, and their option for that."""
+_MARGIN_S = 15.0
+
+
+def main() -> None:
+    """Run parts in their order; the exit status is 0: failures are in the record."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "all"], metavar="PART")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--limit", type=float, default=570.0, metavar="S", help="for all parts")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    wanted = [name for name in PARTS if name in args.parts or "all" in args.parts]
+    end_s = time.monotonic() + args.limit
+    record: dict[str, Any] = {
+        "command": ["python", "-m", "bench.cuda.minutes", *args.parts],
+        "gpu": [str(gpu) for gpu in machine.gpus()],
+        "versions": versions(),
+        "seed": SEED,
+        "rehearsal": args.rehearse,
+        "parts": {},
+    }
+    compiling = subprocess.Popen(
+        [sys.executable, "-m", "policy.loops"], cwd=PROJECT_ROOT, stderr=subprocess.DEVNULL
+    )
+    for name in wanted:
+        if name == "scripted":
+            compiling.wait()
+        left_s = end_s - time.monotonic()
+        print(f"=== {name}: {PARTS[name].what} ({left_s:.0f} s left)", flush=True)
+        record["parts"][name] = run(PARTS[name], args.out, left_s, rehearse=args.rehearse)
+        (args.out / "minutes.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    compiling.kill()
+    compiling.wait()
+
+
+def run(part: Part, out: Path, left_s: float, *, rehearse: bool) -> dict[str, Any]:
+    """Run a part within its limit and what is left; return what became of it."""
+    limit_s = min(part.limit_s, left_s)
+    words = [word.replace("FOLDER", str(out)) for word in part.command]
+    if option := _LIMITED.get(words[0]):
+        words += [option, f"{max(1.0, limit_s - _MARGIN_S):.0f}"]
+    words += ["--rehearse"] if rehearse and words[0].startswith("bench.") else []
+    report: dict[str, Any] = {"command": ["python", "-m", *words], "limit_s": round(limit_s, 1)}
+    if limit_s < 2 * _MARGIN_S:
+        return report | {"status": "no time left"}
+    begun, log = time.monotonic(), out / "log.txt"
+    with log.open("w+b") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=PROJECT_ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        try:
+            status = f"exit status {child.wait(limit_s)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            status = f"killed after {limit_s:.0f} s"
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    log.unlink()
+    print(text[-3000:], flush=True)
+    report |= {"status": status, "wall_s": round(time.monotonic() - begun, 1)}
+    return report | {"output": text[-8000:]}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what is measured and served; ``none`` of what is not installed."""
+    names = (*_PACKAGES, *_PACKAGES_OF_SERVING)
+    found = {name: machine.package_version(name) or "none" for name in names}
+    return {"python": sys.version.split()[0]} | found
+
+
+if __name__ == "__main__":
+    main()
