@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT
+from backend.launcher.log_file import reasons
 from backend.machine import machine
 
 SEED = 7
@@ -62,7 +63,8 @@ class Server:
         end_s = time.monotonic() + limit_s
         while READY not in self.log():
             if self._process.poll() is not None or time.monotonic() > end_s:
-                raise RuntimeError(f"the server does not answer:\n{self.log()[-3000:]}")
+                lines = "\n".join(reasons(self._log))
+                raise RuntimeError(f"the server does not answer:\n{lines}")
             time.sleep(0.2)
 
     def log(self) -> str:
@@ -181,7 +183,7 @@ def main() -> None:
         config = config_of(args.model, args.head, rehearse=args.rehearse)
         begun, server = time.monotonic(), Server(config, Path(name))
         try:
-            server.wait(args.seconds)
+            server.wait(args.seconds * (3 if args.rehearse else 1))
             record |= {"status": "ok", "ready_s": round(time.monotonic() - begun, 1)}
             prompts = PROMPTS[:2] if args.rehearse else PROMPTS
             record["found"] = compare(server, 12 if args.rehearse else 120, prompts)

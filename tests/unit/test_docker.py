@@ -54,6 +54,20 @@ TRTLLM = (DOCKER / "trtllm.Dockerfile").read_text()
 PYTHON = "/opt/venv-tritonserver/bin/python3"  # where torch and tensorrt_llm are since 26.03
 
 
+def test_the_image_for_cuda_installs_what_is_pinned_but_for_what_it_has_or_does_not_use():
+    text = (DOCKER / "cuda.Dockerfile").read_text()
+    left_out = re.search(r"extended-regexp '(.+)'", text)[1]
+    lines = [
+        line for line in (ROOT / "requirements.txt").read_text().splitlines() if line[:1] != "#"
+    ]
+    kept = [line.partition("==")[0] for line in lines if not re.match(left_out, line)]
+    assert {"torch", "transformers", "msgspec", "numba", "llguidance"} <= {*kept}
+    assert len(kept) == len(lines) - 4
+    python = re.search(r"SPINDLE_PYTHON=(\S+)", text)[1]
+    assert f'CMD ["{python}", "docker/healthcheck.py"]' in text
+    assert f"FRONT_END_PYTHON={python}" in text
+
+
 def test_everything_in_nvidia_s_container_runs_on_the_python_that_has_tensorrt_llm():
     assert re.search(
         r"^FROM nvcr.io/nvidia/tritonserver:\$\{RELEASE\}-trtllm-python-py3$", TRTLLM, re.M
@@ -136,7 +150,7 @@ def test_the_compose_file_names_files_that_are_there():
                 assert (DOCKER / volume.split(":")[0]).exists()
     (scraped,) = yaml.safe_load((DOCKER / "prometheus.yaml").read_text())["scrape_configs"]
     host, port = scraped["static_configs"][0]["targets"][0].split(":")
-    for name in ("spindle-trtllm", "spindle-cpu"):
+    for name in ("spindle-trtllm", "spindle-cuda", "spindle-cpu"):
         assert host in services[name]["networks"]["default"]["aliases"]
         assert any(published.endswith(f":{port}") for published in services[name]["ports"])
 
