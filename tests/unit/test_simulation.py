@@ -16,7 +16,8 @@ from policy import (
     PlannerConfig,
     RandomChoice,
 )
-from policy.simulation.arms import WITHOUT, Oracle, make_policy
+from policy.baselines import BASELINES
+from policy.simulation.arms import WITHOUT, Oracle, arm_of, make_policy
 from policy.simulation.deployment import Deployment, Work, perturbed, step_parts
 from policy.simulation.experiments import Scenario, Task, run_once
 from policy.simulation.fleet import least_outstanding, simulate, simulate_closed
@@ -307,17 +308,7 @@ def test_the_oracle_plans_with_the_true_hazards():
 
 
 @pytest.mark.parametrize(
-    "arm",
-    [
-        "none",
-        "fixed:eagle:3",
-        "schedule:1b",
-        "ema:eagle",
-        "smartspec:1b",
-        "spin:3",
-        "adaptive",
-        "oracle",
-    ],
+    "arm", [*(arm_of(name, "eagle", 3) for name in BASELINES), "adaptive", "oracle"]
 )
 def test_every_arm_serves_a_small_load(arm):
     deployment = llama_8b_h100()
