@@ -10,7 +10,6 @@ into halves; what has settings is tuned on the half that it is not scored on.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from bench.traces.reading import TraceError
 from bench.traces.world import LEAST_TOKENS, MOST_TOKENS, World
 from policy.latency import LatencyError
 from policy.loops.compiling import compile_all
+from policy.simulate import lines
 
 IN_FLIGHT = 1, 8, 32, 64, 128
 QUICK_ARMS = "none", "fixed-eagle", "rule", "rule-8", "planner", "planner-free"
@@ -80,7 +80,7 @@ def _commit() -> str:
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything that was asked for. Raises TraceError, LatencyError or ValueError."""
-    world = World.read(options.data, options.cache)
+    commit, world = _commit(), World.read(options.data, options.cache)
     costs = Costs.measured(options.costs) if options.costs else Costs.authors()
     arms = options.arms or (QUICK_ARMS if options.quick else ())
     sets = options.sets or ((MIXED,) if options.quick else (MIXED, *world.sets))
@@ -95,7 +95,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "traces",
         "command": f"python -m bench.traces {' '.join(sys.argv[1:])}",
-        "commit": _commit(),
+        "commit": commit,
         "machine": machine.describe(),
         "versions": machine.versions(),
         "seed": options.seed,
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(table(record["summary"]))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    options.out.write_text(lines(record), "utf-8")
     save(picture(record["summary"], THEMES["light"]), options.out.with_suffix(".svg"))
     return 0
 

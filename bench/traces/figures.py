@@ -53,8 +53,8 @@ def cell(
             if not wanted or name in wanted | {NONE, FIXED_EAGLE}:
                 ran = load.run(arm)
                 row = rows.setdefault(name, {"tokens_per_s": [], "planning_s": [], "settings": []})
-                row["tokens_per_s"].append(ran.speed)
-                row["planning_s"].append(float(np.mean(ran.planning_s)))
+                row["tokens_per_s"].append(round(ran.speed, 3))
+                row["planning_s"].append(round(float(np.mean(ran.planning_s)), 7))
                 row["settings"].append(arm.settings)
     return {"data": data, "in_flight": in_flight, "arms": rows}
 
@@ -66,7 +66,7 @@ def summary(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         speeds = {name: row["tokens_per_s"] for name, row in one["arms"].items()}
         for name, own in speeds.items():
             over = {
-                key: [mine / theirs for mine, theirs in zip(own, speeds[other], strict=True)]
+                key: [round(a / b, 6) for a, b in zip(own, speeds[other], strict=True)]
                 for key, other in (("over_none", NONE), ("over_fixed_eagle", FIXED_EAGLE))
             }
             rows.append(

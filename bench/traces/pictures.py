@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.traces.arms import PLANNER
-from policy.baselines import compared
+from policy.baselines import BASELINES, compared
 
-LEAST_SHOWN = -20.0
+LEAST_SHOWN = -10.0
 """Percent; what is slower lies below the picture."""
 
 Lines = dict[str, dict[int, float]]
@@ -51,7 +51,8 @@ def _lines(rows: list[dict[str, Any]], data: str) -> Lines:
 
 def _panel(axis: Axes, lines: Lines, theme: dict[str, str], *, labels: bool) -> None:
     loads = sorted({load for line in lines.values() for load in line})
-    axis.axhline(0, color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    ends = [0, len(loads) - 1]
+    axis.plot(ends, [0, 0], color=theme["faint"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     least = min((value for line in lines.values() for value in line.values()), default=0)
     most = max((value for line in lines.values() for value in line.values()), default=0)
     low, high = max(least, LEAST_SHOWN) - 2, most + 2
@@ -59,7 +60,7 @@ def _panel(axis: Axes, lines: Lines, theme: dict[str, str], *, labels: bool) -> 
         colour, width = _style(arm, theme)
         places = [loads.index(load) for load in line]
         axis.plot(places, [*line.values()], color=colour, linewidth=width, zorder=1 + width)
-        if arm == PLANNER or (arm == "rule" and not labels):
+        if arm in (PLANNER, "rule"):
             axis.plot(places, [*line.values()], "o", color=colour, markersize=4, zorder=4)
     axis.set_ylim(low, high)
     axis.set_xlim(-0.15, len(loads) - 1 + (1.5 if labels else 0.15))
@@ -77,7 +78,8 @@ def _names(axis: Axes, ends: dict[str, float], loads: int, theme: dict[str, str]
     below = low - 0.05 * (high - low)
     for arm in sorted(ends, key=ends.__getitem__):
         at = below = max(ends[arm], below + 0.055 * (high - low))
-        words = arm if ends[arm] >= low else f"{arm} ↓ {ends[arm]:.0f} %"
+        words = BASELINES[arm].label if arm in BASELINES else arm
+        words += f" ↓ {ends[arm]:.0f} %" if ends[arm] < low else ""
         colour, width = _style(arm, theme)
         weight = "bold" if width > 2 else "normal"
         axis.text(loads - 1 + 0.08, at, words, color=colour, weight=weight, va="center", size=9)
