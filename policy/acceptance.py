@@ -344,6 +344,23 @@ class AcceptanceModel:
         loops.learn(after.estimates, self.constants, *known, step, emitted, free, slot)
         return after, slot
 
+    def weigh(
+        self,
+        state: AcceptanceState,
+        request: IntArray,
+        evidence: IntArray,
+        claims: loops.Claims,
+    ) -> FloatArray:
+        """Return what drafts' claims come to in view of what is expected of the requests int64[n]
+        whose rows they are of, with the ``evidence`` int64[n, D] that the drafts showed
+        (``policy.loops.acceptance.weigh_claims``).
+        """
+        score, (slot, _) = np.empty(len(claims.row)), state.find(request)
+        known = state.tenant, state.deviation, state.draft_hazard
+        other = self.hazards(state, request)
+        loops.weigh_claims(*known, other, slot, evidence, claims, score)
+        return score
+
     def with_drafts(
         self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray
     ) -> AcceptanceState:

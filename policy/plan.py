@@ -131,6 +131,8 @@ class Drafted:
     """How likely the draft holds the whole path to the node, 0 to 1; never rising within a row."""
     drawn: BoolArray
     """Whether the row's tokens are sampled."""
+    depth: IntArray | None = None
+    """The tokens before each on its path; None: the rows have chains."""
 
 
 @dataclass(slots=True)
@@ -189,6 +191,8 @@ class StepNodes:
     drawn: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
     """Whether the row's tokens are sampled."""
     accepted: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    depth: IntArray | None = None
+    """The tokens before each on its path; None: the rows have chains, in order."""
 
     def __len__(self) -> int:
         return len(self.row)

@@ -15,7 +15,7 @@ from .learned import Learnt, restored, saved
 from .loops import problem as problem_loops
 from .loops import step as step_loops
 from .loops import times as time_loops
-from .loops.acceptance import Chains
+from .loops.acceptance import Chains, Claims
 from .loops.compiling import compile_all
 from .loops.problem import Batch, Limits, StepProblem
 from .loops.times import FIRST_DRAFT, Step, Times
@@ -30,7 +30,7 @@ from .plan import (
     StepRows,
     View,
 )
-from .problem import batch_of, ints
+from .problem import batch_of, evidence_of, ints
 from .tenants import NO_TENANT, Tenants, with_rows
 from .trim import Calibration, trimmed
 
@@ -244,11 +244,16 @@ class AdaptivePlanner(Policy[PlannerState]):
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
-        times = state.correction.times(self.latency)
+        if not plan.price or not len(drafted.row):
+            return np.minimum(plan.length, np.bincount(drafted.row, minlength=len(view)))
+        times, request = state.correction.times(self.latency), ints(view.request)
+        claims = _claims(drafted.row, drafted.draft, drafted.depth, drafted.confidence)
+        score = self.estimator.weigh(state.acceptance, request, evidence_of(view), claims)
+        column = drafted.draft
         if state.tenants.rows > 1:
-            slot, _ = state.acceptance.find(ints(view.request))
-            column = state.column(drafted.draft, slot[drafted.row])
-            drafted = replace(drafted, draft=np.maximum(column, 0))
+            slot, _ = state.acceptance.find(request)
+            column = np.maximum(state.column(column, slot[drafted.row]), 0)
+        drafted = replace(drafted, draft=column, confidence=score)
         return trimmed(times, state.calibration, view, plan, drafted)
 
     # -- after a step
@@ -260,9 +265,11 @@ class AdaptivePlanner(Policy[PlannerState]):
         step, others = _chains(rows), _chains(free)
         acceptance, slot = self.estimator.observe(acceptance, step, ints(rows.emitted), others)
         column = state.column(step.draft, slot)
-        if len(outcome.nodes):
-            nodes = outcome.nodes
-            known = column[nodes.row], nodes.drawn, nodes.confidence, nodes.accepted
+        if len(nodes := outcome.nodes):
+            claims = _claims(nodes.row, step.draft[nodes.row], nodes.depth, nodes.confidence)
+            evidence = np.repeat(step.evidence[:, None], len(self.drafts), axis=1)
+            score = self.estimator.weigh(state.acceptance, step.request, evidence, claims)
+            known = column[nodes.row], nodes.drawn, score, nodes.accepted
             after.calibration = state.calibration.learnt(*known)
         if state.view is not None and len(rows):
             after.usage = state.usage.copy()
@@ -359,6 +366,15 @@ def _chains(rows: StepRows | FreeChains) -> Chains:
     shown = np.zeros(len(rows), np.int64) if rows.evidence is None else rows.evidence
     columns = rows.request, rows.draft, rows.accepted, rows.scored, shown
     return Chains(*map(ints, columns))
+
+
+def _claims(
+    row: IntArray, draft: IntArray, depth: IntArray | None, confidence: FloatArray
+) -> Claims:
+    """Return nodes as the loops take them; without a depth the rows have chains, in order."""
+    if depth is None:
+        depth = np.arange(len(row)) - np.searchsorted(row, row)
+    return Claims(ints(row), ints(draft), ints(depth), np.ascontiguousarray(confidence, float))
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

@@ -42,6 +42,11 @@ def ints(column: npt.NDArray[Any]) -> IntArray:
     return np.ascontiguousarray(column, np.int64)
 
 
+def evidence_of(view: View) -> IntArray:
+    """Return the evidence of a view, int64[n, d], as the loops take it."""
+    return np.zeros_like(view.ceiling) if view.evidence is None else ints(view.evidence)
+
+
 def batch_of(view: View, rows: IntArray, slot: IntArray) -> Batch:
     """Return a view's columns as the loops take them; ``rows`` in order, ``slot`` by that order."""
     control_draft = control_length = _NONE
@@ -55,7 +60,7 @@ def batch_of(view: View, rows: IntArray, slot: IntArray) -> Batch:
         ints(view.remaining),
         ints(view.ceiling),
         ints(view.catchup),
-        np.zeros_like(view.ceiling) if view.evidence is None else ints(view.evidence),
+        evidence_of(view),
         control_draft,
         control_length,
         int(view.prefill_tokens),

@@ -120,19 +120,16 @@ def trimmed(
     plan: Plan,
     drafted: Drafted,
 ) -> IntArray:
-    """Return how many of each row's nodes are verified, int64[n]; view and plan are of these rows.
+    """Return how many of each row's nodes are verified, int64[n], at the plan's price; view and
+    plan are of these rows.
 
-    A plan without a price is followed as far as there are nodes. Under a cap no step is longer than
-    that, or than its plan; without one, more nodes may be verified than were planned, where they
-    pay.
+    Under a cap no step is longer than that, or than its plan; without one, more nodes may be
+    verified than were planned, where they pay.
     """
-    rows = len(view)
-    if not plan.price or not len(drafted.row):
-        return np.minimum(plan.length, np.bincount(drafted.row, minlength=rows))
-    nodes = np.empty(rows, np.int64)
+    nodes = np.empty(len(view), np.int64)
     step = loops.Pass(
         ints(view.context),
-        int(view.prefill_tokens + rows),
+        int(view.prefill_tokens + len(view)),
         float(plan.price),
         int(plan.length.sum()),
         max(view.cap_s - plan.predicted_s, 0.0),

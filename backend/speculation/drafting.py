@@ -189,7 +189,8 @@ class Drafting:
         )
         row, draft, drawn = columns.repeat(nodes, 0).T
         confidence = np.array([c for _, _, proposal in rows for c in proposal.confidence])
-        return Drafted(row, draft, confidence, drawn.astype(np.bool_))
+        depth = np.array([n - 1 for _, _, proposal in rows for n in proposal.depths])
+        return Drafted(row, draft, confidence, drawn.astype(np.bool_), depth)
 
     def choose(self, drafted: Proposal | None, nodes: int) -> Proposal | None:
         """Return the proposal's best nodes, at most as many as the target verifies; None: none."""

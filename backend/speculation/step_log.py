@@ -56,6 +56,7 @@ class LoggedNode(NamedTuple):
     confidence: float
     drawn: bool
     accepted: bool
+    depth: int
 
 
 @dataclass(slots=True)
@@ -105,7 +106,8 @@ class StepLog:
         if drafted is None:
             self.rows.append(LoggedRow(request, NO_DRAFT, 0, 0, len(emitted), 0, 0, 0, 0))
             return
-        draft, length = self.drafts.index(drafted.draft), drafted.depth
+        draft, depths = self.drafts.index(drafted.draft), drafted.depths
+        length = max(depths, default=0)
         path = drafted.followed(emitted)
         scored, followed = min(len(emitted), length), sum([node < verified for node in path])
         counts = length, len(path), len(emitted), scored, verified, followed
@@ -116,8 +118,8 @@ class StepLog:
             if parent in unknown:
                 unknown.add(node)
             elif parent < verified:
-                confidence = drafted.confidence[node]
-                self.nodes.append(LoggedNode(row, confidence, drawn, node in accepted))
+                known = drafted.confidence[node], drawn, node in accepted, depths[node] - 1
+                self.nodes.append(LoggedNode(row, *known))
 
     def record_free(
         self, request: int, proposal: Proposal, emitted: list[int], evidence: Seq[int] = ()
@@ -181,6 +183,7 @@ def _columns(rows: Seq[tuple[int, ...]], width: int) -> list[IntArray]:
 def _nodes(nodes: list[LoggedNode]) -> StepNodes:
     if not nodes:
         return StepNodes()
-    row, confidence, drawn, accepted = zip(*nodes, strict=True)
+    row, confidence, drawn, accepted, depth = zip(*nodes, strict=True)
     flags = np.array(drawn, np.bool_), np.array(accepted, np.bool_)
-    return StepNodes(np.array(row, np.int64), np.array(confidence, np.float64), *flags)
+    claimed = np.array(row, np.int64), np.array(confidence, np.float64)
+    return StepNodes(*claimed, *flags, np.array(depth, np.int64))

@@ -115,6 +115,64 @@ def set_hazards(estimates: Estimates, slot: Ints, evidence: Ints, hazard: Floats
                 hazard[j, d, i] = shifted(e.draft_hazard[c, b, j], shift)
 
 
+class Claims(NamedTuple):
+    """What drafts claim of the nodes of a batch, [q] each, a row's one after the other."""
+
+    row: Ints
+    draft: Ints
+    depth: Ints
+    """The tokens before it on its path."""
+    confidence: Floats
+    """In the whole path to it."""
+
+
+CLAIMS = record(Claims, INTS[1], INTS[1], INTS[1], FLOATS[1])
+_LEAST_ODDS = 1e-3  # of a claim, either way
+
+
+@helper
+def _odds(probability: float) -> float:
+    return max(probability, _LEAST_ODDS) / max(1.0 - probability, _LEAST_ODDS)
+
+
+@entry(INTS[1], FLOATS[2], FLOATS[3], FLOATS[3], INTS[1], INTS[2], CLAIMS, FLOATS[1])
+def weigh_claims(
+    tenant: Ints,
+    deviation: Floats,
+    level: Floats,
+    other: Floats,
+    slot: Ints,
+    evidence: Ints,
+    claims: Claims,
+    score: Floats,
+) -> None:
+    """Compute ``score[q]``: the geometric mean of the odds that the draft claims of a path and of
+    those that are expected of its row, never rising within a row.
+
+    ``tenant[S], deviation[S, D], level[C, B, K]`` as in ``Estimates``; ``slot[n]`` and the bins
+    ``evidence[n, D]`` by row. ``other[K, D, n]`` are hazards instead of these; empty: none.
+    """
+    p, drafts, k_max = claims, deviation.shape[1], level.shape[2]
+    survival, row, least = np.empty(k_max), -1, 1.0
+    for q in range(len(p.row)):
+        r, d = p.row[q], p.draft[q]
+        s = slot[r]
+        if r != row:
+            row, product, least = r, 1.0, 1.0
+            shift = math.exp(deviation[s, d]) if s >= 0 else 1.0
+            c = tenant[s] * drafts + d if s >= 0 else d
+            for j in range(k_max):
+                if other.size:
+                    product *= other[j, d, r]
+                else:
+                    product *= shifted(level[c, evidence[r, d], j], shift)
+                survival[j] = product
+        expected = survival[min(p.depth[q], k_max - 1)]
+        odds = math.sqrt(_odds(p.confidence[q]) * _odds(expected))
+        least = min(least, odds / (1.0 + odds))
+        score[q] = least
+
+
 @helper
 def _posterior(estimates: Estimates, s: int, d: int) -> tuple[float, float]:
     """Return mean and variance of a slot's deviation."""

@@ -109,12 +109,6 @@ def test_rows_whose_draft_is_sure_get_what_others_do_not():
     assert trim(line(1.0, 0.55), view(3), planned([2, 3, 1]), proposed) == [4, 0, 1]
 
 
-@pytest.mark.parametrize(("length", "nodes"), [([3, 1, 0], [3, 1, 0]), ([8, 1, 2], [4, 1, 0])])
-def test_a_plan_without_a_price_is_followed_as_far_as_there_are_nodes(length, nodes):
-    proposed = drafted([0.9, 0.8, 0.1, 0.1], [0.9, 0.1], [])
-    assert trim(line(1.0, 9.0), view(3), planned(length, price=0.0), proposed) == nodes
-
-
 @pytest.mark.parametrize("rows", [0, 1, 4])
 def test_where_nothing_is_proposed_nothing_is_verified(rows):
     assert (
@@ -244,12 +238,29 @@ def fates(q, claimed, held):
     return StepNodes(rows, np.full(q, claimed), drawn, np.full(q, held))
 
 
+@pytest.mark.parametrize(("length", "nodes"), [([3, 1, 0], [3, 1, 0]), ([8, 1, 2], [4, 1, 0])])
+def test_a_plan_without_a_price_is_followed_as_far_as_there_are_nodes(length, nodes):
+    proposed = drafted([0.9, 0.8, 0.1, 0.1], [0.9, 0.1], [])
+    p, plan = planner(line(1.0, 9.0)), planned(length, price=0.0)
+    assert p.trim(view(3), plan, proposed, p.start()).tolist() == nodes
+
+
+def claims(*likely):
+    """What a draft must claim of a chain for its nodes to be this likely, beside the hazard of 0.8
+    that is expected of it: the odds are those in the middle.
+    """
+    odds = np.array(likely) / (1 - np.array(likely))
+    expected = 0.8 ** np.arange(1, len(likely) + 1)
+    claimed = odds**2 * (1 - expected) / expected
+    return (claimed / (1 + claimed)).tolist()
+
+
 def test_the_planner_trims_by_the_price_of_its_plan():
     p = planner(line(1.0, 0.05))
     for rows in (1, 4):
         plan, state = p.plan(view(rows), p.start(), 0.0, RNG)
         token_s = 0.05 * plan.price
-        sure, unsure = [0.99] * 3 + [1.01 * token_s], [0.99 * token_s] * 4
+        sure, unsure = claims(*[0.9] * 3, 1.01 * token_s), claims(*[0.99 * token_s] * 4)
         assert plan.price > 0
         assert p.trim(view(rows), plan, drafted(*[sure] * rows), state).tolist() == [4] * rows
         assert p.trim(view(rows), plan, drafted(*[unsure] * rows), state).tolist() == [0] * rows
@@ -263,6 +274,7 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows):
         plan, state = p.plan(seen, state, float(step), RNG)
         drafting = replace(plan, draft=np.zeros(rows, np.int64))
         done = outcome(seen, drafting, nodes=fates(8, 0.9, held=False))
+        done.rows = replace(done.rows, scored=np.zeros(rows, np.int64))  # nothing of acceptance
         state = p.observe(done, state, float(step))
     data = p.save(state, 60.0)
     nodes = sum(np.sum(draft["nodes"]) for draft in data["tenants"][0]["drafts"].values())
