@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
-from backend.engines.cuda.device import MOST_PLACES, DeviceRow, DeviceSteps
+from backend.engines.cuda.device import MOST_PLACES, DeviceSteps
 from backend.engines.cuda.heads import DeviceHead
 from backend.engines.cuda.kernels import plain_kernels
 from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.step_columns import MOST_HEADS, DeviceRow
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.network import HeadNetwork
 from backend.request import SamplingParams
@@ -113,6 +114,41 @@ def test_texts_of_changing_batches_are_those_of_plain_decoding(seed: int) -> Non
         assert text[: TOKENS + 1] == plain[: len(text)][: TOKENS + 1]
     assert accepted > 10
     assert proposed > 100
+
+
+@torch.inference_mode()
+def test_buckets_share_the_graphs_that_do_not_differ() -> None:
+    run = steps()
+
+    def launch(places: int, budget: int, *, heat: int = 0, length: int = 1) -> None:
+        row = row_of(heat, [5] * length)
+        row.head, row.places, row.room, row.budget = "head" * (places > 0), places, ROOM, budget
+        run.collect(run.launch([row]))
+
+    launch(3, 4)
+    counts = []
+    for other in ((3, 5), (3, 9), (4, 9), (4, 9), (0, 0)):
+        launch(*other)
+        counts.append((len(run._proposals), len(run._verifications), len(run._columns)))
+    # more nodes, as many tokens; more tokens; another depth; the same; nothing proposed
+    assert counts == [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 1), (3, 3, 2)]
+    launch(4, 9, heat=2)
+    assert (len(run._proposals), len(run._verifications)) == (4, 4)
+    run.set_head(run.heads["head"])
+    assert len(run._proposals) == 1
+    assert len(run._verifications) == 4
+
+
+def test_more_heads_than_there_is_room_for_are_refused() -> None:
+    run = steps()
+    head = run.heads["head"]
+    for number in range(MOST_HEADS):
+        head.name = f"h{number}"
+        if number == MOST_HEADS - 1:
+            with pytest.raises(ValueError, match="at most 8 heads can propose, 'h7' is one more"):
+                run.set_head(head)
+        else:
+            run.set_head(head)
 
 
 def test_a_step_verifies_at_most_the_nodes_of_its_largest_size() -> None:

@@ -1,8 +1,9 @@
 """Verification steps of a batch on the device, from the rows of a submission to what came of them.
 
 A step runs in a bucket, whose sizes are those of the submission rounded up: two CUDA graphs, one in
-which the heads propose and one that verifies. Per step one copy goes to the device and one comes
-back, and the host waits for nothing before it collects the step.
+which the heads propose and one that verifies. Buckets share those that do not depend on where they
+differ. Per step one copy goes to the device and one comes back, and the host waits for nothing
+before it collects the step.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.engines.cuda.columns import Columns
 from backend.engines.cuda.forward import KEY_SIZES, ROW_SIZES, TOKEN_SIZES
 from backend.engines.cuda.graphs import capture
 from backend.engines.cuda.heads import DeviceHead, HeadProposal
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.step import Slots, VerifyStep
+from backend.engines.cuda.step_columns import MOST_HEADS, MOST_UPDATES, DeviceRow, StepColumns
 from backend.engines.spine import CANDIDATES
-from backend.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -34,37 +34,6 @@ COLUMN_SIZES = (0, 4, 8, 16, 32, 63)
 
 MOST_PLACES = COLUMN_SIZES[-1] // CANDIDATES
 """The longest path that a head can propose."""
-
-_UPDATES = 256
-"""Entries of block tables and of texts' own tokens that one step can bring along."""
-
-
-@dataclass(slots=True)
-class DeviceRow:
-    """One sequence's share of a step."""
-
-    slot: int
-    """Of ``Slots``."""
-    length: int
-    """Tokens with KV, all but the last; at least these where ``follows``."""
-    last: int
-    """The last token; unread where ``follows``."""
-    follows: bool
-    """Whether it goes on from whatever the step before leaves in its slot."""
-    sampling: SamplingParams
-    seed: int
-    """The mixed seed (``sampling.randomness``)."""
-    head: str = ""
-    """The head that proposes; empty: the host did, or nothing is proposed."""
-    places: int = 0
-    """The length of the head's longest path, in tokens."""
-    budget: int = 0
-    """What this row adds to the nodes that the batch verifies."""
-    room: int = 0
-    """The nodes that its blocks have room for."""
-    tokens: Sequence[int] = ()
-    """Tokens of the host's proposal, whose parents are ``parents``."""
-    parents: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -84,7 +53,9 @@ class RowResult:
 
 
 class Bucket(NamedTuple):
-    """The sizes of a step, for which graphs are captured."""
+    """The sizes of a step. Verification depends on the first five, proposals not on ``tokens`` and
+    ``keys``.
+    """
 
     rows: int
     tokens: int
@@ -135,14 +106,20 @@ class DeviceSteps:
         )
         self.slots.table[self._idle] = len(model.kv[0]) - 1
         self._captures = self._has_events = model.device.type == "cuda"
-        self._steps: dict[Bucket, _BucketStep] = {}
+        self._columns: dict[tuple[int, int], StepColumns] = {}
+        self._proposals: dict[tuple[Any, ...], Callable[[], object]] = {}
+        self._verifications: dict[tuple[Any, ...], Callable[[], object]] = {}
         self._updates: list[tuple[int, int, int, int]] = []
 
     def set_head(self, head: DeviceHead) -> None:
-        """Run this head from now on, in the place of one of its name."""
+        """Run this head from now on, in the place of one of its name. Raises ValueError for more
+        heads than there is room for.
+        """
+        if len({*self.heads, head.name}) > MOST_HEADS:
+            raise ValueError(f"at most {MOST_HEADS} heads can propose, {head.name!r} is one more")
         self.heads[head.name] = head
-        self._steps = {
-            bucket: step for bucket, step in self._steps.items() if head.name not in bucket.heads
+        self._proposals = {
+            key: run for key, run in self._proposals.items() if head.name not in key[3]
         }
 
     def place_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
@@ -164,10 +141,20 @@ class DeviceSteps:
 
     def launch(self, rows: Sequence[DeviceRow]) -> Launched:
         """Launch a step for these rows, at least one."""
-        step = self._step(self._bucket(rows))
-        step.fill(rows, self._updates, self._idle)
+        bucket = self._bucket(rows)
+        columns = self._columns_of(bucket)
+        propose, verify = self._proposal(bucket, columns), self._verification(bucket, columns)
+        numbers = {name: number for number, name in enumerate(self.heads)}
+        columns.fill(rows, numbers, self._updates, self._idle)
         self._updates = []
-        return step.launch(list(rows))
+        events = [self.event()]
+        columns.send()
+        propose()
+        events.append(self.event())
+        verify()
+        events.append(self.event())
+        host = columns.fetch()
+        return Launched([*rows], host, [*events, self.event()])
 
     def collect(self, launched: Launched) -> tuple[list[RowResult], dict[str, float]]:
         """Wait for a step; return what it did by row, and its seconds by part (``draft``,
@@ -199,7 +186,7 @@ class DeviceSteps:
     def _place(
         self, which: int, column: torch.Tensor, slot: int, first: int, values: Sequence[int]
     ) -> None:
-        if len(values) + len(self._updates) > _UPDATES:
+        if len(values) + len(self._updates) > MOST_UPDATES:
             ours = torch.tensor(list(values), dtype=column.dtype)
             column[slot, first : first + len(values)] = ours.to(column.device)
             return
@@ -223,155 +210,74 @@ class DeviceSteps:
             depth,
         )
 
-    def _step(self, bucket: Bucket) -> _BucketStep:
-        step = self._steps.get(bucket)
-        if step is None:
-            step = self._steps[bucket] = _BucketStep(self, bucket, self._most)
-            if self._captures:
-                step.fill([], [], self._idle)
-                self._capture(step)
-        return step
+    def _columns_of(self, bucket: Bucket) -> StepColumns:
+        key = bucket.rows, bucket.columns
+        if key not in self._columns:
+            self._columns[key] = StepColumns(
+                *key, most=self._most, slots=self.slots, idle_block=len(self.model.kv[0]) - 1
+            )
+        return self._columns[key]
 
-    def _capture(self, step: _BucketStep) -> None:
-        try:
-            step.capture()
-        except (RuntimeError, NotImplementedError) as error:
-            logger.warning("no CUDA graph for %s: %s", step.bucket, error)
-            if self._count is not None:
-                self._count("cuda_graph")
+    def _proposal(self, bucket: Bucket, columns: StepColumns) -> Callable[[], object]:
+        """Return what brings the slots up to date and lets the bucket's heads propose."""
+        key = bucket.rows, bucket.columns, bucket.is_bounded, bucket.heads, bucket.depth
+        if key not in self._proposals:
+            step, numbers = self._step(bucket._replace(tokens=bucket.rows), columns), [*self.heads]
+            proposals = []
+            for name in bucket.heads:
+                proposal = self.proposal_type(self.heads[name], step, bucket.depth)
+                proposal.length = columns.inputs.device["places"][numbers.index(name)]
+                proposals.append(proposal)
 
+            def run() -> None:
+                columns.update_slots()
+                for proposal in proposals:
+                    proposal.run()
 
-class _BucketStep:
-    """The step of one bucket: its columns, its heads and its two graphs."""
+            self._proposals[key] = self._captured(run, columns, key)
+        return self._proposals[key]
 
-    def __init__(self, steps: DeviceSteps, bucket: Bucket, most: int) -> None:
-        model, device = steps.model, steps.model.device
-        rows, columns = (bucket.rows,), (bucket.rows, bucket.columns)
-        self.bucket, self._slots = bucket, steps.slots
-        self._steps = steps
-        self._idle_block, self._device = len(model.kv[0]) - 1, device
-        self._names = {name: number for number, name in enumerate(bucket.heads)}
-        long, short, real = np.int64, np.int32, np.float32
-        self._inputs = Columns(
-            {
-                "slot": (long, rows),
-                "length": (long, rows),
-                "last": (long, rows),
-                "seed": (long, rows),
-                "token": (long, columns),
-                "follows": (short, rows),
-                "top_k": (short, rows),
-                "room": (short, rows),
-                "parent": (short, columns),
-                "temperature": (real, rows),
-                "top_p": (real, rows),
-                "min_p": (real, rows),
-                "chance": (real, columns),
-                "places": (short, (len(self._names), bucket.rows)),
-                "updates": (long, (2, 3, _UPDATES)),
-            },
-            device,
-            copies=2,
-        )
-        self._outputs = Columns(
-            {
-                "emitted": (long, (bucket.rows, most)),
-                "count": (long, rows),
-                "token": (long, columns),
-                "parent": (short, columns),
-                "chosen": (short, columns),
-                "chance": (real, columns),
-            },
-            device,
-            copies=2,
-        )
-        self._step = step = steps.step_type(
-            model,
-            steps.slots,
+    def _verification(self, bucket: Bucket, columns: StepColumns) -> Callable[[], object]:
+        """Return what verifies the likeliest nodes of a bucket."""
+        key = bucket[:5]
+        if key not in self._verifications:
+            step = self._step(bucket, columns)
+            self._verifications[key] = self._captured(step.run, columns, key)
+        return self._verifications[key]
+
+    def _step(self, bucket: Bucket, columns: StepColumns) -> VerifyStep:
+        step = self.step_type(
+            self.model,
+            self.slots,
             bucket.rows,
             bucket.columns,
             tokens=bucket.tokens,
-            most=most,
+            most=self._most,
             keys=bucket.keys,
             bounded=bucket.is_bounded,
         )
-        for name in ("slot", "token", "parent", "chance", "room"):
-            setattr(step, name, self._inputs.device[name])
-        for name in ("emitted", "count", "chosen"):
-            setattr(step, name, self._outputs.device[name])
-        self._proposals = []
-        for name, number in self._names.items():
-            proposal = steps.proposal_type(steps.heads[name], step, bucket.depth)
-            proposal.length = self._inputs.device["places"][number]
-            self._proposals.append(proposal)
-        self._propose: Callable[[], object] = self._run_proposals
-        self._verify: Callable[[], object] = step.run
+        columns.share_with(step)
+        return step
 
-    def fill(
-        self, rows: Sequence[DeviceRow], updates: Sequence[tuple[int, int, int, int]], idle: int
-    ) -> None:
-        """Write the host's columns; the rows left over are the slot ``idle``."""
-        host = self._inputs.host
-        for column in host.values():
-            column.fill(0)
-        host["slot"].fill(idle)
-        host["top_p"].fill(1.0)
-        host["parent"].fill(-1)
-        host["updates"][:, 0], host["updates"][0, 2] = idle, self._idle_block
-        count = len(rows)
-        for name in ("slot", "follows", "length", "last", "seed", "room"):
-            host[name][:count] = [getattr(row, name) for row in rows]
-        for name in ("top_k", "top_p", "min_p"):
-            host[name][:count] = [getattr(row.sampling, name) for row in rows]
-        host["temperature"][:count] = [
-            0.0 if row.sampling.greedy else row.sampling.temperature for row in rows
-        ]
-        for number, row in enumerate(rows):
-            if row.head:
-                host["places"][self._names[row.head], number] = row.places
-            elif nodes := len(row.tokens):
-                host["token"][number, :nodes] = row.tokens
-                host["parent"][number, :nodes] = row.parents
-                host["chance"][number, :nodes] = 2.0  # before all that heads propose
-        for which in (0, 1):
-            own = [update[1:] for update in updates if update[0] == which]
-            host["updates"][which, :, : len(own)] = np.array(own, np.int64).reshape(-1, 3).T
-
-    def launch(self, rows: list[DeviceRow]) -> Launched:
-        """Launch the step that was filled."""
-        events = [self._steps.event()]
-        self._inputs.send()
-        self._propose()
-        events.append(self._steps.event())
-        self._verify()
-        events.append(self._steps.event())
-        self._outputs.device["token"].copy_(self._step.token)
-        self._outputs.device["parent"].copy_(self._step.parent)
-        self._outputs.device["chance"].copy_(self._step.chance)
-        host = self._outputs.fetch()
-        return Launched(rows, host, [*events, self._steps.event()])
-
-    def capture(self) -> None:
-        """Capture the two graphs, on rows of the idle slot. Raises RuntimeError."""
-        self._inputs.send()
-        propose = capture(self._device, self._run_proposals)[1]
-        verify = capture(self._device, self._step.run)[1]
-        self._propose, self._verify = propose, verify
-
-    def _run_proposals(self) -> None:
-        """Bring the slots up to date, and let the heads propose."""
-        slots, given = self._slots, self._inputs.device
-        where, column, value = given["updates"].unbind(1)
-        slots.table[where[0], column[0]] = value[0].int()
-        if slots.own.shape[1]:
-            slots.own[where[1], column[1]] = value[1]
-        slot, follows = given["slot"], given["follows"] > 0
-        for known, new in ((slots.length, given["length"]), (slots.last, given["last"])):
-            known[slot] = torch.where(follows, known[slot], new)
-        for name in ("seed", "temperature", "top_k", "top_p", "min_p"):
-            getattr(slots, name)[slot] = given[name]
-        for proposal in self._proposals:
-            proposal.run()
+    def _captured(
+        self, run: Callable[[], object], columns: StepColumns, size: object
+    ) -> Callable[[], object]:
+        """Return the replay of launches, captured on rows of the idle slot; the launches themselves
+        where that fails, or without CUDA.
+        """
+        if not self._captures:
+            return run
+        if self._has_events:
+            torch.cuda.synchronize(self.model.device)  # a step under way reads the same columns
+        columns.fill([], {}, [], self._idle)
+        columns.send()
+        try:
+            return capture(self.model.device, run)[1]
+        except (RuntimeError, NotImplementedError) as error:
+            logger.warning("no CUDA graph for %s: %s", size, error)
+            if self._count is not None:
+                self._count("cuda_graph")
+            return run
 
 
 def _size(sizes: Sequence[int], value: int, what: str) -> int:

@@ -18,7 +18,6 @@ import torch
 
 from backend.engines.cuda.device import (
     MOST_PLACES,
-    DeviceRow,
     DeviceSteps,
     Launched,
     RowResult,
@@ -26,6 +25,7 @@ from backend.engines.cuda.device import (
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.faults import NO_NUMBERS, reporting_loss
 from backend.engines.cuda.heads import DeviceHead
+from backend.engines.cuda.step_columns import DeviceRow
 from backend.engines.head.folder import TARGET_ROWS
 from backend.engines.head.in_target import HeadInTarget
 from backend.engines.port import AFTER, Completion, Turn

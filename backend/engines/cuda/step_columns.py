@@ -1,0 +1,162 @@
+"""The rows of a step, and the columns by which the host gives them to the device and gets back what
+became of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from backend.engines.cuda.columns import Columns
+from backend.engines.cuda.step import Slots, VerifyStep
+from backend.request import SamplingParams
+
+MOST_HEADS = 8
+"""Heads that can propose on the device."""
+
+MOST_UPDATES = 256
+"""Entries of block tables and of texts' own tokens that one step can bring along."""
+
+
+@dataclass(slots=True)
+class DeviceRow:
+    """One sequence's share of a step."""
+
+    slot: int
+    """Of ``Slots``."""
+    length: int
+    """Tokens with KV, all but the last; at least these where ``follows``."""
+    last: int
+    """The last token; unread where ``follows``."""
+    follows: bool
+    """Whether it goes on from whatever the step before leaves in its slot."""
+    sampling: SamplingParams
+    seed: int
+    """The mixed seed (``sampling.randomness``)."""
+    head: str = ""
+    """The head that proposes; empty: the host did, or nothing is proposed."""
+    places: int = 0
+    """The length of the head's longest path, in tokens."""
+    budget: int = 0
+    """What this row adds to the nodes that the batch verifies."""
+    room: int = 0
+    """The nodes that its blocks have room for."""
+    tokens: Sequence[int] = ()
+    """Tokens of the host's proposal, whose parents are ``parents``."""
+    parents: Sequence[int] = ()
+
+
+class StepColumns:
+    """What all steps of so many rows, with room for so many nodes of each, read and write."""
+
+    def __init__(
+        self, rows: int, columns: int, *, most: int, slots: Slots, idle_block: int
+    ) -> None:
+        self._idle_block = idle_block
+        self._slots, device = slots, slots.table.device
+        of_row, of_node = (rows,), (rows, columns)
+        long, short, real = np.int64, np.int32, np.float32
+        self.inputs = Columns(
+            {
+                "slot": (long, of_row),
+                "length": (long, of_row),
+                "last": (long, of_row),
+                "seed": (long, of_row),
+                "token": (long, of_node),
+                "follows": (short, of_row),
+                "top_k": (short, of_row),
+                "room": (short, of_row),
+                "parent": (short, of_node),
+                "temperature": (real, of_row),
+                "top_p": (real, of_row),
+                "min_p": (real, of_row),
+                "chance": (real, of_node),
+                "places": (short, (MOST_HEADS, rows)),
+                "updates": (long, (2, 3, MOST_UPDATES)),
+            },
+            device,
+            copies=2,
+        )
+        self._outputs = Columns(
+            {
+                "emitted": (long, (rows, most)),
+                "count": (long, of_row),
+                "token": (long, of_node),
+                "parent": (short, of_node),
+                "chosen": (short, of_node),
+                "chance": (real, of_node),
+            },
+            device,
+            copies=2,
+        )
+
+    def share_with(self, step: VerifyStep) -> None:
+        """Let a step read and write these columns."""
+        for name in ("slot", "token", "parent", "chance", "room"):
+            setattr(step, name, self.inputs.device[name])
+        for name in ("emitted", "count", "chosen"):
+            setattr(step, name, self._outputs.device[name])
+
+    def fill(
+        self,
+        rows: Sequence[DeviceRow],
+        heads: Mapping[str, int],
+        updates: Sequence[tuple[int, int, int, int]],
+        idle: int,
+    ) -> None:
+        """Write the host's columns; the rows left over are the slot ``idle``. ``heads`` are the
+        heads' numbers.
+        """
+        host = self.inputs.host
+        for column in host.values():
+            column.fill(0)
+        host["slot"].fill(idle)
+        host["top_p"].fill(1.0)
+        host["parent"].fill(-1)
+        host["updates"][:, 0], host["updates"][0, 2] = idle, self._idle_block
+        count = len(rows)
+        for name in ("slot", "follows", "length", "last", "seed", "room"):
+            host[name][:count] = [getattr(row, name) for row in rows]
+        for name in ("top_k", "top_p", "min_p"):
+            host[name][:count] = [getattr(row.sampling, name) for row in rows]
+        host["temperature"][:count] = [
+            0.0 if row.sampling.greedy else row.sampling.temperature for row in rows
+        ]
+        for number, row in enumerate(rows):
+            if row.head:
+                host["places"][heads[row.head], number] = row.places
+            elif nodes := len(row.tokens):
+                host["token"][number, :nodes] = row.tokens
+                host["parent"][number, :nodes] = row.parents
+                host["chance"][number, :nodes] = 2.0  # before all that heads propose
+        for which in (0, 1):
+            own = [update[1:] for update in updates if update[0] == which]
+            host["updates"][which, :, : len(own)] = np.array(own, np.int64).reshape(-1, 3).T
+
+    def send(self) -> None:
+        """Copy what was filled in to the device."""
+        self.inputs.send()
+
+    def update_slots(self) -> None:
+        """Launch what brings the slots of the rows up to date."""
+        slots, given = self._slots, self.inputs.device
+        where, column, value = given["updates"].unbind(1)
+        slots.table[where[0], column[0]] = value[0].int()
+        if slots.own.shape[1]:
+            slots.own[where[1], column[1]] = value[1]
+        slot, follows = given["slot"], given["follows"] > 0
+        for known, new in ((slots.length, given["length"]), (slots.last, given["last"])):
+            known[slot] = torch.where(follows, known[slot], new)
+        for name in ("seed", "temperature", "top_k", "top_p", "min_p"):
+            getattr(slots, name)[slot] = given[name]
+
+    def fetch(self) -> dict[str, npt.NDArray[Any]]:
+        """Copy what a step wrote, and the nodes, to the host's columns, which are returned."""
+        for name in ("token", "parent", "chance"):
+            self._outputs.device[name].copy_(self.inputs.device[name])
+        return self._outputs.fetch()
