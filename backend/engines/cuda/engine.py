@@ -96,10 +96,6 @@ class CudaEngine(StepEngine):
                 job.error, job.path = NO_NUMBERS, []
             first += job.request.rows
 
-    def _wait(self, jobs: list[Job]) -> None:
-        if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
-            torch.cuda.current_stream(self._model.device).synchronize()
-
 
 def _without_tiling(lm: nn.Module) -> list[tuple[int, ...]]:
     """Return the shapes of weights that our own product does not multiply."""

@@ -122,13 +122,10 @@ class StepEngine:
                 completions.append(Completion(turn.sequence.id, [], error=str(error)))
         with torch.inference_mode():
             self._run(jobs)
-            self._wait(jobs)
+            if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
+                # Passes without a result run later; their time may be taken.
+                torch.cuda.current_stream(self._model.device).synchronize()
             return completions + [self._complete(job) for job in jobs]
-
-    def _wait(self, jobs: list[Job]) -> None:
-        """Wait for passes without a result, where a device runs them later: somebody may take their
-        time.
-        """
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Forget sequences and their queued turns."""

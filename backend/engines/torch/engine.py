@@ -1,4 +1,4 @@
-"""The readable reference, and the engine of CUDA devices: a Llama forward on torch."""
+"""The readable reference on any device: a Llama forward on torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from backend.config import EngineConfig
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.registry import Service
-from backend.engines.stepping.engine import Job, StepEngine, step_limits
+from backend.engines.stepping.engine import StepEngine, step_limits
 from backend.engines.torch.llama import Llama
 from backend.machine import machine
 
@@ -75,10 +75,6 @@ class TorchEngine(StepEngine):
                 taps=taps,
             )
         super().__init__(name, model, limits)
-
-    def _wait(self, jobs: list[Job]) -> None:
-        if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
-            torch.cuda.current_stream(self._model.device).synchronize()
 
 
 def make(engine: EngineConfig, service: Service) -> TorchEngine:
