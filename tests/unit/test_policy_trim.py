@@ -279,7 +279,7 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows):
     data = p.save(state, 60.0)
     nodes = sum(np.sum(draft["nodes"]) for draft in data["tenants"][0]["drafts"].values())
     assert nodes == pytest.approx(8 * 60, rel=0.05)
-    priced, proposed = planned([4] * rows, price=9.0), drafted(*[[0.9] * 4] * rows)
+    priced, proposed = planned([4] * rows, price=4.0), drafted(*[[0.5] * 4] * rows)
     assert p.trim(seen, priced, proposed, p.start()).tolist() == [4] * rows
     assert p.trim(seen, priced, proposed, p.load(data, 0.0, 0.0)).tolist() == [0] * rows
 
