@@ -235,9 +235,7 @@ class KeepsWidth(Protocol):
 
 @runtime_checkable
 class ShowsEvidence(Protocol):
-    """A draft that shows, before it proposes, how promising its proposal would be. Others show how
-    long they have been right (``backend.speculation.streaks``).
-    """
+    """A draft that shows, before it proposes, how promising its proposal would be."""
 
     name: str
 

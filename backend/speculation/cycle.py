@@ -158,7 +158,6 @@ class Cycle:
         drawn = not sequence.sampling.greedy
         evidence = row.evidence
         log.record(sequence.id, row.drafted, nodes, emitted, drawn=drawn, evidence=evidence)
-        self.drafting.streaks.note(log.rows[-1])
         log.control.append(control)
         for unused in row.unused:
             log.record_free(sequence.id, unused, emitted, evidence)

@@ -22,7 +22,6 @@ from backend.engines.port import (
 from backend.ops.stats import StepStats
 from backend.sequence import Proposal, Sequence
 from backend.speculation.step_log import StepLog
-from backend.speculation.streaks import Streaks
 from policy import Drafted, IntArray, Plan, View
 
 logger = logging.getLogger(__name__)
@@ -77,8 +76,6 @@ class Drafting:
         self._showing = [
             (d, draft) for d, draft in enumerate(drafts) if isinstance(draft, ShowsEvidence)
         ]
-        showing = {d for d, _ in self._showing}
-        self.streaks = Streaks(d for d in range(len(drafts)) if d not in showing)
         self._resting_until_s = dict.fromkeys(self.names, float("-inf"))
 
     def with_engines(self, drafts: Seq[Engine]) -> Drafting:
@@ -87,11 +84,10 @@ class Drafting:
 
     def ceilings(
         self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False
-    ) -> tuple[IntArray, IntArray, IntArray]:
+    ) -> tuple[IntArray, IntArray, IntArray | None]:
         """Return by sequence and draft how many tokens the draft could propose now, at most
         ``most`` of each sequence, how many committed ones it has not seen, and the evidence that it
-        shows (``View.evidence``), int64[n, D] each. Of a draft that shows none of its own that is
-        its streak.
+        shows (``View.evidence``; None: none shows any), int64[n, D] each.
 
         All are 0 for a draft that rests, and with ``only_free`` for one that is not free.
         """
@@ -102,20 +98,18 @@ class Drafting:
                 asked = list(zip(sequences, most, strict=True))
                 ceiling[:, d] = [draft.available(one, k) if k > 0 else 0 for one, k in asked]
                 unseen[:, d] = [draft.unseen(one) if k > 0 else 0 for one, k in asked]
-        self.streaks.show(sequences, ceiling, evidence)
         for d, shows in self._showing:
             able = zip(sequences, ceiling[:, d].tolist(), strict=True)
             evidence[:, d] = [shows.evidence(one) if k > 0 else 0 for one, k in able]
-        return ceiling, unseen, evidence
+        return ceiling, unseen, evidence if self._showing else None
 
     def propose(
         self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog
     ) -> dict[int, Proposals]:
         """Return proposals by sequence id. Row i of view and plan belongs to ``sequences[i]``."""
-        shown = [[] for _ in sequences] if view.evidence is None else view.evidence.tolist()
         proposals = {
             sequence.id: Proposals(evidence=bins)
-            for sequence, bins in zip(sequences, shown, strict=True)
+            for sequence, bins in zip(sequences, _listed(view.evidence, sequences), strict=True)
         }
         wanted = set(plan.draft[plan.length > 0].tolist())
         for d, draft in enumerate(self.engines):
@@ -160,7 +154,7 @@ class Drafting:
         """
         ceiling, _, evidence = self.ceilings(sequences, most, only_free=True)
         ids = [sequence.id for sequence in sequences]
-        bins = dict(zip(ids, evidence.tolist(), strict=True))
+        bins = dict(zip(ids, _listed(evidence, sequences), strict=True))
         for d, draft in enumerate(self.engines):
             if not draft.limits.free:
                 continue
@@ -204,7 +198,6 @@ class Drafting:
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Make every draft forget sequences."""
-        self.streaks.forget(sequence_ids)
         for draft in self.engines:
             draft.cancel(sequence_ids)
 
@@ -249,6 +242,14 @@ class Drafting:
                 )
                 self._stats.fallback("draft_error")
         return [completion for completion in completions if completion.error is None]
+
+
+def _listed(evidence: IntArray | None, sequences: Seq[Sequence]) -> list[list[int]]:
+    """Return the evidence of each sequence by draft; empty lists where no draft shows any."""
+    if evidence is None:
+        return [[] for _ in sequences]
+    bins: list[list[int]] = evidence.tolist()
+    return bins
 
 
 def _asked(

@@ -34,7 +34,6 @@ from policy.plan import (
     View,
 )
 from policy.simulation.deployment import Work
-from policy.streaks import bins_of_streaks, streak_after
 
 LIMIT = 1 << 14
 """Tokens that a request may emit."""
@@ -74,7 +73,7 @@ class Options:
     none.
     """
     evidence: bool = True
-    """Whether views and outcomes say what the look-up's match and the head's streak show."""
+    """Whether views and outcomes say what the look-up's match shows."""
     planning: float | str = 0.0
     """Seconds that are charged for each step, or ``MEASURED``."""
     begin: int = 1
@@ -181,7 +180,6 @@ class _Replay:
         self._queue, self._next_id, self._now = order.tolist()[::-1], 1, 0.0
         self._rng = np.random.default_rng(options.seed)
         self._request, self._id, self._position, self._seen = np.zeros((4, in_flight), np.int64)
-        self._streak = np.full(in_flight, -1)  # of the head (``policy.streaks``); -1: not known
         self._empty = np.ones(in_flight, np.bool_)
         self._rows = np.arange(in_flight)
         drafts, tokens = options.drafts, {EAGLE: options.head_tokens, SUFFIX: options.lookup_tokens}
@@ -213,7 +211,6 @@ class _Replay:
             # the head reads the prompt in the prompt's pass
             self._request[slot], self._id[slot] = request, self._next_id
             self._position[slot], self._seen[slot] = begin, self._world.prompt[request] + begin
-            self._streak[slot] = -1
             self._next_id += 1
         return True
 
@@ -240,9 +237,6 @@ class _Replay:
         read = np.minimum(accepted, plan.length - 1)
         self._seen = np.where(used, view.context + read, self._seen)
         self._position, self._empty = self._position + emitted, over
-        scored, before = np.minimum(plan.length, emitted), np.maximum(self._streak, 0)
-        streak = streak_after(before, np.minimum(accepts, scored), scored, emitted)
-        self._streak = np.where(used, streak, -1)
 
     def _view(self) -> tuple[View, IntArray]:
         """Return what the policy sees, and where each row is in the flat arrays."""
@@ -251,10 +245,7 @@ class _Replay:
         ceiling = np.minimum(self._most, (LIMIT - 1 - position)[:, None])
         ceiling = np.where(self._free & (world.evidence[at] == 0)[:, None], 0, ceiling)
         catchup = np.where(self._free, 0, (context - self._seen)[:, None])
-        shown = None
-        if self._evidence is not None:
-            shown = self._evidence[at]
-            shown[:, ~self._free] = bins_of_streaks(self._streak)[:, None]
+        shown = None if self._evidence is None else self._evidence[at]
         columns = self._id.copy(), context, LIMIT - position, ceiling, catchup
         return View(self._options.drafts, *columns, evidence=shown), at
 

@@ -18,8 +18,7 @@ class Deployment:
     """One replica. ``latency`` is the truth; ``free[d]`` marks a draft without model (lookup), that
     is scored in every step; ``telling[d]`` is how far the draft's confidence in a token tells
     whether it holds (``workload.Acceptance.confidence``; 0: nothing beyond its hazard), and
-    ``showing[d]`` how far its evidence does (``workload.Acceptance.shown``; 0: it has none but, of
-    a draft with a model, its streak).
+    ``showing[d]`` how far its evidence does (``workload.Acceptance.shown``; 0: it shows none).
 
     ``noise`` is the standard deviation of the logarithm of a step's time; ``planning_s`` by batch
     size, as (rows, seconds) in order, what planning and learning add to a step that is planned for;

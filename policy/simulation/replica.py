@@ -26,7 +26,6 @@ from policy.plan import (
 )
 
 from .deployment import BLOCK_TOKENS, Deployment, Work, blocks, step_time
-from .evidence import Evidence, of_plan
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
@@ -119,7 +118,7 @@ class Replica:
         self._blocks = deployment.kv_tokens // BLOCK_TOKENS
         self._plans = bool(policy.drift(self._state))
         self._telling = np.array(deployment.telling or (0.0,) * len(deployment.drafts))
-        self._evidence = Evidence(deployment, workload)
+        self._showing = np.array(deployment.showing)
         self._all_found = bool((workload.acceptance.found == 1).all())
         self._free = np.array(deployment.free, np.bool_)
         self._scored = self._free | deployment.full_information
@@ -177,7 +176,6 @@ class Replica:
             self._rows = self._rows[self._rows != request]
             self._prefill = [prefill for prefill in self._prefill if prefill.request != request]
             self._progress.seen[request] = 0
-            self._evidence.forget(request)
             self._queue.appendleft(request)
             self.preemptions += 1
 
@@ -228,7 +226,10 @@ class Replica:
         tenant = None if workload.tenant is None else workload.tenant[rows]
         columns = rows, context, remaining, ceiling, catchup
         prefill = prefill_tokens, len(self._prefill)
-        evidence = self._evidence.shown(rows, emitted, ceiling, now)
+        evidence = None
+        if self._showing.any():
+            shown = workload.acceptance.shown(rows, emitted, self._showing, now)
+            evidence = np.where(ceiling > 0, shown, 0)
         return View(names, *columns, *prefill, group=group, tenant=tenant, evidence=evidence)
 
     def _begin(self, now: float) -> _Pending:
@@ -303,6 +304,9 @@ class Replica:
             position + emitted >= workload.output_tokens[rows],
             self._progress.emitted[first] + 1 >= workload.output_tokens[first],
         )
+        shown = view.evidence
+        if shown is not None:
+            shown = np.where(plan.draft >= 0, shown[np.arange(len(rows)), plan.draft], 0)
         depth = np.arange(claims.shape[1])
         # As ``backend.speculation.step_log``: nodes after a rejection fail, and nothing is known
         # of those after the last token that was emitted.
@@ -320,7 +324,7 @@ class Replica:
                 scored=np.concatenate([np.minimum(emitted, length), tail]),
                 verified=np.concatenate([verified, tail]),
                 followed=np.concatenate([np.minimum(accepted, emitted), tail]),
-                evidence=np.concatenate([of_plan(view, plan), tail]),
+                evidence=None if shown is None else np.concatenate([shown, tail]),
             ),
             StepTimes(step_s, parts_s),
             self._free_evidence(view, plan, emitted, now),
@@ -390,7 +394,6 @@ class Replica:
             )  # the last proposed token is never read by its draft
             context = self._workload.prompt_tokens[rows[drafted]] + progress.emitted[rows[drafted]]
             progress.seen[rows[drafted], plan.draft[drafted]] = context + valid
-        self._evidence.take(outcome.rows, len(rows))
         progress.emitted[outcome.rows.request] += outcome.rows.emitted
         first = outcome.rows.request[len(rows) :]
         progress.first_token_s[first] = np.fmin(progress.first_token_s[first], now)

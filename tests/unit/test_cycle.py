@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.ops.stats import Stats, StepStats
 from backend.request import SamplingParams
@@ -11,7 +10,6 @@ from backend.speculation.cycle import Cycle
 from backend.speculation.drafting import Drafting
 from policy import FixedLength, Plan, View
 from policy.evidence import bin_of_match
-from policy.streaks import bin_of_streak
 
 NAME, LENGTH = "lookup", 3
 
@@ -78,24 +76,6 @@ def test_what_a_draft_showed_before_it_proposed_is_learnt_whatever_is_verified()
         rests = isinstance(policy, Resting)
         assert outcome.rows.evidence.tolist() == ([0] if rests else shown)
         assert outcome.free.evidence.tolist() == (shown if rests else [])
-
-
-def test_a_draft_that_shows_nothing_of_its_own_shows_how_long_it_was_right():
-    stats = StepStats(Stats())
-    draft = FakeEngine(NAME)
-    policy = Recorder()
-    made, one = Cycle(Drafting([draft], stats, lambda: 0.0), policy, stats, lambda: 0.0), sequence()
-    for streak in (None, LENGTH + 1, 2 * LENGTH + 2):
-        step = propose(made, one)
-        expected = [[0 if streak is None else bin_of_streak(streak)]]
-        assert step.view.evidence.tolist() == expected
-        emitted = [*step.chosen(one.id).tokens, 1]
-        made.verified(step, one, LENGTH, emitted)
-        made.learn(step)
-        assert policy.outcomes[-1].rows.evidence.tolist() == expected[0]
-        one.tokens += emitted
-    made.drafting.cancel([one.id])
-    assert propose(made, one).view.evidence.tolist() == [[0]]
 
 
 def test_two_open_steps_keep_their_own_proposals():
