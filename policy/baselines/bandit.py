@@ -7,6 +7,7 @@ EXP3Spec, was the slower one of both there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -59,11 +60,18 @@ class BanditDrafts(Policy[PerRequest]):
         return state.updated(rows.request, figures, outcome.finished)
 
 
-class LengthsState(NamedTuple):
-    """How often each length was used, its mean tokens a second, and the one in use."""
+class Arms(NamedTuple):
+    """How often each length was used, and its mean tokens a second."""
 
     steps: FloatArray
     tokens_per_s: FloatArray
+
+
+class LengthsState(NamedTuple):
+    """The lengths by range of batches, and the range and the length of the last step."""
+
+    arms: Mapping[int, Arms]
+    batches: int = 0
     length: int = 0
 
 
@@ -71,31 +79,39 @@ class BanditLengths(Policy[LengthsState]):
     """UCBSpec over lengths: one length for the batch, by the tokens a second that it brought.
 
     Two rounds over the lengths 0 to ``most``, then the one of the highest mean. The code adds the
-    same sqrt(6 log t / t) to every mean, so it never tries again by itself; as there.
+    same sqrt(6 log t / t) to every mean, so it never tries again by itself; as there. There a run
+    has one batch size; here each range of sizes (1, 2, 3 to 4, 5 to 8, ...) learns apart, which
+    helps: a larger batch brings more tokens a second by any length.
     """
 
     def __init__(self, draft: str, *, most: int = 4) -> None:
-        self.draft, self._arms = draft, most + 1
+        self.draft, self.most = draft, most
 
     def start(self) -> LengthsState:
-        return LengthsState(np.zeros(self._arms), np.zeros(self._arms))
+        return LengthsState({})
 
     def plan(
         self, view: View, state: LengthsState, now: float, rng: Rng
     ) -> tuple[Plan, LengthsState]:
-        step = int(state.steps.sum())
-        trial = step < 2 * self._arms
-        length = step % self._arms if trial else int(state.tokens_per_s.argmax())
-        return same_for_all(view, self.draft, length), state._replace(length=length)
+        batches = max(len(view) - 1, 0).bit_length()
+        arms = self._arms(state, batches)
+        step, count = int(arms.steps.sum()), self.most + 1
+        length = step % count if step < 2 * count else int(arms.tokens_per_s.argmax())
+        after = LengthsState(state.arms, batches, length)
+        return same_for_all(view, self.draft, length), after
 
     def observe(self, outcome: Outcome, state: LengthsState, now: float) -> LengthsState:
         if not len(outcome.rows) or outcome.times.measured_s <= 0:
             return state
-        steps, mean = state.steps.copy(), state.tokens_per_s.copy()
+        steps, mean = (column.copy() for column in self._arms(state, state.batches))
         reward = outcome.rows.emitted.sum() / outcome.times.measured_s
         steps[state.length] += 1
         mean[state.length] += (reward - mean[state.length]) / steps[state.length]
-        return LengthsState(steps, mean, state.length)
+        return state._replace(arms={**state.arms, state.batches: Arms(steps, mean)})
+
+    def _arms(self, state: LengthsState, batches: int) -> Arms:
+        """Return what is known of the lengths in a range of batches."""
+        return state.arms.get(batches) or Arms(*np.zeros((2, self.most + 1)))
 
 
 ENTRIES = {

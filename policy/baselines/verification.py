@@ -1,7 +1,7 @@
 """vLLM's adaptive verification: every row drafts the same, and the batch verifies what pays.
 
 ``vllm/v1/worker/gpu/spec_decode/adaptive_verification.py`` (read at 057929c) with the acceptance
-estimator beside it (165b366), ``enable_adaptive_verification`` of vLLM 0.33.0, off by default:
+estimator next to it (165b366), ``enable_adaptive_verification`` of vLLM 0.33.0, off by default:
 
 - The draft proposes K tokens for every row, even where none will be verified.
 - A token's score is the chance that the whole path to it is accepted. The budget is the number of

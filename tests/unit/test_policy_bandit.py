@@ -84,11 +84,11 @@ def test_a_draft_that_can_propose_nothing_is_passed_over():
 
 def test_the_radius_is_the_one_of_the_paper_and_shrinks_with_pulls():
     radius = confidence_radius(np.array([[1.0, 9.0]]), 4)
-    told = [
+    expected = [
         2 * np.sqrt(2 / 1 * (1 + 2 * np.log(2 * 100 * np.sqrt(2)))),
         2 * np.sqrt(10 / 81 * (1 + 2 * np.log(2 * 100 * np.sqrt(10)))),
     ]
-    assert radius.tolist() == [pytest.approx(told)]
+    assert radius.tolist() == [pytest.approx(expected)]
 
 
 def lengths(policy, seconds, steps, accepted=8, rows=2):
@@ -111,6 +111,21 @@ def test_the_mean_follows_what_the_length_in_use_brings():
     took = lambda step: [1, 1, 1.2, 9, 9] if step < 12 else [1, 1, 30, 9, 9]  # noqa: E731
     chosen = lengths(BanditLengths("b"), took, 60)
     assert (chosen[11], chosen[-1]) == (2, 1)
+
+
+def test_ranges_of_batches_learn_apart():
+    policy = BanditLengths("b")
+    state = policy.start()
+    for rows, seconds in ((1, [9, 9, 9, 9, 1]), (2, [1, 9, 9, 9, 9])):
+        for _ in range(10):
+            seen = view(list(range(rows)))
+            plan, state = policy.plan(seen, state, 0.0, RNG)
+            took = seconds[int(plan.length[0])]
+            state = policy.observe(fakes.outcome(seen, plan, 0, took), state, 0.0)
+    chosen = {rows: policy.plan(view(list(range(rows))), state, 0.0, RNG) for rows in (1, 2, 3, 4)}
+    assert [int(plan.length[0]) for plan, _ in chosen.values()] == [4, 0, 0, 0]
+    assert [after.batches for _, after in chosen.values()] == [0, 1, 2, 2]
+    assert set(state.arms) == {0, 1}
 
 
 def test_more_lengths_may_be_tried():

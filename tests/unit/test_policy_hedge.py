@@ -22,9 +22,9 @@ def free(*chains):
     return FreeChains(*np.array(chains, np.int64).reshape(-1, 4).T)
 
 
-def run(accepts, requests=(5,), steps=40, seed=0, state=None, told=True, ceiling=8):
+def run(accepts, requests=(5,), steps=40, seed=0, state=None, scored=True, ceiling=8):
     """Return the drafts of steps in which draft d of row i gets ``accepts[i][d]`` tokens accepted;
-    ``told``: the drafts that are not chosen are scored, too.
+    ``scored``: the drafts that are not chosen are scored, too.
     """
     policy, rng = HedgeSpec(DRAFTS, K), np.random.default_rng(seed)
     state, chosen = state or policy.start(), []
@@ -41,7 +41,7 @@ def run(accepts, requests=(5,), steps=40, seed=0, state=None, told=True, ceiling
             for d in range(3)
             if d != plan.draft[i]
         ]
-        chains = free(*others) if told else free()
+        chains = free(*others) if scored else free()
         state = policy.observe(fakes.outcome(seen, plan, right, free=chains), state, 0.0)
     return np.array(chosen), state
 
@@ -73,8 +73,8 @@ def test_a_draft_that_gets_worse_is_left():
 
 
 def test_a_proposal_that_was_right_so_far_goes_on_in_the_next_step_s():
-    policy, state, seen = HedgeSpec(DRAFTS, K), None, view([5])
-    state = policy.start()
+    policy = HedgeSpec(DRAFTS, K)
+    state, seen = policy.start(), view([5])
 
     def figures(accepted, scored):
         nonlocal state
@@ -83,7 +83,7 @@ def test_a_proposal_that_was_right_so_far_goes_on_in_the_next_step_s():
         state = policy.observe(fakes.outcome(seen, plan, 0, free=chains), state, 0.0)
         return state.of(np.array([5]))[0, [RUN, LOSS, SEEN], 1].tolist()
 
-    assert figures(1, 1) == [1, 0, 0]  # nobody knows yet how far it would have come
+    assert figures(1, 1) == [1, 0, 0]  # how far it would have come is not known yet
     assert figures(1, 2) == [0, pytest.approx(1 - 3 / 5), 1]  # two tokens
     assert figures(0, 1) == [0, pytest.approx(2 / 5 + 4 / 5), 2]
     assert figures(3, 3) == [3, pytest.approx(6 / 5), 2]
@@ -107,12 +107,12 @@ def test_the_chosen_draft_s_own_proposal_counts():
 
 
 def test_what_is_reported_of_one_draft_alone_moves_no_weight():
-    _, state = run([4, 0, 0], steps=1, told=False)
+    _, state = run([4, 0, 0], steps=1, scored=False)
     assert not state.of(np.array([5]))[0, WEIGHT].any()
 
 
 def test_without_reports_of_the_others_their_mean_stands_for_them():
-    chosen, _ = run([2, 0, 0], steps=60, told=False)
+    chosen, _ = run([2, 0, 0], steps=60, scored=False)
     assert (chosen[40:] == 0).all()
     assert chosen[0, 0] != 0  # so that both were judged
 
@@ -150,8 +150,8 @@ def test_the_weights_are_those_of_normal_hedge(regret):
     c = np.geomspace(1e-4, 1e3, 400_001)
     potential = np.exp(np.minimum(x[:, None] ** 2 / (2 * c), 50)).mean(0)
     c = c[np.argmin(np.abs(potential - np.e))]
-    weights, told = normal_hedge(np.array([regret]))[0], x * np.exp(x**2 / (2 * c))
-    assert weights / weights.sum() == pytest.approx(told / told.sum(), abs=2e-3)
+    weights, expected = normal_hedge(np.array([regret]))[0], x * np.exp(x**2 / (2 * c))
+    assert weights / weights.sum() == pytest.approx(expected / expected.sum(), abs=2e-3)
 
 
 def test_without_a_positive_regret_there_are_no_weights():
