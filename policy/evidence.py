@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+import numpy as np
+
+from .plan import IntArray
+
 EVIDENCE_BINS = 17
 """Bins of evidence; 0: the draft shows nothing."""
 
@@ -31,3 +35,10 @@ def bin_of_match(tokens: int, agree: bool = False) -> int:
 def bin_of_probability(probability: float) -> int:
     """Return the bin of the target's highest probability at the last token; 0: unknown (NaN)."""
     return bisect_right(PROBABILITY_EDGES, probability) if probability >= 0 else 0
+
+
+def shared(evidence: IntArray) -> IntArray:
+    """Return the bins int64[n, d] with which a draft that shows nothing has the highest of the
+    row's others: a text that repeats itself is easier for every draft.
+    """
+    return np.where(evidence == 0, evidence.max(axis=1, initial=0, keepdims=True), evidence)

@@ -23,6 +23,7 @@ from backend.ops.stats import StepStats
 from backend.sequence import Proposal, Sequence
 from backend.speculation.step_log import StepLog
 from policy import Drafted, IntArray, Plan, View
+from policy.evidence import shared
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Drafting:
         for d, shows in self._showing:
             able = zip(sequences, ceiling[:, d].tolist(), strict=True)
             evidence[:, d] = [shows.evidence(one) if k > 0 else 0 for one, k in able]
-        return ceiling, unseen, evidence if self._showing else None
+        return ceiling, unseen, shared(evidence) if self._showing else None
 
     def propose(
         self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog

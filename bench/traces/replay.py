@@ -18,6 +18,7 @@ import numpy as np
 from backend.sequence import DEFAULT_CONFIDENCE
 from bench.traces.costs import DRAFTS, EAGLE, SUFFIX, Costs
 from bench.traces.world import DEEPEST, World
+from policy.evidence import shared
 from policy.plan import (
     NO_DRAFT,
     AnyPolicy,
@@ -191,7 +192,7 @@ class _Replay:
         self._evidence = self._claims = None
         if options.evidence:
             shown = {EAGLE: np.zeros_like(world.evidence), SUFFIX: world.evidence}
-            self._evidence = np.stack([shown[name] for name in drafts], 1)
+            self._evidence = shared(np.stack([shown[name] for name in drafts], 1))
         untold = DEFAULT_CONFIDENCE ** np.arange(1, DEEPEST + 1)
         self._head_claims = np.broadcast_to(untold, (len(world.eagle), DEEPEST))
         if options.head_claims is not None:
