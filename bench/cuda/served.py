@@ -191,7 +191,8 @@ def main() -> None:
             record |= {"status": "failed", "error": str(error)[-4000:]}
         finally:
             server.close()
-        record["log"] = server.log()[-6000:]
+        log = server.log()
+        record["log"] = log[:6000] + "\n...\n" + log[-6000:] if len(log) > 12000 else log
     args.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     print(json.dumps({key: record.get(key) for key in ("status", "ready_s", "found", "error")}))
     sys.exit(record["status"] != "ok")

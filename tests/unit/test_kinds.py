@@ -171,3 +171,16 @@ assert not heavy, heavy
 @pytest.mark.medium
 def test_folders_are_checked_without_a_tensor_library():
     subprocess.run([sys.executable, "-c", CHECKED], check=True, timeout=60)
+
+
+WITHOUT_OPENVINO = """
+import sys
+sys.modules["openvino"] = None  # its import fails
+import backend.app, backend.engine_process
+import backend.engines.cuda.lookahead, backend.engines.head.engine, backend.engines.torch.engine
+"""
+
+
+@pytest.mark.medium
+def test_a_machine_of_a_gpu_needs_no_openvino():
+    subprocess.run([sys.executable, "-c", WITHOUT_OPENVINO], check=True, timeout=60)

@@ -17,7 +17,6 @@ from backend.engines.checkpoint import read_config as read_target
 from backend.engines.head.folder import CONTEXT_ROWS, made_for, read_config
 from backend.engines.head.in_target import HeadInTarget
 from backend.engines.head.network import Head, HeadNetwork, TorchHead, load
-from backend.engines.head.openvino import OpenvinoHead
 from backend.engines.port import Completion, EngineLimits, Turn
 from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES, Spine
@@ -256,11 +255,11 @@ def make(engine: EngineConfig, service: Service) -> HeadEngine | HeadInTarget:
     )
 
 
-def _kernels(
-    engine: EngineConfig, threads: int
-) -> Callable[[HeadNetwork, torch.Tensor], OpenvinoHead | TorchHead]:
-    """Return what runs a head here: int8 is OpenVINO's."""
+def _kernels(engine: EngineConfig, threads: int) -> Callable[[HeadNetwork, torch.Tensor], Head]:
+    """Return what runs a head here: int8 is OpenVINO's, which a GPU's machine may lack."""
     if engine.dtype != "int8":
         return TorchHead
+    from backend.engines.head.openvino import OpenvinoHead
+
     precision = "bf16" if machine.multiplies_bf16() else "f32"
     return partial(OpenvinoHead, precision=precision, threads=threads)
