@@ -62,7 +62,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--costs", type=Path, help="measured tables instead of the authors' fit")
     parser.add_argument("--tokens", type=_count, default=0, help="of a run")
     parser.add_argument("--seed", type=int, default=7, help="of the split into halves")
-    parser.add_argument("--cache", type=Path, help="a folder to keep what look-ups find in")
+    parser.add_argument("--cache", type=Path, help="a folder to keep what does not change in")
     parser.add_argument("--jobs", type=_count, default=1, help="processes")
     parser.add_argument("--quick", action="store_true", help="few arms and tokens, mixed only")
     return parser.parse_args(arguments)
@@ -89,7 +89,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     _check("arms", arms, known_arms(costs))
     asked = list(product(sets, options.in_flight))
     compile_all()  # before the processes fork
-    shared = partial(cell, world, costs, arms=arms, seed=options.seed, tokens=tokens)
+    shared = partial(
+        cell, world, costs, arms=arms, seed=options.seed, tokens=tokens, cache=options.cache
+    )
     with ProcessPoolExecutor(options.jobs, initializer=_share, initargs=(shared,)) as pool:
         cells = [*pool.map(_cell, asked)]
     return {

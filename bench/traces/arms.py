@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import product
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,11 @@ from bench.traces.replay import (
     made_up,
     run,
 )
+from bench.traces.scores import Score, Scores
 from bench.traces.world import DEEPEST, World
 from policy import AdaptivePlanner, PlannerConfig
 from policy.baselines import (
     BASELINES,
-    Baseline,
     BaselineSettings,
     FixedLength,
     NoSpeculation,
@@ -63,6 +62,8 @@ class Arm:
     options: Options = field(default_factory=Options)
     settings: dict[str, Any] = field(default_factory=dict)
     """What was tuned."""
+    key: str = ""
+    """A name for all this, by which scores are kept; empty: it is run whenever it is asked for."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,26 @@ class Load:
     order: IntArray
     in_flight: int
     costs: Costs
+    scores: Scores = field(default_factory=dict)
+    """What arms are known to have scored."""
 
     def run(self, arm: Arm) -> Ran:
         """Run an arm over the requests."""
         return run(self.world, self.order, self.in_flight, arm.policy, self.costs, arm.options)
 
+    def score(self, arm: Arm) -> Score:
+        """Return what an arm does on the requests."""
+        known = self.scores.get(arm.key)
+        if known is None:
+            ran = self.run(arm)
+            known = Score(ran.speed, float(np.mean(ran.planning_s)))
+            if arm.key:
+                self.scores[arm.key] = known
+        return known
+
     def best(self, arms: Iterable[Arm]) -> Arm:
         """Return the arm of most tokens per second."""
-        return max(arms, key=lambda arm: self.run(arm).speed)
+        return max(arms, key=lambda arm: self.score(arm).speed)
 
 
 @dataclass(frozen=True)
@@ -126,22 +139,19 @@ def tuned(
 
     def fixed(draft: str, lengths: Iterable[int], options: Options) -> Iterator[Arm]:
         for k in lengths:
-            yield Arm(FixedLength(draft, k), options, {"length": k})
+            yield Arm(FixedLength(draft, k), options, {"length": k}, f"fixed-{draft} {k}")
 
-    @cache  # the second form tries what the first has tried
-    def rule(least: int, own: int, head: int) -> tuple[float, Arm]:
+    def rule(least: int, own: int, head: int) -> Arm:
         options = {"least": least, "own": own}
-        known = _settings(load.costs, draft=EAGLE, length=head)
-        arm = Arm(SuffixElse(known, **options), _BOTH, {**options, "length": head})
-        return load.run(arm).speed, arm
+        policy = SuffixElse(_settings(load.costs, draft=EAGLE, length=head), **options)
+        return Arm(policy, _BOTH, {**options, "length": head}, f"rule {least} {own} {head}")
 
     def best_rule(most: int) -> Arm:
         """Tune match and look-up with the head's best length, then the head's."""
         tried = product(MATCHES, (k for k in LOOKUPS if k <= most))
-        _, arm = max((rule(*pair, length) for pair in tried), key=itemgetter(0))
-        pair = arm.settings["least"], arm.settings["own"]
-        _, arm = max((rule(*pair, k) for k in LENGTHS if k <= length), key=itemgetter(0))
-        return arm
+        best = load.best(rule(*pair, length) for pair in tried)
+        pair = best.settings["least"], best.settings["own"]
+        return load.best(rule(*pair, k) for k in LENGTHS if k <= length)
 
     head = load.best(fixed(EAGLE, LENGTHS, _HEAD_ALONE))
     length = int(head.settings["length"])
@@ -173,20 +183,24 @@ def of_others(
         values: dict[str, tuple[Any, ...]] = {need: needs[need] for need in baseline.needs} | {
             **baseline.options
         }
-        make = partial(_of_registry, costs, baseline)
+        make = partial(_of_registry, costs, name)
         found[name] = Tunable(make, values)
         first = make({name: tried[0] for name, tried in values.items()})
         if MIDDLE in claims and type(first.policy).trim is not Policy.trim:
-            confident = partial(make, head_claims=claims[MIDDLE])
+            confident = partial(make, quality=MIDDLE, head_claims=claims[MIDDLE])
             found[_confident(name, MIDDLE)] = Tunable(confident, values)
     return found
 
 
-def _of_registry(costs: Costs, baseline: Baseline, settings: dict[str, Any], **options: Any) -> Arm:
+def _of_registry(
+    costs: Costs, name: str, settings: dict[str, Any], quality: float = 0.0, **options: Any
+) -> Arm:
+    baseline = BASELINES[name]
     own = {name: settings[name] for name in baseline.options}
     needs = {name: settings[name] for name in baseline.needs}
     policy = baseline.make(_settings(costs, options=own, **needs))
-    return Arm(policy, Options(looks=None, **options), settings)
+    key = f"{name} {quality} {settings}"
+    return Arm(policy, Options(looks=None, **options), settings, key)
 
 
 def _confident(name: str, quality: float) -> str:
@@ -212,14 +226,14 @@ def untuned(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:
         return Arm(made, Options(drafts=drafts, **options))
 
     arms = {
-        NONE: Arm(NoSpeculation(), _HEAD_ALONE),
+        NONE: Arm(NoSpeculation(), _HEAD_ALONE, key=NONE),
         PLANNER: planner(planning=MEASURED),
         "planner-free": planner(),
         "planner-without-evidence": planner(evidence=False),
         "planner-without-trim": planner(kind=Untrimmed),
         "planner-eagle-alone": planner((EAGLE,)),
-        "oracle-eagle": Arm(Longest(), _HEAD_ALONE),
-        "oracle": Arm(Longest(), _BOTH),
+        "oracle-eagle": Arm(Longest(), _HEAD_ALONE, key="oracle-eagle"),
+        "oracle": Arm(Longest(), _BOTH, key="oracle"),
     }
     for quality, paths in claims.items():
         arms[_confident(PLANNER, quality)] = planner(head_claims=paths)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 
+from bench.traces import scores
 from bench.traces.arms import FIXED_EAGLE, NONE, PLANNER, Load, made_up_claims, tuned, untuned
 from bench.traces.costs import Costs
 from bench.traces.world import World
@@ -37,13 +39,17 @@ def cell(
     arms: Iterable[str] = (),
     seed: int = 7,
     tokens: int = 0,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Return the speeds of arms (none named: of all) on each half of some data, settings tuned on
-    the other half.
+    the other half. What arms score that do not change with the planner is kept in ``cache``.
     """
     halves = world.halves(() if data == MIXED else (data,), seed)
+    orders = [order(world, half, in_flight, tokens) for half in halves]
+    kept = [cache and scores.file(cache, world, one, in_flight, costs) for one in orders]
     loads = [
-        Load(world, order(world, half, in_flight, tokens), in_flight, costs) for half in halves
+        Load(world, one, in_flight, costs, scores.read(path) if path else {})
+        for one, path in zip(orders, kept, strict=True)
     ]
     wanted, claims = set(arms), made_up_claims(world)
     rows: dict[str, Any] = {}
@@ -51,11 +57,14 @@ def cell(
         every = untuned(costs, claims) | tuned(loads[1 - half], claims, wanted)
         for name, arm in every.items():
             if not wanted or name in wanted | {NONE, FIXED_EAGLE}:
-                ran = load.run(arm)
+                score = load.score(arm)
                 row = rows.setdefault(name, {"tokens_per_s": [], "planning_s": [], "settings": []})
-                row["tokens_per_s"].append(round(ran.speed, 3))
-                row["planning_s"].append(round(float(np.mean(ran.planning_s)), 7))
+                row["tokens_per_s"].append(round(score.speed, 3))
+                row["planning_s"].append(round(score.planning_s, 7))
                 row["settings"].append(arm.settings)
+    for path, load in zip(kept, loads, strict=True):
+        if path:
+            scores.write(path, load.scores)
     return {"data": data, "in_flight": in_flight, "arms": rows}
 
 

@@ -40,6 +40,8 @@ _EVERY_NODE = 1 << 20
 class World:
     """The requests by number, and flat arrays over all their generated positions."""
 
+    source: str
+    """A name for the files, and for how they are read."""
     sets: tuple[str, ...]
     of: IntArray
     """[requests] the set."""
@@ -67,16 +69,17 @@ class World:
         Raises TraceError.
         """
         found = files(folder)
+        source = _digest(found)
         if cache is None:
-            return cls(tuple(found), **_columns(found))
-        known = cache / f"lookups-{_digest(found)}.npz"
+            return cls(source, tuple(found), **_columns(found))
+        known = cache / f"lookups-{source}.npz"
         if not known.exists():
             cache.mkdir(parents=True, exist_ok=True)
             part = known.with_name(f"part-{os.getpid()}.npz")
             np.savez(part, **_columns(found))
             part.replace(known)
         with np.load(known) as file:
-            return cls(tuple(found), **{name: file[name] for name in file.files})
+            return cls(source, tuple(found), **{name: file[name] for name in file.files})
 
     def halves(self, sets: tuple[str, ...] = (), seed: int = 7) -> tuple[IntArray, IntArray]:
         """Return two halves of the requests of some sets (none named: of all), set by set, in

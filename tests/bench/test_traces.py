@@ -382,6 +382,22 @@ def test_measured_tables_replace_the_authors_fit(tmp_path):
         Costs.measured(path)
 
 
+def test_what_arms_scored_is_kept_but_for_planners(world, tmp_path, monkeypatch):
+    asked = {"arms": ["rule", "planner-free"], "tokens": 100, "cache": tmp_path}
+    first = cell(world, COSTS, "mixed", 1, **asked)
+    ran, real = [], Load.run
+
+    def record(load, arm):
+        ran.append(type(arm.policy))
+        return real(load, arm)
+
+    monkeypatch.setattr(Load, "run", record)
+    assert cell(world, COSTS, "mixed", 1, **asked)["arms"]["rule"] == first["arms"]["rule"]
+    assert ran == [AdaptivePlanner] * 2
+    cell(world, COSTS, "mixed", 2, **asked)
+    assert FixedLength in ran[2:]
+
+
 def test_the_summary_compares_half_by_half():
     speeds = {"none": [100.0, 50.0], "fixed-eagle": [200.0, 75.0], "planner": [220.0, 90.0]}
     speeds["rule"] = [200.0, 100.0]
