@@ -15,7 +15,7 @@ from policy.plan import IntArray
 
 _SOURCES = (
     *("bench/traces/*.py", "policy/baselines/*.py", "policy/plan.py", "policy/latency.py"),
-    *("policy/evidence.py", "policy/streaks.py", "policy/simulation/deployment.py"),
+    *("policy/evidence.py", "policy/simulation/deployment.py"),
 )
 """The code that a score of other arms depends on."""
 
