@@ -2,8 +2,8 @@
 
 For n from ``max_ngram`` down to ``min_ngram``, the last n tokens are looked up among the earlier
 n-grams of prompt and output (Saxena, "Prompt Lookup Decoding", 2023). The most recent occurrences
-of the longest suffixes are read on together, as one tree. An index per sequence makes a step cost
-its new tokens, not its context.
+are read on together, as one tree, those first before which most of the text is alike. An index per
+sequence makes a step cost its new tokens, not its context.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MATCHES = 4
 """How many occurrences are read on, and kept of each n-gram: the most recent ones."""
 DOUBT = 2
 """Votes for a token that no match has (fitted)."""
-LONGEST_SHOWN = MATCH_EDGES[-1]
-"""Longest match that is told from shorter ones as evidence, in tokens."""
+LONGEST_MATCH = MATCH_EDGES[-1]
+"""Tokens of a match that are counted."""
 
 _UNLIMITED = 2**31 - 1
 
@@ -100,17 +100,16 @@ class LookupEngine:
         return most if most and self._has_match(sequence) else 0
 
     def evidence(self, sequence: Sequence) -> int:
-        """Return the bin of the best match's tokens, also of those beyond ``max_ngram``, and of
-        whether all places with as long an n-gram go on alike.
+        """Return the bin of the longest match's tokens, and of whether all places with as long an
+        n-gram go on alike.
         """
         tokens = sequence.tokens
         matches = self._index(sequence).matches(tokens)
         if not matches:
             return 0
-        position, size = matches[0]
-        following = {tokens[match.position] for match in matches if match.size == size}
-        if size == self._ngrams[1]:
-            size = reach(tokens, position, LONGEST_SHOWN)
+        size = matches[0].size
+        least = min(size, self._ngrams[1])
+        following = {tokens[match.position] for match in matches if match.size >= least}
         return bin_of_match(size, agree=len(following) == 1)
 
     def close(self) -> None:
@@ -225,7 +224,13 @@ class _Index:
             if size < len(tokens) and len(positions) < MATCHES:
                 for position in self._after.get(tuple(tokens[-size:]), ()):
                     positions.setdefault(position, size)
-        return [Match(*pair) for pair in positions.items()][:MATCHES]
+        matches = [Match(*pair) for pair in positions.items()][:MATCHES]
+        longest = self._sizes[0]
+        whole = [
+            Match(at, reach(tokens, at, LONGEST_MATCH)) if size == longest else Match(at, size)
+            for at, size in matches
+        ]
+        return sorted(whole, key=lambda match: -match.size)  # stable: the most recent first
 
     def _grow(self, tokens: list[int]) -> None:
         end = len(tokens)

@@ -20,12 +20,11 @@ from typing import Any
 from backend.config import EngineConfig
 from backend.engines.answers import CONTEXT, LONGEST, Answers, Found, Text, tenant_of
 from backend.engines.lookup import (
-    LONGEST_SHOWN,
+    LONGEST_MATCH,
     LookupEngine,
     Match,
     Path,
     continuation,
-    reach,
 )
 from backend.engines.registry import Service
 from backend.sequence import Sequence
@@ -52,7 +51,7 @@ class _Matches:
     length: int
     added: int
     own: list[Match]
-    """With sizes of at most ``LONGEST_SHOWN``."""
+    """With sizes of at most ``LONGEST_MATCH``."""
     kept: list[Found]
     """With sizes of at most ``LONGEST``, the longest first."""
 
@@ -111,7 +110,7 @@ class SuffixEngine(LookupEngine):
         matches, tokens = self._matches(sequence), sequence.tokens
         sizes = [match.size for match in matches.own]
         if matches.kept:
-            sizes.append(self.answers.reach(matches.kept[0], tokens, LONGEST_SHOWN))
+            sizes.append(self.answers.reach(matches.kept[0], tokens, LONGEST_MATCH))
         size = max(sizes, default=0)
         least = min(size, self._ngrams[1])
         following = {tokens[match.position] for match in matches.own if match.size >= least}
@@ -162,10 +161,7 @@ class SuffixEngine(LookupEngine):
         tokens, added = sequence.tokens, self.answers.added
         known = self._matched.get(sequence.id)
         if known is None or (known.length, known.added) != (len(tokens), added):
-            own = [
-                Match(position, reach(tokens, position, LONGEST_SHOWN))
-                for position, _ in self._index(sequence).matches(tokens)
-            ]
+            own = self._index(sequence).matches(tokens)
             kept = self.answers.find(self._tenant(sequence), tokens, PLACES)
             known = self._matched[sequence.id] = _Matches(len(tokens), added, own, kept)
         return known

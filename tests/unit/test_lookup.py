@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from backend.engines.lookup import DOUBT, MATCHES, LookupEngine
+from backend.engines.lookup import DOUBT, LONGEST_MATCH, MATCHES, LookupEngine
 from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import ROOT, Proposal, Sequence
@@ -44,8 +44,11 @@ def reference(tokens, run, min_ngram, max_ngram):
         places = [end for end in every if tokens[end - size : end] == tokens[-size:]]
         for end in places[:MATCHES] if size < len(tokens) else ():
             ends.setdefault(end, size)
-    read = []
+    read, sizes = [], {}
     for end, size in [*ends.items()][:MATCHES]:
+        alike = common_end(tokens[:end], tokens)
+        sizes[end] = min(alike, LONGEST_MATCH) if size == max_ngram else size
+    for end, size in sorted(sizes.items(), key=lambda item: -item[1]):
         text = list(tokens)
         for i in range(run):
             text.append(text[end + i])
@@ -152,8 +155,8 @@ def test_the_evidence_is_of_the_match_whose_continuation_comes_first():
     assert once == bin_of_match(6, agree=True)
     tokens = [*long, 7, 9, 3, 4, 5, 6, 8, *long]
     lookup, seq = engine(), sequence(tokens)
-    assert propose(lookup, seq, 1).spine().tokens == [8]
-    assert lookup.evidence(seq) == bin_of_match(4)
+    assert propose(lookup, seq, 1).spine().tokens == [7]  # six tokens are alike before it
+    assert lookup.evidence(seq) == bin_of_match(6)
 
 
 @pytest.mark.parametrize(("then", "agree"), [([7, 7], True), ([7, 8], False)])
@@ -173,7 +176,7 @@ def test_evidence_follows_a_growing_text():
         most = next((n for n in (4, 3, 2) if any(size >= n for size, _ in ends)), 99)
         best = [(size, seq.tokens[place]) for size, place in ends if size >= most][:MATCHES]
         lookup.available(seq, 4)
-        first = best[0][0] if best else 0
+        first = max((size for size, _ in best), default=0)
         assert lookup.evidence(seq) == bin_of_match(first, len({t for _, t in best}) == 1)
         longest = max(longest, first)
     assert longest > 4
