@@ -20,8 +20,8 @@ class Wrapped(Generic[State]):
 
     inner: State
     """That of the policy within."""
-    shadow_drafts: dict[int, int] | None = None
-    """By request, the draft that the shadow of ``SwitchedPolicy`` used in the last step."""
+    own: Any = None
+    """What the wrapper itself remembers; None: nothing."""
 
 
 class Wrapper(Policy[Wrapped[State]]):
@@ -47,10 +47,10 @@ class Wrapper(Policy[Wrapped[State]]):
 
     def observe(self, outcome: Outcome, state: Wrapped[State], now: float) -> Wrapped[State]:
         inner = self.policy.observe(outcome, state.inner, now)
-        return Wrapped(inner, state.shadow_drafts)
+        return Wrapped(inner, state.own)
 
     def observe_unplanned(self, view: View, state: Wrapped[State]) -> Wrapped[State]:
-        return Wrapped(self.policy.observe_unplanned(view, state.inner), state.shadow_drafts)
+        return Wrapped(self.policy.observe_unplanned(view, state.inner), state.own)
 
     def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
         return self.policy.save(state.inner, now)
@@ -104,7 +104,10 @@ class Switches:
 
 
 class SwitchedPolicy(Wrapper[State]):
-    """A policy under switches, which are read again before every step."""
+    """A policy under switches, which are read again before every step.
+
+    It remembers, by request, the draft that the shadow used in the last step.
+    """
 
     def __init__(self, policy: Policy[State], switches: Callable[[], Switches]) -> None:
         super().__init__(policy)
@@ -121,7 +124,7 @@ class SwitchedPolicy(Wrapper[State]):
             )
         view = switches.capped(view)
         if switches.speculation == "shadow":
-            seen = _with_shadow(view, state.shadow_drafts or {})
+            seen = _with_shadow(view, state.own or {})
             shadow, inner = self.policy.plan(seen, state.inner, now, rng)
             used = np.flatnonzero(shadow.length)
             drafts = zip(view.request[used].tolist(), shadow.draft[used].tolist(), strict=True)
@@ -153,9 +156,11 @@ class SwitchedPolicy(Wrapper[State]):
 
 
 def _with_shadow(view: View, shadowed: dict[int, int]) -> View:
-    """Return the view in which drafts that the shadow used have at most one token to read."""
-    catchup = view.catchup.copy()
+    """Return the view in which drafts that the shadow used have at most one token to read. Its
+    ``request`` is a copy: no step is executed as the policy plans for it.
+    """
+    catchup, own = view.catchup.copy(), view.request.copy()
     for row, request in enumerate(view.request.tolist()):
         if (draft := shadowed.get(request)) is not None:
             catchup[row, draft] = min(1, catchup[row, draft])
-    return replace(view, catchup=catchup)
+    return replace(view, catchup=catchup, request=own)

@@ -1,0 +1,349 @@
+"""A guard that measures instead of models: speculation ends where plain decoding is faster, and
+comes back where it pays again.
+
+By load, in buckets of the number of rows, steps by the *level* that is applied (the policy's own
+plans at first) are compared with short experiments by an alternative. A sample is the logarithm of
+a ratio of goodputs, with the same rows and without prefill; ``policy.paired`` decides when they
+are enough. No level is final: at each the others are still tried, for a share of the time that is
+small, and smaller where the case is clear.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import Generator as Rng
+
+from .levels import (
+    FIXED,
+    LEVELS,
+    NONE,
+    PLANNED,
+    SHORT,
+    Bucket,
+    Seen,
+    bucket_of,
+    restored,
+    rows_of,
+    saved,
+)
+from .plan import Drafted, IntArray, Outcome, Plan, Policy, State, View
+from .wrappers import Wrapped, Wrapper
+
+_COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment; the rows count where tokens vary
+_SEEN_STEPS = 8  # are taken up at once
+_START_STEPS = 1.0  # the credit for the first experiment at a level
+_MOST_CREDIT_STEPS = 8.0
+_HALF_LIFE_S = 3600.0  # of the evidence, while no server runs
+
+
+class Fixed(NamedTuple):
+    """The fixed choice: a draft and a length for every row."""
+
+    draft: str
+    length: int
+
+
+class Block(NamedTuple):
+    """An experiment: successive steps by another level, of which the first is not counted."""
+
+    level: int
+    rows: int
+    steps: int
+    planned: int = 0
+
+
+class Open(NamedTuple):
+    """A planned step from which nothing was learnt yet."""
+
+    request: IntArray
+    rows: int
+    level: int
+    trial: bool
+    """Whether it belongs to an experiment."""
+    counted: bool
+    """Whether the step before was planned in the same way."""
+    last: bool
+    """Whether it ends an experiment."""
+
+
+class Trial(NamedTuple):
+    """What the experiment has shown until now."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    proposed: int = 0
+
+
+_FOREIGN = Open(np.zeros(0, np.int64), 0, PLANNED, False, False, False)
+_NO_TRIAL = Trial()
+
+
+@dataclass(slots=True)
+class Memory:
+    """What the guard remembers from step to step."""
+
+    buckets: dict[int, Bucket] = field(default_factory=dict)
+    credit_s: float = 0.0
+    """The time that experiments may still lose."""
+    step: int = 0
+    samples: int = 0
+    """The pairs that were compared."""
+    block: Block | None = None
+    before: tuple[int, bool] = (PLANNED, False)
+    """The level of the last planned step, and whether it was an experiment's."""
+    open: tuple[Open, ...] = ()
+    """The last planned steps. One submission ahead: at most two."""
+    next: Open | None = None
+    """The one that is learnt from next, where it is not the last; ``_FOREIGN``: none of them."""
+    trial: Trial = _NO_TRIAL
+    seen: tuple[Seen, ...] = ()
+    """Steps of one bucket that it has not taken up yet."""
+    was_plain: bool = False
+    """Whether the last step had no proposals."""
+
+    def copy(self) -> Memory:
+        """Return a memory that may be changed."""
+        return Memory(
+            self.buckets,
+            self.credit_s,
+            self.step,
+            self.samples,
+            self.block,
+            self.before,
+            self.open,
+            self.next,
+            self.trial,
+            self.seen,
+            self.was_plain,
+        )
+
+
+class Verdict(NamedTuple):
+    """What the guard found for a range of rows."""
+
+    rows: str
+    level: str
+    """One of ``policy.levels.LEVELS``."""
+    ratio: float
+    """Goodput of what the policy plans over that of plain decoding; nan: not measured."""
+
+
+class Guard(Wrapper[State]):
+    """A policy whose plans are applied where measured goodput says that they pay."""
+
+    def __init__(self, policy: Policy[State], fixed: Fixed | None = None) -> None:
+        """Guard a policy; ``fixed`` is one more alternative to it, besides no speculation."""
+        super().__init__(policy)
+        self._fixed = fixed
+        self._levels = (PLANNED, SHORT, NONE, FIXED) if fixed else (PLANNED, SHORT, NONE)
+
+    def start(self) -> Wrapped[State]:
+        """Return the state before the first step."""
+        return Wrapped(self.policy.start(), Memory())
+
+    # -- before a step
+
+    def plan(
+        self, view: View, state: Wrapped[State], now: float, rng: Rng
+    ) -> tuple[Plan, Wrapped[State]]:
+        """Plan by the level of the view's number of rows, or by the experiment that is due."""
+        memory, rows = state.own.copy(), len(view)
+        level = _level(memory, rows)
+        memory.block = block = _block(memory, rows, view.prefill_tokens)
+        applied, trial = (level, False) if block is None else (block.level, True)
+        plan, inner = self._planned(applied, memory, view, state.inner, now, rng)
+        if level != PLANNED or trial:
+            notes = {"guard": LEVELS[level]}
+            if trial:
+                notes["experiment"] = LEVELS[applied]
+            plan = replace(plan, notes={**plan.notes, **notes})
+        counted = memory.before == (applied, trial)
+        last = block is not None and block.planned == block.steps
+        step = Open(view.request, rows, applied, trial, counted, last)
+        memory.before, memory.open = (applied, trial), (*memory.open[-1:], step)
+        return plan, Wrapped(inner, memory)
+
+    def _planned(
+        self, level: int, memory: Memory, view: View, inner: State, now: float, rng: Rng
+    ) -> tuple[Plan, State]:
+        """Return a level's plan, and the policy's state after it."""
+        if level == PLANNED:
+            return self.policy.plan(view, inner, now, rng)
+        if level == SHORT:
+            most = memory.buckets[bucket_of(len(view))].short_length
+            short = replace(view, ceiling=np.minimum(view.ceiling, most))
+            return self.policy.plan(short, inner, now, rng)
+        inner = self.policy.observe_unplanned(view, inner)
+        if level == NONE or self._fixed is None or self._fixed.draft not in view.drafts:
+            return Plan.nothing(len(view)), inner
+        column = view.drafts.index(self._fixed.draft)
+        return Plan.within(view, column, self._fixed.length), inner
+
+    def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
+        """Return the policy's answer; False where the next step is plain in any case."""
+        memory, rows = state.own, len(request)
+        if _level(memory, rows) == NONE and _block(memory, rows, 0) is None:
+            return False
+        return self._fixed is not None or super().needs_ceilings(request, state)
+
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
+        """Return the policy's answer; a step that it did not plan is verified as planned."""
+        level = plan.notes.get("experiment") or plan.notes.get("guard")
+        if level in ("none", "fixed"):
+            return plan.length
+        return super().trim(view, plan, drafted, state)
+
+    # -- after a step
+
+    def observe_unplanned(self, view: View, state: Wrapped[State]) -> Wrapped[State]:
+        """Note whose step is learnt from next: one that was planned here has the view's very
+        ``request``.
+        """
+        memory = state.own.copy()
+        memory.next = _FOREIGN
+        for step in memory.open:
+            if step.request is view.request:
+                memory.next = step
+                break
+        return Wrapped(self.policy.observe_unplanned(view, state.inner), memory)
+
+    def observe(self, outcome: Outcome, state: Wrapped[State], now: float) -> Wrapped[State]:
+        """Let the policy learn from a step, and compare it with others."""
+        inner = self.policy.observe(outcome, state.inner, now)
+        if not len(outcome.rows.request):
+            return Wrapped(inner, state.own)
+        memory = state.own.copy()
+        memory.step += 1
+        step, memory.next = memory.next, None
+        if step is None:
+            step = memory.open[-1] if memory.open else _FOREIGN
+        if step.rows:
+            place = [known is step for known in memory.open].index(True)
+            memory.open = memory.open[place + 1 :]
+            self._learn(step, outcome, memory)
+        return Wrapped(inner, memory)
+
+    def _learn(self, step: Open, outcome: Outcome, memory: Memory) -> None:
+        """Learn from a step that was planned here, in place."""
+        place, rows, seconds = bucket_of(step.rows), step.rows, outcome.times.measured_s
+        if (bucket := memory.buckets.get(place)) is None:
+            bucket = Bucket().prepared(self._levels)
+            memory.buckets = {**memory.buckets, place: bucket}
+            memory.credit_s += _START_STEPS * seconds
+        credit_s = memory.credit_s + bucket.share * seconds
+        memory.credit_s = min(credit_s, _MOST_CREDIT_STEPS * seconds)
+        lengths = outcome.rows.length.tolist()
+        tokens, proposed = sum(outcome.rows.emitted.tolist()), sum(lengths)
+        was_plain, memory.was_plain = memory.was_plain, not proposed
+        is_clean = not outcome.prefill_tokens and tokens > 0 and seconds > 0
+        if step.trial:
+            memory.credit_s -= bucket.loss * seconds
+        if not step.trial or step.level == NONE:
+            seconds = bucket.usual_s(rows, seconds)
+        if step.trial:
+            before = memory.trial if step.counted else _NO_TRIAL
+            if step.counted and is_clean:
+                before = Trial(
+                    before.tokens + tokens,
+                    before.seconds + seconds,
+                    before.steps + 1,
+                    before.proposed + proposed,
+                )
+            memory.trial = before
+            if step.last:
+                self._conclude(step, memory)
+        elif step.level == bucket.level and step.counted and is_clean:
+            length = proposed / (len(lengths) - lengths.count(0)) if proposed else 0.0
+            if memory.seen and bucket_of(memory.seen[0].rows) != place:
+                self._take_up(memory)
+            memory.seen = (*memory.seen, Seen(rows, tokens, seconds, length, was_plain))
+            if len(memory.seen) >= _SEEN_STEPS:
+                self._take_up(memory)
+
+    def _take_up(self, memory: Memory) -> None:
+        """Take up the steps that were seen, in place. Those that the policy wanted without
+        proposals are compared with the others.
+        """
+        seen, memory.seen = memory.seen, ()
+        if not seen:
+            return
+        rows = seen[-1].rows
+        place = bucket_of(rows)
+        bucket = memory.buckets[place].with_steps(seen, memory.step)
+        memory.buckets = {**memory.buckets, place: bucket}
+        if bucket.level != NONE and (plain := bucket.plain(rows)) is not None:
+            self._sample(rows, NONE, plain.goodput, memory)
+
+    def _conclude(self, step: Open, memory: Memory) -> None:
+        """Compare an experiment, in place; its result is ignored where it is no pair."""
+        trial, memory.trial = memory.trial, _NO_TRIAL
+        self._take_up(memory)
+        bucket = memory.buckets[bucket_of(step.rows)]
+        whole = trial.steps >= _COUNTED_STEPS and step.level != bucket.level
+        if whole and (bucket.level != NONE or trial.proposed):
+            self._sample(step.rows, step.level, trial.tokens / trial.seconds, memory)
+
+    def _sample(self, rows: int, level: int, goodput: float, memory: Memory) -> None:
+        """Pair a level's goodput with that of the level that is applied, in place."""
+        place = bucket_of(rows)
+        bucket = memory.buckets[place]
+        if (against := bucket.against(level, rows, memory.step)) is None:
+            return
+        memory.samples += 1
+        after = bucket.sampled(level, goodput, against, self._levels)
+        if after.level != bucket.level:
+            memory.credit_s += _START_STEPS * against.seconds / against.steps
+        memory.buckets = {**memory.buckets, place: after}
+
+    # -- shown, and kept
+
+    def verdicts(self, state: Wrapped[State]) -> list[Verdict]:
+        """Return what was found, by rows in order."""
+        buckets: dict[int, Bucket] = state.own.buckets
+        return [
+            Verdict(rows_of(place), LEVELS[bucket.level], bucket.ratio)
+            for place, bucket in sorted(buckets.items())
+        ]
+
+    def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
+        """Return what the policy keeps, and the levels with their evidence."""
+        data = super().save(state, now)
+        return {**data, "guard": saved(state.own.buckets)} if state.own.buckets else data
+
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> Wrapped[State]:
+        """Return the state of what was saved. Raises ValueError, naming field and value."""
+        rest = {key: value for key, value in data.items() if key != "guard"}
+        inner = self.policy.load(rest, now, idle_s) if rest else self.policy.start()
+        if "guard" not in data:
+            return Wrapped(inner, Memory())
+        share = 0.5 ** (max(idle_s, 0.0) / _HALF_LIFE_S)
+        return Wrapped(inner, Memory(restored(data["guard"], share, self._levels)))
+
+
+def _level(memory: Memory, rows: int) -> int:
+    """Return the level that is applied to a number of rows."""
+    bucket = memory.buckets.get(bucket_of(rows)) if rows else None
+    return PLANNED if bucket is None else bucket.level
+
+
+def _block(memory: Memory, rows: int, prefill_tokens: int) -> Block | None:
+    """Return the experiment of the next step, if any. A change of rows or a prompt ends one."""
+    block = memory.block
+    ended = block is not None and block.planned == block.steps
+    if prefill_tokens or not rows or ended:
+        return None
+    if block is not None and block.rows == rows:
+        return block._replace(planned=block.planned + 1)
+    bucket = memory.buckets.get(bucket_of(rows))
+    against = bucket and bucket.against(bucket.next_level, rows, memory.step)
+    if bucket is None or against is None:
+        return None
+    steps = 1 + _COUNTED_STEPS
+    if bucket.next_level != NONE:  # tokens vary: at few rows, more steps
+        steps = max(steps, 1 + -(-_COUNTED_ROWS // rows))
+    cost_s = bucket.loss * steps * against.seconds / against.steps
+    return Block(bucket.next_level, rows, steps, 1) if memory.credit_s >= cost_s else None

@@ -1,0 +1,269 @@
+"""What the guard (``policy.guard``) knows of a load: the level that is applied to it, and how much
+better or worse the others are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .paired import Comparison, from_data
+
+PLANNED, SHORT, NONE, FIXED = range(4)
+LEVELS = ("planned", "short", "none", "fixed")
+"""What a step can be planned by: the policy, the policy with half its lengths, no speculation, the
+fixed choice.
+"""
+ALL, PROPOSING, PLAIN = range(3)
+"""Kinds of steps by the level that is applied: all, those with proposals, and those without where
+the policy did not want any; the last are as good as an experiment.
+"""
+COST_SHARE, CLEAR_COST_SHARE = 0.005, 0.002
+"""The most goodput that experiments may cost, and where the case is clear."""
+SCHEMA = 1
+_LEAST_LOSS = 0.05  # of an experiment's time: what a change of width or graph may cost
+_GAIN_LOSS = 0.02  # the same where the alternative was faster until now
+_UNKNOWN_LOSS = 0.3  # the same before the first sample
+_UNKNOWN_PROMISE = 0.2  # of an alternative without samples
+_OTHERS_FADE = 0.98  # of the evidence on one alternative, with a sample of another
+_WINDOW_ROWS, _WINDOW_STEPS = 16, 4  # the least to be compared with
+_WINDOW_KEPT = 1 - 1 / 48  # of a window, with each step
+_FRESH_STEPS = 256  # since the last step of a window
+_ODD = 2.0  # times the usual seconds, at which a step's time is cut
+_LEAST_LENGTH = 1.5  # mean length from which half is less
+_LENGTH_RATE = 0.05  # of the mean length, with each step
+_MOST_BUCKETS = 32
+
+
+class Seen(NamedTuple):
+    """A step by the level that is applied."""
+
+    rows: int
+    tokens: int
+    """Tokens that it emitted."""
+    seconds: float
+    length: float
+    """The mean length of its proposals; 0: there are none."""
+    after_plain: bool
+    """Whether the step before had no proposals, either."""
+
+
+class Side(NamedTuple):
+    """Fading sums of steps, one side of a pair."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: float = 0.0
+    at: int = 0
+    """The step at which it was last added to."""
+
+    @property
+    def goodput(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def more(self, steps: list[Seen], at: int) -> Side:
+        """Return the sums with more steps."""
+        kept, count = _WINDOW_KEPT ** len(steps), len(steps)
+        return Side(
+            kept * self.tokens + sum([step.tokens for step in steps]),
+            kept * self.seconds + sum([step.seconds for step in steps]),
+            kept * self.steps + count,
+            at,
+        )
+
+    def halved(self) -> Side:
+        """Return the sums of which the next pair shares less with the last."""
+        return Side(self.tokens / 2, self.seconds / 2, self.steps / 2, self.at)
+
+    def is_enough(self, rows: int, now: int) -> bool:
+        """Return whether there are enough steps, and recent ones, of this number of rows."""
+        enough = self.steps >= _WINDOW_STEPS and self.steps * rows >= _WINDOW_ROWS
+        return enough and now - self.at <= _FRESH_STEPS
+
+
+class Bucket(NamedTuple):
+    """What is known of a range of numbers of rows; its pairs have the same number exactly."""
+
+    level: int = PLANNED
+    compared: tuple[Comparison, ...] = (Comparison(),) * len(LEVELS)
+    """By level, its goodput over that of the level that is applied."""
+    length: float = 0.0
+    """The mean length of planned proposals."""
+    windows: Mapping[tuple[int, int], Side] = {}
+    """Steps by the level that is applied, by rows and kind."""
+    next_level: int = NONE
+    """That of the next experiment."""
+    loss: float = _UNKNOWN_LOSS
+    """The share of its time that it is expected to lose."""
+    share: float = COST_SHARE
+    """The share of all time that experiments may lose now."""
+
+    @property
+    def ratio(self) -> float:
+        """Goodput as planned over that without speculation; nan: not measured."""
+        planned, none = self.compared[PLANNED], self.compared[NONE]
+        measured = all(
+            comparison.weight or self.level == level
+            for level, comparison in ((PLANNED, planned), (NONE, none))
+        )
+        return math.exp(planned.mean - none.mean) if measured else math.nan
+
+    @property
+    def short_length(self) -> int:
+        """The most tokens of a proposal at the level ``short``."""
+        return max(1, int(self.length / 2))
+
+    def usual_s(self, rows: int, seconds: float) -> float:
+        """Return a step's seconds, cut where they are odd: a pause is no property of a level."""
+        usual = self.windows.get((rows, ALL))
+        if usual is None or usual.steps < _WINDOW_STEPS:
+            return seconds
+        return min(seconds, _ODD * usual.seconds / usual.steps)
+
+    def against(self, level: int, rows: int, now: int) -> Side | None:
+        """Return what steps by another level are compared with; None: not enough yet."""
+        side = self.windows.get((rows, PROPOSING if level == NONE else ALL))
+        return side if side is not None and side.is_enough(rows, now) else None
+
+    def with_steps(self, steps: Sequence[Seen], at: int) -> Bucket:
+        """Return the bucket with more steps by the level that is applied."""
+        windows, length = dict(self.windows), self.length
+        kinds: dict[tuple[int, int], list[Seen]] = {}
+        for step in steps:
+            kinds.setdefault((step.rows, ALL), []).append(step)
+            if step.length:
+                kinds.setdefault((step.rows, PROPOSING), []).append(step)
+                if self.level == PLANNED:
+                    length += _LENGTH_RATE * (step.length - length) if length else step.length
+            elif step.after_plain and self.level != NONE:
+                kinds.setdefault((step.rows, PLAIN), []).append(step)
+        for key, group in kinds.items():
+            windows[key] = windows.get(key, Side()).more(group, at)
+        return self._replace(windows=windows, length=length)
+
+    def plain(self, rows: int) -> Side | None:
+        """Return such steps since the last sample, if there are enough."""
+        side = self.windows.get((rows, PLAIN))
+        return side if side is not None and side.steps >= _WINDOW_STEPS else None
+
+    def sampled(self, level: int, goodput: float, against: Side, levels: Sequence[int]) -> Bucket:
+        """Return the bucket with a pair: a level's goodput and other steps. It has the level that
+        the comparisons now say, of ``levels``.
+        """
+        compared = [comparison.faded(_OTHERS_FADE) for comparison in self.compared]
+        compared[level] = self.compared[level].learnt(math.log(goodput / against.goodput))
+        windows = {k: side.halved() for k, side in self.windows.items() if k[1] != PLAIN}
+        after = self._replace(compared=tuple(compared), windows=windows)
+        better = [other for other in after.alternatives(levels) if compared[other].is_better]
+        if better:
+            after = after.moved(max(better, key=lambda other: compared[other].mean))
+        return after.prepared(levels)
+
+    def alternatives(self, levels: Sequence[int]) -> list[int]:
+        """Return the levels that are tried at the bucket's own; half the lengths are where
+        speculation has ended.
+        """
+        is_short = self.level == NONE and self.length >= _LEAST_LENGTH
+        return [level for level in levels if level != self.level and (level != SHORT or is_short)]
+
+    def moved(self, level: int) -> Bucket:
+        """Return the bucket at another level, with half the evidence."""
+        won = self.compared[level]
+        known = [c.seen_from(won) if c.weight else c for c in self.compared]
+        known[level], known[self.level] = Comparison(), won.reversed()
+        return self._replace(level=level, compared=tuple(known), windows={})
+
+    def prepared(self, levels: Sequence[int]) -> Bucket:
+        """Return the bucket with the next experiment: the alternative that may be worth most."""
+        compared, alternatives = self.compared, self.alternatives(levels)
+        level = max(alternatives, key=lambda other: _promise(compared[other]))
+        mean, loss = compared[level].mean, _UNKNOWN_LOSS
+        if compared[level].weight:
+            loss = _GAIN_LOSS if mean > 0 else max(_LEAST_LOSS, -math.expm1(mean))
+        clear = all(compared[other].is_clearly_worse for other in alternatives)
+        share = CLEAR_COST_SHARE if clear else COST_SHARE
+        return self._replace(next_level=level, loss=loss, share=share)
+
+
+def _promise(comparison: Comparison) -> float:
+    """Return what an alternative may be worth."""
+    if not comparison.weight:
+        return _UNKNOWN_PROMISE
+    return comparison.mean + 2 * comparison.error
+
+
+def bucket_of(rows: int) -> int:
+    """Return the bucket of a number of rows: 1, 2, 3-4, 5-8 and so on."""
+    return (rows - 1).bit_length()
+
+
+def rows_of(bucket: int) -> str:
+    """Return the numbers of rows of a bucket, such as ``9-16``."""
+    most = 1 << bucket
+    return str(most) if most <= 2 else f"{most // 2 + 1}-{most}"
+
+
+# -- as data
+
+
+class GuardError(ValueError):
+    """Saved data that do not fit; the message names the field and the value."""
+
+
+def saved(buckets: Mapping[int, Bucket]) -> dict[str, Any]:
+    """Return what outlasts a restart, JSON-able."""
+    rows = {
+        rows_of(place): {
+            "level": LEVELS[bucket.level],
+            "length": bucket.length,
+            "compared": {
+                name: list(comparison)
+                for name, comparison in zip(LEVELS, bucket.compared, strict=True)
+                if comparison.weight
+            },
+        }
+        for place, bucket in sorted(buckets.items())
+    }
+    return {"schema": SCHEMA, "rows": rows}
+
+
+def restored(data: Any, share: float, levels: Sequence[int]) -> dict[int, Bucket]:
+    """Return the buckets of saved data, with a share of their evidence. Raises GuardError."""
+    schema = _mapping(data, "guard").get("schema")
+    if schema != SCHEMA:
+        raise GuardError(f"guard.schema must be {SCHEMA}, got {schema!r}")
+    places = {rows_of(place): place for place in range(_MOST_BUCKETS)}
+    buckets = {}
+    for rows, entry in _mapping(data.get("rows"), "guard.rows").items():
+        if rows not in places:
+            raise GuardError(f"guard.rows must have ranges such as 9-16, got {rows!r}")
+        bucket = _restored(_mapping(entry, f"guard.rows.{rows}"), f"guard.rows.{rows}", share)
+        if bucket.level not in levels:
+            bucket = Bucket(length=bucket.length)
+        buckets[places[rows]] = bucket.prepared(levels)
+    return buckets
+
+
+def _restored(entry: dict[str, Any], where: str, share: float) -> Bucket:
+    level, length = entry.get("level"), entry.get("length")
+    if level not in LEVELS:
+        raise GuardError(f"{where}.level must be one of {LEVELS}, got {level!r}")
+    if type(length) not in (int, float) or not 0 <= length < math.inf:  # type: ignore[operator]
+        raise GuardError(f"{where}.length must be a number from 0, got {length!r}")
+    compared = [Comparison()] * len(LEVELS)
+    for name, values in _mapping(entry.get("compared"), f"{where}.compared").items():
+        if name not in LEVELS:
+            raise GuardError(f"{where}.compared must have keys of {LEVELS}, got {name!r}")
+        try:
+            compared[LEVELS.index(name)] = from_data(values).faded(share)
+        except ValueError as error:
+            raise GuardError(f"{where}.compared.{name} {error}") from None
+    return Bucket(LEVELS.index(level), tuple(compared), float(length))  # type: ignore[arg-type]
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise GuardError(f"{where} must be an object, got {value!r}")
+    return value

@@ -1,0 +1,424 @@
+"""The guard: what is measured to be slower ends, what pays again comes back, for little."""
+
+import json
+import math
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policy import Drafted, FixedLength, NoSpeculation, Plan, Policy, SwitchedPolicy, Switches
+from policy.guard import Fixed, Guard
+from policy.levels import FIXED, LEVELS, NONE, PLANNED, SHORT, rows_of
+from tests.fakes.policies import RNG, outcome, view
+
+DRAFTS = ("small", "large")
+
+
+class World:
+    """A server of a policy: a step takes a second, and so much more for each token of a proposal,
+    of which so many are accepted.
+    """
+
+    def __init__(self, policy, rows=8, seed=0, noise=0.05, ahead=False):
+        self.policy, self.rows, self.noise, self.ahead = policy, rows, noise, ahead
+        self.rng, self.state = np.random.default_rng(seed), policy.start()
+        self.prefill_tokens = 0
+        self.steps, self.pending = [], []
+        self.set()
+
+    def set(self, token_s=0.1, accepted=0.5, draft_s=(0.0, 0.0)):
+        """Set a token's seconds and the share of tokens accepted, each row in a way of its own."""
+        self.token_s, self.accepted, self.draft_s = token_s, accepted, draft_s
+
+    def run(self, steps):
+        """Take steps; return the notes of their plans."""
+        return [self.step().notes for _ in range(steps)]
+
+    def step(self):
+        request = np.arange(self.rows)
+        seen = view(self.rows, DRAFTS, request=request, prefill_tokens=self.prefill_tokens)
+        plan, self.state = self.policy.plan(seen, self.state, 0.0, RNG)
+        accepted = self.rng.binomial(plan.length, self.accepted)
+        seconds = 1 + self.token_s * plan.length.max(initial=0)
+        seconds += sum(self.draft_s[d] for d in set(plan.draft.tolist()) if d >= 0)
+        seconds *= math.exp(self.noise * self.rng.standard_normal())
+        done = outcome(seen, plan, accepted, seconds, prefill_tokens=self.prefill_tokens)
+        self.steps.append((plan, seconds, int(done.rows.emitted.sum())))
+        self.pending.append((seen, done))
+        if len(self.pending) > self.ahead:
+            self.learn()
+        return plan
+
+    def learn(self):
+        seen, done = self.pending.pop(0)
+        if self.pending:
+            self.state = self.policy.observe_unplanned(seen, self.state)
+        self.state = self.policy.observe(done, self.state, 0.0)
+
+    @property
+    def level(self):
+        buckets = self.state.own.buckets
+        return LEVELS[buckets[(self.rows - 1).bit_length()].level] if buckets else "planned"
+
+    def compared(self, level):
+        bucket = self.state.own.buckets[(self.rows - 1).bit_length()]
+        return bucket.compared[LEVELS.index(level)]
+
+
+GOOD, BAD = {"token_s": 0.05, "accepted": 0.5}, {"token_s": 0.35, "accepted": 0.2}
+
+
+def guard(length=4, fixed=None):
+    return Guard(FixedLength("small", length), fixed)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 16, 100])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_loses_ends_and_what_pays_again_comes_back(rows, ahead):
+    world = World(guard(), rows, ahead=ahead)
+    world.set(**GOOD)
+    world.run(600)
+    assert world.level == "planned"
+    world.set(**BAD)
+    world.run(3000)
+    assert world.level == "none"
+    world.set(**GOOD)
+    world.run(6000)
+    assert world.level == "planned"
+
+
+def test_ends_within_hundreds_of_steps_from_the_start():
+    world = World(guard())
+    world.set(token_s=0.25, accepted=0.15)
+    world.run(400)
+    assert world.level == "none"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pairs_tell_the_true_ratio(ahead):
+    world = World(guard(), 32, noise=0.0, ahead=ahead)
+    world.set(token_s=0.3, accepted=0.5)
+    world.run(8000)
+    true = math.log((1 + 4 * 0.5) / 2.2)
+    assert world.compared("none").mean == pytest.approx(-true, abs=0.02)
+    (verdict,) = world.policy.verdicts(world.state)
+    assert (verdict.rows, verdict.level) == ("17-32", "planned")
+    assert verdict.ratio == pytest.approx(math.exp(true), rel=0.02)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_gain_of_some_percent_is_never_taken_for_a_loss(rows):
+    for seed in range(5):
+        world = World(guard(3), rows, seed, noise=0.1)
+        world.set(token_s=0.15, accepted=0.18)  # 1.54 tokens in 1.45 s
+        world.run(3000)
+        assert world.level == "planned"
+
+
+@pytest.mark.parametrize(("token_s", "most"), [(0.05, 0.003), (0.3, 0.005)])
+def test_experiments_cost_half_a_percent_at_most(token_s, most):
+    world = World(guard(), 8)
+    world.set(token_s=token_s, accepted=0.5)
+    world.run(6000)
+    gain = 3 / (1 + 4 * token_s)
+    assert world.level == "planned"
+    lost_s = sum(
+        (1 - 1 / gain) * seconds
+        for plan, seconds, _ in world.steps
+        if plan.notes.get("experiment") == "none"
+    )
+    assert 0 < lost_s < most * sum(seconds for _, seconds, _ in world.steps)
+
+
+def test_trying_what_lost_costs_half_a_percent_at_most():
+    world = World(guard(), noise=0.02)
+    world.set(**BAD)
+    world.run(1500)
+    del world.steps[:]
+    notes = world.run(4000)
+    assert world.level == "none"
+    assert any("experiment" in note for note in notes)
+    seconds, tokens = (sum(step[part] for step in world.steps) for part in (1, 2))
+    assert tokens / seconds > 0.993 * 8  # with the credit at the start
+
+
+def test_half_the_lengths_are_applied_where_they_pay_and_the_whole_does_not():
+    class Steep(World):
+        """Tokens beyond the fourth are dear."""
+
+        def step(self):
+            self.token_s = 0.0
+            plan, _ = self.policy.plan(view(self.rows, DRAFTS), self.state, 0.0, RNG)
+            self.token_s = 0.6 if plan.length.max() > 4 else 0.05
+            return super().step()
+
+    world = Steep(guard(8))
+    world.run(4000)
+    assert world.level == "short"
+    assert set(world.step().length.tolist()) <= {0, 4, 8}
+
+
+def test_a_fixed_choice_is_applied_where_it_beats_the_policy_and_as_long_as_it_does():
+    world = World(guard(4, Fixed("large", 2)))
+    world.set(token_s=0.1, accepted=0.5, draft_s=(1.5, 0.0))
+    world.run(2500)
+    assert world.level == "fixed"
+    plans = [world.step() for _ in range(5)]
+    assert [1, 2] in [[int(p.draft[0]), int(p.length[0])] for p in plans]
+    world.set(token_s=0.1, accepted=0.5, draft_s=(0.0, 1.5))
+    world.run(6000)
+    assert world.level == "planned"
+
+
+@pytest.mark.parametrize("level", [SHORT, NONE, FIXED])
+@pytest.mark.parametrize("worst", [-0.7, -0.1])
+def test_no_level_and_no_evidence_is_final(level, worst):
+    policy = guard(4, Fixed("large", 2))
+    world = World(policy)
+    world.set(**GOOD, draft_s=(0.0, 3.0))
+    world.run(50)
+    bucket = world.state.own.buckets[3]
+    compared = list(bucket.compared)
+    for other in range(len(LEVELS)):
+        for _ in range(300):
+            compared[other] = compared[other].learnt(worst)
+    bucket = bucket._replace(level=level, compared=tuple(compared), windows={}, length=4.0)
+    world.state.own.buckets = {3: bucket.prepared(range(len(LEVELS)))}
+    world.run(12000)
+    assert world.level == "planned"
+
+
+def test_loads_are_judged_apart():
+    world = World(guard(), 2)
+    world.set(**GOOD)
+    for _ in range(100):
+        world.rows = 2
+        world.set(**GOOD)
+        world.run(10)
+        world.rows = 16
+        world.set(**BAD)
+        world.run(12)
+    found = {v.rows: v.level for v in world.policy.verdicts(world.state)}
+    assert found == {"2": "planned", "9-16": "none"}
+
+
+def test_buckets_have_the_names_of_their_rows():
+    assert [rows_of(place) for place in range(6)] == ["1", "2", "3-4", "5-8", "9-16", "17-32"]
+
+
+def test_a_prompt_or_another_row_ends_an_experiment_and_its_result_is_dropped():
+    for change in ("prefill", "rows"):
+        world = World(guard())
+        while "experiment" not in world.step().notes:
+            pass
+        world.prefill_tokens = 5 if change == "prefill" else 0
+        world.rows = 7 if change == "rows" else 8
+        assert "experiment" not in world.step().notes
+        assert world.state.own.samples == 0
+
+
+def test_steps_with_prompts_are_no_evidence():
+    world = World(guard())
+    world.prefill_tokens = 100
+    assert world.run(500) == [{}] * 500
+
+
+def test_a_pause_is_no_property_of_a_level():
+    def pausing(seed):
+        world = World(guard(3), 8, seed)
+        world.set(token_s=0.15, accepted=0.25)
+        for _ in range(600):
+            world.run(9)
+            world.noise, noise = 3.0, world.noise
+            world.run(1)
+            world.noise = noise
+        return world.level
+
+    assert [pausing(seed) for seed in range(3)] == ["planned"] * 3
+
+
+class Sometimes(Policy):
+    """Speculates in one of some steps."""
+
+    def plan(self, seen, state, now, rng):
+        length = 4 if now % 5 == 0 else 0
+        return Plan.within(seen, 0, length), None
+
+
+def test_steps_that_the_policy_wants_plain_are_evidence_that_costs_nothing(monkeypatch):
+    for name in ("COST_SHARE", "CLEAR_COST_SHARE"):
+        monkeypatch.setattr(f"policy.levels.{name}", 0.0)
+    monkeypatch.setattr("policy.guard._START_STEPS", 0.0)
+    policy = Guard(Sometimes())
+    state, rng = policy.start(), np.random.default_rng(2)
+    for step in range(800):
+        seen = view(8, DRAFTS, request=np.arange(8))
+        plan, state = policy.plan(seen, state, float(step), RNG)
+        assert "experiment" not in plan.notes
+        seconds = math.exp(0.02 * rng.standard_normal()) * (3.0 if plan.length.any() else 1.0)
+        state = policy.observe(outcome(seen, plan, 1, seconds), state, 0.0)
+    assert policy.verdicts(state)[0].level == "none"
+
+
+def test_a_policy_that_never_speculates_is_left_alone():
+    world = World(Guard(NoSpeculation()))
+    assert world.run(500) == [{}] * 500
+
+
+def test_in_an_experiment_nothing_of_the_policy_is_asked_but_it_learns():
+    class Watched(FixedLength):
+        def observe_unplanned(self, seen, state):
+            return (state or 0) + 1
+
+        def trim(self, seen, plan, drafted, state):
+            return np.ones(len(seen), np.int64)
+
+    world = World(Guard(Watched("small", 3)))
+    nodes = Drafted(*np.zeros((4, 0)))
+    for _ in range(400):
+        before = world.state.inner
+        plan = world.step()
+        trimmed = world.policy.trim(view(8), plan, nodes, world.state).tolist()
+        if "experiment" in plan.notes:
+            assert world.state.inner == (before or 0) + 1
+            assert trimmed == plan.length.tolist() == [0] * 8
+        else:
+            assert trimmed == [1] * 8
+
+
+def test_drafts_are_not_asked_where_the_next_step_is_plain():
+    world = World(guard())
+    assert world.policy.needs_ceilings(np.arange(8), world.state)
+    world.set(**BAD)
+    world.run(1500)
+    assert world.level == "none"
+    needed = []
+    for _ in range(1000):
+        needs = world.policy.needs_ceilings(np.arange(8), world.state)
+        assert needs or not world.step().length.any()
+        needed.append(needs)
+        if needs:
+            world.step()
+    assert 0 < sum(needed) < 200
+
+
+def test_states_are_never_changed_in_place():
+    world = World(guard(4, Fixed("large", 2)))
+    world.set(**BAD)
+    kept = []
+    for _ in range(600):
+        world.step()
+        kept.append((world.state, pickle.dumps(world.state)))
+    assert all(pickle.dumps(state) == as_it_was for state, as_it_was in kept)
+
+
+# -- under the operators' switches
+
+
+@pytest.mark.parametrize("mode", ["off", "shadow"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_that_another_planned_are_no_evidence(mode, ahead):
+    switches = Switches(speculation=mode, fixed_draft="large", fixed_length=2)
+    world = World(SwitchedPolicy(guard(), lambda: switches), ahead=ahead)
+    world.set(**BAD)
+    world.run(300)
+    own = world.state.inner.own
+    assert own.samples == 0
+    assert not own.buckets
+
+
+def test_in_a_canary_the_rows_of_the_control_keep_their_choice_in_every_step():
+    switches = Switches(canary_share=0.5, fixed_draft="large", fixed_length=2)
+    policy = SwitchedPolicy(guard(), lambda: switches)
+    state, control, modes = policy.start(), np.arange(8) % 2 == 0, set()
+    for _ in range(1500):
+        seen = view(8, DRAFTS, request=np.arange(8), control=control)
+        plan, state = policy.plan(seen, state, 0.0, RNG)
+        assert plan.length[control].tolist() == [2] * 4
+        modes.add(tuple(plan.length[~control].tolist()))
+        seconds = 1 + 0.5 * float(plan.length.max())
+        state = policy.observe(outcome(seen, plan, 1, seconds), state, 0.0)
+    assert {(4,) * 4, (0,) * 4} <= modes
+    assert policy.policy.verdicts(state.inner)[0].level in ("none", "short")
+
+
+# -- over a restart
+
+
+def learnt():
+    world = World(guard())
+    world.set(**BAD)
+    world.run(1500)
+    assert world.level == "none"
+    return world
+
+
+def test_levels_survive_a_restart_and_old_evidence_weighs_less():
+    world = learnt()
+    data = json.loads(json.dumps(world.policy.save(world.state, 0.0)))
+    soon, late = (world.policy.load(data, 9.0, idle_s) for idle_s in (0.0, 7200.0))
+    for state in (soon, late):
+        assert world.policy.verdicts(state)[0].level == "none"
+    before = world.compared("planned")
+    assert soon.own.buckets[3].compared[PLANNED] == before
+    assert late.own.buckets[3].compared[PLANNED].weight == pytest.approx(before.weight / 4)
+    world.state = soon
+    world.set(**GOOD)
+    world.run(6000)
+    assert world.level == "planned"
+
+
+def test_nothing_saved_is_nothing_known():
+    policy = guard()
+    assert policy.save(policy.start(), 0.0) == {}
+    assert policy.load({}, 0.0, 0.0).own.buckets == {}
+
+
+def test_a_level_that_there_is_no_more_is_the_policy_s():
+    world = learnt()
+    data = world.policy.save(world.state, 0.0)
+    data["guard"]["rows"]["5-8"]["level"] = "fixed"
+    assert world.policy.verdicts(world.policy.load(data, 0.0, 0.0))[0].level == "planned"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ((), 3, "guard must be"),
+        (("schema",), 0, "guard.schema must be 1, got 0"),
+        (("rows",), [], "guard.rows must be"),
+        (("rows", "3-5"), {}, "guard.rows must have ranges such as 9-16, got '3-5'"),
+        (("rows", "5-8"), 1, "guard.rows.5-8 must be"),
+        (("rows", "5-8", "level"), "all", "guard.rows.5-8.level must be one of"),
+        (("rows", "5-8", "length"), -1.0, "guard.rows.5-8.length must be a number from 0"),
+        (("rows", "5-8", "length"), True, "guard.rows.5-8.length must be a number from 0"),
+        (("rows", "5-8", "compared"), None, "guard.rows.5-8.compared must be"),
+        (("rows", "5-8", "compared", "all"), [], "guard.rows.5-8.compared must have keys"),
+        (("rows", "5-8", "compared", "none"), [1], "guard.rows.5-8.compared.none must be"),
+    ],
+)
+def test_saved_data_that_do_not_fit_are_refused_by_name(path, value, words):
+    world = learnt()
+    data = json.loads(json.dumps(world.policy.save(world.state, 0.0)))
+    place = data
+    for key in ("guard", *path)[:-1]:
+        place = place[key]
+    place[("guard", *path)[-1]] = value
+    with pytest.raises(ValueError, match=words.replace(".", r"\.")):
+        world.policy.load(data, 0.0, 0.0)
+
+
+def test_a_plan_keeps_the_notes_of_its_policy():
+    class Noting(FixedLength):
+        def plan(self, seen, state, now, rng):
+            plan, state = super().plan(seen, state, now, rng)
+            return replace(plan, notes={"gain": 1.5}), state
+
+    world = World(Guard(Noting("small", 1)))
+    world.set(**BAD)
+    notes = world.run(3000)
+    assert notes[0] == {"gain": 1.5}
+    assert {"gain": 1.5, "guard": "none", "experiment": "planned"} in notes
+    assert {"guard": "planned", "experiment": "none"} in notes
