@@ -20,10 +20,11 @@ class Deployment:
     whether it holds (``workload.Acceptance.confidence``; 0: nothing beyond its hazard), and
     ``showing[d]`` how far its evidence does (``workload.Acceptance.shown``; 0: it shows none).
 
-    ``noise`` is the standard deviation of the logarithm of a step's time; ``planning_s`` by batch
-    size, as (rows, seconds) in order, what planning and learning add to a step that is planned for;
-    ``full_information`` lets policies learn in every step how each draft would have guessed, which
-    no real server can.
+    ``proposing_factor`` multiplies what the decoding rows take in passes that verify proposals,
+    which no table shows; ``noise`` is the standard deviation of the logarithm of a step's time;
+    ``planning_s`` by batch size, as (rows, seconds) in order, what planning and learning add to a
+    step that is planned for; ``full_information`` lets policies learn in every step how each draft
+    would have guessed, which no real server can.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Deployment:
     max_active: int = 64
     prefill_chunk_tokens: int = 2048
     kv_tokens: int = 1 << 17
+    proposing_factor: float = 1.0
     noise: float = 0.03
     planning_s: tuple[tuple[int, float], ...] = ()
     full_information: bool = False
@@ -91,6 +93,10 @@ def step_time(deployment: Deployment, view: View, work: Work) -> dict[str, float
     """Return the seconds of a step by part."""
     parts_s, latency = step_parts(deployment.latency, work, view.drafts), deployment.latency
     parts_s["verify"] += latency.target.node_context_s * int(work.verified @ view.context)
+    if deployment.proposing_factor != 1 and work.verified.any():
+        tokens, context = len(view) + int(work.verified.sum()), int(view.context.sum())
+        decoding_s = latency.target.seconds(tokens, len(view), context)
+        parts_s["verify"] += (deployment.proposing_factor - 1) * decoding_s
     return parts_s
 
 
