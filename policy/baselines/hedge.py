@@ -48,8 +48,8 @@ class HedgeSpec(Policy[PerRequest]):
     A proposal that was right in all that is known of it goes on in the next step's, until it is
     wrong or ``length`` tokens long; then it is a loss. There every draft reads every verified token
     to be judged; here a draft is judged by what a step reports of it, which takes no time of its
-    own: that helps. Where a step tells nothing of a draft, its mean loss stands for it. A draft
-    that can propose nothing is not drawn, which helps, too.
+    own: that helps. Where a step tells nothing of a draft, its mean loss stands for it; one never
+    judged is drawn first. A draft that can propose nothing is not drawn, which helps, too.
     """
 
     def __init__(self, drafts: tuple[str, ...], length: int) -> None:
@@ -60,8 +60,11 @@ class HedgeSpec(Policy[PerRequest]):
 
     def plan(self, view: View, state: PerRequest, now: float, rng: Rng) -> tuple[Plan, PerRequest]:
         able = view.ceiling > 0
-        weight = np.where(able, state.of(view.request)[:, _WEIGHT], 0.0)
+        figures = state.of(view.request)
+        weight = np.where(able, figures[:, _WEIGHT], 0.0)
         weight = np.where(weight.sum(1, keepdims=True) > 0, weight, able)
+        unjudged = able & (figures[:, _SEEN] == 0)
+        weight = np.where(unjudged.any(1, keepdims=True), unjudged, weight)
         below = weight.cumsum(1)
         drawn = rng.random((len(view), 1)) * below[:, -1:]
         draft = np.minimum((below <= drawn).sum(1), len(self.drafts) - 1)
