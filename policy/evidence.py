@@ -19,9 +19,6 @@ EVIDENCE_BINS = 17
 MATCH_EDGES = (1, 3, 5, 8, 12, 16, 24, 32)
 """The least tokens of a match by its class: as many as end the text and occurred earlier."""
 
-PROBABILITY_EDGES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
-"""The least probability in bins 1, 2, ...: the target's highest one at the last token."""
-
 
 def bin_of_match(tokens: int, agree: bool = False) -> int:
     """Return the bin of a match of ``tokens`` tokens, 0 where nothing matches.
@@ -30,11 +27,6 @@ def bin_of_match(tokens: int, agree: bool = False) -> int:
     """
     place = bisect_right(MATCH_EDGES, tokens)
     return 2 * place - 1 + agree if place else 0
-
-
-def bin_of_probability(probability: float) -> int:
-    """Return the bin of the target's highest probability at the last token; 0: unknown (NaN)."""
-    return bisect_right(PROBABILITY_EDGES, probability) if probability >= 0 else 0
 
 
 def shared(evidence: IntArray) -> IntArray:

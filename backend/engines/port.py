@@ -235,13 +235,15 @@ class KeepsWidth(Protocol):
 
 @runtime_checkable
 class ShowsEvidence(Protocol):
-    """A draft that shows, before it proposes, how promising its proposal would be."""
+    """A draft that shows, before it proposes, how promising its proposal would be. Others share
+    what such drafts show for the request (``policy.evidence.shared``).
+    """
 
     name: str
 
     def evidence(self, sequence: Sequence) -> int:
         """Return the bin (``policy.evidence``) of a proposal for the sequence as it is now; 0: it
-        shows nothing. It is asked after ``available``, for the same text.
+        shows nothing. This is asked after ``available``, for the same text.
         """
         ...
 

@@ -88,9 +88,9 @@ class Drafting:
     ) -> tuple[IntArray, IntArray, IntArray | None]:
         """Return by sequence and draft how many tokens the draft could propose now, at most
         ``most`` of each sequence, how many committed ones it has not seen, and the evidence that it
-        shows (``View.evidence``; None: none shows any), int64[n, D] each.
+        shows or shares (``View.evidence``; None: none shows any), int64[n, D] each.
 
-        All are 0 for a draft that rests, and with ``only_free`` for one that is not free.
+        The first two are 0 for a draft that rests, and with ``only_free`` for one that is not free.
         """
         now = self._clock()
         ceiling, unseen, evidence = np.zeros((3, len(sequences), len(self.engines)), np.int64)

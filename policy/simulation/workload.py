@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from policy.evidence import PROBABILITY_EDGES
 from policy.plan import FloatArray, IntArray
 
 _MIN_HAZARD, _MAX_HAZARD = 0.001, 0.999
 _SWING_KNOTS = 16
+_CLAIM_EDGES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
+"""The least claim in bins 1, 2, ... of made-up evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class Acceptance:
         noise, drawn = self.normal[place + later], self.uniform[place]
         hazard = self.first_hazard(request, now)
         claims = _claims(hazard, drawn[:, None], noise[:, None], showing)
-        bins: IntArray = np.searchsorted(PROBABILITY_EDGES, claims, side="right")
+        bins: IntArray = np.searchsorted(_CLAIM_EDGES, claims, side="right")
         return np.where(showing > 0, bins, 0)
 
     def scored(

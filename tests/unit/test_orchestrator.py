@@ -71,14 +71,15 @@ def test_drafts_are_asked_where_the_policy_needs_it_and_free_ones_always(needs):
 
 
 def test_the_policy_sees_what_drafts_show_and_learns_it_with_what_they_did():
-    prompt, drafts, free = "a prompt", 0, 0
+    prompt, drafts, free, planned = "a prompt", 0, 0, set()
     text = {1: len(prompt), 2: len(prompt)}
 
     class Watching(RandomChoice):
         def plan(self, view, state, now, rng):
             by_text = np.where(view.ceiling[:, 1] > 0, view.context % 12, 0)
             assert view.evidence[:, 1].tolist() == by_text.tolist()
-            assert not view.evidence[:, 0].any()
+            assert view.evidence[:, 0].tolist() == by_text.tolist()  # it shows nothing of its own
+            planned.update(zip(view.request.tolist(), by_text.tolist(), strict=True))
             return super().plan(view, state, now, rng)
 
         def observe(self, outcome, state, now):
@@ -87,7 +88,8 @@ def test_the_policy_sees_what_drafts_show_and_learns_it_with_what_they_did():
             for request, draft, shown in zip(
                 rows.request.tolist(), rows.draft.tolist(), rows.evidence.tolist(), strict=True
             ):
-                assert shown == (text[request] % 12 if draft == 1 else 0)
+                assert draft == 0 or shown == (text[request] % 12 if draft == 1 else 0)
+                assert draft != 0 or (request, shown) in planned
                 drafts += draft == 1
             for request, draft, shown in zip(
                 chains.request.tolist(), chains.draft.tolist(), chains.evidence, strict=True
