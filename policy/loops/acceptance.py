@@ -280,55 +280,54 @@ def _fade(estimates: Estimates, constants: Constants, slot: Ints, emitted: Ints)
 
 
 @helper
-def _learn_deviation(estimates: Estimates, s: int, d: int, weight: float, surprise: float) -> None:
-    """Move a request's deviation by a chain of this weight and surprise.
-
-    Where its last few chains cannot be chance, only the newest counts.
-    """
-    e = estimates
-    information, recent, x = e.information[s, d], e.recent[s, d], e.deviation[s, d]
-    most = MOST_STEP * (information[0] + weight + e.prior[s, d, 0])
-    moved = weight * x + min(max(surprise, -most), most)
-    recent[0] = _RECENT_KEEP * recent[0] + weight
-    recent[1] = _RECENT_KEEP * recent[1] + surprise
-    if recent[1] ** 2 > _CHANGE_DEVIATIONS**2 * (recent[0] + _LEAST_VARIANCE):
-        recent[:] = 0.0
-        information[:] = 0.0
-    information[0] += weight
-    information[1] += moved
-    e.deviation[s, d], _ = _posterior(e, s, d)
-
-
-@helper
 def _learn_chains(
     estimates: Estimates, known: Ints, slots: Ints, chains: Chains, sums: Floats
 ) -> None:
     """Learn the deviations of requests from chains, in place, and add these to ``sums[C, B, 3,
     K]``: accepted, reached, and expected in view of the request.
+
+    Where a request's last few chains cannot be chance, only the newest counts. (Each array is
+    fetched once: numba counts references at every use of a tuple's array.)
     """
-    e = estimates
-    drafts, tenants = e.deviation.shape[1], len(e.requests)
-    for p in range(len(chains.request)):
-        scored, d, b = chains.scored[p], chains.draft[p], chains.evidence[p]
+    information, prior, deviation = estimates.information, estimates.prior, estimates.deviation
+    recent, level, tenant = estimates.recent, estimates.draft_hazard, estimates.tenant
+    request, draft, shown = chains.request, chains.draft, chains.evidence
+    right, all_scored = chains.accepted, chains.scored
+    drafts, tenants = deviation.shape[1], len(estimates.requests)
+    for p in range(len(request)):
+        scored, d, b = all_scored[p], draft[p], shown[p]
         if scored == 0 or d < 0:
             continue
-        s = find(known, slots, chains.request[p])
+        s = find(known, slots, request[p])
         if s < 0 and tenants > 1:
             continue
-        c = (e.tenant[s] if s >= 0 else 0) * drafts + d
-        shift = math.exp(e.deviation[s, d]) if s >= 0 else 1.0
-        weight = surprise = 0.0
-        accepted = min(chains.accepted[p], scored)
+        c, x = d, 0.0
+        if s >= 0:
+            c, x = tenant[s] * drafts + d, deviation[s, d]
+        shift, weight, surprise = math.exp(x), 0.0, 0.0
+        accepted = min(right[p], scored)
         for j in range(min(accepted + 1, scored)):
             one = 1.0 if j < accepted else 0.0
-            hazard = shifted(e.draft_hazard[c, b, j], shift)
+            hazard = shifted(level[c, b, j], shift)
             weight += hazard * (1.0 - hazard)
             surprise += one - hazard
             sums[c, b, 0, j] += one
             sums[c, b, 1, j] += 1.0
             sums[c, b, 2, j] += hazard
-        if s >= 0:
-            _learn_deviation(e, s, d, weight, surprise)
+        if s < 0:
+            continue
+        most = MOST_STEP * (information[s, d, 0] + weight + prior[s, d, 0])
+        moved = weight * x + min(max(surprise, -most), most)
+        recent[s, d, 0] = _RECENT_KEEP * recent[s, d, 0] + weight
+        recent[s, d, 1] = _RECENT_KEEP * recent[s, d, 1] + surprise
+        chance = _CHANGE_DEVIATIONS**2 * (recent[s, d, 0] + _LEAST_VARIANCE)
+        if recent[s, d, 1] ** 2 > chance:
+            recent[s, d, 0] = recent[s, d, 1] = 0.0
+            information[s, d, 0] = information[s, d, 1] = 0.0
+        information[s, d, 0] += weight
+        information[s, d, 1] += moved
+        total = information[s, d, 0] + prior[s, d, 0]
+        deviation[s, d] = (information[s, d, 1] + prior[s, d, 1]) / total
 
 
 @entry(ESTIMATES, CONSTANTS, INTS[1], INTS[1], CHAINS, INTS[1], CHAINS, INTS[1])

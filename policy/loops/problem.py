@@ -13,7 +13,7 @@ import numpy as np
 
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
-from .times import FIRST_DRAFT, OVERHEAD, TIMES, VERIFY, Times, forward_s, verify_s
+from .times import FIRST_DRAFT, OVERHEAD, TIMES, VERIFY, Times, forward_s, verify_each_s, verify_s
 
 TIE = 1e-9
 """Relative difference below which the choice with the fewest tokens wins."""
@@ -132,9 +132,10 @@ def score(
     """Return expected tokens, charged seconds and the step's seconds of a choice; ``count[D, K]``
     becomes the tokens of every forward.
     """
-    p = problem
-    k_max, drafts, n = p.gain.shape
-    count[:] = p.occupied
+    gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
+    occupied, forward_s = problem.occupied, problem.forward_s
+    k_max, drafts, n = gain.shape
+    count[:] = occupied
     value, total, rows_s, charged_s, switch_s = 0.0, 0, 0.0, 0.0, 0.0
     for i in range(n):
         k = length[i]
@@ -142,20 +143,20 @@ def score(
             continue
         d = draft[i]
         total += k
-        rows_s += k * p.draft_row_s[d, i]
-        charged_s += charge_s(p, d, i)
-        switch_s += p.switch_s[d, i]
+        rows_s += k * row_s[d, i]
+        charged_s += charge_s(problem, d, i)
+        switch_s += problem.switch_s[d, i]
         for j in range(k):
-            count[d, j] += p.first_tokens[d, i] if j == 0 else 1
-            value += p.gain[j, d, i]
-    seconds = p.undrafted_s[total] + rows_s
+            count[d, j] += first_tokens[d, i] if j == 0 else 1
+            value += gain[j, d, i]
+    seconds = problem.undrafted_s[total] + rows_s
     if total:
-        seconds += p.speculation_s
+        seconds += problem.speculation_s
     for d in range(drafts):
         for j in range(k_max):
-            if count[d, j] > p.occupied[d, j]:
-                seconds += p.forward_s[d, count[d, j]] - p.forward_s[d, p.occupied[d, j]]
-    return p.base_value + value, seconds + charged_s, seconds + switch_s
+            if count[d, j] > occupied[d, j]:
+                seconds += forward_s[d, count[d, j]] - forward_s[d, occupied[d, j]]
+    return problem.base_value + value, seconds + charged_s, seconds + switch_s
 
 
 @helper
@@ -255,9 +256,10 @@ def build(
             fixed_s += drafting_s + speculation_s
             speculation_s = 0.0
     plain = b.prefill_tokens + everyone + control_tokens
-    undrafted_s = np.empty(n * k_max + 1)
-    for m in range(len(undrafted_s)):
-        undrafted_s[m] = (verify_s(t, plain + m) if plain else 0.0) + fixed_s
+    undrafted_s = np.zeros(n * k_max + 1)
+    if plain:
+        verify_each_s(t, plain, undrafted_s)
+    undrafted_s += fixed_s
     if limits.padded_tokens:
         padded_s = verify_s(t, plain + limits.padded_tokens * everyone) - verify_s(t, plain)
         undrafted_s[1:] = undrafted_s[0] + max(padded_s, 0.0)

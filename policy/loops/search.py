@@ -109,8 +109,10 @@ def _fill(
     """Let tokens join in the order of their worth ``own[K, n]``; the best depth and total win by
     the exact objective. ``draft, length`` become that choice; return its tokens.
     """
-    p = problem
-    n = p.gain.shape[2]
+    gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
+    forward_s, undrafted_s, switch_s = problem.forward_s, problem.undrafted_s, problem.switch_s
+    speculation_s = problem.speculation_s
+    n = gain.shape[2]
     length[:] = 0
     draft[:] = -1
     deepest = longest.max()
@@ -123,27 +125,27 @@ def _fill(
                 size += 1
     order = np.empty(size, np.int64)
     descending(value[:size], order)
-    count = p.occupied.copy()
+    count = problem.occupied.copy()
     objective, seconds = np.zeros(deepest), np.zeros(deepest)
     best, best_at, tokens = np.full(deepest, -np.inf), np.zeros(deepest, np.int64), 0
     within = np.zeros(deepest, np.int64)
     for at in range(min(size, last)):
         i, j = row[order[at]], depth[order[at]]
         d = pick[i]
-        more = p.first_tokens[d, i] if j == 0 else 1
-        alone_s = p.forward_s[d, count[d, j] + more] - p.forward_s[d, count[d, j]]
-        alone_s += p.draft_row_s[d, i]
+        more = first_tokens[d, i] if j == 0 else 1
+        alone_s = forward_s[d, count[d, j] + more] - forward_s[d, count[d, j]]
+        alone_s += row_s[d, i]
         count[d, j] += more
         passing_s = alone_s
         if j == 0:
-            alone_s += charge_s(p, d, i)
-            passing_s += p.switch_s[d, i]
-        gained = p.gain[j, d, i] - price * alone_s
+            alone_s += charge_s(problem, d, i)
+            passing_s += switch_s[d, i]
+        gained = gain[j, d, i] - price * alone_s
         for cap in range(j, deepest):
             objective[cap] += gained
             seconds[cap] += passing_s
             within[cap] += 1
-            shared_s = p.undrafted_s[within[cap]] + p.speculation_s
+            shared_s = undrafted_s[within[cap]] + speculation_s
             now = objective[cap] - price * shared_s
             if now > best[cap] and seconds[cap] + shared_s <= most_s:
                 best[cap], best_at[cap] = now, at
@@ -336,19 +338,16 @@ def _set_worth(
     problem: StepProblem, dear: float, slope: float, token_s: Floats, worth: Floats
 ) -> None:
     """Compute what each row gains by each draft and longest chain, ``worth[K, D, n]``."""
-    p = problem
     k_max, drafts, n = worth.shape
+    gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
     for d in range(drafts):
-        for k in range(k_max):
-            for i in range(n):
-                if k == 0:
-                    before = -dear * (
-                        charge_s(p, d, i) + (p.first_tokens[d, i] - 1) * token_s[0, d]
-                    )
-                else:
-                    before = worth[k - 1, d, i]
-                net = p.gain[k, d, i] - dear * (token_s[k, d] + p.draft_row_s[d, i]) - slope
-                worth[k, d, i] = before + max(net, 0.0)
+        for i in range(n):
+            charge = charge_s(problem, d, i) + (first_tokens[d, i] - 1) * token_s[0, d]
+            before = -dear * charge
+            for k in range(k_max):
+                net = gain[k, d, i] - dear * (token_s[k, d] + row_s[d, i]) - slope
+                before += max(net, 0.0)
+                worth[k, d, i] = before
 
 
 @helper
@@ -365,7 +364,7 @@ def _pick_drafts(
 
     A charge is deducted in proportion to what a row's tokens are worth, so that they stay in order.
     """
-    p = problem
+    gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
     _, drafts, n = worth.shape
     own[:] = 0.0
     for i in range(n):
@@ -376,9 +375,9 @@ def _pick_drafts(
         pick[i] = d
         total = 0.0
         for j in range(longest[d]):
-            own[j, i] = max(p.gain[j, d, i] - dear * (token_s[j, d] + p.draft_row_s[d, i]), 0.0)
+            own[j, i] = max(gain[j, d, i] - dear * (token_s[j, d] + row_s[d, i]), 0.0)
             total += own[j, i]
-        charge = dear * (charge_s(p, d, i) + (p.first_tokens[d, i] - 1) * token_s[0, d])
+        charge = dear * (charge_s(problem, d, i) + (first_tokens[d, i] - 1) * token_s[0, d])
         share = max(1 - charge / max(total, _NOTHING), 0.0)
         for j in range(longest[d]):
             own[j, i] *= share

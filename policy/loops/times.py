@@ -73,6 +73,16 @@ def verify_s(times: Times, tokens: int) -> float:
 
 
 @helper
+def verify_each_s(times: Times, first: int, seconds: Floats) -> None:
+    """Compute ``verify_s`` of passes of ``first`` tokens and up, into ``seconds[m]``."""
+    target_s, slope_s, factor = times.target_s, times.target_slope_s, times.factor[VERIFY]
+    last = len(target_s) - 1
+    for m in range(len(seconds)):
+        over = max(first + m - last, 0)
+        seconds[m] = factor * (target_s[first + m - over] + slope_s * over)
+
+
+@helper
 def forward_s(times: Times, d: int, tokens: int) -> float:
     """Return the seconds of a draft's forward of n tokens, rows and context apart."""
     if tokens == 0:
