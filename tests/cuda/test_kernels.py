@@ -205,6 +205,19 @@ def test_draw_is_the_hosts(temperature: float) -> None:
     assert tails or temperature == 0.3
 
 
+@pytest.mark.parametrize(("vocab", "chunk"), [(900, 1024), (5000, 1024), (5000, 4096)])
+def test_draw_from_flat_rows_whose_head_has_hundreds_of_tokens_or_none(
+    vocab: int, chunk: int
+) -> None:
+    rows = 12
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 0.05
+    words = np.array([word(seed, seed) for seed in range(rows)], np.uint64)
+    laws = target_laws(logits, [SamplingParams(temperature=1.0)] * rows)
+    assert int((laws[0] >= HEAD).sum()) > 256 or vocab == 5000
+    function = partial(draw, chunk=chunk)
+    assert _drawn(logits, words, [1.0] * rows, function=function) == host_draw(laws, words)
+
+
 def test_draw_of_bounded_greedy_and_broken_rows() -> None:
     vocab = 700
     logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(3))

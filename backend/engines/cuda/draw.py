@@ -1,9 +1,10 @@
 """The draw of ``backend/sampling/draw.py`` on the device: the same function of logits and noise.
 
 A row's vocabulary is cut into chunks of fixed length, so that one row fills the device, too. Four
-kernels follow each other: the greatest logit and the mass of every chunk; the race of its head
-tokens and its tail mass; for rows whose tail wins, the race of the tail tokens; and the winner over
-all chunks. Rows of temperature 0 take the first greatest logit.
+kernels follow each other: the greatest logit and the mass of every chunk, and which of its tokens
+may be of the head; the race of those that are, and the tail mass; for rows whose tail wins, the
+race of the tail tokens; and the winner over all chunks. Only the first one, and the third where the
+tail wins, read all logits. Rows of temperature 0 take the first greatest logit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
 _NONE = tl.constexpr(2147483647)
+_SLACK = tl.constexpr(0.999)
+_MOST_CANDIDATES = 1024
+_BLOCK = tl.constexpr(256)
 
 
 @triton.jit
@@ -40,12 +44,19 @@ def _measure_chunks(
     top_ptr,
     place_ptr,
     mass_ptr,
+    count_ptr,
+    candidate_ptr,
     vocab,
     chunks,
     CHUNK: tl.constexpr,
+    MOST: tl.constexpr,
 ):
+    """Store the greatest logit, its place and the mass of a chunk, and its candidates: tokens of at
+    least ``HEAD`` of the chunk's mass, for the head has no others.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    offset = tl.arange(0, CHUNK)
+    column = chunk * CHUNK + offset
     x = tl.load(
         logits_ptr + row.to(tl.int64) * stride + column, mask=column < vocab, other=float("-inf")
     ).to(tl.float32)
@@ -59,8 +70,14 @@ def _measure_chunks(
     if temperature > 0.0:
         base = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp((x - base) / temperature)
-        weight = tl.where(x >= tl.load(bound_ptr + row), weight, 0.0)
-        tl.store(mass_ptr + at, tl.sum(weight.to(tl.float64), 0))
+        weight = tl.where(x >= tl.load(bound_ptr + row), weight, 0.0).to(tl.float64)
+        mass = tl.sum(weight, 0)
+        tl.store(mass_ptr + at, mass)
+        is_candidate = (weight > 0.0) & (weight >= _SLACK * _HEAD * mass)
+        place_of = tl.cumsum(is_candidate.to(tl.int32), 0) - 1
+        to = candidate_ptr + at.to(tl.int64) * MOST + place_of
+        tl.store(to, offset.to(tl.int16), mask=is_candidate & (place_of < MOST))
+        tl.store(count_ptr + at, tl.sum(is_candidate.to(tl.int32), 0))
 
 
 @triton.jit
@@ -75,6 +92,20 @@ def _combine(top_ptr, mass_ptr, row, temperature, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def _weigh(x, bound, base, temperature):
+    """Return weights relative to the logit ``base``."""
+    return tl.where(x >= bound, tl.exp((x - base) / temperature), 0.0)
+
+
+@triton.jit
+def _base_of(top_ptr, at, top, temperature):
+    """Return a chunk's greatest logit and its weight."""
+    own = tl.load(top_ptr + at)
+    base = tl.where(own == float("-inf"), 0.0, own)
+    return base, tl.where(own == float("-inf"), 0.0, tl.exp((own - top) / temperature))
+
+
+@triton.jit
 def _race_heads(
     logits_ptr,
     stride,
@@ -83,13 +114,15 @@ def _race_heads(
     word_ptr,
     top_ptr,
     mass_ptr,
+    count_ptr,
+    candidate_ptr,
     time_ptr,
     winner_ptr,
     tail_ptr,
-    vocab,
     chunks,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -97,23 +130,35 @@ def _race_heads(
         return
     top, mass = _combine(top_ptr, mass_ptr, row, temperature, chunks, CHUNKS)
     word = tl.load(word_ptr + row).to(tl.uint64, bitcast=True)
-    column = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(
-        logits_ptr + row.to(tl.int64) * stride + column, mask=column < vocab, other=float("-inf")
-    ).to(tl.float32)
-    weight = tl.where(x >= tl.load(bound_ptr + row), tl.exp((x - top) / temperature), 0.0)
-    in_head = weight.to(tl.float64) >= _HEAD * mass
+    bound = tl.load(bound_ptr + row)
     at = row * chunks + chunk
-    tl.store(tail_ptr + at, tl.sum(tl.where(in_head, 0.0, weight).to(tl.float64), 0) / mass)
-    if tl.max(in_head.to(tl.int32), 0) > 0:
+    base, scale = _base_of(top_ptr, at, top, temperature)
+    logits = logits_ptr + row.to(tl.int64) * stride + chunk * CHUNK
+    candidates = candidate_ptr + at.to(tl.int64) * MOST
+    count = tl.load(count_ptr + at)
+    least = tl.full((), float("inf"), tl.float64)
+    winner = tl.full((), _NONE, tl.int32)
+    head = tl.full((), 0.0, tl.float64)
+    for begin in range(0, count, _BLOCK):
+        n = begin + tl.arange(0, _BLOCK)
+        exists = n < count
+        offset = tl.load(candidates + n, mask=exists, other=0).to(tl.int32)
+        x = tl.load(logits + offset, mask=exists, other=float("-inf")).to(tl.float32)
+        own_weight = _weigh(x, bound, base, temperature)
+        weight = own_weight * scale
+        in_head = exists & (weight.to(tl.float64) >= _HEAD * mass)
+        head += tl.sum(tl.where(in_head, own_weight, 0.0).to(tl.float64), 0)
+        column = chunk * CHUNK + offset
         noise = _exponential(word ^ column.to(tl.uint64))
         time = tl.where(in_head, noise / tl.where(in_head, weight, 1.0), float("inf"))
-        least = tl.min(time, 0)
-        tl.store(time_ptr + at, least * mass)
-        tl.store(winner_ptr + at, tl.min(tl.where(time == least, column, _NONE), 0))
-    else:
-        tl.store(time_ptr + at, float("inf"))
-        tl.store(winner_ptr + at, _NONE)
+        own = tl.min(time, 0)
+        first = tl.min(tl.where((time == own) & in_head, column, _NONE), 0)
+        winner = tl.where(own < least, first, winner)
+        least = tl.minimum(own, least)
+    tail = tl.load(mass_ptr + at) - head
+    tl.store(tail_ptr + at, tl.maximum(tail, 0.0) * scale.to(tl.float64) / mass)
+    tl.store(time_ptr + at, least * mass)
+    tl.store(winner_ptr + at, winner)
 
 
 @triton.jit
@@ -159,7 +204,8 @@ def _race_tails(
             mask=column < vocab,
             other=float("-inf"),
         ).to(tl.float32)
-        weight = tl.where(x >= tl.load(bound_ptr + row), tl.exp((x - top) / temperature), 0.0)
+        base, scale = _base_of(top_ptr, row * chunks + chunk, top, temperature)
+        weight = _weigh(x, tl.load(bound_ptr + row), base, temperature) * scale
         in_tail = (weight > 0.0) & (weight.to(tl.float64) < _HEAD * mass)
         noise = _exponential(word ^ column.to(tl.uint64))
         time = tl.where(in_tail, noise / tl.where(in_tail, weight, 1.0), float("inf"))
@@ -233,12 +279,31 @@ def draw(
     shape = (logits, logits.stride(0), temperature, bound)
     top = logits.new_empty(grid, dtype=torch.float32)
     mass, time, tail, tail_time = (logits.new_empty(grid, dtype=torch.float64) for _ in range(4))
-    place, winner, tail_winner = (logits.new_empty(grid, dtype=torch.int32) for _ in range(3))
+    place, winner, tail_winner, count = (
+        logits.new_empty(grid, dtype=torch.int32) for _ in range(4)
+    )
+    most = min(chunk, _MOST_CANDIDATES)
+    candidates = logits.new_empty((*grid, most), dtype=torch.int16)
     tokens = logits.new_empty(rows, dtype=torch.int32)
     size = (vocab, chunks)
     options = {"CHUNK": chunk, "num_warps": 8}
-    _measure_chunks[grid](*shape, top, place, mass, *size, **options)
-    _race_heads[grid](*shape, words, top, mass, time, winner, tail, *size, **columns, **options)
+    heads = (count, candidates)
+    _measure_chunks[grid](*shape, top, place, mass, *heads, *size, MOST=most, **options)
+    _race_heads[grid](
+        *shape,
+        words,
+        top,
+        mass,
+        *heads,
+        time,
+        winner,
+        tail,
+        chunks,
+        MOST=most,
+        **columns,
+        CHUNK=chunk,
+        num_warps=4,
+    )
     _race_tails[grid](
         *shape, words, top, mass, time, tail, tail_time, tail_winner, *size, **columns, **options
     )
