@@ -39,8 +39,10 @@ from policy.plan import AnyPolicy, FloatArray, IntArray, Plan, Policy, View
 
 NONE, FIXED_EAGLE, PLANNER = "none", "fixed-eagle", "planner"
 LENGTHS = 1, 2, 3, 4, 5, 6, 7, 8
-MATCHES, LOOKUPS = (2, 3, 5, 8, 12), (3, 5, 8, DEEPEST)
-"""The least match and the lengths of the look-up that rules are tuned over."""
+MATCHES, LOOKUPS = (1, 3, 5, 8, 12), (3, 5, 8, DEEPEST)
+"""The least match and the lengths of the look-up that rules are tuned over. A match counts as the
+least of its class (``policy.evidence.MATCH_EDGES``): 1 stands for any.
+"""
 RULES = "fixed-suffix", "rule", "rule-8"
 SHORT = 8
 """Tokens of the rule's look-up, at most, in its second form."""
