@@ -242,6 +242,12 @@ def parse_config(
         )
     _check_names(config)
     _check_engines(config)
+    most, active = config.target.kind.most_ahead, config.limits.max_active_requests
+    if config.target.lookahead and active > most:
+        raise ConfigError(
+            f"limits.max_active_requests must be at most {most} where target.lookahead is 1 for "
+            f"the engine {config.target.engine!r}, got {active}"
+        )
     if plans:
         _check_policy(config.policy, [draft.name for draft in config.drafts])
     _check_drafts(config)

@@ -56,6 +56,7 @@ class Kind:
     table_file: str = ""  # in its model folder, where times lie that were measured with the model
     drafts: tuple[str, ...] = ()  # the kinds that it can have as a target; none: all
     looks_ahead: bool = False  # as a target, it may have the setting ``lookahead``
+    most_ahead: int = 4096  # requests that it serves at once then
     manages_kv: bool = False  # it plans its GPUs' memory, finds KV and draws tokens by itself
     refuses: dict[str, str] = field(default_factory=dict)  # request attributes, with the reason
 
@@ -116,6 +117,7 @@ KINDS = {
         tells_features=True,
         behaviour=1,
         looks_ahead=True,
+        most_ahead=256,
     ),
     "torch": Kind(
         "backend.engines.torch.kind",

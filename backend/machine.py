@@ -171,10 +171,17 @@ class Machine:
         return found
 
     def device_name(self, device: str) -> str:
-        """Return what a CUDA device is."""
+        """Return what a CUDA device is. Raises ValueError where torch cannot use it."""
         import torch
 
-        return torch.cuda.get_device_name(device)
+        try:
+            return torch.cuda.get_device_name(device)
+        except (AssertionError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+            text = f"device {device!r} cannot be used: {reason}"
+            raise ValueError(
+                f"{text}. Set it to 'cpu' or 'auto'; spindle doctor says more"
+            ) from None
 
     def cuda_build(self) -> str:
         """Return the CUDA that the installed torch is built for; empty for a CPU build."""

@@ -4,6 +4,7 @@ import socket
 
 import numpy as np
 import pytest
+import torch
 
 from backend.machine import Machine, _nvidia_smi, machine
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, H100, V100, FakeMachine
@@ -85,3 +86,9 @@ def test_nvidia_smi_is_asked_once(monkeypatch, tmp_path):
         _nvidia_smi.cache_clear()
     query = "--query-gpu=index,name,memory.total,driver_version,compute_cap\n"
     assert (tmp_path / "asked").read_text() == query
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_cannot_be_used_is_an_error_with_advice():
+    with pytest.raises(ValueError, match=r"device 'cuda' cannot be used: .*Set it to 'cpu' or"):
+        Machine().device_name("cuda")

@@ -11,6 +11,7 @@ from backend.engines import memory
 from backend.engines.checkpoint import read_config
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.footprint import RUNTIME_BYTES
+from backend.engines.cuda.forward import ROW_SIZES
 from backend.engines.cuda.pages import ATTENTION
 from backend.engines.head import folder as heads
 from backend.engines.head.folder import HeadConfig, config_json
@@ -20,6 +21,7 @@ from backend.engines.port import Footprint
 from backend.engines.registry import Service, make_engine
 from backend.engines.torch import engine as torch_engine
 from backend.engines.torch.engine import TorchEngine
+from backend.kinds import KINDS
 from backend.model_folders import check_memory, model_path
 from backend.sequence import BLOCK_TOKENS
 
@@ -167,10 +169,10 @@ def test_a_gpu_s_plan_has_graphs_and_slots_that_grow_with_what_may_be_verified(t
 
 
 def test_more_requests_than_a_step_with_lookahead_has_rows_are_refused(tmp_path):
-    path = folder(tmp_path / "model")
-    assert cuda(path, max_active_requests=256, lookahead=1).kv
+    assert cuda(folder(tmp_path / "model"), max_active_requests=256, lookahead=1).kv
+    assert KINDS["cuda"].most_ahead == ROW_SIZES[-1]
     with pytest.raises(ConfigError, match=r"max_active_requests must be at most 256 .* got 257"):
-        cuda(path, max_active_requests=257, lookahead=1)
+        cuda(tmp_path / "model", max_active_requests=257, lookahead=1)
 
 
 @pytest.mark.parametrize(("device", "copies"), [("cpu", 1), ("cuda", 2)])

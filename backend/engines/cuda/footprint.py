@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.config import EngineConfig, ServingConfig
 from backend.engines.checkpoint import DTYPES, LlamaConfig, read_config
-from backend.engines.cuda.forward import ROW_SIZES, most_graph_tokens
+from backend.engines.cuda.forward import most_graph_tokens
 from backend.engines.cuda.pages import PAGE
 from backend.engines.port import Footprint
 from backend.engines.stepping import footprint as stepping
@@ -20,15 +20,8 @@ _SLOT_BYTES = 48
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
-    """Return what an engine takes of memory. Raises ConfigError for more requests than a step with
-    lookahead has rows.
-    """
+    """Return what an engine takes of memory."""
     limits = config.limits
-    if engine.lookahead and limits.max_active_requests > ROW_SIZES[-1]:
-        raise ConfigError(
-            f"limits.max_active_requests must be at most {ROW_SIZES[-1]} where {engine.name}."
-            f"lookahead is 1, got {limits.max_active_requests}"
-        )
     planned = stepping.footprint(engine, config, folder, scratch_tokens=PAGE)
     shape, item = read_config(folder), DTYPES[engine.dtype].itemsize
     passes = planned.passes + _prompt_bytes(shape, config, item)
