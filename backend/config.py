@@ -112,6 +112,11 @@ class PolicyConfig:
     draft: str = ""  # of baselines that use one
     length: int = setting(4, low=0, high=64)  # of baselines that do not choose it
     schedule: tuple[ScheduleStep, ...] = ()  # of the baseline ``schedule``
+    guard: bool = True
+    """Whether the adaptive planner's choice is compared with plain decoding now and then, and with
+    the fixed choice of ``switches`` if there is one, and gives way where these are measured to be
+    faster (``policy.guard``).
+    """
     seed: int = 0
     keep_learned: bool = True  # in the cache folder, over restarts
     trace_file: str = ""

@@ -29,7 +29,7 @@ from .levels import (
     rows_of,
     saved,
 )
-from .plan import Drafted, IntArray, Outcome, Plan, Policy, State, View
+from .plan import AnyPolicy, Drafted, IntArray, Outcome, Plan, Policy, State, View
 from .wrappers import Wrapped, Wrapper
 
 _COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment; the rows count where tokens vary
@@ -322,6 +322,16 @@ class Guard(Wrapper[State]):
             return Wrapped(inner, Memory())
         share = 0.5 ** (max(idle_s, 0.0) / _HALF_LIFE_S)
         return Wrapped(inner, Memory(restored(data["guard"], share, self._levels)))
+
+
+def guard_in(policy: AnyPolicy) -> tuple[Guard[Any], int] | None:
+    """Return the guard around or within a policy, and how many wrappers are around it."""
+    depth = 0
+    while isinstance(policy, Wrapper):
+        if isinstance(policy, Guard):
+            return policy, depth
+        policy, depth = policy.policy, depth + 1
+    return None
 
 
 def _level(memory: Memory, rows: int) -> int:

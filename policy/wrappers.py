@@ -62,6 +62,13 @@ class Wrapper(Policy[Wrapped[State]]):
         return self.policy.drift(state.inner)
 
 
+def within(state: Any, depth: int) -> Any:
+    """Return the state within so many wrappers."""
+    for _ in range(depth):
+        state = state.inner
+    return state
+
+
 @dataclass(frozen=True, slots=True)
 class Switches:
     """One setting of the operators' switches; a change is another value."""

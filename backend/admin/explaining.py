@@ -6,7 +6,9 @@ from time import monotonic
 from typing import Any
 
 from backend.core.orchestrator import Orchestrator
-from policy import AdaptivePlanner, AnyPolicy, Wrapper
+from policy import AdaptivePlanner, AnyPolicy, Plan, Wrapper
+from policy.guard import Verdict
+from policy.levels import bucket_of, rows_of
 from policy.replay import explain, explain_batch
 
 MOST_ROWS = 64
@@ -23,16 +25,20 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
     if (last := orchestrator.cycle.runner.last_plan) is None:
         return {"age_s": None, "step": "no step has been planned yet", "requests": []}
     view, state, plan, now = last
+    runner = orchestrator.cycle.runner
+    guard = _guard_words(plan, runner.verdicts())
     reply: dict[str, Any] = {
         "age_s": round(monotonic() - now, 3),
-        "step": explain_batch(plan),
+        "step": "; ".join([explain_batch(plan), *guard]),
         "requests": [],
     }
-    planner: AnyPolicy = orchestrator.cycle.runner.policy
+    planner: AnyPolicy = runner.policy
     while isinstance(planner, Wrapper):
         planner, state = planner.policy, state.inner
     if not isinstance(planner, AdaptivePlanner):
         reply["requests"] = ["the policy of this server is not the adaptive one"]
+    elif _applied(plan) in ("none", "fixed"):
+        reply["requests"] = [f"all requests: {guard[-1]}"]
     elif len(view) > MOST_ROWS:
         reply["requests"] = [
             f"{len(view)} requests are more than the {MOST_ROWS} that are explained while serving"
@@ -40,3 +46,32 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
     else:
         reply["requests"] = explain(planner, view, state, plan, now)
     return reply
+
+
+def _applied(plan: Plan) -> str:
+    """Return the level of ``policy.levels`` that a plan was made by."""
+    level: str = plan.notes.get("experiment") or plan.notes.get("guard") or "planned"
+    return level
+
+
+def _guard_words(plan: Plan, verdicts: list[Verdict]) -> list[str]:
+    """Return what the guard found at the load of a plan, and what it does about it."""
+    rows = rows_of(bucket_of(len(plan.length)))
+    words = [
+        f"at {rows} requests the planner's choice measures {verdict.ratio:.2f}x plain decoding"
+        for verdict in verdicts
+        if verdict.rows == rows and verdict.ratio == verdict.ratio
+    ]
+    if (level := plan.notes.get("guard", "planned")) != "planned":
+        words.append(f"the guard applies {_WORDS[level]}")
+    if level := plan.notes.get("experiment"):
+        words.append(f"the guard tries {_WORDS[level]} in this step")
+    return words
+
+
+_WORDS = {
+    "planned": "the planner's choice",
+    "short": "half the planner's lengths",
+    "none": "no speculation",
+    "fixed": "the fixed choice",
+}

@@ -213,6 +213,25 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family("spindle_engine_deaths_total", _C, "Times an executor died", ("engine",)),
     Family("spindle_engine_restarts_total", _C, "Restarts of the engine process"),
     Family(
+        "spindle_guard_ratio",
+        _G,
+        "Measured goodput as planned over that of plain decoding, by the requests of a step",
+        ("rows",),
+    ),
+    Family(
+        "spindle_guard_level",
+        _G,
+        "What the guard applies, by the requests of a step: 0 the plan, 1 half its lengths, 2 no "
+        "speculation, 3 the fixed choice",
+        ("rows",),
+    ),
+    Family(
+        "spindle_guard_experiment_steps_total",
+        _C,
+        "Steps planned otherwise by the guard, to be compared: their level",
+        ("level",),
+    ),
+    Family(
         "spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)
     ),
 )

@@ -17,6 +17,8 @@ from backend.ops import nvidia_metrics
 from backend.ops.metric_names import Labelled
 from backend.ops.nvidia_metrics import MODEL, Latest
 from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Plan, StepNodes, StepRows, Switches
+from policy.guard import Verdict
+from policy.levels import LEVELS
 from policy.trim import EDGES, Calibration
 
 Labels = tuple[tuple[str, str], ...]
@@ -259,6 +261,14 @@ class StepStats:
         )
         self._preempted = 0
 
+    def guard(self, verdicts: list[Verdict]) -> None:
+        """Set the gauges of what the guard found."""
+        for verdict in verdicts:
+            level = LEVELS.index(verdict.level)
+            self._stats.gauge("spindle_guard_level", level, rows=verdict.rows)
+            if verdict.ratio == verdict.ratio:  # else not measured
+                self._stats.gauge("spindle_guard_ratio", verdict.ratio, rows=verdict.rows)
+
     def step(
         self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]
     ) -> None:
@@ -279,6 +289,8 @@ class StepStats:
         for arm, seconds in self._between_s.items():
             self._stats.observe("spindle_inter_token_seconds", *seconds, arm=arm)
         self._between_s.clear()
+        if level := plan.notes.get("experiment"):
+            self._stats.count("spindle_guard_experiment_steps_total", level=level)
         if plan.shadow is not None:
             self._shadow(plan.shadow, drafts)
         draft = outcome.rows.draft

@@ -121,8 +121,8 @@ def _changes(plans: list[Plan]) -> int:
 
 
 def _figures(plans: list[Plan], drift: dict[str, float]) -> dict[str, Any]:
-    """Return the policy's reasons: mean step time, price (tokens/s), gain over not speculating, and
-    drift.
+    """Return the policy's reasons: mean step time, price (tokens/s), gain over not speculating,
+    what the guard applies, and drift.
     """
     priced = [plan for plan in plans if "gain" in plan.notes]  # only where the policy predicts it
     figures: dict[str, Any] = {}
@@ -131,6 +131,8 @@ def _figures(plans: list[Plan], drift: dict[str, float]) -> dict[str, Any]:
     if priced:
         figures["price"] = round(float(np.mean([plan.price for plan in priced])), 1)
         figures["gain"] = round(float(np.mean([plan.notes["gain"] for plan in priced])), 3)
+    if (level := plans[-1].notes.get("guard", "planned")) != "planned":
+        figures["guard"] = level
     if drift:
         figures["drift"] = {part: round(ratio, 2) for part, ratio in drift.items()}
     return figures

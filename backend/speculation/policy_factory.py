@@ -14,6 +14,7 @@ from backend.ops.stats import StepStats
 from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, custom
 from policy.baselines import BASELINES, BaselineSettings
+from policy.guard import Fixed, Guard
 from policy.loops import compiling
 from policy.replay import Traced
 
@@ -52,11 +53,16 @@ def make_policy(
         padded_tokens=padded_tokens,
     )
     planner = policy.AdaptivePlanner(names, latency, constants)
-    if not config.policy.trace_file:
-        return planner
-    return Traced(
-        planner, TraceFile(Path(config.policy.trace_file), stats), config.policy.trace_lines
-    )
+    made: policy.AnyPolicy = planner
+    if file := config.policy.trace_file:
+        made = Traced(planner, TraceFile(Path(file), stats), config.policy.trace_lines)
+    return Guard(made, _fixed(config)) if config.policy.guard else made
+
+
+def _fixed(config: ServingConfig) -> Fixed | None:
+    """Return the fixed choice that the configuration has."""
+    draft, length = config.switches.fixed_draft, config.switches.fixed_length
+    return Fixed(draft, length) if length else None
 
 
 def check_policy(config: ServingConfig) -> None:

@@ -13,6 +13,8 @@ from backend.ops.stats import StepStats
 from backend.speculation.decision_log import DecisionLog
 from backend.speculation.step_log import StepLog
 from policy import AnyPolicy, Drafted, IntArray, NoSpeculation, Outcome, Plan, View
+from policy.guard import Verdict, guard_in
+from policy.wrappers import within
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class PolicyRunner:
         self._rng = np.random.default_rng(seed)
         self._decisions = DecisionLog(drafts)
         self._silent_until_s = -math.inf
+        self._guard = guard_in(policy)
+        self._guard_samples = 0
 
     def change(
         self, policy: AnyPolicy, state: Any, drafts: tuple[str, ...] | None = None
@@ -54,6 +58,7 @@ class PolicyRunner:
         """
         before = self.policy, self.state
         self.policy, self.state = policy, state
+        self._guard, self._guard_samples = guard_in(policy), 0
         if drafts is not None:
             self._decisions = DecisionLog(drafts)
         return before
@@ -109,6 +114,24 @@ class PolicyRunner:
         except Exception:
             self._failed("it forgets what it has learnt")
             self.state = self.policy.start()
+        self._show_guard()
+
+    def _show_guard(self) -> None:
+        """Show what the guard found, where it has compared anything since the last time."""
+        if self._guard is None:
+            return
+        guard, depth = self._guard
+        state = within(self.state, depth)
+        if state.own.samples != self._guard_samples:
+            self._guard_samples = state.own.samples
+            self._stats.guard(guard.verdicts(state))
+
+    def verdicts(self) -> list[Verdict]:
+        """Return what the guard found (any thread); empty: there is none."""
+        if self._guard is None:
+            return []
+        guard, depth = self._guard
+        return guard.verdicts(within(self.state, depth))
 
     def drift(self) -> dict[str, float]:
         """Return measured over predicted time by part of the step."""

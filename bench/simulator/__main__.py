@@ -3,9 +3,11 @@
     python -m bench.simulator evidence --json simulation.json
     python -m bench.simulator worth --json worth.json
     python -m bench.simulator fleet --replicas 1,8,1000 --arms none,adaptive
+    python -m bench.simulator guard --json guard.json
 
 ``evidence`` runs the whole protocol: choices made on some seeds, reported on others. ``worth``
 takes parts of the adaptive planner away, one at a time. ``fleet`` puts replicas after a router.
+``guard`` makes passes with proposals dearer than the tables say.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 from bench.simulator.criteria import criteria, described
 from bench.simulator.growth import NOTE, fleet_row
+from bench.simulator.guard import guard_row, summary
 from bench.simulator.protocol import compare, nominal_rate, planning_cost
 from bench.simulator.shift import shift_test
 from policy.simulate import Runner, add_deployment, deployments, lines, mixes, run, seeds
@@ -125,6 +128,24 @@ def fleet_command(options: argparse.Namespace, runner: Runner) -> dict[str, Any]
     return {**runner.document(), "fleet": {"title": title, "note": NOTE, "rows": rows}}
 
 
+def guard_command(options: argparse.Namespace, runner: Runner) -> dict[str, Any]:
+    """Simulate the guard at the factors and loads asked for."""
+    cases = [
+        (deployments()[name], presets.MIXED, factor, in_flight, seed)
+        for name in options.deployments
+        for factor in options.factors
+        for in_flight in options.in_flight
+        for seed in options.seeds
+    ]
+    started = perf_counter()
+    rows = runner.map(guard_row, cases)
+    runner.wall_s, runner.steps = perf_counter() - started, sum(row["steps"] for row in rows)
+    found = summary(rows)
+    for row in found:
+        print(json.dumps(row))
+    return {**runner.document(), "summary": found, "rows": rows}
+
+
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.simulator",
@@ -149,6 +170,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     fleet.add_argument("--rate", type=float, default=10.0, help="requests a second and replica")
     fleet.add_argument("--requests", type=int, default=40, help="a replica")
     fleet.add_argument("--seed", type=int, default=3)
+    guard = commands.add_parser("guard", parents=[output], help="where tables are wrong")
+    known = list(deployments())
+    guard.add_argument("--deployments", nargs="*", choices=known, default=known[:1])
+    guard.add_argument("--factors", type=float, nargs="*", default=[1.0, 1.3, 1.8])
+    guard.add_argument("--in-flight", type=int, nargs="*", default=[1, 4, 16])
+    guard.add_argument("--seeds", type=seeds, default="3,4,5")
     return parser.parse_args(arguments)
 
 
@@ -156,6 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command and write what was asked for; returns 2 for a policy that cannot be run."""
     options = _options(arguments)
     commands = {"evidence": evidence, "worth": worth_command, "fleet": fleet_command}
+    commands["guard"] = guard_command
     runner = Runner(options.jobs, "python -m bench.simulator")
     return run(options, lambda: commands[options.command](options, runner))
 

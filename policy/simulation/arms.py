@@ -15,6 +15,7 @@ import numpy as np
 from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
 from policy.baselines import BASELINES, BaselineSettings
 from policy.custom import PolicyError, load_policy
+from policy.guard import Guard
 from policy.latency import LatencyModel
 from policy.loops.acceptance import Chains
 from policy.loops.times import NODES, TOKENS
@@ -136,7 +137,7 @@ def arm_of(name: str, draft: str = "DRAFT", length: int | str = "K") -> str:
 def known_arms() -> str:
     """Return the arms of ``make_policy``, for an error or a help text."""
     return (
-        f"{', '.join(map(arm_of, BASELINES))}, adaptive, oracle, "
+        f"{', '.join(map(arm_of, BASELINES))}, adaptive, guarded, oracle, "
         f"without:{'|'.join(WITHOUT)}, and your own: my_package.MyPolicy[:NAME=VALUE]"
     )
 
@@ -184,6 +185,8 @@ def make_policy(
             policy = _baseline(arm, words, deployment, mix, read, seed)
         case ["adaptive"]:
             policy = AdaptivePlanner(drafts, read, config)
+        case ["guarded"]:
+            policy = Guard(AdaptivePlanner(drafts, read, config))
         case ["without", part] if part in WITHOUT:
             config = replace(config, **WITHOUT[part])
             policy = _Lacking(part, deployment, drafts, read, config)

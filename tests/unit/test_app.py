@@ -23,6 +23,7 @@ from policy import (
     NoSpeculation,
 )
 from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
+from policy.guard import Guard
 from policy.replay import replayed, same
 from tests.fakes.apps import FAKE, ask, fake_app, finish, submit
 from tests.fakes.clients import Sink
@@ -231,7 +232,8 @@ def test_max_tokens_may_be_lowered_to_what_fits(prompt_tokens, max_tokens, limit
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        ({"kind": "adaptive"}, AdaptivePlanner),
+        ({"kind": "adaptive"}, Guard),
+        ({"kind": "adaptive", "guard": False}, AdaptivePlanner),
         ({"kind": "none"}, NoSpeculation),
         ({"kind": "fixed", "draft": "d0", "length": 2}, FixedLength),
         (
@@ -298,7 +300,8 @@ def test_a_probe_counts_on_being_scored_only_where_every_draft_that_runs_is(scor
     config = parse_config(FAKE)
     drafts = [FakeEngine("d0"), LookupEngine("lookup", max_draft_tokens=8)]
     drafts[0].limits = replace(drafts[0].limits, scores=scores)
-    assert make_policy(config, drafts, {}, StepStats(Stats())).config.catchup_scored is expected
+    guard = make_policy(config, drafts, {}, StepStats(Stats()))
+    assert guard.policy.config.catchup_scored is expected
 
 
 SERVED_BY_TENSORRT_LLM = {

@@ -484,7 +484,7 @@ def test_what_the_policy_learns_of_answers_is_kept_apart_by_salt():
     app = build(parse_config({**SERVED, "policy": {"kind": "adaptive", "k_max": 4}}))
     for salt in (None, "a", "a", "b"):
         ask(app, **({} if salt is None else {"cache_salt": salt}))
-    state = app.orchestrator.cycle.runner.state.inner
+    state = app.orchestrator.cycle.runner.state.inner.inner
     assert state.tenants.ids.tolist() == [0, tenant_id("a"), tenant_id("b")]
     reached = state.acceptance.draft_reached[:, :, 0].sum(1)
     assert reached[1] > reached[2] > 0
