@@ -1,11 +1,12 @@
 """The engine process with fake engines that raise: the target over a prompt that begins with
-``poison``, drafts over ``orphan``.
+``poison``, drafts over ``orphan``; over ``lost`` the target is lost.
 """
 
 import sys
 
 from backend.engine_process import main
 from backend.engines.fake import FakeEngine
+from backend.engines.port import EngineLostError
 
 RAISES_OVER = {True: b"poison", False: b"orphan"}
 
@@ -14,6 +15,8 @@ def raising(complete):
     def complete_or_raise(engine, job):
         if bytes(job.turn.sequence.tokens[:6]) == RAISES_OVER[engine.name == "target"]:
             raise MemoryError
+        if bytes(job.turn.sequence.tokens[:4]) == b"lost" and engine.name == "target":
+            raise EngineLostError("target: the context is broken")
         return complete(engine, job)
 
     return complete_or_raise

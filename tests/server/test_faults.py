@@ -112,3 +112,23 @@ def test_requests_at_every_door_get_an_error_when_the_engine_dies_and_all_doors_
     assert all("engine process has ended" in error for _, error in ended), ended
     for door in DOORS:
         assert ask(faulty, door, "again ", 10) == (reference_text("again ", 10), "")
+
+
+def test_a_lost_target_costs_every_request_one_error_and_the_process_starts_again(
+    faulty, reference_text
+):
+    before = faulty.health()["pid"]
+    with ThreadPoolExecutor(len(DOORS)) as pool:
+        replies = [
+            pool.submit(ask, faulty, door, f"{number} ", 1500) for number, door in enumerate(DOORS)
+        ]
+        faulty.wait_until(lambda: faulty.health()["active"] == len(DOORS), 20)
+        _, error = ask(faulty, "HTTP ensemble", "lost ", 5)
+        ended = [reply.result(timeout=30) for reply in replies]
+    assert "being restarted" in error
+    assert all("being restarted" in error for _, error in ended), ended
+    faulty.wait_until(lambda: ask(faulty, DOORS[0], "again ", 10)[0], 30)
+    for door in DOORS:
+        assert ask(faulty, door, "again ", 10) == (reference_text("again ", 10), "")
+    assert faulty.health()["pid"] != before
+    assert "the target is lost" in faulty.log.read_text(errors="replace")
