@@ -13,7 +13,9 @@ import argparse
 import itertools
 import json
 import random
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,7 +37,8 @@ from backend.engines.port import Engine
 from backend.machine import machine
 from backend.ops.stats import Stats, StepStats
 from backend.request import GenerationRequest, SamplingParams
-from backend.sequence import BLOCK_TOKENS, Sequence
+from backend.sequence import BLOCK_TOKENS
+from backend.sequence import Sequence as Text
 from backend.speculation.drafting import Drafting
 from backend.speculation.policy_factory import make_policy
 from bench.cuda import PLANNER
@@ -57,6 +60,7 @@ HEADS = {"large": (14336, 32000), "small": (4096, 8192)}
 """Inner size and static rows of each head."""
 
 K_MAX, PROMPT_TOKENS, NEW_TOKENS, ACTIVE = 8, 1000, 200, 128
+LOADS = (1, 8, 32, 64, 128)
 LENGTHS = {"large": (1, 2, 4, 8), "small": (2, 4)}
 """Of the fixed policies."""
 
@@ -69,6 +73,8 @@ class Job:
     device: str
     rehearse: bool
     end_s: float  # on ``time.monotonic``
+    loads: Sequence[int]  # requests in flight
+    arms: Sequence[str]  # of ``arms``
     result: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -96,7 +102,7 @@ class ScriptedEngine(LookaheadEngine):
 
     steps_type = ScriptedSteps
 
-    def unseen(self, sequence: Sequence) -> int:
+    def unseen(self, sequence: Text) -> int:
         """Return how many committed tokens have no KV; of a new prompt one."""
         if sequence.blocks and not self._caches.seen(sequence):
             self.assume(sequence, sequence.prompt_tokens - 1)
@@ -271,7 +277,7 @@ class ClosedLoop:
         number = next(self._numbers)
         prompt = [number % 500] * self._prompt_tokens
         sampling = SamplingParams(seed=number)
-        sequence = Sequence(next(_ids), prompt, len(prompt), sampling)
+        sequence = Text(next(_ids), prompt, len(prompt), sampling)
         sink = Silent()
         request = GenerationRequest("", NEW_TOKENS)
         self._live.append((Session(sequence, request, frozenset(), sink, sink), sink))
@@ -304,12 +310,12 @@ def policies(
     """Serve none, each fixed choice and the adaptive policy, in a new order in each of two
     rounds.
     """
-    loads = (1, 4) if job.rehearse else (1, 8, 32, 64, 128)
-    cells = [(arm, load) for load in loads for arm in arms()]
+    cells = [(arm, load) for load in job.loads for arm in job.arms]
     rng, rounds = random.Random(SEED), 1 if job.rehearse else 2
-    each_s = 0.9 * job.left_s / ((rounds + 0.2) * len(cells))
-    for arm, load in cells:  # graphs are captured now
-        span_s = 0.02 if job.rehearse else 0.2 * each_s
+    shares = {arm: 2.0 if arm == "adaptive" else 0.1 for arm in job.arms}
+    each_s = 0.9 * job.left_s / (rounds * len(cells) + len(job.loads) * sum(shares.values()))
+    for arm, load in cells:  # graphs are captured now; adapting has the most
+        span_s = 0.02 if job.rehearse else shares[arm] * each_s
         served(job, engine, heads, arm, load, latency, (0.0, span_s))
     warm_s, measured_s = (0.05, 0.2) if job.rehearse else (0.25 * each_s, 0.75 * each_s)
     job.result |= {
@@ -370,14 +376,14 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             if cell["in_flight"] == load:
                 rates.setdefault(cell["policy"], []).append(cell["tokens_per_s"])
         means = {arm: sum(values) / len(values) for arm, values in rates.items()}
-        best = max((arm for arm in means if arm not in ("none", "adaptive")), key=means.__getitem__)
-        adaptive = means["adaptive"]
-        found[str(load)] = {
-            "tokens_per_s": {arm: round(mean, 2) for arm, mean in means.items()},
-            "best_fixed": best,
-            "adaptive_over_best_fixed": round(adaptive / means[best], 3),
-            "adaptive_over_none": round(adaptive / means["none"], 3),
-        }
+        row: dict[str, Any] = {"tokens_per_s": {arm: round(mean, 2) for arm, mean in means.items()}}
+        found[str(load)] = row
+        fixed = [arm for arm in means if arm not in ("none", "adaptive")]
+        best = max(fixed, key=means.__getitem__, default="")
+        row["best_fixed"] = best
+        for name, other in (("best_fixed", best), ("none", "none")):
+            if "adaptive" in means and other in means:
+                row[f"adaptive_over_{name}"] = round(means["adaptive"] / means[other], 3)
     return found
 
 
@@ -388,12 +394,17 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--seconds", type=float, default=540.0, help="for all of it")
+    parser.add_argument("--loads", type=int, nargs="+", help=f"in flight, of {LOADS}")
+    parser.add_argument("--policies", nargs="+", choices=[*arms()], default=[*arms()])
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU")
     args = parser.parse_args()
+    loads = args.loads or ((1, 4) if args.rehearse else LOADS)
     end_s = time.monotonic() + (30.0 if args.rehearse else args.seconds)
-    job = Job(args.out, "cpu" if args.rehearse else "cuda", args.rehearse, end_s)
+    device = "cpu" if args.rehearse else "cuda"
+    job = Job(args.out, device, args.rehearse, end_s, loads, args.policies)
     torch.set_num_threads(1)  # as the engine process has with a GPU
-    job.result |= {"command": ["python", "-m", "bench.cuda.scripted"], "seed": SEED}
+    command = ["python", "-m", "bench.cuda.scripted", *sys.argv[1:]]
+    job.result |= {"command": command, "seed": SEED}
     job.result |= {"machine": machine.describe(), "rehearsal": args.rehearse}
     started = time.monotonic()
     compile_all()

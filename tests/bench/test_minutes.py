@@ -82,12 +82,15 @@ def test_the_loops_run_uncompiled_where_numba_is_absent():
 def test_scripted_policies_run_where_numba_is_absent(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_NUMBA)
     command = [sys.executable, "-m", "bench.cuda.scripted", "--rehearse"]
+    command += ["--loads", "2", "--policies", "none", "adaptive"]
     command += ["--out", str(tmp_path / "scripted.json")]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     subprocess.run(command, cwd=PROJECT_ROOT, env=environment, check=True, timeout=300)
     found = json.loads((tmp_path / "scripted.json").read_text())
     assert found["planner"].startswith("plain Python")
-    assert {cell["policy"] for cell in found["cells"]} >= {"none", "adaptive"}
+    cells = {(cell["policy"], cell["in_flight"]) for cell in found["cells"]}
+    assert cells == {("none", 2), ("adaptive", 2)}
+    assert found["summary"]["2"].keys() >= {"adaptive_over_none"}
 
 
 @pytest.mark.slow
