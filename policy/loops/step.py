@@ -48,6 +48,7 @@ class Mode(NamedTuple):
 
 MODE = record(Mode, FLOATS[0], INTS[0], INTS[0], *[FLOATS[0]] * 4, INTS[0])
 _LOOK_STEPS = 4  # steps from one look for a trial to the next: one takes as long as the search
+_IDLE_SHARES = 5.0  # of a step without speculation, where only a trial can show that it pays
 
 
 class Chosen(NamedTuple):
@@ -136,7 +137,8 @@ def choose(
         plain_s = problem.undrafted_s[0]
         unchanged = m.credit_s, m.next_trial_s
         return price, m.goodput, problem.base_value, plain_s, gain, *unchanged, everyone
-    credit_s, next_trial_s = m.credit_s + m.explore_share * step_s, m.next_trial_s
+    share = m.explore_share * (1.0 if lengths.sum() else _IDLE_SHARES)
+    credit_s, next_trial_s = m.credit_s + share * step_s, m.next_trial_s
     trying = 0
     if m.explore_share and problem.gain.size and credit_s >= next_trial_s:
         slot, shown = b.slot[chosen], evidence_of(b)[chosen]
@@ -150,7 +152,7 @@ def choose(
             credit_s, value, step_s, drafts, lengths,
         )  # fmt: skip
         credit_s = credit_s - cost_s if trying else min(credit_s, max(cost_s, planned_s))
-        next_trial_s = credit_s + _LOOK_STEPS * m.explore_share * planned_s
+        next_trial_s = credit_s + _LOOK_STEPS * share * planned_s
     for place in range(n):
         i = chosen[place]
         draft[b.rows[i]], length[b.rows[i]] = drafts[place], lengths[place]

@@ -68,15 +68,21 @@ def test_positions_behind_an_end_cut_are_no_evidence():
 
 def test_unprobed_positions_inherit_the_last_hazard():
     estimator, rng = model(), np.random.default_rng(2)
-    state = learn(
-        estimator,
-        admit(estimator, estimator.start(), [0]),
-        9,
-        0,
-        chains(rng, [0.3, 0.3], 2, 3000),
-        2,
-    )
+    state = admit(estimator, estimator.start(), [0])
+    for _ in range(600):
+        state = learn(estimator, state, 9, 0, chains(rng, [0.3, 0.3], 2, 5), 2)
     assert hazards(estimator, state)[0] == pytest.approx([0.3] * K, abs=0.03)
+
+
+def test_many_chains_of_one_step_teach_less_than_those_of_many_steps():
+    """What befalls a whole batch once may be the step's, not the draft's."""
+    estimator = model()
+    once = admit(estimator, estimator.start(), [0])
+    once = learn(estimator, once, 9, 0, np.zeros(128, int), 4)
+    often = admit(estimator, estimator.start(), [0])
+    for _ in range(128):
+        often = learn(estimator, often, 9, 0, np.zeros(1, int), 4)
+    assert hazards(estimator, often)[0][0] < 0.5 * hazards(estimator, once)[0][0] < 0.15
 
 
 def test_survival_of_the_prior_is_the_posterior_product():
