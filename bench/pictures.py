@@ -4,6 +4,7 @@ docs/pictures.
 ``speed``: tokens per second relative to plain decoding, from the records of README's tables.
 ``policies``, ``peers``: Spindle's speed over that of other policies and of other servers.
 ``simulation``: simulated against measured latency.
+``traces``: policies over traces of a real target (docs/research/traces.md).
 ``how-it-works``: one request's way through the service, drawn by hand.
 """
 
@@ -31,10 +32,12 @@ from bench.tables import (
     OVER,
     RECORDS,
     TOKENS,
+    TRACES,
     measured,
     over_stacks,
     processor_of,
 )
+from bench.traces import pictures as traces
 
 PICTURES = PROJECT_ROOT / "docs" / "pictures"
 THEMES = {
@@ -335,6 +338,7 @@ def how_it_works(theme: dict[str, str]) -> str:
 def main() -> None:
     """Write all pictures."""
     sweep = records.read(RESULTS / "policies-amx.json")
+    replayed = records.read(RESULTS / f"{TRACES}.json")
     found = ratios(greedy(HEADLINE))
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
     for name, theme in THEMES.items():
@@ -343,6 +347,7 @@ def main() -> None:
             "policies": comparison({"": over_policies()}, theme),
             "peers": comparison(over_peers(), theme),
             "simulation": simulation(sweep["simulation"], theme),
+            "traces": traces.picture(replayed["summary"], theme),
         }
         for kind, figure in figures.items():
             path: Path = PICTURES / f"{kind}-{name}.svg"

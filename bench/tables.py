@@ -1,5 +1,5 @@
-"""The tables of README, docs/benchmarks.md, docs/research/simulator.md and
-docs/explanation/policy.md: ``python -m bench.tables`` writes them from docs/results.
+"""The tables of README, docs/benchmarks.md, docs/explanation/policy.md and of the simulator and the
+traces in docs/research: ``python -m bench.tables`` writes them from docs/results.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; what is there is replaced.
 A test holds the pages against the records.
@@ -19,6 +19,8 @@ from bench import records
 from bench.records import RESULTS
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, fixed_choice
 from bench.sweep.figures import BEST_FIXED, EVERY, between, interval, is_closed, level, of_spindle
+from bench.traces.arms import FIXED_EAGLE, PLANNER
+from bench.traces.figures import MIXED
 from policy.baselines import BASELINES, compared
 from policy.simulation.report import load_name
 
@@ -26,6 +28,7 @@ PAGES = (
     PROJECT_ROOT / "README.md",
     PROJECT_ROOT / "docs" / "benchmarks.md",
     PROJECT_ROOT / "docs" / "research" / "simulator.md",
+    PROJECT_ROOT / "docs" / "research" / "traces.md",
     PROJECT_ROOT / "docs" / "explanation" / "policy.md",
 )
 PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -89,6 +92,9 @@ PARTS = {
     "charge": "a charge for nodes that a plan brings",
 }
 """The parts in it."""
+
+TRACES = "traces"
+"""The record of policies over traces."""
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -326,6 +332,47 @@ def _lost(load: float, without: dict[str, Any]) -> float:
     return float(100 * (1 - 1 / ratio if load_name(load) == "backlog" else 1 / ratio - 1))
 
 
+def over_traces() -> str:
+    """Return all arms over traces of a real target, all sets mixed, a column a number of requests
+    in flight: percent over the best fixed length of EAGLE, on each half; that over none.
+    """
+    found = {(row["arm"], row["in_flight"]): row for row in _traces(MIXED)}
+    loads = sorted({load for _, load in found})
+    rows = []
+    for arm in dict.fromkeys(arm for arm, _ in found):
+        over = "over_none" if arm == FIXED_EAGLE else "over_fixed_eagle"
+        halves = (found[arm, load][f"{over}_by_half"] for load in loads)
+        show = _times if arm == FIXED_EAGLE else _percent
+        rows.append([f"`{arm}`", *(", ".join(map(show, pair)) for pair in halves)])
+    return _table(["arm", *(f"{load} in flight" for load in loads)], *rows)
+
+
+def traces_by_set() -> str:
+    """Return the rule and the planner over the best fixed length of EAGLE, a row a set of data."""
+    every = _record(TRACES)["summary"]
+    sets = [data for data in dict.fromkeys(row["data"] for row in every) if data != MIXED]
+    loads = sorted({row["in_flight"] for row in every})
+    rows = []
+    for data in sets:
+        found = {(row["arm"], row["in_flight"]): row for row in _traces(data)}
+        for arm in ("rule", PLANNER):
+            figures = (found[arm, load]["over_fixed_eagle"] for load in loads)
+            rows.append([data, f"`{arm}`", *map(_percent, figures)])
+    return _table(["data", "arm", *(f"{load} in flight" for load in loads)], *rows)
+
+
+def _traces(data: str) -> list[dict[str, Any]]:
+    return [row for row in _record(TRACES)["summary"] if row["data"] == data]
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": partial(speed, HEADLINE),
@@ -338,6 +385,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "simulated": simulated,
     "unmet": unmet,
     "worth": worth,
+    "traces": over_traces,
+    "traces-by-set": traces_by_set,
 }
 
 

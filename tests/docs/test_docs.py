@@ -124,5 +124,5 @@ def test_the_pictures_are_drawn():
         assert drawn.read_text("utf-8") == pictures.how_it_works(colours), (
             "run python -m bench.pictures"
         )
-        for name in ("how-it-works", "speed", "policies", "peers", "simulation"):
+        for name in ("how-it-works", "speed", "policies", "peers", "simulation", "traces"):
             assert ET.parse(pictures.PICTURES / f"{name}-{theme}.svg").getroot().tag.endswith("svg")
