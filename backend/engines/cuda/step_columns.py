@@ -52,7 +52,7 @@ class DeviceRow:
 
 
 class StepColumns:
-    """What all steps of so many rows, with room for so many nodes of each, read and write."""
+    """The columns that all steps of a number of rows, and of nodes of each, read and write."""
 
     def __init__(
         self, rows: int, columns: int, *, most: int, slots: Slots, idle_block: int
