@@ -6,7 +6,7 @@ What has settings is tuned on other requests than it is scored on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -100,19 +100,30 @@ class Load:
 
 @dataclass(frozen=True)
 class Tunable:
-    """An arm with settings, and the values of each to be tried, the first one to begin with."""
+    """An arm with settings, and the values of each that are tried."""
 
     make: Callable[[dict[str, Any]], Arm]
-    values: dict[str, tuple[Any, ...]]
+    needs: dict[str, tuple[Any, ...]]
+    """Those that have no default."""
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The others, the default first."""
+
+    def first(self) -> Arm:
+        """Return the arm of the first values."""
+        return self.make(
+            {name: tried[0] for name, tried in (self.needs | {**self.options}).items()}
+        )
 
     def best(self, load: Load) -> Arm:
-        """Return the arm of the settings that are best on these requests, tried one at a time, in
-        order, the others as they are.
+        """Return the arm of the settings that are best on these requests: of what it needs all
+        combinations are tried, then each option by itself, the others as they are.
         """
-        arm = self.make({name: values[0] for name, values in self.values.items()})
-        for name, values in self.values.items():
-            if len(values) > 1:
-                arm = load.best(self.make({**arm.settings, name: value}) for value in values)
+        settings = self.first().settings
+        tried = product(*self.needs.values())
+        combined = (dict(zip(self.needs, values, strict=True)) for values in tried)
+        arm = load.best(self.make({**settings, **values}) for values in combined)
+        for name, values in self.options.items():
+            arm = load.best(self.make({**arm.settings, name: value}) for value in values)
         return arm
 
 
@@ -162,35 +173,29 @@ def tuned(
         "rule": lambda: best_rule(DEEPEST),
         "rule-8": lambda: best_rule(SHORT),
     }
-    for name, tunable in of_others(load.costs, load.in_flight, claims, length).items():
+    for name, tunable in of_others(load.costs, load.in_flight, claims).items():
         kinds[name] = partial(tunable.best, load)
     found = {name: best() for name, best in kinds.items() if not wanted or name in wanted}
     return {FIXED_EAGLE: head, **found}
 
 
-def of_others(
-    costs: Costs, in_flight: int, claims: dict[float, FloatArray], length: int = LENGTHS[0]
-) -> dict[str, Tunable]:
+def of_others(costs: Costs, in_flight: int, claims: dict[float, FloatArray]) -> dict[str, Tunable]:
     """Return every policy of the registry that comparisons run, by name, those that trim also with
-    a made-up confidence of the head, of the middle quality; ``length`` is tried first. Tables by
-    batch size have one row, of ``in_flight``.
+    a made-up confidence of the head, of the middle quality. Tables by batch size have one row, of
+    ``in_flight``.
     """
-    lengths = length, *(k for k in LENGTHS if k != length)
-    schedules = tuple({in_flight: k} for k in lengths)
-    needs = {"draft": DRAFTS, "length": lengths, "schedule": schedules}
+    schedules = tuple({in_flight: k} for k in LENGTHS)
+    tried = {"draft": DRAFTS, "length": LENGTHS, "schedule": schedules}
     found = {}
     for name, baseline in BASELINES.items():
         if not baseline.compared:
             continue
-        values: dict[str, tuple[Any, ...]] = {need: needs[need] for need in baseline.needs} | {
-            **baseline.options
-        }
+        needs: dict[str, tuple[Any, ...]] = {need: tried[need] for need in baseline.needs}
         make = partial(_of_registry, costs, name)
-        found[name] = Tunable(make, values)
-        first = make({name: tried[0] for name, tried in values.items()})
-        if MIDDLE in claims and type(first.policy).trim is not Policy.trim:
+        found[name] = Tunable(make, needs, baseline.options)
+        if MIDDLE in claims and type(found[name].first().policy).trim is not Policy.trim:
             confident = partial(make, quality=MIDDLE, head_claims=claims[MIDDLE])
-            found[_confident(name, MIDDLE)] = Tunable(confident, values)
+            found[_confident(name, MIDDLE)] = Tunable(confident, needs, baseline.options)
     return found
 
 

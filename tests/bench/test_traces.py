@@ -321,14 +321,18 @@ def test_the_rule_s_least_matches_are_all_of_them_classes():
     assert min(arms.MATCHES) == min(MATCH_EDGES)
 
 
-def test_settings_are_tuned_one_after_the_other(world):
-    load = Load(world, np.arange(8, 16), 2, COSTS)
+def test_what_an_arm_needs_is_tuned_jointly_and_then_each_option(world):
+    load, asked = Load(world, np.arange(8, 16), 2, COSTS), []
 
     def make(settings):
-        return Arm(FixedLength(settings["draft"], settings["length"]), Options(), settings)
+        asked.append(settings)
+        policy = FixedLength(settings["draft"], settings["length"])
+        return Arm(policy, Options(planning=settings["late"]), settings)
 
-    tried = {"draft": ("eagle", "suffix"), "length": (2, 1, 6, 16)}
-    assert arms.Tunable(make, tried).best(load).settings == {"draft": "suffix", "length": 16}
+    needs = {"draft": ("eagle", "suffix"), "length": (2, 16)}
+    best = arms.Tunable(make, needs, {"late": (0.0, 1.0)}).best(load)
+    assert best.settings == {"draft": "suffix", "length": 16, "late": 0.0}
+    assert len(asked) == 1 + 4 + 2
 
 
 def test_every_policy_of_the_registry_has_an_arm_that_runs(world):
@@ -336,8 +340,7 @@ def test_every_policy_of_the_registry_has_an_arm_that_runs(world):
     found = arms.of_others(COSTS, 2, {})
     assert {"smartspec", "spin", "schedule"} <= set(found)
     for name, tunable in found.items():
-        first = {name: values[0] for name, values in tunable.values.items()}
-        assert sum(load.run(tunable.make(first)).tokens) > 0, name
+        assert sum(load.run(tunable.first()).tokens) > 0, name
 
 
 def test_the_command_writes_table_record_and_picture(folder, tmp_path, capsys):
