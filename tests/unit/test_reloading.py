@@ -4,6 +4,7 @@ import json
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from backend.admin.reloading import reload_drafts
@@ -135,8 +136,8 @@ def test_what_was_learnt_of_a_draft_that_stays_is_kept_and_saved_under_the_new_d
     reload_drafts(app, config(poor, good))
     after = app.learned.show()["tenants"][0]["drafts"]
     known, poor_s = (after[name]["reached"] for name in ("good", "poor"))
-    assert sum(known) == pytest.approx(sum(before["good"]["reached"]), rel=0.01)
-    assert not any(poor_s)
+    assert np.sum(known) == pytest.approx(np.sum(before["good"]["reached"]), rel=0.01)
+    assert not np.any(poor_s)
     app.learned.save()
     fresh = build(config(poor, good))
     fresh.learned.restore()
