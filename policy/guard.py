@@ -5,7 +5,7 @@ By load, in buckets of the number of rows, steps by the *level* that is applied 
 plans at first) are compared with short experiments by an alternative. A sample is the logarithm of
 a ratio of goodputs, with the same rows and without prefill; ``policy.paired`` decides when they
 are enough. No level is final: at each the others are still tried, for a share of the time that is
-small, and smaller where the case is clear.
+small, and smaller where the policy's plans are clearly better.
 """
 
 from __future__ import annotations
@@ -283,9 +283,13 @@ class Guard(Wrapper[State]):
         trial, memory.trial = memory.trial, _NO_TRIAL
         self._take_up(memory)
         bucket = memory.buckets[bucket_of(step.rows)]
-        whole = trial.steps >= _COUNTED_STEPS and step.level != bucket.level
-        if whole and (bucket.level != NONE or trial.proposed):
+        if trial.steps < _COUNTED_STEPS or step.level == bucket.level:
+            return
+        if bucket.level != NONE or trial.proposed:
             self._sample(step.rows, step.level, trial.tokens / trial.seconds, memory)
+        else:
+            bucket = bucket.tried(step.level).prepared(self._levels)
+            memory.buckets = {**memory.buckets, bucket_of(step.rows): bucket}
 
     def _sample(self, rows: int, level: int, goodput: float, memory: Memory) -> None:
         """Pair a level's goodput with that of the level that is applied, in place."""

@@ -19,13 +19,14 @@ ALL, PROPOSING, PLAIN = range(3)
 """Kinds of steps by the level that is applied: all, those with proposals, and those without where
 the policy did not want any; the last are as good as an experiment.
 """
-COST_SHARE, CLEAR_COST_SHARE = 0.005, 0.002
-"""The most goodput that experiments may cost, and where the case is clear."""
+COST_SHARE, CLEAR_COST_SHARE = 0.005, 0.001
+"""The most goodput that experiments may cost, and where the policy's plans are clearly better."""
 SCHEMA = 1
 _LEAST_LOSS = 0.05  # of an experiment's time: what a change of width or graph may cost
 _GAIN_LOSS = 0.02  # the same where the alternative was faster until now
 _UNKNOWN_LOSS = 0.3  # the same before the first sample
 _UNKNOWN_PROMISE = 0.2  # of an alternative without samples
+_LONGEST_WAIT = 3  # of an alternative, in experiments by others
 _OTHERS_FADE = 0.98  # of the evidence on one alternative, with a sample of another
 _WINDOW_ROWS, _WINDOW_STEPS = 16, 4  # the least to be compared with
 _WINDOW_KEPT = 1 - 1 / 48  # of a window, with each step
@@ -93,6 +94,8 @@ class Bucket(NamedTuple):
     """The mean length of planned proposals."""
     windows: Mapping[tuple[int, int], Side] = {}
     """Steps by the level that is applied, by rows and kind."""
+    waits: tuple[int, ...] = (0,) * len(LEVELS)
+    """By level, the experiments since it was last tried."""
     next_level: int = NONE
     """That of the next experiment."""
     loss: float = _UNKNOWN_LOSS
@@ -155,11 +158,16 @@ class Bucket(NamedTuple):
         compared = [comparison.faded(_OTHERS_FADE) for comparison in self.compared]
         compared[level] = self.compared[level].learnt(math.log(goodput / against.goodput))
         windows = {k: side.halved() for k, side in self.windows.items() if k[1] != PLAIN}
-        after = self._replace(compared=tuple(compared), windows=windows)
+        after = self.tried(level)._replace(compared=tuple(compared), windows=windows)
         better = [other for other in after.alternatives(levels) if compared[other].is_better]
         if better:
             after = after.moved(max(better, key=lambda other: compared[other].mean))
         return after.prepared(levels)
+
+    def tried(self, level: int) -> Bucket:
+        """Return the bucket after an experiment."""
+        waits = [0 if other == level else count + 1 for other, count in enumerate(self.waits)]
+        return self._replace(waits=tuple(waits))
 
     def alternatives(self, levels: Sequence[int]) -> list[int]:
         """Return the levels that are tried at the bucket's own; half the lengths are where
@@ -176,13 +184,18 @@ class Bucket(NamedTuple):
         return self._replace(level=level, compared=tuple(known), windows={})
 
     def prepared(self, levels: Sequence[int]) -> Bucket:
-        """Return the bucket with the next experiment: the alternative that may be worth most."""
+        """Return the bucket with the next experiment: the alternative that may be worth most, or
+        one that has waited long.
+        """
         compared, alternatives = self.compared, self.alternatives(levels)
         level = max(alternatives, key=lambda other: _promise(compared[other]))
+        longest = max(alternatives, key=self.waits.__getitem__)
+        level = longest if self.waits[longest] >= _LONGEST_WAIT else level
         mean, loss = compared[level].mean, _UNKNOWN_LOSS
         if compared[level].weight:
             loss = _GAIN_LOSS if mean > 0 else max(_LEAST_LOSS, -math.expm1(mean))
-        clear = all(compared[other].is_clearly_worse for other in alternatives)
+        worse = all(compared[other].is_clearly_worse for other in alternatives)
+        clear = worse and self.level == PLANNED  # elsewhere the way back is looked for
         share = CLEAR_COST_SHARE if clear else COST_SHARE
         return self._replace(next_level=level, loss=loss, share=share)
 

@@ -58,7 +58,7 @@ def _guard_words(plan: Plan, verdicts: list[Verdict]) -> list[str]:
     """Return what the guard found at the load of a plan, and what it does about it."""
     rows = rows_of(bucket_of(len(plan.length)))
     words = [
-        f"at {rows} requests the planner's choice measures {verdict.ratio:.2f}x plain decoding"
+        f"with {rows} in flight the planner's choice measures {verdict.ratio:.2f}x plain decoding"
         for verdict in verdicts
         if verdict.rows == rows and verdict.ratio == verdict.ratio
     ]
