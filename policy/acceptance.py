@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -129,12 +130,18 @@ class AcceptanceState:
 
 _ESTIMATES = loops.Estimates._fields
 _BY_SLOT = ("information", "prior", "deviation", "recent", "request_tokens")
-_LEARNT = (*_BY_SLOT, "draft_accepted", "draft_reached", "draft_hazard")
+_LEARNT = (
+    *("information", "deviation", "recent", "request_tokens"),
+    *("draft_accepted", "draft_reached", "draft_hazard"),
+)
+
+
+_ALL = attrgetter(*(item.name for item in fields(AcceptanceState)))
 
 
 def _copied(state: AcceptanceState, names: Iterable[str] = _ESTIMATES) -> AcceptanceState:
     """Return a state in which these arrays may be written to."""
-    after = AcceptanceState(*(getattr(state, item.name) for item in fields(state)))
+    after = AcceptanceState(*_ALL(state))
     for name in names:
         setattr(after, name, getattr(state, name).copy())
     return after

@@ -27,7 +27,6 @@ from .plan import BoolArray, FloatArray, IntArray
 
 SCHEMA = 2
 MAX_GRID_TOKENS = 1 << 16
-_EARLY = 32.0  # evidence of all octaves, before which none is missed
 
 
 class LatencyError(ValueError):
@@ -380,15 +379,6 @@ class Correction:
         if age > 0 or (age == 0 and self.age == 0):
             return Correction(factor, log_factor, seen, self.applied, age)
         return Correction(factor, log_factor, seen, log_factor if age == 0 else None)
-
-    def evidence(self, tokens: int) -> float:
-        """Return the steps that tell of the target's time for n tokens; inf if few tell of any."""
-        if self.seen.sum() < _EARLY:
-            return math.inf
-        place = min(math.log2(max(tokens, 1)), LAST_PLACE)
-        low = int(place)
-        seen, more = self.seen.item(low), self.seen.item(low + 1)
-        return seen + (place - low) * (more - seen)
 
 
 @lru_cache(maxsize=8)

@@ -34,9 +34,6 @@ from .problem import batch_of, evidence_of, ints
 from .tenants import NO_TENANT, Tenants, with_rows
 from .trim import Calibration, trimmed
 
-_TIMING_EVIDENCE = 1.0, 4.0
-"""Steps of evidence: below the first, steps go without speculation until there is the second."""
-
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
@@ -45,7 +42,7 @@ class PlannerConfig:
     k_max: int = 8
     """The most tokens that are speculated for a request."""
     explore_share: float = 0.001
-    """Share of the time that goes into trials; 0: no step goes plain to be timed, either."""
+    """Share of the time that goes into trials."""
     optimism: float = 1.5
     """Standard deviations above the mean that a trial hopes for."""
     switch_horizon_steps: float = 16.0
@@ -87,8 +84,6 @@ class PlannerState:
     """Time saved for trials."""
     next_trial_s: float = 0.0
     """The budget at which a trial is looked for again."""
-    plain: bool = False
-    """Whether steps go without speculation, to be timed."""
 
     def copy(self) -> PlannerState:
         """Return a state that may be changed."""
@@ -102,7 +97,6 @@ class PlannerState:
             self.goodput,
             self.trial_budget_s,
             self.next_trial_s,
-            self.plain,
         )
 
     def column(self, draft: IntArray, slot: IntArray) -> IntArray:
@@ -163,16 +157,9 @@ class AdaptivePlanner(Policy[PlannerState]):
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         after, config, n = self.admitted(view, state, now), self.config, len(view)
         batch, known = self._seen(view, after)
-        evidence = after.correction.evidence(n + view.prefill_tokens)
-        after.plain = bool(
-            evidence < _TIMING_EVIDENCE[state.plain]
-            and config.explore_share
-            and view.control_plan is None
-        )
         mode = step_loops.Mode(
             float(state.goodput),
             int(config.waiting_price),
-            int(after.plain),
             float(config.explore_share),
             float(state.trial_budget_s),
             float(state.next_trial_s),

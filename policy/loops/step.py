@@ -34,8 +34,6 @@ class Mode(NamedTuple):
     """Of the step before, in tokens per second without prefill; 0: unknown."""
     waits: int
     """Whether the price of time counts the requests in prefill, which wait for the step."""
-    plain: int
-    """Whether the step goes without speculation, to be timed."""
     explore_share: float
     credit_s: float
     """Time saved for trials."""
@@ -46,8 +44,9 @@ class Mode(NamedTuple):
     """Whether a draft that catches up is scored on what it reads."""
 
 
-MODE = record(Mode, FLOATS[0], INTS[0], INTS[0], *[FLOATS[0]] * 4, INTS[0])
+MODE = record(Mode, FLOATS[0], INTS[0], *[FLOATS[0]] * 4, INTS[0])
 _LOOK_STEPS = 4  # steps from one look for a trial to the next: one takes as long as the search
+_FIRST_STEPS = 2.0  # steps of credit to begin with: nothing is known yet
 _IDLE_SHARES = 5.0  # of a step without speculation, where only a trial can show that it pays
 
 
@@ -64,7 +63,7 @@ class Chosen(NamedTuple):
     credit_s: float
     next_trial_s: float
     trial: int
-    """Rows that try something, or that go plain to be timed."""
+    """Rows that try something."""
 
 
 @helper
@@ -133,12 +132,10 @@ def choose(
     gain = 0.0
     if problem.base_value:
         gain = goodput * (problem.undrafted_s[0] - prefill_s) / problem.base_value
-    if m.plain and lengths.sum():
-        plain_s = problem.undrafted_s[0]
-        unchanged = m.credit_s, m.next_trial_s
-        return price, m.goodput, problem.base_value, plain_s, gain, *unchanged, everyone
     share = m.explore_share * (1.0 if lengths.sum() else _IDLE_SHARES)
     credit_s, next_trial_s = m.credit_s + share * step_s, m.next_trial_s
+    if not m.goodput and m.explore_share:
+        credit_s += _FIRST_STEPS * step_s
     trying = 0
     if m.explore_share and problem.gain.size and credit_s >= next_trial_s:
         slot, shown = b.slot[chosen], evidence_of(b)[chosen]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from backend.ipc.framing import Frames, frame
@@ -251,6 +252,6 @@ def test_what_was_learnt_outlasts_a_restart(start, tmp_path, monkeypatch):
     after = known(Client(path))
     assert after["restored_age_s"] is not None
     drafts = [data["tenants"][0]["drafts"] for data in (before, after)]
-    chains = [sum(of["d0"]["reached"]) for of in drafts]
+    chains = [np.sum(of["d0"]["reached"]) for of in drafts]
     assert chains[1] == pytest.approx(chains[0], rel=0.05)
     assert chains[1] > 100

@@ -182,35 +182,6 @@ def test_two_workloads_in_one_batch_get_their_own_lengths():
     assert plan.length[2:].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(("explore_share", "most"), [(0.0, 1.0), (0.005, 0.2)])
-def test_a_step_without_speculation_is_timed_now_and_then(explore_share, most):
-    """Steps that speculate take twice what the tables say, plain ones what they say: whoever never
-    sees a plain one believes that they take as much.
-    """
-    model = latency((0.01, 0.01), token_s=0.03)
-    p = planner(model, **certain(0.6) | {"explore_share": explore_share})
-    rng, seen = np.random.default_rng(0), view(8, remaining=np.full(8, 10**6))
-    state, speculated = p.start(), []
-    for _ in range(400):
-        plan, state = p.plan(seen, state, 0.0, rng)
-        tokens, speculates = 8 + int(plan.length.sum()), bool(plan.length.any())
-        verify_s = model.target.at(tokens) * (2.0 if speculates else 1.0)
-        draft_s = 0.01 * plan.length.max()
-        done = outcome(
-            seen,
-            plan,
-            rng.geometric(0.4, 8) - 1,
-            verify_s + draft_s,
-            parts_s={"verify": verify_s, "draft:small": draft_s},
-        )
-        state = p.observe(done, state, 0.0)
-        speculated.append(speculates)
-    assert speculated[0]
-    assert np.mean(speculated[200:]) <= most
-    if not explore_share:
-        assert all(speculated)
-
-
 def test_those_in_prefill_make_time_dearer_as_they_wait_for_the_step_too():
     p = planner(**certain(0.7))
     alone, few, many = (p.plan(view(4, prefilling=n), p.start(), 0.0, RNG)[0] for n in (0, 4, 40))
