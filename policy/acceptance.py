@@ -355,14 +355,15 @@ class AcceptanceModel:
         self,
         state: AcceptanceState,
         request: IntArray,
+        slot: IntArray,
         evidence: IntArray,
         claims: loops.Claims,
     ) -> FloatArray:
         """Return what drafts' claims come to in view of what is expected of the requests int64[n]
-        whose rows they are of, with the ``evidence`` int64[n, D] that the drafts showed
-        (``policy.loops.acceptance.weigh_claims``).
+        whose rows they are of, in these slots, with the ``evidence`` int64[n, D] that the drafts
+        showed (``policy.loops.acceptance.weigh_claims``).
         """
-        score, (slot, _) = np.empty(len(claims.row)), state.find(request)
+        score = np.empty(len(claims.row))
         known = state.tenant, state.deviation, state.draft_hazard
         other = self.hazards(state, request)
         loops.weigh_claims(*known, other, slot, evidence, claims, score)

@@ -234,11 +234,11 @@ class AdaptivePlanner(Policy[PlannerState]):
         if not plan.price or not len(drafted.row):
             return np.minimum(plan.length, np.bincount(drafted.row, minlength=len(view)))
         times, request = state.correction.times(self.latency), ints(view.request)
+        slot, _ = state.acceptance.find(request)
         claims = _claims(drafted.row, drafted.draft, drafted.depth, drafted.confidence)
-        score = self.estimator.weigh(state.acceptance, request, evidence_of(view), claims)
+        score = self.estimator.weigh(state.acceptance, request, slot, evidence_of(view), claims)
         column = drafted.draft
         if state.tenants.rows > 1:
-            slot, _ = state.acceptance.find(request)
             column = np.maximum(state.column(column, slot[drafted.row]), 0)
         drafted = replace(drafted, draft=column, confidence=score)
         return trimmed(times, state.calibration, view, plan, drafted)
@@ -255,7 +255,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         if len(nodes := outcome.nodes):
             claims = _claims(nodes.row, step.draft[nodes.row], nodes.depth, nodes.confidence)
             evidence = np.repeat(step.evidence[:, None], len(self.drafts), axis=1)
-            score = self.estimator.weigh(state.acceptance, step.request, evidence, claims)
+            score = self.estimator.weigh(state.acceptance, step.request, slot, evidence, claims)
             known = column[nodes.row], nodes.drawn, score, nodes.accepted
             after.calibration = state.calibration.learnt(*known)
         if state.view is not None and len(rows):

@@ -15,7 +15,6 @@ from .search import descending
 TRIAL_TOKENS = 2
 LEAST_COST = 0.12
 """The least that a trial costs, in steps: estimates flatter what looks free."""
-_OWN_SHARE = 0.2  # share of its cost that a trial is charged where knowing is worth more
 _LOGISTIC_SCALE = math.sqrt(3) / math.pi  # of a deviation
 
 
@@ -171,8 +170,7 @@ def find_trial(
     in place. Return how many, the seconds that it costs, and the choice's value and step seconds.
     0 rows: what the cheapest would cost, 0 seconds: even hope sees no gain.
 
-    It costs what the objective loses by it at mean estimates, whole catch-up included; where
-    knowing is worth more than that, ``_OWN_SHARE`` of it is charged.
+    It costs what the objective loses by it at mean estimates, whole catch-up included.
     """
     p = problem
     k_max, drafts, n = p.gain.shape
@@ -192,20 +190,16 @@ def find_trial(
         count = max(rows // part, 1) if part == n else rows // part
         if count in (0, before) or rows == 0:
             continue
-        before, known = count, 0.0
+        before = count
         new_draft[:] = draft
         new_length[:] = length
         for place in range(count):
             i = order[place]
             new_draft[i], new_length[i] = d, tried[d, i]
-            known += worth[d, i]
         if new_length.sum() > last:
             continue
         v, _, s = score(p, new_draft, new_length, forwards)
-        lost_s = (value - v) / price + s - step_s
-        cost_s = max(floor_s, lost_s)
-        if known > price * lost_s:
-            cost_s = max(floor_s * count / n, _OWN_SHARE * lost_s)
+        cost_s = max(floor_s, (value - v) / price + s - step_s)
         if cost_s <= credit_s and s <= most_s:
             draft[:] = new_draft
             length[:] = new_length
