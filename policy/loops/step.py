@@ -45,7 +45,7 @@ class Mode(NamedTuple):
 
 
 MODE = record(Mode, FLOATS[0], INTS[0], *[FLOATS[0]] * 4, INTS[0])
-_LOOK_STEPS = 4  # steps from one look for a trial to the next: one takes as long as the search
+_LOOK_STEPS = 16  # steps from one look for a trial to the next: one takes as long as the search
 _FIRST_STEPS = 2.0  # steps of credit to begin with: nothing is known yet
 _IDLE_SHARES = 5.0  # of a step without speculation, where only a trial can show that it pays
 
