@@ -16,9 +16,9 @@ from .compiling import FLOATS, INTS, entry, helper, record
 MIN_VARIANCE, MAX_VARIANCE = 1e-3, 9.0  # of deviations between requests, squared logits
 FIRST_REQUESTS = 20.0  # requests that the first belief of their variance counts for
 _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
-_BIN_CHAINS = 4.0  # chains for which a bin is believed to be as its draft is
+_BIN_CHAINS = 4.0  # prior weight of the draft's odds in a bin, in positions
 _DRAFT_MEMORY_CHAINS = 500.0  # memory of a bin's level, in its own chains
-_ALIKE = 0.05  # correlation of chains of one step: n of them teach as n / (1 + 0.05 (n - 1)) do
+_ALIKE = 0.05  # correlation of the chains of one step (Kish's design effect)
 _VARIANCE_MEMORY_REQUESTS = 200.0  # memory of the variance between requests
 _SHRINKAGE_REQUESTS = 10.0  # requests after which half of a deviation is attributed to the request
 MOST_STEP = 2.0  # logits of one step: farther away Laplace's approximation overshoots
@@ -216,12 +216,12 @@ def _set_level(estimates: Estimates, constants: Constants, c: int) -> None:
             continue
         accepted = rejected = most = least = _BIN_CHAINS
         for j in range(k_max):
-            held, reached = e.draft_accepted[c, b, j], e.draft_reached[c, b, j]
+            right, reached = e.draft_accepted[c, b, j], e.draft_reached[c, b, j]
             expected = shifted(level[j], accepted * least / (rejected * most))
-            mean = (held + strength * expected) / (reached + strength)
+            mean = (right + strength * expected) / (reached + strength)
             e.draft_hazard[c, b, j] = min(max(mean, _MIN_HAZARD), _MAX_HAZARD)
-            accepted += held
-            rejected += reached - held
+            accepted += right
+            rejected += reached - right
             most += reached * level[j]
             least += reached * (1.0 - level[j])
 
