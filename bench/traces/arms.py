@@ -128,7 +128,7 @@ class Tunable:
 
 
 class Longest(Oracle):
-    """The draft of which most is accepted, and so many tokens of it."""
+    """The draft that has most accepted, and exactly those tokens."""
 
     def known(self, accepted: IntArray, view: View) -> Plan:
         draft = accepted[:, ::-1].argmax(1)  # of two alike the look-up, which costs no forward
