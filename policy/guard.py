@@ -221,9 +221,9 @@ class Guard(Wrapper[State]):
         step, memory.next = memory.next, None
         if step is None:
             step = memory.open[-1] if memory.open else _FOREIGN
-        if step.rows:
-            place = [known is step for known in memory.open].index(True)
-            memory.open = memory.open[place + 1 :]
+        places = [place for place, known in enumerate(memory.open) if known is step]
+        if step.rows and places:
+            memory.open = memory.open[places[0] + 1 :]
             self._learn(step, outcome, memory)
         return Wrapped(inner, memory)
 
