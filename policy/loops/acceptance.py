@@ -19,6 +19,7 @@ _MIN_HAZARD, _MAX_HAZARD = 0.02, 0.995
 _BIN_CHAINS = 4.0  # prior weight of the draft's odds in a bin, in positions
 _DRAFT_MEMORY_CHAINS = 500.0  # memory of a bin's level, in its own chains
 _ALIKE = 0.05  # correlation of the chains of one step (Kish's design effect)
+_IDLE_FADING = 3.0  # how much faster a low level fades while no draft is used
 _VARIANCE_MEMORY_REQUESTS = 200.0  # memory of the variance between requests
 _SHRINKAGE_REQUESTS = 10.0  # requests after which half of a deviation is attributed to the request
 MOST_STEP = 2.0  # logits of one step: farther away Laplace's approximation overshoots
@@ -255,12 +256,19 @@ CHAINS = record(Chains, *[INTS[1]] * 5)
 
 
 @helper
-def _fade(estimates: Estimates, constants: Constants, slot: Ints, emitted: Ints) -> None:
-    """Let evidence fade by a step of some slots: that of each request, and its tenant's levels."""
+def _fade(
+    estimates: Estimates, constants: Constants, slot: Ints, draft: Ints, emitted: Ints
+) -> None:
+    """Let evidence fade by a step of some slots: that of each request, and its tenant's levels.
+
+    Where no row used a ``draft``, levels below the prior fade faster and others do not: nothing
+    else could show that one pays again.
+    """
     e = estimates
     drafts, tenants = e.deviation.shape[1], len(e.requests)
     rows = np.zeros(tenants)
     keep = math.exp(-1.0 / constants.request_memory_steps)
+    idle = len(draft) > 0 and draft.max() < 0
     for i in range(len(slot)):
         s = slot[i]
         if tenants == 1:
@@ -276,8 +284,13 @@ def _fade(estimates: Estimates, constants: Constants, slot: Ints, emitted: Ints)
     for c in range(len(e.variance)):
         if rows[c // drafts]:
             left = math.exp(-rows[c // drafts] / constants.draft_memory_rows)
+            if idle:
+                is_low = e.draft_hazard[c, 0, 0] < constants.prior_hazard
+                left = left**_IDLE_FADING if is_low else 1.0
             e.draft_accepted[c] *= left
             e.draft_reached[c] *= left
+            if idle:
+                _set_level(e, constants, c)
 
 
 @helper
@@ -356,7 +369,7 @@ def learn(
     drafts = e.deviation.shape[1]
     for i in range(len(slot)):
         slot[i] = find(known, slots, step.request[i])
-    _fade(e, constants, slot, emitted)
+    _fade(e, constants, slot, step.draft, emitted)
     sums = np.zeros((columns, bins, 3, k_max))
     _learn_chains(e, known, slots, step, sums)
     _learn_chains(e, known, slots, free, sums)

@@ -270,6 +270,7 @@ NODES, TOKENS = range(2)
 """Rows of ``usage``: verified nodes, and tokens of the proposals."""
 _SURE_TOKENS = 20.0  # prior weight in planned tokens: one node each
 _MEMORY_TOKENS = 2000.0  # memory of nodes, in planned tokens
+_REST_KEEP = 0.95  # share of a draft's nodes that a step without it leaves, or it would stay unused
 
 
 @helper
@@ -291,7 +292,7 @@ def _learn_usage(usage: Floats, step: Step, column: Ints) -> None:
         new[NODES, c] += s.verified[i]
         new[TOKENS, c] += s.length[i]
     for c in range(columns):
-        keep = math.exp(-new[TOKENS, c] / _MEMORY_TOKENS)
+        keep = math.exp(-new[TOKENS, c] / _MEMORY_TOKENS) if new[TOKENS, c] else _REST_KEEP
         usage[NODES, c] = keep * usage[NODES, c] + new[NODES, c]
         usage[TOKENS, c] = keep * usage[TOKENS, c] + new[TOKENS, c]
 
