@@ -399,15 +399,9 @@ def verify_all_that_was_proposed(patch: Patch) -> None:
 def forget_what_was_cut(patch: Patch) -> None:
     """Outcomes tell of verified nodes only."""
 
-    def record(original, log, request, drafted, verified, emitted, *, drawn):
-        original(
-            log,
-            request,
-            (drafted and drafted.first(verified)) or None,
-            verified,
-            emitted,
-            drawn=drawn,
-        )
+    def record(original, log, request, drafted, verified, emitted, **options):
+        cut = (drafted and drafted.first(verified)) or None
+        original(log, request, cut, verified, emitted, **options)
 
     wrap(patch, StepLog, "record", record)
 
