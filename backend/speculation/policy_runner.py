@@ -48,7 +48,7 @@ class PolicyRunner:
         self._decisions = DecisionLog(drafts)
         self._silent_until_s = -math.inf
         self._guard = guard_in(policy)
-        self._guard_samples = 0
+        self._guard_samples = -1  # what was restored is shown, too
 
     def change(
         self, policy: AnyPolicy, state: Any, drafts: tuple[str, ...] | None = None
@@ -58,7 +58,7 @@ class PolicyRunner:
         """
         before = self.policy, self.state
         self.policy, self.state = policy, state
-        self._guard, self._guard_samples = guard_in(policy), 0
+        self._guard, self._guard_samples = guard_in(policy), -1
         if drafts is not None:
             self._decisions = DecisionLog(drafts)
         return before

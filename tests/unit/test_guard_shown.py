@@ -51,7 +51,7 @@ def test_the_gauges_show_each_load_that_was_compared():
     policy = SwitchedPolicy(guard, Switches)
     runner = PolicyRunner(policy, DRAFTS, StepStats(stats), lambda: 0.0, 0)
     buckets = {0: bucket("planned", none=-0.2), 3: bucket("none", planned=-0.1), 4: Bucket()}
-    memory = Memory(buckets=buckets, samples=3)
+    memory = Memory(buckets=buckets)  # as after a restart
     runner.state = Wrapped(Wrapped(None, memory))
     seen = view(2, DRAFTS)
     plan, _ = guard.plan(seen, runner.state.inner, 0.0, np.random.default_rng(0))
