@@ -300,7 +300,7 @@ def _learn_chains(
     """Learn the deviations of requests from chains, in place, and add these to ``sums[C, B, 3,
     K]``: accepted, reached, and expected in view of the request.
 
-    Where a request's last few chains cannot be chance, only the newest counts. (Each array is
+    Where a request's last few chains cannot be chance, only these count. (Each array is
     fetched once: numba counts references at every use of a tuple's array.)
     """
     information, prior, deviation = estimates.information, estimates.prior, estimates.deviation
@@ -336,6 +336,7 @@ def _learn_chains(
         recent[s, d, 1] = _RECENT_KEEP * recent[s, d, 1] + surprise
         chance = _CHANGE_DEVIATIONS**2 * (recent[s, d, 0] + _LEAST_VARIANCE)
         if recent[s, d, 1] ** 2 > chance:
+            weight, moved = recent[s, d, 0], recent[s, d, 0] * x + recent[s, d, 1]
             recent[s, d, 0] = recent[s, d, 1] = 0.0
             information[s, d, 0] = information[s, d, 1] = 0.0
         information[s, d, 0] += weight
