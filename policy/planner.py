@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .acceptance import NO_GROUP, AcceptanceConfig, AcceptanceModel, AcceptanceState
+from .evidence import EVIDENCE_BINS
 from .latency import Correction, LatencyModel
 from .learned import Learnt, restored, saved
 from .loops import problem as problem_loops
@@ -150,11 +151,13 @@ class AdaptivePlanner(Policy[PlannerState]):
     ) -> tuple[Plan, PlannerState]:
         """Choose for the rows, whatever their order.
 
-        Raises ValueError for a view with other drafts than the planner's.
+        Raises ValueError for a view with other drafts than the planner's, or with evidence that is
+        no bin.
         """
         del rng
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
+        _check_bins(view.evidence)
         after, config, n = self.admitted(view, state, now), self.config, len(view)
         batch, known = self._seen(view, after)
         mode = step_loops.Mode(
@@ -346,6 +349,16 @@ class AdaptivePlanner(Policy[PlannerState]):
 
 def _learnt(state: PlannerState) -> Learnt:
     return Learnt(state.acceptance, state.calibration, state.correction, state.tenants)
+
+
+def _check_bins(evidence: IntArray | None) -> None:
+    """Raise ValueError for a bin that there is not: the loops index by it, unchecked."""
+    if evidence is None or not evidence.size:
+        return
+    largest = ints(evidence).view(np.uint64).max()  # a negative one is larger than all, unsigned
+    if largest >= EVIDENCE_BINS:
+        bins = int(evidence.min()), int(evidence.max())
+        raise ValueError(f"view.evidence must be 0 to {EVIDENCE_BINS - 1}, got {bins}")
 
 
 def _chains(rows: StepRows | FreeChains) -> Chains:

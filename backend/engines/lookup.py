@@ -205,7 +205,7 @@ class _Index:
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._after: dict[tuple[int, ...], tuple[int, ...]] = {}  # the most recent first
         self._indexed = 0  # n-grams ending before this position are in the index
-        self._matches: tuple[int, list[Match]] = (0, [])  # those of the text of so many tokens
+        self._matches: tuple[int, list[Match]] = (0, [])  # of the text of that length
 
     def matches(self, tokens: list[int]) -> list[Match]:
         """Return the last occurrences of the end, the longest first, then the most recent."""

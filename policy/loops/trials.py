@@ -1,6 +1,4 @@
-"""Trials: now and then a step tries what the estimates do not prefer, out of a budget of time
-(``policy.exploration``).
-"""
+"""Trials: now and then a step tries what the estimates do not prefer, out of a budget of time."""
 
 import math
 
@@ -43,14 +41,13 @@ def _weigh(
     length: Ints,
     price: float,
     tried: Ints,
-    worth: Floats,
     surplus: Floats,
     upside: Floats,
     promise: Floats,
 ) -> None:
-    """Weigh every draft as a trial of each row: ``tried[D, n]`` tokens, ``worth`` what knowing more
-    is worth (tokens), ``surplus`` that less what it costs (at least 0), ``upside`` what is hoped
-    for, ``promise`` the same by what it costs.
+    """Weigh every draft as a trial of each row: ``tried[D, n]`` tokens, ``surplus`` what knowing
+    more is worth less what it costs (tokens, at least 0), ``upside`` what is hoped for, ``promise``
+    the same by what it costs.
 
     Forwards and verification are paid for as if all rows took part. Hope is ``optimism`` standard
     deviations above the mean. ``hazard[K, D, n]`` is not cut to the ceilings. A draft that catches
@@ -70,7 +67,7 @@ def _weigh(
         for d in range(drafts):
             own, most = d == d0 and k0 > 0, p.ceiling[d, i]
             tried[d, i], surplus[d, i] = 0, 0.0
-            worth[d, i] = upside[d, i] = promise[d, i] = 0.0
+            worth = upside[d, i] = promise[d, i] = 0.0
             if most == 0:
                 continue
             variance = set_doubt(
@@ -96,12 +93,12 @@ def _weigh(
             seen *= 1 - hazard[0, d, i]
             doubt = max(high - best, 0.0) / optimism * math.sqrt(seen / (1 + seen))
             if not own:
-                worth[d, i] = _expected_gain(best - now, doubt) * p.horizon[i]
+                worth = _expected_gain(best - now, doubt) * p.horizon[i]
             if tried[d, i] != (k0 if own else 0):
                 upside[d, i] = max(high - price * charge_s(p, d, i) - now, 0.0)
             loss = max(now - best, 0.0)
-            if upside[d, i] > 0 and worth[d, i] > 0:
-                surplus[d, i] = max(worth[d, i] - price * p.switch_s[d, i] - loss, 0.0)
+            if upside[d, i] > 0 and worth > 0:
+                surplus[d, i] = max(worth - price * p.switch_s[d, i] - loss, 0.0)
             cost = price * (p.forward_s[d, 1] + p.switch_s[d, i]) + loss
             promise[d, i] = upside[d, i] / (cost + 1e-9)
 
@@ -175,11 +172,10 @@ def find_trial(
     p = problem
     k_max, drafts, n = p.gain.shape
     tried, order = np.empty((drafts, n), np.int64), np.empty(n, np.int64)
-    worth, surplus = np.empty((drafts, n)), np.empty((drafts, n))
-    upside, promise = np.empty((drafts, n)), np.empty((drafts, n))
+    surplus, upside, promise = np.empty((3, drafts, n))
     _weigh(
         p, estimates, constants, slot, evidence, hazard, unread, optimism, draft, length, price,
-        tried, worth, surplus, upside, promise,
+        tried, surplus, upside, promise,
     )  # fmt: skip
     d, rows = _candidates(p, price, surplus, upside, promise, order)
     last, most_s, floor_s, cheapest_s = last_total(p), limit_s(p), LEAST_COST * step_s, 0.0

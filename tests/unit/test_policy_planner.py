@@ -430,3 +430,11 @@ def test_how_many_nodes_a_token_of_a_plan_brings_is_learnt_by_draft():
     verified, planned = state.usage[[NODES, TOKENS]]
     assert verified[used] / planned[used] == pytest.approx(3)
     assert not state.usage[:, 1 - used].any()
+
+
+@pytest.mark.parametrize("bin_", [-1, 17, 10**9])
+def test_evidence_that_is_no_bin_is_refused(bin_):
+    """The compiled loops index by it."""
+    p, seen = planner(), view(2, evidence=np.array([[0, 3], [bin_, 0]]))
+    with pytest.raises(ValueError, match=rf"view.evidence must be 0 to 16, got .*{bin_}"):
+        p.plan(seen, p.start(), 0.0, RNG)
