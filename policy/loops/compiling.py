@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -65,12 +65,12 @@ def is_cached() -> bool:
     return all(any(_folder().rglob(f"*.{f.__name__}-*.nbi")) for f, _ in _entries)
 
 
+@cache
 def compile_all() -> None:
     """Compile all entries, or load them; later calls with other types raise TypeError."""
     for function, signature in _entries:
-        if not function.signatures:
-            function.compile(signature)
-            function.disable_compile()
+        function.compile(signature)
+        function.disable_compile()
 
 
 def _cached(function: Callable[..., Any]) -> Any:
