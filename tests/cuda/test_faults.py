@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,13 +55,15 @@ def step(
 
 @KINDS
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.95}], ids=str
+)
 def test_a_row_without_numbers_ends_and_no_other(
-    lookahead: bool, value: float, temperature: float
+    lookahead: bool, value: float, options: dict[str, float]
 ) -> None:
     target, alone = engine(lookahead=lookahead), engine(lookahead=lookahead)
-    texts = [sequence(n, temperature=temperature, seed=n) for n in range(3)]
-    copies = [sequence(n, temperature=temperature, seed=n) for n in range(3)]
+    texts = [sequence(n, seed=n, **options) for n in range(3)]
+    copies = [sequence(n, seed=n, **options) for n in range(3)]
     step(target, texts)
     step(alone, copies)
     target._paged.kv[0][texts[1].blocks["target"][0]] = value
@@ -133,10 +137,8 @@ def test_a_step_that_cannot_be_captured_runs_without_graphs_and_is_counted(
     assert len(captured) > failing
 
 
-def test_graphs_are_captured_on_one_stream_until_a_capture_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    used: list[tuple[object, object]] = []
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, graph: Callable[..., object]) -> torch.device:
+    """Put a ``torch.cuda`` that captures nothing in place; return a device to capture on."""
 
     class Stream:
         def __init__(self, _: object) -> None: ...
@@ -144,13 +146,8 @@ def test_graphs_are_captured_on_one_stream_until_a_capture_fails(
         def wait_stream(self, _: object) -> None: ...
 
     class Graph:
-        replay = None
+        def replay(self) -> None: ...
 
-    def graph(_: object, pool: object, stream: object) -> object:
-        used.append((pool, stream))
-        return nullcontext()
-
-    where = torch.device("cuda", 7)
     for name, value in {
         "Stream": Stream,
         "CUDAGraph": Graph,
@@ -160,6 +157,20 @@ def test_graphs_are_captured_on_one_stream_until_a_capture_fails(
         "current_stream": Stream,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graphs, "_shared", {})
+    return torch.device("cuda", 7)
+
+
+def test_graphs_are_captured_on_one_stream_until_a_capture_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[tuple[object, object]] = []
+
+    def graph(_: object, pool: object, stream: object) -> object:
+        used.append((pool, stream))
+        return nullcontext()
+
+    where = fake_cuda(monkeypatch, graph)
     graphs.capture(where, lambda: 1)
     graphs.capture(where, lambda: 2)
     assert used[0] == used[1]
@@ -169,4 +180,28 @@ def test_graphs_are_captured_on_one_stream_until_a_capture_fails(
     graphs.capture(where, lambda: 3)
     assert used[-1][0] is not used[0][0]
     assert used[-1][1] is not used[0][1]
-    del graphs._shared[where]
+
+
+def test_a_captured_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, lambda *_, **__: nullcontext())
+    read = torch.zeros(1)  # a graph knows only its address
+    alive = weakref.ref(read)
+    _, replay = graphs.capture(torch.device("cuda", 7), partial(len, read))
+    del read
+    assert alive() is not None
+    del replay
+    assert alive() is None
+
+
+def test_a_turn_may_follow_one_without_numbers() -> None:
+    target = engine(lookahead=True)
+    texts = [sequence(n, seed=n) for n in range(2)]
+    step(target, texts)
+    target._paged.kv[0][texts[1].blocks["target"][0]] = float("nan")
+    target.submit([Turn(text, len(text.tokens)) for text in texts])
+    target.submit([Turn(text, AFTER) for text in texts])  # it embeds what the last one drew
+    for _ in range(2):
+        done = {completion.sequence_id: completion for completion in target.poll(0.0)}
+        assert (done[0].error, len(done[0].tokens)) == (None, 1)
+        assert (done[1].error, done[1].tokens) == (NO_NUMBERS, [])
+        texts[0].tokens += done[0].tokens

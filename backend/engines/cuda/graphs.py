@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A captured graph, and the launches whose tensors it reads."""
+
+    graph: Any
+    run: Callable[[], object]
+
+    def __call__(self) -> None:
+        """Launch the graph."""
+        self.graph.replay()
 
 
 _shared: dict[torch.device, tuple[Any, torch.cuda.Stream]] = {}
@@ -20,6 +33,7 @@ def capture(device: torch.device, run: Callable[[], Result]) -> tuple[Result, Ca
     """Capture launches in a CUDA graph; return what they return and the replay, which leaves its
     results in the same tensors. They run once before. Raises RuntimeError.
 
+    The replay keeps ``run`` and so the tensors that it reads: a graph knows only their addresses.
     All graphs share their memory: a result is void as soon as another graph runs.
     """
     if device not in _shared:
@@ -36,5 +50,4 @@ def capture(device: torch.device, run: Callable[[], Result]) -> tuple[Result, Ca
     except BaseException:
         del _shared[device]  # what a capture that fails leaves there is not known
         raise
-    replay: Callable[[], object] = graph.replay
-    return result, replay
+    return result, _Replay(graph, run)

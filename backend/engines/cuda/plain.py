@@ -9,9 +9,11 @@ import torch
 from torch.nn import functional
 
 from backend.engines.cuda.ancestors import ancestor_words
+from backend.engines.cuda.noise import exponentials
+from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
 from backend.sampling import draw as host
-from backend.sampling.laws import target_laws
+from backend.sampling.laws import FAINT, target_laws
 
 
 def add_rms_norm(
@@ -93,7 +95,7 @@ def attention(
     """As ``attention.attention``, row by row."""
     del most, keys  # bounds of a graph: ``first`` and ``start`` say how many there are
     kv_heads, page, dim = kv.shape[2:]
-    group, out = q.shape[1] // kv_heads, torch.empty_like(q)
+    group, out = q.shape[1] // kv_heads, torch.zeros_like(q)
     for row, committed in enumerate(start.tolist()):
         begin, end = int(first[row]), int(first[row + 1])
         count = committed + end - begin
@@ -151,11 +153,33 @@ def bounds(
     bound = torch.full_like(temperature, -torch.inf, dtype=_wide(logits).dtype)
     columns = (column.tolist() for column in (temperature, top_k, top_p, min_p))
     for row, (heat, k, p, least) in enumerate(zip(*columns, strict=True)):
-        if heat > 0.0:
+        if heat > 0.0 and logits[row].amax().isfinite():  # else the draw says that it is broken
             params = SamplingParams(temperature=heat, top_k=k, top_p=p, min_p=least)
             law = target_laws(logits[row : row + 1], [params])[0]
             bound[row] = logits[row].masked_fill(law == 0.0, torch.inf).min()
     return bound
+
+
+def candidates(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: torch.Tensor,
+    bound: torch.Tensor,
+    words: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``candidates.candidates``."""
+    is_sampled = (temperature > 0.0)[:, None]
+    scores = _wide(logits)
+    scores = scores.masked_fill(scores < bound[:, None], -torch.inf)
+    heat = torch.where(is_sampled, temperature[:, None], 1.0)
+    mass = ((scores - scores.amax(1, keepdim=True)) / heat).softmax(1)
+    times = exponentials(words[:, None] ^ tokens) / mass
+    speed = torch.where(mass >= host.HEAD, times**-host.SHARPNESS, 0.0)
+    worth = torch.where(is_sampled, speed, mass.double())
+    best = worth.topk(CANDIDATES)
+    chance = best.values / worth.sum(1, keepdim=True).clamp(min=1e-300)
+    is_out = (~is_sampled & (chance < FAINT * chance[:, :1])) | chance.isnan()
+    return tokens.gather(1, best.indices), chance.masked_fill(is_out, 0.0).float()
 
 
 def pack(

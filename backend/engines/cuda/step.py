@@ -150,7 +150,8 @@ class VerifyStep:
         if self.model.states is not None:
             final = self.path.gather(1, self.count[:, None] - 1)[:, 0] + self._first[:-1]
             slots.states[self.slot] = self.model.states[final].to(slots.states.dtype)
-        slots.last[self.slot] = self.emitted.gather(1, self.count[:, None] - 1)[:, 0]
+        last = self.emitted.gather(1, self.count[:, None] - 1)[:, 0]
+        slots.last[self.slot] = last.clamp(min=0)  # -1 is no token to embed
         slots.length[self.slot] = length + self.count
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
