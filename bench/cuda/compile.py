@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from backend.engines.cuda import attention, bounds, draw, layers, trees
+from backend.engines.cuda import attention, bounds, candidates, draw, layers, trees
 
 TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
@@ -46,6 +46,7 @@ def steps() -> None:
     heat, bound = of(fp32, rows), of(fp32, rows)
     bounds.bounds(logits, heat, of(i32, rows), of(fp32, rows), of(fp32, rows))
     draw.draw(logits, heat, bound, noise)
+    candidates.candidates(of(bf16, rows, 32512), of(i64, rows, 32512), heat, bound, noise)
     q, kv, table = of(bf16, tokens, 32, 128), of(bf16, 2, 2, 8, 32, 128), of(i32, rows, pages)
     start, first, words = of(i32, rows), of(i32, rows + 1), of(i64, tokens)
     for most in (1, 5, 17):

@@ -15,7 +15,9 @@ from backend.engines.cuda import plain
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
 from backend.engines.cuda.attention import attention
 from backend.engines.cuda.bounds import bounds
+from backend.engines.cuda.candidates import candidates
 from backend.engines.cuda.draw import draw
+from backend.engines.cuda.kernels import triton_kernels
 from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
 from backend.engines.cuda.linear import Tiling, linear, tiling_for
 from backend.request import SamplingParams
@@ -186,6 +188,13 @@ def test_a_weight_has_a_tiling_for_all_numbers_of_tokens_or_for_none(
     assert tiling_for(columns, inner + 8, tokens) is None
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_product_of_no_rows(invariant: bool) -> None:
+    weight = torch.randn(128, 256, device=DEVICE)
+    multiply = triton_kernels(invariant=invariant).linear
+    assert multiply(weight[:0], weight, None).shape == (0, 128)
+
+
 def test_linear_refuses_shapes_that_are_not_multiples() -> None:
     x, weight = torch.zeros(1, 64, device=DEVICE), torch.zeros(40, 64, device=DEVICE)
     with pytest.raises(ValueError, match=r"weight \(40, 64\)"):
@@ -301,6 +310,28 @@ def test_bounded_draws_are_the_hosts() -> None:
     wanted = host_draw(target_laws(logits, params), words)
     bound = bounds_of(logits, params).tolist()
     assert _drawn(logits, words, [p.temperature for p in params], bound) == wanted
+
+
+@pytest.mark.parametrize("columns", [5, 150, 700])
+def test_candidates_are_those_of_plain_torch(columns: int) -> None:
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(8, columns, generator=generator) * 3.0
+    logits[5, 2:] = -torch.inf
+    logits[6] = torch.nan
+    logits[7] = 1.0  # a tie of all
+    tokens = torch.randperm(6000, generator=generator)[: 8 * columns].view(8, -1)
+    temperature = torch.tensor([0.0, 0.4, 1.0, 1.7, 1.0, 0.8, 1.0, 0.0])
+    bound = torch.full((8,), -torch.inf)
+    bound[4] = logits[4].topk(3).values[2]
+    words = torch.randint(-(2**62), 2**62, (8,), generator=generator)
+    given = [x.to(DEVICE) for x in (logits, tokens, temperature, bound, words)]
+    found, chance = candidates(*given, chunk=64 if DEVICE == "cpu" else 2048)
+    wanted, wanted_chance = plain.candidates(*(x.cpu() for x in given))
+    torch.testing.assert_close(chance.cpu(), wanted_chance, rtol=1e-4, atol=1e-6)
+    is_node = wanted_chance > 0.0
+    assert torch.equal(found.cpu()[:7][is_node[:7]], wanted[:7][is_node[:7]])
+    assert found[7].tolist() == tokens[7, :4].tolist()
+    assert is_node.sum(1).tolist()[4:7] == [3, 2, 0]
 
 
 def _drawn(

@@ -26,7 +26,7 @@ _BLOCK = tl.constexpr(256)
 
 
 @triton.jit
-def _exponential(word):
+def exponential(word):
     """Return a standard exponential of 53 bits of SplitMix64's finaliser."""
     x = word + _GOLDEN
     x = (x ^ (x >> 30)) * _FIRST
@@ -149,7 +149,7 @@ def _race_heads(
         in_head = exists & (weight.to(tl.float64) >= _HEAD * mass)
         head += tl.sum(tl.where(in_head, own_weight, 0.0).to(tl.float64), 0)
         column = chunk * CHUNK + offset
-        noise = _exponential(word ^ column.to(tl.uint64))
+        noise = exponential(word ^ column.to(tl.uint64))
         time = tl.where(in_head, noise / tl.where(in_head, weight, 1.0), float("inf"))
         own = tl.min(time, 0)
         first = tl.min(tl.where((time == own) & in_head, column, _NONE), 0)
@@ -169,7 +169,7 @@ def _tail_wins(time_ptr, tail_ptr, word, row, chunks, CHUNKS: tl.constexpr):
     least = tl.min(tl.load(time_ptr + row * chunks + chunk, mask=exists, other=float("inf")), 0)
     tail = tl.sum(tl.load(tail_ptr + row * chunks + chunk, mask=exists, other=0.0), 0)
     tail_word = tl.full((1,), 0xFFFFFFFFFFFFFFFF, tl.uint64) ^ word
-    return least, tl.sum(_exponential(tail_word), 0) < least * tail
+    return least, tl.sum(exponential(tail_word), 0) < least * tail
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def _race_tails(
         base, scale = _base_of(top_ptr, row * chunks + chunk, top, temperature)
         weight = _weigh(x, tl.load(bound_ptr + row), base, temperature) * scale
         in_tail = (weight > 0.0) & (weight.to(tl.float64) < _HEAD * mass)
-        noise = _exponential(word ^ column.to(tl.uint64))
+        noise = exponential(word ^ column.to(tl.uint64))
         time = tl.where(in_tail, noise / tl.where(in_tail, weight, 1.0), float("inf"))
         least = tl.min(time, 0)
         at = row * chunks + chunk

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from backend.engines.cuda.noise import exponentials, mix
+from backend.engines.cuda.noise import mix
 from backend.engines.cuda.step import VerifyStep
 from backend.engines.head.network import HeadNetwork
 from backend.engines.spine import CANDIDATES
-from backend.sampling.draw import HEAD, SHARPNESS
-from backend.sampling.laws import FAINT
 
 
 class DeviceHead:
@@ -28,9 +26,9 @@ class DeviceHead:
         lm_head: torch.Tensor,
     ) -> None:
         self.name = name
-        self.network, self.token_ids = network, token_ids
+        self.network, self.token_ids = network, token_ids.to(lm_head.device)
         self.embedding, self.lm_head = embedding, lm_head
-        self.static = lm_head[token_ids].contiguous()
+        self.static = lm_head[self.token_ids].contiguous()
 
 
 class HeadProposal:
@@ -46,6 +44,7 @@ class HeadProposal:
         self.length = torch.full((step.rows,), depth, dtype=torch.int32, device=device)
         """int32[rows]: places to propose for; 0 for rows that are another draft's. Read."""
         spine = torch.arange(depth, device=device) * CANDIDATES - CANDIDATES
+        self._no_bound = torch.full((step.rows,), -torch.inf, device=device)
         self._parent = spine.clamp(min=-1).int().repeat_interleave(CANDIDATES)[None]
 
     def run(self) -> None:
@@ -63,7 +62,7 @@ class HeadProposal:
         for depth in range(self._depth):
             state, vectors = head.network.step(state, head.embedding[last])
             theirs = torch.bmm(rows, vectors[:, :, None])[:, :, 0].masked_fill(own < 0, -torch.inf)
-            logits = torch.cat((vectors @ head.static.T, theirs), 1).float()
+            logits = torch.cat((vectors @ head.static.T, theirs), 1)
             token, chance = self._candidates(logits, tokens, place + depth)
             chance = path[:, None] * chance * (depth < self.length)[:, None]
             columns = slice(depth * CANDIDATES, None)
@@ -77,27 +76,14 @@ class HeadProposal:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens int64[rows, CANDIDATES] that are likeliest to be what the target draws,
         best first, and how likely each is; 0 for a token that is not worth a node. ``logits`` are
-        those of ``tokens`` [rows, columns].
-
-        Greedy rows take the likeliest tokens, others those that win the race with the request's
-        noise at ``place`` int64[rows] (``sampling.draw.finishers``).
+        those of ``tokens`` [rows, columns] at ``place`` int64[rows].
         """
         step, slots = self._step, self._step.slots
-        slot = step.slot
+        slot, kernels = step.slot, step.model.kernels
         temperature = slots.temperature[slot]
-        is_sampled = (temperature > 0.0)[:, None]
-        scores = logits
+        bound = self._no_bound
         if step.bounded:
             limits = (slots.top_k[slot], slots.top_p[slot], slots.min_p[slot])
-            bound = step.model.kernels.bounds(logits, temperature, *limits)
-            scores = logits.masked_fill(logits < bound[:, None], -torch.inf)
-        heat = torch.where(is_sampled, temperature[:, None], 1.0)
-        mass = ((scores - scores.amax(1, keepdim=True)) / heat).softmax(1)
-        words = mix(slots.seed[slot] ^ place)[:, None]
-        times = exponentials(words ^ tokens) / mass
-        speed = torch.where(mass >= HEAD, times**-SHARPNESS, 0.0)
-        worth = torch.where(is_sampled, speed, mass.double())
-        best = worth.topk(CANDIDATES)
-        chance = best.values / worth.sum(1, keepdim=True).clamp(min=1e-300)
-        is_out = (~is_sampled & (chance < FAINT * chance[:, :1])) | chance.isnan()
-        return tokens.gather(1, best.indices), chance.masked_fill(is_out, 0.0).float()
+            bound = kernels.bounds(logits, temperature, *limits)
+        words = mix(slots.seed[slot] ^ place)
+        return kernels.candidates(logits, tokens, temperature, bound, words)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from backend.engines.cuda import plain
 
-MOST_INVARIANT_TOKENS = 128
+MOST_INVARIANT_TOKENS = 64
 """Up to this many tokens our own product is as fast as cuBLAS (docs/adr/0041)."""
 
 
@@ -29,6 +29,7 @@ class Kernels:
     attention: Callable[..., torch.Tensor]
     bounds: Callable[..., torch.Tensor]
     draw: Callable[..., torch.Tensor]
+    candidates: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     pack: Callable[..., None]
     walk: Callable[..., None]
     move: Callable[..., None]
@@ -44,6 +45,7 @@ def plain_kernels() -> Kernels:
         plain.attention,
         plain.bounds,
         plain.draw,
+        plain.candidates,
         plain.pack,
         plain.walk,
         plain.move,
@@ -54,11 +56,19 @@ def triton_kernels(*, invariant: bool) -> Kernels:
     """Return the functions in Triton. ``invariant``: a row has the same bits in every batch, at a
     cost beyond ``MOST_INVARIANT_TOKENS``; else cuBLAS multiplies for more tokens than that.
     """
-    from backend.engines.cuda import attention, bounds, draw, layers, linear, trees
+    from backend.engines.cuda import (
+        attention,
+        bounds,
+        candidates,
+        draw,
+        layers,
+        linear,
+        trees,
+    )
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tiling = None
-        if invariant or len(x) <= MOST_INVARIANT_TOKENS:
+        if len(x) and (invariant or len(x) <= MOST_INVARIANT_TOKENS):
             tiling = linear.tiling_for(weight.shape[0], weight.shape[1], len(x))
         if tiling is None:
             return functional.linear(x, weight, bias)
@@ -73,6 +83,7 @@ def triton_kernels(*, invariant: bool) -> Kernels:
         attention.attention,
         bounds.bounds,
         draw.draw,
+        candidates.candidates,
         trees.pack,
         trees.walk,
         trees.move,
