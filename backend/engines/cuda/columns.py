@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +18,16 @@ _DTYPES: dict[type, torch.dtype] = {
 
 Shapes = Mapping[str, tuple[type, tuple[int, ...]]]
 """By name the NumPy type (int64, int32 or float32) and the shape of a column."""
+
+
+def sent(
+    values: Sequence[Any] | npt.NDArray[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return values on the device. The host does not wait for the copy, nor for what is under way
+    before it.
+    """
+    tensor = torch.tensor(values, dtype=dtype)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class Columns:

@@ -18,18 +18,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from backend.engines.cuda.columns import sent
 from backend.engines.cuda.forward import KEY_SIZES, ROW_SIZES, TOKEN_SIZES
 from backend.engines.cuda.graphs import capture
 from backend.engines.cuda.heads import DeviceHead, HeadProposal
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.step import Slots, VerifyStep
-from backend.engines.cuda.step_columns import MOST_HEADS, MOST_UPDATES, DeviceRow, StepColumns
+from backend.engines.cuda.step_columns import MOST_HEADS, DeviceRow, StepColumns, Updates
 from backend.engines.spine import CANDIDATES
 
 logger = logging.getLogger(__name__)
 
 
-COLUMN_SIZES = (0, 4, 8, 16, 32, 63)
+COLUMN_SIZES = (0, 16, 32, 63)
 """Nodes of a row's proposal that a bucket has room for."""
 
 MOST_PLACES = COLUMN_SIZES[-1] // CANDIDATES
@@ -109,7 +110,12 @@ class DeviceSteps:
         self._columns: dict[tuple[int, int], StepColumns] = {}
         self._proposals: dict[tuple[Any, ...], Callable[[], object]] = {}
         self._verifications: dict[tuple[Any, ...], Callable[[], object]] = {}
-        self._updates: list[tuple[int, int, int, int]] = []
+        self._updates: Updates = ([], [])
+
+    @property
+    def graphs(self) -> int:
+        """How many steps' halves have been captured, or run for want of CUDA."""
+        return len(self._proposals) + len(self._verifications)
 
     def set_head(self, head: DeviceHead) -> None:
         """Run this head from now on, in the place of one of its name. Raises ValueError for more
@@ -124,19 +130,20 @@ class DeviceSteps:
 
     def place_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
         """Write entries ``first`` and following of a slot's block table before the next step."""
-        self._place(0, self.slots.table, slot, first, blocks)
+        self._updates[0].extend((slot, first + at, block) for at, block in enumerate(blocks))
 
     def place_own(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         """Write tokens of a slot's text that heads may propose besides their static ones."""
-        self._place(1, self.slots.own, slot, first, tokens)
+        self._updates[1].extend((slot, first + at, token) for at, token in enumerate(tokens))
 
     def place_states(self, slot: int, states: npt.NDArray[np.float32]) -> None:
         """Write what the target had at the place that a slot's last token was drawn from."""
-        self.slots.states[slot] = torch.from_numpy(states).to(self.slots.states)
+        self.slots.states[slot] = sent(states, self.slots.states.dtype, self.model.device)
 
     def clear(self, slot: int) -> None:
         """Forget the tokens of a slot's last text."""
-        self._updates = [update for update in self._updates if update[1] != slot]
+        for updates in self._updates:
+            updates[:] = [update for update in updates if update[0] != slot]
         self.slots.own[slot] = -1
 
     def launch(self, rows: Sequence[DeviceRow]) -> Launched:
@@ -145,8 +152,9 @@ class DeviceSteps:
         columns = self._columns_of(bucket)
         propose, verify = self._proposal(bucket, columns), self._verification(bucket, columns)
         numbers = {name: number for number, name in enumerate(self.heads)}
+        self._write_beyond(columns.most_updates)
         columns.fill(rows, numbers, self._updates, self._idle)
-        self._updates = []
+        self._updates = ([], [])
         events = [self.event()]
         columns.send()
         propose()
@@ -183,14 +191,13 @@ class DeviceSteps:
         """Return the seconds between two events that have passed."""
         return float(start.elapsed_time(end) / 1e3 if self._has_events else end - start)
 
-    def _place(
-        self, which: int, column: torch.Tensor, slot: int, first: int, values: Sequence[int]
-    ) -> None:
-        if len(values) + len(self._updates) > MOST_UPDATES:
-            ours = torch.tensor(list(values), dtype=column.dtype)
-            column[slot, first : first + len(values)] = ours.to(column.device)
-            return
-        self._updates += [(which, slot, first + at, value) for at, value in enumerate(values)]
+    def _write_beyond(self, most: int) -> None:
+        """Write the updates that the columns of a step have no room for."""
+        for updates, target in zip(self._updates, (self.slots.table, self.slots.own), strict=True):
+            if len(updates) > most:
+                rest = sent(updates[most:], torch.int64, self.model.device)
+                target[rest[:, 0], rest[:, 1]] = rest[:, 2].to(target.dtype)
+                del updates[most:]
 
     def _bucket(self, rows: Sequence[DeviceRow]) -> Bucket:
         """Return the smallest bucket that the rows fit. Raises ValueError where none does."""
@@ -269,7 +276,7 @@ class DeviceSteps:
             return run
         if self._has_events:
             torch.cuda.synchronize(self.model.device)  # a step under way reads the same columns
-        columns.fill([], {}, [], self._idle)
+        columns.fill([], {}, ([], []), self._idle)
         columns.send()
         try:
             return capture(self.model.device, run)[1]

@@ -71,8 +71,9 @@ class _Submission:
     chunks: list[Completion]
     """Of turns that only run a chunk of a prompt."""
     by_host: list[Turn]
-    begun: Any
-    ended: Any
+    chunks_begun: Any
+    """A CUDA event before the prompts' chunks, and one after them; times without CUDA."""
+    chunks_ended: Any
 
 
 class LookaheadEngine(CudaEngine):
@@ -170,7 +171,6 @@ class LookaheadEngine(CudaEngine):
     # -- submitting
 
     def _launch(self, turns: Sequence[Turn]) -> _Submission:
-        begun = self._steps.event()
         jobs: list[_RowJob] = []
         rows: list[DeviceRow] = []
         chunks: list[Chunk] = []
@@ -193,10 +193,12 @@ class LookaheadEngine(CudaEngine):
                 jobs.append(job)
             except ValueError as error:
                 done.append(Completion(turn.sequence.id, [], error=str(error)))
+        begun = ended = self._steps.event()
         if chunks:
             self._model.forward(chunks)
+            ended = self._steps.event()
         launched = self._steps.launch(rows) if rows else None
-        return _Submission(jobs, launched, done, by_host, begun, self._steps.event())
+        return _Submission(jobs, launched, done, by_host, begun, ended)
 
     def _takes(self, turn: Turn) -> bool:
         """Return whether the device decides a turn; it has a slot then."""
@@ -317,13 +319,16 @@ class LookaheadEngine(CudaEngine):
     def _collect(self, submission: _Submission) -> list[Completion]:
         self._parts_s = {}
         if submission.launched is None:
-            self._steps.wait(submission.ended)
-            self._parts_s["verify"] = self._steps.seconds(submission.begun, submission.ended)
+            self._steps.wait(submission.chunks_ended)
+            self._parts_s["verify"] = self._steps.seconds(
+                submission.chunks_begun, submission.chunks_ended
+            )
             return []
         results, seconds = self._steps.collect(submission.launched)
         names = {row.head for row in submission.launched.rows if row.head}
         self._parts_s = {f"draft:{name}": seconds["draft"] / len(names) for name in names}
-        before_s = self._steps.seconds(submission.begun, submission.launched.events[0])
+        # Not up to the step's own start: a graph may have been captured between.
+        before_s = self._steps.seconds(submission.chunks_begun, submission.chunks_ended)
         self._parts_s["verify"] = before_s + seconds["verify"] + seconds["draft"] * (not names)
         return [
             self._completion(job, row, result)

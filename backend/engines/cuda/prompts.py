@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from backend.engines.cuda.columns import sent
+
 logger = logging.getLogger(__name__)
 
 PAGE = 32
@@ -48,7 +50,7 @@ class Prompts:
     def keys(self) -> torch.Tensor:
         """int32[rows]: tokens of each row, committed and new."""
         counts = [committed + new for committed, new in self.spans]
-        return torch.tensor(counts, dtype=torch.int32, device=self.table.device)
+        return sent(counts, torch.int32, self.table.device)
 
     @cached_property
     def first_key(self) -> torch.Tensor:
@@ -59,7 +61,9 @@ class Prompts:
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """int64[keys of all rows]: block and offset of each key."""
         device = self.table.device
-        row = torch.arange(len(self.spans), device=device).repeat_interleave(self.keys)
+        total = sum(committed + new for committed, new in self.spans)  # else the host would wait
+        row = torch.arange(len(self.spans), device=device)
+        row = row.repeat_interleave(self.keys, output_size=total)
         position = torch.arange(len(row), device=device) - self.first_key[:-1].long()[row]
         return self.table[row, position // PAGE].long(), position % PAGE
 

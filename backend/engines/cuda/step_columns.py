@@ -19,8 +19,8 @@ from backend.request import SamplingParams
 MOST_HEADS = 8
 """Heads that can propose on the device."""
 
-MOST_UPDATES = 256
-"""Entries of block tables and of texts' own tokens that one step can bring along."""
+Updates = tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]
+"""Slot, column and value of new entries of block tables, and of texts' own tokens."""
 
 
 @dataclass(slots=True)
@@ -59,6 +59,8 @@ class StepColumns:
     ) -> None:
         self._idle_block = idle_block
         self._slots, device = slots, slots.table.device
+        self.most_updates = 256 + 8 * rows
+        """Entries of block tables, and of texts' own tokens, that one step can bring along."""
         of_row, of_node = (rows,), (rows, columns)
         long, short, real = np.int64, np.int32, np.float32
         self.inputs = Columns(
@@ -77,7 +79,7 @@ class StepColumns:
                 "min_p": (real, of_row),
                 "chance": (real, of_node),
                 "places": (short, (MOST_HEADS, rows)),
-                "updates": (long, (2, 3, MOST_UPDATES)),
+                "updates": (long, (2, 3, self.most_updates)),
             },
             device,
             copies=2,
@@ -106,7 +108,7 @@ class StepColumns:
         self,
         rows: Sequence[DeviceRow],
         heads: Mapping[str, int],
-        updates: Sequence[tuple[int, int, int, int]],
+        updates: Updates,
         idle: int,
     ) -> None:
         """Write the host's columns; the rows left over are the slot ``idle``. ``heads`` are the
@@ -134,9 +136,8 @@ class StepColumns:
                 host["token"][number, :nodes] = row.tokens
                 host["parent"][number, :nodes] = row.parents
                 host["chance"][number, :nodes] = 2.0  # before all that heads propose
-        for which in (0, 1):
-            own = [update[1:] for update in updates if update[0] == which]
-            host["updates"][which, :, : len(own)] = np.array(own, np.int64).reshape(-1, 3).T
+        for column, new in zip(host["updates"], updates, strict=True):
+            column[:, : len(new)] = np.array(new, np.int64).reshape(-1, 3).T
 
     def send(self) -> None:
         """Copy what was filled in to the device."""
