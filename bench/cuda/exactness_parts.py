@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -231,17 +231,69 @@ def proposals(probe: Probe) -> dict[str, Any]:
     """Time a head's proposals on transformers' 8B, and the steps that verify the likeliest nodes of
     the batch: 3 a row in the mean, of 4 places with 4 candidates each.
     """
+    found: dict[str, Any] = {}
+    for rows, own, head, step in _proposing(probe, probe.of((1, 8, 64), (2,))):
+        cell = {"propose_ms": probe.time_ms(probe.graph(head.run))}
+        if own == probe.of(128, 8):
+            verify = probe.graph(step.run)
+            step.slots.length.fill_(probe.context)
+            cell["verify_ms"] = probe.time_ms(verify)
+        found[f"{rows} rows, {own} tokens of the text"] = cell
+        print(rows, own, cell, flush=True)
+    return {"ms": found}
+
+
+def kernels(probe: Probe) -> dict[str, Any]:
+    """Return what each kernel of a head's proposals and of their verification takes."""
+    found: dict[str, Any] = {}
+    for rows, own, head, step in _proposing(probe, probe.of((1, 64), (2,)), invariant=False):
+        if own != probe.of(128, 8):
+            continue
+        for name, run in (("propose", head.run), ("verify", step.run)):
+            replay = probe.graph(run)
+            step.slots.length.fill_(probe.context)
+            ms, spent = probe.time_ms(replay), _kernels_of(probe, replay)
+            found[f"{name}, {rows} rows"] = {"ms": ms, "kernels": spent}
+            print(name, rows, ms, flush=True)
+            for line in spent[:22]:
+                print("  ", *line, flush=True)
+    return {"steps": found}
+
+
+def _kernels_of(probe: Probe, launch: Callable[[], object]) -> list[tuple[float, int, str]]:
+    """Return microseconds, launches and the name of each kernel, the longest first."""
+    rounds, kind = 5, torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kind.CPU if probe.rehearse else kind.CUDA]) as profile:
+        for _ in range(rounds):
+            launch()
+        probe.wait()
+    found = [
+        (
+            round((event.cpu_time_total or event.device_time_total) / rounds, 1),
+            event.count // rounds,
+            event.key[:90],
+        )
+        for event in profile.key_averages()
+    ]
+    return sorted(found, reverse=True)
+
+
+def _proposing(
+    probe: Probe, sizes: tuple[int, ...], *, invariant: bool = True
+) -> Iterator[tuple[int, int, HeadProposal, VerifyStep]]:
+    """Yield, for numbers of rows and of tokens of the text, a head's proposals and the steps that
+    verify them.
+    """
     shape, depth = probe.shape, 4
     taps = (1, shape.layers)
-    paged, room = _paged_llama(probe, probe.of(64, 2), taps)
+    paged, room = _paged_llama(probe, probe.of(64, 2), taps, invariant=invariant)
     hidden = shape.hidden
     network = HeadNetwork(HeadConfig(shape.vocab, hidden, hidden, taps, rows=probe.of(16384, 60)))
     network = network.to(probe.device, probe.dtype).requires_grad_(requires_grad=False)
     embeddings = paged.lm.get_input_embeddings(), paged.lm.get_output_embeddings()  # type: ignore[operator]
     weights = [module.weight.detach() for module in embeddings]
     token_ids = torch.arange(network.config.rows, device=paged.device)
-    found: dict[str, Any] = {}
-    for rows in probe.of((1, 8, 64), (2,)):
+    for rows in sizes:
         for own in probe.of((0, 128, 512), (8,)):
             need = -(-room // PAGE)
             slots = Slots(
@@ -256,15 +308,7 @@ def proposals(probe: Probe) -> dict[str, Any]:
                 paged, slots, rows, columns, tokens=4 * rows, most=depth + 1, keys=room
             )
             head = HeadProposal(DeviceHead("head", network, token_ids, *weights), step, depth)
-            propose = probe.graph(head.run)
-            cell = {"propose_ms": probe.time_ms(propose)}
-            if own == probe.of(128, 8):
-                verify = probe.graph(step.run)
-                slots.length.fill_(probe.context)
-                cell["verify_ms"] = probe.time_ms(verify)
-            found[f"{rows} rows, {own} tokens of the text"] = cell
-            print(rows, own, cell, flush=True)
-    return {"ms": found}
+            yield rows, own, head, step
 
 
 def random_llama(shape: Shape, device: str, dtype: torch.dtype) -> Any:
@@ -287,11 +331,13 @@ def random_llama(shape: Shape, device: str, dtype: torch.dtype) -> Any:
         ).eval()
 
 
-def _paged_llama(probe: Probe, rows: int, taps: tuple[int, ...] = ()) -> tuple[PagedModel, int]:
+def _paged_llama(
+    probe: Probe, rows: int, taps: tuple[int, ...] = (), *, invariant: bool = True
+) -> tuple[PagedModel, int]:
     """Return a Llama of random weights and KV, and the tokens that a row has room for."""
     room = probe.context + 150
     lm = random_llama(probe.shape, probe.device, probe.dtype)
-    kernels = plain_kernels() if probe.rehearse else triton_kernels(invariant=True)
+    kernels = plain_kernels() if probe.rehearse else triton_kernels(invariant=invariant)
     blocks = rows * -(-room // PAGE) + 1
     paged = PagedModel(lm, kernels, blocks=blocks, taps=taps)
     paged.fuse()

@@ -33,6 +33,7 @@ PARTS = {
     "distributions": ("exactness_parts", "draws of 100,000 random rows, with top-k, top-p, min-p"),
     "model": ("exactness_parts", "transformers' 8B with fused leaves: step times, texts"),
     "proposals": ("exactness_parts", "a head's proposals, and steps over trees of them"),
+    "kernels": ("exactness_parts", "what each kernel of a proposal and its verification takes"),
     "pipelining": ("step_parts", "two half batches in two streams against one batch"),
 }
 """A part's module and what it measures."""

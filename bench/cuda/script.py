@@ -7,8 +7,9 @@ head and the place, and its confidence is that probability.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,5 +91,14 @@ class ScriptedProposal(HeadProposal):
 class ScriptedSteps(DeviceSteps):
     """Steps whose acceptance is the script's."""
 
+    waited_s: ClassVar[float] = 0.0
+    """How long the host has waited for the device, in all."""
+
     step_type = ScriptedStep
     proposal_type = ScriptedProposal
+
+    def wait(self, event: Any) -> None:
+        """Wait until the device has come to an event, and note for how long."""
+        begun_s = time.perf_counter()
+        super().wait(event)
+        ScriptedSteps.waited_s += time.perf_counter() - begun_s

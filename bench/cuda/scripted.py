@@ -102,6 +102,11 @@ class ScriptedEngine(LookaheadEngine):
 
     steps_type = ScriptedSteps
 
+    @property
+    def graphs(self) -> int:
+        """How many CUDA graphs of steps it has captured."""
+        return self._steps.graphs
+
     def unseen(self, sequence: Text) -> int:
         """Return how many committed tokens have no KV; of a new prompt one."""
         if sequence.blocks and not self._caches.seen(sequence):
@@ -234,21 +239,29 @@ class ClosedLoop:
     """
 
     def __init__(
-        self, engines: list[Engine], policy: AnyPolicy, in_flight: int, prompt_tokens: int
+        self,
+        target: ScriptedEngine,
+        drafts: list[Engine],
+        policy: AnyPolicy,
+        in_flight: int,
+        prompt_tokens: int,
     ) -> None:
         self.tokens = self.steps = 0
+        self.device_s = 0.0
+        """Of ``run``'s time, what the device was at work by its own clock."""
+        self._target = target
         self._in_flight, self._prompt_tokens = in_flight, prompt_tokens
         self._live = list[tuple[Session, Silent]]()
         self._numbers = itertools.count(1)
         step_stats = StepStats(Stats())
         ledger = KVLedger(
-            {engine.name: engine.limits.kv_blocks for engine in engines},
+            {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
             2 * (K_MAX + 1),
             guaranteed=True,
         )
         self._loop = Orchestrator(
-            engines[0],
-            Drafting(engines[1:], step_stats, time.monotonic),
+            target,
+            Drafting(drafts, step_stats, time.monotonic),
             policy,
             ledger,
             Admission(ledger, ACTIVE, ACTIVE),
@@ -260,13 +273,17 @@ class ClosedLoop:
         )
 
     def run(self, seconds: float) -> float:
-        """Serve for some seconds and return how many it took; ``tokens`` and ``steps`` are its."""
+        """Serve for some seconds and return how many it took; ``tokens``, ``steps`` and
+        ``device_s`` are its.
+        """
+        self.device_s = 0.0
         self.steps, before, ended = 0, sum(session.output_tokens for session, _ in self._live), 0
         start = time.monotonic()
         while (now := time.monotonic()) < start + seconds:
             while len(self._live) < self._in_flight:
                 self._submit()
             self._loop.step()
+            self.device_s += sum(self._target.parts_s().values())
             self.steps += 1
             ended += sum(session.output_tokens for session, sink in self._live if sink.ended)
             self._live = [pair for pair in self._live if not pair[1].ended]
@@ -313,21 +330,25 @@ def policies(
     cells = [(arm, load) for load in job.loads for arm in job.arms]
     rng, rounds = random.Random(SEED), 1 if job.rehearse else 2
     shares = {arm: 2.0 if arm == "adaptive" else 0.1 for arm in job.arms}
-    each_s = 0.9 * job.left_s / (rounds * len(cells) + len(job.loads) * sum(shares.values()))
+    spans = rounds * (len(cells) + 0.5 * len(job.loads)) + len(job.loads) * sum(shares.values())
+    each_s = 0.9 * job.left_s / spans
     for arm, load in cells:  # graphs are captured now; adapting has the most
         span_s = 0.02 if job.rehearse else shares[arm] * each_s
         served(job, engine, heads, arm, load, latency, (0.0, span_s))
     warm_s, measured_s = (0.05, 0.2) if job.rehearse else (0.25 * each_s, 0.75 * each_s)
+    learning_s = 2.0 * warm_s
     job.result |= {
         "acceptance": {name: asdict(rates) for name, rates in ACCEPTANCE.items()},
         "tokens": [job.prompt_tokens, NEW_TOKENS],
+        "warm_s": round(warm_s, 3),
+        "learning_s": round(learning_s, 3),
         "measured_s": round(measured_s, 3),
         "cells": [],
     }
     for round_ in range(rounds):
         for arm, load in rng.sample(cells, len(cells)):
             row = {"round": round_, "policy": arm, "in_flight": load}
-            spans_s = warm_s, measured_s
+            spans_s = warm_s + learning_s * (arm == "adaptive"), measured_s
             cell = row | served(job, engine, heads, arm, load, latency, spans_s)
             job.result["cells"].append(cell)
             print(cell, flush=True)
@@ -354,13 +375,18 @@ def served(
     )
     drafts: list[Engine] = [*heads]
     policy = make_policy(config, drafts, latency, StepStats(Stats()))
-    loop = ClosedLoop([engine, *drafts], policy, load, job.prompt_tokens)
+    loop = ClosedLoop(engine, drafts, policy, load, job.prompt_tokens)
     loop.run(spans_s[0])
+    waited_s, graphs = ScriptedSteps.waited_s, engine.graphs
     seconds = loop.run(spans_s[1])
+    waited_s = ScriptedSteps.waited_s - waited_s
     loop.end()
     return {
         "tokens_per_s": round(loop.tokens / seconds, 2),
         "step_ms": round(1e3 * seconds / max(1, loop.steps), 4),
+        "device_ms": round(1e3 * loop.device_s / max(1, loop.steps), 4),
+        "graphs": engine.graphs - graphs,
+        "host_ms": round(1e3 * (seconds - waited_s) / max(1, loop.steps), 4),
         "tokens_per_step_and_row": round(loop.tokens / max(1, loop.steps) / load, 3),
     }
 
