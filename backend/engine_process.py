@@ -5,6 +5,7 @@ until SIGTERM.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -71,6 +72,15 @@ def warm_up(app: App) -> None:
     app.stats.drain()
 
 
+def spare_the_collector() -> None:
+    """Let Python's garbage collector pass over what is there to stay, and look less often at what
+    is new: with 128 requests in flight it took half of the host's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
 def policy_folders(config: Path) -> list[str]:
     """Return where a user's policy is looked for at last, so that a file there hides nobody's.
 
@@ -104,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warm_up(app)
         app.learned.restore()
         server = Server(app, arguments.socket, arguments.config)
+        spare_the_collector()
     except (cache.CacheError, OSError, ValueError, RuntimeError) as error:
         logger.error("cannot start: %s", error)
         return 1

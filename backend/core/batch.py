@@ -44,13 +44,14 @@ class Batch:
         leave out those that need the host after their turn in flight.
         """
         batch = cls(width=target.width() if isinstance(target, KeepsWidth) else (0, 0))
+        ahead = target if isinstance(target, LooksAhead) else None
         for session in sessions:
             last = in_flight.turn(session.id) if in_flight else None
             if last is None:
                 unseen = target.unseen(session.sequence)
             elif last.run == 0:
                 unseen = len(session.sequence.tokens) - last.end
-            elif session.remaining > 1 and _can_follow(target, session):
+            elif session.remaining > 1 and ahead and ahead.can_follow(session.sequence):
                 unseen = 0
                 batch.following.add(session.id)
             else:
@@ -117,10 +118,6 @@ class Batch:
         sequence, row = session.sequence, step.proposals[session.id]
         end = AFTER if session.id in self.following else len(sequence.tokens)
         return Turn(sequence, end, 1, row.chosen, device_proposal=row.on_device)
-
-
-def _can_follow(target: Engine, session: Session) -> bool:
-    return isinstance(target, LooksAhead) and target.can_follow(session.sequence)
 
 
 def _most(session: Session, k_max: int, remaining: int) -> int:

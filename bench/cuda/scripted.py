@@ -28,6 +28,7 @@ from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
+from backend.engine_process import spare_the_collector
 from backend.engines.cuda.lookahead import LookaheadEngine
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.in_target import HeadInTarget
@@ -436,6 +437,7 @@ def main() -> None:
     compile_all()
     job.result |= {"planner": PLANNER, "compiling_s": round(time.monotonic() - started, 1)}
     engine, heads = engines_of(job)
+    spare_the_collector()
     policies(job, engine, heads, tables(job, engine, heads))
     job.keep()
 

@@ -49,6 +49,8 @@ class _Slot:
     """Tokens of its text there that heads may propose besides their static ones."""
     read: int = 0
     """Tokens of its text that were looked at for ``own``."""
+    under_way: int = 0
+    """Turns of it that were launched and not collected."""
 
 
 @dataclass(slots=True)
@@ -191,6 +193,7 @@ class LookaheadEngine(CudaEngine):
                     continue
                 rows.append(self._row(job))
                 jobs.append(job)
+                job.slot.under_way += 1
             except ValueError as error:
                 done.append(Completion(turn.sequence.id, [], error=str(error)))
         begun = ended = self._steps.event()
@@ -247,9 +250,7 @@ class LookaheadEngine(CudaEngine):
         """
         sequence = turn.sequence
         slot = self._slots.get(sequence.id)
-        if slot is None or not any(
-            job.slot is slot for submission in self._submitted for job in submission.jobs
-        ):
+        if slot is None or not slot.under_way:
             raise ValueError(f"turn of sequence {sequence.id}: there is none that it may follow")
         return _RowJob(turn, slot, self._caches.of(sequence), -1)
 
@@ -324,6 +325,8 @@ class LookaheadEngine(CudaEngine):
                 submission.chunks_begun, submission.chunks_ended
             )
             return []
+        for job in submission.jobs:
+            job.slot.under_way -= 1
         results, seconds = self._steps.collect(submission.launched)
         names = {row.head for row in submission.launched.rows if row.head}
         self._parts_s = {f"draft:{name}": seconds["draft"] / len(names) for name in names}
@@ -362,7 +365,7 @@ class LookaheadEngine(CudaEngine):
         self._submitted.clear()
         self._turns.clear()
         for slot in self._slots.values():
-            slot.length = 0
+            slot.length = slot.under_way = 0
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
 
