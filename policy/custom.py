@@ -36,7 +36,7 @@ def import_policy(path: str) -> Callable[..., Any]:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{module_name}.".startswith(f"{missing}."):
             raise PolicyError(f"{path!r}: importing {module_name} {_describe(error)}") from error
-        where = "installed, on PYTHONPATH, beside serving.json or in the folder of the command"
+        where = "installed, on PYTHONPATH, next to serving.json or in the folder of the command"
         raise PolicyError(f"{path!r}: there is no module {missing!r} {where}") from error
     if not hasattr(module, name):
         own = [
@@ -81,7 +81,7 @@ def load_policy(
 
 
 class NamedErrors:
-    """A user's policy whose every exception is a PolicyError that names path and method."""
+    """A user's policy; every exception of it becomes a PolicyError that names path and method."""
 
     def __init__(self, path: str, policy: AnyPolicy) -> None:
         self.path, self.policy = path, policy

@@ -47,7 +47,7 @@ class Fixed(NamedTuple):
 
 
 class Block(NamedTuple):
-    """An experiment: successive steps by another level, of which the first is not counted."""
+    """An experiment: successive steps at another level; the first is not counted."""
 
     level: int
     rows: int
@@ -200,7 +200,7 @@ class Guard(Wrapper[State]):
     # -- after a step
 
     def observe_unplanned(self, view: View, state: Wrapped[State]) -> Wrapped[State]:
-        """Note whose step is learnt from next: one that was planned here has the view's very
+        """Note which policy planned the step that is learnt from next: this one's view has the very
         ``request``.
         """
         memory = state.own.copy()

@@ -22,7 +22,7 @@ from .plan import FloatArray
 from .tenants import Tenants
 from .trim import Calibration
 
-SCHEMA = 9
+SCHEMA = 10
 _FACTORS = (1 / MAX_CORRECTION, MAX_CORRECTION)
 _RANGES = {
     "factor": _FACTORS,
@@ -98,7 +98,7 @@ def restored(
         acceptance = model.with_drafts(acceptance, of["accepted"], of["reached"])
         requests = np.array([float(entry["requests"]) for entry in tenants.values()])
         acceptance = replace(acceptance, variance=of["variance"], requests=requests)
-        calibration = Calibration(of["nodes"], of["claimed"], of["held"])
+        calibration = Calibration(of["nodes"], of["claimed"], of["matched"])
         used = np.arange(len(tenants))
         rows = Tenants(np.array([*tenants], np.int64), used, turn=len(tenants))
     target, factors = known["target"], _stacked(known["drafts"])["factor"]
@@ -185,7 +185,7 @@ def _of_tenant(learnt: Learnt, drafts: Sequence[str], row: int) -> dict[str, Any
         "variance": acceptance.variance[own],
         "accepted": acceptance.draft_accepted[own],
         "reached": acceptance.draft_reached[own],
-        **{name: getattr(calibration, name)[own] for name in ("nodes", "claimed", "held")},
+        **{name: getattr(calibration, name)[own] for name in ("nodes", "claimed", "matched")},
     }
     return {
         "requests": float(acceptance.requests[row]),
@@ -228,7 +228,7 @@ def _fitted(data: Any, form: Mapping[str, Any], where: str = "") -> dict[str, An
         value, path = data.get(name, part), f"{where}{name}"
         inner = isinstance(part, Mapping)
         fitted[name] = _fitted(value, part, f"{path}.") if inner else _numbers(value, part, path)
-    for name, whole in (("accepted", "reached"), ("held", "nodes")):
+    for name, whole in (("accepted", "reached"), ("matched", "nodes")):
         if name in fitted:
             _check(f"{where}{name}", fitted[name], 0.0, fitted[whole] + _SLACK)
     if "claimed" in fitted:

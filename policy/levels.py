@@ -75,7 +75,7 @@ class Side(NamedTuple):
         )
 
     def halved(self) -> Side:
-        """Return the sums of which the next pair shares less with the last."""
+        """Return the sums with less weight on the pairs so far."""
         return Side(self.tokens / 2, self.seconds / 2, self.steps / 2, self.at)
 
     def is_enough(self, rows: int, now: int) -> bool:

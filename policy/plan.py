@@ -54,7 +54,7 @@ class View:
     group: IntArray | None = None
     """A source of requests that are expected to be alike; -1: none."""
     tenant: IntArray | None = None
-    """Tenants, whose texts teach nothing about each other (``policy.tenants``); None: one for all.
+    """Tenants: texts of one teach nothing about another's (``policy.tenants``); None: one for all.
     """
     evidence: IntArray | None = None
     """[n, d] the bin of what each draft shows before it proposes (``policy.evidence``); None: no
@@ -170,7 +170,7 @@ class FreeChains:
     draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The first tokens of the chain of which it is known."""
+    """The first tokens of the chain, for which that is known."""
     evidence: IntArray | None = None
     """What the draft showed before it proposed (``View.evidence``); None: nothing."""
 
@@ -180,7 +180,7 @@ class FreeChains:
 
 @dataclass(slots=True)
 class StepNodes:
-    """The nodes of proposals of which it is known whether the target drew the path to them,
+    """The nodes for which it is known whether the target drew the path to them,
     whatever it drew: their parent is the text, or was verified. (Of deeper nodes only failures are
     ever seen.)
     """
@@ -226,7 +226,7 @@ class Policy(Protocol[State]):
     """Pure functions of (view, state, now, rng). The state is never changed in place.
 
     A policy that inherits this needs ``plan`` alone: the other methods here fit one that learns and
-    predicts nothing, whose state is None. ``now`` is in seconds of any monotonic clock.
+    predicts nothing, and has None as its state. ``now`` is in seconds of any monotonic clock.
     """
 
     def start(self) -> State:
@@ -244,7 +244,7 @@ class Policy(Protocol[State]):
         """Return whether the next plan may depend on what drafts could propose.
 
         Where it does not, if it is for these requests int64[n], the view's ``ceiling`` and
-        ``catchup`` may be 0 for all but free drafts, whose proposals are evidence.
+        ``catchup`` may be 0 for all but free drafts: their proposals are evidence.
         """
         del request, state
         return True

@@ -4,7 +4,7 @@ What drafting took is spent. A node is worth the chance that its path is what th
 more token of its row. Its verification, and reading what comes before it, cost time at the plan's
 price. Over the whole batch the nodes worth most are verified, as many as leave the most: every
 total is looked at, for a step of the staircase may lose what the next nodes bring. Where a pass is
-quicker behind one of as many tokens, that total is often the best.
+quicker after one of as many tokens, that total is often the best.
 
 The chance is the draft's own confidence, calibrated (``Calibration``). A node may teach only if its
 fate is known whatever the target drew, its parent being the text or verified: of deeper nodes only
@@ -26,7 +26,7 @@ from .tenants import with_rows
 BINS = loops.BINS
 EDGES = loops.BOUNDS[1:-1]
 """Of the bins of confidence; each bin holds its lower edge."""
-COUNTS = ("nodes", "claimed", "held")
+COUNTS = ("nodes", "claimed", "matched")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class Calibration:
     """[C, 2, BINS] nodes (fading)."""
     claimed: FloatArray
     """[C, 2, BINS] the sum of their confidences."""
-    held: FloatArray
+    matched: FloatArray
     """[C, 2, BINS] how many of them the target drew."""
     knots: FloatArray = field(init=False)
     """[C, 2, BINS + 2] confidences at which the map is known."""
@@ -51,7 +51,7 @@ class Calibration:
 
     def __post_init__(self) -> None:
         knots, accepted_at = np.zeros((2, *self.nodes.shape[:2], BINS + 2))
-        loops.set_maps(self.nodes, self.claimed, self.held, knots, accepted_at)
+        loops.set_maps(self.nodes, self.claimed, self.matched, knots, accepted_at)
         object.__setattr__(self, "knots", knots)
         object.__setattr__(self, "accepted_at", accepted_at)
 
@@ -65,7 +65,7 @@ class Calibration:
         """Return the calibration of ``before`` tenants for ``tenants``; nothing is known of
         ``emptied`` rows.
         """
-        counts = self.nodes, self.claimed, self.held
+        counts = self.nodes, self.claimed, self.matched
         return Calibration(*(with_rows(column, before, tenants, emptied) for column in counts))
 
     @staticmethod
@@ -90,12 +90,12 @@ class Calibration:
     def learnt(
         self, column: IntArray, drawn: BoolArray, confidence: FloatArray, accepted: BoolArray
     ) -> Calibration:
-        """Return the calibration after nodes whose fate would be known whatever it is, [q] each, by
+        """Return the calibration after nodes that would be known either way, [q] each, by
         column of tenant and draft (-1: unknown).
         """
         if not len(column):
             return self
-        counts = self.nodes.copy(), self.claimed.copy(), self.held.copy()
+        counts = self.nodes.copy(), self.claimed.copy(), self.matched.copy()
         proposed = proposed_of(ints(accepted), column, confidence, drawn)
         loops.learn_nodes(*counts, proposed)
         return Calibration(*counts)

@@ -63,7 +63,7 @@ class Wrapper(Policy[Wrapped[State]]):
 
 
 def within(state: Any, depth: int) -> Any:
-    """Return the state within so many wrappers."""
+    """Return the state inside this many wrappers."""
     for _ in range(depth):
         state = state.inner
     return state

@@ -19,7 +19,7 @@ from .entry import Baseline
 from .per_request import PerRequest
 
 _REGRET, _RUN, _LOSS, _SEEN, _WEIGHT = range(5)
-"""Figures of a request by draft: regret; accepted tokens of a proposal whose end is not known yet;
+"""Figures of a request by draft: regret; accepted tokens of a proposal that has not ended yet;
 sum and number of losses; weight.
 """
 _BISECTIONS = 12

@@ -242,7 +242,7 @@ def refresh(estimates: Estimates, constants: Constants, keep: float) -> None:
 
 
 class Chains(NamedTuple):
-    """Chains whose fate is known: ``accepted`` of the first ``scored`` positions of a draft's."""
+    """Chains with a known outcome: ``accepted`` of the first ``scored`` positions of a draft's."""
 
     request: Ints
     draft: Ints

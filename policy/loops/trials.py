@@ -112,7 +112,7 @@ def _candidates(
     promise: Floats,
     order: Ints,
 ) -> tuple[int, int]:
-    """Find the draft of which knowing more is worth most. Return it and how many rows are worth
+    """Find the draft that is most worth knowing more about. Return it and how many rows are worth
     trying, into ``order``, the best first.
 
     Where knowing pays for no draft, it is the single row that hopes for most.
@@ -163,7 +163,7 @@ def find_trial(
     draft: Ints,
     length: Ints,
 ) -> tuple[int, float, float, float]:
-    """Let as many rows as ``credit_s`` affords try the draft of which knowing more is worth most,
+    """Let as many rows as ``credit_s`` affords try the draft that is most worth knowing more about,
     in place. Return how many, the seconds that it costs, and the choice's value and step seconds.
     0 rows: what the cheapest would cost, 0 seconds: even hope sees no gain.
 

@@ -134,7 +134,7 @@ def calibrate(knots: Floats, accepted_at: Floats, proposed: Proposed, likely: Fl
 
 
 @entry(FLOATS[3], FLOATS[3], FLOATS[3], PROPOSED)
-def learn_nodes(nodes: Floats, claimed: Floats, held: Floats, proposed: Proposed) -> None:
+def learn_nodes(nodes: Floats, claimed: Floats, matched: Floats, proposed: Proposed) -> None:
     """Count nodes, in place, as fading counts by bin, [C, 2, BINS] each."""
     p = proposed
     columns = len(nodes)
@@ -155,7 +155,7 @@ def learn_nodes(nodes: Floats, claimed: Floats, held: Floats, proposed: Proposed
             for b in range(BINS):
                 nodes[c, drawn, b] = keep * nodes[c, drawn, b] + new[0, c, drawn, b]
                 claimed[c, drawn, b] = keep * claimed[c, drawn, b] + new[1, c, drawn, b]
-                held[c, drawn, b] = keep * held[c, drawn, b] + new[2, c, drawn, b]
+                matched[c, drawn, b] = keep * matched[c, drawn, b] + new[2, c, drawn, b]
 
 
 @helper
@@ -186,7 +186,7 @@ def _make_rising(share: Floats, weight: Floats) -> None:
 
 @entry(*[FLOATS[3]] * 5)
 def set_maps(
-    nodes: Floats, claimed: Floats, held: Floats, knots: Floats, accepted_at: Floats
+    nodes: Floats, claimed: Floats, matched: Floats, knots: Floats, accepted_at: Floats
 ) -> None:
     """Compute what confidences are worth, ``accepted_at`` at ``knots``, both [C, 2, BINS + 2]."""
     mean, share, weight = np.empty(BINS), np.empty(BINS), np.empty(BINS)
@@ -196,7 +196,7 @@ def set_maps(
                 prior = _PRIOR_NODES * (BOUNDS[b] + BOUNDS[b + 1]) / 2
                 weight[b] = nodes[c, drawn, b] + _PRIOR_NODES
                 mean[b] = (claimed[c, drawn, b] + prior) / weight[b]
-                share[b] = (held[c, drawn, b] + prior) / weight[b]
+                share[b] = (matched[c, drawn, b] + prior) / weight[b]
             _make_rising(share, weight)
             knots[c, drawn, 0] = accepted_at[c, drawn, 0] = 0.0
             knots[c, drawn, 1:-1] = mean

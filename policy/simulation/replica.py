@@ -29,8 +29,8 @@ from .deployment import BLOCK_TOKENS, Deployment, Work, blocks, step_time
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
-# a draft in use has at most so many to read: after a chain accepted whole, its last and the bonus
-# token
+# The most tokens that a draft in use has to read: after a chain accepted whole, its last and the
+# bonus token.
 _READ_TOKENS = 2
 _SPARE_BLOCKS = 2  # for every active request, else the newcomer would be pre-empted at once
 
@@ -156,7 +156,7 @@ class Replica:
 
     # -- begin
 
-    def _held(self, request: IntArray) -> IntArray:
+    def _blocks_of(self, request: IntArray) -> IntArray:
         """Return the KV blocks that requests need for their next step, int64[n]."""
         tokens = self._workload.prompt_tokens[request] + self._progress.emitted[request]
         return blocks(tokens + self._deployment.k_max + 1)
@@ -171,8 +171,8 @@ class Replica:
         prompt and text are prefilled again.
         """
         active = np.sort(self._active())
-        held = np.cumsum(self._held(active))
-        for request in active[held > self._blocks][::-1].tolist():
+        used = np.cumsum(self._blocks_of(active))
+        for request in active[used > self._blocks][::-1].tolist():
             self._rows = self._rows[self._rows != request]
             self._prefill = [prefill for prefill in self._prefill if prefill.request != request]
             self._progress.seen[request] = 0
@@ -181,11 +181,11 @@ class Replica:
 
     def _admit(self) -> None:
         active = self._active()
-        free = self._blocks - int(self._held(active).sum())
+        free = self._blocks - int(self._blocks_of(active).sum())
         count = len(active)
         while self._queue and count < self._deployment.max_active:
             request = self._queue[0]
-            need = int(self._held(np.array([request]))[0])
+            need = int(self._blocks_of(np.array([request]))[0])
             if need + _SPARE_BLOCKS * count > free:
                 return  # the head waits, as in the real server
             free -= need
@@ -292,11 +292,11 @@ class Replica:
     ) -> _Pending:
         """Return what the step does: acceptance by the truth, cut where a text ends."""
         rows, workload, length = view.request, self._workload, plan.length
-        position, held = self._progress.emitted[rows], np.zeros(len(rows), np.int64)
+        position, matched = self._progress.emitted[rows], np.zeros(len(rows), np.int64)
         if length.any():
             chosen = np.where(plan.draft >= 0, plan.draft, 0)
-            held = workload.acceptance.accepted(rows, position, chosen, length, now)
-        accepted = np.minimum(held, verified)
+            matched = workload.acceptance.accepted(rows, position, chosen, length, now)
+        accepted = np.minimum(matched, verified)
         emitted = np.minimum(accepted + 1, workload.output_tokens[rows] - position)
         first = np.array(ended, np.int64)
         tail = np.zeros(len(first), np.int64)
@@ -311,7 +311,7 @@ class Replica:
         # As ``backend.speculation.step_log``: nodes after a rejection fail, and nothing is known
         # of those after the last token that was emitted.
         known = (depth < length[:, None]) & (depth <= verified[:, None])
-        known &= (held < emitted)[:, None] | (depth < emitted[:, None])
+        known &= (matched < emitted)[:, None] | (depth < emitted[:, None])
         known &= self._telling.any()
         node_row = np.nonzero(known)[0]
         outcome = Outcome(
@@ -319,7 +319,7 @@ class Replica:
                 request=np.concatenate([rows, first]),
                 draft=np.concatenate([plan.draft, tail - 1]),
                 length=np.concatenate([length, tail]),
-                accepted=np.concatenate([np.minimum(held, emitted), tail]),
+                accepted=np.concatenate([np.minimum(matched, emitted), tail]),
                 emitted=np.concatenate([emitted, tail + 1]),
                 scored=np.concatenate([np.minimum(emitted, length), tail]),
                 verified=np.concatenate([verified, tail]),
@@ -332,7 +332,7 @@ class Replica:
                 row=node_row,
                 confidence=claims[known],
                 drawn=np.zeros(len(node_row), np.bool_),
-                accepted=(depth < held[:, None])[known],
+                accepted=(depth < matched[:, None])[known],
             ),
             prefill_tokens=view.prefill_tokens,
             finished=np.concatenate([rows[over[0]], first[over[1]]]),
@@ -354,10 +354,10 @@ class Replica:
             row = np.flatnonzero((view.ceiling[:, d] > 0) & (plan.draft != d))
             scored = np.minimum(view.ceiling[row, d], emitted[row])
             request = view.request[row]
-            held = self._workload.acceptance.accepted(
+            matched = self._workload.acceptance.accepted(
                 request, self._progress.emitted[request], np.full(len(row), d), scored, now
             )
-            columns = request, np.full(len(row), d), held, scored, shown[row, d]
+            columns = request, np.full(len(row), d), matched, scored, shown[row, d]
             chains += zip(*(column.tolist() for column in columns), strict=True)
         for row in np.flatnonzero(plan.length > 0).tolist():
             chains += self._caught_up(

@@ -143,8 +143,8 @@ class Acceptance:
             * self.decay[draft, : len(depth)]
         )
         drawn = self.uniform[(self.start[request] + position)[:, None] + depth]
-        held = (drawn < hazard) & (depth < length[:, None])
-        run: IntArray = np.logical_and.accumulate(held, axis=1).sum(1)
+        matched = (drawn < hazard) & (depth < length[:, None])
+        run: IntArray = np.logical_and.accumulate(matched, axis=1).sum(1)
         return run
 
     def confidence(
@@ -186,7 +186,7 @@ class Acceptance:
         positions begin..end-1, in order.
 
         A chain ends at its first mismatch, which the target's own token repairs, or after ``k_max``
-        tokens and the bonus token behind them.
+        tokens and the bonus token after them.
         """
         first = float(self.first_hazard(np.array([request]), now)[0, draft])
         hazard = (first * self.decay[draft]).tolist()
@@ -194,9 +194,9 @@ class Acceptance:
         chains, at = [], 0
         while at < len(drawn):
             most = min(k_max, len(drawn) - at)
-            held = next((j for j in range(most) if drawn[at + j] >= hazard[j]), most)
-            chains.append((held, most))
-            at += held + 1
+            matched = next((j for j in range(most) if drawn[at + j] >= hazard[j]), most)
+            chains.append((matched, most))
+            at += matched + 1
         return chains
 
     def has_match(self, request: IntArray, position: IntArray) -> FloatArray:

@@ -16,13 +16,13 @@ def map_of(calibration, draft=0, drawn=False, claims=CLAIMS):
     return calibration.probability(np.full(len(claims), draft), np.full(len(claims), drawn), claims)
 
 
-def taught(claimed, held, nodes, *, draft=0, drawn=False, drafts=2, start=None, a_step=50):
-    """A calibration after nodes of one confidence, of which a share ``held``, in their order at
+def taught(claimed, matched, nodes, *, draft=0, drawn=False, drafts=2, start=None, a_step=50):
+    """A calibration after nodes of one confidence, of which a share ``matched``, in their order at
     random.
     """
     calibration, rng = start or Calibration.none(drafts), np.random.default_rng(7)
     for _ in range(0, nodes, a_step):
-        true = rng.random(a_step) < held
+        true = rng.random(a_step) < matched
         columns = np.full(a_step, draft), np.full(a_step, drawn), np.full(a_step, claimed)
         calibration = calibration.learnt(*columns, true)
     return calibration
@@ -34,11 +34,11 @@ def test_a_new_draft_is_believed_as_it_speaks():
 
 
 @pytest.mark.parametrize(
-    ("claimed", "held"), [(0.9, 0.5), (0.3, 0.8), (0.005, 0.2), (1.0, 0.6), (0.65, 0.65)]
+    ("claimed", "matched"), [(0.9, 0.5), (0.3, 0.8), (0.005, 0.2), (1.0, 0.6), (0.65, 0.65)]
 )
-def test_what_a_claim_is_worth_is_learnt_for_its_draft_and_kind_of_row_alone(claimed, held):
-    calibration = taught(claimed, held, 5000, draft=1, drawn=True)
-    assert map_of(calibration, 1, True, np.array([claimed])) == pytest.approx(held, abs=0.03)
+def test_what_a_claim_is_worth_is_learnt_for_its_draft_and_kind_of_row_alone(claimed, matched):
+    calibration = taught(claimed, matched, 5000, draft=1, drawn=True)
+    assert map_of(calibration, 1, True, np.array([claimed])) == pytest.approx(matched, abs=0.03)
     for draft, drawn in ((0, False), (0, True), (1, False)):
         assert map_of(calibration, draft, drawn) == pytest.approx(CLAIMS)
 
@@ -53,8 +53,8 @@ def test_a_draft_s_claims_are_told_apart_by_how_much_they_are_off():
     zeros = np.zeros(64, np.int64)
     for _ in range(300):
         claimed = rng.random(64)
-        held = rng.random(64) < claimed**2
-        calibration = calibration.learnt(zeros, zeros > 0, claimed, held)
+        matched = rng.random(64) < claimed**2
+        calibration = calibration.learnt(zeros, zeros > 0, claimed, matched)
     assert map_of(calibration) == pytest.approx(CLAIMS**2, abs=0.05)
 
 
@@ -113,10 +113,10 @@ def test_steps_learnt_together_are_as_steps_learnt_one_by_one():
 
 def test_learning_leaves_the_calibration_that_it_starts_from_alone():
     start = taught(0.9, 0.5, 100)
-    before = [a.copy() for a in (start.nodes, start.claimed, start.held, start.accepted_at)]
+    before = [a.copy() for a in (start.nodes, start.claimed, start.matched, start.accepted_at)]
     taught(0.9, 0.0, 100, start=start)
     for was, now in zip(
-        before, (start.nodes, start.claimed, start.held, start.accepted_at), strict=True
+        before, (start.nodes, start.claimed, start.matched, start.accepted_at), strict=True
     ):
         assert (was == now).all()
 
@@ -172,7 +172,7 @@ def test_what_a_draft_s_confidence_is_worth_goes_with_its_name():
         ("claimed", lambda a: 1.2 * a),
         ("claimed", lambda a: 0.5 * a),
         ("claimed", lambda a: a * np.nan),
-        ("held", lambda a: 3 * a),
+        ("matched", lambda a: 3 * a),
     ],
 )
 def test_counts_that_cannot_be_are_refused_by_their_name(name, change):
@@ -183,7 +183,7 @@ def test_counts_that_cannot_be_are_refused_by_their_name(name, change):
         planner().load(data, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ["nodes", "claimed", "held"])
+@pytest.mark.parametrize("name", ["nodes", "claimed", "matched"])
 def test_counts_that_are_missing_are_named(name):
     data = saved(taught(0.9, 0.5, 100))
     del data["tenants"][0]["drafts"]["small"][name]
