@@ -56,7 +56,8 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
     settings.check_model(body.model)
     _check_stop(body)
     called = body.tool_choice is None or body.tool_choice.type != "none"
-    prompt = settings.prompt(body.messages, body.tools if called else None)
+    tools, effort = body.tools if called else None, body.reasoning_effort
+    prompt = settings.prompt(body.messages, tools, body.chat_template_kwargs, effort)
     top = (body.top_logprobs or 0) if body.logprobs else None
     options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
     tool, guide = guide_of(body)
@@ -89,7 +90,7 @@ def text_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> str 
     settings.check_model(body.model)
     if body.messages is None:
         return body.prompt or ""
-    return settings.prompt(body.messages, body.tools)
+    return settings.prompt(body.messages, body.tools, body.chat_template_kwargs)
 
 
 def tokens_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> list[int]:

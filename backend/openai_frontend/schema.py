@@ -11,6 +11,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -387,6 +388,47 @@ def _tool_choice(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else _one_of(value, dict, "an object")
 
 
+_RESERVED = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "bos_token",
+    "eos_token",
+    "chat_template",
+    "tokenize",
+)
+"""Variables of a template, and arguments of its rendering, that no client sets."""
+_VARIABLE_TYPES: dict[str, tuple[type, str]] = {
+    "enable_thinking": (bool, "true or false"),
+    "thinking": (bool, "true or false"),
+    "reasoning_effort": (str, "a string"),
+}
+"""What variables are in the templates that read them: "false" would switch reasoning on."""
+
+
+def _variables(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables of a template. Raises for one that no template can use."""
+    for name, value in given.items():
+        kind, expected = _VARIABLE_TYPES.get(name, (object, ""))
+        path = f"chat_template_kwargs.{name}"
+        if name in _RESERVED:
+            raise wrong(f"'{path}' is set by the server, got {shown(value)}", name)
+        if not isinstance(value, kind):
+            message = f"Invalid type for '{path}': expected {expected}, but got {shown(value)}"
+            raise wrong(message, name)
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            message = f"Invalid value for '{path}': numbers must be finite, got {shown(value)}"
+            raise wrong(message, name) from None
+    return given
+
+
+Variables = Annotated[dict[str, Any], AfterValidator(_variables)]
+_VARIABLES = "vLLM's: variables of the chat template, such as `enable_thinking`"
+
+
 class ChatRequest(Options):
     """``POST /v1/chat/completions``."""
 
@@ -417,10 +459,15 @@ class ChatRequest(Options):
         True,
         description="false: the first call alone is given; a call that must come is always one",
     )
+    chat_template_kwargs: Variables | None = Field(None, description=_VARIABLES)
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None,
+        description="for chat templates that read it; `none` also sets `enable_thinking` and "
+        "`thinking` to false where the template reads these",
+    )
     prediction: Any = _ignored("how much is guessed is decided without it")
     functions: Any = _refused("use tools", [])
     function_call: Any = _refused("use tool_choice", "none")
-    reasoning_effort: Any = _refused("no model here can be told how long to reason", "none")
     verbosity: Any = _refused("no model here can be told how much to say", "medium")
     modalities: Any = _refused("answers are text", ["text"])
     audio: Any = _refused("answers are text")
@@ -452,6 +499,7 @@ class TokenizeRequest(_Body):
     prompt: str | None = Field(None, description="a text")
     messages: list[Message] | None = Field(None, min_length=1, description="or a conversation")
     tools: list[Tool] | None = Field(None, description="shown to the model with the conversation")
+    chat_template_kwargs: Variables | None = Field(None, description=_VARIABLES)
 
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeRequest:

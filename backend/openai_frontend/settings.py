@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.escaping import Escaped, Escaper
 from backend.openai_frontend.schema import INT32, Message, Tool
-from backend.openai_frontend.template import ChatTemplate
+from backend.openai_frontend.template import ChatTemplate, RenderError
 
 MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 32
@@ -43,8 +44,16 @@ class FrontEnd:
             message = f"The model {name!r} does not exist; there is {self.model!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def prompt(self, messages: list[Message], tools: list[Tool] | None) -> str | Escaped:
-        """Return the prompt of a conversation. Raises ApiError."""
+    def prompt(
+        self,
+        messages: list[Message],
+        tools: list[Tool] | None,
+        variables: Mapping[str, Any] | None = None,
+        effort: str | None = None,
+    ) -> str | Escaped:
+        """Return the prompt of a conversation by the template, its ``variables`` and the
+        ``reasoning_effort``. Raises ApiError.
+        """
         if self.template is None:
             raise ApiError(400, "the model has no chat template", "messages")
         shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
@@ -52,7 +61,8 @@ class FrontEnd:
         escaper = Escaper(self.special_tokens) if self.escape_special_tokens else None
         try:
             given = escaper.messages(given) if escaper else given
-            text = self.template.prompt(given, shown or None)
-        except ValueError as error:
-            raise ApiError(400, str(error), "messages") from None
+            named = {**self.template.variables(effort), **(variables or {})}
+            text = self.template.prompt(given, shown or None, named)
+        except RenderError as error:
+            raise ApiError(400, str(error), error.field, error.code) from None
         return escaper.prompt(text) if escaper else text

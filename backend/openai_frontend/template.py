@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backend.openai_frontend.calls import call_format
+from backend.openai_frontend.errors import shown
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates switch reasoning off and on."""
+_EFFORT = "reasoning_effort"
+
+
+class RenderError(ValueError):
+    """The template cannot render what a client gave in the body's ``field``."""
+
+    def __init__(self, field: str, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what the model writes, for training; here it is only text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's own type
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return what is between the marks."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -27,9 +56,12 @@ class ChatTemplate:
         """
         self._made_of = (source, bos_token, eos_token, bos_added)
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _strftime_now
         environment.filters["tojson"] = (
             _to_json  # jinja2's own writes for HTML: "<" would be "\\u003c"
         )
@@ -39,16 +71,37 @@ class ChatTemplate:
         self._developers = "developer" in source
         self.shows_tools = "tools" in source
         self.calls = call_format(source)
+        self._takes_effort = _EFFORT in source
+        self._switches = tuple(name for name in SWITCHES if name in source)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process makes it."""
         return _template, self._made_of
 
+    def variables(self, effort: str | None) -> dict[str, Any]:
+        """Return the variables that a client's ``reasoning_effort`` sets. Raises RenderError
+        where the template reads none.
+        """
+        named = {_EFFORT: effort} if self._takes_effort else {}
+        if effort == "none":
+            return {**dict.fromkeys(self._switches, False), **named}
+        if effort is not None and not named:
+            raise RenderError(
+                _EFFORT,
+                f"Unsupported parameter: '{_EFFORT}' is not served: the model's chat template "
+                f"reads none, got {shown(effort)}",
+                "unsupported_parameter",
+            )
+        return named if effort is not None else {}
+
     def prompt(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text to complete. Raises ValueError where the template refuses the
-        messages.
+        """Return the text to complete; ``variables`` are the template's, by name. Raises
+        RenderError.
         """
         if not self._developers:
             known = {"developer": "system"}
@@ -56,21 +109,54 @@ class ChatTemplate:
                 {**message, "role": known.get(message["role"], message["role"])}
                 for message in messages
             ]
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
         try:
-            text = self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=True, **self._tokens
-            )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
+            text = self._template.render({**given, **self._tokens, **(variables or {})})
+        except Exception as error:  # a template can compute anything, and fail at it
+            raise self._refusal(given, variables or {}, error) from None
         return text.removeprefix(self._tokens["bos_token"]) if self._bos_added else text
+
+    def _refusal(
+        self, given: dict[str, Any], variables: Mapping[str, Any], error: Exception
+    ) -> RenderError:
+        """Return the refusal of the variables, if the messages can be rendered without them, else
+        of the messages.
+        """
+        if variables:
+            try:
+                self._template.render({**given, **self._tokens})
+            except Exception:
+                variables = {}
+        reason = str(error) or type(error).__name__
+        if not variables:
+            return RenderError(
+                "messages", f"messages: the model's chat template refuses them: {reason}"
+            )
+        field = "chat_template_kwargs"
+        return RenderError(
+            field,
+            f"{field}: the model's chat template refuses {shown(dict(variables))}: {reason}",
+        )
 
 
 def _template(source: str, bos_token: str, eos_token: str, bos_added: bool) -> ChatTemplate:
     return ChatTemplate(source, bos_token, eos_token, bos_added=bos_added)
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _raise(message: str) -> None:

@@ -345,7 +345,12 @@ BAD_CHATS = [
     ),
     ({"tools": [{"type": "custom"}]}, "tools[0].type", "Supported values are: 'function'"),
     ({"functions": [{"name": "x"}]}, "functions", "not served: use tools"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "how long to reason"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", 'template reads none, got "high"'),
+    (
+        {"chat_template_kwargs": {"enable_thinking": "false"}},
+        "chat_template_kwargs.enable_thinking",
+        'expected true or false, but got "false"',
+    ),
     ({"max_completion_token": 5}, "max_completion_token", "Did you mean 'max_completion_tokens'?"),
     ({"max_completion_tokens": 5000}, "max_completion_tokens", "5000 by max_completion_tokens"),
     (

@@ -3,7 +3,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from backend.openai_frontend.template import ChatTemplate, load_template
+from backend.openai_frontend.template import ChatTemplate, RenderError, load_template
 
 SOURCE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if "
@@ -79,3 +79,62 @@ def test_tools_are_shown_as_the_model_was_trained_on_them():
     assert template.prompt(MESSAGES, tools) == json.dumps(tools[0], ensure_ascii=False)
     assert template.shows_tools
     assert not ChatTemplate(SOURCE).shows_tools
+
+
+def test_what_templates_of_today_use_is_there():
+    source = (
+        "{% generation %}{{ strftime_now('%Y') | length }}{% endgeneration %} "
+        "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, separators=(',', ':')) }}"
+    )
+    assert ChatTemplate(source).prompt(MESSAGES) == '4 {"a":2,"b":1}'
+
+
+THINKS = SOURCE + "{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}"
+EFFORT = "{{ reasoning_effort | default('medium') }}" + SOURCE
+
+
+@pytest.mark.parametrize(
+    ("source", "effort", "variables"),
+    [
+        (THINKS, None, {}),
+        (THINKS, "none", {"enable_thinking": False, "thinking": False}),
+        (SOURCE, "none", {}),
+        (EFFORT, None, {}),
+        (EFFORT, "high", {"reasoning_effort": "high"}),
+        (EFFORT, "none", {"reasoning_effort": "none"}),
+    ],
+)
+def test_an_effort_is_what_the_template_reads(source, effort, variables):
+    assert ChatTemplate(source).variables(effort) == variables
+
+
+def test_an_effort_that_the_template_does_not_read_is_refused():
+    with pytest.raises(RenderError, match='reads none, got "high"') as raised:
+        ChatTemplate(THINKS).variables("high")
+    assert raised.value.field == "reasoning_effort"
+
+
+def test_variables_reach_the_template_and_those_that_it_does_not_read_change_nothing():
+    template = ChatTemplate(THINKS)
+    assert template.prompt(MESSAGES, None, {"enable_thinking": False}).endswith("</think>")
+    assert template.prompt(MESSAGES, None, {"x": [{}]}) == template.prompt(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "variables", [{"n": "x"}, {"n": 0}, {"n": 2, "items": 5}, {"n": 10**30, "items": []}]
+)
+def test_variables_that_break_the_template_are_refused_by_name_and_value(variables):
+    source = (
+        SOURCE + "{% if n %}{{ 'ab' * n }}{% endif %}{% if n is defined %}{{ 5 / n }}{% endif %}"
+    )
+    source += "{% for i in items %}{% endfor %}"
+    with pytest.raises(RenderError) as raised:
+        ChatTemplate(source).prompt(MESSAGES, None, variables)
+    assert raised.value.field == "chat_template_kwargs"
+    assert json.dumps(variables)[:30] in str(raised.value)
+
+
+def test_messages_that_break_the_template_are_refused_whatever_the_variables():
+    with pytest.raises(RenderError, match="refuses them: integer division") as raised:
+        ChatTemplate("{{ 1 // 0 }}").prompt(MESSAGES, None, {"x": 1})
+    assert raised.value.field == "messages"

@@ -200,3 +200,32 @@ def test_salt_and_not_being_remembered_reach_the_text_model():
     assert sent(cache_salt="a", remember=False) == {"cache_salt": "a", "remember": False}
     with pytest.raises(ValidationError, match="at least 1 character"):
         sent(cache_salt="")
+
+
+@pytest.mark.parametrize("body", [ChatRequest, schema.TokenizeRequest])
+@pytest.mark.parametrize(
+    ("variables", "param", "words"),
+    [
+        ({"enable_thinking": "false"}, ".enable_thinking", 'true or false, but got "false"'),
+        ({"thinking": 1}, ".thinking", "true or false, but got 1"),
+        ({"reasoning_effort": 3}, ".reasoning_effort", "a string, but got 3"),
+        ({"messages": []}, ".messages", "is set by the server, got []"),
+        ({"chat_template": "{{ x }}"}, ".chat_template", "is set by the server"),
+        ({"x": [{"y": float("nan")}]}, ".x", "numbers must be finite, got [{"),
+        ("enable_thinking", "", 'expected an object, but got "enable_thinking"'),
+        ([], "", "expected an object, but got []"),
+    ],
+)
+def test_variables_of_the_template_that_no_template_can_use_are_named(
+    body, variables, param, words
+):
+    with pytest.raises(ValidationError) as raised:
+        body(**CHAT, chat_template_kwargs=variables)
+    error = invalid_body(raised.value.errors())
+    assert error.param == f"chat_template_kwargs{param}"
+    assert words in str(error)
+
+
+def test_variables_of_the_template_have_any_type_of_json():
+    given = {"a": None, "b": [1, {"c": "d"}], "enable_thinking": False, "thinking_budget": 5}
+    assert made(ChatRequest, chat_template_kwargs=given).chat_template_kwargs == given
