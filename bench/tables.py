@@ -44,7 +44,7 @@ WORKLOADS = "workloads-amx"
 OPEN = "open-amx"
 """The record of open loops."""
 PEERS = {HEADLINE: ("peers-amx", "peers-int8-amx"), OLDER: ("peers-avx2", "peers-int8-avx2")}
-"""SmolLM2 beside other stacks by processor, Spindle's target in the precision that the record
+"""SmolLM2 and other stacks by processor, Spindle's target in the precision that the record
 names.
 """
 STACKS = {

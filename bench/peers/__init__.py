@@ -1,1 +1,1 @@
-"""Spindle beside other stacks, with the same weights and prompts."""
+"""Spindle against other stacks, with the same weights and prompts."""

@@ -1,4 +1,4 @@
-"""Spindle beside other stacks: the same weights, prompts and machine, interleaved, one thread each.
+"""Spindle against other stacks: same weights, prompts and machine, interleaved, one thread each.
 
     bench/peers/peers.sh vllm openvino llamacpp                    # their environments, once
     python -m bench.peers.run --out docs/results/peers-avx2.json   # ten minutes at most

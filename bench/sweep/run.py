@@ -4,7 +4,7 @@ flight to beyond saturation.
     make bench                                     # hours; stopped, the same command goes on
     make bench ARGS="--quick --out FILE"           # under ten minutes on two cores
     make bench ARGS="--in-process --config FILE"   # without tritonserver, on a GPU too
-    # beside other stacks (bench/peers/peers.sh):
+    # against other stacks (bench/peers/peers.sh):
     make bench ARGS="--peers all --policies --closed 1 8 --shares"
     make bench ARGS="--ablations --closed 1 8 --shares"   # Spindle without each of its parts
 
@@ -482,7 +482,7 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--policies",
         nargs="*",
-        help="beside none and spindle, your own by its dotted path; default: all but those and "
+        help="besides none and spindle, your own by its dotted path; default: all but those and "
         "the ablations",
     )
     parser.add_argument(
@@ -547,7 +547,7 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
         "--active",
         type=int,
         default=16,
-        help="places of the in-flight batch: with so many in flight it is saturated",
+        help="places of the in-flight batch: with that many in flight it is saturated",
     )
     parser.add_argument("--seed", type=int, default=0)
     room = max(2, min(8, host_bytes() // SERVER_BYTES))

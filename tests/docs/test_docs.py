@@ -20,11 +20,27 @@ README = ROOT / "README.md"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 JARGON = ("law", "laws", "arm", "arms", "aloft", "turn", "turns", "warm block", "cold block")
 """Words of this project's own that README does without."""
+FOREIGN = (
+    r"behind|beside|anew|told|held(?!-out)|so many|hangs on|nobody|whoever|comes to|of which|"
+    r"laws?(?!\.py)"
+)
+"""Words that the pages do without: after, alongside, again, reported, kept, n, depends on, no ...,
+is, distribution."""
+MAY_SAY = {"glossary.md": ("law",)}
+"""Words of these pages' own."""
 
 
 def text_of(page):
     """A page without its code, which holds no links."""
     return re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_in_plain_english(page):
+    if page.name in ("CHANGELOG.md", "openai.md"):
+        pytest.skip("not rewritten yet")
+    found = re.findall(rf"\b(?:{FOREIGN})\b", text_of(page), re.IGNORECASE)
+    assert set(found) <= {*MAY_SAY.get(page.name, ())}
 
 
 def links(page):
