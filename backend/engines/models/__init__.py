@@ -1,0 +1,1 @@
+"""Decoders of transformers for every engine: their attention, their refusals and their weights."""

@@ -1,0 +1,77 @@
+"""Weights of a folder in transformers' modules, refusing what would leave some at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from backend.engines.checkpoint import DTYPES, CheckpointError
+from backend.engines.models.attention import ATTENTION
+from backend.engines.models.configuration import read_decoder_config
+
+_TEXT_PART = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+}
+"""Names in multimodal folders and those in a language model alone."""
+
+_OTHER_PARTS = ("audio", "embed_audio", "embed_vision", "multi_modal", "vision")
+"""Beginnings of the names of what else a multimodal folder has."""
+
+
+def load_decoder(
+    folder: Path, dtype: str = "bf16", device: str | torch.device = "cpu", **options: Any
+) -> nn.Module:
+    """Return a folder's language model in ``dtype`` (one of ``DTYPES``), ready for inference, whose
+    attention is ``ATTENTION``. ``options`` are more of ``from_pretrained``.
+
+    Raises CheckpointError for a folder that is not served, a damaged file, and tensors that are
+    missing, left over or of another shape.
+    """
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    config = read_decoder_config(folder)
+    logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=DTYPES[dtype],
+            attn_implementation=ATTENTION,
+            key_mapping=_TEXT_PART,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the report has them
+            **options,
+        )
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+    lm: nn.Module = loaded[0]
+    _check(folder, loaded[1])
+    return lm.eval().to(device)
+
+
+def _check(folder: Path, report: dict[str, Iterable[Any]]) -> None:
+    """Raise CheckpointError unless the folder's tensors are exactly the model's."""
+    left_over = [name for name in report["unexpected_keys"] if not _is_other_part(name)]
+    for what, names in (
+        ("is missing", report["missing_keys"]),
+        ("has another shape than config.json says", report["mismatched_keys"]),
+        ("is not one of the model's", left_over),
+    ):
+        found = sorted(str(name[0] if isinstance(name, tuple) else name) for name in names)
+        if found:
+            raise CheckpointError(f"{folder}: tensor {found[0]} {what} ({len(found)} such tensors)")
+    for error in report.get("error_msgs") or ():
+        raise CheckpointError(f"{folder}: {error}")
+
+
+def _is_other_part(name: str) -> bool:
+    return name.removeprefix("model.").startswith(_OTHER_PARTS)
