@@ -82,9 +82,9 @@ def spare_the_collector() -> None:
 
 
 def policy_folders(config: Path) -> list[str]:
-    """Return where a user's policy is looked for at last, so that a file there hides nobody's.
+    """Return the last folders on sys.path where a user's policy may be: none can shadow a module.
 
-    Beside ``serving.json``, and where the launcher was started (``SPINDLE_POLICY_PATH``).
+    Next to ``serving.json``, and where the launcher was started (``SPINDLE_POLICY_PATH``).
     """
     from_launcher = os.environ.get("SPINDLE_POLICY_PATH", "").split(os.pathsep)
     folders = dict.fromkeys([str(config.absolute().parent), *filter(None, from_launcher)])

@@ -71,19 +71,19 @@ class SamplingParams:
     """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0, top_p 1.0 and min_p 0.0
     are off.
 
-    Every token is a function of its law, ``seed`` and position alone. The options change the logits
-    before the law is made of them: ``bias`` holds (token id, addend); the penalties count a token
-    in prompt and output; ``end_ids`` are impossible for the first ``min_tokens`` of the output, and
-    so is the last token of a bad word (token ids) behind its others. ``log_probs`` asks for each
-    emitted token's log-probability, ``top_log_probs`` for those of so many of the most likely
-    tokens at its place (None: not asked). ``guide`` allows what its grammar does, whatever else
-    bans it, and no more. ``top_p`` shrinks by the factor ``top_p_decay`` with every token of the
-    output, down to ``top_p_min``, and is itself again behind the token ``top_p_reset_id``
-    (factual-nucleus sampling, Lee et al., arXiv 2206.04624).
+    Every token is a function of its distribution, ``seed`` and position alone. The options change
+    the logits before the distribution is made of them: ``bias`` holds (token id, addend); the
+    penalties count a token in prompt and output; ``end_ids`` are impossible for the first
+    ``min_tokens`` of the output, and so is the last token of a bad word (token ids) after its
+    others. ``log_probs`` asks for each emitted token's log-probability, ``top_log_probs`` for those
+    of this many of the most likely tokens at its place (None: not asked). ``guide`` allows what its
+    grammar does, whatever else bans it, and no more. ``top_p`` shrinks by the factor
+    ``top_p_decay`` with every token of the output, down to ``top_p_min``, and is itself again after
+    the token ``top_p_reset_id`` (factual-nucleus sampling, Lee et al., arXiv 2206.04624).
 
-    What the options come to is worked out once, for it is asked at every token: ``greedy``: each is
+    Derived flags, computed once because they are read for every token: ``greedy``: each is
     the arg-max; ``penalised``: a token's logit depends on how often it has occurred;
-    ``changes_logits``: any option makes the law another one than the model's; ``reads_log_probs``:
+    ``changes_logits``: an option changes the model's distribution; ``reads_log_probs``:
     log-probabilities are wanted, of the emitted tokens or of the likeliest; ``plain``: the arg-max
     of the model's own logits is all that is wanted.
     """
@@ -127,7 +127,7 @@ class SamplingParams:
         object.__setattr__(self, "_endings", endings)
 
     def banned(self, tokens: Seq[int], end: int) -> list[int]:
-        """Return the tokens that would complete a bad word behind ``tokens[:end]``; the cost is
+        """Return the tokens that would complete a bad word after ``tokens[:end]``; the cost is
         that of those found, not of all.
         """
         found = (
@@ -137,8 +137,8 @@ class SamplingParams:
         )
         return [last for lasts in found for last in lasts]
 
-    def behind(self, output: Seq[int]) -> SamplingParams:
-        """Return the same with the ``top_p`` that holds behind the tokens ``output``."""
+    def after(self, output: Seq[int]) -> SamplingParams:
+        """Return the same with the ``top_p`` that applies after the tokens ``output``."""
         if self.top_p_decay == 1.0 or not output:
             return self
         since = next(

@@ -1,5 +1,5 @@
 """What the loop, the engines and the sampling rule have in common: a request's tokens, and the tree
-of tokens that a draft proposes behind them.
+of tokens that a draft proposes after them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_TOKENS = 32
 """Tokens in one KV block: as many as OpenVINO's attention reads at a time."""
 
 ROOT = -1
-"""The parent of a proposal's nodes right behind the text."""
+"""The parent of a proposal's nodes right after the text."""
 
 
 DEFAULT_CONFIDENCE = 0.8
@@ -26,8 +26,8 @@ DEFAULT_CONFIDENCE = 0.8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """What the target held where it drew a sequence's token number ``tokens`` (counted from 1):
-    ``states`` float32[layers, hidden], its residual stream behind the layers that heads read.
+    """The target's state where it drew a sequence's token number ``tokens`` (counted from 1):
+    ``states`` float32[layers, hidden], its residual stream after the layers that heads read.
     """
 
     tokens: int
@@ -77,7 +77,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A tree of tokens that a draft proposes behind a sequence's text, best first; a chain is its
+    """A tree of tokens that a draft proposes after a sequence's text, best first; a chain is its
     simplest case.
 
     ``tokens[n]`` continues node ``parents[n]`` < n, or the text (``ROOT``); no two children of a
@@ -106,7 +106,7 @@ class Proposal:
     def best(cls, draft: str, nodes: Seq[tuple[int, int, float]], most: int) -> Proposal:
         """Return the ``most`` best of nodes (token, parent, confidence of the path).
 
-        A parent comes before its children and is held for no less likely than they are.
+        A parent comes before its children and is at least as likely as they are.
         """
         order = sorted(range(len(nodes)), key=lambda node: -nodes[node][2])  # stable: parents first
         place = {ROOT: ROOT, **{node: n for n, node in enumerate(order)}}
@@ -118,7 +118,7 @@ class Proposal:
         return len(self.tokens)
 
     def first(self, nodes: int) -> Proposal:
-        """Return the tree of the best nodes, at most so many."""
+        """Return the tree of at most this many of the best nodes."""
         if nodes >= len(self.tokens):
             return self
         columns = self.tokens[:nodes], self.parents[:nodes], self.confidence[:nodes]

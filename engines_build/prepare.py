@@ -84,7 +84,7 @@ def announce(*, to_convert: bool, to_measure: bool) -> None:
     minutes = max(1, round((CONVERT_S * to_convert + MEASURE_S * to_measure) / 60))
     disk = ""
     if to_convert:
-        disk = f" and {CACHE_GB + DOWNLOAD_GB:.1f} GB of disk, of which {CACHE_GB:.2f} GB stay"
+        disk = f" and {CACHE_GB + DOWNLOAD_GB:.1f} GB of disk, {CACHE_GB:.2f} GB of them for good"
     print(f"spindle: first start: {work}, once. The cache is {cache.root()}", flush=True)
     print(f"spindle: this takes about {minutes} min{disk} (estimates)", flush=True)
 

@@ -59,7 +59,7 @@ class Rig:
         self._complete(turns)
         seconds = self._clock() - started
         if isinstance(self.engine, LooksAhead) and self.engine.limits.lookahead:
-            seconds = self.engine.parts_s()["verify"]  # what the host does is hidden behind it
+            seconds = self.engine.parts_s()["verify"]  # the device hides what the host does
         self.engine.cancel([sequence.id for sequence in sequences])
         return seconds
 

@@ -2,7 +2,7 @@
 again.
 
 A *key* names what a complete block holds: its tokens, all tokens before them and the tenant's salt.
-Two sequences with the same key share the block. A block that nobody refers to stays with its
+Two sequences with the same key share the block. A block without references stays with its
 content until room is needed; the least recently used goes first.
 """
 
@@ -23,10 +23,10 @@ def root_key(salt: str) -> bytes:
 
 
 def block_key(parent: bytes, tokens: Seq[int], prompt_tokens: int = -1) -> bytes:
-    """Return the key of a block of ``tokens`` behind the block (or root) of key ``parent``; where a
-    prompt's KV is told from that of generated tokens, ``prompt_tokens`` of a block with such.
+    """Return the key of a block of ``tokens`` after the block (or root) of key ``parent``; where a
+    prompt's KV differs from that of generated tokens, ``prompt_tokens`` of a block with such.
 
-    Cryptographic, since whoever finds two texts of one key reads another tenant's KV.
+    Cryptographic, since a client that finds two texts of one key reads another tenant's KV.
     """
     content = array("q", [*tokens, prompt_tokens])
     return blake2b(parent + content.tobytes(), digest_size=_KEY_BYTES).digest()
@@ -68,7 +68,7 @@ class BlockPool:
             yield block
 
     def is_cached(self, block: int) -> bool:
-        """Return whether nobody refers to a block that holds content."""
+        """Return whether a block with content has no reference."""
         return block in self._cached
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -106,7 +106,7 @@ class BlockPool:
         """Take back the references of a table. Of blocks that have none left the first ``valid`` of
         the table are cached if published.
 
-        The last block goes first, so that a text is forgotten from its end: what is behind a
+        The last block goes first, so that a text is forgotten from its end: what is after a
         forgotten block cannot be found.
         """
         for index in range(len(table) - 1, -1, -1):

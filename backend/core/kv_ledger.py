@@ -182,7 +182,7 @@ class KVLedger:
         }
 
     def take_reuse(self) -> Reuse:
-        """Return what prefix reuse has come to since the last call."""
+        """Return the prefix reuse since the last call."""
         reuse, self._reuse = self._reuse, Reuse()
         reuse.evicted, self._pool.evicted = self._pool.evicted, 0
         return reuse

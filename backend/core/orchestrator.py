@@ -29,7 +29,7 @@ from policy import AnyPolicy
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""Failures in a row (a step that raises, or a submission of which nothing succeeds) after which the
+"""Failures in a row (a step that raises, or a submission in which nothing succeeds) after which the
 loop ends, to be started again.
 """
 

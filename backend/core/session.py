@@ -26,7 +26,7 @@ from backend.request import (
 from backend.sequence import Proposal, Sequence
 
 NO_SPECIAL_TOKENS: Mapping[str, int] = MappingProxyType({})
-_SOURCE_TOKENS = 16  # a block of KV: by so many tokens the kind of a prompt is known
+_SOURCE_TOKENS = 16  # a block of KV: enough tokens to know the kind of a prompt
 
 
 class Decoder(Protocol):
@@ -46,7 +46,7 @@ class Delta:
     """What a request has produced since its last reply.
 
     Where it asks for log-probabilities: those of the tokens committed since then (text may lag
-    behind them), and the sum over all so far. A request of token ids gets ``tokens`` and no text.
+    after them), and the sum over all so far. A request of token ids gets ``tokens`` and no text.
     ``extras`` are those of all tokens committed since then, where asked for.
     """
 
@@ -171,7 +171,7 @@ class Session:
         return taken
 
     def speculated(self, proposal: Proposal, accepted: int) -> None:
-        """Count a verified proposal of which so many tokens were committed."""
+        """Count a verified proposal and its committed tokens."""
         self.verified_steps.append((len(proposal), accepted))
         proposed, before = self.drafts.get(proposal.draft, (0, 0))
         self.drafts[proposal.draft] = proposed + len(proposal), before + accepted

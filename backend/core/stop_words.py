@@ -72,7 +72,7 @@ class StopWords:
         return most
 
     def cut(self, count: int) -> None:
-        """Forget so many characters at the beginning of the text."""
+        """Forget this many characters at the beginning of the text."""
         self._places = [(place - count, mark) for place, mark in self._places if place >= count]
 
     def _with_marks(self, text: str, start: int) -> str:

@@ -1,3 +1,3 @@
-"""Engines behind ``backend.engines.port.Engine``; the only modules that know a tensor library,
+"""Engines of the port ``backend.engines.port.Engine``; the only modules that know a tensor library,
 imported lazily.
 """

@@ -1,4 +1,4 @@
-"""What a server has answered, by tenant: a bounded ring of tokens, in which the places behind the
+"""What a server has answered, by tenant: a bounded ring of tokens, in which the places after the
 same last tokens are found at once.
 
 As in a compressor's window, every place is chained to the one before it whose last n tokens have
@@ -33,7 +33,7 @@ they are never read on.
 SHORTEST = CONTEXT + 4
 """Texts of fewer tokens are not kept: what is noted of a text would be most of their memory."""
 BORDER = -1
-"""Behind every text, and where none is."""
+"""After every text, and where none is."""
 VISITS = 16
 """Places looked at for each n."""
 
@@ -44,14 +44,14 @@ _first = itemgetter(0)
 
 
 class Found(NamedTuple):
-    """A place behind the same last ``size`` tokens (at most ``LONGEST``)."""
+    """A place after the same last ``size`` tokens (at most ``LONGEST``)."""
 
     slot: int
     size: int
 
 
 class Text(NamedTuple):
-    """An answer behind the last ``context`` tokens of its prompt."""
+    """An answer after the last ``context`` tokens of its prompt."""
 
     tenant: bytes
     tokens: list[int]
@@ -70,7 +70,7 @@ def tenant_of(salt: str) -> bytes:
 
 
 class Answers:
-    """At most ``capacity`` tokens, a border behind each text counted; the oldest texts go first,
+    """At most ``capacity`` tokens, a border after each text counted; the oldest texts go first,
     whole. ``tokens`` is how many there are, ``added`` how many texts were ever kept: a place that
     was found is good until the next is.
     """
@@ -109,7 +109,7 @@ class Answers:
         return size, forgotten
 
     def find(self, tenant: bytes, tokens: Seq[int], most: int) -> list[Found]:
-        """Return up to ``most`` places of the tenant's behind the last tokens of a text: those with
+        """Return up to ``most`` places of the tenant's after the last tokens of a text: those with
         the longest match, the newest first.
         """
         last, root, ring = array("i", tokens[-LONGEST:]), _root(tenant), self._ring
@@ -279,7 +279,7 @@ class Answers:
             np.frombuffer(newest, np.int32)[bucket] = slot  # of equal ones the last
 
     def _bucket(self, mixed: int, ngram: Iterable[int]) -> int:
-        """Return where the newest place behind an n-gram is noted; ``mixed`` begins as a tenant's
+        """Return where the newest place after an n-gram is noted; ``mixed`` begins as a tenant's
         root.
         """
         for token in ngram:

@@ -110,7 +110,7 @@ class EngineApart:
     def submit(self, turns: Seq[Turn]) -> None:
         """Hand over turns that ask for proposals or run freely. Raises DraftDiedError."""
         if not self._is_ready():
-            raise DraftDiedError(f"{self.name} is being created anew")
+            raise DraftDiedError(f"{self.name} is being created again")
         asks = [self._ask(turn) for turn in turns]
         if not self._in_flight:
             self._heard_s = self._clock()
@@ -155,7 +155,7 @@ class EngineApart:
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return how many tokens could be proposed now: none while the engine is being created
-        anew.
+        again.
         """
         if not self._is_ready():
             return 0
@@ -194,7 +194,7 @@ class EngineApart:
             try:
                 self._hear(child, 0.0)
             except DraftDiedError:
-                logger.exception("%s could not be created anew; it stays out", self.name)
+                logger.exception("%s could not be created again; it stays out", self.name)
                 self._child = None
         return child is not None and child.ready
 
@@ -220,7 +220,7 @@ class EngineApart:
 
     def _receive(self, timeout_s: float) -> tuple[Any, ...] | None:
         if self._child is None:
-            raise DraftDiedError(f"{self.name} is being created anew")
+            raise DraftDiedError(f"{self.name} is being created again")
         try:
             if not self._child.pipe.poll(timeout_s):
                 return None

@@ -120,7 +120,7 @@ class FakeEngine:
             self._device.put(partial(self._run, submission))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Complete everything queued, after the time that so many passes take; with ``lookahead``
+        """Complete everything queued, after the time that this many passes take; with ``lookahead``
         the oldest submission.
         """
         del timeout_s  # a pass ends
@@ -147,7 +147,7 @@ class FakeEngine:
         return completions
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
-        """Forget sequences; what the device still runs of them comes to nothing."""
+        """Forget sequences; what the device still runs of them is dropped."""
         for sequence_id in sequence_ids:
             self._texts.pop(sequence_id, None)
 

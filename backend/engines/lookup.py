@@ -127,7 +127,7 @@ class LookupEngine:
         return bool(self._index(sequence).matches(sequence.tokens))
 
     def _paths(self, sequence: Sequence, length: int) -> list[Path]:
-        """Return up to ``length`` tokens behind each match."""
+        """Return up to ``length`` tokens after each match."""
         tokens, matches = sequence.tokens, self._index(sequence).matches(sequence.tokens)
         return [Path(m.size, 1, continuation(tokens, m.position, length)) for m in matches]
 
@@ -173,7 +173,7 @@ def _merged(paths: Iterable[Path]) -> list[tuple[int, int, float]]:
     nodes: list[tuple[int, int]] = []
     children: dict[tuple[int, int], int] = {}
     votes: list[int] = []
-    cast = [DOUBT]  # behind the text, then behind each node
+    cast = [DOUBT]  # after the text, then after each node
     for size, matches, tokens in paths:
         at, vote = ROOT, size
         for token in tokens:

@@ -59,7 +59,7 @@ class MarkovChain:
         scores = _log_softmax(_processed(self.logits(context), context, prompt_tokens, sampling))
         if sampling.greedy:
             return np.exp(scores), scores
-        chances = _truncated(np.exp(scores), sampling.behind(context[prompt_tokens:]))
+        chances = _truncated(np.exp(scores), sampling.after(context[prompt_tokens:]))
         noise = exponentials(np.uint64(word(sampling.seed, len(context))) ^ _TOKENS)
         speeds: FloatArray = chances / noise
         return speeds / speeds.sum(), scores

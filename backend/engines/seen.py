@@ -8,7 +8,7 @@ from backend.sequence import Sequence
 
 
 class Seen:
-    """By sequence: a text that was run, and tokens beyond it that were run too, some of which
+    """By sequence: a text that was run, and tokens beyond it that were run too; some
     may have been rejected.
     """
 

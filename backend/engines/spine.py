@@ -1,5 +1,5 @@
 """A proposal while it grows: from place to place along a draft's likeliest path, its other
-candidates beside it.
+candidates next to it.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ class Spine:
             self.tokens.append(self.nodes[first][0])
 
     def proposal(self, draft: str, nodes: int) -> Proposal:
-        """Return the best nodes, at most so many."""
+        """Return at most this many of the best nodes."""
         return Proposal.best(draft, self.nodes, nodes)

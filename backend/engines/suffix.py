@@ -84,7 +84,7 @@ class SuffixEngine(LookupEngine):
 
     @property
     def remembered_tokens(self) -> int:
-        """How many tokens are kept now, a border behind each answer counted."""
+        """How many tokens are kept now, a border after each answer counted."""
         return self.answers.tokens
 
     def ended(self, sequence: Sequence) -> None:
@@ -133,7 +133,7 @@ class SuffixEngine(LookupEngine):
         return bool(matches.own or matches.kept)
 
     def _paths(self, sequence: Sequence, length: int) -> list[Path]:
-        """Return the paths behind the longest matches, equal ones as one; those of ``lookup`` where
+        """Return the paths after the longest matches, equal ones as one; those of ``lookup`` where
         no answer has a match.
         """
         matches, tokens = self._matches(sequence), sequence.tokens

@@ -2,7 +2,7 @@
 
 The first message of either side is ``Hello`` with the protocol's version. ``id`` is chosen by the
 stub, unique in its connection. Every ``Submit`` is answered by exactly one ``Final`` or ``Failed``,
-behind the ``Chunk``s of a streaming request; every ``Admin``, ``Encode`` and ``Decode`` by one
+after the ``Chunk``s of a streaming request; every ``Admin``, ``Encode`` and ``Decode`` by one
 ``AdminReply``, ``Encoded``, ``Decoded`` or ``Failed``; who sends ``Subscribe`` gets ``Stats``.
 """
 
@@ -17,8 +17,8 @@ from backend.request import ErrorCode, FinishReason, GenerationRequest
 
 VERSION = 2
 SWITCHES_SUFFIX = ".switches"
-"""Of the file beside the socket in which switches set live outlast an engine process; a server that
-starts removes it.
+"""Suffix of the file next to the socket in which switches set live outlast an engine process; a
+server that starts removes it.
 """
 
 

@@ -53,7 +53,7 @@ class Replies:
         )
 
     def close(self) -> None:
-        """Remove what nobody has read."""
+        """Remove what has not been read."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _produced(self, delta: Delta) -> dict[str, Any]:

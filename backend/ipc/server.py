@@ -356,7 +356,7 @@ class Server:
             threads.submit(self._tokenise, ticket, request)
 
     def _threads(self, characters: int) -> ThreadPoolExecutor:
-        """Return where texts of so many characters are prepared."""
+        """Return where texts of this many characters are prepared."""
         return self._long_texts if characters > LONG_TEXT_CHARACTERS else self._tokenizers
 
     def _tokenise(self, ticket: Ticket, request: GenerationRequest) -> None:

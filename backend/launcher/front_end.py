@@ -1,4 +1,4 @@
-"""The OpenAI front end's process beside tritonserver: started once there is something to ask,
+"""The OpenAI front end's process next to tritonserver: started once there is something to ask,
 started again when it ends by itself.
 """
 
@@ -55,7 +55,7 @@ class FrontEnd:
         return self._listens.is_set()
 
     def wait(self, stop: threading.Event, limit_s: float) -> None:
-        """Wait until it answers, at the longest so many seconds or until ``stop`` is set."""
+        """Wait until it answers, at most this many seconds or until ``stop`` is set."""
         deadline_s = monotonic() + limit_s
         while not (self.listens or stop.is_set()) and monotonic() < deadline_s:
             self._listens.wait(0.1)

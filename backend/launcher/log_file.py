@@ -31,7 +31,7 @@ def log_path(settings: Settings) -> Path:
 def open_log(
     path: Path, most_bytes: int = MOST_BYTES, check_period_s: float = SIZE_CHECK_PERIOD_S
 ) -> Iterator[IO[bytes]]:
-    """Begin the file anew, the one before is kept beside it, and keep it small while it is open.
+    """Begin a new file, keep the last one next to it, and keep it small while it is open.
 
     Raises LaunchError.
     """

@@ -41,7 +41,7 @@ FRONT_END_LIMIT_S = 30.0
 
 
 class StoppedError(Exception):
-    """The service is not to start, and whoever wanted that knows why."""
+    """The service is not to start, and the caller knows why."""
 
 
 def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:

@@ -118,7 +118,7 @@ def _port(name: str, option: str, value: str) -> int:
 
 
 def policy_path(settings: Settings) -> str:
-    """Return where a user's policy may lie: beside ``serving.json``, and in the current folder."""
+    """Return where a user's policy may lie: next to ``serving.json``, and in the current folder."""
     return os.pathsep.join([str(settings.config.absolute().parent), os.getcwd()])
 
 

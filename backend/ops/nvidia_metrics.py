@@ -24,7 +24,7 @@ there.
 
 @dataclass(slots=True)
 class Latest:
-    """The latest step: requests that are ``active``, of which ``decoding`` and ``prefilling`` took
+    """The latest step: ``active`` requests; ``decoding`` and ``prefilling`` of them took
     part, and ``queued``; the prompt tokens that ran; how many requests gave their KV back; KV
     blocks by state. ``steps`` and ``reused_blocks`` count from the start. ``drift`` is measured
     over predicted time by part of the step.

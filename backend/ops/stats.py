@@ -57,7 +57,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Reuse:
-    """What prefix reuse has come to: complete blocks of admitted sequences that were there
+    """Totals of prefix reuse: complete blocks of admitted sequences that were there
     (``reused``) or not (``missed``), cached ones that gave way (``evicted``), and ``tokens`` of
     which the target had KV at admission.
     """
@@ -77,8 +77,8 @@ class Drained(NamedTuple):
 
 
 class Stats:
-    """What happened since the last drain. Written by the loop and IO threads, drained by whoever
-    reports.
+    """What happened since the last drain. Written by the loop and IO threads, drained by whichever
+    thread reports.
     """
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class StepStats:
         self._stats.count("spindle_preemptions_total")
 
     def reuse(self, reuse: Reuse) -> None:
-        """Count what prefix reuse has come to since the last time."""
+        """Count prefix reuse since the last time."""
         for event, blocks in (
             ("reused", reuse.reused),
             ("missed", reuse.missed),

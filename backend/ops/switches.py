@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class SwitchBoard:
-    """Holds one immutable ``Switches``: whoever reads it sees the old value or the new one, never a
+    """Holds one immutable ``Switches``: a reader sees the old value or the new one, never a
     mixture. One thread sets.
     """
 

@@ -1,14 +1,14 @@
-"""The target draws: one token of a law p by a request's own noise, whoever asks, when, and beside
-whom.
+"""The target draws: one token of a distribution p by a request's own noise, the same in every
+engine, at any time and in any batch.
 
 Token t takes the time E_t / p_t, E_t a standard exponential of (seed, position, t); the first to
 arrive is drawn, and so follows p (the Gumbel-max trick). Draft and target race with the same noise,
-so that a draft with a similar law mostly proposes what the target draws.
+so that a draft with a similar distribution mostly proposes what the target draws.
 
 Only the head races, the tokens with p of at least ``HEAD``. The whole tail runs as one, in the time
 E / (mass of the tail) with an E of its own: that is how long its fastest token would take. Only if
 the tail wins do its tokens race, which is independent of when the fastest came in. So the token
-follows p and is a function of law, seed and position alone.
+follows p and is a function of distribution, seed and position alone.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def finishers(
     laws: torch.Tensor, words: Words, most: int, token_ids: IntArray | None = None
 ) -> list[list[tuple[int, float]]]:
     """Return by row the columns that come in first in the heads' races, at most ``most``, and how
-    likely each is what the target draws by the same noise, were its law the draft's but for a usual
-    error.
+    likely each is what the target draws by the same noise, assuming its distribution is close to
+    the draft's.
     """
     heads = Heads.of(laws)
     times, _, ends = _times(heads, words, token_ids)
@@ -133,7 +133,7 @@ def _in_tail(
     """Return the column that wins among those below ``HEAD``; ``head`` where the tail was but
     rounding.
 
-    Raises ValueError for a law without any probability: its logits were no numbers.
+    Raises ValueError for a distribution without any probability: its logits were no numbers.
     """
     columns = np.flatnonzero((law > 0) & (law < HEAD))
     if not len(columns):

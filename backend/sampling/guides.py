@@ -48,8 +48,7 @@ class Grammars:
 
         if not end_ids:
             raise _invalid(
-                "end_id must not be -1 beside guided_decoding_guide_type: nothing could end the "
-                "text"
+                "end_id must not be -1 with guided_decoding_guide_type: nothing could end the text"
             )
         if self._tokens is None:
             self._tokens = llguidance.LLTokenizer(
@@ -131,7 +130,7 @@ class Guide:
         return count + ends
 
     def _stand_behind(self, output: Seq[int]) -> bool:
-        """Bring the matcher behind ``output``; False where that is impossible."""
+        """Bring the matcher after ``output``; False where that is impossible."""
         trail = self._trail
         common = min(len(trail), len(output))
         if trail[:common] != list(output[:common]):

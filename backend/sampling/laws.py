@@ -23,8 +23,8 @@ _HEADS = (
 
 
 def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
-    """Return the law [rows, vocab] that each row's token is drawn from, of sum one: temperature
-    first, then min-p, top-k, top-p (as vLLM does).
+    """Return the distribution [rows, vocab] that each row's token is drawn from, of sum one:
+    temperature first, then min-p, top-k, top-p (as vLLM does).
 
     fp64 logits give fp64 probabilities, all others fp32. Top-k keeps ties with the k-th token,
     top-p with the one that crosses the threshold, min-p with the threshold itself.
@@ -76,7 +76,7 @@ def _nucleus(laws: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _least(law: npt.NDArray[np.floating[Any]], share: float) -> float:
-    """Return the probability at which the greatest of a law [S] reach a share of it."""
+    """Return the probability at which the greatest of a distribution [S] reach a share of it."""
     for bound in _HEADS:
         head = law[law >= bound]
         if head.sum() >= share:

@@ -1,4 +1,4 @@
-"""What a request's options make of the logits behind a text, before a law is made of them.
+"""What a request's options make of the logits after a text, before a distribution is made of them.
 
 The options and their order are those of TensorRT-LLM's decoder: bias, temperature, repetition,
 presence and frequency penalty, minimum length, bad words, grammar; then top-k and top-p.
@@ -70,7 +70,7 @@ def process(
     prompt_tokens: int,
     columns: Columns,
 ) -> None:
-    """Change the logits [S] behind the tokens ``before`` in place; the first of these are the
+    """Change the logits [S] after the tokens ``before`` in place; the first of these are the
     prompt.
     """
     if sampling.bias:

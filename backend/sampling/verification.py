@@ -26,11 +26,11 @@ from backend.sequence import ROOT, Proposal, Sequence
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's share of a verification, or a place of it where a token is drawn. Nobody
+    """One sequence's share of a verification, or a place of it where a token is drawn. No caller
     changes one: that it is not frozen saves the microseconds that freezing takes.
 
     ``position`` is that of the token decided about. Before it are ``committed[: position -
-    len(run)]``, of which ``prompt_tokens`` are the prompt, and then ``run``: accepted here, or a
+    len(run)]`` (``prompt_tokens`` of it are the prompt), and then ``run``: accepted here, or a
     free run so far. ``tokens`` and ``parents`` are the proposal's nodes (none: a token is drawn,
     nothing verified).
     """
@@ -45,7 +45,7 @@ class Row:
 
     @classmethod
     def of(cls, sequence: Sequence, proposal: Proposal | None) -> Row:
-        """Return what is decided behind a sequence's text. Raises ValueError for nodes that are no
+        """Return what is decided after a sequence's text. Raises ValueError for nodes that are no
         tree.
         """
         text, parents = sequence.tokens, proposal.parents if proposal else ()
@@ -55,14 +55,14 @@ class Row:
         place = (len(text), text, sequence.prompt_tokens)
         return cls(sequence.sampling, *place, (), tokens, parents)
 
-    def behind(self, run: Seq[int]) -> Row:
-        """Return the place behind so many tokens of a run."""
+    def after(self, run: Seq[int]) -> Row:
+        """Return the place after these tokens of a run."""
         position = self.position - len(self.run) + len(run)
         return Row(self.sampling, position, self.committed, self.prompt_tokens, run)
 
     @property
     def rows(self) -> int:
-        """Rows of logits: one behind the text and one behind each proposed token."""
+        """Rows of logits: one after the text and one after each proposed token."""
         return len(self.tokens) + 1
 
     @property
@@ -79,12 +79,12 @@ class Row:
     def params(self) -> SamplingParams:
         """How the token at ``position`` is drawn."""
         decays = self.sampling.top_p_decay != 1.0
-        return self.sampling.behind(self.before[self.prompt_tokens :]) if decays else self.sampling
+        return self.sampling.after(self.before[self.prompt_tokens :]) if decays else self.sampling
 
 
 @dataclass(slots=True)
 class Verdict:
-    """``path``: the accepted nodes from the text on; ``column`` of the token drawn behind them.
+    """``path``: the accepted nodes from the text on; ``column`` of the token drawn after them.
 
     ``log_probs`` are those of all these tokens, ``top`` the most likely (column, log-probability)
     at each of their places, where they are wanted.
@@ -101,8 +101,8 @@ def verify(
 ) -> list[Verdict]:
     """Return the verdict on each request.
 
-    ``logits`` [rows, S] holds ``Row.rows`` rows a request, in order: the first is behind the
-    text, row n + 1 behind node n. Only rows on a path are looked at; those of requests that are not
+    ``logits`` [rows, S] holds ``Row.rows`` rows a request, in order: the first is after the
+    text, row n + 1 after node n. Only rows on a path are looked at; those of requests that are not
     plain place by place for all of these at once.
     """
     firsts = _firsts(requests)
@@ -149,7 +149,7 @@ def candidates(
 
 
 def scores(logits: torch.Tensor, places: Seq[Row], columns: Columns) -> torch.Tensor:
-    """Return the logits [n, S] behind these places with their options applied, in fp32 (fp64
+    """Return the logits [n, S] after these places with their options applied, in fp32 (fp64
     stays).
     """
     changed = [row for row, place in enumerate(places) if place.sampling.changes_logits]
@@ -188,7 +188,7 @@ def _tell(verdict: Verdict, row: torch.Tensor, sampling: SamplingParams) -> None
 
 
 def follow(verdict: Verdict, request: Row, drawn: Callable[[int], int], first: int = 0) -> None:
-    """Walk along the columns ``drawn`` at a request's rows, of which ``first`` is the first."""
+    """Walk along the columns ``drawn`` at a request's rows from ``first`` on."""
     verdict.column = drawn(first)
     while _step(verdict, request):
         verdict.column = drawn(first + 1 + verdict.path[-1])
@@ -216,10 +216,10 @@ def _last(path: Seq[int]) -> int:
 
 
 def _place(request: Row, path: Seq[int]) -> Row:
-    """Return the place behind the accepted nodes."""
+    """Return the place after the accepted nodes."""
     if not path:
         return request
-    return request.behind([*request.run, *(request.tokens[node] for node in path)])
+    return request.after([*request.run, *(request.tokens[node] for node in path)])
 
 
 def _words(places: Seq[Row]) -> Words:

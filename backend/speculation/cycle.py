@@ -36,7 +36,7 @@ class Step:
         return None if row is None else row.chosen
 
     def take(self, sequence_id: int, drafted: Proposal, nodes: int) -> None:
-        """Note what a draft in the target proposed, of which the first ``nodes`` were verified."""
+        """Note what a draft in the target proposed; the first ``nodes`` of it were verified."""
         row = self.proposals[sequence_id]
         row.drafted, row.chosen = drafted, drafted.first(nodes) if nodes else None
 

@@ -1,8 +1,8 @@
 """Where converted models and latency tables live, and how they get there: whole or not at all.
 
-A folder is written beside its place, sealed by a manifest of its files (bytes and SHA-256), flushed
-and renamed. A reader checks the manifest, so that a half-copied or damaged folder is an error that
-names the file, never a model that answers nonsense.
+A folder is written next to its place, sealed by a manifest of its files (bytes and SHA-256),
+flushed and renamed. A reader checks the manifest, so that a half-copied or damaged folder is an
+error that names the file, never a model that answers nonsense.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def remembered_file(key: str) -> Path:
 @contextmanager
 def exclusive() -> Iterator[None]:
     """Hold the cache's writer lock (waiting for another holder), and remove what a killed writer
-    left behind.
+    left over.
     """
     root().mkdir(parents=True, exist_ok=True)
     with (root() / ".lock").open("w") as lock:

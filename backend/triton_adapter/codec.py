@@ -299,7 +299,7 @@ def _check_type(field: Field, array: Array) -> None:
 
 
 def _values(field: Field, array: Array) -> list[Any]:
-    """Return the Python values of a tensor with one dimension beside the batch's, its type and
+    """Return the Python values of a tensor with one dimension besides the batch's, its type and
     shape checked. Raises RequestError.
     """
     _check_type(field, array)
@@ -382,7 +382,7 @@ def _check(request: GenerationRequest, decoupled: bool) -> None:
         raise invalid("text_input must not be empty, got ''")
     if request.text_input and request.prompt_token_ids:
         raise invalid(
-            f"text_input must be empty beside prompt_token_ids, got {request.text_input[:40]!r}"
+            f"text_input must be empty with prompt_token_ids, got {request.text_input[:40]!r}"
         )
     check_sizes(request)
     if request.stream and not decoupled:
@@ -417,8 +417,7 @@ def _check_guide(given: dict[str, Any]) -> None:
         raise invalid("guided_decoding_guide must come with guided_decoding_guide_type, got none")
     if kind not in (None, "json") and text is None:
         raise invalid(
-            f"guided_decoding_guide is required beside guided_decoding_guide_type {kind!r}, got "
-            f"none"
+            f"guided_decoding_guide is required with guided_decoding_guide_type {kind!r}, got none"
         )
     given |= {"guide_type": kind, "guide": text}
 

@@ -116,7 +116,7 @@ class TritonPythonModel:
         with (
             self._registering
         ):  # a connection is lost before or after, never between: see _engine_lost
-            # Before the first hello nobody knows the limit; the link answers what it holds.
+            # Before the first hello the limit is unknown; the link answers what it holds.
             limit_s = self._link.info.get("max_request_s", math.inf)
             self._senders.open(
                 Reply(

@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1
 GRACE_S = 3.0
-"""How long messages are held for an engine that has just gone before they are refused."""
+"""How long messages are kept for an engine that has just gone before they are refused."""
 DOWN = "the engine is starting or restarting: try again later"
 SEND_LIMIT_S = 5
 """How long the engine process may leave its socket unread before the connection counts as lost."""
 
 
 class EngineLink:
-    """Sends messages from any thread, and never waits for an engine that is down: messages are held
+    """Sends messages from any thread, and never waits for an engine that is down: messages are kept
     for the grace period, then each is answered by ``Failed``.
 
     ``on_message`` and ``on_lost`` are called on the link's own thread; ``on_lost`` has returned
@@ -152,7 +152,7 @@ class EngineLink:
         self._closed.wait(RETRY_S)
 
     def _open(self, sock: socket.socket) -> None:
-        """Let messages go out, those that were held first. Raises OSError; then they are held
+        """Let messages go out, those that were kept first. Raises OSError; then they are kept
         on.
         """
         with self._send_lock:
@@ -164,10 +164,10 @@ class EngineLink:
         return monotonic() >= self._down_since_s + self._grace_s
 
     def _refuse_held(self) -> None:
-        """Answer what was held for too long."""
+        """Answer what was kept for too long."""
         with self._send_lock:
-            held, self._held = (self._held, []) if self._is_over() else ([], self._held)
-        for message in held:
+            kept, self._held = (self._held, []) if self._is_over() else ([], self._held)
+        for message in kept:
             self._on_message(Failed(id=message.id, code=ErrorCode.UNAVAILABLE, message=DOWN))
 
     @staticmethod

@@ -32,7 +32,7 @@ UNSENT = (ErrorCode.INTERNAL, "the reply could not be sent")
 
 
 class ResponseSender(Protocol):
-    """One Triton request's way back (``pb_utils.InferenceResponseSender`` behind
+    """One Triton request's way back (``pb_utils.InferenceResponseSender`` wrapped for
     ``responder.Responder``).
     """
 
@@ -158,7 +158,7 @@ class _Shard:
                     self._guard(self._check, request_id)
 
     def _wait_for_items(self) -> list[Item | None]:
-        """Return all that has arrived: a thread that fell behind sends a stream's waiting deltas as
+        """Return all that has arrived: a thread that is late sends a stream's waiting deltas as
         one response.
         """
         try:

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     folder(
         "--work",
         "folder for shards and checkpoints, shared by the heads of one target (default: OUT "
-        "with .work behind its name)",
+        "with .work after its name)",
     )
     parser.add_argument(
         "--answers-file",

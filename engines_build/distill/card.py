@@ -47,7 +47,7 @@ def head_card(
         for workload, score in report["scores"].items()
     ]
     begun = (
-        f"\nBegun with the weights of `{args.start.name}`, of which {args.start_share:g} is kept."
+        f"\nBegun with the weights of `{args.start.name}`, {args.start_share:g} of them kept."
         if args.start
         else ""
     )

@@ -203,7 +203,7 @@ class Corpus:
 
 
 def ask_about(passage: str, workload: str, rng: random.Random) -> str:
-    """Ask for ``workload`` (summarise, qa) over ``passage``, the instruction before or behind
+    """Ask for ``workload`` (summarise, qa) over ``passage``, the instruction before or after
     it.
     """
     ask = rng.choice(PASSAGE_ASKS[workload])
@@ -363,7 +363,7 @@ _FOLDER_READERS: dict[str, Callable[[Path], Iterator[Document]]] = {
 
 
 def fetch(folder: Path) -> None:
-    """Download the packages behind the sources that need a folder and unpack them there;
+    """Download the packages of the sources that need a folder and unpack them there;
     CalledProcessError if a download fails.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 """The target's answers that drafts are trained on and judged by: generated into a work folder, cut
-to what was asked for, and held apart from everything that judges.
+to what was asked for, and kept apart from everything that judges.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def generate(
     taps: Sequence[int] = (),
 ) -> tuple[Shards, Shards]:
     """Bring training and held-out shards up to the tokens asked for, as far as the time goes;
-    returns both. With the states behind layers ``taps`` they lie in folders of their own.
+    returns both. With the states after layers ``taps`` they lie in folders of their own.
     """
     suffix = "".join(f"-{layer}" for layer in taps)
     shards, held_out = (Shards(args.work / f"{side}{suffix}") for side in ("train", "held_out"))

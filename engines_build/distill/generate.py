@@ -3,7 +3,7 @@ every position.
 
 Data and soft labels come from the same passes, of the model that serves. Finished rows are
 refilled at once, so the batch stays full. Shards are written as sequences finish; a later call
-continues behind the last shard.
+continues after the last shard.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _WORKLOAD_NAMES = list(WORKLOADS)
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence in flight: its tokens, of which the first ``seen`` were run, and, for each but the
+    """A sequence in flight: its tokens (the first ``seen`` were run) and, for each but the
     last, top ids and log probabilities of the next token.
 
-    Within the prompt that law is the next token itself: the teacher's would cost much more than the
-    prefill.
+    Within the prompt that distribution is the next token itself: the teacher's would cost much more
+    than the prefill.
     """
 
     workload: int
@@ -92,7 +92,7 @@ class _Row:
 class Teacher:
     """A target that answers ``slots`` texts at once, on the model that it is served by.
 
-    ``features`` [rows, taps, hidden] is what the last step's rows held behind the layers ``taps``
+    ``features`` [rows, taps, hidden] are the last step's states after the layers ``taps``
     (counted from 1): what a head reads.
     """
 
@@ -112,16 +112,16 @@ class Teacher:
         self._pool.share(row.blocks[: row.prompt_tokens // BLOCK_TOKENS])
 
     def again(self, row: _Row) -> list[int]:
-        """Return blocks for another answer to a prompt: those that are held, and new ones."""
-        held = row.blocks[: row.prompt_tokens // BLOCK_TOKENS]
-        return held + self._pool.allocate(len(row.blocks) - len(held))
+        """Return blocks for another answer to a prompt: those that are kept, and new ones."""
+        kept = row.blocks[: row.prompt_tokens // BLOCK_TOKENS]
+        return kept + self._pool.allocate(len(row.blocks) - len(kept))
 
     def end(self, row: _Row) -> None:
         """Give a row's blocks back."""
         self._pool.drop(row.blocks, 0)
 
     def read(self, row: _Row) -> Tensor:
-        """Run a whole answer. Returns the logits [answer, vocab] behind which it was drawn."""
+        """Run a whole answer. Returns the logits [answer, vocab] after which it was drawn."""
         tokens, table = row.tokens[:-1], KVTable(row.blocks, self._model.device)
         return self._forward([Chunk(tokens, 0, table, len(row.tokens) - row.prompt_tokens)])
 
@@ -146,7 +146,7 @@ class Teacher:
 def answered(
     teacher: Teacher, tokens: list[int], prompt_tokens: int, workload: int, temperature: float
 ) -> _Row:
-    """Return a row as if the teacher had just generated the tokens behind the prompt: in one pass
+    """Return a row as if the teacher had just generated the tokens after the prompt: in one pass
     over all of them.
     """
     row = _Row(workload, prompt_tokens, tokens, temperature, teacher.begin(prompt_tokens))
@@ -300,7 +300,7 @@ class Generator:
         )
 
     def _again(self, first: _Row) -> _Row:
-        """Begin another answer: its first token is drawn from the law behind the prompt."""
+        """Begin another answer: its first token is drawn from the distribution after the prompt."""
         n, law, temperature = first.prompt_tokens, first.top_logprobs[1], self._sampled()
         row = replace(
             first,

@@ -2,9 +2,9 @@
 score it.
 
 Every place of an answer is a start: from the target's states there the head is unrolled over the
-tokens that followed, and each of its laws is held against the target's own. The first part of the
-training looks one token ahead, the rest several, where the head goes on from what it made itself,
-as it does when it drafts.
+tokens that followed, and each of its distributions is compared with the target's own. The first
+part of the training looks one token ahead, the rest several, where the head goes on from what it
+made itself, as it does when it drafts.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def write(path: Path, columns: dict[str, Any], next_prompt: int, target_sha256: 
 
 def read_again(paths: Sequence[Path], target_sha256: str, teacher: Teacher, shards: Shards) -> None:
     """Fill an empty work folder with the answers of files, their laws and states computed by the
-    teacher. Stopped and started again, it goes on behind the last shard.
+    teacher. Stopped and started again, it goes on after the last shard.
 
     Raises ValueError, naming the file, for answers of another target and for what is no such file.
     """

@@ -49,7 +49,7 @@ def overlap_counts(texts: Iterable[str], judged: Mapping[str, Grams]) -> dict[st
 
 def without_overlap(text: str, judged: Grams, between: str) -> str:
     """Return ``text`` without those parts (as cut by ``between``) that share a run of words with
-    ``judged``, alone or behind those kept.
+    ``judged``, alone or after those kept.
     """
     kept: list[str] = []
     tail: list[str] = []

@@ -243,15 +243,17 @@ class HeadTrainer:
 def _targets(
     samples: Sequence[HeadSample], starts: Starts, kept: Tensor, ahead: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the target's law behind the token that each start's step ``ahead`` has read."""
+    """Return the target's distribution after the token that each start's step ``ahead`` has
+    read.
+    """
     at = starts.place[kept] + ahead + 1
     ids = torch.cat([s.top_ids for s in samples])[at].long()
     return ids, torch.cat([s.top_logprobs for s in samples])[at].float()
 
 
 def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tensor:
-    """Mean cross entropy (nats) of the draft's law against the teacher's kept one, everything
-    unkept being one further class.
+    """Mean cross entropy (nats) of the draft's distribution against the teacher's kept one,
+    everything unkept being one further class.
 
     ``logits`` [n, S] over the shortlist, ``places`` [n, K] shortlist positions of the kept tokens
     (-1: not in it; left out, the draft has no class for it), ``logprobs`` [n, K] the teacher's.

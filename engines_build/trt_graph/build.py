@@ -36,7 +36,7 @@ Report = Callable[[str], Any]
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What is built: the dtype of all models (None: each model's own), weights in the engines or
-    beside them, attention's layers.
+    besides them, attention's layers.
     """
 
     dtype: str | None = None

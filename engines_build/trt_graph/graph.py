@@ -188,7 +188,7 @@ def _number(like: Tensor, value: float) -> Tensor:
 
 
 def concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Return the parts one behind the other along an axis."""
+    """Return the parts one after the other along an axis."""
     first = parts[0]
     return Tensor(
         first.graph,

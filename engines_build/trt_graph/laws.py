@@ -18,13 +18,13 @@ EXPONENT_STEPS = {F64: 10}
 """Powers of two down to 2**-1023; 7 steps, to 2**-127, for f32."""
 
 FRACTION_STEPS = {F64: 52}
-"""Bits of a significand behind its first; 23 for f32."""
+"""Bits of a significand after its first; 23 for f32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What makes a law of logits, each [batch, 1, 1]: ``temperature`` (0: greedy), ``top_k``
-    (vocabulary size: all), ``top_p`` (2: all).
+    """What makes a distribution of logits, each [batch, 1, 1]: ``temperature`` (0: greedy),
+    ``top_k`` (vocabulary size: all), ``top_p`` (2: all).
     """
 
     temperature: Tensor
@@ -59,7 +59,7 @@ class Vocabulary:
         """Return the laws that logits stand for, each summing to one: temperature, then top-k, then
         top-p.
 
-        Ties with the last that is kept are kept. At temperature 0 a law is a point mass.
+        Ties with the last that is kept are kept. At temperature 0 a distribution is a point mass.
         """
         greedy = options.temperature.equals(0.0)
         scores = logits.to(self.dtype)

@@ -3,7 +3,7 @@
 
 The batch is padded: [batch, queries] rows run, each sequence over ``past`` keys of its own, which
 ``slots`` finds in the layers' pools, and over the step's new keys, under any mask. The new keys and
-values come out; whoever owns the pools writes them where they belong.
+values come out; the owner of the pools writes them where they belong.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Row 0 of a sequence's ``rows`` draws what follows its text, row n + 1 what follows node n of its
 proposal, a tree; of a chain that is the next node. What a row draws greedily is found inside, and
 the tree is followed inside. By noise it is drawn outside, since a network has no state and TensorRT
-no integers to hash: of each law the head goes out, in which nearly always the token is.
+no integers to hash: the head of each distribution goes out; nearly always it has the token.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from engines_build.trt_graph.laws import Options, Vocabulary
 
 
 def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -> None:
-    """Declare what verifying ``logits`` [batch, rows, vocab] reads beside them, and what it
+    """Declare what verifying ``logits`` [batch, rows, vocab] reads besides them, and what it
     returns.
 
     ``greedy`` reads ``proposal`` i32 [batch, rows], the token of each row's node (-1 where there is
     none), and ``above`` bool [batch, rows, rows]: whether the second row is an ancestor of the
     first, as row 0 is of every node. It returns, in i32, ``accepted`` [batch]; ``path``
-    [batch, rows], row 0 and behind it the accepted rows; ``tokens`` [batch, rows], what these draw:
-    those accepted, and the one behind them. What stands further on means nothing.
+    [batch, rows], row 0 and after it the accepted rows; ``tokens`` [batch, rows], what these draw:
+    those accepted, and the one after them. What stands further on means nothing.
 
     ``drawn`` reads the options of laws, and returns ``laws`` [batch, rows, vocab], their ``totals``
     [batch, rows, 1], and of each the most probable ``columns`` (i32) with their ``masses``

@@ -3,7 +3,7 @@ engines_build.trtllm.measure_executor --config serving.json``.
 
 What is timed is a turn as it is served: a request whose prompt is found in the KV cache but for the
 part of a block that is computed again, the executor's queue, the pass, and the answer. The tables
-lie beside the engines.
+lie next to the engines.
 """
 
 from __future__ import annotations

@@ -228,10 +228,10 @@ def draw_for_the_place_before(patch: Patch) -> None:
 
 @killed_by(checks.texts, BUSY)
 def draw_a_run_with_the_noise_of_its_first_place(patch: Patch) -> None:
-    def behind(original, request, run):
+    def after(original, request, run):
         return replace(original(request, run), position=request.position)
 
-    wrap(patch, verification.Row, "behind", behind)
+    wrap(patch, verification.Row, "after", after)
 
 
 @killed_by(checks.texts, BUSY)

@@ -259,8 +259,8 @@ def test_an_error_ends_its_own_turn_only(engine):
         ({"end": 4}, "got 4"),
         ({"end": 9, "run": 0}, "got 9"),
         ({"run": 5}, "run must be in 0..4, got 5"),
-        ({"run": 2, "proposal": Proposal.chain("d", [1])}, "behind a proposal, got 2 and 0"),
-        ({"nodes": 3, "proposal": Proposal.chain("d", [1])}, "behind a proposal, got 1 and 3"),
+        ({"run": 2, "proposal": Proposal.chain("d", [1])}, "after a proposal, got 2 and 0"),
+        ({"nodes": 3, "proposal": Proposal.chain("d", [1])}, "after a proposal, got 1 and 3"),
         ({"run": 0, "nodes": 3}, "run must be 1 or more where nodes are asked for, got 0"),
         (
             {"proposal": Proposal("d", [1, 2], [-1, 1], [1.0, 1.0])},

@@ -232,7 +232,7 @@ BAD = [
     ({"lora_config": [1, 2, 3]}, "lora_config is not supported: LoRA"),
     ({"image_url_input": "http://x/y.png"}, "image_url_input is not supported: images"),
     ({"decoder_text_input": "x"}, "decoder_text_input is not supported: models with an encoder"),
-    ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required beside"),
+    ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required with"),
     ({"repetition_penalty": 0}, "repetition_penalty must be between .*got 0"),
     ({"min_tokens": -1}, "min_tokens .*-1"),
     (

@@ -10,11 +10,12 @@ DATES = {
     "backend/ops/nvidia_metrics.py",
     "backend/openai_frontend/answers.py",
     "backend/openai_frontend/app.py",
+    "backend/openai_frontend/template.py",
     "backend/ops/request_trace.py",
     "backend/speculation/learned_state.py",
 }
-"""Files that write a date: into a metric, a reply, a span, and beside what was learnt, which fades
-by its age (never below 0).
+"""Files that write a date: into a metric, a reply, a chat template's text, a span, and with what was
+learnt, which fades by its age (never below 0).
 """
 WALL = {
     ("time", "time"),

@@ -196,7 +196,7 @@ def test_other_parameters_are_the_client_s_own():
     [
         ({"logit_bias_ids": [1]}, ["logit_bias_values", "got 0"]),
         ({"logit_bias_ids": [1], "logit_bias_values": [1e7]}, ["logit_bias_values", "1e+07"]),
-        ({"prompt_token_ids": [1]}, ["text_input must be empty beside prompt_token_ids"]),
+        ({"prompt_token_ids": [1]}, ["text_input must be empty with prompt_token_ids"]),
         ({"text_input": ""}, ["text_input", "''"]),
         ({"text_input": b"a\xff"}, ["text_input", "UTF-8", "0xff", "offset 1"]),
         ({"stop_words": [b"ok", b"\x80"]}, ["stop_words", "UTF-8", "0x80"]),

@@ -183,7 +183,7 @@ class DeviceSteps:
         return event
 
     def wait(self, event: Any) -> None:
-        """Wait until the device has come to an event."""
+        """Wait until the device has reached an event."""
         if self._has_events:
             event.synchronize()
 

@@ -58,7 +58,7 @@ class Slots:
 class VerifyStep:
     """One bucket: ``rows`` sequences that verify ``tokens - rows`` nodes in all.
 
-    A row's proposal has at most ``columns`` nodes, of which at most ``most - 1`` are accepted, and
+    A row's proposal has at most ``columns`` nodes, at most ``most - 1`` of them are accepted, and
     the row at most ``keys`` tokens with it. ``bounded``: rows may have top-k, top-p or min-p.
     """
 

@@ -56,7 +56,7 @@ class _Job:
 
 
 class HeadEngine:
-    """A draft without KV: it goes on from what the target held at the text's last token
+    """A draft without KV: it goes on from the target's state at the text's last token
     (``Sequence.features``).
     """
 
@@ -192,7 +192,7 @@ class HeadEngine:
             running = [running[place] for place in going]
 
     def _extend(self, jobs: list[_Job], vectors: torch.Tensor, static: torch.Tensor) -> None:
-        """Extend each spine by the candidates behind its place, of ``vectors`` [jobs, hidden] and
+        """Extend each spine by the candidates after its place, of ``vectors`` [jobs, hidden] and
         their products with the static rows [jobs, rows].
         """
         own = [len(job.text.rows) for job in jobs]
@@ -208,11 +208,11 @@ class HeadEngine:
         for job, ones in zip(jobs, found, strict=True):
             columns = job.text.columns
             job.spine.extend((columns.token(column), p) for column, p in ones)
-            job.place = job.place.behind([*job.spine.tokens])
+            job.place = job.place.after([*job.spine.tokens])
 
     @staticmethod
     def _with_own(static: torch.Tensor, vectors: torch.Tensor, row: int, job: _Job) -> torch.Tensor:
-        """Return the logits [1, columns] of a row, those of its own text's tokens behind."""
+        """Return the logits [1, columns] of a row, those of its own text's tokens after."""
         if not len(job.text.rows):
             return static[row : row + 1]
         return torch.cat([static[row], (job.text.rows @ vectors[row]).float()])[None]

@@ -17,7 +17,7 @@ TARGET_ROWS = 128
 """The same where its target runs it."""
 WEIGHTS_FILE = "model.safetensors"
 CONTEXT_ROWS = 512
-"""Tokens of a request's own text, at most, that it can propose beside the static ones."""
+"""Tokens of a request's own text, at most, that it can propose besides the static ones."""
 
 _RACE_BYTES = 64
 """Of each logit while the target's device draws for a head: its noise, mass and time in 64 bits,
@@ -28,7 +28,7 @@ and what they are made of.
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
     """What a head is made of. ``layers``: the target's whose output it reads, counted from 1.
-    ``rows``: how many tokens it can propose beside those of the request's own text.
+    ``rows``: how many tokens it can propose besides those of the request's own text.
     """
 
     vocab_size: int

@@ -2,7 +2,7 @@
 
 Where the target has drawn a token, its residual stream at a few layers (``features``) is most of
 what it knows of the text. ``begin`` makes a state of it; ``step`` moves the state on by one token
-and returns the vector whose products with rows of the target's own head are the logits behind that
+and returns the vector whose products with rows of the target's own head are the logits after that
 token. It has no KV and nothing to catch up on. (Hydra, arXiv 2402.05109, and ReDrafter, arXiv
 2403.09919, are of this kind; several layers' states are EAGLE-3's, arXiv 2503.01840.)
 """
@@ -34,7 +34,7 @@ class Head(Protocol):
         ...
 
     def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the states behind tokens of these embeddings [n, hidden], the vectors that the
+        """Return the states after tokens of these embeddings [n, hidden], the vectors that the
         target's head multiplies, and their products with the static rows.
         """
         ...
@@ -80,7 +80,7 @@ class HeadNetwork(nn.Module):
 
     def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Move states [n, hidden] on by tokens whose embeddings are ``token`` [n, hidden]; return
-        the states behind them, and the vectors [n, hidden] that the head multiplies.
+        the states after them, and the vectors [n, hidden] that the head multiplies.
         """
         read = [self._normed(state, self.state_norm), self._normed(token, self.token_norm)]
         state = state + self.mix(torch.cat(read, dim=1))

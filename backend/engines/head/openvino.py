@@ -75,7 +75,7 @@ class _Graph:
         return self._outputs
 
     def _bound(self, rows: int, widths: dict[str, int]) -> dict[str, torch.Tensor]:
-        """Return memory for so many rows, which the request uses from now on."""
+        """Return memory for this many rows, which the request uses from now on."""
         found = {name: torch.empty(rows, width) for name, width in widths.items()}
         for name, tensor in found.items():
             self._request.set_tensor(name, Tensor(tensor.numpy(), shared_memory=True))

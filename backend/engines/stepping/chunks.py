@@ -50,7 +50,7 @@ class KVTable:
 
 @dataclass(slots=True)
 class Chunk:
-    """One sequence's rows of a pass: ``tokens`` behind ``start`` others, whose last ``logits`` rows
+    """One sequence's rows of a pass: ``tokens`` after ``start`` others, whose last ``logits`` rows
     want logits.
 
     The last ``len(parents)`` of them are a tree: node n continues node ``parents[n]``, an earlier

@@ -33,7 +33,7 @@ def chains(guessed: Seq[int], emitted: Seq[int], most: int) -> list[tuple[int, i
     """Cut ``emitted`` into the chains that a draft of these guesses would have made of it; return
     (accepted, length) of each.
 
-    A chain has ``most`` tokens, or those that are left. The token behind what is accepted of it is
+    A chain has ``most`` tokens, or those that are left. The token after what is accepted of it is
     the target's own, and no guess.
     """
     found, at = [], 0

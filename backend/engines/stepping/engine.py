@@ -31,7 +31,7 @@ class Model(Protocol):
     """A decoder with its KV pool. ``token_ids`` [S]: the tokens of a shortlisted head's columns.
 
     ``features`` [rows, layers, hidden]: of the last pass's rows that want logits, what they hold
-    behind the layers that drafts read; None where none does. The next pass may overwrite them.
+    after the layers that drafts read; None where none does. The next pass may overwrite them.
     """
 
     device: torch.device
@@ -53,7 +53,7 @@ class Model(Protocol):
 
 @dataclass(slots=True)
 class Job:
-    """A turn under way: its chunk of the first pass and what it has come to so far.
+    """A turn under way: its chunk of the first pass and its result so far.
 
     ``tokens`` are accepted and emitted ones; a draft's are in its ``spine``.
     """
@@ -87,7 +87,7 @@ class StepEngine:
     tokens.
 
     Positions up to ``max_context_tokens + max_draft_tokens`` can be run, the latter for proposals
-    behind a full context.
+    after a full context.
     """
 
     def __init__(self, name: str, model: Model, limits: EngineLimits) -> None:
@@ -217,7 +217,7 @@ class StepEngine:
                 f"{end}"
             )
         if proposed and (run != 1 or turn.nodes):
-            return f"run must be 1 and nodes 0 behind a proposal, got {run} and {turn.nodes}"
+            return f"run must be 1 and nodes 0 after a proposal, got {run} and {turn.nodes}"
         if turn.nodes and not run:
             return "run must be 1 or more where nodes are asked for, got 0"
         if proposed and self._columns.token_ids is not None:
@@ -271,8 +271,8 @@ class StepEngine:
         for job, chunk in running:
             end += chunk.logits
             if job.turn.run:
-                behind = len(job.request.tokens)  # nodes behind the row of the text's last token
-                rows.append(end - 1 - behind + (1 + job.path[-1] if job.path else 0))
+                after = len(job.request.tokens)  # nodes after the row of the text's last token
+                rows.append(end - 1 - after + (1 + job.path[-1] if job.path else 0))
                 jobs.append(job)
         states = features[rows].float().cpu().numpy()
         for job, own in zip(jobs, states, strict=True):
@@ -314,7 +314,7 @@ class StepEngine:
 
     def _next_chunk(self, job: Job) -> Chunk:
         run = job.run
-        job.request = job.request.behind(run[:])
+        job.request = job.request.after(run[:])
         return Chunk(run[-1:], len(job.cache.ran), job.cache.table, 1)
 
     def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
@@ -340,7 +340,7 @@ class StepEngine:
             row += job.request.rows
 
     def _extend(self, logits: torch.Tensor, jobs: list[Job]) -> None:
-        """Make nodes of the likeliest tokens behind each draft's spine, from its row of
+        """Make nodes of the likeliest tokens after each draft's spine, from its row of
         ``logits``.
         """
         places, most = [job.request for job in jobs], max(job.turn.nodes for job in jobs)
@@ -355,7 +355,7 @@ class StepEngine:
         return candidates(logits, places, most, self._columns)
 
     def _apply_verdict(self, job: Job, verdict: Verdict) -> None:
-        """Note the tokens that a verdict comes to."""
+        """Note the tokens that a verdict emits."""
         job.path = verdict.path
         job.tokens += [job.request.tokens[node] for node in verdict.path]
         job.tokens.append(self._columns.token(verdict.column))

@@ -18,7 +18,7 @@ LOGIT_BYTES = 28
 """
 
 LAW_BYTES = 4
-"""Bytes for each probability of a law that a draft keeps until it is verified."""
+"""Bytes for each probability of a distribution that a draft keeps until it is verified."""
 
 
 def activation_bytes(dtype: str) -> int:

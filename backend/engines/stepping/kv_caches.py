@@ -13,7 +13,7 @@ from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
 @dataclass(slots=True)
 class Cache:
-    """What the KV pool holds of a sequence: the token ids run, position by position, of which the
+    """What the KV pool holds of a sequence: the token ids run, position by position; the
     first ``agreed`` are committed.
 
     The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its
@@ -59,7 +59,7 @@ class Cache:
 
 class Caches:
     """The caches of an engine's sequences. ``contents`` are the keys of complete blocks whose KV
-    the pool has, whoever ran it.
+    the pool has, whichever request ran it.
     """
 
     def __init__(self, name: str, kv_blocks: int, device: torch.device) -> None:
@@ -70,8 +70,8 @@ class Caches:
         self._caches: dict[int, Cache] = {}
 
     def of(self, sequence: Sequence) -> Cache:
-        """Return the sequence's cache, made anew when its block table did not just grow; ValueError
-        without a usable table.
+        """Return the sequence's cache, made again when its block table did not just grow;
+        ValueError without a usable table.
         """
         blocks = sequence.blocks.get(self._name)
         if not blocks:

@@ -63,7 +63,7 @@ class CompiledModel:
     """A compiled decoder with a KV pool of ``kv_blocks`` blocks, in the place of
     ``backend.engines.torch.llama.Llama``.
 
-    Behind the pool lies one slot that stays zero: what a padded sequence reads in the place of
+    After the pool lies one slot that stays zero: what a padded sequence reads in the place of
     keys.
     """
 
@@ -98,7 +98,7 @@ class CompiledModel:
         )
 
     def decide(self, chunks: Seq[Chunk], requests: Seq[Row]) -> list[Verdict]:
-        """Run chunks of which the last rows are the requests', writing their KV, and return the
+        """Run chunks whose last rows are the requests', writing their KV, and return the
         verdicts on these.
         """
         for chunk in chunks:
@@ -137,8 +137,8 @@ class CompiledModel:
         cut, found = max(0, len(chunk.tokens) - self._longest), []
         for first in range(0, cut, self._longest):
             tokens = chunk.tokens[first : min(cut, first + self._longest)]
-            behind = len(chunk.tokens) - first - len(tokens)
-            logits = min(len(tokens), max(0, chunk.logits - behind))
+            after = len(chunk.tokens) - first - len(tokens)
+            logits = min(len(tokens), max(0, chunk.logits - after))
             outputs = self._run(
                 LOGITS, [Chunk(tokens, chunk.start + first, chunk.table, logits)], {}
             )

@@ -1,4 +1,4 @@
-"""What a compiled verification reads beside logits, made of requests, and verdicts of its outputs.
+"""What a compiled verification reads besides logits, made of requests, and verdicts of its outputs.
 
 Names and meanings of the tensors are those of ``engines_build.trt_graph.verification``,
 which describes it.
@@ -82,7 +82,7 @@ def _options(requests: Seq[Row], vocab_size: int, wide: torch.dtype) -> Tensors:
 def _drawn(requests: Seq[Row], outputs: Tensors) -> list[int]:
     """Return every row's own token, request by request: ``backend.sampling.draw`` by the heads.
 
-    Of a law no more leaves the device, unless its tail wins.
+    No more of a distribution leaves the device, unless its tail wins.
     """
     padded = outputs["laws"].shape[1]
     rows = [first * padded + row for first, one in enumerate(requests) for row in range(one.rows)]

@@ -73,6 +73,6 @@ def _tokens(engines: Sequence[EngineMemory], gpu: int, free: int) -> float:
         raise ConfigError(
             f"GPU {gpu} has {free >> 20} MiB free, and {names} need {fixed >> 20} MiB for "
             f"weights and activations and "
-            f"{(RESERVE_BYTES * len(here)) >> 20} MiB beside KV"
+            f"{(RESERVE_BYTES * len(here)) >> 20} MiB besides KV"
         )
     return room / sum(engine.kv_bytes_per_token / len(engine.gpus) for engine in here)

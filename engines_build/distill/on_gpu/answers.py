@@ -23,7 +23,7 @@ from engines_build.distill.on_gpu.prompts import PlainTokenizer, Text, read_abou
 from engines_build.distill.overlap import Grams, overlaps
 
 _GROUP_BATCHES = 16
-"""Prompts of so many batches are sorted by length: a batch is as wide as its longest."""
+"""Batches of prompts that are sorted by length: a batch is as wide as its longest."""
 
 _READ_ROWS = 256
 _LOOKING = 4
@@ -90,7 +90,7 @@ class Answers:
         self._follow_ups.clear()
 
     def generate(self, asked: Sequence[Asked], seconds: float, tokens: int) -> int:
-        """Answer prompts, and others about the answers, for so many seconds or until there are so
+        """Answer prompts, and others about the answers, for a time or until there are that
         many answered tokens; return how many of the prompts were taken.
         """
         rows, rng, taken = self._model.rows, random.Random(self._seed), 0
@@ -127,7 +127,7 @@ class Answers:
         self._settle(_LOOKING)
 
     def _settle(self, waiting: int) -> None:
-        """Keep what was looked at, until at most so many batches wait."""
+        """Keep what was looked at, until at most this many batches wait."""
         while len(self._waiting) > waiting or (self._waiting and self._waiting[0][1].done()):
             samples, job = self._waiting.popleft()
             shared, asked = job.result()

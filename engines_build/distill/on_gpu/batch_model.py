@@ -21,7 +21,7 @@ from engines_build.distill.generate import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, TO
 from engines_build.distill.head import HeadSample
 
 _WIDTH_STEP = 64
-"""Attention reads so many places at a time: a graph for each number of them."""
+"""Places that attention reads at a time: a graph for each number of them."""
 
 _PREFILL_TOKENS = 1 << 16
 _LAW_ROWS = 4096
@@ -168,9 +168,9 @@ class BatchModel:
         width, group = max(map(len, texts)), self._group
         tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
         first = torch.tensor([len(one.tokens) - 1 for one in asked])[:, None]
-        behind = torch.tensor([len(text) for text in texts])[:, None]
+        after = torch.tensor([len(text) for text in texts])[:, None]
         places = torch.arange(width)
-        kept = ((places >= first) & (places < behind)).to(self.device)
+        kept = ((places >= first) & (places < after)).to(self.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG001
             return _attention(q, k, v, group, is_causal=True)
@@ -235,7 +235,7 @@ class BatchModel:
         self._place += 1
 
     def _run(self, tokens: Tensor, places: Any, attend: Attend, kept: Any) -> tuple[Tensor, Tensor]:
-        """Run tokens [...] at ``places``; return what ``kept`` picks of the states behind ``taps``
+        """Run tokens [...] at ``places``; return what ``kept`` picks of the states after ``taps``
         [n, taps, hidden] and of the last [n, hidden].
         """
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
@@ -255,7 +255,7 @@ class BatchModel:
         return torch.stack(tapped, 1), hidden[kept]
 
     def _law(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and log probabilities [n, TOP_K] behind last states [n, hidden]."""
+        """Return ids and log probabilities [n, TOP_K] after last states [n, hidden]."""
         logits = self._head(self._normed(hidden, self._norm)).float()
         top, ids = logits.topk(self._top, dim=1)
         return ids, top - logits.logsumexp(1, keepdim=True)

@@ -31,7 +31,7 @@ Text = tuple[str, list[int], int, bool]
 
 class PlainTokenizer:
     """A target's tokenizer without transformers, as far as ``encode`` needs it. ``around`` is the
-    chat template before and behind a message, if there is one.
+    chat template before and after a message, if there is one.
     """
 
     def __init__(self, target: Path, around: Sequence[str] | None) -> None:
@@ -48,8 +48,8 @@ class PlainTokenizer:
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         """Return the text that asks for the answer to the one message."""
-        before, behind = self.chat_template or ("", "")
-        return f"{before}{messages[0]['content']}{behind}"
+        before, after = self.chat_template or ("", "")
+        return f"{before}{messages[0]['content']}{after}"
 
 
 def write_prompts(args: argparse.Namespace) -> None:
@@ -80,7 +80,7 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 
 def _around(tokenizer: Any) -> list[str] | None:
-    """Return what the chat template has before and behind a message."""
+    """Return what the chat template has before and after a message."""
     if tokenizer.chat_template is None:
         return None
     text = tokenizer.apply_chat_template(
