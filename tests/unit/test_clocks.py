@@ -14,8 +14,8 @@ DATES = {
     "backend/ops/request_trace.py",
     "backend/speculation/learned_state.py",
 }
-"""Files that write a date: into a metric, a reply, a chat template's text, a span, and with what was
-learnt, which fades by its age (never below 0).
+"""Files that write a date: into a metric, a reply, a chat template's text, a span, and with what
+was learnt, which fades by its age (never below 0).
 """
 WALL = {
     ("time", "time"),
