@@ -53,6 +53,7 @@ class Settings:
     openai_port: int = 0
     spec_decode_metrics: str = SPEC_DECODE_METRICS[0]
     escape_special_tokens: bool = False
+    split_reasoning: bool = True
 
     @property
     def client_host(self) -> str:
@@ -67,8 +68,8 @@ class Settings:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG``,
-    ``OPENAI_SPEC_DECODE_METRICS``, ``OPENAI_ESCAPE_SPECIAL_TOKENS`` and ``TRACE_*``. Raises
-    LaunchError.
+    ``OPENAI_SPEC_DECODE_METRICS``, ``OPENAI_ESCAPE_SPECIAL_TOKENS``, ``OPENAI_SPLIT_REASONING``
+    and ``TRACE_*``. Raises LaunchError.
     """
     ports = [
         _port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS
@@ -85,11 +86,18 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     if level not in SPEC_DECODE_METRICS:
         choices = ", ".join(SPEC_DECODE_METRICS)
         raise LaunchError(f"OPENAI_SPEC_DECODE_METRICS must be one of {choices}, got {level!r}")
-    escape = environment.get("OPENAI_ESCAPE_SPECIAL_TOKENS") or "0"
-    if escape not in ("0", "1"):
-        raise LaunchError(f"OPENAI_ESCAPE_SPECIAL_TOKENS must be 0 or 1, got {escape!r}")
+    escape = _switch(environment, "OPENAI_ESCAPE_SPECIAL_TOKENS", "0")
+    split = _switch(environment, "OPENAI_SPLIT_REASONING", "1")
     bind = environment.get("BIND") or "127.0.0.1"
-    return Settings(bind, http, grpc, metrics, config, *trace, openai, level, escape == "1")
+    return Settings(bind, http, grpc, metrics, config, *trace, openai, level, escape, split)
+
+
+def _switch(environment: Mapping[str, str], name: str, default: str) -> bool:
+    """Return whether a switch is on. Raises LaunchError."""
+    value = environment.get(name) or default
+    if value not in ("0", "1"):
+        raise LaunchError(f"{name} must be 0 or 1, got {value!r}")
+    return value == "1"
 
 
 def _trace(url: str, rate: str) -> tuple[str, int]:

@@ -5,7 +5,8 @@ tritonserver.
 calls must have it; ``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
 ``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template;
 ``OPENAI_SPEC_DECODE_METRICS``: ``none``, ``summary`` or ``detailed``;
-``OPENAI_ESCAPE_SPECIAL_TOKENS``: 1 makes special tokens in messages plain text.
+``OPENAI_ESCAPE_SPECIAL_TOKENS``: 1 makes special tokens in messages plain text;
+``OPENAI_SPLIT_REASONING``: 0 leaves reasoning in the content.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def main() -> None:
     file = environment.get("OPENAI_CHAT_TEMPLATE")
     template = load_template(folder, Path(file) if file else None)
     say(about_tools(template))
+    if template is not None and template.reasoning is not None and settings.split_reasoning:
+        say(f"reasoning ends in {template.reasoning.closing} and is apart from the content")
     front_end = FrontEnd(
         address=f"{settings.client_host}:{settings.grpc_port}",
         model=Path(model).name or "fake",
@@ -60,6 +63,7 @@ def main() -> None:
             ByteTokenizer().special_tokens if folder is None else special_tokens(folder)
         ),
         escape_special_tokens=settings.escape_special_tokens,
+        split_reasoning=settings.split_reasoning,
         spec_decode_metrics=settings.spec_decode_metrics,
         origins=tuple(filter(None, (environment.get("OPENAI_CORS_ORIGINS") or "").split(","))),
     )

@@ -4,13 +4,14 @@ tool calls.
 
 from __future__ import annotations
 
-import json
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 from backend.openai_frontend.calls import Call, CallFormat, CallReader
 from backend.openai_frontend.places import Places, by_text, token_text
+from backend.openai_frontend.reading import ForcedCallReader, Parts, Reader
+from backend.openai_frontend.reasoning import Reasoning
 from backend.openai_frontend.triton import Piece, Token
 
 
@@ -29,23 +30,37 @@ CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a body asks of the choices.
-
-    ``tool``: the text is the arguments of this function, or ('') a call that names its own.
-    ``calls``: the text may have calls of the functions ``names`` in this format, of which only the
-    first counts unless ``parallel``. ``echo``: the prompt is part of the text; ``silent``: nothing
-    else is. ``special``: the names of special tokens.
-    """
+    """What a body asks of the choices."""
 
     kind: Kind
     log_probs: bool = False
     tool: str | None = None
+    """The text is the arguments of this function, or ('') a call that names its own."""
     calls: CallFormat | None = None
+    """The text may have calls in this format."""
     names: tuple[str, ...] = ()
+    """The functions that may be called."""
     parallel: bool = True
+    """False: only the first call counts."""
+    reasoning: Reasoning | None = None
+    """The text may begin with reasoning, which is no content."""
+    shows_reasoning: bool = True
+    """Whether the client gets the reasoning."""
     echo: bool = False
+    """The prompt is part of the text."""
     silent: bool = False
+    """Nothing else than the prompt is part of the text."""
     special: frozenset[bytes] = frozenset()
+    """The names of special tokens."""
+
+    def reader(self) -> Reader | None:
+        """Return what reads a text; None where all of it is content."""
+        answer: CallReader | ForcedCallReader | None = None
+        if self.tool is not None:
+            answer = ForcedCallReader(self.tool)
+        elif self.calls is not None:
+            answer = CallReader(self.calls, self.names)
+        return Reader(self.reasoning, answer) if self.reasoning or answer else None
 
 
 @dataclass(slots=True)
@@ -63,13 +78,12 @@ class Choice:
     _offsets: list[int] = field(default_factory=list)
     _begun: bool = False
     _calls: int = 0
-    _reader: CallReader | None = None
+    _reader: Reader | None = field(init=False)
     _places: Places = field(init=False)
 
     def __post_init__(self) -> None:
         self._places = Places(self.text, self.style.special)
-        if self.style.calls is not None:
-            self._reader = CallReader(self.style.calls, self.style.names)
+        self._reader = self.style.reader()
 
     def add(self, piece: Piece) -> None:
         """Take what is new."""
@@ -100,13 +114,15 @@ class Choice:
         """Return the choice of an answer that is not streamed."""
         if self.style.kind == COMPLETION:
             return self._completion()
-        content, calls = self._read()
+        parts = self._read()
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": content if content or not calls else None,
+            "content": parts.content if parts.content or not parts.calls else None,
         }
-        if calls:
-            message["tool_calls"] = calls
+        if self.style.reasoning is not None and self.style.shows_reasoning:
+            message |= _reasoning(parts.reasoning or None)
+        if parts.calls:
+            message["tool_calls"] = self._calls_of(parts)
         return {
             "index": self.index,
             "message": message,
@@ -115,21 +131,23 @@ class Choice:
         }
 
     def part(self) -> dict[str, Any] | None:
-        """Return what is new as the choice of an event, and forget it; None while it may be part of
-        a call.
+        """Return what is new as the choice of an event, and forget it; None while all of it waits
+        in the reader.
         """
         if self.style.kind == COMPLETION:
             made = self._completion()
         else:
-            content, calls = self._read()
-            held = self.style.tool is not None or self._reader is not None
-            if held and self.reason is None and not content and not calls:
+            parts = self._read()
+            if self._reader is not None and self.reason is None and not parts:
                 return None
             delta: dict[str, Any] = {} if self._begun else {"role": "assistant"}
-            if content or not calls:
-                delta["content"] = content
-            if calls:
-                first = self._calls - len(calls)
+            if parts.reasoning:
+                delta |= _reasoning(parts.reasoning)
+            if parts.content or not (parts.calls or parts.reasoning):
+                delta["content"] = parts.content
+            if parts.calls:
+                first = self._calls
+                calls = self._calls_of(parts)
                 delta["tool_calls"] = [
                     {"index": first + at, **call} for at, call in enumerate(calls)
                 ]
@@ -157,21 +175,21 @@ class Choice:
         ending = {"finish_reason": "tool_calls" if called else self.reason}
         return ending if self.seed is None else {**ending, "seed": self.seed}
 
-    def _read(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return (and forget) the content and the calls that are certain."""
-        ended, calls = self.reason is not None, list[Call]()
-        if self.style.tool is not None and not ended:
-            return "", []
-        content, self.text = self.text, ""
-        if self.style.tool is not None:
-            if (call := _forced_call(self.style.tool, content)) is not None:
-                content, calls = "", [call]
-        elif self._reader is not None:
-            content, calls = self._reader.read(content, ended=ended)
-            if not self.style.parallel:
-                calls = calls[: 1 - self._calls]
-        self._calls += len(calls)
-        return content, [_told_call(call) for call in calls]
+    def _read(self) -> Parts:
+        """Return (and forget) what is certain."""
+        text, self.text = self.text, ""
+        if self._reader is None:
+            return Parts(content=text)
+        parts = self._reader.read(text, ended=self.reason is not None)
+        if not self.style.shows_reasoning:
+            parts.reasoning = ""
+        if not self.style.parallel:
+            parts.calls = parts.calls[: 1 - self._calls]
+        return parts
+
+    def _calls_of(self, parts: Parts) -> list[dict[str, Any]]:
+        self._calls += len(parts.calls)
+        return [_told_call(call) for call in parts.calls]
 
     def _chat_log_probs(self) -> dict[str, Any] | None:
         if not self.style.log_probs:
@@ -199,17 +217,9 @@ class Choice:
         }
 
 
-def _forced_call(name: str, text: str) -> Call | None:
-    """Return a text that a grammar has held as a call; None where it names no function, as one that
-    was cut may.
-    """
-    if name:
-        return Call(name, text)
-    try:
-        call = json.loads(text)
-        return Call(call["name"], json.dumps(call["parameters"], ensure_ascii=False))
-    except (ValueError, KeyError, TypeError):
-        return None
+def _reasoning(text: str | None) -> dict[str, str | None]:
+    """Return a text under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _told_call(call: Call) -> dict[str, Any]:

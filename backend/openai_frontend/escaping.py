@@ -16,7 +16,10 @@ from itertools import accumulate
 from typing import Any
 
 _KEYS = frozenset(
-    ("role", "content", "name", "tool_call_id", "tool_calls", "id", "type", "function", "arguments")
+    (
+        *("role", "content", "name", "tool_call_id", "tool_calls", "id", "type", "function"),
+        *("arguments", "reasoning_content", "reasoning"),
+    )
 )
 """Names that templates look for; others are those of a call's arguments."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from backend.openai_frontend.reasoning import Reasoning
 from backend.openai_frontend.schema import ChatRequest, Function
 from backend.openai_frontend.strict import close_objects
 
@@ -20,22 +21,27 @@ _ANNOTATIONS = {"$schema", "title", "description", "type", "properties", "requir
 _BLANKS = r"BLANKS: /[ \n\r\t]+/"
 
 
-def guide_of(body: ChatRequest) -> tuple[str | None, dict[str, str]]:
+def guide_of(
+    body: ChatRequest, reasoning: Reasoning | None = None
+) -> tuple[str | None, dict[str, str]]:
     """Return (the function that the text is a call of, '' for one that it names itself, or None;
-    the inputs of the text model that hold the text to a grammar, if any).
+    the inputs of the text model that constrain the text to a grammar, if any). Reasoning is free.
     """
     choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
     if choice is not None and choice.function is not None:
-        named = next(f for f in reversed(functions) if f.name == choice.function.name)
-        return named.name, _schema_guide(arguments_schema(named))
+        index = max(i for i, f in enumerate(functions) if f.name == choice.function.name)
+        schema = arguments_schema(functions[index])
+        return functions[index].name, _schema_guide(schema, reasoning, index)
     if choice is not None and choice.type == "required":
-        return "", _guide("ebnf_grammar", call_grammar(functions))
+        grammar = call_grammar(functions)
+        return "", _guide("ebnf_grammar", _after_reasoning(grammar, reasoning))
     if body.response_format is None or body.response_format.type == "text":
         return None, {}
     asked = body.response_format.json_schema
     if asked is None:
-        return None, _schema_guide({"type": "object"})
-    return None, _schema_guide(close_objects(asked.schema_) if asked.strict else asked.schema_)
+        return None, _schema_guide({"type": "object"}, reasoning)
+    schema = close_objects(asked.schema_) if asked.strict else asked.schema_
+    return None, _schema_guide(schema, reasoning)
 
 
 def arguments_schema(function: Function) -> Any:
@@ -59,12 +65,30 @@ def call_grammar(functions: list[Function]) -> str:
         parts = ["{", '"name"', ":", json.dumps(function.name), ",", '"parameters"', ":"]
         texts = " BLANKS? ".join(json.dumps(part) for part in parts)
         calls.append(f'call_{index}: {texts} BLANKS? arguments_{index} BLANKS? "}}"')
-    start = "start: " + " | ".join(f"call_{index}" for index in range(len(functions)))
-    return "\n".join([*schemas, *calls, start, _BLANKS])
+    answer = "answer: " + " | ".join(f"call_{index}" for index in range(len(functions)))
+    return "\n".join([*schemas, *calls, answer, _BLANKS])
 
 
-def _schema_guide(schema: dict[str, Any] | bool) -> dict[str, str]:
-    return _guide("json_schema", json.dumps(schema))
+def _schema_guide(
+    schema: dict[str, Any] | bool, reasoning: Reasoning | None, index: int = 0
+) -> dict[str, str]:
+    """Return the guide of a schema; ``index`` is that of the function whose arguments it has."""
+    text = json.dumps(schema)
+    if reasoning is None:
+        return _guide("json_schema", text)
+    grammar = "\n" * index + f"answer: %json {text}\n{_BLANKS}"
+    return _guide("ebnf_grammar", _after_reasoning(grammar, reasoning))
+
+
+def _after_reasoning(grammar: str, reasoning: Reasoning | None) -> str:
+    """Return a grammar with its start: the ``answer``, after reasoning where there is some."""
+    if reasoning is None:
+        return f"{grammar}\nstart: answer"
+    opening, closing = json.dumps(reasoning.form.opening), json.dumps(reasoning.form.closing)
+    rules = f"{grammar}\nreasoning[suffix={closing}]: /(?s:.*)/\n"
+    if reasoning.is_open:
+        return f"{rules}start: reasoning BLANKS? answer"
+    return f"{rules}start: (BLANKS? {opening} reasoning BLANKS?)? answer"
 
 
 def _guide(kind: str, text: str) -> dict[str, str]:

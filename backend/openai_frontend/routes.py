@@ -60,11 +60,20 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
     prompt = settings.prompt(body.messages, tools, body.chat_template_kwargs, effort)
     top = (body.top_logprobs or 0) if body.logprobs else None
     options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
-    tool, guide = guide_of(body)
+    reasoning = settings.reasoning(prompt) if body.separate_reasoning else None
+    tool, guide = guide_of(body, reasoning)
     options |= guide
     special = frozenset(name.encode() for name in settings.special_tokens)
     parallel = body.parallel_tool_calls
-    style = Style(CHAT, body.logprobs, tool, parallel=parallel, special=special)
+    style = Style(
+        CHAT,
+        body.logprobs,
+        tool,
+        parallel=parallel,
+        reasoning=reasoning,
+        shows_reasoning=body.include_reasoning,
+        special=special,
+    )
     if body.tools and called and tool is None and settings.template is not None:
         style = replace(style, calls=settings.template.calls, names=tuple(body.function_names()))
     return Answer(_slim(body), style, [prompt], options, settings.spec_decode_metrics)

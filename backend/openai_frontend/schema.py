@@ -275,6 +275,10 @@ class ToolCall(_Body):
         return {"id": self.id, "type": self.type, "function": function}
 
 
+REASONING_NAMES = ("reasoning_content", "reasoning")
+"""What templates call the reasoning of an earlier answer."""
+
+
 class Message(_Body):
     """A message of a chat. An assistant's may have null content beside a refusal or calls."""
 
@@ -291,6 +295,10 @@ class Message(_Body):
     refusal: str | None = Field(
         None, description="of an earlier answer: its text where content is null"
     )
+    reasoning_content: str | None = Field(
+        None, description="of an earlier answer, for the chat template"
+    )
+    reasoning: str | None = Field(None, description="the same by vLLM's name")
     annotations: Any = _ignored("of an earlier answer")
     cache_control: Any = _ignored(_CACHE_CONTROL)
     audio: Any = _refused("there is no audio")
@@ -298,7 +306,8 @@ class Message(_Body):
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        is_answer = self.role == "assistant" and (self.tool_calls, self.refusal) != (None, None)
+        others = (self.tool_calls, self.refusal, self.reasoning_content, self.reasoning)
+        is_answer = self.role == "assistant" and any(other is not None for other in others)
         if self.content is None and not self.tool_calls and not is_answer:
             raise wrong("content must be a text or parts of type text, got null", "content")
         return self
@@ -308,6 +317,8 @@ class Message(_Body):
         given = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:
             given["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        if reasoning := self.reasoning_content or self.reasoning:
+            given |= dict.fromkeys(REASONING_NAMES, reasoning)
         parts = (part.text + part.refusal for part in self.content or ())
         return {
             **given,
@@ -464,6 +475,12 @@ class ChatRequest(Options):
         None,
         description="for chat templates that read it; `none` also sets `enable_thinking` and "
         "`thinking` to false where the template reads these",
+    )
+    separate_reasoning: bool = Field(
+        True, description="SGLang's; false: reasoning stays in the content, as the model writes it"
+    )
+    include_reasoning: bool = Field(
+        True, description="vLLM's; false: reasoning that is apart from the content is left out"
     )
     prediction: Any = _ignored("how much is guessed is decided without it")
     functions: Any = _refused("use tools", [])

@@ -8,6 +8,7 @@ from typing import Any
 
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.escaping import Escaped, Escaper
+from backend.openai_frontend.reasoning import Reasoning, reasoning_after
 from backend.openai_frontend.schema import INT32, Message, Tool
 from backend.openai_frontend.template import ChatTemplate, RenderError
 
@@ -37,6 +38,8 @@ class FrontEnd:
     version: str = ""
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     escape_special_tokens: bool = False
+    split_reasoning: bool = True
+    """Whether reasoning is apart from an answer's content."""
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model's name."""
@@ -66,3 +69,10 @@ class FrontEnd:
         except RenderError as error:
             raise ApiError(400, str(error), error.field, error.code) from None
         return escaper.prompt(text) if escaper else text
+
+    def reasoning(self, prompt: str | Escaped) -> Reasoning | None:
+        """Return the reasoning that the answer to a conversation may begin with."""
+        if self.template is None or not self.split_reasoning:
+            return None
+        text = prompt.text if isinstance(prompt, Escaped) else prompt
+        return reasoning_after(self.template.reasoning, text)

@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backend.openai_frontend.calls import call_format
 from backend.openai_frontend.errors import shown
+from backend.openai_frontend.reasoning import reasoning_format
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates switch reasoning off and on."""
@@ -45,7 +46,8 @@ class ChatTemplate:
     """Turns messages into the prompt of a model. A template can compute on what it is given, and no
     more: it runs in jinja2's sandbox.
 
-    ``calls`` is the format in which the model writes calls of tools, None where it is not known.
+    ``calls`` is the format in which the model writes calls of tools, None where it is not known;
+    ``reasoning`` the marks around its reasoning, None where it has none.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class ChatTemplate:
         self._developers = "developer" in source
         self.shows_tools = "tools" in source
         self.calls = call_format(source)
+        self.reasoning = reasoning_format(source)
         self._takes_effort = _EFFORT in source
         self._switches = tuple(name for name in SWITCHES if name in source)
 

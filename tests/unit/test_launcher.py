@@ -69,10 +69,16 @@ def test_the_level_of_speculation_counts_is_one_of_vllm_s():
         read_settings({name: "full"})
 
 
-def test_special_tokens_are_escaped_or_not():
-    name = "OPENAI_ESCAPE_SPECIAL_TOKENS"
-    escapes = [read_settings({name: value}).escape_special_tokens for value in ("", "0", "1")]
-    assert escapes == [False, False, True]
+@pytest.mark.parametrize(
+    ("name", "attribute", "default"),
+    [
+        ("OPENAI_ESCAPE_SPECIAL_TOKENS", "escape_special_tokens", False),
+        ("OPENAI_SPLIT_REASONING", "split_reasoning", True),
+    ],
+)
+def test_a_switch_is_on_or_off(name, attribute, default):
+    values = [getattr(read_settings({name: value}), attribute) for value in ("", "0", "1")]
+    assert values == [default, False, True]
     with pytest.raises(LaunchError, match="must be 0 or 1, got 'yes'"):
         read_settings({name: "yes"})
 
