@@ -7,69 +7,115 @@ is needed.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection
+import re
 from dataclasses import dataclass
 
-_OTHER_FORMATS = ("<function=", "<arg_key>", "[ARGS]")
-"""Marks of templates that write a known mark and something else than JSON behind it."""
+from backend.openai_frontend.call_bodies import (
+    JSON,
+    Call,
+    Functions,
+    Notation,
+    PythonNotation,
+    TagNotation,
+)
+from backend.openai_frontend.reasoning import without_start_of
+
+_OTHER_NOTATIONS = ("<function=", "[ARGS]")
+"""Marks of templates that write a known mark and another notation after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes calls as JSON: each between ``opening`` and ``closing``, or (no
-    ``closing``) as all of its text.
-
-    Then ``opening`` may be missing, as it is often a special token, which is no text; the text
-    begins with ``begins``. ``marks`` are what a chat template is known by.
-    """
+    """How a model writes calls, and how its chat template is known."""
 
     name: str
     marks: tuple[str, ...]
-    opening: str
+    """A template of the format has one of these."""
+    opening: str = ""
+    """What is before a call. Without ``closing`` it may be missing, as it is often a special
+    token, which is no text.
+    """
     closing: str = ""
+    """What is after a call; '': calls are all of the text."""
     begins: str = ""
+    """How a text begins that is all calls."""
+    fence: str = ""
+    """What a text may end with that is all calls."""
+    notation: Notation = JSON
+    also: str = ""
+    """A template of the format has this, too."""
+    must_close: bool = False
+    """Without ``closing`` nobody knows whether the call is complete."""
 
 
+_JSON_OF_LLAMA = '"parameters": dictionary of argument name'
 FORMATS = (
+    CallFormat(
+        "GLM 4.5",
+        ("<arg_key>",),
+        "<tool_call>",
+        "</tool_call>",
+        notation=TagNotation(
+            re.compile(r"\s*([^\s<]+)\s*"),
+            re.compile(
+                r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+            ),
+        ),
+        must_close=True,
+    ),
+    CallFormat(
+        "Qwen3-Coder",
+        ("<parameter=",),
+        "<tool_call>",
+        "</tool_call>",
+        notation=TagNotation(
+            re.compile(r"\s*<function=([^>\n]+)>\s*"),
+            re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL),
+            end="</function>",
+        ),
+        also="<function=",
+    ),
     CallFormat("Hermes", ("<tool_call>",), "<tool_call>", "</tool_call>"),
     CallFormat("Mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", begins='[{"'),
+    CallFormat("Gemma 3 code", ("tool_code",), "```tool_code", "```", notation=PythonNotation()),
+    CallFormat("Pythonic", ("func_name1(",), begins="[", notation=PythonNotation()),
     CallFormat(
-        "Llama 3",
-        ("<|python_tag|>", '"parameters": dictionary of argument name'),
-        "<|python_tag|>",
+        "Gemma 3 JSON",
+        (_JSON_OF_LLAMA,),
+        "```json",
         begins='{"',
+        fence="```",
+        also="<start_of_turn>",
     ),
+    CallFormat("Llama 3", ("<|python_tag|>", _JSON_OF_LLAMA), "<|python_tag|>", begins='{"'),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a function; ``arguments`` are JSON."""
-
-    name: str
-    arguments: str
 
 
 def call_format(template: str) -> CallFormat | None:
     """Return the format that a chat template teaches, None where it is not known or no tools are
     shown to the model.
     """
-    if "tools" not in template or any(mark in template for mark in _OTHER_FORMATS):
+    if "tools" not in template:
         return None
-    return next((form for form in FORMATS if any(mark in template for mark in form.marks)), None)
+    form = next((form for form in FORMATS if _is_taught(form, template)), None)
+    is_json = form is not None and form.notation is JSON
+    return None if is_json and any(mark in template for mark in _OTHER_NOTATIONS) else form
+
+
+def _is_taught(form: CallFormat, template: str) -> bool:
+    return form.also in template and any(mark in template for mark in form.marks)
 
 
 class CallReader:
     """Separates a text that comes in pieces into content and calls: what may become a call is held
     back until that is known.
 
-    What turns out to be no call of one of the functions ``names`` is content, letter by letter.
+    What turns out to be no call of one of the ``functions`` is content, letter by letter.
     """
 
-    def __init__(self, form: CallFormat, names: Collection[str]) -> None:
+    def __init__(self, form: CallFormat, functions: Functions) -> None:
         self._form = form
-        self._names = names
+        self._functions = functions
         self._held = ""
         self._called = False
         self._plain = False  # of a format whose calls are all of the text: this one has none
@@ -82,7 +128,7 @@ class CallReader:
         content, calls = "", list[Call]()
         while (found := self._next(ended)) is not None:
             before, call, behind = found
-            made = parse_calls(call, self._names)
+            made = self._form.notation.calls(call, self._functions)
             if made is None:
                 content += self._held[: len(self._held) - len(behind)]
             else:
@@ -100,23 +146,24 @@ class CallReader:
         """
         before, opening, rest = self._held.partition(self._form.opening)
         call, closing, behind = rest.partition(self._form.closing)
-        return (before, call, behind) if opening and (closing or ended) else None
+        is_complete = closing or (ended and not self._form.must_close)
+        return (before, call, behind) if opening and is_complete else None
 
     def _safe(self) -> int:
         """Return how much of the text can be no part of a call, nor blanks before one."""
         opening = self._form.opening
         at = self._held.find(opening)
-        if at < 0:
-            sizes = range(min(len(opening) - 1, len(self._held)), 0, -1)
-            at = len(self._held) - next((n for n in sizes if self._held.endswith(opening[:n])), 0)
-        return len(self._held[:at].rstrip())
+        before = without_start_of(opening, self._held) if at < 0 else self._held[:at]
+        return len(before.rstrip())
 
     def _whole(self, ended: bool) -> tuple[str, list[Call]]:
         opening, begins = self._form.opening, self._form.begins
         text = self._held.strip().removeprefix(opening)
+        if ended and self._form.fence:
+            text = text.removesuffix(self._form.fence)
         start = "".join(text.split())
         if not self._plain and ended:
-            if (calls := parse_calls(text, self._names)) is not None:
+            if (calls := self._form.notation.calls(text, self._functions)) is not None:
                 return "", calls
         elif not self._plain and (
             start.startswith(begins) or begins.startswith(start) or opening.startswith(text)
@@ -125,28 +172,3 @@ class CallReader:
         self._plain = True
         content, self._held = self._held, ""
         return content, []
-
-
-def parse_calls(text: str, names: Collection[str]) -> list[Call] | None:
-    """Return the calls of functions ``names`` that a text is, one or several or a list of them;
-    None for any other text.
-    """
-    decoder, values, text = json.JSONDecoder(), [], text.strip()
-    try:
-        while text:
-            value, end = decoder.raw_decode(text)
-            values += value if isinstance(value, list) else [value]
-            text = text[end:].lstrip(" \t\r\n;,")
-        return [_call(value, names) for value in values] or None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _call(value: dict[str, object], names: Collection[str]) -> Call:
-    """Return what a value calls. Raises an error for what is no call."""
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if value["name"] not in names or not isinstance(arguments, dict):
-        raise ValueError("no call")
-    return Call(str(value["name"]), json.dumps(arguments, ensure_ascii=False))

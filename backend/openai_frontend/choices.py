@@ -8,7 +8,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.openai_frontend.calls import Call, CallFormat, CallReader
+from backend.openai_frontend.call_bodies import Call, Functions
+from backend.openai_frontend.calls import CallFormat, CallReader
 from backend.openai_frontend.places import Places, by_text, token_text
 from backend.openai_frontend.reading import ForcedCallReader, Parts, Reader
 from backend.openai_frontend.reasoning import Reasoning
@@ -38,7 +39,7 @@ class Style:
     """The text is the arguments of this function, or ('') a call that names its own."""
     calls: CallFormat | None = None
     """The text may have calls in this format."""
-    names: tuple[str, ...] = ()
+    functions: Functions = field(default_factory=dict)
     """The functions that may be called."""
     parallel: bool = True
     """False: only the first call counts."""
@@ -59,7 +60,7 @@ class Style:
         if self.tool is not None:
             answer = ForcedCallReader(self.tool)
         elif self.calls is not None:
-            answer = CallReader(self.calls, self.names)
+            answer = CallReader(self.calls, self.functions)
         return Reader(self.reasoning, answer) if self.reasoning or answer else None
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from backend.openai_frontend.calls import Call, CallReader
+from backend.openai_frontend.call_bodies import Call
+from backend.openai_frontend.calls import CallReader
 from backend.openai_frontend.reasoning import Reasoning, ReasoningReader
 
 

@@ -75,7 +75,8 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
         special=special,
     )
     if body.tools and called and tool is None and settings.template is not None:
-        style = replace(style, calls=settings.template.calls, names=tuple(body.function_names()))
+        functions = {tool.function.name: tool.function.parameters for tool in body.tools}
+        style = replace(style, calls=settings.template.calls, functions=functions)
     return Answer(_slim(body), style, [prompt], options, settings.spec_decode_metrics)
 
 

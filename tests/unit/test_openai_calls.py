@@ -6,12 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.openai_frontend.calls import FORMATS, Call, CallReader, call_format
+from backend.openai_frontend.call_bodies import Call, PythonNotation, typed
+from backend.openai_frontend.calls import FORMATS, CallReader, call_format
 from backend.openai_frontend.choices import CHAT, COMPLETION, Choice, Style
 from backend.openai_frontend.triton import Piece
 
-HERMES, MISTRAL, LLAMA = FORMATS
-NAMES = ("clock", "weather")
+GLM, CODER, HERMES, MISTRAL, GEMMA, PYTHONIC, GEMMA_JSON, LLAMA = FORMATS
+WEATHER_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array"}},
+}
+NAMES = {"clock": None, "weather": WEATHER_SCHEMA}
 CLOCK, WEATHER = Call("clock", "{}"), Call("weather", '{"city": "Köln </b>"}')
 ASKS = '{"name": "weather", "arguments": {"city": "Köln </b>"}}'
 
@@ -52,6 +57,64 @@ TEXTS = [
     (MISTRAL, f"[TOOL_CALLS] [{ASKS}]", "", [WEATHER]),
     (MISTRAL, "[1] is a source, [TOOL", "[1] is a source, [TOOL", []),
     (MISTRAL, "  ", "  ", []),
+    (
+        GLM,
+        "Let me see.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln </b></arg_value>"
+        "\n</tool_call>\n<tool_call>clock\n</tool_call>\n",
+        "Let me see.",
+        [WEATHER, CLOCK],
+    ),
+    (
+        GLM,
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>5</arg_value>"
+        "<arg_key>days</arg_key><arg_value>[1]</arg_value></tool_call>",
+        "",
+        [Call("weather", '{"city": "5", "days": [1]}')],
+    ),
+    *(
+        (GLM, text, text, [])
+        for text in (
+            "<tool_call>other\n</tool_call>",
+            "<tool_call>clock\n",  # cut: nobody knows what would follow
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>Köln</tool_call>",
+            "<tool_call>clock and more</tool_call>",
+            "a <tool_call> b",
+        )
+    ),
+    (
+        CODER,
+        "<tool_call>\n<function=weather>\n<parameter=city>\nKöln </b>\n</parameter>\n</function>\n"
+        "</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+        "",
+        [WEATHER, CLOCK],
+    ),
+    (
+        CODER,
+        "<tool_call><function=weather><parameter=city>\n\na\n\n</parameter></function>",
+        "",
+        [Call("weather", '{"city": "\\na\\n"}')],
+    ),
+    (CODER, "<tool_call><function=clock>", "<tool_call><function=clock>", []),
+    (
+        GEMMA,
+        "Let me see.\n```tool_code\nweather(city='Köln </b>')\n```\nSo.",
+        "Let me see.\nSo.",
+        [WEATHER],
+    ),
+    (GEMMA, f"```tool_code\n{ASKS}\n```", "", [WEATHER]),
+    (GEMMA, "```tool_code\n[weather('Köln </b>'), clock()]\n```", "", [WEATHER, CLOCK]),
+    (GEMMA, "```tool_code\nclock()\nclock()", "", [CLOCK, CLOCK]),
+    (GEMMA, "```python\nclock()\n```", "```python\nclock()\n```", []),
+    *(
+        (GEMMA, f"```tool_code\n{code}\n```", f"```tool_code\n{code}\n```", [])
+        for code in ("print(clock())", "clock", "clock(1)", "weather(city=x)", "weather(**{})", "")
+    ),
+    (PYTHONIC, '[weather(city="Köln </b>"), clock()]', "", [WEATHER, CLOCK]),
+    (PYTHONIC, "[1] says it", "[1] says it", []),
+    (GEMMA_JSON, f"```json\n{ASKS}\n```", "", [WEATHER]),
+    (GEMMA_JSON, ASKS, "", [WEATHER]),
+    (GEMMA_JSON, "```json\n{}\n```", "```json\n{}\n```", []),
+    (GEMMA_JSON, "```python\nclock()\n```", "```python\nclock()\n```", []),
 ]
 
 
@@ -91,8 +154,13 @@ TEMPLATES = {
     "{% if builtin_tools %}{{ '<|python_tag|>' }}{% endif %}": LLAMA,
     "[AVAILABLE_TOOLS] {{ tools }}[/AVAILABLE_TOOLS]{{ '[TOOL_CALLS] [' }}": MISTRAL,
     "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}": None,
-    "{{ tools }}<tool_call>\n<function=name>\n<parameter=city>": None,
-    "{{ tools }}<tool_call>name\n<arg_key>city</arg_key>": None,
+    "{{ tools }}<tool_call>\n<function=name>\n<parameter=city>": CODER,
+    "{{ tools }}<tool_call>\n<function=name>{json}</function>": None,
+    "{{ tools }}<tool_call>name\n<arg_key>city</arg_key>": GLM,
+    "<start_of_turn>{{ tools }} in a block ```tool_code": GEMMA,
+    "<start_of_turn>{{ tools }} as [func_name1(params_name1=params_value1)]": PYTHONIC,
+    '<start_of_turn>{{ tools }} {"name": function name, "parameters": dictionary of argument '
+    "name and its value}": GEMMA_JSON,
     "{{ messages[0].content }}<tool_call>": None,
     "{% for tool in tools %}{{ tool }}{% endfor %}": None,
 }
@@ -106,7 +174,7 @@ def test_the_format_of_calls_is_known_by_the_chat_template(template):
 def test_a_streamed_call_leaks_no_text_and_only_the_first_is_given_where_one_is_wanted():
     text = f"See:\n<tool_call>{ASKS}</tool_call><tool_call>{ASKS}</tool_call>"
     for parallel in (True, False):
-        choice = Choice(Style(CHAT, calls=HERMES, names=NAMES, parallel=parallel), 0)
+        choice = Choice(Style(CHAT, calls=HERMES, functions=NAMES, parallel=parallel), 0)
         events = []
         for at, letter in enumerate(text):
             choice.add(Piece(0, 0, letter, "end_id" if at == len(text) - 1 else None))
@@ -120,7 +188,7 @@ def test_a_streamed_call_leaks_no_text_and_only_the_first_is_given_where_one_is_
 
 
 def test_a_text_that_was_cut_in_a_call_is_content_and_says_so():
-    choice = Choice(Style(CHAT, calls=HERMES, names=NAMES), 0)
+    choice = Choice(Style(CHAT, calls=HERMES, functions=NAMES), 0)
     choice.add(Piece(0, 0, '<tool_call>{"name": "cl', "length"))
     assert choice.whole()["message"] == {"role": "assistant", "content": '<tool_call>{"name": "cl'}
     assert choice.whole()["finish_reason"] == "length"
@@ -150,8 +218,8 @@ def joined(deltas):
 FORCED = '{"city": "Köln </b>", "days": [1, 2]}'
 AROUND = f"See:\n<tool_call>{ASKS}</tool_call> \n and <tool_call>{ASKS}</tool_call> \n that \n"
 STYLES = [
-    ({"calls": HERMES, "names": NAMES}, AROUND),
-    *(({"calls": form, "names": NAMES}, text) for form, text, _, _ in TEXTS),
+    ({"calls": HERMES, "functions": NAMES}, AROUND),
+    *(({"calls": form, "functions": NAMES}, text) for form, text, _, _ in TEXTS),
     ({"tool": "weather"}, FORCED),
     ({"tool": ""}, f'{{"name": "weather", "parameters": {FORCED}}}'),
     ({"tool": ""}, f'{{"name": "weather", "arguments": {FORCED}}}'),
@@ -184,3 +252,58 @@ def test_the_deltas_of_a_stream_are_the_unstreamed_message_however_many_letters_
         content, found = joined([event["delta"] for event in events])
         assert (content, found) == (message["content"] or "", calls), text
         assert events[-1]["finish_reason"] == told["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "integer"}, 5),
+        ("5", {"type": "number"}, 5),
+        ("5", {"type": "string"}, "5"),
+        ("5", None, 5),
+        ("five", None, "five"),
+        ("five", {"type": "integer"}, "five"),
+        ("true", {"type": "boolean"}, True),
+        ("True", {"type": "boolean"}, True),
+        ("None", {"type": ["integer", "null"]}, None),
+        ("None", {"type": "string"}, "None"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("5", {"type": ["string", "null"]}, "5"),
+        ("5", {"anyOf": [{"type": "integer"}, {"type": "string"}]}, 5),
+        ('"5"', {"anyOf": [{"type": "integer"}, {"type": "string"}]}, '"5"'),
+        ("5", {"enum": ["4", "5"]}, "5"),
+        ("5", {"enum": [4, 5]}, 5),
+        ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("[" * 100_000, {"type": "array"}, "[" * 100_000),
+        ("5", {"type": 3}, 5),
+        ("5", {"anyOf": "x", "enum": 7}, 5),
+    ],
+)
+def test_a_text_without_quotes_is_what_its_schema_says(text, schema, value):
+    assert typed(text, schema) == value
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "clock(" * 10_000,
+        "clock(" + "-" * 100_000 + "1)",
+        "clock(a=" + "[" * 10_000,
+        "weather(city={1, 2})",
+        "weather(city=1e999)",
+        "weather(city=b'a')",
+        "weather(city='a', city='b')",
+        "weather('a', city='b')",
+        "a.clock()",
+        "clock(\0)",
+    ],
+)
+def test_code_that_is_no_call_is_none(code):
+    assert PythonNotation().calls(code, NAMES) is None
+
+
+def test_code_is_read_without_a_warning():
+    assert PythonNotation().calls(r"weather(city='\d')", NAMES) == [
+        Call("weather", json.dumps({"city": r"\d"}))
+    ]

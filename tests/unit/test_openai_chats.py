@@ -1,5 +1,7 @@
 """Chats of reasoning models through the route: what the template marks, streamed and not."""
 
+import json
+
 import pytest
 
 from backend.openai_frontend.errors import CHAT_FIELDS, TOOL_FIELDS, upstream_error
@@ -81,6 +83,50 @@ def test_a_call_that_must_come_follows_reasoning(text, reason, calls, stream):
     assert message["reasoning_content"] == "Hm."
     found = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
     assert found == calls
+
+
+SHOWS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + TURNS
+ASKED = '{"name": "book", "arguments": {"seat": "5", "rows": [1]}}'
+BOOK = {
+    "type": "object",
+    "properties": {"seat": {"type": "string"}, "rows": {"type": "array"}},
+}
+FORMATS = {
+    "Hermes": ("<tool_call>", f"<tool_call>\n{ASKED}\n</tool_call>"),
+    "GLM 4.5": (
+        "<arg_key>",
+        "<tool_call>book\n<arg_key>seat</arg_key>\n<arg_value>5</arg_value>\n"
+        "<arg_key>rows</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>",
+    ),
+    "Qwen3-Coder": (
+        "<function= <parameter=",
+        "<tool_call>\n<function=book>\n<parameter=seat>\n5\n</parameter>\n<parameter=rows>\n[1]\n"
+        "</parameter>\n</function>\n</tool_call>",
+    ),
+    "Gemma 3": ("```tool_code", "```tool_code\nbook(seat='5', rows=[1])\n```"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("letters", [1, 4, 1000])
+def test_calls_of_every_format_are_read_and_no_mark_leaks(name, letters, stream):
+    marks, call = FORMATS[name]
+    tools = [*TOOLS, {"type": "function", "function": {"name": "book", "parameters": BOOK}}]
+    template = SHOWS + "{# </think> " + marks + " #}"
+    text = f"<think>Hm.</think>See:\n{call}\n{call}"
+    _, answer = chat(template, text, letters=letters, tools=tools, stream=stream)
+    message = message_of(answer)
+    assert (message["reasoning"], message["content"]) == ("Hm.", "See:")
+    called = [call["function"] for call in message["tool_calls"]]
+    assert [function["name"] for function in called] == ["book", "book"]
+    assert [json.loads(function["arguments"]) for function in called] == [
+        {"seat": "5", "rows": [1]}
+    ] * 2
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert message["finish_reason"] == "tool_calls"
+    _, answer = chat(template, text.replace("book", "look"), letters=letters, tools=tools)
+    assert message_of(answer)["content"] == text.partition("</think>")[2].replace("book", "look")
 
 
 BYTES = ByteTokenizer()
