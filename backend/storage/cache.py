@@ -37,6 +37,11 @@ def model_folder(name: str) -> Path:
     return root() / "models" / name
 
 
+def graph_folder(key: str) -> Path:
+    """Return where the converted graph of this key lives."""
+    return root() / "graphs" / key
+
+
 def table_file(key: str) -> Path:
     """Return where the latency table of this key lives."""
     return root() / "latency" / f"{key}.json"
@@ -62,7 +67,7 @@ def exclusive() -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in (
             path
-            for folder in ("models", "latency", "learned", "remembered")
+            for folder in ("models", "graphs", "latency", "learned", "remembered")
             for path in (root() / folder).glob(".*")
         ):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

@@ -348,8 +348,9 @@ def usable(engine: StepEngine, sequence: Sequence) -> int:
 def cells(engine: StepEngine) -> list[torch.Tensor]:
     """Views of an engine's keys and values by layer [blocks, BLOCK_TOKENS, 2 x kv_heads, ...]."""
     model: Any = engine._model
-    if hasattr(model, "pool"):  # OpenVINO's, which is not installed on every GPU machine
-        return [pool.permute(1, 3, 0, 2, 4) for pool in model.pool]
+    if hasattr(model, "pools"):  # OpenVINO's, which is not installed on every GPU machine
+        layers = [layer for pool in model.pools for layer in pool.unflatten(0, (-1, 2))]
+        return [layer.permute(1, 3, 0, 2, 4) for layer in layers]
     if hasattr(model, "kv"):  # the CUDA engine's
         return [kv.permute(0, 3, 1, 2, 4) for kv in model.kv]
     size = engine.limits.kv_blocks * BLOCK_TOKENS  # of compiled networks there is one more

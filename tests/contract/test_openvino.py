@@ -376,7 +376,7 @@ def test_int8_rounds_matrices_alone(monkeypatch):
     reference = OpenvinoEngine.from_weights("target", FAMILY, rounded, **sizes)
     assert not made.limits.invariant
     chunk = Chunk(list(range(VOCAB)), 0, table(0), VOCAB, prompt_rows=VOCAB)
-    close = 1e-3 if made._model.pool.dtype == torch.float32 else 0.3
+    close = 1e-3 if made._model.pools[0].dtype == torch.float32 else 0.3
     assert torch.allclose(logits_of(made, chunk), logits_of(reference, chunk), atol=close)
 
 
@@ -450,13 +450,18 @@ def test_a_silent_pass_is_an_error_and_the_next_is_not(engine):
     request = engine._model._request
     chunk = Chunk([1, 2], 0, table(0), 1, prompt_rows=2)
     before = logits_of(engine, chunk)
-    engine._model.pool[:, :, engine.limits.kv_blocks :] = 1.0
-    held = engine._model.pool[:, :, : engine.limits.kv_blocks].clone()
+    pool_of(engine)[:, :, engine.limits.kv_blocks :] = 1.0
+    held = pool_of(engine)[:, :, : engine.limits.kv_blocks].clone()
     engine._model._request = Silent()
     with pytest.raises(PassError, match="1 sequences left no logits"):
         logits_of(engine, Chunk([5, 6], 0, table(0), 1, prompt_rows=2))
-    assert torch.equal(engine._model.pool[:, :, : engine.limits.kv_blocks], held)
+    assert torch.equal(pool_of(engine)[:, :, : engine.limits.kv_blocks], held)
     assert torch.equal(logits_of(engine, chunk), before)  # with a request of its own
+
+
+def pool_of(engine):
+    """Keys and values by layer [layers, 2, blocks, kv_heads, tokens, head_dim]."""
+    return engine._model.pools[0].unflatten(0, (-1, 2))
 
 
 def test_weights_and_caches_outlive_the_arrays_that_they_came_from(engine, text):
@@ -479,7 +484,7 @@ def test_heads_that_its_attention_gets_wrong_are_refused():
 
 
 def test_caches_are_ours_and_of_the_size_that_was_planned(engine):
-    pool = engine._model.pool
+    pool = pool_of(engine)
     blocks = engine.limits.kv_blocks + llama.SCRATCH_BLOCKS
     assert list(pool.shape) == [2, 2, blocks, 2, BLOCK_TOKENS, 16]
     pool.zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,18 @@ import torch
 
 from backend.config import EngineConfig
 from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.openvino.converted import complete, read
+from backend.engines.openvino.graph_cache import bring_graph, has_own_graph
 from backend.engines.openvino.layout import paths
-from backend.engines.openvino.llama import OpenvinoLlama, most_branches
+from backend.engines.openvino.llama import (
+    OpenvinoConverted,
+    OpenvinoDecoder,
+    OpenvinoLlama,
+    check_precision,
+    held_as,
+    most_branches,
+)
+from backend.engines.openvino.paged_attention import check_version
 from backend.engines.port import Completion, Turn
 from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES
@@ -39,15 +50,21 @@ class OpenvinoEngine(StepEngine):
         threads: int = 1,
         **sizes: int | bool | Seq[int],
     ) -> None:
-        """Load a Hugging Face folder; ``sizes`` are those of ``from_weights``.
+        """Load a Hugging Face folder; ``sizes`` are those of ``from_weights``. A family without a
+        graph of our own is converted first, unless that is in the cache.
 
         Raises CheckpointError for a folder that cannot be served, VersionError for another OpenVINO
         than is known.
         """
         torch.set_num_threads(threads)
-        stored = "bf16" if dtype == "bf16" else "fp32"
-        config, weights = load(folder, stored)
-        self._set_up(name, config, weights, dtype=dtype, threads=threads, **sizes)  # type: ignore[arg-type]
+        if has_own_graph(folder):
+            stored = "bf16" if dtype == "bf16" else "fp32"
+            config, weights = load(folder, stored)
+            self._set_up(name, config, weights, dtype=dtype, threads=threads, **sizes)  # type: ignore[arg-type]
+        else:
+            check_version()
+            check_precision(precision_of(dtype))
+            self._set_up_converted(name, folder, dtype=dtype, threads=threads, **sizes)  # type: ignore[arg-type]
 
     @classmethod
     def from_weights(
@@ -63,6 +80,8 @@ class OpenvinoEngine(StepEngine):
         engine = cls.__new__(cls)
         engine._set_up(name, config, dict(weights), **sizes)  # type: ignore[arg-type]
         return engine
+
+    _llama: OpenvinoDecoder
 
     def _set_up(
         self,
@@ -98,6 +117,45 @@ class OpenvinoEngine(StepEngine):
             taps=taps,
         )
         self._branches_left = self._most_branches = most_branches(max_draft_tokens)
+        super().__init__(name, model, limits)
+
+    def _set_up_converted(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int = 8,
+        dtype: str = "fp32",
+        threads: int = 1,
+        invariant: bool = True,
+        verifies: bool = True,
+        taps: Seq[int] = (),
+    ) -> None:
+        repeats, best = verifies or invariant, 0 if verifies else CANDIDATES
+        converted = complete(
+            read(bring_graph(folder, dtype, taps)),
+            positions=max_context_tokens + max_draft_tokens,
+            repeats=repeats,
+            best=best,
+            held=held_as(precision_of(dtype)),
+        )
+        invariant = invariant and not converted.has_experts and keeps_sums(converted.sums, dtype)
+        model = self._llama = OpenvinoConverted(
+            converted,
+            kv_blocks=kv_blocks,
+            precision=precision_of(dtype),
+            threads=threads,
+            invariant=invariant,
+            repeats=repeats,
+            ranks=best > 0,
+            taps=taps,
+        )
+        self._branches_left = self._most_branches = most_branches(max_draft_tokens)
+        limits = step_limits(
+            converted, kv_blocks, max_context_tokens, max_draft_tokens, invariant=invariant
+        )
         super().__init__(name, model, limits)
 
     def close(self) -> None:
@@ -154,8 +212,13 @@ def keeps_bits(config: LlamaConfig, dtype: str) -> bool:
     In int8 few rows go through other kernels than many; so do bf16's on AMX where a sum is not of
     whole tiles (asked of every processor: models that are served have no other sums).
     """
+    sums = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
+    return keeps_sums(sums, dtype)
+
+
+def keeps_sums(sums: Iterable[int], dtype: str) -> bool:
+    """Return the same of products whose sums have so many terms."""
     if dtype == "bf16":
-        sums = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
         return all(terms % AMX_TERMS == 0 and terms > AMX_TERMS for terms in sums)
     return dtype != "int8"
 

@@ -9,7 +9,7 @@ import torch
 from openvino import Model, Output, Type, op, opset13
 
 from backend.engines.checkpoint import LlamaConfig, Weights
-from backend.engines.openvino.paged_attention import paged_attention
+from backend.engines.openvino.paged_attention import Heads, paged_attention
 from backend.engines.openvino.parts import (
     floats,
     ints,
@@ -116,7 +116,7 @@ class _Builder:
             head = self._weights["model.embed_tokens.weight"]
         rows = embedding if head is None else matrix(head, rounded=self._int8)
         logits = opset13.matmul(hidden, rows, False, True)
-        outputs = {"logits": logits.output(0), **(_best(logits, best) if best else {})}
+        outputs = {"logits": logits.output(0), **(ranked(logits, best) if best else {})}
         if tapped:
             outputs["features"] = opset13.convert(opset13.concat(tapped, 1), held).output(0)
         return named(outputs, self._inputs.all(), "llama")
@@ -129,7 +129,7 @@ class _Builder:
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         qkv = self._product(normed, *(f"{at}self_attn.{name}_proj" for name in ("q", "k", "v")))
         query, key, value = self._split(qkv, [config.head_dim * count for count in heads])
-        caches = [_cache(f"{kind}_cache.{layer}") for kind in ("key", "value")]
+        caches = [cache_input(f"{kind}_cache.{layer}") for kind in ("key", "value")]
         self._inputs.caches += caches
         attended = paged_attention(
             (
@@ -139,7 +139,7 @@ class _Builder:
             ),
             (caches[0].output(0), caches[1].output(0)),
             self._layout,
-            (config.num_kv_heads, config.head_dim),
+            Heads(config.num_kv_heads, config.head_dim, config.head_dim),
         )
         if self._inputs.repeats:
             attended = opset13.gather(attended, self._inputs.repeats[1], ints(0)).output(0)
@@ -188,7 +188,8 @@ class _Builder:
         return opset13.reshape(rotated, ints([0, heads * head_dim]), True).output(0)
 
 
-def _best(logits: Output, count: int) -> dict[str, Output]:
+def ranked(logits: Output, count: int) -> dict[str, Output]:
+    """Return the outputs that rank ``count`` columns (``build``: ``best``)."""
     # Not stable: that takes longer than NumPy does, and of equals a draft may propose either.
     found = opset13.topk(logits, ints(count), -1, "max", "value", "i32")
     greatest = opset13.reduce_max(logits, ints(-1), True)
@@ -197,6 +198,6 @@ def _best(logits: Output, count: int) -> dict[str, Output]:
     return {"best_ids": ids, "best_logits": values, "masses": masses.output(0)}
 
 
-def _cache(name: str) -> op.Parameter:
+def cache_input(name: str) -> op.Parameter:
     """Return a cache whose precision and layout the plug-in settles."""
     return parameter(name, [-1, -1, -1, -1], Type.dynamic)

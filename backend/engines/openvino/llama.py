@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import openvino
 import torch
-from openvino import Type
+from openvino import Model, Type
 
 from backend.engines.checkpoint import CheckpointError, LlamaConfig, Weights
+from backend.engines.openvino.converted import Converted
 from backend.engines.openvino.graph import build
 from backend.engines.openvino.kind import SCRATCH_TOKENS
 from backend.engines.openvino.layout import Blocks, Layout, in_calls
-from backend.engines.openvino.paged_attention import VersionError, check_version
+from backend.engines.openvino.paged_attention import Heads, VersionError, check_version
 from backend.engines.openvino.parts import Floats, compiled
 from backend.engines.openvino.width import Width, price_of_change
 from backend.engines.stepping.chunks import Chunk, KVTable
@@ -51,81 +52,82 @@ def most_branches(longest: int) -> int:
     return SCRATCH_BLOCKS // 2 // blocks_each
 
 
-class OpenvinoLlama:
-    """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``.
+class OpenvinoDecoder:
+    """A compiled decoder with a KV pool of ``kv_blocks`` blocks.
 
-    ``precision`` is that of activations and KV (``fp32``, ``bf16``); ``int8``: matrices in int8.
-    ``invariant``: logits are the same bits whatever else is in a pass (``layout``). ``trees``: it
-    verifies trees. ``best``: a draft's graph ranks so many columns. ``taps``: the layers, counted
-    from 1, behind which ``features`` are kept. ``weights`` is emptied.
+    ``graph`` is one of ``graph.build``; ``layers`` are the shapes of its layers' keys and values.
+    ``precision`` is that of activations and KV (``fp32``, ``bf16``). ``invariant``: logits are the
+    same bits whatever else is in a pass (``layout``). ``repeats`` and ``taps`` are those of the
+    graph; ``ranks``: it ranks columns.
     """
 
     device = torch.device("cpu")
 
     def __init__(
         self,
-        config: LlamaConfig,
-        weights: Weights,
+        graph: Model,
+        layers: Seq[Heads],
         *,
+        vocab_size: int,
         kv_blocks: int,
-        max_positions: int,
         precision: str = "fp32",
-        int8: bool = False,
         threads: int = 1,
         invariant: bool = True,
-        trees: bool = True,
-        best: int = 0,
+        repeats: bool = True,
+        ranks: bool = False,
         taps: Seq[int] = (),
+        token_ids: torch.Tensor | None = None,
     ) -> None:
-        """Compile the graph. Raises VersionError for another OpenVINO than is known, and
-        CheckpointError for heads whose size its attention gets wrong.
+        """Compile the graph. Raises CheckpointError for heads whose size its attention gets wrong,
+        and for a precision that the processor lacks.
         """
-        check_version()
-        if config.head_dim % HEAD_DIM_STEP:
-            raise CheckpointError(
-                f"config.json: head_dim must be a multiple of {HEAD_DIM_STEP} for the engine "
-                f"'openvino', got {config.head_dim}; set engine to 'torch'"
-            )
-        self.config, self._taps = config, taps
+        check_heads(layers)
+        self._taps, self.token_ids = taps, token_ids
         self.features: torch.Tensor | None = None
-        self.token_ids = weights.get("lm_head.token_ids")
-        self._invariant, self._threads, self._ranks = invariant, threads, best > 0
-        self._repeats = trees or invariant
+        self._invariant, self._threads, self._ranks = invariant, threads, ranks
+        self._repeats = repeats
         self._ranked: torch.Tensor | None = None  # the logits whose best are known
         self._for_copies = range(kv_blocks, kv_blocks + RUN_COPIES)
         self._nobodys = np.array([kv_blocks + RUN_COPIES], np.int32)
         self._for_branches = range(kv_blocks + RUN_COPIES + 1, kv_blocks + SCRATCH_BLOCKS)
         self._branches: dict[tuple[int, int], Blocks] = {}
-        if precision == "bf16" and not machine.multiplies_bf16():
-            raise CheckpointError(
-                "dtype bf16 needs a processor that multiplies it (AVX512-BF16, AMX), this one has "
-                f"{machine.instructions() or 'neither'}; 'auto' is fp32 here"
-            )
-        dtype, held = _STORED[precision]
-        graph = build(
-            config,
-            weights,
-            max_positions=max_positions,
-            int8=int8,
-            repeats=self._repeats,
-            best=best,
-            taps=taps,
-            held=getattr(Type, held),
-        )
-        weights.clear()
+        check_precision(precision)
+        self._dtype, held = _STORED[precision]
         self._compiled = compiled(graph, held, threads)
-        self._vocab = config.draft_vocab_size or config.vocab_size
+        self._vocab = vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
-        blocks = kv_blocks + SCRATCH_BLOCKS
-        shape = (config.num_layers, 2, blocks, config.num_kv_heads, BLOCK_TOKENS, config.head_dim)
-        self.pool = torch.zeros(shape, dtype=dtype)
-        """KV [layers, keys and values, blocks, kv_heads, BLOCK_TOKENS, head_dim]."""
-        plain = self.pool.view(torch.int16) if dtype == torch.bfloat16 else self.pool
-        self._kv = plain.numpy()  # the same memory, of which NumPy copies a few tokens faster
+        self._make_pools(layers, kv_blocks + SCRATCH_BLOCKS)
         self._begin()
         self._widths = Width(0), Width(0)
         price = price_of_change(self._probe) if self._repeats else 0
         self._widths = Width(price), Width(price)  # of the pass, and of its attention
+
+    def _make_pools(self, layers: Seq[Heads], blocks: int) -> None:
+        """Make KV of ``blocks`` blocks: one pool for all caches of the same shape."""
+        names: dict[tuple[int, int], list[str]] = {}
+        for layer, heads in enumerate(layers):
+            names.setdefault((heads.kv_heads, heads.head_dim), []).append(f"key_cache.{layer}")
+            names.setdefault((heads.kv_heads, heads.v_dim), []).append(f"value_cache.{layer}")
+        self.pools = [
+            torch.zeros(len(caches), blocks, count, BLOCK_TOKENS, dim, dtype=self._dtype)
+            for (count, dim), caches in names.items()
+        ]
+        """KV by shape [caches, blocks, kv_heads, BLOCK_TOKENS, head_dim]: keys and values of the
+        first layer of that shape, then of the next.
+        """
+        half = self._dtype == torch.bfloat16
+        # the same memory, of which NumPy copies a few tokens faster
+        self._kv = [(pool.view(torch.int16) if half else pool).numpy() for pool in self.pools]
+        self._caches = {
+            name: cache
+            for kv, group in zip(self._kv, names.values(), strict=True)
+            for name, cache in zip(group, kv, strict=True)
+        }
+
+    def _copy(self, source: int, target: int, tokens: slice | int) -> None:
+        """Copy the KV of tokens from one block to another, of all layers."""
+        for kv in self._kv:
+            kv[:, target, :, tokens] = kv[:, source, :, tokens]
 
     def _probe(self, rows: int) -> None:
         """Run a pass of rows that are nobody's."""
@@ -151,13 +153,12 @@ class OpenvinoLlama:
         self._tensors: dict[str, openvino.Tensor] = {}
         self._longest = self._request.get_tensor("max_context_len").data
         inputs = {port.get_any_name(): port for port in self._compiled.inputs}
-        for layer, caches in enumerate(self._kv):
-            for kind, cache in zip(("key", "value"), caches, strict=True):
-                port = inputs[f"{kind}_cache.{layer}"]
-                _check_layout(port, cache)
-                # A tensor over an array does not keep it alive: ``pool`` does.
-                tensor = openvino.Tensor(cache, list(cache.shape), port.get_element_type())
-                self._request.set_tensor(port, tensor)
+        for name, cache in self._caches.items():
+            port = inputs[name]
+            _check_layout(port, cache)
+            # A tensor over an array does not keep it alive: ``pools`` do.
+            tensor = openvino.Tensor(cache, list(cache.shape), port.get_element_type())
+            self._request.set_tensor(port, tensor)
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
         """Run the chunks in one pass, writing their KV; return the logits of the rows that want
@@ -198,7 +199,7 @@ class OpenvinoLlama:
         for (place, node), table in layout.branches.items():
             self._branches[id(chunks[parts[place][0]]), node] = table
         for source, target, tokens in layout.copies:
-            self._kv[:, :, target, :, :tokens] = self._kv[:, :, source, :, :tokens]
+            self._copy(source, target, slice(tokens))
         inputs = layout.inputs(repeats=self._repeats)
         rows = len(inputs["rows"])
         if not rows:  # at least one row's logits, or OpenVINO would be asked for an empty product
@@ -214,12 +215,12 @@ class OpenvinoLlama:
             self._begin()  # the request is of no more use
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
         for source, target, written in layout.returns:  # not before: the block may be others', too
-            self._kv[:, :, target, :, written] = self._kv[:, :, source, :, written]
+            self._copy(source, target, written)
         features = None
         if self._taps:
-            states = torch.from_numpy(self._request.get_tensor("features").data[:rows])
-            shape = (rows, len(self._taps), self.config.hidden_size)
-            features = states.view(self.pool.dtype).view(shape)  # NumPy has no bf16
+            states = torch.from_numpy(self._request.get_tensor("features").data)
+            shape = len(states), len(self._taps), -1
+            features = states.view(self._dtype).view(shape)[:rows]  # NumPy has no bf16
         return torch.from_numpy(out[:rows]), features
 
     def _bind(self, name: str, values: Seq[int] | Blocks) -> None:
@@ -270,7 +271,112 @@ class OpenvinoLlama:
             for position in range(end, end + len(path)):
                 index, offset = divmod(position, BLOCK_TOKENS)
                 source, target = int(branch[index]), int(chunk.table.numbers[index])
-                self._kv[:, :, target, :, offset] = self._kv[:, :, source, :, offset]
+                self._copy(source, target, offset)
+
+
+class OpenvinoLlama(OpenvinoDecoder):
+    """A Llama of our own graph; positions up to ``max_positions``.
+
+    ``int8``: matrices in int8. ``trees``: it verifies trees. ``best``: a draft's graph ranks so
+    many columns. ``taps``: the layers, counted from 1, behind which ``features`` are kept.
+    ``weights`` is emptied.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: Weights,
+        *,
+        max_positions: int,
+        precision: str = "fp32",
+        int8: bool = False,
+        invariant: bool = True,
+        trees: bool = True,
+        best: int = 0,
+        taps: Seq[int] = (),
+        **sizes: int,
+    ) -> None:
+        """Build the graph and compile it. Raises VersionError for another OpenVINO than is known,
+        and CheckpointError as ``OpenvinoDecoder`` does.
+        """
+        check_version()
+        heads = Heads(config.num_kv_heads, config.head_dim, config.head_dim)
+        check_heads([heads])
+        check_precision(precision)
+        token_ids = weights.get("lm_head.token_ids")
+        graph = build(
+            config,
+            weights,
+            max_positions=max_positions,
+            int8=int8,
+            repeats=trees or invariant,
+            best=best,
+            taps=taps,
+            held=held_as(precision),
+        )
+        weights.clear()
+        super().__init__(
+            graph,
+            [heads] * config.num_layers,
+            vocab_size=config.draft_vocab_size or config.vocab_size,
+            precision=precision,
+            invariant=invariant,
+            repeats=trees or invariant,
+            ranks=best > 0,
+            taps=taps,
+            token_ids=token_ids,
+            **sizes,
+        )
+
+
+class OpenvinoConverted(OpenvinoDecoder):
+    """A decoder whose graph was converted from transformers' modules (``converted``)."""
+
+    def __init__(
+        self,
+        converted: Converted,
+        *,
+        precision: str = "fp32",
+        taps: Seq[int] = (),
+        **sizes: int | bool,
+    ) -> None:
+        """Compile the graph. Raises CheckpointError as ``OpenvinoDecoder`` does."""
+        heads = [
+            Heads(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in converted.layers
+        ]
+        super().__init__(
+            converted.graph,
+            heads,
+            vocab_size=converted.vocab_size,
+            precision=precision,
+            taps=taps,
+            **sizes,  # type: ignore[arg-type]
+        )
+
+
+def check_heads(layers: Seq[Heads]) -> None:
+    """Raise CheckpointError for heads whose size OpenVINO's attention gets wrong."""
+    for heads in layers:
+        for dim in (heads.head_dim, heads.v_dim):
+            if dim % HEAD_DIM_STEP:
+                raise CheckpointError(
+                    f"config.json: head_dim must be a multiple of {HEAD_DIM_STEP} for the engine "
+                    f"'openvino', got {dim}; set engine to 'torch'"
+                )
+
+
+def held_as(precision: str) -> Type:
+    """Return OpenVINO's type of activations in a ``precision``."""
+    return getattr(Type, _STORED[precision][1])
+
+
+def check_precision(precision: str) -> None:
+    """Raise CheckpointError for a precision that the processor does not multiply in."""
+    if precision == "bf16" and not machine.multiplies_bf16():
+        raise CheckpointError(
+            "dtype bf16 needs a processor that multiplies it (AVX512-BF16, AMX), this one has "
+            f"{machine.instructions() or 'neither'}; 'auto' is fp32 here"
+        )
 
 
 def _check_layout(port: openvino.Output, cache: npt.NDArray[Any]) -> None:

@@ -9,6 +9,7 @@ end at the same operation: ``paged_attention_transformation`` lies in
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from openvino import Output, opset13
@@ -19,6 +20,16 @@ from backend.kinds import KINDS
 
 class VersionError(RuntimeError):
     """Another OpenVINO than the one this was written for."""
+
+
+class Heads(NamedTuple):
+    """The shape of a layer's keys and values."""
+
+    kv_heads: int
+    head_dim: int
+    """Numbers of a key."""
+    v_dim: int
+    """Numbers of a value."""
 
 
 def check_version() -> None:
@@ -34,16 +45,20 @@ def paged_attention(
     qkv: tuple[Output, Output, Output],
     caches: tuple[Output, Output],
     layout: dict[str, Output],
-    heads: tuple[int, int],
+    heads: Heads,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    sinks: Output | None = None,
 ) -> Output:
-    """Return attention's output [rows, heads x head_dim] of queries, keys and values [rows, heads
-    (kv_heads) x head_dim], which are written to ``caches`` first.
+    """Return attention's output [rows, heads x v_dim] of queries, keys and values [rows, heads
+    (kv_heads) x dim], which are written to ``caches`` first.
 
     ``layout`` holds ``past_lens`` i32[n], ``subsequence_begins`` i32[n + 1], ``block_indices``
-    i32[m], ``block_indices_begins`` i32[n + 1] and ``max_context_len`` i32; ``heads`` are
-    ``kv_heads`` and ``head_dim``.
+    i32[m], ``block_indices_begins`` i32[n + 1] and ``max_context_len`` i32. ``scale`` of scores is
+    the root of ``head_dim`` by default; a token sees ``window`` tokens, itself among them (0: all);
+    ``sinks`` are [1, heads, 1, 1].
     """
-    kv_heads, head_dim = heads
     whole, real = _none(np.int32), _none(np.float32)
     zero = _scalar(0)
     inputs = [
@@ -53,14 +68,14 @@ def paged_attention(
         layout["subsequence_begins"],
         layout["block_indices"],
         layout["block_indices_begins"],
-        _scalar(1.0 / math.sqrt(head_dim), np.float32),
-        zero,  # sliding window
+        _scalar(1.0 / math.sqrt(heads.head_dim) if scale is None else scale, np.float32),
+        _scalar(window),
         real,  # alibi slopes
         layout["max_context_len"],
         whole,  # score aggregation window: of no elements, a scalar fails with two sequences
         *(whole, whole, real),  # rotated blocks, deltas, table
         *(real, _scalar(64), _scalar(8)),  # sparse attention: threshold, block size, stride
-        real,  # sinks
+        real if sinks is None else sinks,
         zero,  # adaptive eviction: start size
         *(whole, whole, whole),  # and its evictable sizes, block sets, their begins
         whole,  # token types
@@ -69,10 +84,10 @@ def paged_attention(
     ]
     node = _PagedAttentionExtension(inputs)
     sizes = {
-        "num_k_heads": kv_heads,
-        "k_head_size": head_dim,
-        "num_v_heads": kv_heads,
-        "v_head_size": head_dim,
+        "num_k_heads": heads.kv_heads,
+        "k_head_size": heads.head_dim,
+        "num_v_heads": heads.kv_heads,
+        "v_head_size": heads.v_dim,
     }
     for name, size in sizes.items():
         node.set_rt_info(size, name)

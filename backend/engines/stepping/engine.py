@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.engines.checkpoint import LlamaConfig
 from backend.engines.port import Completion, EngineLimits, Extras, Turn
 from backend.engines.spine import CANDIDATES, Spine
 from backend.engines.stepping.chunks import Chunk
@@ -389,15 +388,29 @@ class StepEngine:
         )
 
 
+class Vocabulary(Protocol):
+    """What the limits need of a model's configuration."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        ...
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that its head proposes; 0: all."""
+        ...
+
+
 def step_limits(
-    config: LlamaConfig,
+    config: Vocabulary,
     kv_blocks: int,
     max_context_tokens: int,
     max_draft_tokens: int,
     *,
     invariant: bool = False,
 ) -> EngineLimits:
-    """Return the limits of an engine that runs whole steps of a Llama; with a shortlist in its head
+    """Return the limits of an engine that runs whole steps; with a shortlist in its head
     it is a draft and verifies no trees.
     """
     return EngineLimits(

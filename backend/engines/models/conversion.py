@@ -1,0 +1,223 @@
+"""A decoder of transformers as an OpenVINO graph that has marks for attention.
+
+Tracing meets one operation, ``spindle::attend``, where a module asks for attention: so every family
+whose modules ask the attention function is converted, without a line of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import openvino
+import torch
+from openvino import Model, Output
+from openvino.frontend.pytorch import ConversionExtension
+from torch import nn
+
+from backend.engines.checkpoint import CheckpointError
+from backend.engines.memory import PROCESS_BYTES, host_bytes
+from backend.engines.models.attention import ATTENTION, AttentionSpec, attending_by
+from backend.engines.models.experts import EXPERTS
+from backend.engines.models.loading import load_decoder
+from backend.engines.models.probe import DecoderSpec, probe
+from backend.engines.openvino.converted import complete
+from backend.engines.openvino.llama import OpenvinoConverted
+from backend.engines.openvino.marks import Attended, AttentionMark, mark
+from backend.engines.openvino.passes import narrow, side_by_side
+from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.sequence import BLOCK_TOKENS
+
+_EXAMPLE = (torch.arange(5, 12), torch.arange(7), torch.tensor([3, 6]))
+"""Token ids, positions and the rows whose logits are wanted, for tracing."""
+
+
+COMPARED_TOKENS = 64
+"""Tokens whose logits are compared with those of transformers' own forward."""
+
+MOST_DIFFERENCE = 1e-3
+"""Largest difference of a logit in fp32, in standard deviations of all: families have 2e-5."""
+
+PEAK_BYTES = 16
+"""Bytes a weight at the peak: in fp32 by torch, joined with its neighbours, and compiled."""
+
+SECONDS, SECONDS_PER_BILLION = 15, 60
+"""Estimates of how long a conversion takes."""
+
+GIB = 1 << 30
+
+
+@torch.library.custom_op("spindle::attend", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    layer: int,
+    heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    del key, value, sinks, layer, kv_heads, key_dim, scale, window
+    return query.new_zeros(query.shape[0], heads * value_dim)
+
+
+def _traced(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Leave ``spindle::attend`` in the trace (``attention.Attend``)."""
+    rows = (x.transpose(1, 2).flatten(0, 1).flatten(1) for x in (query, key, value))
+    shape = spec.layer, spec.heads, spec.kv_heads, spec.key_dim, spec.value_dim
+    sinks = torch.zeros(0) if sinks is None else sinks
+    found: torch.Tensor = _attend(*rows, sinks, *shape, spec.scale, spec.window)
+    return found.view(1, -1, spec.heads, spec.value_dim)
+
+
+class _Packed(nn.Module):
+    """A decoder with packed rows: logits, and the output of the layers ``taps``, of wanted rows."""
+
+    def __init__(self, lm: nn.Module, taps: Seq[int]) -> None:
+        super().__init__()
+        self.lm, self._taps = lm, taps
+        self._tapped: list[torch.Tensor] = []
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return logits [rows, vocab], and with taps features [rows, taps x hidden]."""
+        self._tapped.clear()
+        out = self.lm(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+        )
+        logits: torch.Tensor = out.logits[0]
+        if not self._taps:
+            return logits
+        return logits, torch.cat([states[0].index_select(0, rows) for states in self._tapped], 1)
+
+    def keep(self, module: object, inputs: object, output: Any) -> None:
+        """Keep a layer's output: a forward hook."""
+        del module, inputs
+        self._tapped.append(output[0] if isinstance(output, tuple) else output)
+
+
+def check_convertible(folder: Path, spec: DecoderSpec) -> None:
+    """Raise CheckpointError for a decoder that OpenVINO's attention cannot run."""
+    for layer in spec.layers:
+        if layer.softcap:
+            raise CheckpointError(
+                f"{folder}: {spec.architecture} bounds its scores (soft-cap {layer.softcap:g}), "
+                "which OpenVINO's attention cannot; set engine to 'torch'"
+            )
+
+
+def convert_folder(
+    folder: Path, dtype: str, taps: Seq[int], file: Path, say: Callable[[str], None]
+) -> None:
+    """Write a folder's graph to ``file`` as an engine of this ``dtype`` reads it.
+
+    ``say`` is given what that will take before it begins. Raises CheckpointError for a folder that
+    cannot be served, for too little memory, and for a graph whose logits differ from those of
+    transformers' own forward.
+    """
+    spec = probe(folder)
+    check_convertible(folder, spec)
+    _check_memory(folder, spec, say)
+    lm: Any = load_decoder(folder, "fp32")
+    try:
+        graph = convert(lm, taps)
+        side_by_side(graph)
+        _compare(folder, lm, graph, taps)
+        del lm
+        narrow(graph, dtype)
+        graph.validate_nodes_and_infer_types()
+        openvino.save_model(graph, file, compress_to_fp16=False)
+    finally:
+        AttentionMark.alive.clear()
+
+
+def convert(lm: Any, taps: Seq[int] = ()) -> Model:
+    """Return the graph of a decoder in fp32.
+
+    Inputs: ``ids``, ``positions`` and ``rows``, all i64. Outputs: ``logits`` f32[R, vocab], and
+    with ``taps``, layers counted from 1, ``features`` f32[R, taps x hidden].
+    """
+    if hasattr(lm, "set_experts_implementation"):
+        lm.set_experts_implementation(EXPERTS)
+    packed = _Packed(lm, taps).eval()
+    layers = lm.get_decoder().layers
+    hooks = [layers[tap - 1].register_forward_hook(packed.keep) for tap in taps]
+    try:
+        with torch.no_grad(), attending_by(_traced), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tracing: what is constant is so for every pass
+            graph = openvino.convert_model(
+                packed,
+                example_input=_EXAMPLE,
+                extension=[ConversionExtension("spindle::attend", _marked)],
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for port, name in zip(graph.inputs, ("ids", "positions", "rows"), strict=True):
+        port.get_tensor().set_names({name})
+    for port, name in zip(graph.outputs, ("logits", "features"), strict=False):
+        port.get_tensor().set_names({name})
+    return graph
+
+
+def _check_memory(folder: Path, spec: DecoderSpec, say: Callable[[str], None]) -> None:
+    """Say what a conversion takes. Raises CheckpointError where that is not there."""
+    weights = spec.parameters + spec.looked_up
+    needed, free = PEAK_BYTES * weights + PROCESS_BYTES, host_bytes()
+    text = (
+        f"converting {folder} ({spec.architecture}) for OpenVINO needs {needed / GIB:.1f} GiB of "
+        f"memory, {free / GIB:.1f} GiB are free"
+    )
+    if needed > free:
+        raise CheckpointError(text)
+    say(f"{text}; once, in about {SECONDS + SECONDS_PER_BILLION * weights / 1e9:.0f} s")
+
+
+@torch.inference_mode()
+def _compare(folder: Path, lm: Any, graph: Model, taps: Seq[int]) -> None:
+    """Run tokens through a copy of the graph and through transformers' own forward. Raises
+    CheckpointError where their logits differ.
+    """
+    ids = torch.arange(COMPARED_TOKENS) * 7 % lm.config.get_text_config().vocab_size
+    lm.set_attn_implementation("eager")
+    wanted = lm(input_ids=ids[None], use_cache=False).logits[0].float()
+    lm.set_attn_implementation(ATTENTION)
+    complete_graph = complete(graph.clone(), positions=2 * COMPARED_TOKENS, repeats=False)
+    table = KVTable(range(-(-COMPARED_TOKENS // BLOCK_TOKENS)), "cpu")
+    decoder = OpenvinoConverted(
+        complete_graph,
+        kv_blocks=len(table.numbers),
+        threads=torch.get_num_threads(),
+        invariant=False,
+        repeats=False,
+        taps=taps,
+    )
+    rows = COMPARED_TOKENS
+    found = decoder.forward([Chunk(ids.tolist(), 0, table, rows, prompt_rows=rows)])
+    difference = float((found - wanted).abs().max() / wanted.std())
+    if not difference < MOST_DIFFERENCE:
+        raise CheckpointError(
+            f"{folder}: over {rows} tokens the logits of the converted graph differ from "
+            f"transformers' by {difference:.2g} standard deviations; set engine to 'torch'"
+        )
+
+
+def _marked(context: Any) -> list[Output]:
+    """Return the mark for a ``spindle::attend`` of the trace."""
+    asked = [context.get_values_from_const_input(index) for index in range(4, 11)]
+    inputs = [context.get_input(index) for index in range(4)]
+    return [mark(inputs, Attended(*asked))]

@@ -1,0 +1,66 @@
+"""A converted graph made ready to be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+import openvino
+from openvino import Model, Type, opset13
+
+from backend.engines.openvino.graph import ranked
+from backend.engines.openvino.marks import Attended, AttentionMark, replace_marks
+from backend.engines.openvino.passes import has_experts, sums, tabulate_angles
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A graph to compile."""
+
+    graph: Model
+    """As ``graph.build`` makes them."""
+    layers: Seq[Attended]
+    """What each layer asks of attention."""
+    vocab_size: int
+    sums: set[int]
+    """Terms of the sums in its products."""
+    has_experts: bool
+    """Whether rows choose their matrices."""
+    draft_vocab_size: int = 0
+    """None: a shortlisted head is a Llama's."""
+
+
+def read(file: Path) -> Model:
+    """Return a saved graph, with its marks."""
+    core = openvino.Core()
+    core.add_extension(AttentionMark)
+    graph = core.read_model(file)
+    AttentionMark.alive.clear()
+    return graph
+
+
+def complete(
+    graph: Model, *, positions: int, repeats: bool, best: int = 0, held: Type = Type.f32
+) -> Converted:
+    """Return a graph with attention in its marks' places, for positions below ``positions``;
+    ``repeats``, ``best`` and ``held`` are those of ``graph.build``.
+    """
+    tabulate_angles(graph, positions)
+    chooses = has_experts(graph)
+    layers = replace_marks(graph, repeats=repeats)
+    results = {next(iter(result.output(0).get_names())): result for result in graph.get_results()}
+    if best:
+        for name, output in ranked(results["logits"].input_value(0), best).items():
+            output.get_tensor().set_names({name})
+            graph.add_results([opset13.result(output)])
+    if "features" in results:
+        features = results["features"].input_value(0)
+        features.get_tensor().set_names(set())
+        wanted = opset13.convert(features, held).output(0)
+        wanted.get_tensor().set_names({"features"})
+        graph.remove_result(results["features"])
+        graph.add_results([opset13.result(wanted)])
+    graph.validate_nodes_and_infer_types()
+    vocab = graph.output("logits").get_partial_shape()[1].get_length()
+    return Converted(graph, layers, vocab, sums(graph), chooses)
