@@ -160,6 +160,7 @@ KINDS = {
             "return_generation_logits": _NOT_REPORTED,
             "return_prompt_log_probs": _NOT_REPORTED,
             "top_log_probs": _NOT_REPORTED,
+            "resumed_tokens": _RESTARTED,
         },
     ),
     "trt_graph": Kind("backend.engines.trt_graph.kind", behaviour=1),

@@ -227,6 +227,10 @@ class GenerationRequest:
     cache_salt: str | None = None
     input_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] = ()
+    resumed_tokens: int = 0
+    """The last tokens of a prompt of ids that were generated before: everything goes on after them
+    as if the text had not been broken off.
+    """
     stop_word_ids: tuple[tuple[int, ...], ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     bias: tuple[tuple[int, float], ...] = ()

@@ -58,10 +58,11 @@ class Preparation:
         alone = request.return_context_logits or request.return_prompt_log_probs
         if alone:  # KV that was found would have no logits
             salt = f"{salt}/{number}/{secrets.token_hex(8)}"
+        check_resumed(request, len(prompt))
         sequence = Sequence(
             number,
             prompt,
-            len(prompt),
+            len(prompt) - request.resumed_tokens,
             sampling,
             salt=salt,
             context_logits=request.return_context_logits,
@@ -106,13 +107,25 @@ def check_served(request: GenerationRequest, refused: dict[str, str]) -> None:
             )
 
 
-NEUTRAL = {"top_p_decay": 1.0}
+NEUTRAL = {"top_p_decay": 1.0, "resumed_tokens": 0}
 NAMES = {
     "guide_type": "guided_decoding_guide_type",
     "top_p_decay": "runtime_top_p_decay",
     "top_log_probs": "return_top_log_probs",
 }
 """Inputs of the models whose attribute has another name."""
+
+
+def check_resumed(request: GenerationRequest, prompt_tokens: int) -> None:
+    """Check the number of tokens that were generated before. Raises RequestError."""
+    count, has_ids = request.resumed_tokens, request.input_ids or request.prompt_token_ids
+    if count and not has_ids:
+        refusal = "needs the prompt as token ids"
+    elif count >= prompt_tokens:
+        refusal = f"must be below the {prompt_tokens} tokens of the prompt"
+    else:
+        return
+    raise RequestError(ErrorCode.INVALID_ARGUMENT, f"resumed_tokens {refusal}, got {count}")
 
 
 def check_ids(request: GenerationRequest, vocab_size: int) -> None:

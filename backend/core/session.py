@@ -132,6 +132,30 @@ class Session:
         self._log_probs: list[float] | None = [] if sequence.sampling.log_probs else None
         self._cum_log_prob = 0.0
         self._extras = Gatherer.of(sequence)
+        self._resume()
+
+    def _resume(self) -> None:
+        """Read the tokens that were generated before, and forget the text that was sent of them.
+        Raises RequestError where the text ends among them.
+        """
+        tokens, first = self.sequence.tokens, self.sequence.prompt_tokens
+        if first == len(tokens):
+            return
+        for end in range(first + 1, len(tokens) + 1):
+            self._read(tokens[end - 1], end)
+            if self.finish_reason is not None:
+                raise RequestError(
+                    ErrorCode.INVALID_ARGUMENT,
+                    f"resumed_tokens {len(tokens) - first}: the text ends after {end - first} of "
+                    f"them ({self.finish_reason.value})",
+                )
+        guide = self.sequence.sampling.guide
+        if guide is not None and guide.mask(tokens[first:]) is None:
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"resumed_tokens {len(tokens) - first}: they do not follow guided_decoding_guide",
+            )
+        self._pop_text()
 
     @property
     def remaining(self) -> int:
@@ -230,6 +254,10 @@ class Session:
         self.output_tokens += 1
         if self._tokens is not None:
             self._tokens.append(token)
+        self._read(token, len(self.sequence.tokens))
+
+    def _read(self, token: int, end: int) -> None:
+        """Decode a token, the text's last of ``end``, and finish where it ends the text."""
         ends = token in self._end_ids
         if ends:  # an incomplete character before it stays incomplete
             self._held += self._decoder.finish()
@@ -242,7 +270,7 @@ class Session:
             self._held += self._decoder.push(token)
         if self._stop_words and self._cut_at_stop_word():
             return
-        if self.request.stop_word_ids and self._ends_in_stop_ids():
+        if self.request.stop_word_ids and self._ends_in_stop_ids(end):
             return
         if self.remaining == 0:
             self._end(FinishReason.LENGTH)
@@ -253,10 +281,11 @@ class Session:
         if not self._cut_at_stop_word():
             self.finish_reason = reason
 
-    def _ends_in_stop_ids(self) -> bool:
-        tokens = self.sequence.tokens
+    def _ends_in_stop_ids(self, end: int) -> bool:
+        tokens, first = self.sequence.tokens, self.sequence.prompt_tokens
         for word in self.request.stop_word_ids:
-            if len(word) <= self.output_tokens and tokens[-len(word) :] == list(word):
+            start = end - len(word)
+            if start >= first and tokens[start:end] == list(word):
                 self.finish_reason = FinishReason.STOP_WORDS
                 return True
         return False

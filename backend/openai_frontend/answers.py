@@ -17,12 +17,12 @@ from backend.openai_frontend.choices import COMPLETION, Choice, Style
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
 from backend.openai_frontend.escaping import Escaped
 from backend.openai_frontend.hangup import until_gone
-from backend.openai_frontend.schema import ChatRequest, Options
+from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Options
 from backend.openai_frontend.speculation import Speculation
 from backend.openai_frontend.triton import Piece, Triton
 from backend.triton_adapter.fields import TEXT_INPUTS
 
-_SAME = {field.name for field in TEXT_INPUTS} & {*Options.model_fields}
+_SAME = {field.name for field in TEXT_INPUTS} & {*CompletionRequest.model_fields}
 """Options that are tensors by the same name, and pass as they are unless ``tensors`` says else."""
 
 
@@ -41,7 +41,7 @@ def tensors(
     ``top``: log-probabilities are wanted, and so many of the likeliest at each place; with ``echo``
     of the prompt, too.
     """
-    options = {name: getattr(body, name) for name in _SAME}
+    options = {name: getattr(body, name, None) for name in _SAME}
     options |= {
         "max_tokens": default if max_tokens is None else max_tokens,
         "fit_max_tokens": True if max_tokens is None else None,

@@ -217,6 +217,13 @@ class CompletionRequest(Options):
         le=5,
         description="log-probabilities, and so many of the likeliest tokens at each place",
     )
+    resumed_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=INT32,
+        description="Spindle's: that many of the prompt's last token ids are text that was "
+        "generated before, by any server; what follows is as if it had not been broken off",
+    )
     suffix: Any = _refused("text is only continued", "")
     best_of: Any = _refused("texts are not ranked", 1)
 

@@ -215,6 +215,10 @@ _TEXT_INPUTS = (
        range=_BIAS),
     _f("prompt_token_ids", "INT32", _ANY, "the prompt as tokens; text_input is '' then",
        added=True),
+    _f("resumed_tokens", "INT32", _ONE,
+       "that many tokens at the end of prompt_token_ids are text that was generated before, by "
+       "any server; what follows is as if it had not been broken off, and max_tokens counts that "
+       "alone", added=True, range=Range(0)),
     _f("return_prompt_log_probs", "BOOL", _ONE,
        "ask for prompt_tokens and prompt_log_probs, and with return_top_log_probs for the "
        "likeliest; such a request shares no KV", added=True),
@@ -337,6 +341,8 @@ _TOKEN_INPUTS = (
     _no(Reason.MULTIMODAL, "mrope_rotary_cos_sin", "FP32", _ANY),
     _no(Reason.MULTIMODAL, "mrope_position_deltas", "INT64", _ONE, 0),
     _f("num_draft_tokens", "INT32", _ONE, "as of tensorrt_llm_bls", range=Range(0)),
+    _f("resumed_tokens", "INT32", _ONE, "as of tensorrt_llm_bls, of input_ids", added=True,
+       range=Range(0)),
     _f("cache_salt", "STRING", _ONE, "as of tensorrt_llm_bls", added=True),
     _f("remember", "BOOL", _ONE, "as of tensorrt_llm_bls", added=True),
 )

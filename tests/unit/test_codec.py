@@ -123,7 +123,7 @@ def test_every_input_arrives_in_the_request():
         )
     )
     known = {field.name for field in TEXT_INPUTS if field.effect and not field.refused}
-    known -= {"num_return_sequences", "prompt_token_ids"}
+    known -= {"num_return_sequences", "prompt_token_ids", "resumed_tokens"}
     assert known == {*values, *guide, *flags, *lists, "text_input", "max_tokens"} | {
         f"return_{name}" for name in ("num_input_tokens", "num_output_tokens", "perf_metrics")
     }
@@ -143,8 +143,10 @@ def test_every_input_arrives_in_the_request():
 
 
 def test_a_prompt_may_be_token_ids_and_the_answer_is_text():
-    request, wanted = decode(tensors(text_input="", prompt_token_ids=[5, 0, 7]))
+    given = tensors(text_input="", prompt_token_ids=[5, 0, 7], resumed_tokens=2)
+    request, wanted = decode(given)
     assert (request.prompt_token_ids, request.text_input, wanted.tokens) == ((5, 0, 7), "", False)
+    assert request.resumed_tokens == 2
     assert sent(request) == request
 
 

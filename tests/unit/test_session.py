@@ -155,3 +155,31 @@ def test_a_grammar_that_cannot_be_followed_is_the_request_s_fault(tokens, ended)
     with pytest.raises(RequestError, match="guided_decoding_guide cannot be followed") as raised:
         made.commit(tokens)
     assert raised.value.code == ErrorCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("text", "stop_words"),
+    [("ab##c", ["###"]), ("abST", ["STOP"]), ("a\xd8\xd9b", ["zz"]), ("abcSTOPq", ["STOP", "cS"])],
+)
+def test_a_resumed_text_goes_on_where_an_unbroken_stream_would(text, stop_words):
+    tokens, sent = ids(text), [""]
+    whole = session(stop_words=stop_words)
+    for token in tokens:
+        if whole.finish_reason is None:
+            whole.commit([token])
+            sent.append(sent[-1] + whole.pop_delta().text)
+    for cut in range(1, len(sent) - 1):
+        request = GenerationRequest("", 99, stream=True, stop_words=tuple(stop_words))
+        sequence = Sequence(1, [7, 8, *tokens[:cut]], 2, SamplingParams())
+        made = Session(sequence, request, frozenset({EOS}), LetterDecoder(), sink=None)
+        assert sent[cut] + run(made, [[token] for token in tokens[cut:]]) == sent[-1]
+        assert made.finish_reason == whole.finish_reason
+
+
+def test_a_stop_word_of_token_ids_may_begin_before_the_cut():
+    request = GenerationRequest("", 99, stream=True, stop_word_ids=((5, 6),), input_ids=(7, 5))
+    made = Session(
+        Sequence(1, [7, 5], 1, SamplingParams()), request, frozenset(), LetterDecoder(), sink=None
+    )
+    assert made.commit([6, 9]) == 1
+    assert made.finish_reason is FinishReason.STOP_WORDS
