@@ -242,3 +242,5 @@ class GenerationRequest:
     top_p_reset_id: int | None = None
     remember: bool = True
     fit_max_tokens: bool = False
+    skip_special_tokens: bool = True
+    """False: special tokens are text by their names."""

@@ -174,6 +174,14 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
     return FolderTokenizer(table, _end_ids(folder), strips_space, bound, special, library)
 
 
+def named_token_bytes(tokenizer: Tokenizer) -> tuple[bytes, ...]:
+    """Return the bytes of every token by id, those of special tokens being their names."""
+    table = list(tokenizer.token_bytes)
+    for name, token in tokenizer.special_tokens.items():
+        table[token] = name.encode()
+    return tuple(table)
+
+
 def special_tokens(folder: Path) -> dict[str, int]:
     """Return the ids of special tokens by name, of a folder that may have no tokenizer."""
     path = folder / "tokenizer.json"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from backend.config import ServingConfig
-from backend.core.session import ReplySink, Session
+from backend.core.session import NO_SPECIAL_TOKENS, ReplySink, Session
 from backend.limits import Limits
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
 from backend.sampling.options import sampling_params
 from backend.sequence import BLOCK_TOKENS, Sequence
-from backend.tokenizer import IncrementalDecoder, Tokenizer
+from backend.tokenizer import IncrementalDecoder, Tokenizer, named_token_bytes
 
 NO_END_ID = -1
 
@@ -33,6 +33,7 @@ class Preparation:
     in_control: Callable[[int], bool]
     grammars: Grammars
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _named_token_bytes: tuple[bytes, ...] = ()
 
     def session(self, request: GenerationRequest, sink: ReplySink) -> Session:
         """Tokenise and check a request. Raises RequestError naming the field and the value."""
@@ -70,8 +71,8 @@ class Preparation:
             prompt_log_probs=request.return_prompt_log_probs,
             remember=request.remember and not alone,
         )
-        decoder = IncrementalDecoder(self.tokenizer.token_bytes)
-        session = Session(sequence, request, end_ids, decoder, sink, self.tokenizer.special_tokens)
+        decoder, special_tokens = self._decoding(request)
+        session = Session(sequence, request, end_ids, decoder, sink, special_tokens)
         session.logits_bytes = logits_bytes
         session.control = self.in_control(session.id)
         return session
@@ -89,6 +90,15 @@ class Preparation:
     def limits(self) -> Limits:
         """The sizes that the tokenizer and the context allow."""
         return Limits(self.tokenizer.bound, self.max_context_tokens - 1)
+
+    def _decoding(self, request: GenerationRequest) -> tuple[IncrementalDecoder, Mapping[str, int]]:
+        """Return what makes text of tokens, and the special tokens that are no text of it."""
+        if request.skip_special_tokens:
+            decoder = IncrementalDecoder(self.tokenizer.token_bytes)
+            return decoder, self.tokenizer.special_tokens
+        if not self._named_token_bytes:
+            self._named_token_bytes = named_token_bytes(self.tokenizer)
+        return IncrementalDecoder(self._named_token_bytes), NO_SPECIAL_TOKENS
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, self.config.add_special_tokens)
