@@ -84,6 +84,8 @@ def about_tools(template: ChatTemplate | None) -> str:
     """Return what becomes of tools that may be called."""
     if template is None:
         return "the model has no chat template: chats are refused"
+    if template.has_channels:
+        return "reasoning and calls of tools are read from the channels of gpt-oss"
     if template.calls is not None:
         return f"calls of tools are read as {template.calls.name} models write them"
     if not template.shows_tools:

@@ -10,16 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from backend.openai_frontend.parts import Call
+
 Functions = Mapping[str, Any]
 """The schemas of functions' parameters, by the functions' names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a function; ``arguments`` are JSON."""
-
-    name: str
-    arguments: str
 
 
 class Notation(Protocol):
@@ -91,6 +85,14 @@ class PythonNotation:
         except (SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError):
             pass
         return JSON.calls(text, functions)
+
+
+def arguments_call(name: str, text: str, functions: Functions) -> Call | None:
+    """Return the call of a function with arguments in JSON, None where it is none."""
+    try:
+        return _json_call({"name": name, "arguments": json.loads(text)}, functions)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _json_call(value: dict[str, Any], functions: Functions) -> Call:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from backend.openai_frontend.call_bodies import (
     JSON,
-    Call,
     Functions,
     Notation,
     PythonNotation,
     TagNotation,
 )
+from backend.openai_frontend.parts import Call
 from backend.openai_frontend.reasoning import without_start_of
 
 _OTHER_NOTATIONS = ("<function=", "[ARGS]")

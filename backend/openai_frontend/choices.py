@@ -8,11 +8,12 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.openai_frontend.call_bodies import Call, Functions
+from backend.openai_frontend.call_bodies import Functions
 from backend.openai_frontend.calls import CallFormat, CallReader
+from backend.openai_frontend.channels import CHANNEL, MESSAGE, ChannelReader, Channels
+from backend.openai_frontend.parts import Call, Parts
 from backend.openai_frontend.places import Places, by_text, token_text
-from backend.openai_frontend.reading import ForcedCallReader, Parts, Reader
-from backend.openai_frontend.reasoning import Reasoning
+from backend.openai_frontend.reading import ForcedCallReader, Frame, Reader
 from backend.openai_frontend.triton import Piece, Token
 
 
@@ -43,8 +44,8 @@ class Style:
     """The functions that may be called."""
     parallel: bool = True
     """False: only the first call counts."""
-    reasoning: Reasoning | None = None
-    """The text may begin with reasoning, which is no content."""
+    frame: Frame | None = None
+    """What is around the content."""
     shows_reasoning: bool = True
     """Whether the client gets the reasoning."""
     echo: bool = False
@@ -54,14 +55,28 @@ class Style:
     special: frozenset[bytes] = frozenset()
     """The names of special tokens."""
 
-    def reader(self) -> Reader | None:
+    @property
+    def marks(self) -> set[str]:
+        """The marks that a text is read by, and is not without them."""
+        marks = set[str]()
+        if isinstance(self.frame, Channels):
+            marks |= {CHANNEL, MESSAGE}
+        elif self.frame is not None:
+            marks |= {self.frame.form.opening, self.frame.form.closing}
+        if self.calls is not None and self.calls.closing:
+            marks |= {self.calls.opening, self.calls.closing}
+        return marks
+
+    def reader(self) -> Reader | ChannelReader | None:
         """Return what reads a text; None where all of it is content."""
+        if isinstance(self.frame, Channels):
+            return ChannelReader(self.functions, splits=self.frame.splits)
         answer: CallReader | ForcedCallReader | None = None
         if self.tool is not None:
             answer = ForcedCallReader(self.tool)
         elif self.calls is not None:
             answer = CallReader(self.calls, self.functions)
-        return Reader(self.reasoning, answer) if self.reasoning or answer else None
+        return Reader(self.frame, answer) if self.frame or answer else None
 
 
 @dataclass(slots=True)
@@ -79,7 +94,7 @@ class Choice:
     _offsets: list[int] = field(default_factory=list)
     _begun: bool = False
     _calls: int = 0
-    _reader: Reader | None = field(init=False)
+    _reader: Reader | ChannelReader | None = field(init=False)
     _places: Places = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,7 +135,7 @@ class Choice:
             "role": "assistant",
             "content": parts.content if parts.content or not parts.calls else None,
         }
-        if self.style.reasoning is not None and self.style.shows_reasoning:
+        if self.style.frame is not None and self.style.frame.splits and self.style.shows_reasoning:
             message |= _reasoning(parts.reasoning or None)
         if parts.calls:
             message["tool_calls"] = self._calls_of(parts)

@@ -18,7 +18,7 @@ from typing import Any
 _KEYS = frozenset(
     (
         *("role", "content", "name", "tool_call_id", "tool_calls", "id", "type", "function"),
-        *("arguments", "reasoning_content", "reasoning"),
+        *("arguments", "reasoning_content", "reasoning", "thinking"),
     )
 )
 """Names that templates look for; others are those of a call's arguments."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from backend.openai_frontend.reasoning import Reasoning
+from backend.openai_frontend.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels
+from backend.openai_frontend.reading import Frame
 from backend.openai_frontend.schema import ChatRequest, Function
 from backend.openai_frontend.strict import close_objects
 
@@ -17,31 +20,32 @@ NO_ARGUMENTS: dict[str, Any] = {
 }
 """What a function without parameters takes: ``{}``, in exactly these letters."""
 
+NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 _ANNOTATIONS = {"$schema", "title", "description", "type", "properties", "required"}
 _BLANKS = r"BLANKS: /[ \n\r\t]+/"
 
 
 def guide_of(
-    body: ChatRequest, reasoning: Reasoning | None = None
+    body: ChatRequest, frame: Frame | None = None, special_tokens: Mapping[str, int] = NO_TOKENS
 ) -> tuple[str | None, dict[str, str]]:
     """Return (the function that the text is a call of, '' for one that it names itself, or None;
-    the inputs of the text model that constrain the text to a grammar, if any). Reasoning is free.
+    the inputs of the text model that constrain the text to a grammar, if any).
+
+    Reasoning is free, and what is around the content is as the model writes it.
     """
     choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
+    grammars = _Grammars(frame, special_tokens)
     if choice is not None and choice.function is not None:
         index = max(i for i, f in enumerate(functions) if f.name == choice.function.name)
-        schema = arguments_schema(functions[index])
-        return functions[index].name, _schema_guide(schema, reasoning, index)
+        return functions[index].name, grammars.named_call(functions, index)
     if choice is not None and choice.type == "required":
-        grammar = call_grammar(functions)
-        return "", _guide("ebnf_grammar", _after_reasoning(grammar, reasoning))
+        return "", grammars.call(functions)
     if body.response_format is None or body.response_format.type == "text":
         return None, {}
     asked = body.response_format.json_schema
     if asked is None:
-        return None, _schema_guide({"type": "object"}, reasoning)
-    schema = close_objects(asked.schema_) if asked.strict else asked.schema_
-    return None, _schema_guide(schema, reasoning)
+        return None, grammars.schema({"type": "object"})
+    return None, grammars.schema(close_objects(asked.schema_) if asked.strict else asked.schema_)
 
 
 def arguments_schema(function: Function) -> Any:
@@ -52,43 +56,93 @@ def arguments_schema(function: Function) -> Any:
     return close_objects(given) if function.strict else given
 
 
-def call_grammar(functions: list[Function]) -> str:
-    """Return the grammar, in Lark, of a call that names one of the functions.
+class _Grammars:
+    """Writes the guides of answers with one frame, in Lark where there is one.
 
     Each schema stands alone, as a document of its own: references in it, ``#`` and names of
     ``$defs`` mean what they mean there. Line n has the schema of function n, by which
     ``backend.openai_frontend.errors`` names the one that is wrong.
     """
-    schemas, calls = [], []
-    for index, function in enumerate(functions):
-        schemas.append(f"arguments_{index}: %json {json.dumps(arguments_schema(function))}")
-        parts = ["{", '"name"', ":", json.dumps(function.name), ",", '"parameters"', ":"]
-        texts = " BLANKS? ".join(json.dumps(part) for part in parts)
-        calls.append(f'call_{index}: {texts} BLANKS? arguments_{index} BLANKS? "}}"')
-    answer = "answer: " + " | ".join(f"call_{index}" for index in range(len(functions)))
-    return "\n".join([*schemas, *calls, answer, _BLANKS])
 
+    def __init__(self, frame: Frame | None, special_tokens: Mapping[str, int]) -> None:
+        self._frame = frame
+        self._special_tokens = special_tokens
 
-def _schema_guide(
-    schema: dict[str, Any] | bool, reasoning: Reasoning | None, index: int = 0
-) -> dict[str, str]:
-    """Return the guide of a schema; ``index`` is that of the function whose arguments it has."""
-    text = json.dumps(schema)
-    if reasoning is None:
-        return _guide("json_schema", text)
-    grammar = "\n" * index + f"answer: %json {text}\n{_BLANKS}"
-    return _guide("ebnf_grammar", _after_reasoning(grammar, reasoning))
+    def schema(self, schema: dict[str, Any] | bool) -> dict[str, str]:
+        """Return the guide of content by a schema."""
+        text = json.dumps(schema)
+        if self._frame is None:
+            return _guide("json_schema", text)
+        header = self._header("final") if isinstance(self._frame, Channels) else ""
+        return self._after_reasoning([f"content: %json {text}", f"answer: {header} content"])
 
+    def named_call(self, functions: list[Function], index: int) -> dict[str, str]:
+        """Return the guide of a call of one function: its arguments, or in a channel all of it."""
+        if isinstance(self._frame, Channels):
+            return self.call(functions, index)
+        text = json.dumps(arguments_schema(functions[index]))
+        if self._frame is None:
+            return _guide("json_schema", text)
+        return self._after_reasoning([*[""] * index, f"answer: %json {text}"])
 
-def _after_reasoning(grammar: str, reasoning: Reasoning | None) -> str:
-    """Return a grammar with its start: the ``answer``, after reasoning where there is some."""
-    if reasoning is None:
-        return f"{grammar}\nstart: answer"
-    opening, closing = json.dumps(reasoning.form.opening), json.dumps(reasoning.form.closing)
-    rules = f"{grammar}\nreasoning[suffix={closing}]: /(?s:.*)/\n"
-    if reasoning.is_open:
-        return f"{rules}start: reasoning BLANKS? answer"
-    return f"{rules}start: (BLANKS? {opening} reasoning BLANKS?)? answer"
+    def call(self, functions: list[Function], only: int | None = None) -> dict[str, str]:
+        """Return the guide of a call of one of the functions, or ``only`` of this one."""
+        schemas = [
+            f"arguments_{index}: %json {json.dumps(arguments_schema(function))}"
+            if only in (None, index)
+            else ""
+            for index, function in enumerate(functions)
+        ]
+        calls = [
+            f"{self._call(function.name)} arguments_{index} {self._call_end}"
+            for index, function in enumerate(functions)
+            if only in (None, index)
+        ]
+        return self._after_reasoning([*schemas, "answer: " + " | ".join(calls)])
+
+    def _call(self, name: str) -> str:
+        """Return what is before a call's arguments."""
+        if isinstance(self._frame, Channels):
+            return self._header(f"commentary to=functions.{name} ", CONSTRAIN, "json")
+        parts = ["{", '"name"', ":", json.dumps(name), ",", '"parameters"', ":"]
+        return " BLANKS? ".join(json.dumps(part) for part in parts) + " BLANKS?"
+
+    @property
+    def _call_end(self) -> str:
+        return "" if isinstance(self._frame, Channels) else 'BLANKS? "}"'
+
+    def _after_reasoning(self, rules: list[str]) -> dict[str, str]:
+        """Return a grammar of the rules, one a line, with its start: ``answer`` after reasoning."""
+        if self._frame is None:
+            rules = [*rules, "start: answer"]
+        elif isinstance(self._frame, Channels):
+            header, start = self._header("analysis"), self._mark(START)
+            rules = [
+                *rules,
+                *self._up_to(END),
+                f'reasoning: {header} anything {start} "assistant"',
+                "start: reasoning* answer",
+            ]
+        else:
+            opening = self._mark(self._frame.form.opening)
+            begins = "anything BLANKS?" if self._frame.is_open else None
+            begins = begins or f"(BLANKS? {opening} anything BLANKS?)?"
+            rules = [*rules, *self._up_to(self._frame.form.closing), f"start: {begins} answer"]
+        return _guide("ebnf_grammar", "\n".join([*rules, _BLANKS]))
+
+    def _header(self, *parts: str) -> str:
+        return " ".join(map(self._mark, (CHANNEL, *parts, MESSAGE)))
+
+    def _mark(self, name: str) -> str:
+        """Return a special token, or a text where it is none."""
+        token = self._special_tokens.get(name)
+        return json.dumps(name) if token is None else f"<[{token}]>"
+
+    def _up_to(self, name: str) -> list[str]:
+        """Return the rules of ``anything`` up to a mark."""
+        if name in self._special_tokens:
+            return [f"anything: ANY? {self._mark(name)}", "ANY: /(?s:.+)/"]
+        return [f"anything[suffix={json.dumps(name)}]: /(?s:.*)/"]
 
 
 def _guide(kind: str, text: str) -> dict[str, str]:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 
-from backend.openai_frontend.call_bodies import Call
 from backend.openai_frontend.calls import CallReader
+from backend.openai_frontend.channels import Channels
+from backend.openai_frontend.parts import Call, Parts
 from backend.openai_frontend.reasoning import Reasoning, ReasoningReader
 
-
-@dataclass(slots=True)
-class Parts:
-    """What a piece of a text has brought."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        """Return whether there is anything."""
-        return bool(self.reasoning or self.content or self.calls)
+Frame = Reasoning | Channels
+"""What is around the content of an answer: marks of reasoning, or messages on channels."""
 
 
 class ForcedCallReader:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Reasoning:
     form: ReasoningFormat
     is_open: bool
     """The prompt ends in the opening mark, so that the text begins inside."""
+    splits: ClassVar[bool] = True
+    """Whether reasoning is apart from the content."""
 
 
 def reasoning_format(template: str) -> ReasoningFormat | None:

@@ -60,8 +60,8 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
     prompt = settings.prompt(body.messages, tools, body.chat_template_kwargs, effort)
     top = (body.top_logprobs or 0) if body.logprobs else None
     options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
-    reasoning = settings.reasoning(prompt) if body.separate_reasoning else None
-    tool, guide = guide_of(body, reasoning)
+    frame = settings.frame(prompt, splits=body.separate_reasoning)
+    tool, guide = guide_of(body, frame, settings.special_tokens)
     options |= guide
     special = frozenset(name.encode() for name in settings.special_tokens)
     parallel = body.parallel_tool_calls
@@ -70,13 +70,18 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
         body.logprobs,
         tool,
         parallel=parallel,
-        reasoning=reasoning,
+        frame=frame,
         shows_reasoning=body.include_reasoning,
         special=special,
     )
-    if body.tools and called and tool is None and settings.template is not None:
-        functions = {tool.function.name: tool.function.parameters for tool in body.tools}
-        style = replace(style, calls=settings.template.calls, functions=functions)
+    if body.tools and called:
+        style = replace(
+            style, functions={t.function.name: t.function.parameters for t in body.tools}
+        )
+        if tool is None and settings.template is not None:
+            style = replace(style, calls=settings.template.calls)
+    if settings.special_tokens.keys() & style.marks:
+        options["skip_special_tokens"] = False
     return Answer(_slim(body), style, [prompt], options, settings.spec_decode_metrics)
 
 

@@ -326,6 +326,8 @@ class Message(_Body):
             given["tool_calls"] = [call.as_dict() for call in self.tool_calls]
         if reasoning := self.reasoning_content or self.reasoning:
             given |= dict.fromkeys(REASONING_NAMES, reasoning)
+            if not (self.tool_calls and self.content):  # gpt-oss's template refuses all three
+                given["thinking"] = reasoning
         parts = (part.text + part.refusal for part in self.content or ())
         return {
             **given,

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from backend.openai_frontend.channels import Channels
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.escaping import Escaped, Escaper
-from backend.openai_frontend.reasoning import Reasoning, reasoning_after
+from backend.openai_frontend.reading import Frame
+from backend.openai_frontend.reasoning import reasoning_after
 from backend.openai_frontend.schema import INT32, Message, Tool
 from backend.openai_frontend.template import ChatTemplate, RenderError
 
@@ -70,9 +72,14 @@ class FrontEnd:
             raise ApiError(400, str(error), error.field, error.code) from None
         return escaper.prompt(text) if escaper else text
 
-    def reasoning(self, prompt: str | Escaped) -> Reasoning | None:
-        """Return the reasoning that the answer to a conversation may begin with."""
-        if self.template is None or not self.split_reasoning:
+    def frame(self, prompt: str | Escaped, *, splits: bool) -> Frame | None:
+        """Return what is around the content of the answer to a conversation; ``splits``: the
+        client wants reasoning apart from the content.
+        """
+        splits = splits and self.split_reasoning
+        if self.template is not None and self.template.has_channels:
+            return Channels(splits)
+        if self.template is None or not splits:
             return None
         text = prompt.text if isinstance(prompt, Escaped) else prompt
         return reasoning_after(self.template.reasoning, text)

@@ -14,6 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backend.openai_frontend.calls import call_format
+from backend.openai_frontend.channels import has_channels
 from backend.openai_frontend.errors import shown
 from backend.openai_frontend.reasoning import reasoning_format
 
@@ -47,7 +48,8 @@ class ChatTemplate:
     more: it runs in jinja2's sandbox.
 
     ``calls`` is the format in which the model writes calls of tools, None where it is not known;
-    ``reasoning`` the marks around its reasoning, None where it has none.
+    ``reasoning`` the marks around its reasoning, None where it has none; ``has_channels``: it
+    writes messages on channels.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ChatTemplate:
         self.shows_tools = "tools" in source
         self.calls = call_format(source)
         self.reasoning = reasoning_format(source)
+        self.has_channels = has_channels(source)
         self._takes_effort = _EFFORT in source
         self._switches = tuple(name for name in SWITCHES if name in source)
 
