@@ -1,6 +1,7 @@
 """Calls read from a text, however it is cut into pieces."""
 
 import json
+import pickle
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from backend.openai_frontend.call_bodies import PythonNotation, typed
 from backend.openai_frontend.calls import FORMATS, CallReader, call_format
+from backend.openai_frontend.channels import Channels
 from backend.openai_frontend.choices import CHAT, COMPLETION, Choice, Style
 from backend.openai_frontend.parts import Call
 from backend.openai_frontend.triton import Piece
@@ -308,3 +310,9 @@ def test_code_is_read_without_a_warning():
     assert PythonNotation().calls(r"weather(city='\d')", NAMES) == [
         Call("weather", json.dumps({"city": r"\d"}))
     ]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_style_goes_to_another_process_as_that_of_a_large_body_does(form):
+    style = Style(CHAT, calls=form, functions=NAMES, frame=Channels(True))
+    assert pickle.loads(pickle.dumps(style)) == style
