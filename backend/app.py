@@ -11,7 +11,14 @@ from pathlib import Path
 from time import monotonic
 
 import policy
-from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ConfigError, ServingConfig, unused_gpus
+from backend.config import (
+    EMBEDDED_MODEL,
+    PROJECT_ROOT,
+    ConfigError,
+    ServingConfig,
+    slower_on_cpus,
+    unused_gpus,
+)
 from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
@@ -143,10 +150,10 @@ def _report_slow_kernels(config: ServingConfig, stats: StepStats) -> None:
         logger.warning("%s: %s, not %s on a GPU: %s", name, devices[name], best, reason)
         if not devices[name].endswith(" cpu"):
             stats.fallback("cuda_engine_unused")
-    missing = KINDS[automatic("cpu")[0]].missing
-    if missing and any(engine.kind.checkpoint and engine.device == "cpu" for engine in engines):
-        logger.warning("torch runs the engines, which is slower: install %s", missing)
-        stats.fallback("openvino_missing")
+    best = automatic("cpu")[0]
+    for name, reason in slower_on_cpus(config).items():
+        logger.warning("%s: %s, slower than %s: %s", name, devices[name], best, reason)
+        stats.fallback("openvino_missing" if KINDS[best].missing else "openvino_unused")
 
 
 def _timed_folders(config: ServingConfig) -> dict[str, Path]:

@@ -69,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             paths = name in ("config", "cache")
             os.environ[variable] = str(Path(value).expanduser().absolute()) if paths else value
     if options.command == "doctor":
+        if options.model:
+            from backend.launcher.model_report import report_model
+
+            return report_model(options.model, as_json=options.json)
         from backend.launcher.doctor import report
 
         return report(as_json=options.json)
@@ -111,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--model",
-        help="a Hugging Face folder (Llama, Mistral, Qwen2), or the embedded model's name",
+        help="a Hugging Face folder of a decoder, or the embedded model's name",
     )
     serve.add_argument(
         "--drafts", help="none, or a list of name=FOLDER, lookup, suffix, names in the file"
@@ -123,10 +127,16 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="say what this machine can do and what is missing",
         description="Say what this machine can do. Ends with 1 if serving cannot work.",
-        epilog="examples:\n  spindle doctor\n  spindle doctor --json --port 8080",
+        epilog="examples:\n  spindle doctor\n  spindle doctor --json --port 8080\n"
+        "  spindle doctor --model ~/models/qwen3-1.7b",
         formatter_class=text,
     )
     doctor.add_argument("--json", action="store_true", help="print objects: name, state, text")
+    doctor.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="say only which engines can serve this folder, and what each would take",
+    )
     for command in (serve, doctor):
         _add_places(command)
     for name, (_, what) in DELEGATED_COMMANDS.items():

@@ -345,7 +345,8 @@ def why_not(name: str, engine: EngineConfig, machine: Machine = machine) -> str:
         if least.capability < kind.least_capability:
             text = f"{least.name} has compute capability {least.capability}"
             return f"{text}, below {kind.least_capability}"
-    misfit = kind.misfit(_model_config(engine.model))
+    model = _model_config(engine.model)
+    misfit = kind.misfit(model) if model else ""
     return f"its model has {misfit}" if misfit else ""
 
 
@@ -371,6 +372,19 @@ def unused_gpus(config: ServingConfig, machine: Machine = machine) -> dict[str, 
         if engine.device != "cpu" or machine.gpus():
             device = engine.device if engine.device != "cpu" else "cuda"
             reasons[engine.name] = why_not(best, replace(engine, device=device), machine)
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def slower_on_cpus(config: ServingConfig) -> dict[str, str]:
+    """Return, by an engine's name, why the best kind on CPUs does not run it there; nothing for an
+    engine that it runs or could run.
+    """
+    best = automatic("cpu")[0]
+    reasons = {
+        engine.name: why_not(best, engine)
+        for engine in (config.target, *config.drafts)
+        if engine.engine != best and engine.kind.automatic and engine.device == "cpu"
+    }
     return {name: reason for name, reason in reasons.items() if reason}
 
 

@@ -15,14 +15,42 @@ from typing import Any
 Package = tuple[str, str]
 """A distribution and the one version of it that is known."""
 
+LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+"""Architectures that our own forward of Llamas builds."""
+
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Rotary embeddings that it knows."""
+
 
 def _all_fit(config: Mapping[str, Any]) -> str:
     del config
     return ""
 
 
+def misfit_of_llama(config: Mapping[str, Any]) -> str:
+    """Return what of this ``config.json`` our own forward of Llamas does not build."""
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture not in LLAMA_FAMILY:
+        return f"the architecture {architecture}"
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    for setting, is_there in (
+        ("sliding_window", config.get("use_sliding_window", not qwen2)),
+        ("mlp_bias", True),
+        ("quantization_config", True),
+    ):
+        if is_there and config.get(setting):
+            return f"{setting} {config[setting]!r}"
+    if config.get("hidden_act", "silu") != "silu":
+        return f"hidden_act {config['hidden_act']!r}"
+    return "" if kind in ROPE_TYPES else f"rope_type {kind!r}"
+
+
 def _misfit_of_pages(config: Mapping[str, Any]) -> str:
     """Return why the CUDA engine's kernels cannot run a model of this ``config.json``."""
+    if misfit := misfit_of_llama(config):
+        return misfit
     if config.get("draft_vocab_size"):
         return "a head for a part of the vocabulary"
     heads = config.get("num_attention_heads") or 1
@@ -37,6 +65,7 @@ class Kind:
     module: str  # answers for it, and imports no tensor library until it makes an engine
     model: bool = True  # it runs one, which the setting ``model`` names
     architectures: tuple[str, ...] = ()  # of the Hugging Face folders that it loads; none: others
+    any_decoder: bool = False  # it loads others, too: any that transformers builds and we can serve
     automatic: tuple[str, ...] = ()  # "cpu", "cuda": where ``auto`` means the first that can run
     misfit: Callable[[Mapping[str, Any]], str] = _all_fit  # what of a config.json it cannot run
     least_capability: float = 0.0  # of a GPU
@@ -90,7 +119,6 @@ def _missing(package: Package) -> str:
     return "" if found == version else f"{name}=={version} (found: {found})"
 
 
-LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 _OPENVINO = ("openvino", "2026.4.1")
 _RESTARTED = "TensorRT-LLM's executor would restart it in every turn"
 _NOT_REPORTED = "the TensorRT-LLM engine does not tell it turn by turn"
@@ -100,6 +128,7 @@ KINDS = {
         "backend.engines.openvino.kind",
         architectures=LLAMA_FAMILY,
         automatic=("cpu",),
+        misfit=misfit_of_llama,
         cpu_only=True,
         dtypes=("bf16", "int8", "fp32"),
         package=_OPENVINO,
@@ -122,6 +151,7 @@ KINDS = {
     "torch": Kind(
         "backend.engines.torch.kind",
         architectures=LLAMA_FAMILY,
+        any_decoder=True,
         automatic=("cpu", "cuda"),
         dtypes=("bf16", "fp32", "fp64"),
         tells_features=True,

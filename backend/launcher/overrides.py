@@ -119,10 +119,16 @@ def kind_of(folder: str, target: str) -> str:
     """
     config = Path(folder) / "config.json"
     raw = read_json(config) if config.is_file() else {}
-    named = {*((isinstance(raw, dict) and raw.get("architectures")) or ())}
-    own = {*KINDS[target].architectures}
-    others = (name for name, kind in KINDS.items() if named & {*kind.architectures})
-    return target if not own or own & named else next(others, target)
+    if not raw or not isinstance(raw, dict) or not KINDS[target].architectures:
+        return target
+    named = {*(raw.get("architectures") or ())}
+    able = [
+        name
+        for name, kind in KINDS.items()
+        if named & {*kind.architectures} and not kind.misfit(raw)
+    ]
+    able = able or [name for name, kind in KINDS.items() if kind.any_decoder]
+    return target if target in able else able[0]
 
 
 def folder_or_name(model: str) -> str:

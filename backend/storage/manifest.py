@@ -33,7 +33,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a Hugging Face folder's manifest. Raises ConfigError naming the folder and what it
     lacks.
     """
-    config = _config(folder)
+    config = read_model_config(folder)
+    if not {"vocab_size", "max_position_embeddings"} <= config.keys():
+        config = _text_config(folder) | config
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ConfigError(f"{folder} has no .safetensors file")
@@ -62,8 +64,9 @@ def check_model(
     Raises ConfigError saying what to do.
     """
     tokenizer, folder = engine.name == config.target.name, path(engine)
-    check_folder(key, engine.model, folder, engine.kind.architectures, tokenizer=tokenizer)
-    if misfit := engine.kind.misfit(_config(folder)):
+    architectures = () if engine.kind.any_decoder else engine.kind.architectures
+    check_folder(key, engine.model, folder, architectures, tokenizer=tokenizer)
+    if misfit := engine.kind.misfit(read_model_config(folder)):
         text = f"{key}: {folder} has {misfit}, which the engine {engine.engine!r} cannot run"
         raise ConfigError(f"{text}. Leave engine out, or name another")
 
@@ -71,8 +74,8 @@ def check_model(
 def check_folder(
     key: str, model: str, folder: Path, architectures: Sequence[str], *, tokenizer: bool
 ) -> None:
-    """Refuse a ``model`` that is no Hugging Face folder of one of these architectures, or lacks a
-    ``tokenizer`` that it needs. Raises ConfigError beginning with the ``key``.
+    """Refuse a ``model`` that is no Hugging Face folder of one of these architectures (none: of
+    any), or lacks a ``tokenizer`` that it needs. Raises ConfigError beginning with the ``key``.
     """
     if not folder.is_dir():
         raise ConfigError(f"{key} must be a folder, got {model!r}{_download(model)}")
@@ -81,8 +84,8 @@ def check_folder(
             f"{key}: {folder} has no config.json. Give the folder of a Hugging Face checkpoint: "
             "config.json, tokenizer.json and *.safetensors"
         )
-    architecture = next(iter(_config(folder).get("architectures") or ["none"]))
-    if architecture not in architectures:
+    architecture = next(iter(read_model_config(folder).get("architectures") or ["none"]))
+    if architectures and architecture not in architectures:
         text = f"{key}: {folder} is a {architecture}, which is not supported"
         raise ConfigError(f"{text}. Supported are {', '.join(architectures)}")
     if tokenizer and not (folder / "tokenizer.json").is_file():
@@ -192,7 +195,8 @@ def weights_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's ``config.json``. Raises ConfigError for a file that is not one."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except OSError as error:
@@ -202,6 +206,20 @@ def _config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{folder / 'config.json'} is not an object")
     return config
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    """Return what transformers makes of a folder whose ``config.json`` leaves out defaults, or has
+    the language model's in a part of it; nothing where that fails.
+    """
+    from transformers import AutoConfig  # takes seconds
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    except Exception:  # any configuration's own; what is missing is named
+        return {}
+    names = ("vocab_size", "max_position_embeddings")
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def _positive(config: dict[str, Any], key: str, folder: Path) -> int:

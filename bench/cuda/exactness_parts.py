@@ -16,10 +16,11 @@ from backend.engines.cuda.heads import DeviceHead, HeadProposal
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.linear import Tiling, linear
 from backend.engines.cuda.model import PagedModel
-from backend.engines.cuda.pages import ATTENTION, PAGE
+from backend.engines.cuda.pages import PAGE
 from backend.engines.cuda.step import Slots, VerifyStep
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.network import HeadNetwork
+from backend.engines.models.attention import ATTENTION
 from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD

@@ -16,7 +16,7 @@ from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.forward import PagedForward
 from backend.engines.cuda.lookahead import LookaheadEngine
-from backend.engines.cuda.pages import ATTENTION
+from backend.engines.models.attention import ATTENTION
 from backend.engines.port import Engine
 from backend.engines.torch.engine import TorchEngine
 from tests.contract.checks import fresh

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend.engines.cuda.kernels import plain_kernels
 from backend.engines.cuda.model import PagedModel
-from backend.engines.cuda.pages import ATTENTION
+from backend.engines.models.attention import ATTENTION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -77,8 +77,12 @@ def test_angles_stay_in_fp32_in_every_dtype(tmp_path):
 
 def wrapped(kind):
     """A random multimodal model, text part and all."""
-    text = {**BASE, **SERVED[{"Gemma3": "gemma 3", "Mistral3": "ministral 3"}[kind]][1]}
+    family = {"Gemma3": "gemma 3", "Gemma4": "gemma 4", "Mistral3": "ministral 3"}[kind]
+    text = {**BASE, **SERVED[family][1], "pad_token_id": 0}
     vision = dict(VISION)
+    if kind == "Gemma4":
+        vision = {n: size for n, size in VISION.items() if n not in ("image_size", "patch_size")}
+        vision |= {"num_key_value_heads": 2, "head_dim": 16}
     if kind == "Mistral3":
         text["model_type"] = "ministral3"
         vision |= {"model_type": "pixtral", "head_dim": 16}
@@ -89,7 +93,7 @@ def wrapped(kind):
     return whole.eval()
 
 
-@pytest.mark.parametrize("kind", ["Gemma3", "Mistral3"])
+@pytest.mark.parametrize("kind", ["Gemma3", "Gemma4", "Mistral3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_text_part_of_a_multimodal_folder_has_its_own_weights(tmp_path, kind, tied):
     whole = wrapped(kind)
@@ -105,6 +109,7 @@ def test_the_text_part_of_a_multimodal_folder_has_its_own_weights(tmp_path, kind
     lm.set_attn_implementation("eager")
     ids = torch.randint(3, 200, (1, 40), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
-        wanted = whole(input_ids=ids, use_cache=False).logits
+        types = {"mm_token_type_ids": torch.zeros_like(ids)} if kind == "Gemma4" else {}
+        wanted = whole(input_ids=ids, use_cache=False, **types).logits
         logits = lm(input_ids=ids, use_cache=False).logits
     assert float((logits - wanted).abs().max() / wanted.std()) < 1e-4

@@ -35,10 +35,10 @@ def test_layers_ask_for_windows_caps_scales_and_head_sizes_of_their_own(tmp_path
         for n in range(4)
     )
     assert (spec.vocab_size, spec.hidden_size, spec.max_context_tokens) == (256, 64, 512)
-    assert (spec.tied, spec.looked_up, spec.kv_width) == (True, 0, 256)
+    assert (spec.tied, spec.looked_up, spec.kv_width) == (True, 256 * 64, 256)
     spec = probe(folder_of(tmp_path, *SERVED["gemma 4"]))
     assert [layer.key_dim for layer in spec.layers] == [16, 32, 16, 32]
-    assert spec.looked_up == 256 * 8 * 4  # of each layer a table
+    assert spec.looked_up == 256 * 64 + 256 * 8 * 4  # of each layer a table
     spec = probe(folder_of(tmp_path, *SERVED["gpt-oss"]))
     assert [(layer.sinks, layer.window) for layer in spec.layers] == [(True, 16), (True, 0)] * 2
     assert not spec.tied
@@ -80,7 +80,7 @@ def test_an_untested_multimodal_folder_is_refused(tmp_path):
         probe(tmp_path)
 
 
-def test_a_window_of_which_attention_is_not_informed_is_refused(tmp_path, monkeypatch):
+def test_a_window_that_is_not_passed_on_is_refused(tmp_path, monkeypatch):
     from transformers.models.mistral import modeling_mistral
 
     real = modeling_mistral.MistralAttention.__init__
@@ -93,7 +93,7 @@ def test_a_window_of_which_attention_is_not_informed_is_refused(tmp_path, monkey
     folder = folder_of(tmp_path, *SERVED["mistral, windows"])
     assert {layer.window for layer in probe(folder).layers} == {16}
     monkeypatch.setattr(modeling_mistral.MistralAttention, "__init__", forgetful)
-    with pytest.raises(CheckpointError, match="sliding_window 16, of which attention is not"):
+    with pytest.raises(CheckpointError, match="sliding_window 16 is not passed on"):
         probe(folder)
 
 

@@ -1,8 +1,9 @@
 import json
+from dataclasses import replace
 
 import pytest
 
-from backend.config import ConfigError, load_config, parse_config, unused_gpus
+from backend.config import ConfigError, load_config, parse_config, slower_on_cpus, unused_gpus
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
 
 TORCH = {"engine": "torch", "model": "m"}
@@ -70,11 +71,34 @@ def test_auto_is_the_engine_of_gpus_where_that_can_run(machine, device, expected
 )
 def test_auto_asks_the_model_folder(tmp_path, shape, engine, reason):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    raw = {"architectures": ["LlamaForCausalLM"], **shape}
+    (tmp_path / "model/config.json").write_text(json.dumps(raw))
     target = {"model": "model", "device": "cuda"}
     config = parse_config({"target": target}, GPU, folder=tmp_path)
     assert config.target.engine == engine
     assert reason in unused_gpus(config, GPU).get("target", "")
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "reason"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "openvino", ""),
+        ({"architectures": ["NewForCausalLM"]}, "torch", "the architecture NewForCausalLM"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+            "torch",
+            "sliding_window 4096",
+        ),
+    ],
+)
+def test_auto_means_torch_for_a_model_that_openvino_does_not_build(tmp_path, model, engine, reason):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(model))
+    config = parse_config({"target": {"model": "model"}}, folder=tmp_path)
+    assert config.target.engine == engine
+    assert slower_on_cpus(config).get("target", "").endswith(reason)
+    named = replace(config, target=replace(config.target, engine="openvino"))
+    assert slower_on_cpus(named) == {}
 
 
 def test_a_draft_that_reads_the_target_follows_it_to_its_device():

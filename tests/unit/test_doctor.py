@@ -5,8 +5,10 @@ import socket
 
 import pytest
 
+from backend.cli import main
 from backend.config import DEFAULT_CONFIG
 from backend.launcher import doctor
+from backend.launcher.model_report import report_model
 from tests.fakes.checkpoints import folder
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
 from tests.server.harness import free_ports
@@ -211,3 +213,24 @@ def test_a_plan_that_a_gpu_has_no_room_for_is_missing(tmp_path):
     assert found.state == "missing"
     assert found.text.startswith("not enough memory: cuda has 0.00 GiB and ")
     assert "limits.kv_cache_tokens" in found.text
+
+
+def test_a_folder_is_asked_of_every_engine(tmp_path, capsys):
+    model = folder(tmp_path, "model", **SHAPE)
+    machine = FakeMachine(flags=BF16_FLAGS)
+    assert report_model(str(model), as_json=True, machine=machine) == 0
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["openvino"]["text"].startswith("can, in bf16; memory: cpu has ")
+    assert found["torch"]["state"] == "ok"
+    assert found["cuda"]["text"] == "cannot: no NVIDIA GPU is visible"
+    assert found["serve"]["text"] == f"spindle serve --model {model}: engine openvino"
+
+
+@pytest.mark.medium
+def test_a_folder_that_no_engine_serves_has_the_reasons(tmp_path, capsys):
+    model = folder(tmp_path, "model", architectures=["NewForCausalLM"], model_type="new")
+    assert main(["doctor", "--model", str(model)]) == 1
+    shown = capsys.readouterr().out
+    assert "its model has the architecture NewForCausalLM" in shown
+    assert "has no model_type 'new'" in shown
+    assert shown.endswith(f"no engine can serve {model} here\n")

@@ -12,10 +12,10 @@ from backend.engines.checkpoint import read_config
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.footprint import RUNTIME_BYTES
 from backend.engines.cuda.forward import ROW_SIZES
-from backend.engines.cuda.pages import ATTENTION
 from backend.engines.head import folder as heads
 from backend.engines.head.folder import HeadConfig, config_json
 from backend.engines.memory import PROCESS_BYTES
+from backend.engines.models.attention import ATTENTION
 from backend.engines.openvino.kind import WEIGHT_BYTES
 from backend.engines.port import Footprint
 from backend.engines.registry import Service, make_engine

@@ -10,18 +10,16 @@ from functools import partial
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from backend.config import EngineConfig
-from backend.engines.checkpoint import DTYPES, read_config
+from backend.engines.checkpoint import read_config
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS
 from backend.engines.cuda.faults import NO_NUMBERS, reporting_loss
 from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward, most_graph_tokens
 from backend.engines.cuda.kernels import plain_kernels, triton_kernels
 from backend.engines.cuda.leaves import Product
 from backend.engines.cuda.model import PagedModel
-from backend.engines.cuda.pages import ATTENTION
+from backend.engines.models.loading import load_decoder
 from backend.engines.port import Completion, EngineLimits
 from backend.engines.registry import Service
 from backend.engines.stepping.engine import Job, StepEngine
@@ -113,10 +111,7 @@ def make(engine: EngineConfig, service: Service) -> CudaEngine:
     config = read_config(folder)
     if engine.device == "cpu":
         torch.set_num_threads(service.threads)
-    disable_progress_bar()
-    lm: nn.Module = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[engine.dtype], attn_implementation=ATTENTION, local_files_only=True
-    )
+    lm = load_decoder(folder, engine.dtype, engine.device)
 
     def count(reason: str) -> None:
         if service.count is not None:
@@ -130,7 +125,7 @@ def make(engine: EngineConfig, service: Service) -> CudaEngine:
         kind = partial(LookaheadEngine, sequences=sequences)
     return kind(
         engine.name,
-        lm.eval().to(engine.device),
+        lm,
         vocab_size=config.vocab_size,
         kv_blocks=sizes["kv_blocks"],
         max_context_tokens=sizes["max_context_tokens"],

@@ -14,8 +14,9 @@ from torch import nn
 
 from backend.engines.cuda.kernels import Kernels
 from backend.engines.cuda.leaves import Attention, Norm, Product, Unit
-from backend.engines.cuda.pages import PAGE, Layout, Pages
+from backend.engines.cuda.pages import PAGE, Layout, Pages, Scoring
 from backend.engines.cuda.prompts import choose
+from backend.engines.models.attention import AttentionError, AttentionSpec, attending_by
 
 _PROBE_TOKENS = 7
 
@@ -53,8 +54,10 @@ class PagedModel:
         """A place in the last page, for tokens of no row."""
         heads = config.num_attention_heads
         self._pages = [Pages(kv, heads, self._current_layout, kernels.attention) for kv in self.kv]
+        self._by_layer: dict[int, Pages] = {}
         for module, pages in zip(modules, self._pages, strict=True):
             object.__setattr__(module, "pages", pages)
+            self._by_layer[int(getattr(module, "layer_idx"))] = pages  # noqa: B009 (mypy)
         self.states: torch.Tensor | None = None
         """[tokens, taps, hidden] of the last pass: the output of the layers ``taps``."""
         self._taps = tuple(taps)
@@ -88,9 +91,13 @@ class PagedModel:
         """
         self.layout = layout
         keep = 0 if wanted is None else wanted
-        out = self.lm(
-            input_ids=ids[None], position_ids=position[None], use_cache=False, logits_to_keep=keep
-        )
+        with attending_by(self._attend):
+            out = self.lm(
+                input_ids=ids[None],
+                position_ids=position[None],
+                use_cache=False,
+                logits_to_keep=keep,
+            )
         if self._taps:
             self.states = torch.stack([self._tapped[tap] for tap in self._taps], 1)
         logits: torch.Tensor = out.logits[0]
@@ -111,6 +118,22 @@ class PagedModel:
             self._tapped[tap] = hidden.view(-1, hidden.shape[-1])
 
         return keep
+
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Store and attend (``models.attention.Attend``). Raises AttentionError for sinks."""
+        if sinks is not None:
+            raise AttentionError(f"layer {spec.layer} has attention sinks, which are not served")
+        pages = self._by_layer[spec.layer]
+        pages.store(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        pages.scoring = Scoring(spec.scale, spec.window, spec.softcap)
+        return pages.attend(query[0].transpose(0, 1).contiguous(), pages.scoring)[None]
 
     def _current_layout(self) -> Layout:
         assert self.layout is not None
@@ -188,7 +211,8 @@ class PagedModel:
 
         def run(block: nn.Module) -> torch.Tensor:
             pages.kv[0].zero_()
-            out = block(x, position_embeddings=angles, attention_mask=None)[0]
+            with attending_by(self._attend):
+                out = block(x, position_embeddings=angles, attention_mask=None)[0]
             return torch.cat((out.flatten(), pages.kv[0].flatten()))
 
         return run

@@ -1,4 +1,4 @@
-"""Keys and values in pages, and the one attention function that transformers' modules call."""
+"""Keys and values in pages, and attention over them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from transformers import AttentionInterface
 
 from backend.engines.cuda.prompts import PAGE, Prompts, Scoring, choose
 
-__all__ = ["ATTENTION", "PAGE", "Layout", "Pages", "Scoring"]
-
-ATTENTION = "spindle_paged"
-"""The name under which transformers knows the attention function."""
+__all__ = ["PAGE", "Layout", "Pages", "Scoring"]
 
 
 @dataclass
@@ -79,36 +74,3 @@ class Pages:
             keys=layout.keys,
             **scoring._asdict(),
         )
-
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """Store and attend: query [1, heads, tokens, dim], key and value [1, kv_heads, tokens, dim];
-    returns [1, tokens, heads, dim].
-
-    Raises NotImplementedError for attention sinks.
-    """
-    del attention_mask  # rows and ancestor words say what a token sees
-    if s_aux is not None:
-        raise NotImplementedError("attention sinks are not served")
-    pages = module.pages
-    assert isinstance(pages, Pages)
-    pages.store(key[0].transpose(0, 1), value[0].transpose(0, 1))
-    window = sliding_window or getattr(module, "sliding_window", None) or 0
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    pages.scoring = Scoring(scale, window, softcap or 0.0)
-    q = query[0].transpose(0, 1).contiguous()
-    return pages.attend(q, pages.scoring)[None], None
-
-
-AttentionInterface.register(ATTENTION, _attend)

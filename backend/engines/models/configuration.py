@@ -100,7 +100,7 @@ def _check_source(folder: Path, raw: Mapping[str, Any], architecture: str) -> No
 def _reasons(config: PretrainedConfig) -> Iterator[str]:
     """Yield what in a configuration no engine can serve."""
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        yield "chunked attention, of which attention is not informed"
+        yield "its chunked attention is not passed on to the attention function"
     if getattr(config, "kv_lora_rank", None):
         yield "MLA, whose latent is not what our KV pool keeps"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):

@@ -176,7 +176,7 @@ def convert(lm: Any, taps: Seq[int] = ()) -> Model:
 
 def _check_memory(folder: Path, spec: DecoderSpec, say: Callable[[str], None]) -> None:
     """Say what a conversion takes. Raises CheckpointError where that is not there."""
-    weights = spec.parameters + spec.looked_up
+    weights = spec.weights
     needed, free = PEAK_BYTES * weights + PROCESS_BYTES, host_bytes()
     text = (
         f"converting {folder} ({spec.architecture}) for OpenVINO needs {needed / GIB:.1f} GiB of "

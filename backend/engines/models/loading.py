@@ -38,6 +38,7 @@ def load_decoder(
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config = read_decoder_config(folder)
     logging.disable_progress_bar()
+    experts = {"experts_implementation": "eager"} if dtype == "fp64" else {}  # others have no fp64
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -49,7 +50,7 @@ def load_decoder(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the report has them
-            **options,
+            **experts | options,
         )
     except Exception as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error

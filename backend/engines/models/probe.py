@@ -32,14 +32,16 @@ class DecoderSpec:
     hidden_size: int
     max_context_tokens: int
     layers: tuple[AttentionSpec, ...]
-    parameters: int
-    """Weights that are multiplied by, the head's included."""
+    weights: int
+    """Numbers in all matrices together, each counted once."""
     looked_up: int
-    """Weights that rows are taken from, a head's that is the same matrix not included."""
+    """Numbers in the matrices of embeddings."""
     tied: bool
-    """Whether the head is the matrix of embeddings."""
+    """Whether the head is a matrix of embeddings."""
     row_width: int
-    """Numbers that a token's widest layer makes of it."""
+    """Numbers that the widest layer makes of a token."""
+    draft_vocab_size: int = 0
+    """Tokens of a head for a part of the vocabulary; none has one."""
 
     @property
     def kv_width(self) -> int:
@@ -60,19 +62,15 @@ def probe(folder: Path) -> DecoderSpec:
     for reason in _reasons(lm, config, layers):
         refuse(folder, architecture, reason)
     embeddings, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    tied = head.weight is embeddings.weight
-    total = sum(weight.numel() for weight in lm.parameters())
-    tables = sum(m.weight.numel() for m in lm.modules() if isinstance(m, nn.Embedding))
-    tables -= embeddings.weight.numel() if tied else 0
     return DecoderSpec(
         architecture=architecture,
         vocab_size=int(config.vocab_size),
         hidden_size=int(config.hidden_size),
         max_context_tokens=int(getattr(config, "max_position_embeddings", 0) or 0),
         layers=tuple(layers),
-        parameters=total - tables,
-        looked_up=tables,
-        tied=tied,
+        weights=sum(weight.numel() for weight in lm.parameters()),
+        looked_up=sum(m.weight.numel() for m in lm.modules() if isinstance(m, nn.Embedding)),
+        tied=head.weight is embeddings.weight,
         row_width=_row_width(lm, config, layers),
     )
 
@@ -122,10 +120,11 @@ def _reasons(lm: Any, config: PretrainedConfig, layers: Sequence[AttentionSpec])
     for spec in layers:
         kind = kinds[spec.layer] if len(kinds) > spec.layer else ""
         if kind == "sliding_attention" and not spec.window:
-            yield f"layer {spec.layer} has a sliding window, of which attention is not informed"
+            layer = f"the sliding window of layer {spec.layer}"
+            yield f"{layer} is not passed on to the attention function"
     windowed = getattr(config, "sliding_window", None)
     if windowed and not kinds and not any(spec.window for spec in layers):
-        yield f"sliding_window {windowed}, of which attention is not informed"
+        yield f"sliding_window {windowed} is not passed on to the attention function"
 
 
 def _row_width(lm: Any, config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
 from pathlib import Path
+from typing import Protocol
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.checkpoint import DTYPES, read_config
 from backend.engines.port import Footprint
 from backend.engines.stepping.counterfactual import SCORED_ROWS
+from backend.kinds import misfit_of_llama
 from backend.machine import machine
+from backend.storage.manifest import read_model_config
 
 LOGIT_BYTES = 28
 """Bytes for each logit of a pass while laws are made of them (copies, sort and indices of top-p):
@@ -28,16 +29,44 @@ def activation_bytes(dtype: str) -> int:
     return DTYPES[dtype].itemsize
 
 
-def weight_bytes(
-    shapes: Mapping[str, tuple[int, ...]], looked_up: int, multiplied: int, *, packs_head: bool
-) -> int:
-    """Return what weights of these shapes take, by the bytes of a weight that is looked up and of
-    one that is multiplied. ``packs_head``: a tied embedding is copied to be multiplied by.
+class Shape(Protocol):
+    """What memory depends on, of a ``LlamaConfig`` or a ``DecoderSpec``, where it is documented."""
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def draft_vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def tied(self) -> bool: ...  # noqa: D102
+    @property
+    def weights(self) -> int: ...  # noqa: D102
+    @property
+    def looked_up(self) -> int: ...  # noqa: D102
+    @property
+    def kv_width(self) -> int: ...  # noqa: D102
+    @property
+    def row_width(self) -> int: ...  # noqa: D102
+
+
+def shape_of(folder: Path) -> Shape:
+    """Return the shape of a folder's model. Raises CheckpointError for one that is not served."""
+    if not misfit_of_llama(read_model_config(folder)):
+        return read_config(folder)
+    from backend.engines.models.probe import probe  # it imports transformers
+
+    return probe(folder)
+
+
+def weight_bytes(shape: Shape, looked_up: int, multiplied: int, *, packs_head: bool) -> int:
+    """Return what weights take, by the bytes of a weight that is looked up and of one that is
+    multiplied. ``packs_head``: a tied embedding is copied to be multiplied by.
     """
-    embedding = prod(shapes["model.embed_tokens.weight"])
-    copied = packs_head and "lm_head.weight" not in shapes
-    others = sum(map(prod, shapes.values())) - (0 if copied else embedding)
-    return looked_up * embedding + multiplied * others
+    copied = packs_head and shape.tied and not shape.draft_vocab_size
+    others = shape.weights - shape.looked_up
+    others += shape.vocab_size * shape.hidden_size if copied else 0
+    return looked_up * shape.looked_up + multiplied * others
 
 
 def footprint(
@@ -59,14 +88,13 @@ def footprint(
     rows = logit_rows + limits.prefill_chunk_tokens
     law_rows = 0 if target else limits.max_active_requests * k_max
     logit_rows += 0 if target else SCORED_ROWS
-    shape, item = read_config(folder), activation_bytes(engine.dtype)
+    shape, item = shape_of(folder), activation_bytes(engine.dtype)
     vocab = shape.draft_vocab_size or shape.vocab_size
     kept_rows = min(limits.prefill_chunk_tokens, limits.max_logits_bytes // (4 * vocab)) * target
-    weights = weight_bytes(shape.shapes(), *(weight_sizes or 2 * (item,)), packs_head=packs_head)
-    kv_row = 2 * shape.num_kv_heads * shape.head_dim
-    attention = 2 * (shape.num_heads * shape.head_dim + kv_row)  # qkv, and again once rotated
-    row = 4 * shape.hidden_size + attention + 3 * shape.intermediate_size
-    passes = rows * row * item + vocab * (logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES)
+    weights = weight_bytes(shape, *(weight_sizes or 2 * (item,)), packs_head=packs_head)
+    passes = rows * shape.row_width * item + vocab * (
+        logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES
+    )
     passes += vocab * kept_rows * (item + 4)  # logits that are kept for replies, and in fp32
-    kv = (limits.kv_cache_tokens + scratch_tokens) * shape.num_layers * kv_row * item
+    kv = (limits.kv_cache_tokens + scratch_tokens) * shape.kv_width * item
     return Footprint(engine.device, weights, kv, passes)

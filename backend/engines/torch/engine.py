@@ -1,4 +1,4 @@
-"""The readable reference on any device: a Llama forward on torch."""
+"""The readable reference on any device: a Llama forward on torch, or transformers' modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.registry import Service
 from backend.engines.stepping.engine import StepEngine, step_limits
 from backend.engines.torch.llama import Llama
+from backend.kinds import misfit_of_llama
 from backend.machine import machine
+from backend.storage.manifest import read_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,10 @@ class TorchEngine(StepEngine):
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._set_up(name, *load(folder, dtype, device), **sizes)  # type: ignore[arg-type]
+        if misfit_of_llama(read_model_config(folder)):
+            self._set_up_decoder(name, folder, dtype, device, **sizes)  # type: ignore[arg-type]
+        else:
+            self._set_up(name, *load(folder, dtype, device), **sizes)  # type: ignore[arg-type]
 
     @classmethod
     def from_weights(
@@ -74,6 +79,32 @@ class TorchEngine(StepEngine):
                 max_positions=max_context_tokens + max_draft_tokens,
                 taps=taps,
             )
+        super().__init__(name, model, limits)
+
+    def _set_up_decoder(
+        self,
+        name: str,
+        folder: Path,
+        dtype: str,
+        device: str,
+        *,
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int = 8,
+        taps: Seq[int] = (),
+    ) -> None:
+        from backend.engines.models.comparison import compare  # transformers takes seconds
+        from backend.engines.models.loading import load_decoder
+        from backend.engines.models.probe import probe
+        from backend.engines.torch.decoder import Decoder
+
+        spec = probe(folder)
+        lm = load_decoder(folder, dtype, device)
+        model = Decoder(lm, spec.layers, kv_blocks=kv_blocks, taps=taps)
+        difference = compare(lm, model.forward, f"{name}: {folder}")
+        text = "%s: a %s of transformers, %.1g standard deviations from its own forward"
+        logger.info(text, name, spec.architecture, difference)
+        limits = step_limits(spec, kv_blocks, max_context_tokens, max_draft_tokens)
         super().__init__(name, model, limits)
 
 

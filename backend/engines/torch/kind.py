@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import EngineConfig
+from backend.config import ConfigError, EngineConfig, ServingConfig
 from backend.engines.port import Engine
-from backend.engines.stepping.kind import check_folder, footprint, latency_cases
+from backend.engines.stepping.kind import footprint, latency_cases
+from backend.kinds import misfit_of_llama
+from backend.storage.manifest import check_model, read_model_config
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
@@ -19,3 +23,19 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     from backend.engines.torch import engine as torch
 
     return torch.make(engine, service)
+
+
+def check_folder(
+    key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> None:
+    """Raise ConfigError for a folder that is not a decoder we serve, with the reason."""
+    check_model(key, engine, config, path)
+    folder = path(engine)
+    if misfit_of_llama(read_model_config(folder)):
+        from backend.engines.checkpoint import CheckpointError
+        from backend.engines.models.probe import probe  # takes seconds
+
+        try:
+            probe(folder)
+        except CheckpointError as error:
+            raise ConfigError(f"{key}: {error}") from error

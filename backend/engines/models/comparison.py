@@ -1,0 +1,67 @@
+"""A decoder's own forward in transformers against an engine's, at the first pass of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import nn
+
+from backend.engines.checkpoint import CheckpointError
+from backend.engines.models.attention import ATTENTION
+from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.sequence import BLOCK_TOKENS
+
+TOKENS = 64
+"""Tokens of the text that is compared."""
+
+_FIRST, _OTHERS = 40, 24
+"""Tokens of it in the first pass, and tokens of another text in the same pass."""
+
+BLOCKS = -(-TOKENS // BLOCK_TOKENS) + 1
+"""Blocks of KV that a comparison writes to."""
+
+_MOST = {torch.bfloat16: 0.1}
+"""The largest difference by dtype that is rounding, over the logits' standard deviation."""
+
+
+def compare(lm: nn.Module, forward: Callable[[Seq[Chunk]], torch.Tensor], name: str) -> float:
+    """Return how far ``forward`` is from transformers' own eager one on ``TOKENS`` tokens.
+
+    It runs them in two passes, the first with another text. How far is the median row's root mean
+    square over the logits' standard deviation, of the worse pass.
+
+    Raises CheckpointError beginning with the ``name`` where that is more than rounding.
+    """
+    model: Any = lm
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (TOKENS + _OTHERS,), generator=generator).tolist()
+    text, other = ids[:TOKENS], ids[TOKENS:]
+    table, others = (KVTable(blocks, model.device) for blocks in ([2, 0], [1]))
+    with torch.inference_mode():
+        passes = [
+            forward([Chunk(text[:_FIRST], 0, table, _FIRST), Chunk(other, 0, others, 0)]).clone(),
+            forward([Chunk(text[_FIRST:], _FIRST, table, TOKENS - _FIRST)]).clone(),
+        ]
+        model.set_attn_implementation("eager")
+        try:
+            ids_there = torch.tensor([text], device=model.device)
+            expected = model(input_ids=ids_there, use_cache=False).logits[0].double()
+        finally:
+            model.set_attn_implementation(ATTENTION)
+    wanted = expected.split((_FIRST, TOKENS - _FIRST))
+    difference = max(
+        float((got.double() - want).square().mean(-1).sqrt().median() / expected.std())
+        for got, want in zip(passes, wanted, strict=True)
+    )
+    most = _MOST.get(model.dtype, 1e-3)
+    if not difference <= most:  # NaN is more, too
+        raise CheckpointError(
+            f"{name}: logits of {TOKENS} tokens are {difference:.2g} standard deviations away from "
+            f"transformers' own forward, at most {most:g} is rounding: this engine would answer "
+            "wrongly, so it does not serve the folder"
+        )
+    return difference

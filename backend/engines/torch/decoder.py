@@ -1,0 +1,162 @@
+"""Any decoder of transformers over paged KV: all rows of an in-flight batch as one row of its
+modules, each attending to its own sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backend.engines.models.attention import AttentionSpec, attending_by
+from backend.engines.stepping.chunks import Chunk, ancestors, logit_rows, moves
+from backend.sequence import BLOCK_TOKENS
+
+Masks = dict[int, torch.Tensor | None]
+"""What the rows [rows, keys] of a chunk do not see, by window; None where they see every key."""
+
+
+class Decoder:
+    """A decoder whose layers keep KV in ``kv_blocks`` blocks (``stepping.engine.Model``).
+
+    ``lm`` attends by ``ATTENTION``; ``layers`` is what it asks. ``taps`` are the layers, counted
+    from 1, whose output drafts read.
+    """
+
+    def __init__(
+        self, lm: Any, layers: Seq[AttentionSpec], *, kv_blocks: int, taps: Seq[int] = ()
+    ) -> None:
+        self.lm = lm
+        self.device: torch.device = self.lm.device
+        self.dtype: torch.dtype = self.lm.dtype
+        self.token_ids: torch.Tensor | None = None
+        self.features: torch.Tensor | None = None
+        slots = kv_blocks * BLOCK_TOKENS
+        self._pools = {
+            spec.layer: [self._pool(slots, *shape) for shape in _kv(spec)] for spec in layers
+        }
+        self._windows = {spec.window for spec in layers}
+        self._tapped: list[torch.Tensor] = []
+        for layer in taps:
+            self.lm.get_decoder().layers[layer - 1].register_forward_hook(self._tap)
+        self._chunks: Seq[Chunk] = ()
+        self._masks: list[Masks] = []
+        self._slots = torch.empty(0, dtype=torch.int64)
+
+    def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
+        """Run the chunks in one pass, writing their KV; return the logits [rows, vocab] of the rows
+        that want them.
+        """
+        ids = torch.tensor([[t for chunk in chunks for t in chunk.tokens]], device=self.device)
+        positions = torch.tensor([[p for c in chunks for p in c.positions]], device=self.device)
+        wanted = torch.tensor(logit_rows(chunks), dtype=torch.int64, device=self.device)
+        self._chunks, self._masks = chunks, [self._hidden(chunk) for chunk in chunks]
+        self._slots = torch.cat([c.table.slots[c.start : c.start + len(c.tokens)] for c in chunks])
+        self._tapped.clear()
+        with attending_by(self._attend):
+            out = self.lm(
+                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=wanted
+            )
+        self.features = torch.stack([s[wanted] for s in self._tapped], 1) if self._tapped else None
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
+        """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
+        sources, targets = moves(accepted)
+        if len(sources):
+            for pool in (pool for pools in self._pools.values() for pool in pools):
+                pool.index_copy_(0, targets, pool.index_select(0, sources))
+
+    def _pool(self, slots: int, heads: int, columns: int) -> torch.Tensor:
+        return torch.zeros(slots, heads, columns, device=self.device, dtype=self.dtype)
+
+    def _tap(self, module: nn.Module, inputs: object, output: Any) -> None:
+        """Keep the output of a layer (a hook of torch)."""
+        del module, inputs
+        states = output[0] if isinstance(output, tuple) else output
+        self._tapped.append(states.reshape(-1, states.shape[-1]))
+
+    def _hidden(self, chunk: Chunk) -> Masks:
+        """Return what the rows of a chunk do not see."""
+        positions = torch.tensor(chunk.positions)
+        keys = torch.cat((torch.arange(chunk.start), positions))
+        hidden = keys > positions[:, None]
+        if nodes := len(chunk.parents):
+            hidden[:-nodes, -nodes:] = True
+            hidden[-nodes:, -nodes:] = ~ancestors(chunk.parents)
+        masks: Masks = {}
+        for window in self._windows:
+            outside = hidden | (keys <= positions[:, None] - window) if window else hidden
+            masks[window] = outside.to(self.device) if outside.any() else None
+        return masks
+
+    def _attend(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Store keys and values, and attend, each chunk to its own keys (``Attend``)."""
+        pools = self._pools[spec.layer]
+        for pool, new in zip(pools, (key, value), strict=True):
+            pool.index_copy_(0, self._slots, new[0].transpose(0, 1))
+        outputs, row = [], 0
+        for chunk, masks in zip(self._chunks, self._masks, strict=True):
+            rows = len(chunk.tokens)
+            keys, values = (chunk.table.read(pool, chunk.start + rows) for pool in pools)
+            queries = query[0, :, row : row + rows]
+            outputs.append(attend(spec, queries, keys, values, masks[spec.window], sinks))
+            row += rows
+        return torch.cat(outputs)[None]
+
+
+def attend(
+    spec: AttentionSpec,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the attention [rows, heads, value_dim] of a sequence's ``queries`` [heads, rows, dim]
+    to its ``keys`` and ``values`` [keys, kv_heads, dim].
+
+    The query heads of a KV head are folded into rows, so keys are never repeated.
+    """
+    rows, group = queries.shape[1], spec.heads // spec.kv_heads
+    q = queries.reshape(spec.kv_heads, group * rows, spec.key_dim)
+    k, v = keys.transpose(0, 1), values.transpose(0, 1)
+    mask = None
+    if hidden is not None:
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+        mask = mask.masked_fill_(hidden, -math.inf).repeat(group, 1)
+    if spec.softcap or sinks is not None:
+        scores = q @ k.transpose(1, 2) * spec.scale
+        if spec.softcap:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        if mask is not None:
+            scores = scores + mask
+        if sinks is not None:
+            own = sinks.view(spec.kv_heads, group, 1).repeat_interleave(rows, 1)
+            scores = torch.cat((scores, own.to(scores.dtype)), -1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        shares = scores.softmax(-1, dtype=wide)[..., : k.shape[1]]
+        output = shares.to(v.dtype) @ v
+    else:
+        output = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, scale=spec.scale
+        )[0]
+    output = output.view(spec.kv_heads, group, rows, spec.value_dim)
+    return output.permute(2, 0, 1, 3).reshape(rows, spec.heads, spec.value_dim)
+
+
+def _kv(spec: AttentionSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return heads and columns of a layer's keys and of its values."""
+    return (spec.kv_heads, spec.key_dim), (spec.kv_heads, spec.value_dim)
