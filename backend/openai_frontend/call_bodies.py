@@ -147,8 +147,6 @@ def typed(text: str, schema: Any) -> Any:
     text wherever a text is allowed and nothing else fits.
     """
     allowed = _allowed_kinds(schema)
-    if allowed == {"string"}:
-        return text
     try:
         text_of_json = _PYTHON_NAMES.get(text.strip(), text)
         value = json.loads(text_of_json, parse_constant=_no_constant)

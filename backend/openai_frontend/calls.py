@@ -45,7 +45,7 @@ class CallFormat:
     also: str = ""
     """A template of the format has this, too."""
     must_close: bool = False
-    """Without ``closing`` nobody knows whether the call is complete."""
+    """Without ``closing`` a call may be incomplete."""
 
 
 _JSON_OF_LLAMA = '"parameters": dictionary of argument name'

@@ -174,7 +174,7 @@ def load_template(folder: Path | None, file: Path | None) -> ChatTemplate | None
     config: dict[str, Any] = {}
     if folder is not None and (folder / "tokenizer_config.json").is_file():
         config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    source = config.get("chat_template")
+    source = _source(config.get("chat_template"))
     for path in (folder / "chat_template.jinja" if folder is not None else None, file):
         if path is not None and (path == file or path.is_file()):
             source = path.read_text("utf-8")
@@ -182,6 +182,17 @@ def load_template(folder: Path | None, file: Path | None) -> ChatTemplate | None
         return None
     tokens = [_token(config.get(name)) for name in ("bos_token", "eos_token")]
     return ChatTemplate(source, *tokens, bos_added=folder is not None and _adds(folder, tokens[0]))
+
+
+def _source(value: Any) -> Any:
+    """Return the text of a template; of several by name, that for tools where tools are given."""
+    if not isinstance(value, list):
+        return value
+    named = {item["name"]: item["template"] for item in value}
+    if named.keys() >= {"default", "tool_use"}:
+        tool_use, default = named["tool_use"], named["default"]
+        return f"{{% if tools %}}{tool_use}{{% else %}}{default}{{% endif %}}"
+    return named.get("default")
 
 
 def _token(value: Any) -> str:

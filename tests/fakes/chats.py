@@ -16,7 +16,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 class WritingTriton:
-    """Writes a text in pieces of so many letters; ``prompts`` and ``options`` are what it got."""
+    """Writes a text in pieces of a few letters; ``prompts`` and ``options`` are what it got."""
 
     def __init__(self, text: str, letters: int, reason: str = "end_id") -> None:
         self._pieces = [text[at : at + letters] for at in range(0, len(text), letters)]

@@ -54,6 +54,18 @@ def test_a_file_wins_over_the_folder_and_a_model_may_have_none(tmp_path):
     assert load_template(None, None) is None
 
 
+def test_of_templates_by_name_the_one_for_tools_is_taken_where_there_are_some(tmp_path):
+    several = [{"name": "default", "template": SOURCE}, {"name": "rag", "template": "{{ none }}"}]
+    assert load_template(checkpoint(tmp_path, chat_template=several), None).prompt(MESSAGES) == (
+        "[user]hi[answer]"
+    )
+    several.append({"name": "tool_use", "template": "{{ tools | length }}<tool_call>"})
+    template = load_template(checkpoint(tmp_path, chat_template=several), None)
+    assert template.prompt(MESSAGES) == "[user]hi[answer]"
+    assert template.prompt(MESSAGES, [{}]) == "1<tool_call>"
+    assert template.calls.name == "Hermes"
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -78,7 +78,7 @@ TEXTS = [
         (GLM, text, text, [])
         for text in (
             "<tool_call>other\n</tool_call>",
-            "<tool_call>clock\n",  # cut: nobody knows what would follow
+            "<tool_call>clock\n",  # cut: arguments may be missing
             "<tool_call>weather<arg_key>city</arg_key><arg_value>Köln</tool_call>",
             "<tool_call>clock and more</tool_call>",
             "a <tool_call> b",
