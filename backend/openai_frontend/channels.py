@@ -16,10 +16,9 @@ from backend.openai_frontend.parts import Parts
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CONSTRAIN = "<|constrain|>"
 _LONGEST_HEADER = 200
-_HEADER = re.compile(
-    r"\s*(?:(?:<\|\w+\|>|to=)(?:[\w\s=.\-]|<\|\w+\|>)*|to?)?(?:<(?:\|(?:\w+\|?)?)?)?"
-)
-"""A header, or how one may begin."""
+_MARKED = r"(?:<\|\w+\|>|to=)(?:[\w\s=.\-]|<\|\w+\|>)*"
+_HEADER = re.compile(rf"\s*(?:{_MARKED})?")
+_HEADER_START = re.compile(rf"\s*(?:{_MARKED}|to?)?(?:<(?:\|(?:\w+\|?)?)?)?")
 _BODY_END = re.compile(r"<\|(end|call|return|start|channel)\|>")
 _MARK_START = re.compile(r"<(?:\|(?:\w{1,9}\|?)?)?\Z")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]+)")
@@ -74,7 +73,7 @@ class ChannelReader:
     def _takes_header(self, ended: bool) -> bool:
         """Return whether a body is next; at the end, what may be a header is dropped."""
         header, mark, rest = self._waiting.partition(MESSAGE)
-        if mark and _may_be_header(header):
+        if mark and _is_header(header):
             self._header, self._waiting = header + mark, rest
             self._body = self._kind_of(header)
         elif _may_be_header(self._waiting):
@@ -134,5 +133,11 @@ class ChannelReader:
             parts.content += text
 
 
-def _may_be_header(text: str) -> bool:
+def _is_header(text: str) -> bool:
     return len(text) <= _LONGEST_HEADER and _HEADER.fullmatch(text) is not None
+
+
+def _may_be_header(text: str) -> bool:
+    """Return whether a text may become a header with its mark."""
+    longest = _LONGEST_HEADER + len(MESSAGE) - 1
+    return len(text) <= longest and _HEADER_START.fullmatch(text) is not None

@@ -39,6 +39,12 @@ TEXTS = [
     (ANALYSIS + "<|start|>assist", "Hm, 1 < 2 <| é.", "", []),
     (" plain text <|x", "", " plain text <|x", []),
     ("to be", "", "to be", []),
+    ("to<|message|>be", "", "to<|message|>be", []),
+    ("<|channel|><|ca<|message|>a", "", "<|channel|><|ca<|message|>a", []),
+    *(
+        (f"<|channel|>{'x' * letters}<|message|>a", "", content, [])
+        for letters, content in ((189, "a"), (190, f"<|channel|>{'x' * 190}<|message|>a"))
+    ),
     ("", "", "", []),
     *(
         (text, "", text, [])
