@@ -47,6 +47,13 @@ def misfit_of_llama(config: Mapping[str, Any]) -> str:
     return "" if kind in ROPE_TYPES else f"rope_type {kind!r}"
 
 
+def _misfit_of_paged_attention(config: Mapping[str, Any]) -> str:
+    """Return what of this ``config.json`` OpenVINO's attention cannot run."""
+    text = config.get("text_config")
+    softcap = (text if isinstance(text, dict) else config).get("attn_logit_softcapping")
+    return f"soft-caps of attention scores ({softcap:g})" if softcap else ""
+
+
 def _misfit_of_pages(config: Mapping[str, Any]) -> str:
     """Return why the CUDA engine's kernels cannot run a model of this ``config.json``."""
     if misfit := misfit_of_llama(config):
@@ -66,6 +73,7 @@ class Kind:
     model: bool = True  # it runs one, which the setting ``model`` names
     architectures: tuple[str, ...] = ()  # of the Hugging Face folders that it loads; none: others
     any_decoder: bool = False  # it loads others, too: any that transformers builds and we can serve
+    converts: bool = False  # some folders, once, before they are measured
     automatic: tuple[str, ...] = ()  # "cpu", "cuda": where ``auto`` means the first that can run
     misfit: Callable[[Mapping[str, Any]], str] = _all_fit  # what of a config.json it cannot run
     least_capability: float = 0.0  # of a GPU
@@ -127,8 +135,10 @@ KINDS = {
     "openvino": Kind(
         "backend.engines.openvino.kind",
         architectures=LLAMA_FAMILY,
+        any_decoder=True,
+        converts=True,
         automatic=("cpu",),
-        misfit=misfit_of_llama,
+        misfit=_misfit_of_paged_attention,
         cpu_only=True,
         dtypes=("bf16", "int8", "fp32"),
         package=_OPENVINO,

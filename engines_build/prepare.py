@@ -17,6 +17,7 @@ from pathlib import Path
 
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
 from backend.engine_process import policy_folders
+from backend.engines.registry import Service, module_of
 from backend.model_folders import check_folders, model_path
 from backend.speculation.policy_factory import check_policy, compile_planner
 from backend.storage import cache
@@ -71,8 +72,23 @@ def prepare(
         announce(to_convert=to_convert, to_measure=to_measure)
         if to_convert:
             make_model(cache.model_folder(EMBEDDED_MODEL))
+        convert_folders(config, folders)
         if missing := missing_tables(config, folders):
             measure(config, folders, missing)
+
+
+def convert_folders(config: ServingConfig, folders: Mapping[str, Path]) -> None:
+    """Let engines convert folders of families that they do not read as they are."""
+    service = Service(config, 1, model_path)
+    for engine in timed_engines(config):
+        if engine.kind.converts and engine.model != EMBEDDED_MODEL:
+            taps = service.taps if engine.name == config.target.name else ()
+            module_of(engine).convert(
+                engine,
+                folders[engine.name],
+                taps,
+                lambda text: print(f"spindle: {text}", flush=True),
+            )
 
 
 def announce(*, to_convert: bool, to_measure: bool) -> None:

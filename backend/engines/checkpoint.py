@@ -164,13 +164,6 @@ def read_config(folder: Path) -> LlamaConfig:
     return parse_config(_read_json(path), str(path))
 
 
-def read_architecture(folder: Path) -> str:
-    """Return the architecture of a folder's configuration. Raises CheckpointError when that is
-    missing or damaged.
-    """
-    return str((_read_json(folder / "config.json").get("architectures") or ["none"])[0])
-
-
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:
     """Turn a decoded ``config.json`` (of transformers 4 or 5) into a LlamaConfig; CheckpointError
     names what is not supported.

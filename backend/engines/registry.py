@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -73,6 +73,18 @@ class KindModule(Protocol):
 
     def latency_cases(self, *, target: bool) -> list[Case]:
         """Return the passes to measure; asked where the kind is ``measured``."""
+        ...
+
+    def convert(
+        self,
+        engine: EngineConfig,
+        folder: Path,
+        taps: Sequence[int],
+        say: Callable[[str], None],
+    ) -> None:
+        """Convert a folder where the engine needs that, with the layers ``taps`` that drafts read,
+        unless the cache has it; ``say`` is given what it takes. Asked where the kind ``converts``.
+        """
         ...
 
     def taps(self, folder: Path) -> tuple[int, ...]:

@@ -127,7 +127,9 @@ def kind_of(folder: str, target: str) -> str:
         for name, kind in KINDS.items()
         if named & {*kind.architectures} and not kind.misfit(raw)
     ]
-    able = able or [name for name, kind in KINDS.items() if kind.any_decoder]
+    able = able or [
+        name for name, kind in KINDS.items() if kind.any_decoder and not kind.misfit(raw)
+    ]
     return target if target in able else able[0]
 
 

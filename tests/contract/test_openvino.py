@@ -229,6 +229,13 @@ def asked(count):
 def same_texts_under(loads, count, dtype, threads):
     with on_openvino(dtype=dtype, threads=threads):
         engine = tiny_engine(kv_blocks=20)
+    return same_texts_of(engine, loads, count)
+
+
+def same_texts_of(engine, loads, count):
+    """Assert that requests have the same texts under loads as alone; return how many of them were
+    pre-empted.
+    """
     unknown = [(*ask, []) for ask in asked(count)]
     alone, _ = served(engine, unknown, load=0)
     known = [(*ask, tokens) for ask, (tokens, _) in zip(asked(count), alone, strict=True)]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.engine import OpenvinoEngine
-from backend.engines.openvino.graph_cache import bring_graph, graph_folder, has_own_graph
+from backend.engines.openvino.graph_cache import bring_graph, graph_folder
 from backend.engines.openvino.llama import OpenvinoConverted, held_as
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.machine import machine
@@ -84,7 +84,6 @@ def paths(text, nodes):
 @pytest.mark.parametrize("family", CONVERTED)
 def test_ragged_batches_trees_and_taps_are_those_of_transformers(family, tmp_path):
     folder = make_folder(family, tmp_path / "model")
-    assert not has_own_graph(folder)
     compared = Compared(folder)
     a, b, c, nodes = texts(70, 41, 33, len(TREE))
     for_a, for_b, for_c = table(5, 2, 9, 11), table(1, 7, 3), table(12, 4, 6)

@@ -83,15 +83,15 @@ def test_auto_asks_the_model_folder(tmp_path, shape, engine, reason):
     ("model", "engine", "reason"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "openvino", ""),
-        ({"architectures": ["NewForCausalLM"]}, "torch", "the architecture NewForCausalLM"),
+        ({"architectures": ["NewForCausalLM"]}, "openvino", ""),
         (
-            {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+            {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0},
             "torch",
-            "sliding_window 4096",
+            "soft-caps of attention scores (50)",
         ),
     ],
 )
-def test_auto_means_torch_for_a_model_that_openvino_does_not_build(tmp_path, model, engine, reason):
+def test_auto_means_torch_for_a_model_that_openvino_cannot_run(tmp_path, model, engine, reason):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(model))
     config = parse_config({"target": {"model": "model"}}, folder=tmp_path)

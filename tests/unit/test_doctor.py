@@ -231,6 +231,5 @@ def test_a_folder_that_no_engine_serves_has_the_reasons(tmp_path, capsys):
     model = folder(tmp_path, "model", architectures=["NewForCausalLM"], model_type="new")
     assert main(["doctor", "--model", str(model)]) == 1
     shown = capsys.readouterr().out
-    assert "its model has the architecture NewForCausalLM" in shown
-    assert "has no model_type 'new'" in shown
+    assert shown.count("has no model_type 'new'") == 2  # of openvino and torch
     assert shown.endswith(f"no engine can serve {model} here\n")

@@ -135,7 +135,8 @@ def test_a_new_kind_answers_for_itself(new, tmp_path):
     assert engine.limits.max_context_tokens == new.limits.max_context_tokens
     assert kind_of(new.target.model, "torch") == "new"
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["OddForCausalLM"]}')
-    assert kind_of(new.target.model, "openvino") == "torch"
+    assert kind_of(new.target.model, "openvino") == "openvino"
+    assert kind_of(new.target.model, "cuda") == "openvino"
 
 
 def test_auto_is_the_first_kind_that_can_run_on_the_device(new, monkeypatch):

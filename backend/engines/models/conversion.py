@@ -17,10 +17,12 @@ import torch
 from openvino import Model, Output
 from openvino.frontend.pytorch import ConversionExtension
 from torch import nn
+from transformers.utils import logging
 
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.memory import PROCESS_BYTES, host_bytes
-from backend.engines.models.attention import ATTENTION, AttentionSpec, attending_by
+from backend.engines.models.attention import AttentionSpec, attending_by
+from backend.engines.models.comparison import BLOCKS, TOKENS, compare
 from backend.engines.models.experts import EXPERTS
 from backend.engines.models.loading import load_decoder
 from backend.engines.models.probe import DecoderSpec, probe
@@ -28,18 +30,10 @@ from backend.engines.openvino.converted import complete
 from backend.engines.openvino.llama import OpenvinoConverted
 from backend.engines.openvino.marks import Attended, AttentionMark, mark
 from backend.engines.openvino.passes import narrow, side_by_side
-from backend.engines.stepping.chunks import Chunk, KVTable
-from backend.sequence import BLOCK_TOKENS
 
 _EXAMPLE = (torch.arange(5, 12), torch.arange(7), torch.tensor([3, 6]))
 """Token ids, positions and the rows whose logits are wanted, for tracing."""
 
-
-COMPARED_TOKENS = 64
-"""Tokens whose logits are compared with those of transformers' own forward."""
-
-MOST_DIFFERENCE = 1e-3
-"""Largest difference of a logit in fp32, in standard deviations of all: families have 2e-5."""
 
 PEAK_BYTES = 16
 """Bytes a weight at the peak: in fp32 by torch, joined with its neighbours, and compiled."""
@@ -129,6 +123,7 @@ def convert_folder(
     cannot be served, for too little memory, and for a graph whose logits differ from those of
     transformers' own forward.
     """
+    logging.set_verbosity_error()  # its warnings are of training
     spec = probe(folder)
     check_convertible(folder, spec)
     _check_memory(folder, spec, say)
@@ -176,44 +171,27 @@ def convert(lm: Any, taps: Seq[int] = ()) -> Model:
 
 def _check_memory(folder: Path, spec: DecoderSpec, say: Callable[[str], None]) -> None:
     """Say what a conversion takes. Raises CheckpointError where that is not there."""
-    weights = spec.weights
-    needed, free = PEAK_BYTES * weights + PROCESS_BYTES, host_bytes()
+    needed, free = PEAK_BYTES * spec.weights + PROCESS_BYTES, host_bytes()
     text = (
         f"converting {folder} ({spec.architecture}) for OpenVINO needs {needed / GIB:.1f} GiB of "
         f"memory, {free / GIB:.1f} GiB are free"
     )
     if needed > free:
         raise CheckpointError(text)
-    say(f"{text}; once, in about {SECONDS + SECONDS_PER_BILLION * weights / 1e9:.0f} s")
+    say(f"{text}; once, in about {SECONDS + SECONDS_PER_BILLION * spec.weights / 1e9:.0f} s")
 
 
-@torch.inference_mode()
 def _compare(folder: Path, lm: Any, graph: Model, taps: Seq[int]) -> None:
-    """Run tokens through a copy of the graph and through transformers' own forward. Raises
-    CheckpointError where their logits differ.
-    """
-    ids = torch.arange(COMPARED_TOKENS) * 7 % lm.config.get_text_config().vocab_size
-    lm.set_attn_implementation("eager")
-    wanted = lm(input_ids=ids[None], use_cache=False).logits[0].float()
-    lm.set_attn_implementation(ATTENTION)
-    complete_graph = complete(graph.clone(), positions=2 * COMPARED_TOKENS, repeats=False)
-    table = KVTable(range(-(-COMPARED_TOKENS // BLOCK_TOKENS)), "cpu")
+    """Run a copy of the graph. Raises CheckpointError where it is not transformers' forward."""
     decoder = OpenvinoConverted(
-        complete_graph,
-        kv_blocks=len(table.numbers),
+        complete(graph.clone(), positions=TOKENS, repeats=False),
+        kv_blocks=BLOCKS,
         threads=torch.get_num_threads(),
         invariant=False,
         repeats=False,
         taps=taps,
     )
-    rows = COMPARED_TOKENS
-    found = decoder.forward([Chunk(ids.tolist(), 0, table, rows, prompt_rows=rows)])
-    difference = float((found - wanted).abs().max() / wanted.std())
-    if not difference < MOST_DIFFERENCE:
-        raise CheckpointError(
-            f"{folder}: over {rows} tokens the logits of the converted graph differ from "
-            f"transformers' by {difference:.2g} standard deviations; set engine to 'torch'"
-        )
+    compare(lm, decoder.forward, str(folder))
 
 
 def _marked(context: Any) -> list[Output]:

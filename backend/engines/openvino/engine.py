@@ -13,7 +13,7 @@ import torch
 from backend.config import EngineConfig
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.openvino.converted import complete, read
-from backend.engines.openvino.graph_cache import bring_graph, has_own_graph
+from backend.engines.openvino.graph_cache import bring_graph
 from backend.engines.openvino.layout import paths
 from backend.engines.openvino.llama import (
     OpenvinoConverted,
@@ -28,9 +28,11 @@ from backend.engines.port import Completion, Turn
 from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
+from backend.kinds import misfit_of_llama
 from backend.machine import machine
 from backend.sampling.verification import Row
 from backend.sequence import Sequence
+from backend.storage.manifest import read_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class OpenvinoEngine(StepEngine):
         than is known.
         """
         torch.set_num_threads(threads)
-        if has_own_graph(folder):
+        if not misfit_of_llama(read_model_config(folder)):
             stored = "bf16" if dtype == "bf16" else "fp32"
             config, weights = load(folder, stored)
             self._set_up(name, config, weights, dtype=dtype, threads=threads, **sizes)  # type: ignore[arg-type]

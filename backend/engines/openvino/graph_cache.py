@@ -14,8 +14,6 @@ from collections.abc import Sequence as Seq
 from importlib import metadata
 from pathlib import Path
 
-from backend.engines.checkpoint import CheckpointError, read_architecture, read_config
-from backend.kinds import LLAMA_FAMILY
 from backend.storage import cache
 from backend.storage.manifest import weights_sha256
 
@@ -25,17 +23,6 @@ FORMAT = 1
 """Raised when the same folder would be converted to another graph."""
 
 GRAPH = "graph.xml"
-
-
-def has_own_graph(folder: Path) -> bool:
-    """Return whether ``graph.py`` builds this folder's model; others are converted."""
-    if read_architecture(folder) not in LLAMA_FAMILY:
-        return False
-    try:
-        read_config(folder)
-    except CheckpointError:
-        return False  # a window, or another rotary embedding, say
-    return True
 
 
 def graph_folder(folder: Path, dtype: str, taps: Seq[int] = ()) -> Path:

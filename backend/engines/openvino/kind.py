@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.port import Engine, Footprint
 from backend.engines.stepping import kind
-from backend.engines.stepping.kind import check_folder, latency_cases
+from backend.engines.stepping.kind import latency_cases
+from backend.kinds import misfit_of_llama
+from backend.storage.manifest import check_model, read_model_config
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
 
-__all__ = ["check_folder", "footprint", "latency_cases", "make"]
+__all__ = ["check_folder", "convert", "footprint", "latency_cases", "make"]
 
 SCRATCH_TOKENS = 128 * 32
 """KV besides the ledger's: copies of prompts' last blocks and of branches."""
@@ -27,6 +31,26 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     from backend.engines.openvino import engine as openvino
 
     return openvino.make(engine, service)
+
+
+def check_folder(
+    key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> None:
+    """Raise ConfigError for a folder that is not a decoder we serve, with the reason."""
+    check_model(key, engine, config, path)
+    folder = path(engine)
+    if misfit_of_llama(read_model_config(folder)):
+        from backend.engines.models.shape import check_decoder  # it imports torch
+
+        check_decoder(key, folder)
+
+
+def convert(engine: EngineConfig, folder: Path, taps: Seq[int], say: Callable[[str], None]) -> None:
+    """Convert a folder that has no graph of our own, unless the cache has it converted."""
+    if misfit_of_llama(read_model_config(folder)):
+        from backend.engines.openvino.graph_cache import bring_graph  # it imports OpenVINO
+
+        bring_graph(folder, engine.dtype, taps, say)
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.checkpoint import DTYPES, read_config
+from backend.engines.models.shape import shape_of_decoder
 from backend.engines.port import Footprint
 from backend.engines.stepping.counterfactual import SCORED_ROWS
 from backend.kinds import misfit_of_llama
@@ -30,7 +31,7 @@ def activation_bytes(dtype: str) -> int:
 
 
 class Shape(Protocol):
-    """What memory depends on, of a ``LlamaConfig`` or a ``DecoderSpec``, where it is documented."""
+    """What memory depends on, of a ``LlamaConfig`` or a ``DecoderShape``."""
 
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
@@ -54,9 +55,7 @@ def shape_of(folder: Path) -> Shape:
     """Return the shape of a folder's model. Raises CheckpointError for one that is not served."""
     if not misfit_of_llama(read_model_config(folder)):
         return read_config(folder)
-    from backend.engines.models.probe import probe  # it imports transformers
-
-    return probe(folder)
+    return shape_of_decoder(folder)
 
 
 def weight_bytes(shape: Shape, looked_up: int, multiplied: int, *, packs_head: bool) -> int:

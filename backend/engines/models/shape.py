@@ -1,0 +1,77 @@
+"""The sizes of a folder's decoder, kept in the cache: only finding them imports transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from backend.config import ConfigError
+from backend.engines.checkpoint import CheckpointError
+from backend.storage import cache
+
+FORMAT = 1
+"""Raised when the same folder would have other sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """What memory and checks depend on (``probe.DecoderSpec`` documents the fields)."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    weights: int
+    looked_up: int
+    tied: bool
+    kv_width: int
+    row_width: int
+    softcap: float
+    """The largest bound of a layer's scores; 0: none."""
+    draft_vocab_size: int = 0
+
+
+def shape_of_decoder(folder: Path) -> DecoderShape:
+    """Return the sizes of a folder's decoder. Raises CheckpointError with the reason for one that
+    is not served.
+    """
+    try:
+        config = (folder / "config.json").read_text("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / 'config.json'}: {error.strerror}") from error
+    key = json.dumps([FORMAT, metadata.version("transformers"), config])
+    file = cache.shape_file(hashlib.sha256(key.encode()).hexdigest()[:32])
+    with suppress(OSError, ValueError, TypeError):
+        return DecoderShape(**json.loads(file.read_text("utf-8")))
+    shape = _probed(folder)
+    with suppress(OSError):  # a cache that cannot be written is asked again
+        cache.publish_file(file, json.dumps(asdict(shape), indent=1) + "\n")
+    return shape
+
+
+def check_decoder(key: str, folder: Path) -> DecoderShape:
+    """Return the same. Raises ConfigError beginning with the setting ``key``."""
+    try:
+        return shape_of_decoder(folder)
+    except CheckpointError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _probed(folder: Path) -> DecoderShape:
+    from backend.engines.models.probe import probe  # it imports transformers
+
+    spec = probe(folder)
+    return DecoderShape(
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        weights=spec.weights,
+        looked_up=spec.looked_up,
+        tied=spec.tied,
+        kv_width=spec.kv_width,
+        row_width=spec.row_width,
+        softcap=max(layer.softcap for layer in spec.layers),
+    )
