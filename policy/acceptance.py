@@ -359,7 +359,7 @@ class AcceptanceModel:
         evidence: IntArray,
         claims: loops.Claims,
     ) -> FloatArray:
-        """Return what drafts' claims come to in view of what is expected of the requests int64[n]
+        """Return drafts' claims weighed against what is expected of the requests int64[n]
         whose rows they are of, in these slots, with the ``evidence`` int64[n, D] that the drafts
         showed (``policy.loops.acceptance.weigh_claims``).
         """

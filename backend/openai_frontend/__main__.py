@@ -1,4 +1,4 @@
-"""``python -m backend.openai_frontend``: serve on ``OPENAI_PORT``, as the launcher does beside
+"""``python -m backend.openai_frontend``: serve on ``OPENAI_PORT``, as the launcher does next to
 tritonserver.
 
 ``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: who

@@ -38,8 +38,8 @@ def tensors(
     unless given; without ``max_tokens`` a text has at most ``default`` tokens and what is left of
     the context.
 
-    ``top``: log-probabilities are wanted, and so many of the likeliest at each place; with ``echo``
-    of the prompt, too.
+    ``top``: log-probabilities are wanted, and that many of the likeliest at each place; with
+    ``echo`` of the prompt, too.
     """
     options = {name: getattr(body, name, None) for name in _SAME}
     options |= {
@@ -135,7 +135,7 @@ class Answer:
     async def _events(
         self, first: Piece, pieces: Any, choices: list[Choice], head: dict[str, Any]
     ) -> AsyncIterator[str]:
-        """Yield server-sent events; the requests are cancelled when nobody listens any more."""
+        """Yield server-sent events; the requests are cancelled when the client has left."""
         counts, speculation = Counts(self.style.silent), Speculation(self.spec_decode_metrics)
         options, head = self.body.stream_options, {**head, "object": self.style.kind.part}
         with_usage = options is not None and options.include_usage

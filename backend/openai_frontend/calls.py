@@ -127,27 +127,27 @@ class CallReader:
             return self._whole(ended)
         content, calls = "", list[Call]()
         while (found := self._next(ended)) is not None:
-            before, call, behind = found
+            before, call, after = found
             made = self._form.notation.calls(call, self._functions)
             if made is None:
-                content += self._held[: len(self._held) - len(behind)]
+                content += self._held[: len(self._held) - len(after)]
             else:
                 content += before.rstrip()
                 calls += made
                 self._called = True
-            self._held = behind
+            self._held = after
         safe = len(self._held) if ended else self._safe()
         rest, self._held = self._held[:safe], self._held[safe:]
         return content + (rest.rstrip() if self._called else rest), calls
 
     def _next(self, ended: bool) -> tuple[str, str, str] | None:
-        """Return what is before the first call, the call and what is behind it; None where none is
+        """Return what is before the first call, the call and what is after it; None where none is
         complete.
         """
         before, opening, rest = self._held.partition(self._form.opening)
-        call, closing, behind = rest.partition(self._form.closing)
+        call, closing, after = rest.partition(self._form.closing)
         is_complete = closing or (ended and not self._form.must_close)
-        return (before, call, behind) if opening and is_complete else None
+        return (before, call, after) if opening and is_complete else None
 
     def _safe(self) -> int:
         """Return how much of the text can be no part of a call, nor blanks before one."""

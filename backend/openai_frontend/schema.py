@@ -215,7 +215,7 @@ class CompletionRequest(Options):
         None,
         ge=0,
         le=5,
-        description="log-probabilities, and so many of the likeliest tokens at each place",
+        description="log-probabilities, and that many of the likeliest tokens at each place",
     )
     resumed_tokens: int | None = Field(
         None,
@@ -287,7 +287,7 @@ REASONING_NAMES = ("reasoning_content", "reasoning")
 
 
 class Message(_Body):
-    """A message of a chat. An assistant's may have null content beside a refusal or calls."""
+    """A message of a chat. An assistant's may have null content with a refusal or calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="a `developer` message is a `system` message to templates that know no "
@@ -463,7 +463,7 @@ class ChatRequest(Options):
     )
     logprobs: bool = Field(False, description="log-probabilities of the tokens")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="so many of the likeliest tokens at each place"
+        None, ge=0, le=20, description="that many of the likeliest tokens at each place"
     )
     response_format: ResponseFormat | None = Field(
         None, description="`text`, `json_object` or `json_schema`, held to by a grammar"
@@ -494,7 +494,7 @@ class ChatRequest(Options):
     prediction: Any = _ignored("how much is guessed is decided without it")
     functions: Any = _refused("use tools", [])
     function_call: Any = _refused("use tool_choice", "none")
-    verbosity: Any = _refused("no model here can be told how much to say", "medium")
+    verbosity: Any = _refused("no model here takes how much to say", "medium")
     modalities: Any = _refused("answers are text", ["text"])
     audio: Any = _refused("answers are text")
     web_search_options: Any = _refused("nothing is searched")

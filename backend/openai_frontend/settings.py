@@ -16,7 +16,7 @@ from backend.openai_frontend.template import ChatTemplate, RenderError
 
 MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 32
-"""Bytes of the longest body: so many for each token of the context, at least the first."""
+"""The longest body: bytes for each token of the context, but never less than ``MIN_BODY_BYTES``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def with_vllm_counters(metrics: str) -> str:
 
 
 async def fetch_metrics(url: str) -> str:
-    """Return Triton's metrics and vLLM's counters. Raises ApiError where nobody answers."""
+    """Return Triton's metrics and vLLM's counters. Raises ApiError where Triton does not answer."""
 
     def fetch() -> str:
         with urllib.request.urlopen(url, timeout=LIMIT_S) as response:

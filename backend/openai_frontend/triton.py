@@ -190,7 +190,7 @@ class Triton:
 
 
 class _Texts:
-    """Says which text of a body is asked for next: at most so many at once, and one that found the
+    """Says which text of a body is asked for next: at most a number at once, and one that found the
     queue full again when another has ended.
     """
 

@@ -13,7 +13,7 @@ from backend.engines.checkpoint import CheckpointError
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.openvino.graph_cache import bring_graph, graph_folder
-from backend.engines.openvino.llama import OpenvinoConverted, held_as
+from backend.engines.openvino.llama import OpenvinoConverted, stored_as
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.machine import machine
 from backend.sequence import BLOCK_TOKENS
@@ -175,9 +175,9 @@ def random_folder(family, settings, folder):
 def decoder_of(folder, dtype, *, kv_blocks, positions, threads=1):
     """A decoder that is run row by row, also where the engine would not promise its bits."""
     graph = read(bring_graph(folder, dtype))
-    held = held_as(dtype)
+    held = stored_as(dtype)
     return OpenvinoConverted(
-        complete(graph, positions=positions, repeats=True, held=held),
+        complete(graph, positions=positions, repeats=True, stored=held),
         kv_blocks=kv_blocks,
         precision=dtype,
         threads=threads,

@@ -41,10 +41,10 @@ def read(file: Path) -> Model:
 
 
 def complete(
-    graph: Model, *, positions: int, repeats: bool, best: int = 0, held: Type = Type.f32
+    graph: Model, *, positions: int, repeats: bool, best: int = 0, stored: Type = Type.f32
 ) -> Converted:
     """Return a graph with attention in its marks' places, for positions below ``positions``;
-    ``repeats``, ``best`` and ``held`` are those of ``graph.build``.
+    ``repeats``, ``best`` and ``stored`` are those of ``graph.build``.
     """
     tabulate_angles(graph, positions)
     chooses = has_experts(graph)
@@ -57,7 +57,7 @@ def complete(
     if "features" in results:
         features = results["features"].input_value(0)
         features.get_tensor().set_names(set())
-        wanted = opset13.convert(features, held).output(0)
+        wanted = opset13.convert(features, stored).output(0)
         wanted.get_tensor().set_names({"features"})
         graph.remove_result(results["features"])
         graph.add_results([opset13.result(wanted)])

@@ -20,8 +20,8 @@ from backend.engines.openvino.llama import (
     OpenvinoDecoder,
     OpenvinoLlama,
     check_precision,
-    held_as,
     most_branches,
+    stored_as,
 )
 from backend.engines.openvino.paged_attention import check_version
 from backend.engines.port import Completion, Turn
@@ -141,7 +141,7 @@ class OpenvinoEngine(StepEngine):
             positions=max_context_tokens + max_draft_tokens,
             repeats=repeats,
             best=best,
-            held=held_as(precision_of(dtype)),
+            stored=stored_as(precision_of(dtype)),
         )
         invariant = invariant and not converted.has_experts and keeps_sums(converted.sums, dtype)
         model = self._llama = OpenvinoConverted(
@@ -202,14 +202,14 @@ class OpenvinoEngine(StepEngine):
 
 
 def precision_of(dtype: str) -> str:
-    """Return what activations and KV are held in: int8 rounds matrices only."""
+    """Return what activations and KV are stored in: int8 rounds matrices only."""
     if dtype != "int8":
         return dtype
     return "bf16" if machine.multiplies_bf16() else "fp32"
 
 
 def keeps_bits(config: LlamaConfig, dtype: str) -> bool:
-    """Return whether a row's products are the same bits beside any other rows.
+    """Return whether a row's products are the same bits among any other rows.
 
     In int8 few rows go through other kernels than many; so do bf16's on AMX where a sum is not of
     whole tiles (asked of every processor: models that are served have no other sums).
@@ -219,7 +219,7 @@ def keeps_bits(config: LlamaConfig, dtype: str) -> bool:
 
 
 def keeps_sums(sums: Iterable[int], dtype: str) -> bool:
-    """Return the same of products whose sums have so many terms."""
+    """Return the same of products whose sums have this many terms."""
     if dtype == "bf16":
         return all(terms % AMX_TERMS == 0 and terms > AMX_TERMS for terms in sums)
     return dtype != "int8"

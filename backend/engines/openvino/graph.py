@@ -40,21 +40,21 @@ def build(
     repeats: bool,
     best: int = 0,
     taps: Seq[int] = (),
-    held: Type = Type.f32,
+    stored: Type = Type.f32,
 ) -> Model:
     """Return the graph of a model whose ``weights`` are fp32 or bf16 (emptied on the way).
 
     Inputs: ``ids`` i64[T], ``positions`` i64[E], ``LAYOUT``, ``rows`` i32[R] (which want logits),
     and caches ``key_cache.<layer>``, ``value_cache.<layer>``. Output: ``logits`` f32[R, vocab].
     ``int8``: matrices in int8 with a scale a row. ``repeats``: attention has E rows, ``expand``
-    i32[E] of the T others, and behind it ``compress`` i32[T] of those; else E = T. ``best``: there
+    i32[E] of the T others, and after it ``compress`` i32[T] of those; else E = T. ``best``: there
     are also ``best_ids`` i32 and ``best_logits`` f32[R, best], the greatest first, and ``masses``
     f32[R, 1], the sums of exp(logit - greatest). ``taps``: there is ``features`` [R, taps x
-    hidden], what these rows hold behind so many layers, as ``held``: an output of another type than
-    the activations would have the sums that lead to it in fp32.
+    hidden], the states of these rows after these layers, as ``stored``: an output of another type
+    than the activations would have the sums that lead to it in fp32.
     """
     builder = _Builder(config, weights, max_positions, int8=int8, repeats=repeats)
-    return builder.model(best, taps, held)
+    return builder.model(best, taps, stored)
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class _Builder:
             for table in (cos, sin)
         )
 
-    def model(self, best: int, taps: Seq[int], held: Type) -> Model:
+    def model(self, best: int, taps: Seq[int], stored: Type) -> Model:
         """Return the graph."""
         embedding = matrix(self._weights["model.embed_tokens.weight"], rounded=False)
         hidden = opset13.gather(embedding, self._inputs.ids, ints(0))
@@ -118,7 +118,7 @@ class _Builder:
         logits = opset13.matmul(hidden, rows, False, True)
         outputs = {"logits": logits.output(0), **(ranked(logits, best) if best else {})}
         if tapped:
-            outputs["features"] = opset13.convert(opset13.concat(tapped, 1), held).output(0)
+            outputs["features"] = opset13.convert(opset13.concat(tapped, 1), stored).output(0)
         return named(outputs, self._inputs.all(), "llama")
 
     def _layer(self, hidden: Output, layer: int) -> Output:

@@ -6,17 +6,17 @@ that shares its row's block table, as it would be in plain decoding, and a promp
 tokens or more. A call writes all its KV before it attends.
 
 With fewer sequences in a call than threads, none of them a run, attention cuts contexts among the
-threads, in other bits again. Such a call has a run of two rows more, which is nobody's.
+threads, in other bits again. Such a call has a run of two rows more, of padding.
 
-A run of several tokens clears what lies behind it in its last block. In a prompt that may be the KV
+A run of several tokens clears what lies after it in its last block. In a prompt that may be the KV
 of others, who share its blocks because they begin alike. So a prompt's run has a copy of that
-block, whose tokens go back behind the call, and what follows a prompt there waits for a second call
+block, whose tokens go back after the call, and what follows a prompt there waits for a second call
 (``in_calls``).
 
 A branch of a tree would overwrite the KV of the likeliest path, for both have the same positions:
-it has copies of the blocks behind the text. What other rows of the pass write there is written into
+it has copies of the blocks after the text. What other rows of the pass write there is written into
 the copies, too (``expand`` repeats these rows in front of attention, ``compress`` drops them
-behind).
+afterwards).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Blocks = npt.NDArray[np.int32]
 
 class Layout:
     """The inputs of one pass. ``invariant``: as in the module's docstring; else what follows each
-    other runs together. ``copies`` are blocks for copies that go back behind the call, ``branches``
+    other runs together. ``copies`` are blocks for copies that go back after the call, ``branches``
     those for branches, which are kept until the next pass.
 
     ``copies`` are (from block, to block, tokens) to be made before the pass, ``returns`` (from
-    block, to block, slice of tokens) behind it; ``branches`` holds, by chunk's number and node that
+    block, to block, slice of tokens) after it; ``branches`` holds, by chunk's number and node that
     is not on the likeliest path, a table with the node's path. ``longest`` is the longest context.
     """
 
@@ -73,17 +73,17 @@ class Layout:
             else:
                 self._add(number, chunk)
 
-    def fill(self, rows: Width, attended: Width, nobodys: Blocks, threads: int) -> None:
-        """Add rows that are nobody's, whose KV is in a block of no text: as many as the pass and
-        its attention are to have, and those that keep attention whole on so many ``threads``.
+    def fill(self, rows: Width, attended: Width, padding: Blocks, threads: int) -> None:
+        """Add rows of padding, whose KV is in a block of no text: as many as the pass and
+        its attention are to have, and those that keep attention whole on this many ``threads``.
         """
         for row in range(len(self._ids), rows.of(len(self._ids))):
             self._ids.append(0)
-            self._run([row], 0, nobodys, 1)
+            self._run([row], 0, padding, 1)
         for _ in range(len(self._expand), attended.of(len(self._expand))):
-            self._run([0], 0, nobodys, 1)
+            self._run([0], 0, padding, 1)
         if self._invariant and len(self._past) < threads and len(self._past) == len(self._expand):
-            self._run([0, 0], 0, nobodys, 2)
+            self._run([0, 0], 0, padding, 2)
 
     def inputs(self, *, repeats: bool) -> dict[str, Seq[int] | Blocks]:
         """Return the inputs of the graph (``graph.build``) by name, but for ``max_context_len``."""
@@ -107,7 +107,7 @@ class Layout:
         return found
 
     def _add_row(self, chunk: Chunk) -> None:
-        """Lay out a chunk of one row, which most chunks are: what ``_add`` comes to for it."""
+        """Lay out a chunk of one row, which most chunks are: what ``_add`` does for it."""
         start = chunk.start
         if chunk.logits:
             self._rows.append(len(self._ids))
@@ -149,7 +149,7 @@ class Layout:
         return table
 
     def _branch(self, chunk: Chunk, rows: list[int], nodes: int) -> Blocks:
-        """Lay out a path that is not the likeliest, in blocks of its own behind the text; return
+        """Lay out a path that is not the likeliest, in blocks of its own after the text; return
         its table.
         """
         end = chunk.start + len(rows) - nodes
@@ -214,11 +214,11 @@ def in_calls(
         return earliest
 
     for number, chunk in enumerate(chunks):
-        behind = len(chunk.tokens) - chunk.prompt_rows
-        if not (invariant and behind and needs_copy(chunk, chunk.prompt_rows)):
+        after = len(chunk.tokens) - chunk.prompt_rows
+        if not (invariant and after and needs_copy(chunk, chunk.prompt_rows)):
             place(number, chunk, 0)
             continue
-        prompt, rest = _cut(chunk, behind)
+        prompt, rest = _cut(chunk, after)
         later = place(number, prompt, 0) + 1
         if later == len(calls):
             calls.append([])
@@ -227,9 +227,9 @@ def in_calls(
     return calls
 
 
-def _cut(chunk: Chunk, behind: int) -> tuple[Chunk, Chunk]:
-    """Return the rows of a prompt, and those ``behind``."""
-    rows, logits = chunk.prompt_rows, max(0, chunk.logits - behind)
+def _cut(chunk: Chunk, after: int) -> tuple[Chunk, Chunk]:
+    """Return the rows of a prompt, and those ``after``."""
+    rows, logits = chunk.prompt_rows, max(0, chunk.logits - after)
     prompt = replace(chunk, tokens=chunk.tokens[:rows], logits=logits, parents=())
     rest = replace(
         chunk,

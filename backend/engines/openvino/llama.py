@@ -28,14 +28,14 @@ from backend.sequence import BLOCK_TOKENS
 
 SCRATCH_BLOCKS = SCRATCH_TOKENS // BLOCK_TOKENS
 """Blocks for a pass's copies, of a prompt's last block and for branches of trees, and one for rows
-that are nobody's.
+of padding.
 """
 
 RUN_COPIES = SCRATCH_BLOCKS // 2 - 1
 """The most prompts' copies of a call; half of the blocks are for branches."""
 
 _STORED = {"fp32": (torch.float32, "f32"), "bf16": (torch.bfloat16, "bf16")}
-"""By precision: how KV is held, and what OpenVINO calls it."""
+"""By precision: how KV is stored, and what OpenVINO calls it."""
 
 
 HEAD_DIM_STEP = 16
@@ -47,7 +47,7 @@ class PassError(RuntimeError):
 
 
 def most_branches(longest: int) -> int:
-    """Return how many branches of trees a call has room for, of paths of so many nodes."""
+    """Return how many branches of trees a call has room for, of paths of this many nodes."""
     blocks_each = 1 + -(-longest // BLOCK_TOKENS)
     return SCRATCH_BLOCKS // 2 // blocks_each
 
@@ -88,12 +88,12 @@ class OpenvinoDecoder:
         self._repeats = repeats
         self._ranked: torch.Tensor | None = None  # the logits whose best are known
         self._for_copies = range(kv_blocks, kv_blocks + RUN_COPIES)
-        self._nobodys = np.array([kv_blocks + RUN_COPIES], np.int32)
+        self._padding = np.array([kv_blocks + RUN_COPIES], np.int32)
         self._for_branches = range(kv_blocks + RUN_COPIES + 1, kv_blocks + SCRATCH_BLOCKS)
         self._branches: dict[tuple[int, int], Blocks] = {}
         check_precision(precision)
-        self._dtype, held = _STORED[precision]
-        self._compiled = compiled(graph, held, threads)
+        self._dtype, stored = _STORED[precision]
+        self._compiled = compiled(graph, stored, threads)
         self._vocab = vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
         self._make_pools(layers, kv_blocks + SCRATCH_BLOCKS)
@@ -130,8 +130,8 @@ class OpenvinoDecoder:
             kv[:, target, :, tokens] = kv[:, source, :, tokens]
 
     def _probe(self, rows: int) -> None:
-        """Run a pass of rows that are nobody's."""
-        chunk = Chunk([0], 0, KVTable(self._nobodys.tolist(), "cpu"), 0)
+        """Run a pass of padding."""
+        chunk = Chunk([0], 0, KVTable(self._padding.tolist(), "cpu"), 0)
         self._call([(0, chunk)] * rows, (), iter(()))
 
     def seen_none(self) -> None:
@@ -195,7 +195,7 @@ class OpenvinoDecoder:
             [part for _, part in parts], self._for_copies, free, invariant=self._invariant
         )
         if self._repeats:
-            layout.fill(*self._widths, self._nobodys, self._threads)
+            layout.fill(*self._widths, self._padding, self._threads)
         for (place, node), table in layout.branches.items():
             self._branches[id(chunks[parts[place][0]]), node] = table
         for source, target, tokens in layout.copies:
@@ -278,7 +278,7 @@ class OpenvinoLlama(OpenvinoDecoder):
     """A Llama of our own graph; positions up to ``max_positions``.
 
     ``int8``: matrices in int8. ``trees``: it verifies trees. ``best``: a draft's graph ranks so
-    many columns. ``taps``: the layers, counted from 1, behind which ``features`` are kept.
+    many columns. ``taps``: the layers, counted from 1, after which ``features`` are kept.
     ``weights`` is emptied.
     """
 
@@ -312,7 +312,7 @@ class OpenvinoLlama(OpenvinoDecoder):
             repeats=trees or invariant,
             best=best,
             taps=taps,
-            held=held_as(precision),
+            stored=stored_as(precision),
         )
         weights.clear()
         super().__init__(
@@ -365,7 +365,7 @@ def check_heads(layers: Seq[Heads]) -> None:
                 )
 
 
-def held_as(precision: str) -> Type:
+def stored_as(precision: str) -> Type:
     """Return OpenVINO's type of activations in a ``precision``."""
     return getattr(Type, _STORED[precision][1])
 

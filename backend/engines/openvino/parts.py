@@ -15,7 +15,7 @@ SMALL_WEIGHT = 1 << 17
 
 
 def compiled(graph: Model, precision: str, threads: int) -> CompiledModel:
-    """Compile a graph whose activations and KV are held in ``precision`` (``f32``, ``bf16``)."""
+    """Compile a graph whose activations and KV are stored in ``precision`` (``f32``, ``bf16``)."""
     settings = {
         "INFERENCE_PRECISION_HINT": precision,
         "KV_CACHE_PRECISION": precision,

@@ -1,8 +1,7 @@
 """How many rows a pass has.
 
-For another number of rows than the pass before had OpenVINO prepares every operation anew, which
-takes as long as some rows more. So a pass that is a little narrower than the one before gets rows
-that are nobody's.
+OpenVINO prepares every operation again when the number of rows changes, which costs as much as
+several rows. So a slightly narrower pass is padded to the width of the last one.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Width:
         self.rows, self._added = 0, 0.0
 
     def of(self, rows: int) -> int:
-        """Return how many rows the next pass has, for so many that it needs.
+        """Return how many rows the next pass has, for the number that it needs.
 
-        Rows are added until they would come to more than the change that they save; a pass as wide
+        Rows are added until they would cost more than the change that they save; a pass as wide
         as the one before begins that count again.
         """
         added = self.rows - rows
@@ -42,7 +41,7 @@ class Width:
 
 def price_of_change(run: Callable[[int], None]) -> float:
     """Return how many rows take as long as a change, at most ``MOST_ADDED``; ``run`` runs a pass of
-    so many rows.
+    that many rows.
     """
 
     def seconds(rows: int) -> float:

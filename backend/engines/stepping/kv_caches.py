@@ -98,7 +98,7 @@ class Caches:
 
     def seen(self, sequence: Sequence) -> int:
         """Return how many committed tokens have KV here, and note the content of blocks that they
-        have come to fill.
+        now fill.
         """
         cache, blocks = self._caches.get(sequence.id), sequence.blocks.get(self._name, [])
         if cache is None or not cache.grew_into(blocks):

@@ -53,7 +53,7 @@ class Layer:
 class Llama:
     """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``.
 
-    ``taps``: the layers, counted from 1, behind which ``features`` are kept. ``weights`` is emptied
+    ``taps``: the layers, counted from 1, after which ``features`` are kept. ``weights`` is emptied
     while its layers are made, so that memory never holds them all twice.
     """
 
