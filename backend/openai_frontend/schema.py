@@ -125,7 +125,7 @@ class Options(_Body):
     n: int = Field(1, ge=1, le=128, description="texts for every prompt; text i has the seed + i")
     stop: Annotated[list[str], BeforeValidator(_stop)] | None = Field(
         None,
-        description="a text or several, before the first of which the output ends; the name of a "
+        description="a text or several; the output ends before the first of them; the name of a "
         "special token in one of them, such as `<|im_end|>`, is that token, too",
     )
     seed: int | None = Field(
@@ -466,14 +466,13 @@ class ChatRequest(Options):
         None, ge=0, le=20, description="that many of the likeliest tokens at each place"
     )
     response_format: ResponseFormat | None = Field(
-        None, description="`text`, `json_object` or `json_schema`, held to by a grammar"
+        None, description="`text`, `json_object` or `json_schema`, enforced by a grammar"
     )
     tools: list[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: Annotated[ToolChoice, BeforeValidator(_tool_choice)] | None = Field(
         None,
-        description="`none`, `auto`, `required` or a function; a call that must come is held to by "
-        "a "
-        "grammar",
+        description="`none`, `auto`, `required` or a function; a grammar enforces a call that must "
+        "come",
     )
     parallel_tool_calls: bool = Field(
         True,

@@ -35,10 +35,12 @@ def text_of(page):
     return re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_pages_are_in_plain_english(page):
-    if page.name in ("CHANGELOG.md", "openai.md"):
-        pytest.skip("not rewritten yet")
     found = re.findall(rf"\b(?:{FOREIGN})\b", text_of(page), re.IGNORECASE)
     assert set(found) <= {*MAY_SAY.get(page.name, ())}
 
