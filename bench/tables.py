@@ -83,7 +83,7 @@ WORTH = "worth"
 PARTS = {
     "deviation": "requests' deviations",
     "exploration": "trials",
-    "waiting": "those who wait in the price",
+    "waiting": "waiting requests in the price",
     "catch-up": "what catching up tells",
     "trim": "the trim",
     "correction": "all correction of times",

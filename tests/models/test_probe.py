@@ -59,7 +59,7 @@ def test_a_family_that_would_be_wrong_is_refused_with_the_reason(tmp_path, famil
             {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}},
             r"its code is in the folder \(trust_remote_code\)",
         ),
-        ({"model_type": "of_tomorrow"}, "has no model_type 'of_tomorrow'"),
+        ({"model_type": "of_tomorrow"}, r"has no such model \(model_type 'of_tomorrow'\)"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "would be a LlamaForCausalLM"),
         ({"num_attention_heads": "x"}, "cannot be served"),

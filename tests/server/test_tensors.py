@@ -33,6 +33,7 @@ SAMPLES = {
     "stop_words_list": [[[1, 2], [1, 2]]],
     "bad_words_list": [[[1, 2], [1, 2]]],
     "input_lengths": [[2]],
+    "resumed_tokens": [[1]],
 }
 TENSORS = [(model, field) for model in MODELS[:3] for field in model.inputs]
 
@@ -45,6 +46,13 @@ def sample(field):
     return SAMPLES.get(field.name, [value])
 
 
+def together(model, field):
+    """Return the inputs that a tensor needs with it."""
+    if field.name == "resumed_tokens" and model.name != "tensorrt_llm":
+        return {"text_input": [[""]], "prompt_token_ids": [[97, 98]]}
+    return TOGETHER.get(field.name, {})
+
+
 def smallest(model):
     """Return the required inputs of a model."""
     if model.name == "tensorrt_llm":
@@ -54,7 +62,7 @@ def smallest(model):
 
 @pytest.mark.parametrize(("model", "field"), TENSORS, ids=lambda part: part.name)
 def test_every_tensor_is_taken_or_refused_by_name_and_reason_over_grpc(client, model, field):
-    inputs = {**smallest(model), **TOGETHER.get(field.name, {}), field.name: sample(field)}
+    inputs = {**smallest(model), **together(model, field), field.name: sample(field)}
     if field.refused is None:
         assert client.ask(model.name, **inputs)[-1]["finish_reason"].item() in (
             b"length",
@@ -75,7 +83,7 @@ def test_every_tensor_is_taken_or_refused_by_name_and_reason_over_grpc(client, m
 )
 def test_every_tensor_of_one_dimension_is_taken_or_refused_over_http(service, model, field):
     """Triton's generate interfaces carry no others."""
-    inputs = {**smallest(model), **TOGETHER.get(field.name, {}), field.name: sample(field)}
+    inputs = {**smallest(model), **together(model, field), field.name: sample(field)}
     body = {name: row[0] if len(row) == 1 else row for name, (row,) in inputs.items()}
     _, text = service.post(f"/v2/models/{model.name}/generate_stream", body)
     if field.refused is None:

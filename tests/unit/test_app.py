@@ -309,7 +309,7 @@ SERVED_BY_TENSORRT_LLM = {
     *("end_id", "pad_id", "exclude_input_in_output", "num_draft_tokens", "min_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bias"),
     *("embedding_bias_words", "embedding_bias_weights", "return_log_probs", "cache_salt"),
-    *("remember", "fit_max_tokens", "min_p", "stop_token_ids"),
+    *("remember", "fit_max_tokens", "min_p", "stop_token_ids", "skip_special_tokens"),
     *(
         "fit_max_tokens",
         "input_ids",
@@ -318,7 +318,7 @@ SERVED_BY_TENSORRT_LLM = {
         "bad_word_ids",
         "timeout_s",
     ),
-    *("guide", "top_p_min", "top_p_reset_id"),  # of no effect beside what is refused
+    *("guide", "top_p_min", "top_p_reset_id"),  # of no effect with what is refused
 }
 
 

@@ -231,5 +231,5 @@ def test_a_folder_that_no_engine_serves_has_the_reasons(tmp_path, capsys):
     model = folder(tmp_path, "model", architectures=["NewForCausalLM"], model_type="new")
     assert main(["doctor", "--model", str(model)]) == 1
     shown = capsys.readouterr().out
-    assert shown.count("has no model_type 'new'") == 2  # of openvino and torch
+    assert shown.count("has no such model (model_type 'new')") == 2  # of openvino and torch
     assert shown.endswith(f"no engine can serve {model} here\n")

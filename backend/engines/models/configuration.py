@@ -88,7 +88,9 @@ def _check_source(folder: Path, raw: Mapping[str, Any], architecture: str) -> No
         refuse(folder, architecture, "its code is in the folder (trust_remote_code), and never run")
     if not in_library:
         version = transformers.__version__
-        refuse(folder, architecture, f"transformers {version} has no model_type {kind!r} of it")
+        refuse(
+            folder, architecture, f"transformers {version} has no such model (model_type {kind!r})"
+        )
     if raw.get("draft_vocab_size"):
         refuse(folder, architecture, "its head has a part of the vocabulary only")
     quantised = raw.get("quantization_config")
