@@ -101,6 +101,13 @@ def device_nodes(step: VerifyStep, row: int) -> list[tuple[tuple[int, ...], floa
     return sorted((path, p) for path, p in zip(paths, chance, strict=True) if p > 0.0)
 
 
+def test_a_heads_tokens_are_where_the_targets_weights_are() -> None:
+    network = HeadNetwork(HeadConfig(VOCAB, HIDDEN, 32, TAPS, rows=60))
+    weights = torch.empty(VOCAB, HIDDEN, device="meta")
+    head = DeviceHead("head", network, torch.arange(60), weights, weights)
+    assert (head.token_ids.device, head.static.shape) == (weights.device, (60, HIDDEN))
+
+
 @torch.inference_mode()
 def test_proposals_are_the_hosts_and_texts_those_of_plain_decoding() -> None:
     decoded = plain_texts()
