@@ -19,7 +19,7 @@ from backend.sampling.randomness import seed_word
 from tests.cuda.families import models
 
 pytestmark = pytest.mark.slow
-TAPS, VOCAB, HIDDEN, TOKENS, ROOM = (1, 3), 199, 64, 40, 6
+TAPS, VOCAB, HIDDEN, TOKENS, ROOM, OWN = (1, 3), 199, 64, 40, 6, 16
 OPTIONS = [
     SamplingParams(seed=7),
     SamplingParams(seed=8, temperature=1.2),
@@ -41,7 +41,7 @@ def steps() -> DeviceSteps:
     )
     token_ids = torch.randperm(VOCAB)[:60].sort().values
     heads = {"head": DeviceHead("head", network, token_ids, embedding, head)}
-    made = DeviceSteps(model, heads, slots=8, blocks=4, most=9, own=16, states=(len(TAPS), HIDDEN))
+    made = DeviceSteps(model, heads, slots=8, blocks=4, most=9, own=OWN, states=(len(TAPS), HIDDEN))
     for slot in range(len(OPTIONS)):
         made.place_blocks(slot, 0, [4 * slot + at for at in range(4)])
     return made
@@ -114,6 +114,17 @@ def test_texts_of_changing_batches_are_those_of_plain_decoding(seed: int) -> Non
         assert text[: TOKENS + 1] == plain[: len(text)][: TOKENS + 1]
     assert accepted > 10
     assert proposed > 100
+
+
+@torch.inference_mode()
+def test_more_updates_than_a_step_has_room_for_are_written_in_their_order() -> None:
+    made = steps()
+    for first in (0, 100, 200):  # 16 tokens of 8 slots: 384 updates, of which one row has 264
+        for slot in range(8):
+            made.place_own(slot, 0, [first + slot + at for at in range(OWN)])
+    made.collect(made.launch([row_of(0, [1, 2, 3])]))
+    wanted = torch.arange(8)[:, None] + torch.arange(OWN) + 200
+    assert torch.equal(made.slots.own[:8], wanted)
 
 
 @torch.inference_mode()

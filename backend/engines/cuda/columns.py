@@ -20,7 +20,7 @@ Shapes = Mapping[str, tuple[type, tuple[int, ...]]]
 """By name the NumPy type (int64, int32 or float32) and the shape of a column."""
 
 
-def sent(
+def to_device(
     values: Sequence[Any] | npt.NDArray[Any], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return values on the device. The host does not wait for the copy, nor for what is under way

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.engines.cuda.columns import sent
+from backend.engines.cuda.columns import to_device
 from backend.engines.cuda.forward import KEY_SIZES, ROW_SIZES, TOKEN_SIZES
 from backend.engines.cuda.graphs import capture
 from backend.engines.cuda.heads import DeviceHead, HeadProposal
@@ -138,7 +138,7 @@ class DeviceSteps:
 
     def place_states(self, slot: int, states: npt.NDArray[np.float32]) -> None:
         """Write what the target had at the place that a slot's last token was drawn from."""
-        self.slots.states[slot] = sent(states, self.slots.states.dtype, self.model.device)
+        self.slots.states[slot] = to_device(states, self.slots.states.dtype, self.model.device)
 
     def clear(self, slot: int) -> None:
         """Forget the tokens of a slot's last text."""
@@ -192,12 +192,12 @@ class DeviceSteps:
         return float(start.elapsed_time(end) / 1e3 if self._has_events else end - start)
 
     def _write_beyond(self, most: int) -> None:
-        """Write the updates that the columns of a step have no room for."""
+        """Write the updates that the columns of a step have no room for: the first ones."""
         for updates, target in zip(self._updates, (self.slots.table, self.slots.own), strict=True):
             if len(updates) > most:
-                rest = sent(updates[most:], torch.int64, self.model.device)
-                target[rest[:, 0], rest[:, 1]] = rest[:, 2].to(target.dtype)
-                del updates[most:]
+                first = to_device(updates[:-most], torch.int64, self.model.device)
+                target[first[:, 0], first[:, 1]] = first[:, 2].to(target.dtype)
+                del updates[:-most]
 
     def _bucket(self, rows: Sequence[DeviceRow]) -> Bucket:
         """Return the smallest bucket that the rows fit. Raises ValueError where none does."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
-from backend.engines.cuda.columns import Columns, Shapes, sent
+from backend.engines.cuda.columns import Columns, Shapes, to_device
 from backend.engines.cuda.graphs import capture
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import PAGE, Layout
@@ -155,7 +155,7 @@ class PagedForward:
         lengths = [len(chunk.tokens) for chunk in chunks]
         keys = max(chunk.start + n for chunk, n in zip(chunks, lengths, strict=True))
         exact = Size(len(chunks), sum(lengths), max(lengths), keys)
-        wanted = sent(logit_rows(chunks), torch.int64, self.device)
+        wanted = to_device(logit_rows(chunks), torch.int64, self.device)
         if captured and (graph := self._graph(exact)) is not None:
             self._fill(graph.inputs, chunks)
             graph.inputs.send()
@@ -266,4 +266,4 @@ class PagedForward:
             begin = at[0 if long else 1]
             at[0 if long else 1] += chunk.logits
             order += range(begin, begin + chunk.logits)
-        return sent(order, torch.int64, self.device)
+        return to_device(order, torch.int64, self.device)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from backend.engines.cuda.columns import sent
+from backend.engines.cuda.columns import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Prompts:
     def keys(self) -> torch.Tensor:
         """int32[rows]: tokens of each row, committed and new."""
         counts = [committed + new for committed, new in self.spans]
-        return sent(counts, torch.int32, self.table.device)
+        return to_device(counts, torch.int32, self.table.device)
 
     @cached_property
     def first_key(self) -> torch.Tensor:

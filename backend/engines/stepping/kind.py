@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.latency_cases import latency_cases
 from backend.engines.port import Footprint
+from backend.kinds import misfit_of_llama
 from backend.storage.manifest import check_model as check_folder
+from backend.storage.manifest import read_model_config
 
-__all__ = ["check_folder", "footprint", "latency_cases"]
+__all__ = ["check_any_decoder", "check_folder", "footprint", "latency_cases"]
+
+
+def check_any_decoder(
+    key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> None:
+    """Raise ConfigError for a folder that is not a decoder we serve, with the reason."""
+    check_folder(key, engine, config, path)
+    folder = path(engine)
+    if misfit_of_llama(read_model_config(folder)):
+        from backend.engines.models.shape import check_decoder  # it imports torch
+
+        check_decoder(key, folder)
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path, **own: Any) -> Footprint:
