@@ -151,6 +151,7 @@ def test_whatever_ends_a_container_leaves_no_process(container, role):
 
 
 def test_an_openai_front_end_that_dies_is_started_again(container):
+    container.wait_until(container.healthy)
     container.wait_until(container.lists_models)
     first = container.front_end()
     os.kill(first, signal.SIGKILL)
