@@ -1,0 +1,199 @@
+"""The one form that every published EAGLE-3 head is converted to, and that engines read.
+
+A converted folder has a ``config.json`` (``EagleShape``, and what it was made from) and a
+``model.safetensors``. Engines call ``load``::
+
+    shape, tensors = load(folder)
+
+``tensors`` are stored as published (bf16, fp16 or fp32), by these names. h is ``hidden_size``, H
+``target_hidden_size``, n the number of ``layers``, D ``draft_vocab_size``, V ``vocab_size``, d
+``head_dim``.
+
+| name | shape | is there |
+| --- | --- | --- |
+| ``token_ids`` | int64[D], different, below V | always: row r proposes ``token_ids[r]`` |
+| ``fc.weight`` | [h, n H] | always |
+| ``fc.bias`` | [h] | ``fc_bias`` |
+| ``input_norm.weight`` | [n H] | ``fuse`` is ``joint`` |
+| ``fc_norm.{i}.weight``, i below n | [H] | ``fuse`` is ``each`` |
+| ``input_layernorm.weight`` | [h] | always: of the token's embedding |
+| ``hidden_norm.weight`` | [h] | always: of the state |
+| ``post_attention_layernorm.weight`` | [h] | always |
+| ``self_attn.q_proj.weight`` | [num_heads d, 2h] | always |
+| ``self_attn.k_proj.weight``, ``v_proj`` | [num_kv_heads d, 2h] | always |
+| ``self_attn.o_proj.weight`` | [h, num_heads d] | always |
+| ``self_attn.q_norm.weight``, ``k_norm`` | [d] | ``qk_norm`` |
+| ``mlp.gate_proj.weight``, ``up_proj`` | [intermediate_size, h] | always |
+| ``mlp.down_proj.weight`` | [h, intermediate_size] | always |
+| ``norm.weight`` | [h] | always: before the head |
+| ``embed_tokens.weight`` | [V, h] | ``own_embedding``; else it is the target's |
+| ``lm_head.weight`` | [D, h] | ``own_head``; else ``token_ids``' rows of the target's |
+
+All norms are RMS norms with ``rms_norm_eps``. Of a row with token t and the target's states s at
+the place before it, the forward is::
+
+    f = fc(fused s)                          # fused: as ``fuse`` says
+    g = hidden_norm(f)
+    x = cat(input_layernorm(embed(t)), g)    # what q, k and v read
+    y = (g if norm_before_residual else f) + o_proj(attention(x))
+    z = y + mlp(post_attention_layernorm(y))
+    logits = lm_head(norm(z))                # of rows; ``token_ids`` maps them to tokens
+
+A drafted row has, in place of f, its parent's z, or norm(z) with ``norm_output``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backend.config import ConfigError
+from backend.storage.manifest import read_model_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ARCHITECTURE = "SpindleEagle"
+WEIGHTS_FILE = "model.safetensors"
+
+FUSES = ("plain", "joint", "each")
+"""Norms before ``fc``: none, one of all states together, one of each layer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleShape:
+    """The shape of a head and the flags of its forward."""
+
+    vocab_size: int
+    """The target's vocabulary, V."""
+    draft_vocab_size: int
+    """Tokens that it can propose, D."""
+    hidden_size: int
+    """Its own width, h."""
+    target_hidden_size: int
+    """The width of the target's states, H."""
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[int, ...]
+    """The target's layers whose output it reads, counted from 1, in the order of ``fc``."""
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+    """``rope_type`` (``backend.kinds.ROPE_TYPES``) and its parameters, as in ``LlamaConfig``."""
+    fuse: str = "plain"
+    """One of ``FUSES``."""
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    """The residual is the normed state."""
+    norm_output: bool = False
+    """A drafted row goes on from the output after the last norm."""
+    qk_norm: bool = False
+    own_embedding: bool = False
+    own_head: bool = True
+    sliding_window: int = 0
+    """Rows that a row attends to, itself included; 0: all."""
+    trained_tokens: int = 2048
+    """The longest text that it was trained on."""
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor, by name."""
+        h, taps, inner = self.hidden_size, len(self.layers), self.intermediate_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "token_ids": (self.draft_vocab_size,),
+            "fc.weight": (h, taps * self.target_hidden_size),
+            "self_attn.q_proj.weight": (q, 2 * h),
+            "self_attn.k_proj.weight": (kv, 2 * h),
+            "self_attn.v_proj.weight": (kv, 2 * h),
+            "self_attn.o_proj.weight": (h, q),
+            "mlp.gate_proj.weight": (inner, h),
+            "mlp.up_proj.weight": (inner, h),
+            "mlp.down_proj.weight": (h, inner),
+        }
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm"):
+            shapes[f"{name}.weight"] = (h,)
+        if self.fc_bias:
+            shapes["fc.bias"] = (h,)
+        if self.fuse == "joint":
+            shapes["input_norm.weight"] = (taps * self.target_hidden_size,)
+        if self.fuse == "each":
+            each = {f"fc_norm.{tap}.weight": (self.target_hidden_size,) for tap in range(taps)}
+            shapes |= each
+        if self.qk_norm:
+            shapes |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        if self.own_embedding:
+            shapes["embed_tokens.weight"] = (self.vocab_size, h)
+        if self.own_head:
+            shapes["lm_head.weight"] = (self.draft_vocab_size, h)
+        return shapes
+
+
+def read_shape(folder: Path) -> EagleShape:
+    """Return the shape of a converted head. Raises ConfigError naming the file and the field."""
+    raw, path = read_model_config(folder), folder / "config.json"
+    try:
+        values = {name: raw[name] for name in EagleShape.__dataclass_fields__}
+        shape = EagleShape(**{**values, "layers": tuple(values["layers"])})
+    except KeyError as error:
+        raise ConfigError(f"{path}: {error.args[0]} is missing") from None
+    except TypeError as error:
+        raise ConfigError(f"{path} is no converted EAGLE-3 head's: {error}") from error
+    if shape.fuse not in FUSES:
+        raise ConfigError(f"{path}: fuse must be one of {', '.join(FUSES)}, got {shape.fuse!r}")
+    return shape
+
+
+def load(folder: Path) -> tuple[EagleShape, dict[str, Tensor]]:
+    """Return the shape and the tensors of a converted head. Raises ConfigError for files that are
+    missing or do not fit.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    shape, path = read_shape(folder), folder / WEIGHTS_FILE
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    check_tensors(shape, tensors, str(path))
+    return shape, tensors
+
+
+def save(
+    folder: Path, shape: EagleShape, tensors: Mapping[str, Tensor], provenance: Mapping[str, Any]
+) -> None:
+    """Write a converted head. ``provenance``, besides: what ``config.json`` says of where it comes
+    from and which target it is for.
+    """
+    from safetensors.torch import save_file
+
+    check_tensors(shape, tensors, str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(own, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    raw = {**asdict(shape), "max_position_embeddings": shape.trained_tokens, **provenance}
+    raw |= {"layers": list(shape.layers), "architectures": [ARCHITECTURE]}
+    text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def check_tensors(shape: EagleShape, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise ConfigError unless the tensors are exactly those of ``shape`` and the token ids are of
+    the vocabulary.
+    """
+    expected = shape.tensors()
+    if unknown := sorted(set(tensors) - set(expected)):
+        raise ConfigError(f"{where}: unknown tensors: {', '.join(unknown)}")
+    for name, size in expected.items():
+        found = list(tensors[name].shape) if name in tensors else "missing"
+        if found != list(size):
+            raise ConfigError(f"{where}: {name} should be {list(size)}, is {found}")
+    ids = tensors["token_ids"].tolist()
+    if len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= shape.vocab_size:
+        text = f"token_ids must be different ids below {shape.vocab_size}"
+        raise ConfigError(f"{where}: {text}")
