@@ -146,14 +146,21 @@ def load(
 
 def load_embeddings(folder: Path, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Return a model's embedding and head [vocab, hidden], as they are stored; on the host they
-    stay in the file, of which only what is asked for is read.
+    stay in the file, of which only what is asked for is read. Raises CheckpointError for a folder
+    without them.
     """
     found: Weights = {}
     for file in _weight_files(folder):
         found |= _read_tensors(file)
-    embedding = found["model.embed_tokens.weight"].to(device)
-    head = embedding if read_config(folder).tied else found["lm_head.weight"].to(device)
-    return embedding, head
+    text = {name.removeprefix("model.").removeprefix("language_model."): name for name in found}
+    place = text.get("embed_tokens.weight") or text.get("model.embed_tokens.weight")
+    if place is None:
+        raise CheckpointError(f"{folder} has no embed_tokens.weight")
+    embedding = found[place]
+    head = found.get(text.get("lm_head.weight", ""))
+    if head is None or _read_json(folder / "config.json").get("tie_word_embeddings"):
+        head = embedding
+    return embedding.to(device), head.to(device)
 
 
 def read_config(folder: Path) -> LlamaConfig:
@@ -171,7 +178,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
     if misfit := misfit_of_llama(raw):
         raise CheckpointError(f"{where}: {misfit} is not supported")
     qwen2 = raw["architectures"][0] == "Qwen2ForCausalLM"
-    rope = _rope(raw, where)
+    rope = read_rope(raw, where)
     try:
         config = LlamaConfig(
             vocab_size=raw["vocab_size"],
@@ -232,7 +239,7 @@ def check_weights(
             )
 
 
-def _rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the rope settings of ``rope_parameters`` (transformers 5) or of ``rope_scaling``
     (before).
     """

@@ -42,6 +42,11 @@ def graph_folder(key: str) -> Path:
     return root() / "graphs" / key
 
 
+def head_folder(key: str) -> Path:
+    """Return where the converted head of this key lives."""
+    return root() / "heads" / key
+
+
 def shape_file(key: str) -> Path:
     """Return where the sizes of the decoder of this key lie."""
     return root() / "shapes" / f"{key}.json"
@@ -72,7 +77,15 @@ def exclusive() -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for leftover in (
             path
-            for folder in ("models", "graphs", "shapes", "latency", "learned", "remembered")
+            for folder in (
+                "models",
+                "graphs",
+                "heads",
+                "shapes",
+                "latency",
+                "learned",
+                "remembered",
+            )
             for path in (root() / folder).glob(".*")
         ):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 
-from backend.engines.checkpoint import LlamaConfig
+
+class Rotary(Protocol):
+    """The settings of a rotary embedding, by the names of ``LlamaConfig``."""
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a head."""
+        ...
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the frequencies."""
+        ...
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """``rope_type`` and its parameters."""
+        ...
 
 
-def rope_tables(config: LlamaConfig, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(config: Rotary, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin [positions, head_dim] of the rotary embedding in fp32, the first half of
     sin negated.
 

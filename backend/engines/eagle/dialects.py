@@ -1,0 +1,323 @@
+"""Published EAGLE-3 heads in their three dialects: SafeAILab's, the flat ``config.json`` of
+ModelOpt, SpecForge and AngelSlim, and speculators'. What cannot be served is refused by field and
+value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backend.config import ConfigError
+from backend.engines.checkpoint import CheckpointError, read_rope
+from backend.engines.eagle.folder import EagleShape
+from backend.engines.eagle.other_kinds import model_type, other_kind
+from backend.engines.eagle.published import read_tensors
+from backend.kinds import ROPE_TYPES
+from backend.storage.manifest import read_model_config
+
+DEFAULT_THETA = 10000.0
+"""Base of the rotary embedding where a folder says none: the default of its readers, never the
+target's.
+"""
+
+_RENAMES = (
+    (r"^(module|draft_model|eagle_module)\.", ""),
+    (r"^model\.", ""),
+    (r"^(midlayer|layers\.0)\.", ""),
+    (r"^aux_norm_low\.", "fc_norm.0."),
+    (r"^aux_norm_mid\.", "fc_norm.1."),
+    (r"^aux_norm_high\.", "fc_norm.2."),
+)
+"""From a dialect's names of tensors to those of ``folder``, one after the other."""
+
+_UNUSED = re.compile(r"(^|\.)(verifier_|rotary_emb\.)")
+"""Tensors that training or other readers need."""
+
+_LISTED = 40
+"""Names that a refusal lists at most, of a dialect that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShape:
+    """What of its target a head must fit."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedHead:
+    """A published head in the names of ``folder``."""
+
+    shape: EagleShape
+    tensors: dict[str, Tensor]
+    dialect: str
+    states_layers: bool
+    """Whether ``config.json`` names the layers that it reads."""
+    states_residual: bool
+    """Whether it says which state the residual is."""
+
+
+class _Folder:
+    """The settings of a published folder, with refusals that name it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.raw = read_model_config(folder)
+        self.inner: dict[str, Any] = self.raw.get("eagle_config") or {}
+        self.is_speculators = model_type(self.raw) == "eagle3"
+        layer = self.raw.get("transformer_layer_config") if self.is_speculators else self.raw
+        self.layer: dict[str, Any] = layer or {}
+
+    def refuse(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self.path} cannot be served: {reason}")
+
+    def stated(self, name: str) -> Any:
+        """Return what ``eagle_config``, the top level or the layer says; None: nothing."""
+        places = (self.inner, self.raw, self.layer)
+        return next((one[name] for one in places if one.get(name) is not None), None)
+
+    def number(self, name: str, default: int | None = None) -> int:
+        value = self.layer.get(name)
+        value = self.raw.get(name) if value is None else value
+        value = default if value is None else value
+        if not isinstance(value, int) or value < 1:
+            raise self.refuse(f"{name} in config.json must be a positive number, got {value!r}")
+        return value
+
+    @property
+    def dialect(self) -> str:
+        if self.is_speculators:
+            return "speculators"
+        return "flat" if self.inner else "SafeAILab"
+
+
+def read_published(folder: Path, target: TargetShape) -> PublishedHead:
+    """Return a published head for this target. Raises ConfigError naming the folder, the field and
+    the value for one that is not served.
+    """
+    own, published = _Folder(folder), read_tensors(folder)
+    _check_kind(own, published)
+    tensors = _renamed(own, published)
+    fc, q, k = (
+        tensors[n] for n in ("fc.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight")
+    )
+    hidden, read = fc.shape[0], own.raw.get("target_hidden_size") or target.hidden_size
+    _check_fit(own, tensors, target, read)
+    heads = own.number("num_attention_heads")
+    head_dim = own.number("head_dim", q.shape[0] // heads)
+    rows, embedding = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
+    vocab = own.number("vocab_size", target.vocab_size)
+    if vocab != target.vocab_size:
+        raise own.refuse(f"vocab_size is {vocab}, its target's {target.vocab_size}")
+    draft_vocab = own.number("draft_vocab_size", vocab)
+    tensors["token_ids"] = _token_ids(own, tensors, draft_vocab, vocab)
+    if rows is None and draft_vocab != vocab:
+        text = f"lm_head.weight is missing, and draft_vocab_size {draft_vocab} is not the target's"
+        raise own.refuse(f"{text} {vocab}")
+    if embedding is None and hidden != read:
+        text = f"embed_tokens.weight is missing, and the target's is {read} wide, not {hidden}"
+        raise own.refuse(text)
+    residual = own.stated("norm_before_residual")
+    shape = EagleShape(
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab,
+        hidden_size=hidden,
+        target_hidden_size=read,
+        intermediate_size=own.number("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=own.number("num_key_value_heads", k.shape[0] // head_dim),
+        head_dim=head_dim,
+        layers=_layers(own, fc.shape[1] // read, target.num_layers),
+        rms_norm_eps=float(own.layer.get("rms_norm_eps") or 1e-6),
+        **_rope(own),
+        fuse=_fuse(own, tensors),
+        fc_bias="fc.bias" in tensors,
+        norm_before_residual=own.is_speculators if residual is None else bool(residual),
+        norm_output=bool(own.stated("norm_output")),
+        qk_norm="self_attn.q_norm.weight" in tensors,
+        own_embedding=embedding is not None,
+        own_head=rows is not None,
+        sliding_window=_window(own),
+        trained_tokens=own.number("max_position_embeddings", 2048),
+    )
+    _check_tensors(own, shape, tensors)
+    return PublishedHead(
+        shape, tensors, own.dialect, _stated_layers(own) is not None, residual is not None
+    )
+
+
+def _check_kind(own: _Folder, published: Mapping[str, Tensor]) -> None:
+    """Refuse what is not one layer of EAGLE-3 on several of the target's layers."""
+    if what := other_kind(own.raw, published):
+        raise own.refuse(f"it is {what}")
+    ends = tuple(f"{name}.weight" for name in ("fc", "hidden_norm", "q_proj", "k_proj"))
+    if not all(any(name.endswith(end) for name in published) for end in ends):
+        names = sorted(published)
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        raise own.refuse(
+            "it is in no dialect of EAGLE-3 that is known. Please report these lines. config.json "
+            f"has {', '.join(sorted(own.raw))}; tensors are {', '.join(names[:_LISTED])}{more}"
+        )
+    layers = own.number("num_hidden_layers", 1)
+    if layers > 1 or any(re.search(r"(^|\.)layers\.[1-9]", name) for name in published):
+        raise own.refuse(f"it has several layers (num_hidden_layers {layers}); one is served")
+    if own.stated("use_aux_hidden_state") is False:
+        raise own.refuse("use_aux_hidden_state is false: it reads the target's last layer only")
+    if (activation := own.layer.get("hidden_act") or "silu") != "silu":
+        raise own.refuse(f"hidden_act is {activation!r}, only 'silu' is served")
+
+
+def _renamed(own: _Folder, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in published.items():
+        new = name
+        for pattern, replacement in _RENAMES:
+            new = re.sub(pattern, replacement, new)
+        if new in tensors:
+            raise own.refuse(f"two of its tensors are {new}; the second is {name}")
+        if not _UNUSED.search(name):
+            tensors[new] = tensor
+    for name in ("fc.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight"):
+        if name not in tensors:
+            raise own.refuse(f"{name} is missing; tensors are {', '.join(sorted(published))}")
+    return tensors
+
+
+def _check_fit(own: _Folder, tensors: Mapping[str, Tensor], target: TargetShape, read: int) -> None:
+    """Refuse a head for a target of another width, and one whose layer is not EAGLE-3's."""
+    (hidden, wide), q = tensors["fc.weight"].shape, tensors["self_attn.q_proj.weight"]
+    if read != target.hidden_size:
+        raise own.refuse(f"target_hidden_size is {read}, its target's {target.hidden_size}")
+    if q.shape[1] != 2 * hidden:
+        text = f"self_attn.q_proj.weight reads {q.shape[1]} numbers"
+        raise own.refuse(f"{text}; an EAGLE-3 head of width {hidden} reads {2 * hidden}")
+    if wide % read:
+        text = f"fc.weight reads {wide} numbers, no multiple of its target's hidden_size {read}"
+        raise own.refuse(text)
+
+
+def _stated_layers(own: _Folder) -> list[int] | None:
+    ids = own.stated("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
+        text = f"eagle_aux_hidden_state_layer_ids must be a list of numbers, got {ids!r}"
+        raise own.refuse(text)
+    return ids
+
+
+def default_layers(layers: int) -> tuple[int, ...]:
+    """Return the layers, counted from 1, that a head reads which names none."""
+    return (2, layers // 2, layers - 3)
+
+
+def _layers(own: _Folder, taps: int, layers: int) -> tuple[int, ...]:
+    """Return the layers that a folder names, counted from 1, by the likelier of two conventions:
+    under one key, some folders count layers' outputs from 0, others the boundaries between layers
+    (``probe`` measures which it is).
+    """
+    ids = _stated_layers(own)
+    if ids is None:
+        if taps != 3:
+            raise own.refuse(f"fc.weight reads {taps} layers, and config.json names none")
+        return _checked_layers(own, default_layers(layers), taps, layers)
+    nested = "eagle_aux_hidden_state_layer_ids" in own.inner
+    counts_from_0 = 0 in ids or (nested and ids[0] == 1 and max(ids) < layers)
+    found = tuple(layer + 1 for layer in ids) if counts_from_0 else tuple(ids)
+    return _checked_layers(own, found, taps, layers)
+
+
+def _checked_layers(
+    own: _Folder, found: tuple[int, ...], taps: int, layers: int
+) -> tuple[int, ...]:
+    if len(found) != taps or not all(1 <= layer <= layers for layer in found):
+        raise own.refuse(
+            f"it reads the layers {list(found)}; fc.weight is for {taps} layers, of a target of "
+            f"{layers}"
+        )
+    return found
+
+
+def _rope(own: _Folder) -> dict[str, Any]:
+    """Return ``rope`` and ``rope_theta`` of ``EagleShape``."""
+    by_layer = own.layer.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in by_layer.values()):
+        raise own.refuse(f"rope_parameters differ by type of layer: {', '.join(by_layer)}")
+    try:
+        rope = read_rope(own.layer, str(own.path / "config.json"))
+    except CheckpointError as error:
+        raise own.refuse(str(error)) from error
+    theta = rope.pop("rope_theta", None) or own.layer.get("rope_theta") or DEFAULT_THETA
+    if rope["rope_type"] not in ROPE_TYPES:
+        known = ", ".join(ROPE_TYPES)
+        raise own.refuse(f"rope_type is {rope['rope_type']!r}; known are {known}")
+    part = rope.get("partial_rotary_factor") or own.layer.get("partial_rotary_factor") or 1
+    if part != 1:
+        raise own.refuse(f"partial_rotary_factor is {part}, only 1 is served")
+    return {"rope": rope, "rope_theta": float(theta)}
+
+
+def _fuse(own: _Folder, tensors: Mapping[str, Tensor]) -> str:
+    """Return what is normed before ``fc``: tensors and flags must agree."""
+    there = {
+        "joint": "input_norm.weight" in tensors,
+        "each": any(name.startswith("fc_norm.") for name in tensors),
+    }
+    flags = {"joint": ("norm_before_fc",), "each": ("fc_norm", "use_aux_norm")}
+    if all(there.values()):
+        raise own.refuse("it has both input_norm.weight and fc_norm, which exclude each other")
+    for fuse, names in flags.items():
+        stated = {name: own.stated(name) for name in names if own.stated(name) is not None}
+        wanted = any(stated.values())
+        if stated and wanted != there[fuse]:
+            is_there = "there" if there[fuse] else "missing"
+            text = ", ".join(f"{name} is {value!r}" for name, value in stated.items())
+            raise own.refuse(f"{text}, and the tensors for it are {is_there}")
+    return next((fuse for fuse, is_there in there.items() if is_there), "plain")
+
+
+def _window(own: _Folder) -> int:
+    sliding = "sliding_attention" in (own.layer.get("layer_types") or ())[:1]
+    return int(own.layer.get("sliding_window") or 0) if sliding else 0
+
+
+def _token_ids(own: _Folder, tensors: dict[str, Tensor], rows: int, vocab: int) -> Tensor:
+    """Return the target's token of every row, and take the maps away: ``d2t`` holds differences to
+    the number of the row.
+    """
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if d2t is None:
+        if rows != vocab:
+            text = f"d2t is missing: draft_vocab_size {rows} of {vocab} tokens"
+            raise own.refuse(text)
+        return torch.arange(vocab)
+    if len(d2t) != rows:
+        raise own.refuse(f"d2t has {len(d2t)} rows, draft_vocab_size is {rows}")
+    ids = d2t.long() + torch.arange(rows)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        text = f"d2t reaches from {int(ids.min())} to {int(ids.max())}"
+        raise own.refuse(f"{text}, of a vocabulary of {vocab} tokens: made for another one?")
+    if len(ids.unique()) != rows:
+        raise own.refuse(f"d2t names only {len(ids.unique())} different tokens in {rows} rows")
+    if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
+        raise own.refuse(f"t2d has {int(t2d.bool().sum())} tokens, which are not those of d2t")
+    return ids
+
+
+def _check_tensors(own: _Folder, shape: EagleShape, tensors: Mapping[str, Tensor]) -> None:
+    expected = shape.tensors()
+    if unknown := sorted(set(tensors) - set(expected)):
+        raise own.refuse(f"unknown tensors {', '.join(unknown[:_LISTED])}")
+    for name, size in expected.items():
+        found = list(tensors[name].shape) if name in tensors else "missing"
+        if found != list(size):
+            raise own.refuse(f"{name} should be {list(size)} by config.json, is {found}")

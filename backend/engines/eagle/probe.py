@@ -1,0 +1,139 @@
+"""Measure which of the target's layers a head reads, and which state its residual is.
+
+Under one key, folders count layers by two conventions, and some say nothing. A head that reads the
+wrong layers proposes wrong tokens without any error, so each reading is scored on answers of the
+target's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from backend.config import ConfigError
+from backend.engines.eagle.answering import Answer
+from backend.engines.eagle.dialects import PublishedHead, default_layers
+from backend.engines.eagle.folder import EagleShape
+from backend.engines.eagle.whole_text import WholeText
+
+logger = logging.getLogger(__name__)
+
+LEAST_SHARE = 0.2
+"""First tokens that a head must get right in its best reading. Another target's gets fewer."""
+
+_CLEAR = 3.0
+"""Standard errors by which another reading than the stated one must be likelier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well a reading fits the target."""
+
+    layers: tuple[int, ...]
+    norm_before_residual: bool
+    first_token_share: float
+    """Of the places of the answers: the head's likeliest token is the target's."""
+    log_probs: Tensor
+    """[places], of the target's tokens that the head can propose."""
+
+    @property
+    def log_prob(self) -> float:
+        """The mean of them, in nats."""
+        return float(self.log_probs.mean()) if len(self.log_probs) else -math.inf
+
+    def __str__(self) -> str:
+        residual = ", normed residual" if self.norm_before_residual else ""
+        figures = f"first tokens {self.first_token_share:.2f}, {self.log_prob:.2f} nats"
+        return f"layers {list(self.layers)}{residual}: {figures}"
+
+
+def readings(shape: EagleShape, num_layers: int) -> Iterator[EagleShape]:
+    """Yield a shape as it is stated, then with the layers of the other conventions, each with both
+    residuals.
+    """
+    stated = shape.layers
+    sets = [stated, *(tuple(layer + by for layer in stated) for by in (1, -1))]
+    if len(stated) == len(default_layers(num_layers)):
+        sets.append(default_layers(num_layers))
+    known = [one for one in dict.fromkeys(sets) if min(one) >= 1 and max(one) <= num_layers]
+    flags = (shape.norm_before_residual, not shape.norm_before_residual)
+    for layers, residual in itertools.product(known, flags):
+        yield replace(shape, layers=layers, norm_before_residual=residual)
+
+
+def score(head: WholeText, answers: Sequence[Answer]) -> Score:
+    """Return how well a head's first proposals fit the target's answers."""
+    layers = torch.tensor(head.shape.layers) - 1
+    hits, places, log_probs = 0, 0, []
+    for answer in answers:
+        with torch.inference_mode():
+            logits = next(head.unroll(answer.tokens, answer.states[:, layers], 1))
+        first = max(0, answer.prompt_tokens - 2)  # row r proposes token r + 2
+        logits, wanted = logits[first:-1].log_softmax(-1), answer.tokens[first + 2 :]
+        is_wanted = head.token_ids == wanted[:, None]
+        hits += int(is_wanted.gather(1, logits.argmax(-1)[:, None]).sum())
+        places += len(wanted)
+        log_probs.append(logits[is_wanted])
+    shape = head.shape
+    share = hits / max(1, places)
+    return Score(shape.layers, shape.norm_before_residual, share, torch.cat(log_probs))
+
+
+def choose(
+    head: PublishedHead,
+    embedding: Tensor,
+    rows: Tensor,
+    answers: Sequence[Answer],
+    name: str,
+) -> tuple[EagleShape, list[Score]]:
+    """Return the shape by the reading that fits, and every reading's score, the stated one's first.
+    ``embedding`` and ``rows`` [vocab, hidden] are the target's.
+
+    The stated reading stays unless another is clearly likelier, which is a warning. Raises
+    ConfigError beginning with the ``name`` where no reading fits.
+    """
+    num_layers = answers[0].states.shape[1]
+    tensors = {n: t.float() if t.is_floating_point() else t for n, t in head.tensors.items()}
+    embedding, rows = embedding.float(), rows.float()
+    shapes = list(readings(head.shape, num_layers))
+    scores = [score(WholeText(one, tensors, embedding, rows), answers) for one in shapes]
+    for one in scores:
+        logger.info("%s: %s", name, one)
+    best = max(range(len(scores)), key=lambda at: scores[at].log_prob)
+    if not _is_clear(scores[0], scores[best]):
+        best = 0
+    if scores[best].first_token_share < LEAST_SHARE:
+        raise ConfigError(
+            f"{name} does not fit its target: at best {scores[best].first_token_share:.2f} of its "
+            f"first tokens are right ({scores[best]}), and at least {LEAST_SHARE:g} are expected. "
+            "It was trained for another target, or for another chat template"
+        )
+    if _contradicts(head, scores[best]):
+        logger.warning(
+            "%s is served with %s, which fits its target; by its config.json it would be %s",
+            *(name, scores[best], scores[0]),
+        )
+    return shapes[best], scores
+
+
+def _is_clear(stated: Score, other: Score) -> bool:
+    """Return whether the difference of two readings at the same places is no chance."""
+    difference = other.log_probs - stated.log_probs
+    if len(difference) < 2:
+        return False
+    error = float(difference.std()) / math.sqrt(len(difference))
+    return float(difference.mean()) > _CLEAR * error
+
+
+def _contradicts(head: PublishedHead, score: Score) -> bool:
+    """Return whether a reading differs from something that the folder states."""
+    shape = head.shape
+    return (head.states_layers and score.layers != shape.layers) or (
+        head.states_residual and score.norm_before_residual != shape.norm_before_residual
+    )

@@ -1,0 +1,160 @@
+"""A published head is converted once, for one target, into the cache."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from backend.config import ConfigError
+from backend.engines.checkpoint import load_embeddings
+from backend.engines.eagle import answering, conversion
+from backend.engines.eagle.answering import PROMPTS, answer
+from backend.engines.eagle.conversion import bring_head, convert
+from backend.engines.eagle.folder import load
+from backend.engines.eagle.place import made_for, served_folder
+from backend.storage.manifest import check_pair, read_manifest, weights_sha256
+from tests.fakes.eagle import published, random_head, write
+from tests.unit.training import write_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target") / "target")
+
+
+@pytest.fixture(autouse=True)
+def a_cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
+
+
+def head_for(target, **changes):
+    vocab = json.loads((target / "config.json").read_text())["vocab_size"]
+    sizes = {"hidden_size": 64, "target_hidden_size": 64, "head_dim": 16, "layers": (1, 2)}
+    return random_head(vocab_size=vocab, **sizes | changes)
+
+
+def folder_of(path, head, dialect="flat", **config):
+    raw, named = published(dialect, *head)
+    return write(path, dialect, raw | config, named)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matrices_that_are_the_target_s_are_left_out(dtype, target, tmp_path):
+    shape, tensors = head_for(target, own_embedding=True)
+    embedding, rows = load_embeddings(target)
+    tensors["embed_tokens.weight"] = embedding.to(dtype)
+    tensors["lm_head.weight"] = rows[tensors["token_ids"]].to(dtype)
+    convert(folder_of(tmp_path / "head", (shape, tensors)), target, tmp_path / "out")
+    found, kept = load(tmp_path / "out")
+    assert found == replace(shape, own_embedding=False, own_head=False)
+    assert not {"embed_tokens.weight", "lm_head.weight"} & kept.keys()
+
+
+def test_matrices_of_its_own_are_kept(target, tmp_path):
+    shape, tensors = head_for(target, own_embedding=True)
+    tensors["embed_tokens.weight"] = load_embeddings(target)[0].clone()
+    tensors["embed_tokens.weight"][3, 4] += 0.5
+    convert(folder_of(tmp_path / "head", (shape, tensors)), target, tmp_path / "out")
+    found, kept = load(tmp_path / "out")
+    assert found == shape
+    assert torch.equal(kept["embed_tokens.weight"], tensors["embed_tokens.weight"])
+
+
+def test_a_converted_head_is_paired_with_its_target(target, tmp_path):
+    convert(folder_of(tmp_path / "head", head_for(target)), target, tmp_path / "out")
+    check_pair(read_manifest(target), read_manifest(tmp_path / "out"))
+    assert made_for(tmp_path / "out") == weights_sha256(target)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dialect"] == "flat"
+
+
+def test_a_folder_with_the_tokens_of_another_target_is_refused(target, tmp_path):
+    folder = folder_of(tmp_path / "head", head_for(target))
+    spec = json.loads((target / "tokenizer.json").read_text())
+    spec["model"]["vocab"]["!"], spec["model"]["vocab"]['"'] = (
+        spec["model"]["vocab"][name] for name in ('"', "!")
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ConfigError, match="has not the vocabulary of its target"):
+        convert(folder, target, tmp_path / "out")
+
+
+def test_answers_are_greedy_and_states_those_after_each_layer(target):
+    found = answer(target, "fp32")
+    lm, tokenizer = (one.from_pretrained(target) for one in (AutoModelForCausalLM, AutoTokenizer))
+    assert len(found) == len(PROMPTS)
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        tokens = one.tokens
+        assert tokens[: one.prompt_tokens].tolist() == tokenizer(prompt)["input_ids"]
+        with torch.inference_mode():
+            out = lm(tokens[None], output_hidden_states=True)
+        new = out.logits[0].argmax(-1)[one.prompt_tokens - 1 : -1]
+        assert torch.equal(new, tokens[one.prompt_tokens :])
+        torch.testing.assert_close(one.states[:, 0], out.hidden_states[1][0])
+        last = lm.model.norm(one.states[:, 1])  # transformers' last state is normed
+        torch.testing.assert_close(last, out.hidden_states[2][0])
+
+
+def test_an_answer_ends_with_its_end_token():
+    assert answering._until_end([5, 6, 2, 0, 0], {2, 3}) == [5, 6, 2]
+    assert answering._until_end([5, 6], {2}) == [5, 6]
+
+
+@pytest.fixture
+def fitting(target, tmp_path, monkeypatch):
+    """A head that fits whatever the target answers; and how often it was asked to."""
+    asked = []
+
+    def fits(head, embedding, rows, answers, name):
+        asked.append((name, len(answers)))
+        return replace(head.shape, norm_before_residual=True), []
+
+    monkeypatch.setattr(conversion, "choose", fits)
+    return folder_of(tmp_path / "head", head_for(target)), asked
+
+
+def bring(folder, target):
+    said = []
+    return bring_head(folder, target, said.append, dtype="fp32"), said
+
+
+def test_a_head_is_converted_once_for_a_target(fitting, target, tmp_path):
+    folder, asked = fitting
+    with pytest.raises(ConfigError, match=f"{folder} is not converted yet: run `spindle prepare`"):
+        served_folder(folder)
+    place, said = bring(folder, target)
+    assert "its target answers a few prompts" in said[0]
+    assert load(place)[0].norm_before_residual  # as was measured
+    assert served_folder(folder) == place == served_folder(place)
+    assert bring(folder, target) == (place, [])
+    assert asked == [(str(folder), len(PROMPTS))]
+
+
+def test_it_is_converted_again_for_another_target_or_where_a_file_has_changed(fitting, target):
+    folder, asked = fitting
+    place, _ = bring(folder, target)
+    tuned = target.with_name("tuned")
+    if not tuned.exists():
+        lm = AutoModelForCausalLM.from_pretrained(target)
+        lm.model.norm.weight.data += 0.5
+        lm.save_pretrained(tuned)
+        AutoTokenizer.from_pretrained(target).save_pretrained(tuned)
+    assert bring(folder, tuned)[0] == place
+    assert made_for(place) == weights_sha256(tuned)
+    (place / "model.safetensors").unlink()
+    bring(folder, tuned)
+    assert len(asked) == 3
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 1e-6}))
+    assert bring(folder, tuned)[0] != place
+    assert len(asked) == 4
+
+
+def test_nothing_is_left_of_a_head_that_does_not_fit(target, tmp_path):
+    folder = folder_of(tmp_path / "head", head_for(target))
+    with pytest.raises(ConfigError, match="does not fit its target"):
+        bring(folder, target)
+    with pytest.raises(ConfigError, match="not converted yet"):
+        served_folder(folder)
+    assert list((tmp_path / "cache" / "heads").iterdir()) == []
