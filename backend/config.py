@@ -417,11 +417,11 @@ def _check_drafts(config: ServingConfig) -> None:
                 f"drafts[{index}].engine must be {names} with a target of "
                 f"{config.target.engine!r}, got {draft.engine!r}"
             )
-        if draft.kind.reads_target and not config.target.kind.tells_features:
-            telling = [repr(name) for name, kind in KINDS.items() if kind.tells_features]
+        if draft.kind.reads_target and not config.target.kind.gives_states:
+            giving = [repr(name) for name, kind in KINDS.items() if kind.gives_states]
             raise ConfigError(
                 f"drafts[{index}].engine {draft.engine!r} reads the target, whose engine must be "
-                f"{' or '.join(telling)}, got {config.target.engine!r}"
+                f"{' or '.join(giving)}, got {config.target.engine!r}"
             )
 
 

@@ -85,7 +85,7 @@ class Kind:
     token_bytes: int = 0  # of host memory for each of ``remembered_tokens``
     free: bool = False  # a draft that costs next to nothing, as its ``EngineLimits`` say
     target: bool = True  # it can be one
-    tells_features: bool = False  # as a target, it tells its states (``Completion.features``)
+    gives_states: bool = False  # as a target, its completions can have ``hidden_states``
     reads_target: bool = False  # as a draft, it reads those
     tokenizer: bool = True  # its model folder has one, else texts are bytes
     known_s: float = 0.0  # seconds of a pass that needs no measuring
@@ -142,7 +142,7 @@ KINDS = {
         cpu_only=True,
         dtypes=("bf16", "int8", "fp32"),
         package=_OPENVINO,
-        tells_features=True,
+        gives_states=True,
         behaviour=4,
     ),
     "cuda": Kind(
@@ -153,7 +153,7 @@ KINDS = {
         least_capability=8.0,
         gpu_package="triton",
         dtypes=("bf16", "fp32", "fp64"),
-        tells_features=True,
+        gives_states=True,
         behaviour=1,
         looks_ahead=True,
         most_ahead=256,
@@ -164,7 +164,7 @@ KINDS = {
         any_decoder=True,
         automatic=("cpu", "cuda"),
         dtypes=("bf16", "fp32", "fp64"),
-        tells_features=True,
+        gives_states=True,
         behaviour=2,
     ),
     "head": Kind(

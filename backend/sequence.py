@@ -8,9 +8,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from backend.request import SamplingParams
 
 BLOCK_TOKENS = 32
@@ -22,16 +19,6 @@ ROOT = -1
 
 DEFAULT_CONFIDENCE = 0.8
 """The confidence in each token of a draft that tells none; it tells depths apart."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Features:
-    """The target's state where it drew a sequence's token number ``tokens`` (counted from 1):
-    ``states`` float32[layers, hidden], its residual stream after the layers that heads read.
-    """
-
-    tokens: int
-    states: npt.NDArray[np.float32]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +34,7 @@ class Sequence:
     ``keys[i]``, the ledger's too, names the content of complete block i
     (``backend.core.block_pool``): sequences with the same key may have that block in common.
     Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart.
-    ``features`` are of its last token, where a draft reads the target. ``new_blocks`` and
-    ``reused_blocks`` count what the ledger gave it so far. ``context_logits``,
+    ``new_blocks`` and ``reused_blocks`` count what the ledger gave it so far. ``context_logits``,
     ``generation_logits`` and ``prompt_log_probs`` (of which the log-probabilities of the prompt's
     tokens are kept) ask a target for ``Extras``. What is written for one that drafts are not to
     ``remember`` is used for no other.
@@ -66,7 +52,6 @@ class Sequence:
     context_logits: bool = False
     generation_logits: bool = False
     prompt_log_probs: bool = False
-    features: Features | None = None
     remember: bool = True
 
     @property

@@ -6,9 +6,10 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from backend.core.admission import Admission
@@ -20,7 +21,6 @@ from backend.engines.port import AFTER, Completion, Engine, EngineLostError
 from backend.log_format import fields
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
-from backend.sequence import Features
 from backend.speculation.cycle import Cycle, Step
 from backend.speculation.drafting import Drafting
 from backend.speculation.step_log import StepLog
@@ -273,22 +273,33 @@ class Orchestrator:
             self._failures = 0
         step, turns = submission.step, submission.turns.values()
         self.cycle.catch_up(step, [turn.sequence for turn in turns if turn.end == AFTER])
-        for completion in completions:
-            self._commit(completion, step)
+        emitting = [session for c in completions if (session := self._commit(c, step)) is not None]
+        self._absorb(completions, step)
+        for session in emitting:
+            with self._ending_alone(session):
+                self._emit(session)
         self._learn(step if turns else None)
 
     # -- commit and emit
 
-    def _commit(self, completion: Completion, step: Step) -> None:
-        """Take a completion's tokens; what goes wrong with one request ends that one only."""
+    def _commit(self, completion: Completion, step: Step) -> Session | None:
+        """Take a completion's tokens; return its session where it got any."""
         session = self._active.get(completion.sequence_id)
         if session is None:
-            return
+            return None
         if completion.error is not None:
             self._fail(session, ErrorCode.INTERNAL, completion.error)
-            return
+            return None
+        with self._ending_alone(session):
+            if self._commit_tokens(session, completion, step):
+                return session
+        return None
+
+    @contextmanager
+    def _ending_alone(self, session: Session) -> Iterator[None]:
+        """End a request, and no other, by what goes wrong with it."""
         try:
-            self._commit_tokens(session, completion, step)
+            yield
         except RequestError as error:
             self._fail(session, error.code, error.message)
         except Exception as error:
@@ -299,7 +310,8 @@ class Orchestrator:
                 f"the request could not be continued ({type(error).__name__})",
             )
 
-    def _commit_tokens(self, session: Session, completion: Completion, step: Step) -> None:
+    def _commit_tokens(self, session: Session, completion: Completion, step: Step) -> int:
+        """Take a completion's tokens; return how many were taken."""
         if completion.drafted is not None:
             step.take(session.id, completion.drafted, completion.verified)
         taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
@@ -307,15 +319,22 @@ class Orchestrator:
         if session.trace is not None:
             session.trace.step(step.log, chosen, min(completion.accepted, taken), taken)
         if not taken:
-            return  # a prefill chunk, which draws nothing
+            return 0  # a prefill chunk, which draws nothing
         if chosen:
             session.speculated(chosen, min(completion.accepted, taken))
-        if completion.features is not None:
-            tokens = len(session.sequence.tokens)
-            session.sequence.features = Features(tokens, completion.features)
         emitted, nodes = completion.tokens[:taken], len(chosen) if chosen else 0
         self.cycle.verified(step, session.sequence, nodes, emitted, control=session.control)
-        self._emit(session)
+        return taken
+
+    def _absorb(self, completions: Seq[Completion], step: Step) -> None:
+        """Give drafts the target's states of the texts, before any that has ended is released."""
+        states = [
+            (session.sequence, completion.hidden_states)
+            for completion in completions
+            if completion.hidden_states is not None
+            and (session := self._active.get(completion.sequence_id)) is not None
+        ]
+        self.cycle.drafting.absorb(states, step.log)
 
     def _emit(self, session: Session) -> None:
         now = self._clock()

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,31 @@ class Extras:
     """[rows, vocab] at that token and those after it."""
 
 
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """A target's residual stream at consecutive tokens of a text."""
+
+    first: int
+    """The first of these tokens, counted from 0."""
+    layers: tuple[int, ...]
+    """The layers, counted from 1, after which it was taken."""
+    rows: Any
+    """[tokens, layers, hidden], a tensor on the target's device; its next ``poll`` may overwrite
+    it.
+    """
+
+    @property
+    def end(self) -> int:
+        """The first token after them."""
+        return self.first + len(self.rows)
+
+    def of(self, layers: tuple[int, ...]) -> Any:
+        """Return the rows of some of the layers, in this order."""
+        if layers == self.layers:
+            return self.rows
+        return self.rows[:, [self.layers.index(layer) for layer in layers]]
+
+
 @dataclass(slots=True)
 class Completion:
     """The result of a turn."""
@@ -97,9 +122,9 @@ class Completion:
     error: str | None = None
     """Why this turn alone failed; then everything else is void."""
     extras: Extras | None = None
-    features: npt.NDArray[np.float32] | None = None
-    """float32[layers, hidden], the target's states after the layers that a draft reads, at the row
-    that the last of ``tokens`` was drawn from; None: no draft reads them.
+    hidden_states: HiddenStates | None = None
+    """Of all tokens that the turn has run and that are in the text now, up to the one before the
+    last of ``tokens``; None: no draft of the host reads them.
     """
     drafted: Proposal | None = None
     """The proposal that was made for ``Turn.device_proposal``."""
@@ -244,6 +269,19 @@ class ShowsEvidence(Protocol):
     def evidence(self, sequence: Sequence) -> int:
         """Return the bin (``policy.evidence``) of a proposal for the sequence as it is now; 0: it
         shows nothing. This is asked after ``available``, for the same text.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsTarget(Protocol):
+    """A draft that proposes from the target's hidden states."""
+
+    name: str
+
+    def absorb(self, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
+        """Take the states that a submission of the target has computed. The texts are committed:
+        they have one token more than those that have states, or are in a chunk of their prompt.
         """
         ...
 

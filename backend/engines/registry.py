@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.config import EngineConfig, ServingConfig
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
 from backend.sequence import BLOCK_TOKENS
@@ -25,17 +25,12 @@ class Service:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's layers, counted from 1, whose output drafts read. Raises ConfigError where
-        two do not read the same ones.
-        """
-        found: dict[tuple[int, ...], str] = {}
+        """The target's layers, counted from 1 and ascending, whose output drafts read."""
+        layers: set[int] = set()
         for draft in self.config.drafts:
             if draft.kind.reads_target:
-                found.setdefault(module_of(draft).taps(self.path(draft)), draft.name)
-        if len(found) > 1:
-            each = ", ".join(f"{name!r} {list(layers)}" for layers, name in found.items())
-            raise ConfigError(f"drafts: all heads must read the same layers of the target: {each}")
-        return next(iter(found), ())
+                layers.update(module_of(draft).taps(self.path(draft)))
+        return tuple(sorted(layers))
 
     @property
     def sizes(self) -> dict[str, int]:

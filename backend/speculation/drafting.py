@@ -15,6 +15,8 @@ from backend.engines.port import (
     Completion,
     DeviceProposal,
     Engine,
+    HiddenStates,
+    ReadsTarget,
     Remembers,
     ShowsEvidence,
     Turn,
@@ -73,6 +75,7 @@ class Drafting:
         self._stats = stats
         self._clock = clock
         self._most_nodes = most_nodes
+        self._reading = [draft for draft in drafts if isinstance(draft, ReadsTarget)]
         self._remembering = [draft for draft in drafts if isinstance(draft, Remembers)]
         self._showing = [
             (d, draft) for d, draft in enumerate(drafts) if isinstance(draft, ShowsEvidence)
@@ -206,6 +209,22 @@ class Drafting:
         """Let drafts that remember answers take this one, before it is cancelled."""
         for draft in self._remembering if sequence.remember else ():
             self._remember(draft, sequence)
+
+    def absorb(self, states: Seq[tuple[Sequence, HiddenStates]], log: StepLog) -> None:
+        """Let drafts that read the target take its states (``ReadsTarget``), which is a part of its
+        pass: every pass has it, whether they propose or not. One that fails rests.
+        """
+        for draft in self._reading if states else ():
+            with log.part("verify"):
+                self._absorb(draft, states)
+
+    def _absorb(self, draft: ReadsTarget, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
+        try:
+            draft.absorb(states)
+        except Exception:
+            logger.exception("draft %s failed; it rests for %s s", draft.name, COOLDOWN_S)
+            self._stats.fallback("draft_error")
+            self.rest([draft.name])
 
     def _remember(self, draft: Remembers, sequence: Sequence) -> None:
         """Let a draft take an answer; one that fails costs no request."""

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 
 from backend.config import ServingConfig, load_config
-from backend.engines.port import Completion, Engine, Turn
+from backend.engines.port import Completion, Engine, HiddenStates, ReadsTarget, Turn
 from backend.engines.registry import Service, make_engine
 from backend.machine import machine
 from backend.model_folders import model_path
 from backend.request import SamplingParams
-from backend.sequence import BLOCK_TOKENS, Features, Proposal, Sequence
+from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from backend.tokenizer import load_tokenizer
 from bench.workloads import load, render
 from engines_build.distill.evaluation_sets import sql_questions, wikipedia_questions
@@ -60,20 +60,23 @@ def messages(workload: str, number: int, seed: int) -> list[str]:
 
 @dataclass(slots=True)
 class Answer:
-    """A prompt with the target's answer, and what it held where it drew each token of it."""
+    """A prompt with the target's answer, and the hidden states of the step that drew each token."""
 
     tokens: list[int]
     prompt_tokens: int
     sampling: SamplingParams
-    states: list[Any] = field(default_factory=list)
+    states: list[HiddenStates | None] = field(default_factory=list)
 
     def at(self, place: int) -> Sequence:
         """Return the request as it was with the first ``place`` tokens of its answer."""
         end = self.prompt_tokens + place
-        sequence = Sequence(0, self.tokens[:end], self.prompt_tokens, self.sampling)
-        if self.states[place - 1] is not None:
-            sequence.features = Features(end, self.states[place - 1])
-        return sequence
+        return Sequence(0, self.tokens[:end], self.prompt_tokens, self.sampling)
+
+    def show(self, draft: Engine, sequence: Sequence, place: int) -> None:
+        """Let a draft that reads the target take what it has computed for ``at(place)``."""
+        states = self.states[place - 1]
+        if isinstance(draft, ReadsTarget) and states is not None:
+            draft.absorb([(sequence, states)])
 
 
 @dataclass(slots=True)
@@ -120,7 +123,7 @@ def answers(
         for completion in polled(target, len(going)):
             sequence, answer = going[completion.sequence_id]
             sequence.tokens += completion.tokens
-            answer.states.append(completion.features)
+            answer.states.append(completion.hidden_states)
             if completion.tokens[-1] in ends or len(answer.states) == most:
                 target.cancel([sequence.id])
                 del going[sequence.id]
@@ -152,6 +155,7 @@ def proposed(draft: Engine, batch: list[Answer]) -> list[Found]:
             sequence.id = ids[row]
             sequence.blocks = {draft.name: list(range(row * room, (row + 1) * room))}
             found[row].proposals.append(None)
+            answer.show(draft, sequence, place)
             if draft.available(sequence, PLACES):
                 turns.append(Turn(sequence, len(sequence.tokens), run=PLACES, nodes=256))
         draft.submit(turns)
@@ -232,6 +236,7 @@ def costs(target: Engine, drafts: list[Engine], answer: Answer, rounds: int) -> 
             drafting = engine is not target
             if place == 1:
                 engine.cancel([number])
+            answer.show(engine, sequence, place)
             if drafting and not engine.available(sequence, PLACES):
                 return
             run: dict[str, Any] = {"run": PLACES, "nodes": NODES} if drafting else {}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from backend.core.block_pool import BlockPool
 from backend.engines.checkpoint import LlamaConfig, Weights
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import Chunk, KVTable, logit_rows
 from backend.engines.stepping.engine import Model
 from backend.engines.torch.llama import Llama
 from backend.kinds import KINDS
@@ -136,9 +136,9 @@ class Teacher:
 
     def _forward(self, chunks: list[Chunk]) -> Tensor:
         logits = self._model.forward(chunks)
-        if self._model.features is not None:
-            # The next pass overwrites them.
-            self.features = self._model.features.to("cpu", torch.bfloat16, copy=True)
+        if self._model.hidden_states is not None:
+            wanted = self._model.hidden_states[logit_rows(chunks)]
+            self.features = wanted.to("cpu", torch.bfloat16)
         return logits
 
 

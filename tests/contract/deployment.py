@@ -38,7 +38,7 @@ NODES = 7
 """Nodes of a tree, at most: more than its longest path."""
 MAX_CONTEXT_TOKENS = 6 * BLOCK_TOKENS
 TAPS = (1, 2)
-"""The layers behind which a target tells its features."""
+"""The layers after which a target gives its hidden states."""
 
 numbers = itertools.count(1)
 

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from backend.core.orchestrator import Orchestrator
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.kind import latency_cases
 from backend.engines.head.network import HeadNetwork
 from backend.engines.head.openvino import OpenvinoHead
-from backend.engines.port import Turn
+from backend.engines.port import HiddenStates, Turn
 from backend.engines.stepping.engine import StepEngine
 from backend.request import SamplingParams
 from backend.sampling.randomness import word
-from backend.sequence import Features, Sequence
+from backend.sequence import Sequence
 from engines_build.timing import Rig
 from tests.contract import checks, deployment, scenarios
 from tests.contract.deployment import K_MAX, TAPS, VOCAB, tiny_engine
@@ -73,7 +72,7 @@ class RecordedHead(HeadEngine):
         for completion in found:
             if completion.sequence_id in asked:
                 tokens, sequence, run = asked[completion.sequence_id]
-                states = sequence.features.states.copy()
+                states = self._states[sequence.id].row.clone()
                 self.noted.append((tokens, sequence, run, states, completion.proposal))
         return found
 
@@ -96,20 +95,20 @@ def served(monkeypatch):
     return serve
 
 
-def features_of(tokens):
-    """What a target that runs a text anew holds where it draws what follows."""
+def states_of(tokens):
+    """The hidden states of a target that runs a whole text at once."""
     target = tiny_engine()
     sequence = Sequence(1, tokens, len(tokens), SamplingParams(), {"target": list(range(6))})
     target.submit([Turn(sequence, len(tokens))])
-    return target.poll(0.0)[0].features
+    return target.poll(0.0)[0].hidden_states.rows
 
 
-def check_features(done, tolerance=1e-5):
+def check_states(done, tolerance=1e-5):
     """Every proposal was made of the states behind the text but its last token."""
     noted = done.deployment.drafts[HEAD].noted
     assert len(noted) > 20
     for tokens, _, _, states, _ in noted:
-        expected = features_of(tokens[:-1])
+        expected = states_of(tokens[:-1])[-1]
         np.testing.assert_allclose(states, expected, rtol=0, atol=tolerance, err_msg=str(tokens))
 
 
@@ -120,7 +119,7 @@ def check_proposals(done):
             RecordedHead(),
             Sequence(1, tokens, sequence.prompt_tokens, sequence.sampling),
         )
-        again.features = Features(len(tokens), states)
+        alone.absorb([(again, HiddenStates(len(tokens) - 2, TAPS, states[None]))])
         alone.submit([Turn(again, len(tokens), run=run, nodes=256)])
         assert alone.poll(0.0)[0].proposal.tokens == proposal.tokens
 
@@ -140,43 +139,44 @@ SCENARIOS = {
 def test_it_reads_the_state_of_the_last_token_and_no_text_hangs_on_it(served, scenario):
     done = served(scenario)
     checks.texts(done)
-    check_features(done)
+    check_states(done)
     check_proposals(done)
 
 
 @pytest.mark.parametrize("scenario", [BUSY, CROWDED], ids=["busy", "crowded"])
-def test_openvino_tells_the_same_states(served, scenario):
+def test_openvino_gives_the_same_states(served, scenario):
     with with_larger_heads():
         with on_openvino(scenario):
             done = served(scenario)
-        check_features(done, 1e-3)
+        check_states(done, 1e-3)
 
 
 def other_row(patch):
-    kept = StepEngine._take_features
+    kept = StepEngine._take_hidden_states
 
-    def taken(running, features):
+    def taken(running, states):
         paths = [(job, job.path) for job, _ in running]
         for job, path in paths:
-            job.path = path[:-1]
-        kept(running, features)
+            job.path = [0] * len(path)
+        kept(running, states)
         for job, path in paths:
             job.path = path
 
-    patch.setattr(StepEngine, "_take_features", staticmethod(taken))
+    patch.setattr(StepEngine, "_take_hidden_states", staticmethod(taken))
 
 
 def old_state(patch):
-    kept = Orchestrator._commit_tokens
+    kept = HeadEngine.absorb
 
-    def committed(loop, session, completion, step):
-        before = session.sequence.features
-        kept(loop, session, completion, step)
-        if before is not None and completion.accepted:
-            tokens = len(session.sequence.tokens)
-            session.sequence.features = Features(tokens, before.states)
+    def absorbed(engine, states):
+        before = dict(engine._states)
+        kept(engine, states)
+        for sequence, _ in states:
+            if sequence.id in before:
+                now = engine._states[sequence.id]
+                engine._states[sequence.id] = replace(now, row=before[sequence.id].row)
 
-    patch.setattr(Orchestrator, "_commit_tokens", committed)
+    patch.setattr(HeadEngine, "absorb", absorbed)
 
 
 @pytest.mark.parametrize("mutant", [other_row, old_state])
@@ -185,7 +185,7 @@ def test_another_row_s_or_an_old_state_is_noticed(served, mutant):
         mutant(patch)
         done = served(BUSY)
     with pytest.raises(AssertionError):
-        check_features(done)
+        check_states(done)
 
 
 def asked(engine, tokens, run=3, nodes=8, **options):
@@ -255,9 +255,9 @@ def test_int8_on_openvino_proposes_nearly_what_torch_does():
     rows = torch.randn(4096, 256)
     narrow = OpenvinoHead(made, rows, precision="f32", threads=1)
     state = made.begin(torch.randn(3, 2, 256) * 4)
-    features = torch.randn(3, 2, 256) * 4
-    state, token = made.begin(features), torch.randn(3, 256)
-    torch.testing.assert_close(narrow.begin(features), state, rtol=0, atol=0.05)
+    hidden = torch.randn(3, 2, 256) * 4
+    state, token = made.begin(hidden), torch.randn(3, 256)
+    torch.testing.assert_close(narrow.begin(hidden), state, rtol=0, atol=0.05)
     wide = made.step(state, token)
     found = narrow.step(state, token)
     for exact, near in zip((*wide, wide[1] @ rows.T), found, strict=True):

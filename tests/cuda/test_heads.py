@@ -14,11 +14,11 @@ from backend.engines.cuda.step import Slots, VerifyStep
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.network import HeadNetwork
-from backend.engines.port import Turn
+from backend.engines.port import HiddenStates, Turn
 from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
 from backend.sampling.randomness import seed_word
-from backend.sequence import Features, Sequence
+from backend.sequence import Sequence
 from tests.cuda.families import models
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def host_nodes(
 ) -> list[tuple[tuple[int, ...], float]]:
     """Return the paths that the host's head proposes after a text, with their confidences."""
     sequence = Sequence(row, tokens, 1, OPTIONS[row])
-    sequence.features = Features(len(tokens), states.numpy())
+    engine.absorb([(sequence, HiddenStates(len(tokens) - 2, TAPS, states[None]))])
     nodes = DEPTH * CANDIDATES
     engine.submit([Turn(sequence, len(tokens), run=DEPTH, nodes=nodes)])
     (completion,) = engine.poll(0.0)

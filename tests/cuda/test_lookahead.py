@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from backend.engines.cuda.lookahead import LookaheadEngine
@@ -138,7 +138,7 @@ def test_a_head_proposes_at_most_the_longest_path_that_a_step_has_room_for() -> 
     decode(target, text, 1)
     target._head = lambda draft: "head"  # type: ignore[method-assign]
     turn_of_head = turn(text, device_proposal=DeviceProposal(object(), 40, 40))  # type: ignore[arg-type]
-    target._steps.place_states(target._slots[0].number, np.zeros((0, 0), np.float32))
+    target._steps.place_states(target._slots[0].number, torch.zeros(0, 0))
     row = target._row(target._job(turn_of_head, []))
     assert (row.places, row.budget) == (15, 40)
 

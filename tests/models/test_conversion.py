@@ -88,7 +88,7 @@ def test_ragged_batches_trees_and_taps_are_those_of_transformers(family, tmp_pat
     a, b, c, nodes = texts(70, 41, 33, len(TREE))
     for_a, for_b, for_c = table(5, 2, 9, 11), table(1, 7, 3), table(12, 4, 6)
     compared.check((Chunk(a[:50], 0, for_a, 50, prompt_rows=50), a[:50]))
-    features = compared.engine._model.features.clone()
+    states = compared.engine._model.hidden_states.clone()
     compared.check(
         (Chunk(a[50:51], 50, for_a, 1), a[:51]),
         (Chunk(b[:37], 0, for_b, 37, prompt_rows=37), b[:37]),
@@ -101,7 +101,7 @@ def test_ragged_batches_trees_and_taps_are_those_of_transformers(family, tmp_pat
     )
     tree = Chunk([a[60], *nodes], 60, for_a, 1 + len(TREE), TREE)
     compared.check((tree, paths(a[:61], nodes)), (Chunk(b[38:39], 38, for_b, 1), b[:39]))
-    assert torch.allclose(features, outputs(compared.lm, a[:50]), atol=1e-3)
+    assert torch.allclose(states, outputs(compared.lm, a[:50]), atol=1e-3)
 
 
 @torch.inference_mode()

@@ -3,17 +3,16 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from backend.engines.checkpoint import load, load_embeddings
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.network import load as load_network
-from backend.engines.port import Turn
+from backend.engines.port import HiddenStates, Turn
 from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
-from backend.sequence import Features, Sequence
+from backend.sequence import Sequence
 from backend.storage.manifest import weights_sha256
 from engines_build.distill.generate import Shards, Teacher
 from engines_build.distill.head import Unroller, evaluate_head, load_head_samples
@@ -62,7 +61,7 @@ def engine_of(folder, target):
     return HeadEngine("head", network, ids, *tables, max_draft_tokens=4)
 
 
-def test_what_is_kept_is_what_the_serving_target_tells(target, samples):
+def test_what_is_kept_is_what_the_serving_target_gives(target, samples):
     engine = TorchEngine("t", target, dtype="fp32", kv_blocks=32, max_context_tokens=800, taps=TAPS)
     for number, sample in enumerate(samples[:6]):
         tokens = sample.tokens.tolist()
@@ -71,10 +70,10 @@ def test_what_is_kept_is_what_the_serving_target_tells(target, samples):
             text = tokens[: sample.prompt_tokens + place]
             sequence = Sequence(number, text, len(text), SamplingParams(), blocks)
             engine.submit([Turn(sequence, len(text))])
-            told = engine.poll(0.0)[0].features
+            served = engine.poll(0.0)[0].hidden_states.rows[-1]
             engine.cancel([number])
-            kept = sample.features[place].float().numpy()
-            np.testing.assert_allclose(told, kept, rtol=0.02, atol=0.02)
+            kept = sample.features[place].float()
+            torch.testing.assert_close(served, kept, rtol=0.02, atol=0.02)
 
 
 def test_what_is_proposed_is_what_the_trained_laws_say(target, finished, samples):
@@ -93,8 +92,9 @@ def test_what_is_proposed_is_what_the_trained_laws_say(target, finished, samples
         for start in range(0, len(sample.features) - 1, 7):
             text = tokens[: sample.prompt_tokens + start + 1]
             sequence = Sequence(9, text, sample.prompt_tokens, SamplingParams())
-            sequence.features = Features(len(text), sample.features[start].float().numpy())
             engine.cancel([9])
+            states = HiddenStates(len(text) - 2, TAPS, sample.features[start : start + 1].float())
+            engine.absorb([(sequence, states)])
             engine.submit([Turn(sequence, len(text), run=3, nodes=256)])
             spine = engine.poll(0.0)[0].proposal.spine().tokens
             for ahead, token in enumerate(spine):

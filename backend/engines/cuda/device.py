@@ -136,9 +136,13 @@ class DeviceSteps:
         """Write tokens of a slot's text that heads may propose besides their static ones."""
         self._updates[1].extend((slot, first + at, token) for at, token in enumerate(tokens))
 
-    def place_states(self, slot: int, states: npt.NDArray[np.float32]) -> None:
+    def no_states(self) -> torch.Tensor:
+        """Return zeros in the shape of a slot's states, for measuring."""
+        return torch.zeros_like(self.slots.states[0])
+
+    def place_states(self, slot: int, states: torch.Tensor) -> None:
         """Write what the target had at the place that a slot's last token was drawn from."""
-        self.slots.states[slot] = to_device(states, self.slots.states.dtype, self.model.device)
+        self.slots.states[slot] = states
 
     def clear(self, slot: int) -> None:
         """Forget the tokens of a slot's last text."""

@@ -109,7 +109,8 @@ class PagedForward:
     ) -> None:
         self.model, self.device = model, model.device
         self.token_ids: torch.Tensor | None = None
-        self.features: torch.Tensor | None = None
+        self.taps = model.taps
+        self.hidden_states: torch.Tensor | None = None
         self._count, self._graph_tokens = count, graph_tokens
         self._outputs: dict[str, torch.Tensor] = {}
         self._scratch = len(model.kv[0]) - 1
@@ -130,12 +131,13 @@ class PagedForward:
             if own:
                 parts.append(self._run(own, captured=self._captures and not wants_long))
         if len(parts) == 1:
-            logits, self.features = parts[0]
+            logits, self.hidden_states = parts[0]
             return logits
-        order = self._order(chunks, is_long)
-        self.features = None
+        self.hidden_states = None
         if parts[0][1] is not None:
-            self.features = torch.cat([s for _, s in parts if s is not None])[order]
+            order = self._order([len(chunk.tokens) for chunk in chunks], is_long)
+            self.hidden_states = torch.cat([s for _, s in parts if s is not None])[order]
+        order = self._order([chunk.logits for chunk in chunks], is_long)
         return torch.cat([logits for logits, _ in parts])[order]
 
     def keep(self, accepted: Sequence[tuple[Chunk, Sequence[int]]]) -> None:
@@ -151,7 +153,7 @@ class PagedForward:
     def _run(
         self, chunks: Sequence[Chunk], *, captured: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the logits [wanted, vocab] and states [wanted, taps, hidden] of one pass."""
+        """Return the logits [wanted, vocab] and states [tokens, taps, hidden] of one pass."""
         lengths = [len(chunk.tokens) for chunk in chunks]
         keys = max(chunk.start + n for chunk, n in zip(chunks, lengths, strict=True))
         exact = Size(len(chunks), sum(lengths), max(lengths), keys)
@@ -160,15 +162,14 @@ class PagedForward:
             self._fill(graph.inputs, chunks)
             graph.inputs.send()
             logits, states = graph.replay()
-            return logits[wanted], None if states is None else states[wanted]
+            return logits[wanted], None if states is None else states[: exact.tokens]
         inputs = Inputs(exact, self.device)
         self._fill(inputs, chunks)
         inputs.send()
         is_long = exact.most > MAX_NEW_TOKENS
         spans = [(chunk.start, n) for chunk, n in zip(chunks, lengths, strict=True)]
         logits = self._pass(inputs, wanted, spans if is_long else None)
-        states = self.model.states
-        return logits, None if states is None else states[wanted]
+        return logits, self.model.states
 
     def _pass(
         self,
@@ -258,12 +259,12 @@ class PagedForward:
 
         return replay
 
-    def _order(self, chunks: Sequence[Chunk], is_long: Sequence[bool]) -> torch.Tensor:
-        """Return where each chunk's rows lie when those of long ones come first."""
-        at = [0, sum(chunk.logits for chunk, long in zip(chunks, is_long, strict=True) if long)]
+    def _order(self, counts: Sequence[int], is_long: Sequence[bool]) -> torch.Tensor:
+        """Return where each chunk's rows (``counts``) lie when those of long ones come first."""
+        at = [0, sum(count for count, long in zip(counts, is_long, strict=True) if long)]
         order: list[int] = []
-        for chunk, long in zip(chunks, is_long, strict=True):
+        for count, long in zip(counts, is_long, strict=True):
             begin = at[0 if long else 1]
-            at[0 if long else 1] += chunk.logits
-            order += range(begin, begin + chunk.logits)
+            at[0 if long else 1] += count
+            order += range(begin, begin + count)
         return to_device(order, torch.int64, self.device)

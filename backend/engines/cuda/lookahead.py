@@ -111,6 +111,10 @@ class LookaheadEngine(CudaEngine):
         self._own = own if taps else 0
         self._heads: dict[str, HeadInTarget] = {}
         self._free = list(range(sequences))
+        self._by_host: dict[int, tuple[int, torch.Tensor]] = {}
+        """By sequence whose last turn the host decided: tokens after it, and the state before the
+        last of them [taps, hidden].
+        """
         self._slots: dict[int, _Slot] = {}
         self._submitted: deque[_Submission] = deque()
         self._parts_s: dict[str, float] = {}
@@ -136,7 +140,7 @@ class LookaheadEngine(CudaEngine):
                 if submission.by_host:
                     started_s = time.perf_counter()
                     self._turns = submission.by_host
-                    completions += super().poll(0.0)
+                    completions += self._note_states(super().poll(0.0))
                     spent_s = time.perf_counter() - started_s
                     self._parts_s["verify"] = self._parts_s.get("verify", 0.0) + spent_s
             except Exception:
@@ -152,6 +156,7 @@ class LookaheadEngine(CudaEngine):
             submission.by_host = [t for t in submission.by_host if t.sequence.id not in gone]
             submission.chunks = [c for c in submission.chunks if c.sequence_id not in gone]
         for sequence_id in gone:
+            self._by_host.pop(sequence_id, None)
             slot = self._slots.pop(sequence_id, None)
             if slot is not None:
                 self._free.append(slot.number)
@@ -163,6 +168,11 @@ class LookaheadEngine(CudaEngine):
     def parts_s(self) -> dict[str, float]:
         """Return the seconds by part of the submission that was polled last."""
         return self._parts_s
+
+    def assume(self, sequence: Text, tokens: int) -> None:
+        """For measuring only (``StepEngine.assume``): heads have their state, too."""
+        super().assume(sequence, tokens)
+        self._by_host[sequence.id] = len(sequence.tokens), self._steps.no_states()
 
     def close(self) -> None:
         """Release the model and its KV; the engine is of no use afterwards."""
@@ -238,9 +248,9 @@ class LookaheadEngine(CudaEngine):
             job.cache.agreed = start
         job.cache.roll_back(start)
         slot = self._slots[sequence.id]
-        features = sequence.features
-        if features is not None and features.tokens == turn.end and slot.length != start:
-            self._steps.place_states(slot.number, features.states)
+        known, states = self._by_host.get(sequence.id, (0, None))
+        if states is not None and known == turn.end and slot.length != start:
+            self._steps.place_states(slot.number, states)
             slot.length = start
         return _RowJob(turn, slot, job.cache, start)
 
@@ -316,6 +326,13 @@ class LookaheadEngine(CudaEngine):
         slot.own.update(dict.fromkeys(new))
 
     # -- collecting
+
+    def _note_states(self, completions: list[Completion]) -> list[Completion]:
+        """Keep the states that heads on the device go on from."""
+        for completion in completions:
+            if (states := completion.hidden_states) is not None:
+                self._by_host[completion.sequence_id] = states.end + 1, states.rows[-1]
+        return completions
 
     def _collect(self, submission: _Submission) -> list[Completion]:
         self._parts_s = {}

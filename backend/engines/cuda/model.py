@@ -60,7 +60,7 @@ class PagedModel:
             self._by_layer[int(getattr(module, "layer_idx"))] = pages  # noqa: B009 (mypy)
         self.states: torch.Tensor | None = None
         """[tokens, taps, hidden] of the last pass: the output of the layers ``taps``."""
-        self._taps = tuple(taps)
+        self.taps = tuple(taps)
         self._tapped: dict[int, torch.Tensor] = {}
         layers = [m for m in lm.modules() if type(m).__name__.endswith("DecoderLayer")]
         for tap in taps:
@@ -98,8 +98,8 @@ class PagedModel:
                 use_cache=False,
                 logits_to_keep=keep,
             )
-        if self._taps:
-            self.states = torch.stack([self._tapped[tap] for tap in self._taps], 1)
+        if self.taps:
+            self.states = torch.stack([self._tapped[tap] for tap in self.taps], 1)
         logits: torch.Tensor = out.logits[0]
         return logits
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 import torch
 
 from backend.config import ConfigError, EngineConfig
@@ -17,13 +16,13 @@ from backend.engines.checkpoint import read_config as read_target
 from backend.engines.head.folder import CONTEXT_ROWS, made_for, read_config
 from backend.engines.head.in_target import HeadInTarget
 from backend.engines.head.network import Head, HeadNetwork, TorchHead, load
-from backend.engines.port import Completion, EngineLimits, Turn
+from backend.engines.port import Completion, EngineLimits, HiddenStates, Turn
 from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES, Spine
 from backend.machine import machine
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
-from backend.sequence import Features, Sequence
+from backend.sequence import Sequence
 from backend.storage.manifest import weights_sha256
 
 logger = logging.getLogger(__name__)
@@ -43,6 +42,14 @@ class _Text:
     read: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """What the target had where it drew a sequence's token number ``tokens``, counted from 1."""
+
+    tokens: int
+    row: torch.Tensor  # [layers, hidden]
+
+
 @dataclass(slots=True)
 class _Job:
     turn: Turn
@@ -56,9 +63,7 @@ class _Job:
 
 
 class HeadEngine:
-    """A draft without KV: it goes on from the target's state at the text's last token
-    (``Sequence.features``).
-    """
+    """A draft without KV: it goes on from the target's state at the token before the last."""
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class HeadEngine:
         self._columns = Columns(token_ids)
         self._head = kernels(network, self._rows_of(token_ids))
         self._texts: dict[int, _Text] = {}
+        self._states: dict[int, _State] = {}
         self._turns: list[Turn] = []
 
     def submit(self, turns: Seq[Turn]) -> None:
@@ -118,6 +124,7 @@ class HeadEngine:
         self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
         for sequence_id in gone:
             self._texts.pop(sequence_id, None)
+            self._states.pop(sequence_id, None)
 
     def unseen(self, sequence: Sequence) -> int:
         """Return 0: there is nothing to catch up on."""
@@ -128,22 +135,31 @@ class HeadEngine:
         """Return ``length``, at most ``max_draft_tokens``, where the target has given its state at
         the text's last token, else 0.
         """
-        features = sequence.features
-        if features is None or features.tokens != len(sequence.tokens):
+        state = self._states.get(sequence.id)
+        if state is None or state.tokens != len(sequence.tokens):
             return 0
         return max(0, min(length, self.limits.max_draft_tokens))
+
+    def absorb(self, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
+        """Keep the last of each sequence's states (``port.ReadsTarget``)."""
+        with torch.inference_mode():
+            last = torch.stack([one.of(self._config.layers)[-1] for _, one in states])
+            rows = last.to(self._device, self._dtype).unbind()
+        for (sequence, one), row in zip(states, rows, strict=True):
+            self._states[sequence.id] = _State(one.end + 1, row)
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
         """For measuring only: take the target as having given its state, and the text as read."""
         del tokens
-        shape = (len(self._config.layers), self._config.hidden_size)
-        states = np.zeros(shape, np.float32)
-        sequence.features = Features(len(sequence.tokens), states)
+        state = self._embedding.new_zeros(len(self._config.layers), self._config.hidden_size)
+        state = state.to(self._device, self._dtype)
+        self._states[sequence.id] = _State(len(sequence.tokens), state)
         self._text(sequence)
 
     def close(self) -> None:
         """Forget everything; the engine is of no use afterwards."""
         self._texts.clear()
+        self._states.clear()
         self._turns.clear()
         del self._embedding, self._lm_head, self._head
 
@@ -178,8 +194,8 @@ class HeadEngine:
 
     def _run(self, jobs: list[_Job]) -> None:
         """Grow every job's spine, one pass for each of its places."""
-        states = np.stack([job.turn.sequence.features.states for job in jobs])  # type: ignore[union-attr]
-        state = self._head.begin(torch.from_numpy(states).to(self._device, self._dtype))
+        states = torch.stack([self._states[job.turn.sequence.id].row for job in jobs])
+        state = self._head.begin(states)
         running = jobs
         while running:
             last = torch.tensor([job.place.before_last for job in running])

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-import numpy as np
 import torch
 
 from backend.engines.head.network import HeadNetwork
 from backend.engines.port import Completion, EngineLimits, Turn
-from backend.sequence import Features, Sequence
+from backend.sequence import Sequence
 
 _UNLIMITED = 2**31 - 1
 
@@ -60,10 +59,7 @@ class HeadInTarget:
         return max(0, min(length, self.limits.max_draft_tokens))
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
-        """For measuring only: take the target's state at the last token as there."""
-        del tokens
-        shape = (len(self.network.config.layers), self.network.config.hidden_size)
-        sequence.features = Features(len(sequence.tokens), np.zeros(shape, np.float32))
+        """Do nothing: its target assumes its state, too."""
 
     def close(self) -> None:
         """Do nothing: the target holds the weights, too."""

@@ -1,6 +1,6 @@
 """The network of a head: it continues the target's own state, token by token, without attention.
 
-Where the target has drawn a token, its residual stream at a few layers (``features``) is most of
+Where the target has drawn a token, its residual stream at a few layers is most of
 what it knows of the text. ``begin`` makes a state of it; ``step`` moves the state on by one token
 and returns the vector whose products with rows of the target's own head are the logits after that
 token. It has no KV and nothing to catch up on. (Hydra, arXiv 2402.05109, and ReDrafter, arXiv
@@ -29,8 +29,8 @@ FIRST_SCALE = 0.3
 class Head(Protocol):
     """A network with the target's rows of its static tokens, where it runs."""
 
-    def begin(self, features: Tensor) -> Tensor:
-        """Return states [n, hidden] of ``features`` [n, layers, hidden]."""
+    def begin(self, hidden: Tensor) -> Tensor:
+        """Return states [n, hidden] of the target's, ``hidden`` [n, layers, hidden]."""
         ...
 
     def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,9 +46,9 @@ class TorchHead:
     def __init__(self, network: HeadNetwork, rows: Tensor) -> None:
         self._network, self._rows = network, rows
 
-    def begin(self, features: Tensor) -> Tensor:
-        """Return states of features (``Head``)."""
-        return self._network.begin(features)
+    def begin(self, hidden: Tensor) -> Tensor:
+        """Return states of the target's (``Head``)."""
+        return self._network.begin(hidden)
 
     def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Move states on by tokens (``Head``)."""
@@ -73,9 +73,9 @@ class HeadNetwork(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
         self.norm = nn.Parameter(torch.full((hidden,), FIRST_SCALE))
 
-    def begin(self, features: Tensor) -> Tensor:
-        """Return states [n, hidden] of ``features`` [n, layers, hidden]."""
-        state: Tensor = self.join(self._normed(features, self.features_norm).flatten(1))
+    def begin(self, hidden: Tensor) -> Tensor:
+        """Return states [n, hidden] of the target's, ``hidden`` [n, layers, hidden]."""
+        state: Tensor = self.join(self._normed(hidden, self.features_norm).flatten(1))
         return state
 
     def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,9 +31,9 @@ class OpenvinoHead:
         self._begin = _Graph(_begin(network), precision, threads)
         self._step = _Graph(_step(network, rows), precision, threads)
 
-    def begin(self, features: torch.Tensor) -> torch.Tensor:
-        """Return states of features (``Head``)."""
-        return self._begin.run(features=features.flatten(1))["state"]
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return states of the target's (``Head``)."""
+        return self._begin.run(hidden=hidden.flatten(1))["state"]
 
     def step(
         self, state: torch.Tensor, token: torch.Tensor
@@ -85,12 +85,12 @@ class _Graph:
 def _begin(network: HeadNetwork) -> Model:
     config = network.config
     taps, hidden = len(config.layers), config.hidden_size
-    features = parameter("features", [-1, taps * hidden], Type.f32)
-    apart = opset13.reshape(features, ints([-1, taps, hidden]), False)
+    states = parameter("hidden", [-1, taps * hidden], Type.f32)
+    apart = opset13.reshape(states, ints([-1, taps, hidden]), False)
     rows = normed(apart.output(0), network.features_norm, config.rms_norm_eps)
     flat = opset13.reshape(rows, ints([-1, taps * hidden]), False)
     state = opset13.matmul(flat, matrix(network.join.weight, rounded=True), False, True)
-    return named({"state": state.output(0)}, [features], "begin")
+    return named({"state": state.output(0)}, [states], "begin")
 
 
 def _step(network: HeadNetwork, rows: torch.Tensor) -> Model:

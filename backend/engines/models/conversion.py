@@ -78,7 +78,7 @@ def _traced(
 
 
 class _Packed(nn.Module):
-    """A decoder with packed rows: logits, and the output of the layers ``taps``, of wanted rows."""
+    """A decoder with packed rows: logits of wanted rows, and the output of the layers ``taps``."""
 
     def __init__(self, lm: nn.Module, taps: Seq[int]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Packed(nn.Module):
     def forward(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return logits [rows, vocab], and with taps features [rows, taps x hidden]."""
+        """Return logits [rows, vocab], and with taps all rows' [tokens, taps x hidden]."""
         self._tapped.clear()
         out = self.lm(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
@@ -96,7 +96,7 @@ class _Packed(nn.Module):
         logits: torch.Tensor = out.logits[0]
         if not self._taps:
             return logits
-        return logits, torch.cat([states[0].index_select(0, rows) for states in self._tapped], 1)
+        return logits, torch.cat([states[0] for states in self._tapped], 1)
 
     def keep(self, module: object, inputs: object, output: Any) -> None:
         """Keep a layer's output: a forward hook."""
@@ -144,7 +144,7 @@ def convert(lm: Any, taps: Seq[int] = ()) -> Model:
     """Return the graph of a decoder in fp32.
 
     Inputs: ``ids``, ``positions`` and ``rows``, all i64. Outputs: ``logits`` f32[R, vocab], and
-    with ``taps``, layers counted from 1, ``features`` f32[R, taps x hidden].
+    with ``taps``, layers counted from 1, ``hidden_states`` f32[T, taps x hidden].
     """
     if hasattr(lm, "set_experts_implementation"):
         lm.set_experts_implementation(EXPERTS)
@@ -164,7 +164,7 @@ def convert(lm: Any, taps: Seq[int] = ()) -> Model:
             hook.remove()
     for port, name in zip(graph.inputs, ("ids", "positions", "rows"), strict=True):
         port.get_tensor().set_names({name})
-    for port, name in zip(graph.outputs, ("logits", "features"), strict=False):
+    for port, name in zip(graph.outputs, ("logits", "hidden_states"), strict=False):
         port.get_tensor().set_names({name})
     return graph
 

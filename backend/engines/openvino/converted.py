@@ -54,13 +54,13 @@ def complete(
         for name, output in ranked(results["logits"].input_value(0), best).items():
             output.get_tensor().set_names({name})
             graph.add_results([opset13.result(output)])
-    if "features" in results:
-        features = results["features"].input_value(0)
-        features.get_tensor().set_names(set())
-        wanted = opset13.convert(features, stored).output(0)
-        wanted.get_tensor().set_names({"features"})
-        graph.remove_result(results["features"])
-        graph.add_results([opset13.result(wanted)])
+    if (taps := results.get("hidden_states")) is not None:
+        states = taps.input_value(0)
+        states.get_tensor().set_names(set())
+        converted = opset13.convert(states, stored).output(0)
+        converted.get_tensor().set_names({"hidden_states"})
+        graph.remove_result(taps)
+        graph.add_results([opset13.result(converted)])
     graph.validate_nodes_and_infer_types()
     vocab = graph.output("logits").get_partial_shape()[1].get_length()
     return Converted(graph, layers, vocab, sums(graph), chooses)

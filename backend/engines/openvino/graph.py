@@ -49,9 +49,9 @@ def build(
     ``int8``: matrices in int8 with a scale a row. ``repeats``: attention has E rows, ``expand``
     i32[E] of the T others, and after it ``compress`` i32[T] of those; else E = T. ``best``: there
     are also ``best_ids`` i32 and ``best_logits`` f32[R, best], the greatest first, and ``masses``
-    f32[R, 1], the sums of exp(logit - greatest). ``taps``: there is ``features`` [R, taps x
-    hidden], the states of these rows after these layers, as ``stored``: an output of another type
-    than the activations would have the sums that lead to it in fp32.
+    f32[R, 1], the sums of exp(logit - greatest). ``taps``: there is ``hidden_states`` [T,
+    taps x hidden], the output of these layers, as ``stored``: an output of another type than the
+    activations would have the sums that lead to it in fp32.
     """
     builder = _Builder(config, weights, max_positions, int8=int8, repeats=repeats)
     return builder.model(best, taps, stored)
@@ -108,7 +108,7 @@ class _Builder:
         for layer in range(self._config.num_layers):
             hidden = self._layer(hidden, layer)
             if layer + 1 in taps:
-                tapped.append(opset13.gather(hidden, self._inputs.rows, ints(0)))
+                tapped.append(hidden)
         hidden = opset13.gather(hidden, self._inputs.rows, ints(0))
         hidden = self._norm(hidden, "model.norm.weight")
         head = self._weights.get("lm_head.weight")
@@ -118,7 +118,7 @@ class _Builder:
         logits = opset13.matmul(hidden, rows, False, True)
         outputs = {"logits": logits.output(0), **(ranked(logits, best) if best else {})}
         if tapped:
-            outputs["features"] = opset13.convert(opset13.concat(tapped, 1), stored).output(0)
+            outputs["hidden_states"] = opset13.convert(opset13.concat(tapped, 1), stored).output(0)
         return named(outputs, self._inputs.all(), "llama")
 
     def _layer(self, hidden: Output, layer: int) -> Output:

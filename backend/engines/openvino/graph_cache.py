@@ -19,7 +19,7 @@ from backend.storage.manifest import weights_sha256
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same folder would be converted to another graph."""
 
 GRAPH = "graph.xml"

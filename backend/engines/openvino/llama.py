@@ -82,8 +82,8 @@ class OpenvinoDecoder:
         and for a precision that the processor lacks.
         """
         check_heads(layers)
-        self._taps, self.token_ids = taps, token_ids
-        self.features: torch.Tensor | None = None
+        self.taps, self.token_ids = tuple(taps), token_ids
+        self.hidden_states: torch.Tensor | None = None
         self._invariant, self._threads, self._ranks = invariant, threads, ranks
         self._repeats = repeats
         self._ranked: torch.Tensor | None = None  # the logits whose best are known
@@ -165,31 +165,32 @@ class OpenvinoDecoder:
         them [rows, vocab] (fp32), which the next call overwrites. Raises PassError.
         """
         self._branches.clear()
-        self._ranked = self.features = None
+        self._ranked = self.hidden_states = None
         calls = in_calls(chunks, RUN_COPIES, invariant=self._invariant)
         free = iter(self._for_branches)
         if len(calls) == 1:
-            self._ranked, self.features = self._call(calls[0], chunks, free)
+            self._ranked, self.hidden_states = self._call(calls[0], chunks, free)
             return self._ranked
         found: list[list[torch.Tensor]] = [[] for _ in chunks]
         states: list[list[torch.Tensor]] = [[] for _ in chunks]
         for call in calls:
-            logits, features = self._call(call, chunks, free)
-            counts = [chunk.logits for _, chunk in call]
-            for kept, rows in ((found, logits), (states, features)):
+            logits, hidden = self._call(call, chunks, free)
+            wanted = [chunk.logits for _, chunk in call]
+            tokens = [len(chunk.tokens) for _, chunk in call]
+            for kept, rows, counts in ((found, logits, wanted), (states, hidden, tokens)):
                 if rows is not None:
                     parts = torch.split(rows.clone(), counts)
                     for (number, _), part in zip(call, parts, strict=True):
                         kept[number].append(part)
-        if self._taps:
-            self.features = torch.cat([part for parts in states for part in parts])
+        if self.taps:
+            self.hidden_states = torch.cat([part for parts in states for part in parts])
         return torch.cat([part for parts in found for part in parts])
 
     def _call(
         self, parts: Seq[tuple[int, Chunk]], chunks: Seq[Chunk], free: Iterator[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run parts of the chunks of these numbers, with branches in blocks that are ``free``;
-        return the logits that they want, and the features of these rows.
+        return the logits that they want, and the hidden states of all their rows.
         """
         layout = Layout(
             [part for _, part in parts], self._for_copies, free, invariant=self._invariant
@@ -216,12 +217,13 @@ class OpenvinoDecoder:
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
         for source, target, written in layout.returns:  # not before: the block may be others', too
             self._copy(source, target, written)
-        features = None
-        if self._taps:
-            states = torch.from_numpy(self._request.get_tensor("features").data)
-            shape = len(states), len(self._taps), -1
-            features = states.view(self._dtype).view(shape)[:rows]  # NumPy has no bf16
-        return torch.from_numpy(out[:rows]), features
+        hidden = None
+        if self.taps:
+            states = torch.from_numpy(self._request.get_tensor("hidden_states").data)
+            shape = len(states), len(self.taps), -1
+            tokens = sum(len(part.tokens) for _, part in parts)
+            hidden = states.view(self._dtype).view(shape)[:tokens]  # NumPy has no bf16
+        return torch.from_numpy(out[:rows]), hidden
 
     def _bind(self, name: str, values: Seq[int] | Blocks) -> None:
         """Write an input into the memory that the request has for it."""
@@ -278,8 +280,8 @@ class OpenvinoLlama(OpenvinoDecoder):
     """A Llama of our own graph; positions up to ``max_positions``.
 
     ``int8``: matrices in int8. ``trees``: it verifies trees. ``best``: a draft's graph ranks so
-    many columns. ``taps``: the layers, counted from 1, after which ``features`` are kept.
-    ``weights`` is emptied.
+    many columns. ``taps``: the layers, counted from 1, after which ``hidden_states`` are
+    kept. ``weights`` is emptied.
     """
 
     def __init__(

@@ -12,11 +12,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from backend.engines.port import Completion, EngineLimits, Extras, Turn
+from backend.engines.port import Completion, EngineLimits, Extras, HiddenStates, Turn
 from backend.engines.spine import CANDIDATES, Spine
 from backend.engines.stepping.chunks import Chunk
 from backend.engines.stepping.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains, guesses
@@ -27,15 +25,17 @@ from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
 
 class Model(Protocol):
-    """A decoder with its KV pool. ``token_ids`` [S]: the tokens of a shortlisted head's columns.
-
-    ``features`` [rows, layers, hidden]: of the last pass's rows that want logits, what they hold
-    after the layers that drafts read; None where none does. The next pass may overwrite them.
-    """
+    """A decoder with its KV pool."""
 
     device: torch.device
     token_ids: torch.Tensor | None
-    features: torch.Tensor | None
+    """int64[S], the tokens of a shortlisted head's columns."""
+    taps: tuple[int, ...]
+    """The layers, counted from 1, whose output drafts read."""
+    hidden_states: torch.Tensor | None
+    """[rows, layers, hidden], the output of ``taps`` at every row of the last pass, chunk by chunk;
+    None without taps. The next pass may overwrite it.
+    """
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
         """Run the chunks in one pass, writing their KV; return the logits of the rows that want
@@ -72,7 +72,8 @@ class Job:
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     context_logits: torch.Tensor | None = None
-    features: npt.NDArray[np.float32] | None = None
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    """By pass, those of the rows that are in the text now."""
     error: str | None = None
 
     @property
@@ -260,22 +261,24 @@ class StepEngine:
         deciding = [job for job, _ in running if job.turn.run]
         if deciding:
             self._decide(logits, deciding)
-            if self._model.features is not None:
-                self._take_features(running, self._model.features)
+        if self._model.hidden_states is not None:
+            self._take_hidden_states(running, self._model.hidden_states)
 
     @staticmethod
-    def _take_features(running: list[tuple[Job, Chunk]], features: torch.Tensor) -> None:
-        """Keep those of the rows that the turns' last tokens were drawn from."""
-        rows, jobs, end = [], [], 0
+    def _take_hidden_states(running: list[tuple[Job, Chunk]], states: torch.Tensor) -> None:
+        """Keep those of the text's rows and of the accepted nodes."""
+        rows: list[int] = []
+        counts, begin = [], 0
         for job, chunk in running:
-            end += chunk.logits
-            if job.turn.run:
-                after = len(job.request.tokens)  # nodes after the row of the text's last token
-                rows.append(end - 1 - after + (1 + job.path[-1] if job.path else 0))
-                jobs.append(job)
-        states = features[rows].float().cpu().numpy()
-        for job, own in zip(jobs, states, strict=True):
-            job.features = own
+            end = begin + len(chunk.tokens)
+            first_node = end - len(job.request.tokens)
+            rows += range(begin, first_node)
+            rows += [first_node + node for node in job.path]
+            counts.append(first_node - begin + len(job.path))
+            begin = end
+        kept = states[torch.tensor(rows, device=states.device)].split(counts)
+        for (job, _), own in zip(running, kept, strict=True):
+            job.hidden_states.append(own)
 
     def _ran(self, running: list[tuple[Job, Chunk]]) -> None:
         """Note what of the text has KV now; accepted nodes are noted where they have their
@@ -384,8 +387,15 @@ class StepEngine:
             log_probs,
             job.scored,
             extras=_extras(job),
-            features=job.features,
+            hidden_states=self._hidden_states(job),
         )
+
+    def _hidden_states(self, job: Job) -> HiddenStates | None:
+        if not job.hidden_states or job.chunk is None:
+            return None
+        parts = job.hidden_states
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return HiddenStates(job.chunk.start, self._model.taps, rows)
 
 
 class Vocabulary(Protocol):

@@ -34,7 +34,8 @@ class Decoder:
         self.device: torch.device = self.lm.device
         self.dtype: torch.dtype = self.lm.dtype
         self.token_ids: torch.Tensor | None = None
-        self.features: torch.Tensor | None = None
+        self.taps = tuple(taps)
+        self.hidden_states: torch.Tensor | None = None
         slots = kv_blocks * BLOCK_TOKENS
         self._pools = {
             spec.layer: [self._pool(slots, *shape) for shape in _kv(spec)] for spec in layers
@@ -61,7 +62,7 @@ class Decoder:
             out = self.lm(
                 input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=wanted
             )
-        self.features = torch.stack([s[wanted] for s in self._tapped], 1) if self._tapped else None
+        self.hidden_states = torch.stack(self._tapped, 1) if self._tapped else None
         logits: torch.Tensor = out.logits[0]
         return logits
 

@@ -53,8 +53,8 @@ class Layer:
 class Llama:
     """A decoder with a KV pool of ``kv_blocks`` blocks; positions up to ``max_positions``.
 
-    ``taps``: the layers, counted from 1, after which ``features`` are kept. ``weights`` is emptied
-    while its layers are made, so that memory never holds them all twice.
+    ``taps``: the layers, counted from 1, after which ``hidden_states`` are kept. ``weights`` is
+    emptied while its layers are made, so that memory never holds them all twice.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class Llama:
         max_positions: int,
         taps: Seq[int] = (),
     ) -> None:
-        self.config, self._taps = config, taps
-        self.features: torch.Tensor | None = None
+        self.config, self.taps = config, tuple(taps)
+        self.hidden_states: torch.Tensor | None = None
         self._embedding = weights["model.embed_tokens.weight"]
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self._norm = weights["model.norm.weight"]
@@ -182,9 +182,9 @@ class Llama:
                 gate_up[:, config.intermediate_size :],
             )
             hidden += layer.down(functional.silu(gate).mul_(up))
-            if number in self._taps:
-                tapped.append(hidden[wanted])
-        self.features = torch.stack(tapped, 1) if tapped else None
+            if number in self.taps:
+                tapped.append(hidden.clone())
+        self.hidden_states = torch.stack(tapped, 1) if tapped else None
         return hidden if len(wanted) == len(ids) else hidden[wanted]
 
     def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:

@@ -68,7 +68,8 @@ class CompiledModel:
     """
 
     def __init__(self, config: LlamaConfig, runtime: Runtime, kv_blocks: int) -> None:
-        self.features: torch.Tensor | None = None
+        self.taps: tuple[int, ...] = ()
+        self.hidden_states: torch.Tensor | None = None
         self.config, self.device, self.dtype, self.token_ids = (
             config,
             runtime.device,
