@@ -138,6 +138,8 @@ class LimitsConfig:
     max_active_requests: int = setting(64, low=1, high=4096)
     max_queued_requests: int = setting(128, low=1)
     max_request_s: float = setting(600.0, low=0.001)  # of a request's life, waiting included
+    drain_s: float = setting(30.0, low=0.0, high=3600.0)
+    """Seconds that requests in flight have to end after SIGTERM; new ones are refused."""
     max_context_tokens: int = setting(2048, low=16)
     prefill_chunk_tokens: int = setting(256, low=1)
     kv_cache_tokens: int = setting(32768, low=256)

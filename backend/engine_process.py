@@ -1,5 +1,5 @@
 """``python -m backend.engine_process --config FILE --socket PATH``: load, warm up, serve the socket
-until SIGTERM.
+until SIGTERM. From SIGUSR1 on it refuses new requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from backend.storage import cache
 
 logger = logging.getLogger(__name__)
 
-DRAIN_LIMIT_S = 8.0
 WARM_UP_TOKENS = 24
 
 
@@ -119,10 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("cannot start: %s", error)
         return 1
 
-    def terminate(_signal: int, _frame: FrameType | None) -> None:
-        server.drain(DRAIN_LIMIT_S)
+    def drain(number: int, _frame: FrameType | None) -> None:
+        server.drain(config.limits.drain_s, ends=number == signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, drain)
+    signal.signal(signal.SIGUSR1, drain)
     app.learned.start()
     logger.info("ready after %.1f s", perf_counter() - started)
     if not server.serve():

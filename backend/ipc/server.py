@@ -51,6 +51,7 @@ from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestE
 logger = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.5
+SHUTTING_DOWN = "the server is shutting down"
 STUCK_LIMIT_S = 120.0
 """Seconds in one step, after which the loop is taken to hang."""
 LONG_TEXT_CHARACTERS = 32 * 1024
@@ -171,6 +172,7 @@ class Server:
         self._grammars = _deep_thread("grammars")  # a short one may take two seconds
         self._started_s = monotonic()
         self._drain_until_s: float | None = None
+        self._ends = False
 
     def post(self, connection: Connection, message: Message) -> None:
         """Send a message when the IO thread next runs."""
@@ -184,11 +186,13 @@ class Server:
         """Take the trace of a request that has ended (any thread)."""
         self._app.tracing.finish(trace)
 
-    def drain(self, limit_s: float) -> None:
-        """Refuse new requests; ``serve`` returns when the others are answered, ``limit_s`` from now
-        at the latest.
+    def drain(self, limit_s: float, *, ends: bool) -> None:
+        """Refuse new requests; the others have ``limit_s`` to end, from the first call on. With
+        ``ends``, ``serve`` returns when they have.
         """
-        self._drain_until_s = monotonic() + limit_s
+        if self._drain_until_s is None:
+            self._drain_until_s = monotonic() + limit_s
+        self._ends = self._ends or ends
 
     def serve(self) -> bool:
         """Serve until drained; False when the loop ended by itself or hangs.
@@ -209,6 +213,7 @@ class Server:
             if monotonic() >= next_stats_s:
                 next_stats_s = monotonic() + STATS_PERIOD_S
                 self._send_stats()
+                self._end_late_requests()
         well = self._is_well(loop)
         self._path.unlink(missing_ok=True)
         listener.close()
@@ -243,11 +248,17 @@ class Server:
         return loop.is_alive() and stuck_s <= self._stuck_limit_s
 
     def _done(self) -> bool:
-        if self._drain_until_s is None:
+        if self._drain_until_s is None or not self._ends:
             return False
         return monotonic() >= self._drain_until_s or not any(
             c.tickets or c.frames or c.unsent for c in self.connections
         )
+
+    def _end_late_requests(self) -> None:
+        """End what is in flight after the time of a drain."""
+        if self._drain_until_s is not None and monotonic() >= self._drain_until_s:
+            loop = self._app.orchestrator
+            loop.between_steps(partial(loop.abort, ErrorCode.UNAVAILABLE, SHUTTING_DOWN))
 
     # -- sockets
 
@@ -348,7 +359,7 @@ class Server:
         ticket = Ticket(self, connection, message.id, trace)
         connection.tickets[message.id] = ticket
         if self._drain_until_s is not None:
-            ticket.error(ErrorCode.UNAVAILABLE, "the server is shutting down")
+            ticket.error(ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
         else:
             request = message.request
             threads = self._threads(len(request.text_input))
@@ -460,12 +471,14 @@ class Server:
 
     def _health(self) -> dict[str, Any]:
         active, waiting = self._app.orchestrator.counts()
-        uptime_s = round(monotonic() - self._started_s, 3)
+        now_s, until_s = monotonic(), self._drain_until_s
         return {
-            "status": "ok" if self._drain_until_s is None else "draining",
+            "status": "ok" if until_s is None else "draining",
             "active": active,
             "waiting": waiting,
-            "uptime_s": uptime_s,
+            "unanswered": sum(len(connection.tickets) for connection in self.connections),
+            "uptime_s": round(now_s - self._started_s, 3),
+            "drains_for_s": None if until_s is None else round(until_s - now_s, 3),
             "pid": os.getpid(),
             "max_context_tokens": self._app.max_context_tokens,
         }

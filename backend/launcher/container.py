@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from backend import lifeline
+from backend.launcher.draining import drain
 from backend.launcher.front_end import FrontEnd
 from backend.launcher.say import say
 from backend.launcher.settings import Settings, read_settings
@@ -26,7 +27,7 @@ from backend.triton_adapter.paths import PROJECT_ROOT
 FAILED_PROBES = 3
 """Failed probes in a row after which the service is ended."""
 STOP_LIMIT_S = 20.0
-"""Longest time for tritonserver to end, in seconds."""
+"""Longest time for tritonserver to end once its requests have ended, in seconds."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         front_end.start()
     is_ill = _watch(server, stop)
     if front_end is not None:
-        front_end.stop()
+        front_end.refuse()
+    drain(settings)
     server.terminate()
     try:
         status = server.wait(STOP_LIMIT_S)
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         server.kill()
         status = 1
     if front_end is not None:
-        front_end.kill()
+        front_end.stop()
     return 1 if is_ill else status
 
 

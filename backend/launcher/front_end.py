@@ -5,6 +5,7 @@ started again when it ends by itself.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from backend.launcher.settings import Settings
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 BACKOFF_S = 1.0
-STOP_LIMIT_S = 12.0
+STOP_LIMIT_S = 5.0
 
 
 class FrontEnd:
@@ -60,16 +61,17 @@ class FrontEnd:
         while not (self.listens or stop.is_set()) and monotonic() < deadline_s:
             self._listens.wait(0.1)
 
+    def refuse(self) -> None:
+        """Answer new requests by 503 until ``stop``; those in flight may end."""
+        self._stop.set()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGUSR1)
+
     def stop(self) -> None:
-        """Take no more requests; those in flight may end. ``kill`` waits for them."""
+        """End it, at the latest after ``STOP_LIMIT_S``."""
         self._stop.set()
         if self._process is not None:
             self._process.terminate()
-
-    def kill(self) -> None:
-        """End it, at the latest after ``STOP_LIMIT_S``."""
-        self.stop()
-        if self._process is not None:
             try:
                 self._process.wait(STOP_LIMIT_S)
             except subprocess.TimeoutExpired:

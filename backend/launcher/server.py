@@ -17,6 +17,7 @@ from time import monotonic
 from typing import IO, Any
 
 from backend import lifeline
+from backend.launcher.draining import drain
 from backend.launcher.package import packaged_libraries, packaged_triton
 from backend.launcher.processes import (
     command_line,
@@ -32,8 +33,8 @@ from backend.triton_adapter.paths import PROJECT_ROOT
 
 STUB_NAME = "triton_python_backend_stub"
 EXIT_TIMEOUT_S = 12
-"""How long tritonserver may take to exit: the model ``spindle`` gives requests 9 s, then ends the
-engine and thereby them.
+"""How long tritonserver may take to exit once the engine has no request: its models unload, and
+the model ``spindle`` ends the engine.
 """
 STOP_LIMIT_S = 13.5
 PROBE_PERIOD_S = 2.0
@@ -119,10 +120,13 @@ class TritonServer:
         return None
 
     def stop(self) -> None:
-        """Let the server finish its requests and end; kill what is left after ``STOP_LIMIT_S``."""
+        """Let the server finish its requests (``drain``) and end; kill what is left after
+        ``STOP_LIMIT_S``.
+        """
         process = self._process
         if process is None:
             return
+        drain(self._settings)
         tree = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

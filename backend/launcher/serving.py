@@ -156,12 +156,12 @@ def _supervise(
     def on_stop(text: str) -> None:
         say(text)
         if stop.is_set():
-            front_end.stop()
+            front_end.refuse()
 
     try:
         supervise(server, stop, on_ready, on_stop)
     finally:
-        front_end.kill()
+        front_end.stop()
         server.kill()
 
 

@@ -6,13 +6,15 @@ calls must have it; ``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose p
 ``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template;
 ``OPENAI_SPEC_DECODE_METRICS``: ``none``, ``summary`` or ``detailed``;
 ``OPENAI_ESCAPE_SPECIAL_TOKENS``: 1 makes special tokens in messages plain text;
-``OPENAI_SPLIT_REASONING``: 0 leaves reasoning in the content.
+``OPENAI_SPLIT_REASONING``: 0 leaves reasoning in the content. SIGUSR1: new requests are refused
+until SIGTERM, which ends it once those in flight have ended.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -77,7 +79,8 @@ def main() -> None:
         server_header=False,
         timeout_graceful_shutdown=1,
     )
-    DrainingServer(server, draining).run()
+    signal.signal(signal.SIGUSR1, lambda *_: draining.set())
+    DrainingServer(server, draining, config.limits.drain_s).run()
 
 
 def about_tools(template: ChatTemplate | None) -> str:

@@ -22,7 +22,13 @@ from backend.triton_adapter.fields import MODELS, NUMPY_TYPES
 from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
 
 _TYPES = {field.name: field.dtype for model in MODELS for field in model.inputs}
-_STATUS = {"INVALID_ARGUMENT": 400, "UNIMPLEMENTED": 400, "UNAVAILABLE": 503, "CANCELLED": 499}
+_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "UNIMPLEMENTED": 400,
+    "UNAVAILABLE": 503,
+    "NOT_FOUND": 503,  # Triton has not loaded the model yet, or has unloaded it
+    "CANCELLED": 499,
+}
 
 
 @dataclass(frozen=True, slots=True)

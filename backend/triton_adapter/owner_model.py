@@ -36,9 +36,7 @@ from backend.triton_adapter.stub import set_up_stub
 logger = logging.getLogger(__name__)
 
 STOP_LIMIT_S = 9.0
-"""How long the engine may take to finish its requests; with Triton's own delays this stays below
-the server's exit timeout.
-"""
+"""How long the engine may take to end: Triton unloads models once every request has ended."""
 SILENCE_LIMIT_S = 12.0
 """An engine process reports twice a second; one that has not for so long hangs."""
 

@@ -202,7 +202,7 @@ def test_sigterm_under_load_answers_all_64_streams(start_service, tmp_path):
     config = tmp_path / "serving.json"
     config.write_text(
         '{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}, "limits": '
-        '{"max_active_requests": 48}}'
+        '{"max_active_requests": 48, "drain_s": 8}}'
     )
     service = start_service(config).wait_ready()
     tree = service.tree()

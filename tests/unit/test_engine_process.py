@@ -216,6 +216,39 @@ def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):
     assert not path.exists()
 
 
+@pytest.mark.slow
+def test_a_drain_refuses_what_is_new_and_ends_what_outlasts_it(start):
+    config = {
+        "target": {"engine": "fake", "step_s": 0.02},
+        "policy": {"kind": "none"},
+        "limits": {"drain_s": 5.0},
+    }
+    process, path = start(config)
+    client, watcher = Client(path), Client(path)
+
+    def health():
+        watcher.send(Admin(id=9, command="health"))
+        return watcher.until(AdminReply).reply
+
+    client.submit(1, "abc", 1500, end_id=-1)
+    client.submit(2, "def", 50, end_id=-1)
+    while health()["unanswered"] < 2:
+        pass
+    process.send_signal(signal.SIGUSR1)
+    while health()["status"] == "ok":
+        pass
+    client.submit(3, "ghi")
+    endings = {ending.id: ending for ending in (client.until(Final, Failed) for _ in range(3))}
+    assert type(endings[2]) is Final
+    for number in (1, 3):
+        assert endings[number].code is ErrorCode.UNAVAILABLE
+        assert endings[number].message == "the server is shutting down"
+    assert health()["unanswered"] == 0
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+
+
 def test_another_protocol_version_is_turned_away(start):
     _, path = start()
     client = Client(path, version=99)

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from backend.engine_process import DRAIN_LIMIT_S
+from backend.config import LimitsConfig
 from backend.ops.metric_names import FAMILIES
 
 FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
@@ -80,7 +80,7 @@ def test_what_is_asked_for_and_selected_is_there():
 def test_a_pod_has_time_to_drain():
     pod = KINDS["Deployment"]["spec"]["template"]["spec"]
     before_s = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > before_s + DRAIN_LIMIT_S + 20
+    assert pod["terminationGracePeriodSeconds"] > before_s + LimitsConfig().drain_s + 20
 
 
 def test_the_autoscaler_asks_for_metrics_that_the_adapter_makes_of_ours():

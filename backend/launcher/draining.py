@@ -1,0 +1,46 @@
+"""How a service ends without breaking off answers: its engine refuses new requests, and
+tritonserver gets SIGTERM only when no request is left. From SIGTERM on Triton closes the
+connections of new clients without an answer, and ends what outlasts its exit timeout likewise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from time import sleep
+from typing import Any
+
+from backend.launcher.settings import Settings
+
+ANSWER_LIMIT_S = 5.0
+POLL_PERIOD_S = 0.1
+LATE_LIMIT_S = 5.0
+"""Seconds after the time of a drain in which the engine must have ended what is left."""
+
+
+def drain(settings: Settings) -> None:
+    """Have the engine refuse new requests, and wait until the others have ended.
+
+    The engine ends those that outlast ``limits.drain_s``. Returns at once where no engine answers.
+    """
+    try:
+        os.kill(_health(settings)["pid"], signal.SIGUSR1)
+        while (health := _health(settings))["unanswered"]:
+            if (health["drains_for_s"] or 0.0) < -LATE_LIMIT_S:
+                return
+            sleep(POLL_PERIOD_S)
+    except (OSError, ValueError):
+        return  # the engine has ended, or does not serve yet: nothing is in flight
+
+
+def _health(settings: Settings) -> dict[str, Any]:
+    """Return what the engine says of itself. Raises OSError where it does not answer."""
+    url = f"http://{settings.client_host}:{settings.http_port}/v2/models/spindle/generate"
+    request = urllib.request.Request(
+        url, b'{"command": "health"}', {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=ANSWER_LIMIT_S) as response:
+        reply: dict[str, Any] = json.loads(json.load(response)["reply"])
+    return reply
