@@ -21,9 +21,68 @@ LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings that it knows."""
 
+QUANTIZED = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "awq", "gptq")
+"""Methods of quantised weights that are read, widened to bf16."""
+
+COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "dense",
+)
+"""Formats of compressed-tensors that are read."""
+
+QUANTIZED_ELSEWHERE = {
+    "aqlm": "aqlm",
+    "bitsandbytes": "bitsandbytes",
+    "eetq": "eetq",
+    "higgs": "flute-kernel",
+    "hqq": "hqq",
+    "quanto": "optimum-quanto",
+    "quark": "amd-quark",
+    "spqr": "spqr_quant",
+    "torchao": "torchao",
+    "vptq": "vptq",
+}
+"""Other methods and the package that reads them, by which a folder may be saved in bf16."""
+
 
 def _all_fit(config: Mapping[str, Any]) -> str:
     del config
+    return ""
+
+
+def quantization_of(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return by what method the weights of a ``config.json`` are quantised, and why that is not
+    read; both are empty where there is nothing to say.
+    """
+    quantized = config.get("quantization_config")
+    if not quantized:
+        return "", ""
+    if not isinstance(quantized, dict) or not isinstance(quantized.get("quant_method"), str):
+        return "unknown", "quantization_config names no quant_method"
+    method = quantized["quant_method"]
+    return method, _unread(method, quantized)
+
+
+def _unread(method: str, quantized: Mapping[str, Any]) -> str:
+    """Return why quantised weights are not read; nothing where they are."""
+    if method not in QUANTIZED:
+        package = QUANTIZED_ELSEWHERE.get(method)
+        reads = f"; the package {package} reads it" if package else ""
+        return f"{method} is not one of {', '.join(QUANTIZED)}{reads}"
+    if method == "awq" and quantized.get("version", "gemm") != "gemm":
+        return f"its version {quantized['version']} is not gemm"
+    groups = quantized.get("config_groups")
+    parts = [quantized, *(groups.values() if isinstance(groups, dict) else ())]
+    formats = {part.get("format") for part in parts if isinstance(part, dict)}
+    unread = sorted(map(str, formats - {None, "mixed-precision", *COMPRESSED_FORMATS}))
+    if method == "compressed-tensors" and unread:
+        reads = "the package compressed-tensors reads it"
+        return f"its format {unread[0]} is not one of {', '.join(COMPRESSED_FORMATS)}; {reads}"
+    if quantized.get("transform_config"):
+        return "its transform_config rotates activations"
     return ""
 
 
@@ -38,7 +97,7 @@ def misfit_of_llama(config: Mapping[str, Any]) -> str:
     for setting, is_there in (
         ("sliding_window", config.get("use_sliding_window", not qwen2)),
         ("mlp_bias", True),
-        ("quantization_config", True),
+        ("quantization_config", bool(quantization_of(config)[1])),
     ):
         if is_there and config.get(setting):
             return f"{setting} {config[setting]!r}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from backend.engines.quantized import QuantizedError, widen
 from backend.kinds import misfit_of_llama
 
 DTYPES = {
@@ -132,16 +133,28 @@ def load(
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = Path(folder)
     config = read_config(folder)
+    weights = read_weights(folder)
+    if config.tied and not config.draft_vocab_size:
+        weights.pop("lm_head.weight", None)  # some writers store the tied head again
+    check_weights(config, weights, str(folder))
+    return config, {name: _convert(tensor, dtype, device) for name, tensor in weights.items()}
+
+
+def read_weights(folder: Path) -> Weights:
+    """Return the tensors of a folder by name, quantised ones widened. Raises CheckpointError."""
     weights: Weights = {}
     for file in _weight_files(folder):
         for name, tensor in _read_tensors(file).items():
             if name in weights:
                 raise CheckpointError(f"{file}: tensor {name} is in two files")
             weights[name] = tensor
-    if config.tied and not config.draft_vocab_size:
-        weights.pop("lm_head.weight", None)  # some writers store the tied head again
-    check_weights(config, weights, str(folder))
-    return config, {name: _convert(tensor, dtype, device) for name, tensor in weights.items()}
+    quantization = _read_json(folder / "config.json").get("quantization_config")
+    if not quantization:
+        return weights
+    try:
+        return widen(weights, quantization)
+    except QuantizedError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def load_embeddings(folder: Path, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,9 +162,7 @@ def load_embeddings(folder: Path, device: str = "cpu") -> tuple[torch.Tensor, to
     stay in the file, of which only what is asked for is read. Raises CheckpointError for a folder
     without them.
     """
-    found: Weights = {}
-    for file in _weight_files(folder):
-        found |= _read_tensors(file)
+    found = read_weights(folder)
     text = {name.removeprefix("model.").removeprefix("language_model."): name for name in found}
     place = text.get("embed_tokens.weight") or text.get("model.embed_tokens.weight")
     if place is None:

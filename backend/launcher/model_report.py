@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from backend.config import EngineConfig, parse_config, why_not
-from backend.kinds import KINDS
+from backend.kinds import KINDS, quantization_of
 from backend.launcher.doctor import MISSING, OK, WARNING, Finding
 from backend.machine import Machine, machine
+from backend.storage.manifest import read_model_config
 
 
 def report_model(model: str, *, as_json: bool, machine: Machine = machine) -> int:
@@ -29,6 +30,9 @@ def findings(model: str, machine: Machine = machine) -> list[Finding]:
     kinds = [name for name, kind in KINDS.items() if kind.checkpoint and kind.target]
     found = [_ask(name, folder, machine) for name in kinds]
     able = [finding.name for finding in found if finding.state == OK]
+    if able and (method := quantization_of(read_model_config(folder))[0]):
+        text = f"quantised ({method}); every engine widens them to bf16 when it loads them"
+        found.insert(0, Finding("weights", OK, text))
     if not able:
         text = f"no engine can serve {folder} here"
         return [*found, Finding("serve", MISSING, text)]

@@ -60,7 +60,7 @@ def test_a_family_that_would_be_wrong_is_refused_with_the_reason(tmp_path, famil
             r"its code is in the folder \(trust_remote_code\)",
         ),
         ({"model_type": "of_tomorrow"}, r"has no such model \(model_type 'of_tomorrow'\)"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised: hqq is not one of fp8"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "would be a LlamaForCausalLM"),
         ({"num_attention_heads": "x"}, "cannot be served"),
         ({"draft_vocab_size": 64}, "a part of the vocabulary"),

@@ -118,7 +118,7 @@ def test_qwen2_has_biases_on_qkv_alone_and_llama_with_attention_bias_also_on_the
             {"num_key_value_heads": 3},
             "num_attention_heads 4 is no multiple of num_key_value_heads 3",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
     ],
 )
 def test_what_the_forward_would_get_wrong_is_refused_by_name(change, message):

@@ -226,6 +226,15 @@ def test_a_folder_is_asked_of_every_engine(tmp_path, capsys):
     assert found["serve"]["text"] == f"spindle serve --model {model}: engine openvino"
 
 
+def test_quantised_weights_are_named(tmp_path, capsys):
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    model = folder(tmp_path, "model", **SHAPE, **quantized)
+    assert report_model(str(model), as_json=True, machine=FakeMachine(flags=BF16_FLAGS)) == 0
+    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["weights"]["text"].startswith("quantised (gptq); every engine widens them to bf16")
+    assert found["openvino"]["state"] == "ok"
+
+
 @pytest.mark.medium
 def test_a_folder_that_no_engine_serves_has_the_reasons(tmp_path, capsys):
     model = folder(tmp_path, "model", architectures=["NewForCausalLM"], model_type="new")

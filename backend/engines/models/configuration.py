@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backend.engines.checkpoint import CheckpointError
+from backend.kinds import quantization_of
 
 WRAPPERS = (
     "Gemma3ForConditionalGeneration",
@@ -50,6 +51,8 @@ def read_decoder_config(folder: Path) -> PretrainedConfig:
     elif architecture not in ("none", built.__name__):
         refuse(folder, architecture, f"as a language model it would be a {built.__name__}")
     config.architectures = [built.__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # its weights are widened when they are read
     for reason in _reasons(config):
         refuse(folder, architecture, reason)
     return config
@@ -79,7 +82,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _check_source(folder: Path, raw: Mapping[str, Any], architecture: str) -> None:
-    """Refuse what is not in transformers, and weights that are not numbers as they are."""
+    """Refuse what is not in transformers, and weights in a format that is not read."""
     kind = raw.get("model_type")
     in_library = kind in CONFIG_MAPPING and (
         architecture == "none" or hasattr(transformers, architecture)
@@ -93,10 +96,8 @@ def _check_source(folder: Path, raw: Mapping[str, Any], architecture: str) -> No
         )
     if raw.get("draft_vocab_size"):
         refuse(folder, architecture, "its head has a part of the vocabulary only")
-    quantised = raw.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        refuse(folder, architecture, f"its weights are quantised ({method}); give it in bf16")
+    if reason := quantization_of(raw)[1]:
+        refuse(folder, architecture, f"its weights are quantised: {reason}. Give it in bf16")
 
 
 def _reasons(config: PretrainedConfig) -> Iterator[str]:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from backend.engines.checkpoint import DTYPES, CheckpointError
+from backend.engines.checkpoint import DTYPES, CheckpointError, read_weights
 from backend.engines.models.attention import ATTENTION
 from backend.engines.models.configuration import read_decoder_config
+from backend.storage.manifest import read_model_config
 
 _TEXT_PART = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
@@ -39,9 +40,12 @@ def load_decoder(
     config = read_decoder_config(folder)
     logging.disable_progress_bar()
     experts = {"experts_implementation": "eager"} if dtype == "fp64" else {}  # others have no fp64
+    quantized = bool(read_model_config(folder).get("quantization_config"))
+    built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    source = {"state_dict": read_weights(folder)} if quantized else {}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+        loaded = built.from_pretrained(
+            None if quantized else folder,
             config=config,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION,
@@ -50,7 +54,7 @@ def load_decoder(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # the report has them
-            **experts | options,
+            **source | experts | options,
         )
     except Exception as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
