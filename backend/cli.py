@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--model",
-        help="a Hugging Face folder of a decoder, or the embedded model's name",
+        help="a Hugging Face folder of a decoder, a GGUF file, or the embedded model's name",
     )
     serve.add_argument(
         "--drafts", help="none, or a list of name=FOLDER, lookup, suffix, names in the file"

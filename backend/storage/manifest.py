@@ -98,7 +98,10 @@ def check_folder(
 
 
 def _download(model: str) -> str:
-    """Return how to get a model by its Hugging Face id, if it looks like one."""
+    """Return how to get a model by its Hugging Face id or of a GGUF file, if it looks like one."""
+    if model.endswith(".gguf"):
+        convert = f"python -m engines_build.convert --gguf {model} --out FOLDER"
+        return f". Of a GGUF file make one: {convert} (spindle serve --model does it by itself)"
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
         return ", which is not there"
     name = model.rpartition("/")[2]

@@ -132,10 +132,12 @@ def test_digits_are_words_of_their_own(tmp_path):
     ("options", "words"),
     [
         (
-            {"architecture": "qwen2"},
-            r"m\.gguf: general\.architecture must be one of \['llama'\], got 'qwen2'",
+            {"architecture": "gemma3"},
+            r"m\.gguf: general\.architecture must be one of llama, qwen2, qwen3, got 'gemma3'",
         ),
-        ({"pre": "llama-bpe"}, r"tokenizer\.ggml\.pre .* got 'llama-bpe'"),
+        ({"pre": "falcon"}, r"tokenizer\.ggml\.pre must be .* got 'falcon'\. Give the model's Hug"),
+        ({"architecture": "qwen3"}, "smollm is read of llama only"),
+        ({"pre": "llama-bpe", "extra": ["rope_freqs.weight"]}, "factors of angles"),
         ({"extra": ["blk.0.attn_q.bias"]}, r"tensor 'blk\.0\.attn_q\.bias' does not belong"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from backend.config import parse_config
 from backend.launcher import example, serving, supervisor
 from backend.launcher import run_folder as run_folder_module
+from backend.launcher.gguf import folder_of
 from backend.launcher.log_file import open_log, reasons
 from backend.launcher.overrides import Overrides
 from backend.launcher.processes import (
@@ -36,6 +37,7 @@ from backend.launcher.settings import (
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
 from tests.fakes.machine import FakeMachine
+from tests.unit.test_convert import checkpoint, write_gguf
 
 
 def test_the_defaults_are_triton_s_ports_on_loopback():
@@ -322,6 +324,24 @@ def test_a_model_without_drafts_is_said_to_have_suffix_alone(tmp_path, capsys):
     assert settings.config == tmp_path / "serving.json"
     assert [draft.name for draft in config.drafts] == ["suffix"]
     assert "suffix is the only draft" in capsys.readouterr().out
+
+
+def test_a_gguf_file_is_converted_once_and_other_models_are_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
+    stop = threading.Event()
+    file = tmp_path / "my.gguf"
+    assert folder_of(str(file), stop) == str(file)  # there is none
+    file.write_bytes(b"no GGUF")
+    with pytest.raises(LaunchError, match=r"my\.gguf was not converted"):
+        folder_of(str(file), stop)
+    weights = checkpoint()
+    write_gguf(file, weights)
+    folder = Path(folder_of(str(file), stop))
+    assert (folder / "model.safetensors").is_file()
+    (folder / "mark").touch()
+    assert folder_of(str(file), stop) == str(folder)
+    assert (folder / "mark").exists()
+    assert folder_of(str(folder), stop) == str(folder)
 
 
 def test_a_log_that_grows_long_is_moved_and_begun_again_under_its_writers(tmp_path):

@@ -21,6 +21,10 @@ from tests.fakes.checkpoints import VOCABULARY, folder
             "/nowhere/at/all",
             "target.model must be a folder, got '/nowhere/at/all', which is not there$",
         ),
+        (
+            "/models/a.gguf",
+            r"Of a GGUF file make one: .* --gguf /models/a.gguf --out FOLDER \(spindle serve",
+        ),
     ],
 )
 def test_what_is_no_folder_says_how_to_get_one(tmp_path, model, words):
