@@ -98,7 +98,8 @@ class Answer:
         counted = {} if self.spec_decode_metrics == "none" else {"return_perf_metrics": True}
         pieces = triton.generate(prompts, self.options | counted, fields, self.body.n)
         answer = self._streamed if self.body.stream else self._whole
-        return await until_gone(request, answer(pieces, choices, head))
+        counts = Counts(triton, self.style.silent)
+        return await until_gone(request, answer(pieces, choices, head, counts))
 
     def _fields(self) -> dict[str, str]:
         """Return the fields of the tensors whose name is another one."""
@@ -110,33 +111,45 @@ class Answer:
         return fields
 
     async def _streamed(
-        self, pieces: AsyncIterator[Piece], choices: list[Choice], head: dict[str, Any]
+        self,
+        pieces: AsyncIterator[Piece],
+        choices: list[Choice],
+        head: dict[str, Any],
+        counts: Counts,
     ) -> Response:
         """Return a stream once it has something: what is wrong with a request has a status."""
         first = await anext(pieces)
         return StreamingResponse(
-            self._events(first, pieces, choices, head), media_type="text/event-stream"
+            self._events(first, pieces, choices, head, counts), media_type="text/event-stream"
         )
 
     async def _whole(
-        self, pieces: AsyncIterator[Piece], choices: list[Choice], head: dict[str, Any]
+        self,
+        pieces: AsyncIterator[Piece],
+        choices: list[Choice],
+        head: dict[str, Any],
+        counts: Counts,
     ) -> Response:
-        counts, speculation = Counts(self.style.silent), Speculation(self.spec_decode_metrics)
+        speculation = Speculation(self.spec_decode_metrics)
         async for piece in pieces:
             self._choice(choices, piece).add(piece)
             counts.add(piece)
             speculation.add(piece)
         head = {**head, "object": self.style.kind.whole}
         made = [choice.whole() for choice in choices]
-        return JSONResponse(
-            {**head, "choices": made, "usage": counts.usage(), **speculation.metrics()}
-        )
+        usage = await counts.usage(choices)
+        return JSONResponse({**head, "choices": made, "usage": usage, **speculation.metrics()})
 
     async def _events(
-        self, first: Piece, pieces: Any, choices: list[Choice], head: dict[str, Any]
+        self,
+        first: Piece,
+        pieces: Any,
+        choices: list[Choice],
+        head: dict[str, Any],
+        counts: Counts,
     ) -> AsyncIterator[str]:
         """Yield server-sent events; the requests are cancelled when the client has left."""
-        counts, speculation = Counts(self.style.silent), Speculation(self.spec_decode_metrics)
+        speculation = Speculation(self.spec_decode_metrics)
         options, head = self.body.stream_options, {**head, "object": self.style.kind.part}
         with_usage = options is not None and options.include_usage
         async with aclosing(pieces):
@@ -156,7 +169,7 @@ class Answer:
                 yield _event(error.body())
                 return
             if with_usage:
-                usage = {"choices": [], "usage": counts.usage()}
+                usage = {"choices": [], "usage": await counts.usage(choices)}
                 yield _event({**head, **usage, **speculation.metrics()})
             yield "data: [DONE]\n\n"
 
@@ -169,8 +182,8 @@ class Counts:
     one nothing else does.
     """
 
-    def __init__(self, silent: bool = False) -> None:
-        self._silent = silent
+    def __init__(self, triton: Triton, silent: bool = False) -> None:
+        self._triton, self._silent = triton, silent
         self._inputs: dict[int, int] = {}
         self._output = 0
 
@@ -180,14 +193,26 @@ class Counts:
             self._inputs[piece.prompt] = piece.input_tokens
             self._output += 0 if self._silent else piece.output_tokens
 
-    def usage(self) -> dict[str, int]:
-        """Return OpenAI's ``usage``."""
+    async def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return OpenAI's ``usage``. Raises ApiError."""
         inputs = sum(self._inputs.values())
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": inputs,
             "completion_tokens": self._output,
             "total_tokens": inputs + self._output,
         }
+        if any(choice.splits_reasoning for choice in choices):
+            counted = [await self._tokens(choice.reasoning) for choice in choices]
+            tokens = min(sum(counted), self._output)
+            usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
+        return usage
+
+    async def _tokens(self, text: str) -> int:
+        """Return how many tokens a text has, without those that begin a prompt."""
+        if not text:
+            return 0
+        begin = len(await self._triton.tokenize("a")) - 1
+        return len(await self._triton.tokenize(text)) - begin
 
 
 _LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}

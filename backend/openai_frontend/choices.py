@@ -88,6 +88,8 @@ class Choice:
     style: Style
     index: int
     text: str = ""
+    reasoning: str = ""
+    """All reasoning so far, also where the client does not get it."""
     reason: str | None = None
     seed: int | None = None
     tokens: list[Token] = field(default_factory=list)
@@ -100,6 +102,11 @@ class Choice:
     def __post_init__(self) -> None:
         self._places = Places(self.text, self.style.special)
         self._reader = self.style.reader()
+
+    @property
+    def splits_reasoning(self) -> bool:
+        """Whether reasoning is apart from the content."""
+        return self.style.frame is not None and self.style.frame.splits
 
     def add(self, piece: Piece) -> None:
         """Take what is new."""
@@ -135,7 +142,7 @@ class Choice:
             "role": "assistant",
             "content": parts.content if parts.content or not parts.calls else None,
         }
-        if self.style.frame is not None and self.style.frame.splits and self.style.shows_reasoning:
+        if self.splits_reasoning and self.style.shows_reasoning:
             message |= _reasoning(parts.reasoning or None)
         if parts.calls:
             message["tool_calls"] = self._calls_of(parts)
@@ -197,6 +204,7 @@ class Choice:
         if self._reader is None:
             return Parts(content=text)
         parts = self._reader.read(text, ended=self.reason is not None)
+        self.reasoning += parts.reasoning
         if not self.style.shows_reasoning:
             parts.reasoning = ""
         if not self.style.parallel:

@@ -89,3 +89,15 @@ def test_a_variable_of_the_template_switches_reasoning_off(client, stream):
     reasoning, content = ask(client, stream, extra_body=off)
     assert (reasoning, bool(content)) == ("", True)
     assert ask(client, stream, reasoning_effort="none") == [reasoning, content]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_reasoning_are_counted(client, stream):
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
+    asked = {**body, "stream": stream, "temperature": 0}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    reply = client.chat.completions.create(**asked)
+    usage = list(reply)[-1].usage if stream else reply.usage
+    assert usage.completion_tokens == 40
+    assert 20 <= usage.completion_tokens_details.reasoning_tokens <= 40
