@@ -67,6 +67,8 @@ class EngineConfig:
     remembered_tokens: int = setting(2**18, low=4096, high=100_000_000)
     """``suffix``: the most tokens of answers that it keeps."""
     keep_remembered: bool = False  # ``suffix``: over restarts, too
+    tree_width: int = setting(1, low=1, high=8)
+    """``eagle``: the likeliest paths that a proposal goes on with at each depth."""
     seed: int = 0  # ``fake``
     agreement: float = setting(0.7, low=0.0, high=1.0)
     """``fake``: the share of places where a draft proposes what the target emits."""
@@ -424,6 +426,11 @@ def _check_drafts(config: ServingConfig) -> None:
             raise ConfigError(
                 f"drafts[{index}].engine {draft.engine!r} reads the target, whose engine must be "
                 f"{' or '.join(giving)}, got {config.target.engine!r}"
+            )
+        if draft.kind.reads_target and config.target.lookahead and not draft.kind.runs_in_target:
+            raise ConfigError(
+                f"target.lookahead must be 0 with drafts[{index}].engine {draft.engine!r}, which "
+                f"the target's device does not run, got {config.target.lookahead}"
             )
 
 

@@ -146,6 +146,7 @@ class Kind:
     target: bool = True  # it can be one
     gives_states: bool = False  # as a target, its completions can have ``hidden_states``
     reads_target: bool = False  # as a draft, it reads those
+    runs_in_target: bool = False  # as such a draft, a target with lookahead runs it
     tokenizer: bool = True  # its model folder has one, else texts are bytes
     known_s: float = 0.0  # seconds of a pass that needs no measuring
     behaviour: int = 0  # above 0: its passes are measured, and again where this is raised
@@ -233,7 +234,16 @@ KINDS = {
         dtypes=("bf16", "fp32", "int8"),
         target=False,
         reads_target=True,
+        runs_in_target=True,
         behaviour=2,
+    ),
+    "eagle": Kind(
+        "backend.engines.eagle.kind",
+        architectures=("SpindleEagle",),
+        dtypes=("bf16", "fp32", "fp64"),
+        target=False,
+        reads_target=True,
+        behaviour=1,
     ),
     "lookup": Kind("backend.engines.lookup", model=False, target=False, free=True, known_s=2e-5),
     "suffix": Kind(

@@ -105,6 +105,8 @@ def table_file(
     }
     if engine.lookahead:
         subject["lookahead"] = engine.lookahead
+    if engine.tree_width > 1:
+        subject["tree_width"] = engine.tree_width
     if engine.device != "cpu":
         subject["device_name"] = machine.device_name(engine.device)
     return cache.table_file(hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:32])

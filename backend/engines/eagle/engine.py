@@ -1,0 +1,314 @@
+"""Drafts by a published EAGLE-3 head, whose KV has the target's block tables.
+
+Row p (``model``) lies at place p, as the target's does, so a block's keys and values depend on the
+tokens up to its end, and the ledger's keys name them. A row after a block needs the fused state of
+the block's last token: ``EagleEngine._ends`` has it, for every sequence that shares the block.
+
+Only texts have rows in blocks. A proposal is computed apart from them, so nothing is rolled back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from backend.config import ConfigError, EngineConfig
+from backend.engines.checkpoint import DTYPES, load_embeddings
+from backend.engines.eagle.folder import EagleShape, load
+from backend.engines.eagle.growing import Growing, grow
+from backend.engines.eagle.model import EagleModel
+from backend.engines.eagle.place import made_for
+from backend.engines.port import Completion, EngineLimits, HiddenStates, Turn
+from backend.engines.registry import Service
+from backend.engines.stepping.kv_caches import Cache, Caches
+from backend.sampling.processing import Columns
+from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
+from backend.storage.manifest import read_model_config, weights_sha256
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Text:
+    """What the engine has of a sequence. ``cache.ran`` are the tokens whose states it has seen: all
+    but the first have a row.
+    """
+
+    sequence: Sequence
+    cache: Cache
+    state: Tensor | None = None
+    """[hidden], fused, of the last of them."""
+    has_hole: bool = False
+    """States are missing from its text: it gets no proposals."""
+
+
+@dataclass(slots=True)
+class _Places:
+    """Where the rows of new tokens come from and go to, for all texts together.
+
+    ``before``, ``ends`` and ``last`` are places in a table of fused states: first the ``known``
+    ones of texts that had states before, then those of the new tokens.
+    """
+
+    states: int
+    """Places of the table that are taken."""
+    known: int = 0
+    """Texts so far that had states before."""
+    tokens: list[int] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)
+    """Of each of ``tokens``: the state of the token before it."""
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    """That are complete now."""
+    ends: list[int] = field(default_factory=list)
+    """Of each of ``blocks``: the state of its last token."""
+    last: list[int] = field(default_factory=list)
+    """Of each text: the state of its last token that has one."""
+
+    def add(self, text: _Text, end: int) -> None:
+        """Add a text whose tokens up to ``end`` have states."""
+        seen, numbers = len(text.cache.ran), text.cache.blocks
+        if text.state is not None:
+            self.before.append(self.known)
+            self.known += 1
+        new = range(max(seen, 1), end)  # the first token of a text has no row
+        self.before += range(self.states, self.states + end - seen - 1)
+        self.tokens += text.sequence.tokens[new.start : end]
+        self.positions += new
+        self.slots += [numbers[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in new]
+        for block in range(seen // BLOCK_TOKENS, end // BLOCK_TOKENS):
+            self.blocks.append(numbers[block])
+            self.ends.append(self.states + (block + 1) * BLOCK_TOKENS - 1 - seen)
+        self.states += end - seen
+        self.last.append(self.states - 1)
+
+
+class EagleEngine:
+    """A draft that reads the target's hidden states (``port.ReadsTarget``)."""
+
+    def __init__(
+        self,
+        name: str,
+        model: EagleModel,
+        *,
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int,
+        width: int = 1,
+    ) -> None:
+        """``width``: the likeliest paths that a proposal goes on with at each depth."""
+        self.name, self._model, self._width = name, model, width
+        shape = model.shape
+        self.limits = EngineLimits(
+            shape.vocab_size,
+            max_context_tokens,
+            max_draft_tokens,
+            max_draft_tokens,
+            kv_blocks=kv_blocks,
+        )
+        self._columns = Columns(model.token_ids.cpu())
+        self._caches = Caches(name, kv_blocks, model.device)
+        self._texts: dict[int, _Text] = {}
+        self._turns: list[Turn] = []
+        rows = (kv_blocks + 1) * BLOCK_TOKENS  # the last block is no sequence's, and stays zero
+        self._pool = torch.zeros(
+            rows, 2 * shape.num_kv_heads, shape.head_dim, dtype=model.dtype, device=model.device
+        )
+        self._ends = torch.zeros(
+            kv_blocks, shape.hidden_size, dtype=model.dtype, device=model.device
+        )
+        """[blocks, hidden]: the fused state of each complete block's last token."""
+
+    # -- the target's states
+
+    def absorb(self, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
+        """Write the rows of the texts' new tokens (``port.ReadsTarget``)."""
+        new = [part for one in states if (part := self._new_part(*one)) is not None]
+        if new:
+            with torch.inference_mode():
+                self._write(new)
+
+    def _new_part(
+        self, sequence: Sequence, states: HiddenStates
+    ) -> tuple[_Text, int, Tensor] | None:
+        """Return a sequence, the end of its tokens that have states, and those of its new tokens
+        [new, layers, hidden]; None where nothing is new, or something is missing before it.
+        """
+        text = self._text(sequence)
+        seen, end = len(text.cache.ran), min(states.end, len(sequence.tokens))
+        if states.first > seen:
+            text.has_hole = True
+        if text.has_hole or end <= seen:
+            return None
+        rows = states.of(self._model.shape.layers)
+        return text, end, rows[seen - states.first : end - states.first]
+
+    def _text(self, sequence: Sequence) -> _Text:
+        text = self._texts.get(sequence.id)
+        if text is None:
+            for other in self._texts.values():  # what the new one may share
+                self._caches.seen_by(other.cache, other.sequence)
+        cache = self._caches.of(sequence)
+        if text is None or text.cache is not cache:
+            text = self._texts[sequence.id] = _Text(sequence, cache)
+            if cache.ran:
+                text.state = self._ends[cache.blocks[len(cache.ran) // BLOCK_TOKENS - 1]]
+        return text
+
+    def _write(self, new: list[tuple[_Text, int, Tensor]]) -> None:
+        """Fuse the states of new tokens, and write the rows that they allow."""
+        fused = self._model.fuse(torch.cat([rows for _, _, rows in new]))
+        earlier = [text.state for text, _, _ in new if text.state is not None]
+        table = torch.cat([torch.stack(earlier), fused]) if earlier else fused
+        places = _Places(states=len(earlier))
+        for text, end, _ in new:
+            places.add(text, end)
+        index = self._index
+        if places.tokens:
+            written = self._model.key_values(
+                index(places.tokens), table[index(places.before)], index(places.positions)
+            )
+            self._pool.index_copy_(0, index(places.slots), written)
+        if places.blocks:
+            self._ends.index_copy_(0, index(places.blocks), table[index(places.ends)])
+        for (text, end, _), state in zip(new, table[index(places.last)], strict=True):
+            text.state = state
+            text.cache.ran += text.sequence.tokens[len(text.cache.ran) : end]
+            text.cache.agreed = end
+
+    def _index(self, values: Seq[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+    # -- proposals
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Queue turns, which run at the next ``poll``."""
+        self._turns.extend(turns)
+
+    def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (it never waits)
+        """Propose for all queued turns; one that asks for something else completes with an
+        error.
+        """
+        turns, self._turns = self._turns, []
+        growing: list[Growing] = []
+        completions: list[Completion] = []
+        for turn in turns:
+            if error := self._refusal(turn):
+                completions.append(Completion(turn.sequence.id, [], error=error))
+            elif turn.nodes:
+                text = self._texts[turn.sequence.id]
+                assert text.state is not None
+                growing.append(Growing(turn, text.cache.blocks, text.state))
+            else:
+                completions.append(Completion(turn.sequence.id, []))
+        if growing:
+            with torch.inference_mode():
+                grow(growing, self._model, self._pool, self._columns, self._width)
+        for one in growing:
+            proposal = Proposal.best(self.name, one.nodes, one.turn.nodes)
+            completions.append(Completion(one.turn.sequence.id, [], proposal=proposal))
+        return completions
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences and their queued turns; their blocks may still be shared."""
+        gone = set(sequence_ids)
+        self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
+        for sequence_id in gone:
+            text = self._texts.pop(sequence_id, None)
+            if text is not None:
+                self._caches.seen_by(text.cache, text.sequence)
+        self._caches.forget(gone)
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return 0: it catches up with every pass of the target."""
+        del sequence
+        return 0
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return ``length``, at most ``max_draft_tokens``, where the states of all tokens but the
+        last have come, else 0.
+        """
+        text = self._texts.get(sequence.id)
+        if text is None or text.has_hole or not 0 < len(text.cache.ran) == len(sequence.tokens) - 1:
+            return 0
+        return max(0, min(length, self.limits.max_draft_tokens))
+
+    def assume(self, sequence: Sequence, tokens: int) -> None:
+        """For measuring only: take all states as absorbed."""
+        del tokens
+        text = self._text(sequence)
+        text.cache.ran, text.cache.agreed = sequence.tokens[:-1], 0
+        text.state = torch.zeros_like(self._ends[0])
+
+    def close(self) -> None:
+        """Forget everything; the engine is of no use afterwards."""
+        self._texts.clear()
+        self._turns.clear()
+        self._caches.clear()
+        del self._model, self._pool, self._ends
+
+    def _refusal(self, turn: Turn) -> str:
+        name = f"turn of sequence {turn.sequence.id}"
+        if turn.proposal is not None:
+            return f"{name}: engine {self.name!r} (eagle) cannot verify a proposal"
+        if turn.nodes and not 1 <= turn.run <= self.limits.max_run_tokens:
+            return f"{name}: run must be in 1..{self.limits.max_run_tokens}, got {turn.run}"
+        if turn.nodes and not self.available(turn.sequence, 1):
+            tokens = len(turn.sequence.tokens)
+            return f"{name}: the target has not given the states of all its {tokens} tokens"
+        return ""
+
+
+def make(engine: EngineConfig, service: Service) -> EagleEngine:
+    """Make an engine of this kind (``backend.engines.registry``). Raises ConfigError for a head
+    that does not fit the target.
+    """
+    folder, target = service.path(engine), service.path(service.config.target)
+    shape, tensors = load(folder)
+    embedding, lm_head = load_embeddings(target, engine.device)
+    _check_fits(folder, shape, target, embedding)
+    sizes = service.sizes
+    model = EagleModel(
+        shape,
+        tensors,
+        embedding=embedding,
+        lm_head=lm_head,
+        positions=sizes["max_context_tokens"] + sizes["max_draft_tokens"],
+        dtype=DTYPES[engine.dtype],
+        device=engine.device,
+    )
+    text = "%s: an EAGLE-3 head of %d tokens on layers %s, %s"
+    logger.info(text, engine.name, shape.draft_vocab_size, list(shape.layers), engine.dtype)
+    return EagleEngine(engine.name, model, **sizes, width=engine.tree_width)
+
+
+def _check_fits(folder: Path, shape: EagleShape, target: Path, embedding: Tensor) -> None:
+    """Raise ConfigError for a head of another target; warn of one whose weights have changed."""
+    raw = read_model_config(target)
+    layers = raw.get("num_hidden_layers") or raw.get("text_config", {}).get("num_hidden_layers", 0)
+    pairs = [
+        ("vocab_size", shape.vocab_size, embedding.shape[0]),
+        ("target_hidden_size", shape.target_hidden_size, embedding.shape[1]),
+    ]
+    if not shape.own_embedding:
+        pairs.append(("hidden_size", shape.hidden_size, embedding.shape[1]))
+    for name, own, theirs in pairs:
+        if own != theirs:
+            raise ConfigError(f"draft {folder}: {name} is {own}, its target {target} has {theirs}")
+    if max(shape.layers) > layers:
+        text = f"layers go to {max(shape.layers)}, its target {target} has {layers}"
+        raise ConfigError(f"draft {folder}: {text}")
+    prepared, weights = made_for(folder), weights_sha256(target)
+    if prepared not in ("", weights):
+        logger.warning(
+            "draft %s was prepared for a target of the weights %s, %s has %s: its proposals may be "
+            "accepted less often",
+            *(folder, prepared[:12], target, weights[:12]),
+        )

@@ -1,0 +1,62 @@
+"""What the kind ``eagle`` answers before an engine of it is made (``KindModule``)."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backend.config import EngineConfig, ServingConfig
+from backend.engines import latency_cases as cases
+from backend.engines.eagle.folder import EagleShape, read_shape
+from backend.engines.latency_cases import Case
+from backend.engines.port import Engine, Footprint
+from backend.storage.manifest import check_model as check_folder
+
+if TYPE_CHECKING:
+    from backend.engines.registry import Service
+
+__all__ = ["check_folder", "footprint", "latency_cases", "make", "taps"]
+
+_ITEM_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+_LOGIT_BYTES = 28
+"""Of each logit, while candidates are chosen (``stepping.footprint``)."""
+
+
+def make(engine: EngineConfig, service: Service) -> Engine:
+    """Load a head. Raises ConfigError for one that was made for another target."""
+    from backend.engines.eagle import engine as eagle
+
+    return eagle.make(engine, service)
+
+
+def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
+    """Return what a head takes of memory: its weights and, where it has none of its own, a copy of
+    the target's embedding; the KV of all blocks; a pass's copies of the KV of all its texts.
+    """
+    shape, item, limits = read_shape(folder), _ITEM_BYTES[engine.dtype], config.limits
+    numbers = sum(map(prod, shape.tensors().values()))
+    weights = item * (numbers + (0 if shape.own_head else prod(_head(shape))))
+    if not shape.own_embedding:
+        weights += (2 if engine.device == "cpu" else 4) * shape.vocab_size * shape.hidden_size
+    token = item * 2 * shape.num_kv_heads * shape.head_dim
+    tokens, rows = limits.kv_cache_tokens, limits.max_active_requests * engine.tree_width
+    context = limits.max_active_requests * limits.max_context_tokens
+    copies = 2 * token * min(context, tokens)
+    return Footprint(
+        engine.device, weights, token * tokens, copies + _LOGIT_BYTES * rows * _head(shape)[0]
+    )
+
+
+def latency_cases(*, target: bool) -> list[Case]:
+    """Return a draft's cases but catching up: a head takes states with the target's passes."""
+    return [case for case in cases.latency_cases(target=target) if case.run > 1]
+
+
+def taps(folder: Path) -> tuple[int, ...]:
+    """Return the target's layers, counted from 1, whose output the head reads."""
+    return read_shape(folder).layers
+
+
+def _head(shape: EagleShape) -> tuple[int, int]:
+    return shape.draft_vocab_size, shape.hidden_size

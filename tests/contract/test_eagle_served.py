@@ -1,0 +1,207 @@
+"""An EAGLE-3 head in the loop: it proposes from all states of the text, however its tokens came
+about, and no text depends on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log
+
+import pytest
+import torch
+
+from backend.engines.eagle.engine import EagleEngine
+from backend.engines.eagle.model import EagleModel
+from backend.engines.port import HiddenStates, Turn
+from backend.engines.spine import CANDIDATES
+from backend.engines.stepping.engine import StepEngine
+from backend.request import SamplingParams
+from backend.sequence import Sequence
+from tests.contract import checks, deployment, scenarios
+from tests.contract.deployment import BLOCKS, K_MAX, MAX_CONTEXT_TOKENS, TAPS, VOCAB, tiny_engine
+from tests.contract.eagle_reference import EagleReference
+from tests.contract.openvino_engines import on_openvino, with_larger_heads
+from tests.contract.scenarios import (
+    ALIKE,
+    BUSY,
+    CRAMPED,
+    CROWDED,
+    MIXED,
+    NO_DRAFT,
+    UNEVEN,
+)
+from tests.contract.test_eagle import poison
+from tests.fakes.eagle import random_head
+
+HEAD = 1
+"""Its column, in the place of the draft ``near``."""
+
+SCRIPT = ((HEAD, 4), (HEAD, 2), (7, 4), (4, 3), (HEAD, 3), (NO_DRAFT, 0), (HEAD, 1), (0, 3))
+
+
+def head():
+    """A shape, tensors, and the target's embedding and head."""
+    shape, tensors = random_head(
+        vocab_size=VOCAB,
+        draft_vocab_size=15,
+        target_hidden_size=deployment.tiny_config().hidden_size,
+        layers=TAPS[::-1],
+        own_embedding=True,
+    )
+    tensors = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    return shape, tensors, torch.zeros(VOCAB, shape.hidden_size).double()
+
+
+class RecordedEagle(EagleEngine):
+    """Notes what it was asked with and what it proposed; what no text has written is no number."""
+
+    def __init__(self, width=1):
+        shape, tensors, table = head()
+        model = EagleModel(
+            shape,
+            tensors,
+            embedding=table,
+            lm_head=table,
+            positions=MAX_CONTEXT_TOKENS + K_MAX,
+            dtype=torch.float64,
+        )
+        sizes = {"kv_blocks": BLOCKS, "max_context_tokens": MAX_CONTEXT_TOKENS}
+        super().__init__("near", model, max_draft_tokens=K_MAX, width=width, **sizes)
+        self.noted, self.holes = [], []
+
+    def absorb(self, states):
+        poison(self)
+        super().absorb(states)
+        self.holes += [text.sequence.tokens for text in self._texts.values() if text.has_hole]
+
+    def poll(self, timeout_s):
+        poison(self)
+        asked = {t.sequence.id: (list(t.sequence.tokens), t.sequence, t.run) for t in self._turns}
+        found = super().poll(timeout_s)
+        for completion in found:
+            tokens, sequence, run = asked[completion.sequence_id]
+            self.noted.append((tokens, sequence, run, completion))
+        return found
+
+
+@pytest.fixture
+def served(monkeypatch):
+    def serve(scenario, **options):
+        plain = scenarios.new_drafts
+
+        def drafts():
+            made = plain()
+            made[HEAD] = RecordedEagle(**options)
+            return made
+
+        monkeypatch.setattr(scenarios, "new_drafts", drafts)
+        done = scenarios.serve(replace(scenario, script=SCRIPT))
+        monkeypatch.setattr(scenarios, "new_drafts", plain)
+        return done
+
+    return serve
+
+
+def states_of(tokens):
+    """The hidden states of a target that runs a whole text at once."""
+    target = tiny_engine()
+    sequence = Sequence(1, tokens, len(tokens), SamplingParams(), {"target": list(range(6))})
+    target.submit([Turn(sequence, len(tokens))])
+    return target.poll(0.0)[0].hidden_states.of(TAPS[::-1])
+
+
+def alone(tokens, prompt_tokens, sampling, run, width):
+    """What it proposes for one text, of which all states come at once."""
+    engine = RecordedEagle(width)
+    sequence = Sequence(1, tokens, prompt_tokens, sampling, {"near": list(range(6))})
+    engine.absorb([(sequence, HiddenStates(0, TAPS[::-1], states_of(tokens[:-1])))])
+    engine.submit([Turn(sequence, len(tokens), run=run, nodes=256)])
+    return engine.poll(0.0)[0].proposal
+
+
+def check_proposals(done, width=1, tolerance=1e-4):
+    """Every proposal is that for the text alone; those for plain greedy requests are also those of
+    the reference, node by node.
+    """
+    draft = done.deployment.drafts[HEAD]
+    noted = draft.noted
+    assert len(noted) > 20
+    assert not draft.holes
+    shape, tensors, table = head()
+    reference = EagleReference(shape, tensors, table, table).double().eval()
+    for tokens, sequence, run, completion in noted:
+        assert completion.error is None
+        proposal, paths = completion.proposal, []
+        same = alone(tokens, sequence.prompt_tokens, sequence.sampling, run, width)
+        assert proposal.tokens == same.tokens
+        for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        if sequence.sampling.plain:
+            expected = reference.tree(tokens, states_of(tokens[:-1]), width, run, CANDIDATES)
+            for path, confidence in zip(paths, proposal.confidence, strict=True):
+                assert log(confidence) == pytest.approx(expected[path], abs=tolerance), tokens
+
+
+SCENARIOS = {
+    "busy": BUSY,
+    "options": MIXED,
+    "alike": ALIKE,
+    "crowded": CROWDED,
+    "pre-empted": CRAMPED,
+    "uneven": UNEVEN,
+    "chains only": replace(MIXED, nodes=0),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+def test_it_proposes_from_all_states_of_the_text_and_no_text_depends_on_it(served, scenario):
+    done = served(scenario)
+    checks.texts(done)
+    check_proposals(done)
+
+
+def test_trees_that_go_on_with_several_paths_change_no_text_either(served):
+    done = served(BUSY, width=3)
+    checks.texts(done)
+    check_proposals(done, width=3)
+
+
+@pytest.mark.parametrize("scenario", [BUSY, CROWDED], ids=["busy", "crowded"])
+def test_openvino_gives_the_same_states(served, scenario):
+    with with_larger_heads():
+        with on_openvino(scenario):
+            done = served(scenario)
+        check_proposals(done, tolerance=5e-3)
+
+
+def rejected_row(patch):
+    kept = StepEngine._take_hidden_states
+
+    def taken(running, states):
+        paths = [(job, job.path) for job, _ in running]
+        for job, path in paths:
+            job.path = [0] * len(path)
+        kept(running, states)
+        for job, path in paths:
+            job.path = path
+
+    patch.setattr(StepEngine, "_take_hidden_states", staticmethod(taken))
+
+
+def state_of_its_own_token(patch):
+    absorb = EagleEngine.absorb
+
+    def absorbed(engine, states):
+        later = [(s, HiddenStates(one.first, one.layers, one.rows.roll(1, 0))) for s, one in states]
+        absorb(engine, later)
+
+    patch.setattr(EagleEngine, "absorb", absorbed)
+
+
+@pytest.mark.parametrize("mutant", [rejected_row, state_of_its_own_token])
+def test_another_row_s_state_is_noticed(served, mutant):
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch)
+        done = served(BUSY)
+    with pytest.raises((AssertionError, KeyError)):
+        check_proposals(done)

@@ -1,0 +1,140 @@
+"""An EAGLE-3 head as a kind of draft: its memory, what it is refused for, and texts with it."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from backend.app import build
+from backend.config import PROJECT_ROOT, ConfigError, EngineConfig, PolicyConfig, parse_config
+from backend.engines.eagle.engine import make
+from backend.engines.eagle.folder import save
+from backend.engines.eagle.kind import footprint, taps
+from backend.engines.registry import Service, module_of
+from backend.kinds import KINDS
+from backend.launcher.overrides import kind_of
+from backend.model_folders import check_pairs, model_path
+from backend.request import GenerationRequest
+from backend.storage.manifest import vocabulary_sha256
+from bench.in_process import generate
+from policy import LatencyTable
+from tests.fakes.eagle import random_head
+
+TARGET = PROJECT_ROOT / "engines_build/drafts/tiny-target"
+TABLES = {
+    "target": LatencyTable.synthetic("target", {1: 0.004, 8: 0.005, 64: 0.02}),
+    "eagle": LatencyTable.synthetic("eagle", {1: 0.0003, 64: 0.001}),
+}
+NONE = PolicyConfig(kind="none")
+SIZES = {"vocab_size": 4096, "hidden_size": 256, "target_hidden_size": 256, "layers": (1, 2, 3)}
+
+
+@pytest.fixture(autouse=True)
+def a_cache_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
+    torch.set_num_threads(1)
+
+
+def folder(tmp_path, target_sha256="", **changes):
+    shape, tensors = random_head(**SIZES | changes)
+    vocabulary = vocabulary_sha256(TARGET / "tokenizer.json")
+    known = {"vocabulary_sha256": vocabulary, "target_sha256": target_sha256}
+    save(tmp_path / "eagle", shape, tensors, known)
+    return tmp_path / "eagle"
+
+
+def config(head, target=None, **settings):
+    own = {"name": "eagle", "engine": "eagle", "model": str(head), "dtype": "fp32"}
+    return parse_config(
+        {
+            "target": target or {"engine": "torch", "model": str(TARGET), "dtype": "fp32"},
+            "drafts": [own | settings],
+            "policy": {"kind": "fixed", "draft": "eagle", "length": 3, "guard": False},
+        }
+    )
+
+
+def test_a_folder_is_known_by_its_architecture(tmp_path):
+    assert kind_of(str(folder(tmp_path)), "openvino") == "eagle"
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own matrices", "the target's"])
+def test_its_memory_is_that_of_its_tensors(tmp_path, own):
+    made = config(folder(tmp_path, own_embedding=own, own_head=own))
+    service = Service(made, 1, model_path)
+    draft = made.drafts[0]
+    engine = make(draft, service)
+    planned = footprint(draft, made, model_path(draft))
+    pool = engine._pool.numel() * 4
+    assert planned.kv == pytest.approx(pool, rel=0.01)
+    model = engine._model
+    matrices = [*model._weights.values(), model._kv, model._qkv_of_rows, model._gate_up]
+    whole = sum(tensor.numel() * 4 for tensor in (*matrices, model._head))
+    whole += model._embedding.numel() * (4 if own else 2)
+    assert planned.weights == pytest.approx(whole, rel=0.1)
+
+
+def test_a_text_is_the_target_s_own_and_its_states_are_asked_for(tmp_path):
+    made = config(folder(tmp_path))
+    check_pairs(made)
+    asked = [GenerationRequest(f"Write {n} words.", 24, end_id=-1) for n in range(3)]
+    assert Service(made, 1, model_path).taps == taps(tmp_path / "eagle") == (1, 2, 3)
+    texts = []
+    for drafts in (made.drafts, ()):
+        app = build(replace(made, drafts=drafts, policy=made.policy if drafts else NONE), TABLES)
+        texts.append([session.sequence.tokens for session in generate(app, asked, 3)])
+        counters = {(n, *labels.values()): v for n, labels, v in app.stats.drain().counters}
+        drafted = any(key[:2] == ("spindle_draft_tokens_total", "eagle") for key in counters)
+        assert drafted == bool(drafts)
+        app.close()
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 4160}, "vocabulary of 4160 tokens, its target .* 4096"),
+        ({"target_hidden_size": 128, "own_embedding": True}, "target_hidden_size is 128, .* 256"),
+        ({"hidden_size": 128}, "hidden_size is 128, its target .* has 256"),
+        ({"layers": (1, 2, 5)}, "layers go to 5, its target .* has 4"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(tmp_path, changes, words):
+    made = config(folder(tmp_path, **changes))
+    with pytest.raises(ConfigError, match=words):
+        served(made)
+
+
+def served(made):
+    check_pairs(made)
+    return make(made.drafts[0], Service(made, 1, model_path))
+
+
+def test_a_head_that_was_prepared_for_other_weights_is_a_warning(tmp_path, caplog):
+    made = config(folder(tmp_path, target_sha256="1" * 64))
+    with caplog.at_level(logging.WARNING):
+        make(made.drafts[0], Service(made, 1, model_path))
+    assert "prepared for a target of the weights 111111111111" in caplog.text
+
+
+def test_targets_without_states_for_the_host_are_refused_by_name(tmp_path):
+    head, cuda = folder(tmp_path), {"engine": "cuda", "model": str(TARGET), "dtype": "fp32"}
+    assert config(head, cuda).drafts[0].tree_width == 1
+    with pytest.raises(ConfigError, match=r"target\.lookahead must be 0 with .*'eagle'.* got 1"):
+        config(head, cuda | {"lookahead": 1})
+    with pytest.raises(ConfigError, match="'eagle' reads the target, whose engine must be"):
+        config(head, {"engine": "fake"})
+
+
+def test_every_head_may_read_layers_of_its_own(tmp_path):
+    one = config(folder(tmp_path))
+    other = folder(tmp_path / "other", layers=(4, 2))
+    drafts = (*one.drafts, replace(one.drafts[0], name="more", model=str(other)))
+    assert Service(replace(one, drafts=drafts), 1, model_path).taps == (1, 2, 3, 4)
+
+
+def test_the_kind_answers_for_latencies():
+    assert KINDS["eagle"].measured
+    cases = module_of(EngineConfig("eagle")).latency_cases(target=False)
+    assert {case.new for case in cases} == {1}
