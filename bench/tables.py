@@ -89,7 +89,6 @@ PARTS = {
     "correction": "all correction of times",
     "shape": "the curve's shape alone",
     "groups": "groups (tags of clients)",
-    "charge": "a charge for nodes that a plan brings",
 }
 """The parts in it."""
 

@@ -20,9 +20,9 @@ from .loops.acceptance import MAX_VARIANCE, MIN_VARIANCE
 from .loops.times import MAX_CORRECTION, MAX_SHAPE
 from .plan import FloatArray
 from .tenants import Tenants
-from .trim import Calibration
+from .trim import COUNTS, Calibration
 
-SCHEMA = 10
+SCHEMA = 11
 _FACTORS = (1 / MAX_CORRECTION, MAX_CORRECTION)
 _RANGES = {
     "factor": _FACTORS,
@@ -98,7 +98,7 @@ def restored(
         acceptance = model.with_drafts(acceptance, of["accepted"], of["reached"])
         requests = np.array([float(entry["requests"]) for entry in tenants.values()])
         acceptance = replace(acceptance, variance=of["variance"], requests=requests)
-        calibration = Calibration(of["nodes"], of["claimed"], of["matched"])
+        calibration = Calibration(*(of[name] for name in COUNTS))
         used = np.arange(len(tenants))
         rows = Tenants(np.array([*tenants], np.int64), used, turn=len(tenants))
     target, factors = known["target"], _stacked(known["drafts"])["factor"]
@@ -185,7 +185,7 @@ def _of_tenant(learnt: Learnt, drafts: Sequence[str], row: int) -> dict[str, Any
         "variance": acceptance.variance[own],
         "accepted": acceptance.draft_accepted[own],
         "reached": acceptance.draft_reached[own],
-        **{name: getattr(calibration, name)[own] for name in ("nodes", "claimed", "matched")},
+        **{name: getattr(calibration, name)[own] for name in COUNTS},
     }
     return {
         "requests": float(acceptance.requests[row]),

@@ -56,6 +56,8 @@ class View:
     tenant: IntArray | None = None
     """Tenants: texts of one teach nothing about another's (``policy.tenants``); None: one for all.
     """
+    drawn: BoolArray | None = None
+    """Rows whose tokens are sampled; None: none are."""
     evidence: IntArray | None = None
     """[n, d] the bin of what each draft shows before it proposes (``policy.evidence``); None: no
     draft shows anything.

@@ -21,6 +21,7 @@ from .loops.compiling import compile_all
 from .loops.problem import Batch, Limits, StepProblem
 from .loops.times import FIRST_DRAFT, Step, Times
 from .plan import (
+    BoolArray,
     Drafted,
     FloatArray,
     FreeChains,
@@ -32,7 +33,7 @@ from .plan import (
     View,
 )
 from .problem import batch_of, evidence_of, ints
-from .tenants import NO_TENANT, Tenants, with_rows
+from .tenants import NO_TENANT, Tenants
 from .trim import Calibration, trimmed
 
 
@@ -74,8 +75,6 @@ class PlannerState:
     acceptance: AcceptanceState
     correction: Correction
     calibration: Calibration
-    usage: FloatArray
-    """[2, columns] nodes and tokens of proposals, by tenant and draft (``policy.loops.times``)."""
     tenants: Tenants = field(default_factory=Tenants)
     view: View | None = None
     """The last batch that was planned for."""
@@ -92,7 +91,6 @@ class PlannerState:
             self.acceptance,
             self.correction,
             self.calibration,
-            self.usage,
             self.tenants,
             self.view,
             self.goodput,
@@ -141,7 +139,6 @@ class AdaptivePlanner(Policy[PlannerState]):
             acceptance=self.estimator.start(),
             correction=Correction.start(drafts),
             calibration=Calibration.none(drafts),
-            usage=np.zeros((2, drafts)),
         )
 
     # -- before a step
@@ -190,7 +187,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         slot, _ = state.acceptance.find(request)
         hazard = self.estimator.hazards(state.acceptance, request)
         estimates, constants = state.acceptance.estimates, self.estimator.constants
-        known = step_loops.Known(estimates, constants, state.usage, hazard)
+        known = step_loops.Known(estimates, constants, state.calibration.counts, hazard)
         return batch_of(view, rows, slot), known
 
     def problem(self, view: View, state: PlannerState) -> tuple[StepProblem, IntArray]:
@@ -198,10 +195,9 @@ class AdaptivePlanner(Policy[PlannerState]):
         has been admitted.
         """
         batch, known = self._seen(view, state)
-        expected = step_loops.expect(known, batch, self.config.k_max)
-        made = problem_loops.build(
-            state.correction.times(self.latency), batch, self._limits, *expected
-        )
+        times, price = state.correction.times(self.latency), float(state.goodput)
+        expected = step_loops.expect(times, known, batch, self.config.k_max, price)
+        made = problem_loops.build(times, batch, self._limits, *expected)
         return made[0], batch.rows[made[1]]
 
     def admitted(self, view: View, state: PlannerState, now: float) -> PlannerState:
@@ -229,8 +225,6 @@ class AdaptivePlanner(Policy[PlannerState]):
         before = after.tenants.rows
         after.acceptance = self.estimator.with_tenants(after.acceptance, tenants, emptied)
         after.calibration = after.calibration.with_tenants(before, tenants, emptied)
-        usage = with_rows(after.usage.T, before, tenants, emptied)
-        after.usage = np.ascontiguousarray(usage.T)
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
@@ -254,17 +248,17 @@ class AdaptivePlanner(Policy[PlannerState]):
         acceptance = self.estimator.decayed_to(state.acceptance, now)
         step, others = _chains(rows), _chains(free)
         acceptance, slot = self.estimator.observe(acceptance, step, ints(rows.emitted), others)
-        column = state.column(step.draft, slot)
-        if len(nodes := outcome.nodes):
+        column, nodes = state.column(step.draft, slot), outcome.nodes
+        if len(rows):
             claims = _claims(nodes.row, step.draft[nodes.row], nodes.depth, nodes.confidence)
             evidence = np.repeat(step.evidence[:, None], len(self.drafts), axis=1)
             score = self.estimator.weigh(state.acceptance, step.request, slot, evidence, claims)
             known = column[nodes.row], nodes.drawn, score, nodes.accepted
-            after.calibration = state.calibration.learnt(*known)
+            present = self._present(state, slot)
+            after.calibration = state.calibration.learnt(*known, claims.row, claims.depth, present)
         if state.view is not None and len(rows):
-            after.usage = state.usage.copy()
             after.correction = state.correction.learnt(
-                lambda *learnt: self._learn_step(outcome, state, column, after.usage, learnt)
+                lambda *learnt: self._learn_step(outcome, state, learnt)
             )
         if len(outcome.finished):
             over = outcome.finished.tolist()
@@ -273,12 +267,23 @@ class AdaptivePlanner(Policy[PlannerState]):
         after.acceptance = acceptance
         return after
 
+    def _present(self, state: PlannerState, slot: IntArray) -> BoolArray:
+        """Return bool[C, 2]: the columns of the tenants that have rows at these slots, and whether
+        any row is greedy or sampled.
+        """
+        drawn = None if state.view is None else state.view.drawn
+        kinds = (True, False) if drawn is None else (not drawn.all(), bool(drawn.any()))
+        present = np.zeros((state.tenants.rows, len(self.drafts), 2), np.bool_)
+        tenants = slice(None)
+        if state.tenants.rows > 1:
+            tenants = np.unique(state.acceptance.tenant[slot[slot >= 0]])
+        present[tenants] = kinds
+        return present.reshape(-1, 2)
+
     def _learn_step(
         self,
         outcome: Outcome,
         state: PlannerState,
-        column: IntArray,
-        usage: FloatArray,
         learnt: tuple[FloatArray, FloatArray, FloatArray, int],
     ) -> int:
         """Learn from a step's times, in place (``policy.loops.times.learn_step``).
@@ -294,11 +299,9 @@ class AdaptivePlanner(Policy[PlannerState]):
         return time_loops.learn_step(
             self.latency.tables,
             self._step(outcome, state.view),
-            column,
             measured_s,
             float(outcome.times.measured_s),
             *learnt,
-            usage,
         )
 
     def _step(self, outcome: Outcome, view: View) -> Step:
@@ -343,8 +346,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         if type(self.estimator) is not AcceptanceModel:
             return start
         known = restored(data, _learnt(start), self.drafts, self.estimator, now, idle_s)
-        usage = np.zeros((2, len(self.drafts) * known.tenants.rows))
-        return replace(start, **known._asdict(), usage=usage)
+        return replace(start, **known._asdict())
 
 
 def _learnt(state: PlannerState) -> Learnt:

@@ -61,6 +61,7 @@ def batch_of(view: View, rows: IntArray, slot: IntArray) -> Batch:
         ints(view.ceiling),
         ints(view.catchup),
         evidence_of(view),
+        _NONE if view.drawn is None else ints(view.drawn),
         control_draft,
         control_length,
         int(view.prefill_tokens),
@@ -75,19 +76,18 @@ def step_problem(
     hazard: FloatArray,
     k_max: int,
     horizon_steps: float,
-    extra: FloatArray | None = None,
+    nodes: FloatArray | None = None,
 ) -> StepProblem:
     """Return the choice that the rows of a view have, those of a control apart; ``hazard``
-    float64[K, drafts, rows], ``extra`` as ``policy.loops.problem.build`` says.
+    float64[K, drafts, rows], ``nodes`` as ``policy.loops.problem.build`` says.
     """
-    shape = view.ceiling.shape
     rows = np.arange(len(view))
     problem, _, _ = loops.build(
         times,
         batch_of(view, rows, rows),
         Limits(k_max, float(horizon_steps), 0),
         np.ascontiguousarray(hazard, np.float64),
-        np.zeros(shape) if extra is None else extra,
+        np.ones(hazard.shape) if nodes is None else nodes,
     )
     return problem
 

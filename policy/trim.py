@@ -26,7 +26,8 @@ from .tenants import with_rows
 BINS = loops.BINS
 EDGES = loops.BOUNDS[1:-1]
 """Of the bins of confidence; each bin holds its lower edge."""
-COUNTS = ("nodes", "claimed", "matched")
+PLACES = loops.PLACES
+COUNTS = ("nodes", "claimed", "matched", "positions")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,34 +40,35 @@ class Calibration:
     """
 
     nodes: FloatArray
-    """[C, 2, BINS] nodes (fading)."""
+    """[C, 2, PLACES, BINS] nodes (fading)."""
     claimed: FloatArray
-    """[C, 2, BINS] the sum of their confidences."""
+    """[C, 2, PLACES, BINS] the sum of their confidences."""
     matched: FloatArray
-    """[C, 2, BINS] how many of them the target drew."""
-    knots: FloatArray = field(init=False)
-    """[C, 2, BINS + 2] confidences at which the map is known."""
-    accepted_at: FloatArray = field(init=False)
-    """[C, 2, BINS + 2] the map there."""
+    """[C, 2, PLACES, BINS] how many of them the target drew."""
+    positions: FloatArray
+    """[C, 2, PLACES] the proposals that had nodes there."""
+    counts: loops.Counts = field(init=False, repr=False)
+    """The same with the map, as the loops take it."""
 
     def __post_init__(self) -> None:
         knots, accepted_at = np.zeros((2, *self.nodes.shape[:2], BINS + 2))
-        loops.set_maps(self.nodes, self.claimed, self.matched, knots, accepted_at)
-        object.__setattr__(self, "knots", knots)
-        object.__setattr__(self, "accepted_at", accepted_at)
+        columns = self.nodes, self.claimed, self.matched, self.positions
+        counts = loops.Counts(*columns, knots, accepted_at)
+        loops.set_maps(counts)
+        object.__setattr__(self, "counts", counts)
 
     @classmethod
     def none(cls, drafts: int) -> Calibration:
         """Return what is known before any node: every claim is believed."""
-        zero = np.zeros((drafts, 2, BINS))
-        return cls(zero, zero, zero)
+        zero = np.zeros((drafts, 2, PLACES, BINS))
+        return cls(zero, zero, zero, np.zeros((drafts, 2, PLACES)))
 
     def with_tenants(self, before: int, tenants: int, emptied: list[int]) -> Calibration:
         """Return the calibration of ``before`` tenants for ``tenants``; nothing is known of
         ``emptied`` rows.
         """
-        counts = self.nodes, self.claimed, self.matched
-        return Calibration(*(with_rows(column, before, tenants, emptied) for column in counts))
+        columns = (getattr(self, name) for name in COUNTS)
+        return Calibration(*(with_rows(column, before, tenants, emptied) for column in columns))
 
     @staticmethod
     def claims(nodes: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -82,32 +84,54 @@ class Calibration:
         """Return how likely the target draws the paths to nodes, [q] each, by column of tenant and
         draft.
         """
-        likely, none = np.empty(len(column)), np.zeros(len(column), np.int64)
-        proposed = proposed_of(none, column, confidence, drawn)
-        loops.calibrate(self.knots, self.accepted_at, proposed, likely)
+        likely = np.empty(len(column))
+        proposed = proposed_of(np.arange(len(column)), column, None, confidence, drawn)
+        loops.calibrate(self.counts, proposed, likely)
         return likely
 
     def learnt(
-        self, column: IntArray, drawn: BoolArray, confidence: FloatArray, accepted: BoolArray
+        self,
+        column: IntArray,
+        drawn: BoolArray,
+        confidence: FloatArray,
+        accepted: BoolArray,
+        row: IntArray | None = None,
+        depth: IntArray | None = None,
+        present: BoolArray | None = None,
     ) -> Calibration:
-        """Return the calibration after nodes that would be known either way, [q] each, by
-        column of tenant and draft (-1: unknown).
+        """Return the calibration after nodes that would be known either way, [q] each, by column
+        of tenant and draft (-1: unknown).
+
+        Nodes of a row follow one another; without rows each has one of its own. ``depth`` is as in
+        ``policy.plan.Drafted``. What is known of columns without nodes fades where rows that
+        could have had some were ``present``, bool[C, 2] (None: nowhere).
         """
-        if not len(column):
-            return self
-        counts = self.nodes.copy(), self.claimed.copy(), self.matched.copy()
-        proposed = proposed_of(ints(accepted), column, confidence, drawn)
-        loops.learn_nodes(*counts, proposed)
-        return Calibration(*counts)
+        if present is None:
+            if not len(column):
+                return self
+            present = np.zeros(self.nodes.shape[:2], np.bool_)
+        row = np.arange(len(column)) if row is None else row
+        proposed = proposed_of(row, column, depth, confidence, drawn)
+        counts = self.counts
+        after = counts._replace(**{name: getattr(counts, name).copy() for name in COUNTS})
+        loops.learn_nodes(after, proposed, np.ascontiguousarray(accepted, np.bool_), present)
+        return Calibration(after.nodes, after.claimed, after.matched, after.positions)
 
 
 def proposed_of(
-    row: IntArray, column: IntArray, confidence: FloatArray, drawn: BoolArray
+    row: IntArray,
+    column: IntArray,
+    depth: IntArray | None,
+    confidence: FloatArray,
+    drawn: BoolArray,
 ) -> loops.Proposed:
-    """Return nodes as the loops take them."""
+    """Return nodes as the loops take them; without a depth the rows have chains, in order."""
+    if depth is None:
+        depth = np.arange(len(row)) - np.searchsorted(row, row)
     return loops.Proposed(
         ints(row),
         ints(column),
+        ints(depth),
         np.ascontiguousarray(confidence, np.float64),
         np.ascontiguousarray(drawn, np.bool_),
     )
@@ -136,8 +160,9 @@ def trimmed(
         int(view.pass_tokens),
         int(view.change_tokens),
     )
-    proposed = proposed_of(drafted.row, drafted.draft, drafted.confidence, drafted.drawn)
-    loops.trim(times, calibration.knots, calibration.accepted_at, step, proposed, nodes)
+    d = drafted
+    proposed = proposed_of(d.row, d.draft, d.depth, d.confidence, d.drawn)
+    loops.trim(times, calibration.counts, step, proposed, nodes)
     return nodes
 
 

@@ -99,6 +99,7 @@ class Batch:
             prefilling=self.prefilling,
             group=group,
             tenant=tenant,
+            drawn=np.array([not s.sequence.sampling.greedy for s in rows], np.bool_),
             evidence=evidence,
             control=np.array([s.control for s in rows], np.bool_),
             pass_tokens=self.width[0],

@@ -173,8 +173,9 @@ class Host:
         )
         names = self.cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)
+        drawn = np.array([not s.sampling.greedy for s in sequences], np.bool_)
         columns = request, context, remaining, ceiling, unseen
-        return View(names, *columns, tenant=tenant, evidence=evidence)
+        return View(names, *columns, tenant=tenant, drawn=drawn, evidence=evidence)
 
     # -- after it
 

@@ -32,7 +32,9 @@ class StepProblem(NamedTuple):
     first_tokens: Ints
     """[D, n] tokens that a row's first draft forward reads: 1 or 2."""
     draft_row_s: Floats
-    """[D, n] seconds of a row in each forward of a draft."""
+    """[K, D, n] seconds of a row in a draft's forward j, and how much more its nodes there take
+    than one node does; below 0 where fewer than one are kept.
+    """
     switch_s: Floats
     """[D, n] seconds of catch-up beyond the first tokens."""
     horizon: Floats
@@ -75,7 +77,7 @@ class StepProblem(NamedTuple):
 
 STEP_PROBLEM = record(
     StepProblem,
-    *(FLOATS[3], INTS[2], INTS[2], FLOATS[2], FLOATS[2], FLOATS[1], FLOATS[1], FLOATS[2]),
+    *(FLOATS[3], INTS[2], INTS[2], FLOATS[3], FLOATS[2], FLOATS[1], FLOATS[1], FLOATS[2]),
     *(INTS[2], FLOATS[0], FLOATS[0], FLOATS[0]),
 )
 
@@ -94,6 +96,8 @@ class Batch(NamedTuple):
     catchup: Ints
     evidence: Ints
     """[N, D] the bin of what each draft shows before it proposes."""
+    drawn: Ints
+    """1: the row's tokens are sampled; empty: no row's are."""
     control_draft: Ints
     """The choice of rows that is made elsewhere (empty: there are none)."""
     control_length: Ints
@@ -104,7 +108,7 @@ class Batch(NamedTuple):
     cap_s: float
 
 
-BATCH = record(Batch, *[INTS[1]] * 4, *[INTS[2]] * 3, *[INTS[1]] * 2, INTS[0], INTS[0], FLOATS[0])
+BATCH = record(Batch, *[INTS[1]] * 4, *[INTS[2]] * 3, *[INTS[1]] * 3, INTS[0], INTS[0], FLOATS[0])
 
 
 class Limits(NamedTuple):
@@ -143,12 +147,12 @@ def score(
             continue
         d = draft[i]
         total += k
-        rows_s += k * row_s[d, i]
         charged_s += charge_s(problem, d, i)
         switch_s += problem.switch_s[d, i]
         for j in range(k):
             count[d, j] += first_tokens[d, i] if j == 0 else 1
             value += gain[j, d, i]
+            rows_s += row_s[j, d, i]
     seconds = problem.undrafted_s[total] + rows_s
     if total:
         seconds += problem.speculation_s
@@ -195,9 +199,9 @@ def _fix_control(
         if k <= 0:
             continue
         tokens += k
-        seconds += k * row_s[d, i]
         survival = 1.0
         for j in range(k):
+            seconds += row_s[min(j, len(row_s) - 1), d, i]
             survival *= hazard[j, d, i] if j < len(hazard) else 0.0
             value += survival
             count[d, j] += max(b.catchup[r, d], 1) if j == 0 else 1
@@ -209,15 +213,21 @@ def _fix_control(
     return tokens, value, seconds
 
 
-@entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[2])
+@helper
+def node_s(times: Times, rows: int) -> float:
+    """Return the seconds of one more token in a pass: the mean of the next four of each row."""
+    return (verify_s(times, 5 * rows) - verify_s(times, rows)) / max(4 * rows, 1)
+
+
+@entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[3])
 def build(
-    times: Times, batch: Batch, limits: Limits, hazard: Floats, extra: Floats
+    times: Times, batch: Batch, limits: Limits, hazard: Floats, nodes: Floats
 ) -> tuple[StepProblem, Ints, float]:
     """Return the choice that a batch has, the places of its rows in ``batch.rows``, and how much
     longer the step takes for its prefill tokens.
 
-    ``hazard[K, D, N]`` and ``extra[N, D]``, how many nodes more than one a proposed token brings,
-    are in that order. A node's seconds are the mean of the next four of each row.
+    ``hazard[K, D, N]`` and ``nodes[K, D, N]``, how many nodes of a proposal's token j are verified,
+    are in that order.
     """
     t, b = times, batch
     everyone, drafts = b.ceiling.shape
@@ -236,14 +246,17 @@ def build(
             k_max = max(k_max, most)
         n += 1
     factor = t.factor[VERIFY]
-    node_s = (verify_s(t, 5 * everyone) - verify_s(t, everyone)) / max(4 * everyone, 1)
-    all_row_s = np.empty((drafts, everyone))
+    one_s = node_s(t, everyone)
+    all_row_s = np.empty((len(nodes), drafts, everyone))
     for d in range(drafts):
         f = t.factor[FIRST_DRAFT + d]
         for i in range(everyone):
-            alone_s = max(f * t.draft_row_s[d] + node_s * extra[i, d], 0.0)
-            cached_s = f * t.draft_context_s[d] + factor * t.node_context_s * (1 + extra[i, d])
-            all_row_s[d, i] = alone_s + cached_s * b.context[b.rows[i]]
+            tokens = b.context[b.rows[i]]
+            forward_row_s = f * (t.draft_row_s[d] + t.draft_context_s[d] * tokens)
+            cached_s = factor * t.node_context_s * tokens
+            for j in range(len(nodes)):
+                verified_s = one_s * (nodes[j, d, i] - 1) + cached_s * nodes[j, d, i]
+                all_row_s[j, d, i] = forward_row_s + verified_s
     occupied = np.zeros((drafts, k_max), np.int64)
     fixed_s = t.factor[OVERHEAD] * t.overhead_s
     fixed_s += factor * (everyone * t.row_s + context * t.context_s)
@@ -272,7 +285,7 @@ def build(
             forwards_s[d, tokens] = forward_s(t, d, tokens)
     gain = np.zeros((k_max, drafts, n))
     first, horizon = np.empty((drafts, n), np.int64), np.empty(n)
-    row_s, switch_s = np.empty((drafts, n)), np.empty((drafts, n))
+    row_s, switch_s = np.empty((k_max, drafts, n)), np.empty((drafts, n))
     for place in range(n):
         i = chosen[place]
         r = b.rows[i]
@@ -285,7 +298,7 @@ def build(
             unseen = max(b.catchup[r, d], 1)
             first[d, place] = min(unseen, 2)  # a chain accepted whole leaves its last token and the
             # bonus unread: no switch yet
-            row_s[d, place] = all_row_s[d, i]
+            row_s[:, d, place] = all_row_s[:k_max, d, i]
             switch_s[d, place] = forward_s(t, d, unseen) - forward_s(t, d, min(unseen, 2))
     ceilings = ceiling[:, :n].copy()
     problem = StepProblem(

@@ -134,7 +134,7 @@ def _fill(
         d = pick[i]
         more = first_tokens[d, i] if j == 0 else 1
         alone_s = forward_s[d, count[d, j] + more] - forward_s[d, count[d, j]]
-        alone_s += row_s[d, i]
+        alone_s += row_s[j, d, i]
         count[d, j] += more
         passing_s = alone_s
         if j == 0:
@@ -190,7 +190,7 @@ def _improve(
                 more = p.first_tokens[d0, i] if j == 0 else 1
                 count[d0, j] -= more
                 took_s = p.forward_s[d0, count[d0, j] + more] - p.forward_s[d0, count[d0, j]]
-                took_s += p.draft_row_s[d0, i]
+                took_s += p.draft_row_s[j, d0, i]
                 old += p.gain[j, d0, i] - price * took_s
                 old_s += took_s
             if k0:
@@ -205,7 +205,7 @@ def _improve(
                 for j in range(min(p.ceiling[d, i], last - rest)):
                     more = p.first_tokens[d, i] if j == 0 else 1
                     took_s = p.forward_s[d, count[d, j] + more] - p.forward_s[d, count[d, j]]
-                    took_s += p.draft_row_s[d, i]
+                    took_s += p.draft_row_s[j, d, i]
                     alone += p.gain[j, d, i] - price * took_s
                     alone_s += took_s
                     shared_s = p.undrafted_s[rest + j + 1] + p.speculation_s
@@ -345,8 +345,8 @@ def _set_worth(
             charge = charge_s(problem, d, i) + (first_tokens[d, i] - 1) * token_s[0, d]
             before = -dear * charge
             for k in range(k_max):
-                net = gain[k, d, i] - dear * (token_s[k, d] + row_s[d, i]) - slope
-                before += max(net, 0.0)
+                cost = dear * (token_s[k, d] + row_s[k, d, i]) + slope
+                before += max(gain[k, d, i] - max(cost, 0.0), 0.0)
                 worth[k, d, i] = before
 
 
@@ -362,7 +362,8 @@ def _pick_drafts(
 ) -> None:
     """Give each row the open draft that gains it most, and its tokens their worth ``own[K, n]``.
 
-    A charge is deducted in proportion to what a row's tokens are worth, so that they stay in order.
+    A token is worth no more than the one before it. A charge is deducted in proportion to what a
+    row's tokens are worth, so that they stay in order.
     """
     gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
     _, drafts, n = worth.shape
@@ -373,10 +374,12 @@ def _pick_drafts(
             if longest[other] and worth[longest[other] - 1, other, i] > top:
                 top, d = worth[longest[other] - 1, other, i], other
         pick[i] = d
-        total = 0.0
+        total, least = 0.0, np.inf
         for j in range(longest[d]):
-            own[j, i] = max(gain[j, d, i] - dear * (token_s[j, d] + row_s[d, i]), 0.0)
-            total += own[j, i]
+            cost = max(dear * (token_s[j, d] + row_s[j, d, i]), 0.0)
+            least = min(least, max(gain[j, d, i] - cost, 0.0))
+            own[j, i] = least
+            total += least
         charge = dear * (charge_s(problem, d, i) + (first_tokens[d, i] - 1) * token_s[0, d])
         share = max(1 - charge / max(total, _NOTHING), 0.0)
         for j in range(longest[d]):

@@ -7,10 +7,11 @@ import numpy as np
 from .acceptance import CONSTANTS, ESTIMATES, Constants, Estimates, set_hazards
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
-from .problem import BATCH, LIMITS, Batch, Limits, build
+from .problem import BATCH, LIMITS, Batch, Limits, build, node_s
 from .search import best_priced
-from .times import TIMES, Times, nodes_by_token
+from .times import TIMES, VERIFY, Times, verify_s
 from .trials import find_trial
+from .trim import COUNTS, PLACES, Counts, expect_kept
 
 
 class Known(NamedTuple):
@@ -18,13 +19,12 @@ class Known(NamedTuple):
 
     estimates: Estimates
     constants: Constants
-    usage: Floats
-    """[2, C], as ``policy.loops.times.NODES`` says."""
+    counts: Counts
     hazard: Floats
     """[K, D, N] instead of what the evidence says, by ``Batch.rows``; empty: none."""
 
 
-KNOWN = record(Known, ESTIMATES, CONSTANTS, FLOATS[2], FLOATS[3])
+KNOWN = record(Known, ESTIMATES, CONSTANTS, COUNTS, FLOATS[3])
 
 
 class Mode(NamedTuple):
@@ -75,22 +75,41 @@ def evidence_of(batch: Batch) -> Ints:
     return evidence
 
 
-@entry(KNOWN, BATCH, INTS[0])
-def expect(known: Known, batch: Batch, k_max: int) -> tuple[Floats, Floats]:
-    """Return what is expected of the rows of a batch, [K, D, N], and by row and draft the nodes
-    more than one that a proposed token brings.
+@entry(TIMES, KNOWN, BATCH, INTS[0], FLOATS[0])
+def expect(
+    times: Times, known: Known, batch: Batch, k_max: int, price: float
+) -> tuple[Floats, Floats]:
+    """Return what is expected of the rows of a batch at about this price, [K, D, N] each: the
+    hazards of what the trim leaves of proposals, and the nodes that it leaves at each place.
     """
-    everyone, drafts = batch.ceiling.shape
-    hazard = known.hazard
-    if hazard.size == 0:
-        hazard = np.empty((k_max, drafts, everyone))
-        set_hazards(known.estimates, batch.slot, evidence_of(batch), hazard)
-    extra = np.empty((everyone, drafts))
+    b = batch
+    everyone, drafts = b.ceiling.shape
+    hazard = np.empty((k_max, drafts, everyone))
+    if known.hazard.size:
+        hazard[:] = known.hazard
+    else:
+        set_hazards(known.estimates, b.slot, evidence_of(b), hazard)
+    nodes = np.empty((k_max, drafts, everyone))
+    columns = len(known.counts.positions)
+    kept, is_known = np.empty((columns, 2, 2, PLACES)), np.zeros((columns, 2), np.int64)
+    context = 0
     for i in range(everyone):
-        first = max(known.estimates.tenant[batch.slot[i]], 0) * drafts
+        context += b.context[i]
+    mean = context / max(everyone, 1)
+    cost = price * (node_s(times, everyone) + times.factor[VERIFY] * times.node_context_s * mean)
+    for i in range(everyone):
+        first = max(known.estimates.tenant[b.slot[i]], 0) * drafts
+        drawn = b.drawn[b.rows[i]] if len(b.drawn) else 0
         for d in range(drafts):
-            extra[i, d] = nodes_by_token(known.usage, first + d) - 1
-    return hazard, extra
+            c = first + d
+            if not is_known[c, drawn]:
+                is_known[c, drawn] = 1
+                expect_kept(known.counts, c, drawn, cost, kept[c, drawn])
+            for j in range(k_max):
+                place = min(j, PLACES - 1)
+                hazard[j, d, i] *= kept[c, drawn, 0, place]
+                nodes[j, d, i] = kept[c, drawn, 1, place]
+    return hazard, nodes
 
 
 @helper
@@ -121,11 +140,13 @@ def choose(
     b, m = batch, mode
     draft[:] = -1
     length[:] = 0
-    hazard, extra = expect(known, b, limits.k_max)
-    problem, chosen, prefill_s = build(times, b, limits, hazard, extra)
-    n, everyone = len(chosen), len(b.rows)
-    drafts, lengths = np.empty(n, np.int64), np.empty(n, np.int64)
+    everyone = len(b.rows)
     waiting = 1 + b.prefilling / max(everyone, 1) if m.waits else 1.0
+    known_goodput = m.goodput if m.goodput else everyone / max(verify_s(times, everyone), 1e-12)
+    hazard, nodes = expect(times, known, b, limits.k_max, waiting * known_goodput)
+    problem, chosen, prefill_s = build(times, b, limits, hazard, nodes)
+    n = len(chosen)
+    drafts, lengths = np.empty(n, np.int64), np.empty(n, np.int64)
     price, goodput, value, _, step_s = best_priced(
         problem, m.goodput, waiting, prefill_s if m.waits else 0.0, drafts, lengths
     )

@@ -266,55 +266,18 @@ def learn_times(
     return 0 if _settle_shape(factor, shape, seen) else -1
 
 
-NODES, TOKENS = range(2)
-"""Rows of ``usage``: verified nodes, and tokens of the proposals."""
-_SURE_TOKENS = 20.0  # prior weight in planned tokens: one node each
-_MEMORY_TOKENS = 2000.0  # memory of nodes, in planned tokens
-_REST_KEEP = 0.95  # share of a draft's nodes that a step without it leaves, or it would stay unused
-
-
-@helper
-def nodes_by_token(usage: Floats, c: int) -> float:
-    """Return the nodes that a proposed token brings, at least 1: what the trim cuts is its gain."""
-    return max((usage[NODES, c] + _SURE_TOKENS) / (usage[TOKENS, c] + _SURE_TOKENS), 1.0)
-
-
-@helper
-def _learn_usage(usage: Floats, step: Step, column: Ints) -> None:
-    """Learn how many nodes a token brings, in place; ``column[m]`` of tenant and draft."""
-    s = step
-    columns = usage.shape[1]
-    new = np.zeros((2, columns))
-    for i in range(len(column)):
-        c = column[i]
-        if c < 0:
-            continue
-        new[NODES, c] += s.verified[i]
-        new[TOKENS, c] += s.length[i]
-    for c in range(columns):
-        keep = math.exp(-new[TOKENS, c] / _MEMORY_TOKENS) if new[TOKENS, c] else _REST_KEEP
-        usage[NODES, c] = keep * usage[NODES, c] + new[NODES, c]
-        usage[TOKENS, c] = keep * usage[TOKENS, c] + new[TOKENS, c]
-
-
-@entry(
-    *(TIMES, STEP, INTS[1], FLOATS[1], FLOATS[0]),
-    *(FLOATS[1], FLOATS[1], FLOATS[1], INTS[0], FLOATS[2]),
-)
+@entry(*(TIMES, STEP, FLOATS[1], FLOATS[0]), *(FLOATS[1], FLOATS[1], FLOATS[1], INTS[0]))
 def learn_step(
     times: Times,
     step: Step,
-    column: Ints,
     measured: Floats,
     step_s: float,
     factor: Floats,
     shape: Floats,
     seen: Floats,
     age: int,
-    usage: Floats,
 ) -> int:
-    """Learn from the times of a step, and what became of its proposals; see ``learn_times``."""
-    _learn_usage(usage, step, column)
+    """Learn from the times of a step, in place; see ``learn_times``."""
     predicted = np.empty(len(factor))
     tokens, base_s = predict(times, step, predicted)
     return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)

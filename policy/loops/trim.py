@@ -16,22 +16,47 @@ BOUNDS = np.array(
 )
 """Of the bins of confidence, finer towards 0 and 1."""
 BINS = len(BOUNDS) - 1
+PLACES = 3
+"""Places of a proposal that are told apart: its first token, its second, and all later ones."""
 _PRIOR_NODES = 8.0  # nodes that a bin's claim counts for
+_PRIOR_POSITIONS = 4.0  # places of a proposal that are taken to keep one node, the right one
 _MEMORY_NODES = 20_000.0  # memory of a column, greedy or sampled: a few thousand steps of a row
+_REST_KEEP = 0.98  # of a draft's nodes that a step without it leaves, or it might stay unused
 
 
 class Proposed(NamedTuple):
     """The nodes of a batch, [q] each (``policy.plan.Drafted``)."""
 
     row: Ints
-    """Its row; where nodes teach, whether the target drew the path to it (1) or not (0)."""
     column: Ints
     """Its column of tenant and draft."""
+    depth: Ints
+    """The tokens before it on its path."""
     confidence: Floats
     drawn: Bools
 
 
-PROPOSED = record(Proposed, INTS[1], INTS[1], FLOATS[1], BOOLS[1])
+PROPOSED = record(Proposed, INTS[1], INTS[1], INTS[1], FLOATS[1], BOOLS[1])
+
+
+class Counts(NamedTuple):
+    """What is known of the nodes that drafts proposed, as fading counts, and what follows."""
+
+    nodes: Floats
+    """[C, 2, PLACES, BINS] nodes, by column, greedy or sampled, place and confidence."""
+    claimed: Floats
+    """Likewise, the sum of their confidences."""
+    matched: Floats
+    """Likewise, how many of them the target drew."""
+    positions: Floats
+    """[C, 2, PLACES] the proposals that had nodes there."""
+    knots: Floats
+    """[C, 2, BINS + 2] confidences at which it is known how likely nodes are drawn."""
+    accepted_at: Floats
+    """[C, 2, BINS + 2] how likely they are there."""
+
+
+COUNTS = record(Counts, *[FLOATS[4]] * 3, *[FLOATS[3]] * 3)
 
 
 class Pass(NamedTuple):
@@ -90,13 +115,12 @@ def take_best(row: Ints, worth: Floats, pass_s: Floats, price: float, nodes: Int
         nodes[row[order[m]]] += 1
 
 
-@entry(TIMES, FLOATS[3], FLOATS[3], PASS, PROPOSED, INTS[1])
-def trim(
-    times: Times, knots: Floats, accepted_at: Floats, step: Pass, proposed: Proposed, nodes: Ints
-) -> None:
+@entry(TIMES, COUNTS, PASS, PROPOSED, INTS[1])
+def trim(times: Times, counts: Counts, step: Pass, proposed: Proposed, nodes: Ints) -> None:
     """Count into ``nodes[n]`` how many nodes of each row are verified. A confidence is worth what
-    the line of its column through ``accepted_at`` at ``knots``, [C, 2, B], says.
+    the line of its column through ``accepted_at`` at ``knots`` says.
     """
+    knots, accepted_at = counts.knots, counts.accepted_at
     t, s, p = times, step, proposed
     count = len(p.row)
     pass_s = np.empty(count + 1)
@@ -124,38 +148,85 @@ def trim(
     take_best(p.row, worth, pass_s, s.price, nodes)
 
 
-@entry(FLOATS[3], FLOATS[3], PROPOSED, FLOATS[1])
-def calibrate(knots: Floats, accepted_at: Floats, proposed: Proposed, likely: Floats) -> None:
+@entry(COUNTS, PROPOSED, FLOATS[1])
+def calibrate(counts: Counts, proposed: Proposed, likely: Floats) -> None:
     """Compute how likely the target draws the path to each node."""
-    p = proposed
+    k, p = counts, proposed
     for q in range(len(p.row)):
         c, drawn = p.column[q], 1 if p.drawn[q] else 0
-        likely[q] = interpolate(knots[c, drawn], accepted_at[c, drawn], p.confidence[q])
+        likely[q] = interpolate(k.knots[c, drawn], k.accepted_at[c, drawn], p.confidence[q])
 
 
-@entry(FLOATS[3], FLOATS[3], FLOATS[3], PROPOSED)
-def learn_nodes(nodes: Floats, claimed: Floats, matched: Floats, proposed: Proposed) -> None:
-    """Count nodes, in place, as fading counts by bin, [C, 2, BINS] each."""
-    p = proposed
-    columns = len(nodes)
-    new = np.zeros((3, columns, 2, BINS))
+@entry(COUNTS, PROPOSED, BOOLS[1], BOOLS[2])
+def learn_nodes(counts: Counts, proposed: Proposed, accepted: Bools, present: Bools) -> None:
+    """Count nodes, in place; ``accepted[q]`` is whether the target drew the path to a node.
+
+    Columns without nodes fade where there were rows that could have had some, ``present[C, 2]``.
+    """
+    k, p = counts, proposed
+    columns = len(k.nodes)
+    new, positions = np.zeros((3, columns, 2, PLACES, BINS)), np.zeros((columns, 2, PLACES))
+    row, seen = -1, 0
     for q in range(len(p.row)):
         c, drawn, x = p.column[q], 1 if p.drawn[q] else 0, p.confidence[q]
         if c < 0:
             continue
+        if p.row[q] != row:
+            row, seen = p.row[q], 0
+        place, depth = min(p.depth[q], PLACES - 1), 1 << min(p.depth[q], 62)
+        if not seen & depth:
+            seen |= depth
+            positions[c, drawn, place] += 1.0
         b = 0
         while b < BINS - 1 and x >= BOUNDS[b + 1]:
             b += 1
-        new[0, c, drawn, b] += 1.0
-        new[1, c, drawn, b] += x
-        new[2, c, drawn, b] += p.row[q]
+        new[0, c, drawn, place, b] += 1.0
+        new[1, c, drawn, place, b] += x
+        new[2, c, drawn, place, b] += 1.0 if accepted[q] else 0.0
     for c in range(columns):
         for drawn in range(2):
-            keep = math.exp(-new[0, c, drawn].sum() / _MEMORY_NODES)
-            for b in range(BINS):
-                nodes[c, drawn, b] = keep * nodes[c, drawn, b] + new[0, c, drawn, b]
-                claimed[c, drawn, b] = keep * claimed[c, drawn, b] + new[1, c, drawn, b]
-                matched[c, drawn, b] = keep * matched[c, drawn, b] + new[2, c, drawn, b]
+            total = new[0, c, drawn].sum()
+            keep = math.exp(-total / _MEMORY_NODES)
+            if total == 0 and present[c, drawn]:
+                keep = _REST_KEEP
+            for place in range(PLACES):
+                at = c, drawn, place
+                k.positions[at] = keep * k.positions[at] + positions[at]
+                for b in range(BINS):
+                    k.nodes[at][b] = keep * k.nodes[at][b] + new[0][at][b]
+                    k.claimed[at][b] = keep * k.claimed[at][b] + new[1][at][b]
+                    k.matched[at][b] = keep * k.matched[at][b] + new[2][at][b]
+
+
+@helper
+def expect_kept(counts: Counts, c: int, drawn: int, cost: float, kept: Floats) -> None:
+    """Compute what the trim leaves of a column's proposals where a node costs so many tokens:
+    ``kept[2, PLACES]``, which share of what they would have had accepted, and how many nodes.
+
+    Kept are the nodes that are likelier than they cost. A place is taken to be reached as often as
+    a node of the one before it is kept.
+    """
+    k = counts
+    reached = 1.0
+    for place in range(PLACES):
+        had, left, nodes = 0.0, 0.0, 0.0
+        low = 0.0
+        for b in range(BINS):
+            high = interpolate(k.knots[c, drawn], k.accepted_at[c, drawn], BOUNDS[b + 1])
+            likely, count = k.accepted_at[c, drawn, b + 1], k.nodes[c, drawn, place, b]
+            had += count * likely
+            if low >= cost:
+                left += count * likely
+                nodes += count
+            elif high > cost:
+                part = count * (high - cost) / (high - low)
+                left += min(part * (cost + high) / 2, count * likely)
+                nodes += part
+            low = high
+        kept[0, place] = (left + _PRIOR_POSITIONS) / (had + _PRIOR_POSITIONS)
+        nodes = (nodes + _PRIOR_POSITIONS) / (k.positions[c, drawn, place] + _PRIOR_POSITIONS)
+        kept[1, place] = reached * nodes
+        reached *= min(nodes, 1.0)
 
 
 @helper
@@ -184,22 +255,21 @@ def _make_rising(share: Floats, weight: Floats) -> None:
             b += 1
 
 
-@entry(*[FLOATS[3]] * 5)
-def set_maps(
-    nodes: Floats, claimed: Floats, matched: Floats, knots: Floats, accepted_at: Floats
-) -> None:
-    """Compute what confidences are worth, ``accepted_at`` at ``knots``, both [C, 2, BINS + 2]."""
+@entry(COUNTS)
+def set_maps(counts: Counts) -> None:
+    """Compute what confidences are worth, in place: ``accepted_at`` at ``knots``."""
+    k = counts
     mean, share, weight = np.empty(BINS), np.empty(BINS), np.empty(BINS)
-    for c in range(len(nodes)):
+    for c in range(len(k.nodes)):
         for drawn in range(2):
             for b in range(BINS):
                 prior = _PRIOR_NODES * (BOUNDS[b] + BOUNDS[b + 1]) / 2
-                weight[b] = nodes[c, drawn, b] + _PRIOR_NODES
-                mean[b] = (claimed[c, drawn, b] + prior) / weight[b]
-                share[b] = (matched[c, drawn, b] + prior) / weight[b]
+                weight[b] = k.nodes[c, drawn, :, b].sum() + _PRIOR_NODES
+                mean[b] = (k.claimed[c, drawn, :, b].sum() + prior) / weight[b]
+                share[b] = (k.matched[c, drawn, :, b].sum() + prior) / weight[b]
             _make_rising(share, weight)
-            knots[c, drawn, 0] = accepted_at[c, drawn, 0] = 0.0
-            knots[c, drawn, 1:-1] = mean
-            accepted_at[c, drawn, 1:-1] = share
-            knots[c, drawn, -1] = 1.0
-            accepted_at[c, drawn, -1] = min(share[-1] / mean[-1], 1.0)
+            k.knots[c, drawn, 0] = k.accepted_at[c, drawn, 0] = 0.0
+            k.knots[c, drawn, 1:-1] = mean
+            k.accepted_at[c, drawn, 1:-1] = share
+            k.knots[c, drawn, -1] = 1.0
+            k.accepted_at[c, drawn, -1] = min(share[-1] / mean[-1], 1.0)

@@ -18,7 +18,6 @@ from policy.custom import PolicyError, load_policy
 from policy.guard import Guard
 from policy.latency import LatencyModel
 from policy.loops.acceptance import Chains
-from policy.loops.times import NODES, TOKENS
 from policy.plan import (
     AnyPolicy,
     Drafted,
@@ -105,8 +104,6 @@ class _Lacking(AdaptivePlanner):
             after.correction = state.correction
         elif self._lacks == "shape":
             after.correction = replace(after.correction, applied=None)
-        elif self._lacks == "charge":
-            after.usage[NODES] = after.usage[TOKENS]
         return after
 
 
@@ -119,7 +116,6 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "correction": {},
     "shape": {},
     "trim": {},
-    "charge": {},
 }
 """Parts of the adaptive planner that ``without:PART`` takes away, with the constants for it."""
 

@@ -34,7 +34,7 @@ def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
         first_tokens=rng.integers(1, 3, (drafts, rows))
         if switches
         else np.ones((drafts, rows), np.int64),
-        draft_row_s=rng.uniform(0, 0.02, (drafts, rows)) * switches,
+        draft_row_s=rng.uniform(-0.02, 0.02, (k_max, drafts, rows)) * switches,
         switch_s=rng.choice([0.0, 0.5], (drafts, rows)) * switches,
         horizon=rng.uniform(1, 16, rows),
         occupied=np.zeros((drafts, k_max), np.int64),

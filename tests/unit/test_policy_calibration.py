@@ -113,11 +113,9 @@ def test_steps_learnt_together_are_as_steps_learnt_one_by_one():
 
 def test_learning_leaves_the_calibration_that_it_starts_from_alone():
     start = taught(0.9, 0.5, 100)
-    before = [a.copy() for a in (start.nodes, start.claimed, start.matched, start.accepted_at)]
+    before = [column.copy() for column in start.counts]
     taught(0.9, 0.0, 100, start=start)
-    for was, now in zip(
-        before, (start.nodes, start.claimed, start.matched, start.accepted_at), strict=True
-    ):
+    for was, now in zip(before, start.counts, strict=True):
         assert (was == now).all()
 
 
@@ -131,7 +129,7 @@ def test_bins_hold_their_lower_edges():
     assert len(EDGES) + 1 == BINS
     nodes = np.zeros(len(EDGES), np.int64)
     after = Calibration.none(1).learnt(nodes, nodes > 0, EDGES, nodes > 0)
-    assert after.nodes[0, 0].tolist() == [0.0] + [1.0] * (BINS - 1)
+    assert after.nodes[0, 0, 0].tolist() == [0.0] + [1.0] * (BINS - 1)
 
 
 # -- over a restart

@@ -15,7 +15,6 @@ from policy import (
     Plan,
     PlannerConfig,
 )
-from policy.loops.times import NODES, TOKENS
 from tests.fakes.policies import DRAFTS, RNG, certain, latency, outcome, planner, view
 
 # -- the seam
@@ -408,28 +407,54 @@ def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     assert made.drift(after)["verify"] > 1
 
 
-def test_a_draft_is_charged_for_the_nodes_that_are_verified_for_it():
-    p = planner(latency((0.05, 0.05), token_s=0.03, free_tokens=1), **certain(0.5))
-    seen, nodes = view(8), {}
-    for name, brought in (("as planned", 1), ("bushy", 4), ("trimmed", 0.25)):
-        state = p.start()
-        state.usage[NODES], state.usage[TOKENS] = 2000.0 * brought, 2000.0
-        plan, _ = p.plan(seen, state, 0.0, RNG)
-        nodes[name] = int(plan.length.sum())
-    assert nodes["bushy"] < nodes["as planned"] <= nodes["trimmed"]
+def bushy(state, column, chances, positions=500):
+    """The state after trees of one token whose nodes are right as often as they claim."""
+    rng, count = np.random.default_rng(4), len(chances)
+    right = rng.choice(count + 1, positions, p=[*chances, 1 - sum(chances)])
+    row, depth = np.repeat(np.arange(positions), count), np.zeros(positions * count, np.int64)
+    state.calibration = state.calibration.learnt(
+        np.full(len(row), column),
+        np.zeros(len(row), np.bool_),
+        np.tile(chances, positions),
+        (right[:, None] == np.arange(count)).reshape(-1),
+        row,
+        depth,
+    )
+    return state
 
 
-def test_how_many_nodes_a_token_of_a_plan_brings_is_learnt_by_draft():
-    p, seen = planner(**certain(0.9)), view(2)
-    plan, state = p.plan(seen, p.start(), 0.0, RNG)
-    told = outcome(seen, plan, plan.length)
-    told.rows.verified = 3 * plan.length
-    used = plan.draft[0]
-    for _ in range(200):
-        state = p.observe(told, replace(state, view=seen), 0.0)
-    verified, planned = state.usage[[NODES, TOKENS]]
-    assert verified[used] / planned[used] == pytest.approx(3)
-    assert not state.usage[:, 1 - used].any()
+def test_a_draft_is_expected_to_bring_what_the_trim_leaves_of_its_trees():
+    """Half of what the tree holds is in its first node; a second one costs more than it brings."""
+    chances = [0.4, 0.2, 0.1, 0.1]
+    for token_s, left, nodes in ((0.0, 1.0, 4.0), (0.04, 0.5, 1.0), (0.2, 0.0, 0.0)):
+        p = planner(latency((0.1, 0.1), token_s=token_s, free_tokens=1), **certain(0.8))
+        state = bushy(p.start(), 0, chances)
+        state.goodput = 8.0
+        problem, _ = p.problem(view(8), state)
+        tree, chain = problem.gain[0, :, 0]
+        assert tree / chain == pytest.approx(left, abs=0.05)
+        row_s = problem.draft_row_s[0, :, 0] / max(token_s, 1e-9) + 1
+        assert not token_s or row_s == pytest.approx([nodes, 1.0], abs=0.05)
+
+
+def test_a_tree_that_is_right_by_its_many_nodes_is_not_drafted_where_they_cost_too_much():
+    p = planner(
+        latency((0.1, 0.1), token_s=0.04, free_tokens=1), ("small", "large"), **certain(0.6)
+    )
+    state, seen = p.start(), view(16)
+    for column in range(2):
+        state = bushy(state, column, [0.16, 0.15, 0.15, 0.14])
+    assert p.plan(seen, p.start(), 0.0, RNG)[0].length.any()
+    assert not p.plan(seen, state, 0.0, RNG)[0].length.any()
+
+
+def test_sampled_rows_are_planned_by_the_nodes_of_sampled_rows():
+    p = planner(latency((0.1, 0.1), token_s=0.04, free_tokens=1), **certain(0.6))
+    state = bushy(p.start(), 0, [0.16, 0.15, 0.15, 0.14])
+    state.goodput = 8.0
+    problem, _ = p.problem(view(2, drawn=np.array([False, True])), state)
+    greedy, drawn = problem.gain[0, 0]
+    assert greedy < drawn / 2
 
 
 @pytest.mark.parametrize("bin_", [-1, 17, 10**9])

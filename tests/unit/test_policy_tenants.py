@@ -8,7 +8,6 @@ import pytest
 
 from policy import AcceptanceConfig, StepNodes
 from policy.acceptance import AcceptanceModel
-from policy.loops.times import NODES, TOKENS
 from policy.plan import Drafted, Plan
 from policy.simulation.arms import make_policy
 from policy.simulation.fleet import simulate_closed
@@ -82,7 +81,7 @@ def test_beside_another_tenant_s_rows_the_estimates_are_those_of_the_own_text():
         assert both.acceptance.requests[0] == one.acceptance.requests[0]
 
 
-def test_confidences_and_kept_gains_are_judged_by_the_own_nodes():
+def test_confidences_are_judged_by_the_own_nodes():
     p = planner(latency(token_s=0.3, free_tokens=1))
     seen = view(2, request=np.array([1, 2]), tenant=np.array([NORMAL, HOSTILE]))
     _, state = p.plan(seen, p.start(), 0.0, RNG)
@@ -103,9 +102,6 @@ def test_confidences_and_kept_gains_are_judged_by_the_own_nodes():
     column = np.array([0, 2])
     mine, theirs = state.calibration.probability(column, none > 0, np.full(2, 0.6)).tolist()
     assert theirs < mine - 0.2
-    nodes, tokens = state.usage[NODES], state.usage[TOKENS]
-    assert nodes[0] == pytest.approx(tokens[0])
-    assert nodes[2] == 0 < tokens[2]
     confident = Drafted(
         np.repeat([0, 1], 4), np.zeros(8, np.int64), np.full(8, 0.9), np.zeros(8, bool)
     )
@@ -248,7 +244,10 @@ def test_rows_of_two_tenants_in_one_plan_have_each_its_own_charge():
     p = planner(latency((0.05, 0.15)), explore_share=0.0)
     seen = view(2, request=np.array([1, 2]), tenant=np.array([NORMAL, HOSTILE]))
     _, state = p.plan(seen, p.start(), 0.0, RNG)
-    state.usage[NODES, 2:], state.usage[TOKENS, 2:] = 100.0, 20.0
+    four = np.repeat(2, 400), np.zeros(400, np.bool_), np.full(400, 0.9), np.full(400, True)
+    rows, depth = np.repeat(np.arange(100), 4), np.zeros(400, np.int64)
+    state.calibration = state.calibration.learnt(*four, rows, depth)
     problem, _ = p.problem(seen, state)
     assert problem.gain[0, :, 1] == pytest.approx(problem.gain[0, :, 0])
-    assert (problem.draft_row_s[:, 1] > problem.draft_row_s[:, 0]).all()
+    assert problem.draft_row_s[0, 0, 1] > problem.draft_row_s[0, 0, 0]
+    assert problem.draft_row_s[0, 1, 1] == problem.draft_row_s[0, 1, 0]
