@@ -50,6 +50,7 @@ VARIABLES = {
     "grpc_port": "GRPC_PORT",
     "metrics_port": "METRICS_PORT",
     "openai_port": "OPENAI_PORT",
+    "dynamo": "DYNAMO_NAMESPACE",
 }
 """The environment variable that each of these options takes the place of."""
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words, rest = words[:at], words[at + 1 :]
     options = _parser().parse_args(words)
     for name, variable in VARIABLES.items():
-        if (value := getattr(options, name)) is not None:
+        if (value := getattr(options, name, None)) is not None:
             paths = name in ("config", "cache")
             os.environ[variable] = str(Path(value).expanduser().absolute()) if paths else value
     if options.command == "doctor":
@@ -136,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         metavar="FOLDER",
         help="say only which engines can serve this folder, and what each would take",
+    )
+    serve.add_argument(
+        "--dynamo",
+        metavar="NAMESPACE",
+        help="be a replica of NVIDIA Dynamo's fleet of this name (DYNAMO_NAMESPACE)",
     )
     for command in (serve, doctor):
         _add_places(command)

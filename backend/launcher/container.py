@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from time import monotonic
 
 from backend import lifeline
+from backend.config import load_config
 from backend.launcher.draining import drain
+from backend.launcher.dynamo import DynamoWorker
 from backend.launcher.front_end import FrontEnd
 from backend.launcher.say import say
 from backend.launcher.settings import Settings, read_settings
@@ -36,14 +38,21 @@ def main(arguments: Sequence[str]) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    worker = None
+    if settings.dynamo_namespace:
+        worker = DynamoWorker(settings, load_config(settings.config, plans=False), PROJECT_ROOT)
     server = lifeline.start(sys.executable, _command(settings, arguments), cwd=PROJECT_ROOT)
     python = os.environ.get("FRONT_END_PYTHON")
     front_end = FrontEnd(settings, python=python) if python else None
     if front_end is not None:
         front_end.start()
+    if worker is not None:
+        worker.start()
     is_ill = _watch(server, stop)
     if front_end is not None:
         front_end.refuse()
+    if worker is not None:
+        worker.leave()
     drain(settings)
     server.terminate()
     try:
@@ -53,6 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         status = 1
     if front_end is not None:
         front_end.stop()
+    if worker is not None:
+        worker.stop()
     return 1 if is_ill else status
 
 

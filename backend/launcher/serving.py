@@ -14,6 +14,7 @@ from typing import IO
 from backend import lifeline
 from backend.config import ConfigError, ServingConfig
 from backend.launcher import example
+from backend.launcher.dynamo import DynamoWorker, import_folder
 from backend.launcher.front_end import FrontEnd
 from backend.launcher.gguf import folder_of
 from backend.launcher.log_file import log_path, open_log, reasons
@@ -148,12 +149,17 @@ def _supervise(
     say("starting" if output is None else f"starting; the log is {output.name}")
     server = TritonServer(settings, folder, arguments, output)
     front_end = FrontEnd(settings, output)
+    worker = None
+    if settings.dynamo_namespace:
+        worker = DynamoWorker(settings, config, import_folder(folder), output)
     starts = 0
 
     def on_ready(start_s: float) -> None:
         nonlocal starts
         starts += 1
         front_end.start()
+        if worker is not None:
+            worker.start()
         if settings.openai_port and starts == 1:
             front_end.wait(stop, FRONT_END_LIMIT_S)
         announce(settings, config, start_s, front_end, first=starts == 1)
@@ -162,12 +168,16 @@ def _supervise(
         say(text)
         if stop.is_set():
             front_end.refuse()
+        if worker is not None:
+            worker.leave() if stop.is_set() else worker.stop()
 
     try:
         supervise(server, stop, on_ready, on_stop)
     finally:
         front_end.stop()
         server.kill()
+        if worker is not None:
+            worker.stop()
 
 
 def announce(
@@ -190,6 +200,8 @@ def announce(
     if settings.openai_port:
         late = "" if front_end.listens else " (still starting)"
         say(f"OpenAI API {front_end.url}/v1, status page {front_end.url}{late}")
+    if settings.dynamo_namespace:
+        say(f"Dynamo worker in the namespace {settings.dynamo_namespace}")
     say(f"try: {example.command(settings)}")
     for line in shown:
         say(line)

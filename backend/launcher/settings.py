@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -54,6 +55,8 @@ class Settings:
     spec_decode_metrics: str = SPEC_DECODE_METRICS[0]
     escape_special_tokens: bool = False
     split_reasoning: bool = True
+    dynamo_namespace: str = ""
+    """Of NVIDIA Dynamo's fleet that this server is a replica of; empty: none."""
 
     @property
     def client_host(self) -> str:
@@ -68,8 +71,8 @@ class Settings:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG``,
-    ``OPENAI_SPEC_DECODE_METRICS``, ``OPENAI_ESCAPE_SPECIAL_TOKENS``, ``OPENAI_SPLIT_REASONING``
-    and ``TRACE_*``. Raises LaunchError.
+    ``OPENAI_SPEC_DECODE_METRICS``, ``OPENAI_ESCAPE_SPECIAL_TOKENS``, ``OPENAI_SPLIT_REASONING``,
+    ``DYNAMO_NAMESPACE`` and ``TRACE_*``. Raises LaunchError.
     """
     ports = [
         _port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS
@@ -89,7 +92,14 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     escape = _switch(environment, "OPENAI_ESCAPE_SPECIAL_TOKENS", "0")
     split = _switch(environment, "OPENAI_SPLIT_REASONING", "1")
     bind = environment.get("BIND") or "127.0.0.1"
-    return Settings(bind, http, grpc, metrics, config, *trace, openai, level, escape, split)
+    namespace = environment.get("DYNAMO_NAMESPACE") or ""
+    if namespace and not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", namespace):
+        raise LaunchError(
+            f"DYNAMO_NAMESPACE (--dynamo) must be of a-z, 0-9, - and _, got {namespace!r}"
+        )
+    return Settings(
+        bind, http, grpc, metrics, config, *trace, openai, level, escape, split, namespace
+    )
 
 
 def _switch(environment: Mapping[str, str], name: str, default: str) -> bool:

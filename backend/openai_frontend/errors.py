@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
+
+from backend.openai_frontend.literals import shown
 
 _EXPECTED = {
     "string": "a string",
@@ -29,7 +30,6 @@ _BOUNDS = {
 }
 _TYPE_ERRORS = ("_type", "_parsing", "_from_float")
 _CODES = {401: "invalid_api_key", 405: "method_not_supported"}
-_MOST_SHOWN = 60
 _SCHEMA_LINE = re.compile(r": at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
 """An error in a grammar of ``backend.openai_frontend.guides``: line n has the schema of tool n."""
 _TOO_MANY = re.compile(r" (\d+) and a prompt of (\d+) tokens exceed the context of (\d+) tokens")
@@ -219,12 +219,6 @@ def path_of(parts: Sequence[Any]) -> str | None:
     for part in parts:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if part else ""
     return path.removeprefix(".") or None
-
-
-def shown(value: Any) -> str:
-    """Return a value as an error shows it: JSON, cut off where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
 
 def _printable(text: str) -> str:

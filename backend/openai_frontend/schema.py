@@ -20,7 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from backend.openai_frontend.errors import shown, wrong
+from backend.openai_frontend.errors import wrong
+from backend.openai_frontend.literals import shown
 
 INT32 = 2**31 - 1
 MOST_PROMPTS = 256

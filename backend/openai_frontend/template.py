@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backend.openai_frontend.calls import call_format
 from backend.openai_frontend.channels import has_channels
-from backend.openai_frontend.errors import shown
+from backend.openai_frontend.literals import shown
 from backend.openai_frontend.reasoning import reasoning_format
 
 SWITCHES = ("enable_thinking", "thinking")
@@ -105,9 +105,11 @@ class ChatTemplate:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        opens_answer: bool = True,
     ) -> str:
-        """Return the text to complete; ``variables`` are the template's, by name. Raises
-        RenderError.
+        """Return the text to complete; ``variables`` are the template's, by name. Without
+        ``opens_answer`` it lacks what the template begins an answer with. Raises RenderError.
         """
         if not self._developers:
             known = {"developer": "system"}
@@ -115,7 +117,7 @@ class ChatTemplate:
                 {**message, "role": known.get(message["role"], message["role"])}
                 for message in messages
             ]
-        given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": opens_answer}
         try:
             text = self._template.render({**given, **self._tokens, **(variables or {})})
         except Exception as error:  # a template can compute anything, and fail at it

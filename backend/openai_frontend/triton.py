@@ -287,12 +287,11 @@ def _piece(result: Any, names: Mapping[str, str], prompt: int, sequence: int) ->
         array = result.as_numpy(name)
         return [] if array is None else array.ravel().tolist()
 
-    text, reason = result.as_numpy("text_output").item().decode(), result.as_numpy("finish_reason")
-    seed = result.as_numpy("seed")
+    reason, seed = result.as_numpy("finish_reason"), result.as_numpy("seed")
     if reason is not None and reason.item().startswith(b"error:"):
-        raise upstream_error(
-            _STATUS.get(reason.item().decode().removeprefix("error:"), 500), text, names
-        )
+        code, _, message = reason.item().decode().removeprefix("error:").partition(" ")
+        raise upstream_error(_STATUS.get(code, 500), message, names)
+    text = result.as_numpy("text_output").item().decode()
     return Piece(
         prompt,
         sequence,

@@ -15,8 +15,8 @@ _TRITON_NAMES = {ErrorCode.INVALID_ARGUMENT: "INVALID_ARG", ErrorCode.UNIMPLEMEN
 
 
 ERRORS_AS_OUTPUTS = "spindle_errors_as_outputs"
-"""A request parameter: errors come as outputs, ``finish_reason`` being ``error:`` and the code,
-``text_output`` the sentence.
+"""A request parameter: errors come as the output ``finish_reason``, which is then ``error:``, the
+code, a space and the sentence.
 
 Triton's gRPC streams tell no code otherwise, but for the header ``triton_grpc_error``, and with
 that Triton 2.51 crashes now and then.
@@ -51,14 +51,8 @@ class Responder:
             else message[:MOST_MESSAGE_CHARACTERS] + "..."
         )
         if self._as_outputs:
-            outputs = {"finish_reason": f"error:{code.value}", "text_output": message}
-            self.send(
-                {
-                    name: np.array([[text.encode("utf-8", "replace")]], np.object_)
-                    for name, text in outputs.items()
-                },
-                final=True,
-            )
+            reason = f"error:{code.value} {message}".encode("utf-8", "replace")
+            self.send({"finish_reason": np.array([[reason]], np.object_)}, final=True)
             return
         name = _TRITON_NAMES.get(code, code.value)
         error = self._pb_utils.TritonError(message, getattr(self._pb_utils.TritonError, name))

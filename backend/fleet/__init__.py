@@ -1,0 +1,1 @@
+"""A replica among others: the worker that NVIDIA Dynamo sends requests to."""
