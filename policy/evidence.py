@@ -13,8 +13,11 @@ import numpy as np
 
 from .plan import IntArray
 
-EVIDENCE_BINS = 17
+EVIDENCE_BINS = 18
 """Bins of evidence; 0: the draft shows nothing."""
+
+PAST_TRAINED = EVIDENCE_BINS - 1
+"""The bin of a draft for texts that are longer than those that it was trained on."""
 
 MATCH_EDGES = (1, 3, 5, 8, 12, 16, 24, 32)
 """The least tokens of a match by its class: as many as end the text and occurred earlier."""
@@ -30,7 +33,8 @@ def bin_of_match(tokens: int, agree: bool = False) -> int:
 
 
 def shared(evidence: IntArray) -> IntArray:
-    """Return the bins int64[n, d] with which a draft that shows nothing has the highest of the
-    row's others: a text that repeats itself is easier for every draft.
+    """Return the bins int64[n, d] with which a draft that shows nothing has the highest bin of a
+    match of the row's others: a text that repeats itself is easier for every draft.
     """
-    return np.where(evidence == 0, evidence.max(axis=1, initial=0, keepdims=True), evidence)
+    matches = np.where(evidence == PAST_TRAINED, 0, evidence)
+    return np.where(evidence == 0, matches.max(axis=1, initial=0, keepdims=True), evidence)

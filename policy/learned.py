@@ -22,7 +22,7 @@ from .plan import FloatArray
 from .tenants import Tenants
 from .trim import COUNTS, Calibration
 
-SCHEMA = 11
+SCHEMA = 12
 _FACTORS = (1 / MAX_CORRECTION, MAX_CORRECTION)
 _RANGES = {
     "factor": _FACTORS,

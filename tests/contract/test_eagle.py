@@ -20,6 +20,7 @@ from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from engines_build.timing import Rig
+from policy.evidence import PAST_TRAINED
 from tests.contract.eagle_reference import EagleReference
 from tests.fakes.eagle import random_head
 
@@ -284,6 +285,14 @@ def test_a_sampled_row_s_candidates_are_those_of_its_noise():
         sequence.sampling = SamplingParams(temperature=1.5, seed=seed)
         drawn.add(tuple(asked(life, sequence).proposal.tokens))
     assert len(drawn) > 3
+
+
+def test_a_text_longer_than_those_of_its_training_is_evidence_of_its_own():
+    life = Life({"trained_tokens": 40}, 0, 1)
+    sequence = life.new(1, life.drawn(40), [3, 7, 1, 9])
+    assert life.engine.evidence(sequence) == 0
+    sequence.tokens += life.drawn(1)
+    assert life.engine.evidence(sequence) == PAST_TRAINED
 
 
 def test_a_turn_that_it_cannot_run_fails_alone():

@@ -30,6 +30,7 @@ from backend.engines.stepping.kv_caches import Cache, Caches
 from backend.sampling.processing import Columns
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from backend.storage.manifest import read_model_config, weights_sha256
+from policy.evidence import PAST_TRAINED
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +240,13 @@ class EagleEngine:
         if text is None or text.has_hole or not 0 < len(text.cache.ran) == len(sequence.tokens) - 1:
             return 0
         return max(0, min(length, self.limits.max_draft_tokens))
+
+    def evidence(self, sequence: Sequence) -> int:
+        """Return ``PAST_TRAINED`` for a text that is longer than those it was trained on, where
+        less of what such heads propose is accepted (``port.ShowsEvidence``).
+        """
+        is_past = len(sequence.tokens) > self._model.shape.trained_tokens
+        return PAST_TRAINED if is_past else 0
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
         """For measuring only: take all states as absorbed."""
