@@ -36,6 +36,9 @@ from .problem import batch_of, evidence_of, ints
 from .tenants import NO_TENANT, Tenants
 from .trim import Calibration, trimmed
 
+_MOST_RESTS = 15
+"""Steps without nodes after which what is known of drafts that rest fades by all of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
@@ -76,6 +79,8 @@ class PlannerState:
     correction: Correction
     calibration: Calibration
     tenants: Tenants = field(default_factory=Tenants)
+    rests: int = 0
+    """Steps since nodes were last learnt from."""
     view: View | None = None
     """The last batch that was planned for."""
     goodput: float = 0.0
@@ -92,6 +97,7 @@ class PlannerState:
             self.correction,
             self.calibration,
             self.tenants,
+            self.rests,
             self.view,
             self.goodput,
             self.trial_budget_s,
@@ -248,14 +254,18 @@ class AdaptivePlanner(Policy[PlannerState]):
         acceptance = self.estimator.decayed_to(state.acceptance, now)
         step, others = _chains(rows), _chains(free)
         acceptance, slot = self.estimator.observe(acceptance, step, ints(rows.emitted), others)
-        column, nodes = state.column(step.draft, slot), outcome.nodes
-        if len(rows):
+        nodes = outcome.nodes
+        if not len(nodes) and state.rests < _MOST_RESTS:
+            after.rests += len(rows) > 0
+        else:
+            column = state.column(step.draft, slot)
             claims = _claims(nodes.row, step.draft[nodes.row], nodes.depth, nodes.confidence)
             evidence = np.repeat(step.evidence[:, None], len(self.drafts), axis=1)
             score = self.estimator.weigh(state.acceptance, step.request, slot, evidence, claims)
             known = column[nodes.row], nodes.drawn, score, nodes.accepted
-            present = self._present(state, slot)
-            after.calibration = state.calibration.learnt(*known, claims.row, claims.depth, present)
+            rest = self._present(state, slot), state.rests + 1
+            after.calibration = state.calibration.learnt(*known, claims.row, claims.depth, *rest)
+            after.rests = 0
         if state.view is not None and len(rows):
             after.correction = state.correction.learnt(
                 lambda *learnt: self._learn_step(outcome, state, learnt)
@@ -274,10 +284,8 @@ class AdaptivePlanner(Policy[PlannerState]):
         drawn = None if state.view is None else state.view.drawn
         kinds = (True, False) if drawn is None else (not drawn.all(), bool(drawn.any()))
         present = np.zeros((state.tenants.rows, len(self.drafts), 2), np.bool_)
-        tenants = slice(None)
-        if state.tenants.rows > 1:
-            tenants = np.unique(state.acceptance.tenant[slot[slot >= 0]])
-        present[tenants] = kinds
+        tenant = state.acceptance.tenant[slot[slot >= 0]] if state.tenants.rows > 1 else 0
+        present[tenant] = kinds
         return present.reshape(-1, 2)
 
     def _learn_step(

@@ -98,13 +98,14 @@ class Calibration:
         row: IntArray | None = None,
         depth: IntArray | None = None,
         present: BoolArray | None = None,
+        steps: int = 1,
     ) -> Calibration:
         """Return the calibration after nodes that would be known either way, [q] each, by column
         of tenant and draft (-1: unknown).
 
         Nodes of a row follow one another; without rows each has one of its own. ``depth`` is as in
-        ``policy.plan.Drafted``. What is known of columns without nodes fades where rows that
-        could have had some were ``present``, bool[C, 2] (None: nowhere).
+        ``policy.plan.Drafted``. What is known of columns without nodes fades by so many ``steps``
+        where rows that could have had some were ``present``, bool[C, 2] (None: nowhere).
         """
         if present is None:
             if not len(column):
@@ -114,7 +115,8 @@ class Calibration:
         proposed = proposed_of(row, column, depth, confidence, drawn)
         counts = self.counts
         after = counts._replace(**{name: getattr(counts, name).copy() for name in COUNTS})
-        loops.learn_nodes(after, proposed, np.ascontiguousarray(accepted, np.bool_), present)
+        right = np.ascontiguousarray(accepted, np.bool_)
+        loops.learn_nodes(after, proposed, right, present, steps)
         return Calibration(after.nodes, after.claimed, after.matched, after.positions)
 
 

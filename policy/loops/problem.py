@@ -247,16 +247,15 @@ def build(
         n += 1
     factor = t.factor[VERIFY]
     one_s = node_s(t, everyone)
-    all_row_s = np.empty((len(nodes), drafts, everyone))
-    for d in range(drafts):
-        f = t.factor[FIRST_DRAFT + d]
-        for i in range(everyone):
-            tokens = b.context[b.rows[i]]
-            forward_row_s = f * (t.draft_row_s[d] + t.draft_context_s[d] * tokens)
-            cached_s = factor * t.node_context_s * tokens
-            for j in range(len(nodes)):
-                verified_s = one_s * (nodes[j, d, i] - 1) + cached_s * nodes[j, d, i]
-                all_row_s[j, d, i] = forward_row_s + verified_s
+    all_row_s = np.empty(nodes.shape)
+    for j in range(len(nodes)):
+        for d in range(drafts):
+            f = t.factor[FIRST_DRAFT + d]
+            for i in range(everyone):
+                tokens = b.context[b.rows[i]]
+                node_row_s = one_s + factor * t.node_context_s * tokens
+                forward_row_s = f * (t.draft_row_s[d] + t.draft_context_s[d] * tokens)
+                all_row_s[j, d, i] = forward_row_s + nodes[j, d, i] * node_row_s - one_s
     occupied = np.zeros((drafts, k_max), np.int64)
     fixed_s = t.factor[OVERHEAD] * t.overhead_s
     fixed_s += factor * (everyone * t.row_s + context * t.context_s)
@@ -286,6 +285,10 @@ def build(
     gain = np.zeros((k_max, drafts, n))
     first, horizon = np.empty((drafts, n), np.int64), np.empty(n)
     row_s, switch_s = np.empty((k_max, drafts, n)), np.empty((drafts, n))
+    for j in range(k_max):
+        for d in range(drafts):
+            for place in range(n):
+                row_s[j, d, place] = all_row_s[j, d, chosen[place]]
     for place in range(n):
         i = chosen[place]
         r = b.rows[i]
@@ -298,7 +301,6 @@ def build(
             unseen = max(b.catchup[r, d], 1)
             first[d, place] = min(unseen, 2)  # a chain accepted whole leaves its last token and the
             # bonus unread: no switch yet
-            row_s[:, d, place] = all_row_s[:k_max, d, i]
             switch_s[d, place] = forward_s(t, d, unseen) - forward_s(t, d, min(unseen, 2))
     ceilings = ceiling[:, :n].copy()
     problem = StepProblem(

@@ -97,18 +97,21 @@ def expect(
         context += b.context[i]
     mean = context / max(everyone, 1)
     cost = price * (node_s(times, everyone) + times.factor[VERIFY] * times.node_context_s * mean)
+    first, drawn = np.empty(everyone, np.int64), np.zeros(everyone, np.int64)
     for i in range(everyone):
-        first = max(known.estimates.tenant[b.slot[i]], 0) * drafts
-        drawn = b.drawn[b.rows[i]] if len(b.drawn) else 0
+        first[i] = max(known.estimates.tenant[b.slot[i]], 0) * drafts
+        if len(b.drawn):
+            drawn[i] = b.drawn[b.rows[i]]
+        for c in range(first[i], first[i] + drafts):
+            if not is_known[c, drawn[i]]:
+                is_known[c, drawn[i]] = 1
+                expect_kept(known.counts, c, drawn[i], cost, kept[c, drawn[i]])
+    for j in range(k_max):
+        place = min(j, PLACES - 1)
         for d in range(drafts):
-            c = first + d
-            if not is_known[c, drawn]:
-                is_known[c, drawn] = 1
-                expect_kept(known.counts, c, drawn, cost, kept[c, drawn])
-            for j in range(k_max):
-                place = min(j, PLACES - 1)
-                hazard[j, d, i] *= kept[c, drawn, 0, place]
-                nodes[j, d, i] = kept[c, drawn, 1, place]
+            for i in range(everyone):
+                hazard[j, d, i] *= kept[first[i] + d, drawn[i], 0, place]
+                nodes[j, d, i] = kept[first[i] + d, drawn[i], 1, place]
     return hazard, nodes
 
 

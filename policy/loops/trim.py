@@ -157,11 +157,14 @@ def calibrate(counts: Counts, proposed: Proposed, likely: Floats) -> None:
         likely[q] = interpolate(k.knots[c, drawn], k.accepted_at[c, drawn], p.confidence[q])
 
 
-@entry(COUNTS, PROPOSED, BOOLS[1], BOOLS[2])
-def learn_nodes(counts: Counts, proposed: Proposed, accepted: Bools, present: Bools) -> None:
+@entry(COUNTS, PROPOSED, BOOLS[1], BOOLS[2], INTS[0])
+def learn_nodes(
+    counts: Counts, proposed: Proposed, accepted: Bools, present: Bools, steps: int
+) -> None:
     """Count nodes, in place; ``accepted[q]`` is whether the target drew the path to a node.
 
-    Columns without nodes fade where there were rows that could have had some, ``present[C, 2]``.
+    Columns without nodes fade by so many ``steps`` where there were rows that could have had some,
+    ``present[C, 2]``.
     """
     k, p = counts, proposed
     columns = len(k.nodes)
@@ -188,7 +191,7 @@ def learn_nodes(counts: Counts, proposed: Proposed, accepted: Bools, present: Bo
             total = new[0, c, drawn].sum()
             keep = math.exp(-total / _MEMORY_NODES)
             if total == 0 and present[c, drawn]:
-                keep = _REST_KEEP
+                keep = _REST_KEEP**steps
             for place in range(PLACES):
                 at = c, drawn, place
                 k.positions[at] = keep * k.positions[at] + positions[at]
@@ -207,12 +210,14 @@ def expect_kept(counts: Counts, c: int, drawn: int, cost: float, kept: Floats) -
     a node of the one before it is kept.
     """
     k = counts
+    edge = np.empty(BINS + 1)
+    for b in range(BINS + 1):
+        edge[b] = interpolate(k.knots[c, drawn], k.accepted_at[c, drawn], BOUNDS[b])
     reached = 1.0
     for place in range(PLACES):
         had, left, nodes = 0.0, 0.0, 0.0
-        low = 0.0
         for b in range(BINS):
-            high = interpolate(k.knots[c, drawn], k.accepted_at[c, drawn], BOUNDS[b + 1])
+            low, high = edge[b], edge[b + 1]
             likely, count = k.accepted_at[c, drawn, b + 1], k.nodes[c, drawn, place, b]
             had += count * likely
             if low >= cost:
@@ -222,7 +227,6 @@ def expect_kept(counts: Counts, c: int, drawn: int, cost: float, kept: Floats) -
                 part = count * (high - cost) / (high - low)
                 left += min(part * (cost + high) / 2, count * likely)
                 nodes += part
-            low = high
         kept[0, place] = (left + _PRIOR_POSITIONS) / (had + _PRIOR_POSITIONS)
         nodes = (nodes + _PRIOR_POSITIONS) / (k.positions[c, drawn, place] + _PRIOR_POSITIONS)
         kept[1, place] = reached * nodes
