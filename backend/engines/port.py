@@ -278,6 +278,7 @@ class ReadsTarget(Protocol):
     """A draft that proposes from the target's hidden states."""
 
     name: str
+    limits: EngineLimits
 
     def absorb(self, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
         """Take the states that a submission of the target has computed. The texts are committed:

@@ -23,6 +23,7 @@ from backend.engines.port import (
 )
 from backend.ops.stats import StepStats
 from backend.sequence import Proposal, Sequence
+from backend.speculation.sleeping import Sleep
 from backend.speculation.step_log import StepLog
 from policy import Drafted, IntArray, Plan, View
 from policy.evidence import shared
@@ -76,6 +77,8 @@ class Drafting:
         self._clock = clock
         self._most_nodes = most_nodes
         self._reading = [draft for draft in drafts if isinstance(draft, ReadsTarget)]
+        with_kv = [draft.name for draft in self._reading if draft.limits.kv_blocks]
+        self._sleep = {name: Sleep(name) for name in with_kv}
         self._remembering = [draft for draft in drafts if isinstance(draft, Remembers)]
         self._showing = [
             (d, draft) for d, draft in enumerate(drafts) if isinstance(draft, ShowsEvidence)
@@ -120,6 +123,8 @@ class Drafting:
             if d not in wanted and not draft.limits.free:
                 continue
             asked = _asked(sequences, plan.draft, plan.length, d)
+            if asked and (sleep := self._sleep.get(draft.name)) is not None:
+                sleep.proposed()
             if draft.limits.in_target:
                 for sequence_id, length in asked.items():
                     proposals[sequence_id].on_device = DeviceProposal(draft, length, length)
@@ -212,9 +217,13 @@ class Drafting:
 
     def absorb(self, states: Seq[tuple[Sequence, HiddenStates]], log: StepLog) -> None:
         """Let drafts that read the target take its states (``ReadsTarget``), which is a part of its
-        pass: every pass has it, whether they propose or not. One that fails rests.
+        pass: every pass has it, whether they propose or not. One that fails rests; one that keeps
+        KV and is hardly ever chosen sleeps (``Sleep``).
         """
         for draft in self._reading if states else ():
+            sleep = self._sleep.get(draft.name)
+            if sleep is not None and not sleep.takes(len(states)):
+                continue
             with log.part("verify"):
                 self._absorb(draft, states)
 
