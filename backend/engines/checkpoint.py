@@ -64,6 +64,11 @@ class LlamaConfig:
         return self.vocab_size * self.hidden_size
 
     @property
+    def experts(self) -> int:
+        """Numbers in the matrices of experts, of which a Llama has none."""
+        return 0
+
+    @property
     def kv_width(self) -> int:
         """Numbers that a token keeps in all layers together."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim

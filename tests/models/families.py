@@ -138,6 +138,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
         },
     ),
+    "olmoe": ("olmoe", {**_EXPERTS, "clip_qkv": 1.0}),
     "gpt-oss": ("gpt_oss", {**_WIDE, **_EXPERTS, **_WINDOWS, "rope_parameters": _YARN}),
     "cohere 2": ("cohere2", {**_WIDE, **_WINDOWS}),
     "exaone 4": ("exaone4", {**_WIDE, "sliding_window": 16, "sliding_window_pattern": 4}),
@@ -189,6 +190,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "chunked attention",
     ),
     "deepseek v3": ("deepseek_v3", _MLA, "MLA, whose latent is not what our KV pool keeps"),
+    "deepseek v4": (
+        "deepseek_v4",
+        _WIDE,
+        r"\(heavily_compressed_attention\) attend to tokens in comp",
+    ),
     "dynamic rope": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -14,6 +14,7 @@ from backend.engines.checkpoint import DTYPES, CheckpointError
 from backend.engines.models.comparison import compare
 from backend.engines.models.loading import load_decoder
 from backend.engines.models.probe import probe
+from backend.engines.openvino.kind import WEIGHT_BYTES
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch import decoder
 from backend.engines.torch.decoder import Decoder
@@ -171,6 +172,20 @@ def test_layers_that_never_ask_are_seen_by_the_comparison(tmp_path):
     mixing.register_forward_hook(lambda module, inputs, out: out + out.cumsum(1) * 0.2)
     with pytest.raises(CheckpointError, match="engine would answer wrongly"):
         compare(model.lm, model.forward, "qwen 3")
+
+
+@pytest.mark.medium
+def test_experts_are_planned_in_bf16_where_matrices_are_rounded(tmp_path):
+    folder = make_folder("mixtral", tmp_path)
+    planned = {}
+    for dtype in ("int8", "bf16"):
+        raw = {"target": {"engine": "openvino", "model": str(folder), "dtype": dtype}}
+        planned[dtype] = memory.plan(parse_config(raw), {"target": folder})["target"].weights
+    spec = probe(folder)
+    rounded = spec.weights - spec.looked_up - spec.experts
+    _, narrow, in_experts = WEIGHT_BYTES["int8"]
+    assert in_experts == WEIGHT_BYTES["bf16"][2]
+    assert planned["bf16"] - planned["int8"] == rounded * (WEIGHT_BYTES["bf16"][1] - narrow)
 
 
 @pytest.mark.medium

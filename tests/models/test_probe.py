@@ -43,6 +43,7 @@ def test_layers_ask_for_windows_caps_scales_and_head_sizes_of_their_own(tmp_path
     assert [(layer.sinks, layer.window) for layer in spec.layers] == [(True, 16), (True, 0)] * 2
     assert not spec.tied
     assert spec.looked_up == 256 * 64
+    assert spec.experts == 4 * 4 * (64 * 2 * 96 + 96 * 64)
 
 
 @pytest.mark.parametrize("family", REFUSED)

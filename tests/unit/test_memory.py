@@ -88,7 +88,7 @@ def test_a_tied_embedding_is_looked_up_and_packed_as_the_head(tmp_path, dtype):
     raw = {"target": {"engine": "openvino", "model": str(path), "dtype": dtype}}
     found = memory.plan(parse_config(raw), {"target": path})["target"].weights
     shapes = read_config(path).shapes()
-    looked_up, multiplied = WEIGHT_BYTES[dtype]
+    looked_up, multiplied, _ = WEIGHT_BYTES[dtype]
     embedding = prod(shapes["model.embed_tokens.weight"])
     assert found == looked_up * embedding + multiplied * sum(map(prod, shapes.values()))
 

@@ -102,8 +102,12 @@ def _check_source(folder: Path, raw: Mapping[str, Any], architecture: str) -> No
 
 def _reasons(config: PretrainedConfig) -> Iterator[str]:
     """Yield what in a configuration no engine can serve."""
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+    kinds = getattr(config, "layer_types", None) or ()
+    if "chunked_attention" in kinds:
         yield "its chunked attention is not passed on to the attention function"
+    compressed = [kind for kind in kinds if "compressed" in kind]
+    if compressed:
+        yield f"its layers ({compressed[0]}) attend to tokens in compressed form"
     if getattr(config, "kv_lora_rank", None):
         yield "MLA, whose latent is not what our KV pool keeps"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):

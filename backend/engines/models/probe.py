@@ -36,6 +36,8 @@ class DecoderSpec:
     """Numbers in all matrices together, each counted once."""
     looked_up: int
     """Numbers in the matrices of embeddings."""
+    experts: int
+    """Numbers in the matrices of experts."""
     tied: bool
     """Whether the head is a matrix of embeddings."""
     row_width: int
@@ -70,6 +72,7 @@ def probe(folder: Path) -> DecoderSpec:
         layers=tuple(layers),
         weights=sum(weight.numel() for weight in lm.parameters()),
         looked_up=sum(m.weight.numel() for m in lm.modules() if isinstance(m, nn.Embedding)),
+        experts=sum(weight.numel() for weight in lm.parameters() if weight.dim() == 3),
         tied=head.weight is embeddings.weight,
         row_width=_row_width(lm, config, layers),
     )

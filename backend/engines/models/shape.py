@@ -13,7 +13,7 @@ from backend.config import ConfigError
 from backend.engines.checkpoint import CheckpointError
 from backend.storage import cache
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same folder would have other sizes."""
 
 
@@ -26,6 +26,7 @@ class DecoderShape:
     hidden_size: int
     weights: int
     looked_up: int
+    experts: int
     tied: bool
     kv_width: int
     row_width: int
@@ -70,6 +71,7 @@ def _probed(folder: Path) -> DecoderShape:
         hidden_size=spec.hidden_size,
         weights=spec.weights,
         looked_up=spec.looked_up,
+        experts=spec.experts,
         tied=spec.tied,
         kv_width=spec.kv_width,
         row_width=spec.row_width,

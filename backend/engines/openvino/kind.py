@@ -23,8 +23,10 @@ __all__ = ["check_folder", "convert", "footprint", "latency_cases", "make"]
 SCRATCH_TOKENS = 128 * 32
 """KV besides the ledger's: copies of prompts' last blocks and of branches."""
 
-WEIGHT_BYTES = {"fp32": (4, 8), "bf16": (4, 6), "int8": (4, 2)}
-"""By dtype, of a weight that is looked up and of one that is multiplied: as read, and as packed."""
+WEIGHT_BYTES = {"fp32": (4, 8, 8), "bf16": (4, 6, 6), "int8": (4, 2, 6)}
+"""By dtype, of a weight that is looked up, of one that is multiplied, and of one in an expert: as
+read, and as packed.
+"""
 
 
 def make(engine: EngineConfig, service: Service) -> Engine:

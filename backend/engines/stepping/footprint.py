@@ -46,6 +46,8 @@ class Shape(Protocol):
     @property
     def looked_up(self) -> int: ...  # noqa: D102
     @property
+    def experts(self) -> int: ...  # noqa: D102
+    @property
     def kv_width(self) -> int: ...  # noqa: D102
     @property
     def row_width(self) -> int: ...  # noqa: D102
@@ -58,14 +60,18 @@ def shape_of(folder: Path) -> Shape:
     return shape_of_decoder(folder)
 
 
-def weight_bytes(shape: Shape, looked_up: int, multiplied: int, *, packs_head: bool) -> int:
-    """Return what weights take, by the bytes of a weight that is looked up and of one that is
-    multiplied. ``packs_head``: a tied embedding is copied to be multiplied by.
+def weight_bytes(
+    shape: Shape, looked_up: int, multiplied: int, in_experts: int, *, packs_head: bool
+) -> int:
+    """Return what weights take, by the bytes of a weight that is looked up, of one that is
+    multiplied and of one in an expert. ``packs_head``: a tied embedding is copied to be multiplied
+    by.
     """
     copied = packs_head and shape.tied and not shape.draft_vocab_size
-    others = shape.weights - shape.looked_up
+    others = shape.weights - shape.looked_up - shape.experts
     others += shape.vocab_size * shape.hidden_size if copied else 0
-    return looked_up * shape.looked_up + multiplied * others
+    experts = in_experts * shape.experts
+    return looked_up * shape.looked_up + multiplied * others + experts
 
 
 def footprint(
@@ -73,14 +79,14 @@ def footprint(
     config: ServingConfig,
     folder: Path,
     *,
-    weight_sizes: tuple[int, int] | None = None,
+    weight_sizes: tuple[int, int, int] | None = None,
     packs_head: bool = False,
     scratch_tokens: int = 0,
 ) -> Footprint:
     """Return what an engine takes: its largest pass verifies every request, and a draft keeps laws
-    until they are verified. ``weight_sizes``: bytes of a weight that is looked up and of one that
-    is multiplied (none: the dtype's); ``scratch_tokens``: KV besides the ledger's. Raises
-    CheckpointError for a folder that cannot be served.
+    until they are verified. ``weight_sizes``: bytes of a weight that is looked up, of one that
+    is multiplied and of one in an expert (none: the dtype's); ``scratch_tokens``: KV besides the
+    ledger's. Raises CheckpointError for a folder that cannot be served.
     """
     limits, k_max, target = config.limits, config.policy.k_max, engine.name == config.target.name
     logit_rows = limits.max_active_requests * (1 + k_max * target)
@@ -90,7 +96,7 @@ def footprint(
     shape, item = shape_of(folder), activation_bytes(engine.dtype)
     vocab = shape.draft_vocab_size or shape.vocab_size
     kept_rows = min(limits.prefill_chunk_tokens, limits.max_logits_bytes // (4 * vocab)) * target
-    weights = weight_bytes(shape, *(weight_sizes or 2 * (item,)), packs_head=packs_head)
+    weights = weight_bytes(shape, *(weight_sizes or 3 * (item,)), packs_head=packs_head)
     passes = rows * shape.row_width * item + vocab * (
         logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES
     )
