@@ -22,6 +22,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line; a bad value ends the program with a line that names its flag."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.start and args.form != "recurrent":
+        parser.error(f"--start: only with --form recurrent, got --form {args.form}")
     if args.start and not (args.start / "config.json").is_file():
         parser.error(f"--start: no config.json in {args.start}")
     _check_numbers(parser, args)
@@ -74,6 +76,13 @@ def _parser() -> argparse.ArgumentParser:
         "--target",
         "Hugging Face folder of the target (Llama family, with its tokenizer)",
         required=True,
+    )
+    parser.add_argument(
+        "--form",
+        choices=("recurrent", "eagle"),
+        default="recurrent",
+        help="eagle: an EAGLE-3 head in SafeAILab's files, which reads layer 2, the middle one and "
+        "the last but 3 unless --taps names others (default: %(default)s, a head of ours)",
     )
     parser.add_argument(
         "--taps",

@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from backend.engines.head.folder import HeadConfig
 from engines_build.distill.corpora import LICENCES
+from engines_build.distill.forms import Built
 from engines_build.distill.generate import (
     MAX_NEW_TOKENS,
     MAX_PROMPT_TOKENS,
@@ -18,6 +18,14 @@ from engines_build.distill.generate import (
 from engines_build.distill.overlap import GRAM_WORDS
 from engines_build.distill.train import UNROLLED
 
+_NETWORKS = {
+    "recurrent": "A recurrent network without attention",
+    "eagle": "An EAGLE-3 head, one decoder layer in SafeAILab's files",
+}
+_ROWS = {
+    "recurrent": "{rows} static tokens (`token_ids`) and those of the request's own text",
+    "eagle": "{rows} tokens (`d2t`)",
+}
 _HEAD_CARD = Path(__file__).with_name("head_card.md").read_text("utf-8")
 
 
@@ -33,9 +41,7 @@ def command_line(args: argparse.Namespace) -> str:
     )
 
 
-def head_card(
-    args: argparse.Namespace, config: HeadConfig, report: dict[str, Any], command: str
-) -> str:
+def head_card(args: argparse.Namespace, built: Built, report: dict[str, Any], command: str) -> str:
     """Write a head's README.md."""
     line = report["training"]
     columns = [f"accepted_{place}" for place in range(1, 5)]
@@ -54,10 +60,11 @@ def head_card(
     return _HEAD_CARD.format(
         name=args.out.name,
         target=args.target.name,
-        layers=", ".join(map(str, config.layers)),
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        rows=f"{config.rows:,}",
+        network=_NETWORKS[args.form],
+        layers=", ".join(map(str, built.layers)),
+        hidden=built.hidden_size,
+        inner=built.intermediate_size,
+        rows=_ROWS[args.form].format(rows=f"{built.rows:,}"),
         millions=report["parameters"] / 1e6,
         licences=licences(args),
         top_k=TOP_K,

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -48,11 +48,15 @@ class HeadSample:
 
 
 def load_head_samples(shards: Shards, layers: int) -> list[HeadSample]:
-    """Read every answer of at least two tokens whose features were kept; ValueError without any."""
+    """Read every answer of at least two tokens whose features of ``layers`` layers were kept (0:
+    those without features). Raises ValueError without any.
+    """
     names, samples = list(WORKLOADS), []
     for path in shards.paths():
         t = load_file(path)
-        if "features" not in t or t["features"].shape[1] != layers:
+        places = int((t["lengths"] - t["prompt_lengths"]).sum())
+        features = t.get("features", torch.zeros(places, 0, 0))
+        if features.shape[1] != layers:
             continue
         lengths, prompts = t["lengths"].tolist(), t["prompt_lengths"].tolist()
         laws = [n - 1 for n in lengths]
@@ -63,7 +67,7 @@ def load_head_samples(shards: Shards, layers: int) -> list[HeadSample]:
             t["sampled"].tolist(),
             [law[p - 1 :] for law, p in zip(t["top_ids"].split(laws), prompts, strict=True)],
             [law[p - 1 :] for law, p in zip(t["top_logprobs"].split(laws), prompts, strict=True)],
-            t["features"].split([n - p for n, p in zip(lengths, prompts, strict=True)]),
+            features.split([n - p for n, p in zip(lengths, prompts, strict=True)]),
         )
         samples += [
             HeadSample(a, b, names[c], not d, e, f, g)
@@ -86,7 +90,6 @@ class Starts:
     such a one.
     """
 
-    features: Tensor
     answer: Tensor
     first: Tensor
     place: Tensor
@@ -116,31 +119,56 @@ def starts_of(samples: Sequence[HeadSample], static: Tensor) -> Starts:
     at = text[kept] * len(context) + columns[kept]
     seen.scatter_reduce_(0, at, number[kept], reduce="amin")
     seen = seen.view(len(samples), len(context))
-    features = torch.cat([s.features for s in samples])[place]
-    return Starts(features, answer, first, place, lengths[answer] - 1 - first, context, seen)
+    return Starts(answer, first, place, lengths[answer] - 1 - first, context, seen)
+
+
+class Unrolls(Protocol):
+    """Runs a network over the tokens of answers, teacher-forced."""
+
+    @property
+    def network(self) -> nn.Module:
+        """What is trained."""
+        ...
+
+    @property
+    def shortlist(self) -> Tensor:
+        """The tokens that have rows in any case."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target."""
+        ...
+
+    def laws(self, samples: Sequence[HeadSample], steps: int) -> Any:
+        """Yield by step the logits [rows, columns] of the starts that go so far, which starts these
+        are, and the batch's ``Starts``, whose columns they are. What a start's text has not had yet
+        is far below the rest.
+        """
+        ...
 
 
 class Unroller:
-    """Runs a head over the tokens of answers, teacher-forced."""
+    """``Unrolls`` of a recurrent head."""
 
     def __init__(self, network: HeadNetwork, embedding: Tensor, head: Tensor, shortlist: Tensor):
         """``embedding`` and ``head`` [vocab, hidden] are the target's; ``shortlist`` [S] the tokens
         that have rows in any case.
         """
         self.network, self.embedding, self.head = network, embedding, head
+        self.vocab_size = len(head)
         self.shortlist, self.rows = shortlist, head[shortlist]
         self.static = torch.zeros(len(head), dtype=torch.bool, device=head.device)
         self.static[shortlist] = True
 
     def laws(self, samples: Sequence[HeadSample], steps: int) -> Any:
-        """Yield by step the logits [rows, S + C] of the starts that go so far, which starts these
-        are, and the batch's ``Starts``. What a start's text has not had yet is far below the rest.
-        """
+        """Yield logits [rows, S + C] by step (``Unrolls``)."""
         starts = starts_of(samples, self.static)
         tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True)
         rows = torch.cat([self.rows, self.head[starts.context]])
         kept = torch.arange(len(starts.answer), device=tokens.device)
-        state = self.network.begin(starts.features.float())
+        features = torch.cat([s.features for s in samples])[starts.place]
+        state = self.network.begin(features.float())
         for step in range(steps):
             going = starts.left[kept] > step
             kept, state = kept[going], state[going]
@@ -157,7 +185,7 @@ class Unroller:
 
 
 @torch.no_grad()
-def evaluate_head(unroller: Unroller, samples: Sequence[HeadSample]) -> dict[str, dict[str, float]]:
+def evaluate_head(unroller: Unrolls, samples: Sequence[HeadSample]) -> dict[str, dict[str, float]]:
     """Score a head on greedy answers, by workload.
 
     ``accepted_j``: of the places whose first j - 1 proposed tokens are the target's, the share

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from backend.engines.head.network import HeadNetwork
-from engines_build.distill.head import HeadSample, Starts, Unroller
+from engines_build.distill.head import HeadSample, Starts, Unrolls
 from engines_build.distill.muon import Muon
 
 SINGLE_SHARE = 0.4
@@ -71,7 +70,7 @@ class Budget:
 class HeadTrainer:
     """Trains a head on answers, from the checkpoint in ``run`` on if there is one.
 
-    ``samples`` have features and lie where ``embedding`` does. ``single_share`` of the training
+    ``samples`` lie where the shortlist of ``unroller`` does. ``single_share`` of the training
     looks one token ahead. ``run`` names the checkpoint ``run.pt`` and the curve ``run.jsonl``:
     step, tokens read, loss (nats a position), agreement, all means of the steps since the line
     before.
@@ -79,27 +78,23 @@ class HeadTrainer:
 
     def __init__(
         self,
-        network: HeadNetwork,
-        embedding: Tensor,
-        head: Tensor,
-        shortlist: Tensor,
+        unroller: Unrolls,
         samples: list[HeadSample],
         seed: int,
         run: Path,
         single_share: float = SINGLE_SHARE,
     ):
-        self.device, self.single_share = str(embedding.device), single_share
-        self.network, self.samples, self.seed = network.to(self.device), samples, seed
+        self.unroller, self.network = unroller, unroller.network
+        self.device, self.single_share = str(unroller.shortlist.device), single_share
+        self.samples, self.seed = samples, seed
         self.checkpoint, self.curve = (
             run.with_name(run.name + ".pt"),
             run.with_name(run.name + ".jsonl"),
         )
         run.parent.mkdir(parents=True, exist_ok=True)
-        shortlist = shortlist.cpu()
-        index = torch.full((network.config.vocab_size,), -1, dtype=torch.long)
-        index[shortlist] = torch.arange(len(shortlist))
-        self.index, self.shortlist = index.to(self.device), shortlist
-        self.unroller = Unroller(network, embedding, head, shortlist.to(self.device))
+        self.rows = len(unroller.shortlist)
+        self.index = torch.full((unroller.vocab_size,), -1, device=self.device)
+        self.index[unroller.shortlist] = torch.arange(self.rows, device=self.device)
         self.done = 0.0
         """Share of the budget that is spent."""
 
@@ -236,7 +231,7 @@ class HeadTrainer:
     def _places(self, ids: Tensor, starts: Starts) -> Tensor:
         index = self.index.clone()
         own = torch.arange(len(starts.context), device=index.device)
-        index[starts.context] = len(self.shortlist) + own
+        index[starts.context] = self.rows + own
         return index[ids]
 
 

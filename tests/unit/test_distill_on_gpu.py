@@ -17,6 +17,7 @@ from backend.storage.manifest import weights_sha256
 from engines_build.distill import kept
 from engines_build.distill.first_head import first_head
 from engines_build.distill.generate import MAX_NEW_TOKENS, Teacher, _Row, answered, encode
+from engines_build.distill.head import Unroller
 from engines_build.distill.on_gpu.__main__ import main, parse, train
 from engines_build.distill.on_gpu.answers import Answers, look
 from engines_build.distill.on_gpu.batch_model import Asked, BatchModel, lengths_of
@@ -208,7 +209,7 @@ def test_a_run_without_transformers_writes_a_head_that_has_learnt(first):
     untrained, _ = first_head(None, config, (1, 2, 4), samples, 4096, ENDS)
     table, losses = weights["model.embed_tokens.weight"], []
     for one in (untrained, network):
-        trainer = HeadTrainer(one, table, table, tokens, samples, 0, folder / "run")
+        trainer = HeadTrainer(Unroller(one, table, table, tokens), samples, 0, folder / "run")
         losses.append(trainer._loss(samples)[0].item())
     assert losses[1] < losses[0] - 0.2
     assert report["before"]["places"] == report["after"]["places"] > 50
@@ -220,7 +221,7 @@ def test_training_whose_time_is_over_ends_at_once(tmp_path):
     samples = three.read([Asked("qa", [5, 6, 7])], [[8, 9, 10]], [True])
     network, tokens = first_head(None, config, (1, 2, 4), samples, 4096, ENDS)
     table = weights["model.embed_tokens.weight"]
-    trainer = HeadTrainer(network, table, table, tokens, samples, 0, tmp_path / "run")
+    trainer = HeadTrainer(Unroller(network, table, table, tokens), samples, 0, tmp_path / "run")
     assert trainer.run(Budget(10_000, 1, 0.01, monotonic() - 1))["tokens"] == 0
 
 

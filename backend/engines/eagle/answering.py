@@ -44,16 +44,24 @@ def answer(folder: Path, dtype: str, device: str = "cpu") -> list[Answer]:
     """Return the answers of the target in a folder. Raises CheckpointError for a folder that cannot
     be served.
     """
-    logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    lm: Any = load_decoder(folder, dtype, device)
-    lm.set_attn_implementation("eager")
+    lm = load_reader(folder, dtype, device)
     prompts = [_encode(tokenizer, prompt) for prompt in PROMPTS]
     with torch.inference_mode():
         return [
             Answer(torch.tensor(prompt + new), len(prompt), states_of(lm, prompt + new))
             for prompt, new in zip(prompts, _generate(lm, prompts), strict=True)
         ]
+
+
+def load_reader(folder: Path, dtype: str, device: str = "cpu") -> Any:
+    """Return the decoder in a folder for whole texts. Raises CheckpointError for one that cannot be
+    served.
+    """
+    logging.set_verbosity_error()
+    lm: Any = load_decoder(folder, dtype, device)
+    lm.set_attn_implementation("eager")
+    return lm
 
 
 def states_of(lm: Any, tokens: Sequence[int]) -> Tensor:

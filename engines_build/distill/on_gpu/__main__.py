@@ -76,10 +76,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     begun = monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         trainer = HeadTrainer(
-            network,
-            embedding,
-            rows,
-            shortlist,
+            unroller,
             samples,
             about["seed"],
             Path(scratch) / "head",
