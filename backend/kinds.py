@@ -133,6 +133,7 @@ class Kind:
     architectures: tuple[str, ...] = ()  # of the Hugging Face folders that it loads; none: others
     any_decoder: bool = False  # it loads others, too: any that transformers builds and we can serve
     converts: bool = False  # some folders, once, before they are measured
+    published: bool = False  # folders are of other projects' forms, and are all converted
     automatic: tuple[str, ...] = ()  # "cpu", "cuda": where ``auto`` means the first that can run
     misfit: Callable[[Mapping[str, Any]], str] = _all_fit  # what of a config.json it cannot run
     least_capability: float = 0.0  # of a GPU
@@ -240,6 +241,8 @@ KINDS = {
     "eagle": Kind(
         "backend.engines.eagle.kind",
         architectures=("SpindleEagle",),
+        converts=True,
+        published=True,
         dtypes=("bf16", "fp32", "fp64"),
         target=False,
         reads_target=True,

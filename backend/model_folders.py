@@ -35,7 +35,17 @@ def check_memory(
 
 
 def model_path(engine: EngineConfig) -> Path:
-    """Return the folder of an engine's checkpoint; a relative one lies where the packages do."""
+    """Return the folder that an engine reads. Raises NotPreparedError for one that is to be
+    converted first.
+    """
+    folder = named_folder(engine)
+    return module_of(engine).served_folder(folder) if engine.kind.published else folder
+
+
+def named_folder(engine: EngineConfig) -> Path:
+    """Return the folder that an engine's setting names; a relative one lies where the packages
+    do.
+    """
     return (
         cache.model_folder(EMBEDDED_MODEL)
         if engine.model == EMBEDDED_MODEL
@@ -58,4 +68,4 @@ def check_folders(config: ServingConfig) -> None:
     keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
     for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
         if engine.kind.model and engine.model != EMBEDDED_MODEL:
-            module_of(engine).check_folder(f"{key}.model", engine, config, model_path)
+            module_of(engine).check_folder(f"{key}.model", engine, config, named_folder)

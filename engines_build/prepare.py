@@ -17,8 +17,8 @@ from pathlib import Path
 
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
 from backend.engine_process import policy_folders
-from backend.engines.registry import Service, module_of
-from backend.model_folders import check_folders, model_path
+from backend.engines.registry import NotPreparedError, Service, module_of
+from backend.model_folders import check_folders, model_path, named_folder
 from backend.speculation.policy_factory import check_policy, compile_planner
 from backend.storage import cache
 from backend.storage.tables import missing_tables, timed_engines
@@ -65,28 +65,38 @@ def prepare(
         return
     check_folders(config)
     with cache.exclusive():
-        folders = {engine.name: model_path(engine) for engine in engines}
         embedded = any(engine.model == EMBEDDED_MODEL for engine in engines)
         to_convert = embedded and not embedded_model_is_whole()
-        to_measure = to_convert or bool(missing_tables(config, folders))
+        to_measure = to_convert or needs_measuring(config)
         announce(to_convert=to_convert, to_measure=to_measure)
         if to_convert:
             make_model(cache.model_folder(EMBEDDED_MODEL))
-        convert_folders(config, folders)
+        convert_folders(config)
+        folders = {engine.name: model_path(engine) for engine in engines}
         if missing := missing_tables(config, folders):
             measure(config, folders, missing)
 
 
-def convert_folders(config: ServingConfig, folders: Mapping[str, Path]) -> None:
-    """Let engines convert folders of families that they do not read as they are."""
+def needs_measuring(config: ServingConfig) -> bool:
+    """Return whether a table is missing, as that of a folder is which is not converted yet."""
+    try:
+        folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
+    except NotPreparedError:
+        return True
+    return bool(missing_tables(config, folders))
+
+
+def convert_folders(config: ServingConfig) -> None:
+    """Let engines convert folders that they do not read as they are: the drafts first, for the
+    target's graph has outputs for the layers that they read.
+    """
     service = Service(config, 1, model_path)
-    for engine in timed_engines(config):
+    for engine in reversed(timed_engines(config)):
         if engine.kind.converts and engine.model != EMBEDDED_MODEL:
-            taps = service.taps if engine.name == config.target.name else ()
             module_of(engine).convert(
                 engine,
-                folders[engine.name],
-                taps,
+                named_folder(engine),
+                service,
                 lambda text: print(f"spindle: {text}", flush=True),
             )
 

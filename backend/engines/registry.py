@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ConfigError, EngineConfig, ServingConfig
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
 from backend.sequence import BLOCK_TOKENS
+
+
+class NotPreparedError(ConfigError):
+    """A folder that is not converted yet: ``spindle prepare`` or the first start does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +78,23 @@ class KindModule(Protocol):
         self,
         engine: EngineConfig,
         folder: Path,
-        taps: Sequence[int],
+        service: Service,
         say: Callable[[str], None],
     ) -> None:
-        """Convert a folder where the engine needs that, with the layers ``taps`` that drafts read,
-        unless the cache has it; ``say`` is given what it takes. Asked where the kind ``converts``.
+        """Convert the folder that a setting names where the engine needs that, unless the cache has
+        it; ``say`` is given what it takes. Asked where the kind ``converts``, of drafts first.
+        """
+        ...
+
+    def is_own(self, folder: Path) -> bool:
+        """Return whether a folder is this kind's, whatever its architecture; asked where the kind
+        is ``published``.
+        """
+        ...
+
+    def served_folder(self, folder: Path) -> Path:
+        """Return the converted form of the folder that a setting names. Raises NotPreparedError
+        where there is none yet. Asked where the kind is ``published``.
         """
         ...
 

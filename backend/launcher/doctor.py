@@ -291,10 +291,13 @@ def cuda(config: ServingConfig, machine: Machine) -> Finding:
 
 def gpu_memory(config: ServingConfig, machine: Machine) -> Finding:
     """Say whether a deployment's plan fits into what is free."""
+    from backend.engines.registry import NotPreparedError
     from backend.model_folders import check_memory
 
     try:
         return Finding("memory plan", OK, check_memory(config, machine=machine))
+    except NotPreparedError as error:
+        return Finding("memory plan", WARNING, str(error))
     except (ValueError, RuntimeError) as error:
         return Finding("memory plan", MISSING, str(error))
 
@@ -316,6 +319,7 @@ def embedded_model(config: ServingConfig) -> Finding | None:
 
 def tables(config: ServingConfig, machine: Machine = machine) -> Finding:
     """Say whether the engines were measured here, and whether the drafts fit the target."""
+    from backend.engines.registry import NotPreparedError
     from backend.model_folders import check_pairs, model_path
     from backend.storage.tables import missing_tables, timed_engines
 
@@ -323,6 +327,8 @@ def tables(config: ServingConfig, machine: Machine = machine) -> Finding:
         check_pairs(config)
         folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
         missing = missing_tables(config, folders, machine)
+    except NotPreparedError as error:
+        return Finding("measured", WARNING, f"{error}; the first start does it, too")
     except ValueError as error:
         return Finding("measured", MISSING, str(error))
     if missing:

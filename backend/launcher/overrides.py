@@ -16,6 +16,7 @@ from backend.config import (
     parse_config,
     read_json,
 )
+from backend.engines.registry import module_of
 from backend.kinds import KINDS
 from backend.launcher.settings import LaunchError
 
@@ -121,6 +122,9 @@ def kind_of(folder: str, target: str) -> str:
     raw = read_json(config) if config.is_file() else {}
     if not raw or not isinstance(raw, dict) or not KINDS[target].architectures:
         return target
+    for name, kind in KINDS.items():
+        if kind.published and module_of(EngineConfig(name)).is_own(Path(folder)):
+            return name
     named = {*(raw.get("architectures") or ())}
     able = [
         name

@@ -7,14 +7,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from backend.config import ConfigError
+from backend.config import ConfigError, parse_config
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle import answering, conversion
 from backend.engines.eagle.answering import PROMPTS, answer
 from backend.engines.eagle.conversion import bring_head, convert
 from backend.engines.eagle.folder import load
 from backend.engines.eagle.place import made_for, served_folder
+from backend.engines.registry import Service
+from backend.launcher import doctor
+from backend.model_folders import check_folders, check_pairs, model_path
+from backend.storage import cache
 from backend.storage.manifest import check_pair, read_manifest, weights_sha256
+from backend.storage.tables import table_file, timed_engines
+from engines_build.prepare import prepare
+from policy.latency import SYNTHETIC, LatencyTable
 from tests.fakes.eagle import published, random_head, write
 from tests.unit.training import write_target
 
@@ -158,3 +165,73 @@ def test_nothing_is_left_of_a_head_that_does_not_fit(target, tmp_path):
     with pytest.raises(ConfigError, match="not converted yet"):
         served_folder(folder)
     assert list((tmp_path / "cache" / "heads").iterdir()) == []
+
+
+def serving(target, folder, engine="torch"):
+    return parse_config(
+        {
+            "target": {"engine": engine, "model": str(target), "dtype": "fp32"},
+            "threads": 1,
+            "drafts": [{"name": "eagle", "engine": "eagle", "model": str(folder), "dtype": "fp32"}],
+        }
+    )
+
+
+class Measured:
+    """Measures in no time, and counts."""
+
+    def __init__(self):
+        self.names = []
+
+    def __call__(self, config, folders, names):
+        self.names.append([*names])
+        for engine in timed_engines(config):
+            table = LatencyTable(engine.name, (1,), (1,), (0,), (1e-3,), SYNTHETIC)
+            threads = 1 if engine.name == "target" else SYNTHETIC.threads
+            path = table_file(engine, folders[engine.name], threads)
+            cache.publish_file(path, json.dumps(table.to_dict()))
+
+
+def test_prepare_converts_a_head_before_it_measures_and_a_second_time_does_nothing(
+    fitting, target, capsys
+):
+    folder, asked = fitting
+    config, measured = serving(target, folder), Measured()
+    with pytest.raises(ConfigError, match="is not converted yet: run `spindle prepare`"):
+        check_pairs(config)
+    said = doctor.tables(config)
+    assert (said.state, "the first start does it" in said.text) == (doctor.WARNING, True)
+    for _ in range(2):
+        prepare(config, measure=measured)
+    assert measured.names == [["target", "eagle"]]
+    assert asked == [(str(folder), len(PROMPTS))]
+    assert capsys.readouterr().out.count("its target answers a few prompts") == 1
+    check_pairs(config)
+    assert Service(config, 1, model_path).taps == (1, 2)
+    assert model_path(config.drafts[0]) == served_folder(folder)
+
+
+def test_a_folder_in_our_form_is_served_as_it_is(target, tmp_path):
+    convert(folder_of(tmp_path / "head", head_for(target)), target, tmp_path / "ours")
+    config, measured = serving(target, tmp_path / "ours"), Measured()
+    prepare(config, measure=measured)
+    assert model_path(config.drafts[0]) == tmp_path / "ours"
+    assert not (tmp_path / "cache" / "heads").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"dflash_config": {}}, r"drafts\[0\]\.model: .*head cannot be served: it is DFlash"),
+        ({"medusa_num_heads": 3}, "it is Medusa's heads"),
+    ],
+)
+def test_other_heads_are_refused_before_anything_is_converted(config, text, target, tmp_path):
+    folder = folder_of(tmp_path / "head", head_for(target), **config)
+    with pytest.raises(ConfigError, match=text):
+        check_folders(serving(target, folder))
+
+
+def test_a_folder_that_is_not_there_is_named(target):
+    with pytest.raises(ConfigError, match=r"drafts\[0\]\.model must be a folder, got 'absent'"):
+        check_folders(serving(target, "absent"))

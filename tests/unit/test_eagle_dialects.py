@@ -219,6 +219,16 @@ REFUSALS = {
         {"hidden_size": 16, "head_dim": 4},
         r"embed_tokens\.weight is missing, and the target's is 32 wide, not 16",
     ),
+    "no head of its width": (
+        {
+            "hidden_size": 16,
+            "head_dim": 4,
+            "draft_vocab_size": 96,
+            "own_head": False,
+            "own_embedding": True,
+        },
+        r"lm_head\.weight is missing, and the target's is 32 wide, not 16",
+    ),
     "a flag without its tensor": (
         {"config": {"norm_before_fc": True}},
         "norm_before_fc is True, and the tensors for it are missing",

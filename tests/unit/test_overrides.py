@@ -5,6 +5,7 @@ import pytest
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ConfigError, load_config
 from backend.launcher.overrides import Overrides, write_overridden
 from backend.launcher.settings import LaunchError
+from tests.fakes.eagle import DIALECTS, published, random_head, write
 
 
 def effective(tmp_path, config=DEFAULT_CONFIG, **options):
@@ -90,3 +91,16 @@ def test_another_policy_does_not_get_the_options_of_the_one_in_the_file(tmp_path
     (tmp_path / "mine.json").write_text(json.dumps({"target": {"engine": "fake"}, "policy": own}))
     config = effective(tmp_path, tmp_path / "mine.json", policy="none")
     assert (config.policy.kind, config.policy.options, config.policy.k_max) == ("none", {}, 4)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_published_head_is_one_by_its_folder_alone(dialect, tmp_path):
+    folder = write(tmp_path / "head", dialect, *published(dialect, *random_head()))
+    drafts = effective(tmp_path, drafts=f"eagle={folder},suffix").drafts
+    assert [(draft.name, draft.engine) for draft in drafts] == [
+        ("eagle", "eagle"),
+        ("suffix", "suffix"),
+    ]
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"architectures": ["LlamaForCausalLM"]}))
+    assert effective(tmp_path, drafts=f"mine={folder}").drafts[0].engine == "eagle"

@@ -18,7 +18,7 @@ from backend.config import ConfigError
 from backend.engines.checkpoint import CheckpointError, read_rope
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.eagle.other_kinds import model_type, other_kind
-from backend.engines.eagle.published import read_tensors
+from backend.engines.eagle.published import SAFETENSORS, read_tensors
 from backend.kinds import ROPE_TYPES
 from backend.storage.manifest import read_model_config
 
@@ -97,7 +97,7 @@ class _Folder:
     def dialect(self) -> str:
         if self.is_speculators:
             return "speculators"
-        return "flat" if self.inner else "SafeAILab"
+        return "flat" if any(self.path.glob(SAFETENSORS)) else "SafeAILab"
 
 
 def read_published(folder: Path, target: TargetShape) -> PublishedHead:
@@ -114,18 +114,12 @@ def read_published(folder: Path, target: TargetShape) -> PublishedHead:
     _check_fit(own, tensors, target, read)
     heads = own.number("num_attention_heads")
     head_dim = own.number("head_dim", q.shape[0] // heads)
-    rows, embedding = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
     vocab = own.number("vocab_size", target.vocab_size)
     if vocab != target.vocab_size:
         raise own.refuse(f"vocab_size is {vocab}, its target's {target.vocab_size}")
     draft_vocab = own.number("draft_vocab_size", vocab)
     tensors["token_ids"] = _token_ids(own, tensors, draft_vocab, vocab)
-    if rows is None and draft_vocab != vocab:
-        text = f"lm_head.weight is missing, and draft_vocab_size {draft_vocab} is not the target's"
-        raise own.refuse(f"{text} {vocab}")
-    if embedding is None and hidden != read:
-        text = f"embed_tokens.weight is missing, and the target's is {read} wide, not {hidden}"
-        raise own.refuse(text)
+    _check_shared(own, tensors, target)
     residual = own.stated("norm_before_residual")
     shape = EagleShape(
         vocab_size=vocab,
@@ -144,8 +138,8 @@ def read_published(folder: Path, target: TargetShape) -> PublishedHead:
         norm_before_residual=own.is_speculators if residual is None else bool(residual),
         norm_output=bool(own.stated("norm_output")),
         qk_norm="self_attn.q_norm.weight" in tensors,
-        own_embedding=embedding is not None,
-        own_head=rows is not None,
+        own_embedding="embed_tokens.weight" in tensors,
+        own_head="lm_head.weight" in tensors,
         sliding_window=_window(own),
         trained_tokens=own.number("max_position_embeddings", 2048),
     )
@@ -203,6 +197,18 @@ def _check_fit(own: _Folder, tensors: Mapping[str, Tensor], target: TargetShape,
     if wide % read:
         text = f"fc.weight reads {wide} numbers, no multiple of its target's hidden_size {read}"
         raise own.refuse(text)
+
+
+def _check_shared(own: _Folder, tensors: Mapping[str, Tensor], target: TargetShape) -> None:
+    """Refuse a head without a matrix for which the target's cannot stand in."""
+    hidden, rows = tensors["fc.weight"].shape[0], len(tensors["token_ids"])
+    for name in ("lm_head.weight", "embed_tokens.weight"):
+        if name not in tensors and hidden != target.hidden_size:
+            wide = f"the target's is {target.hidden_size} wide, not {hidden}"
+            raise own.refuse(f"{name} is missing, and {wide}")
+    if "lm_head.weight" not in tensors and rows != target.vocab_size:
+        text = f"lm_head.weight is missing, and draft_vocab_size {rows} is not the target's"
+        raise own.refuse(f"{text} {target.vocab_size}")
 
 
 def _stated_layers(own: _Folder) -> list[int] | None:

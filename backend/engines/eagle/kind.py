@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ConfigError, EngineConfig, ServingConfig
 from backend.engines import latency_cases as cases
 from backend.engines.eagle.folder import EagleShape, read_shape
+from backend.engines.eagle.other_kinds import other_kind
+from backend.engines.eagle.place import is_ours, served_folder
+from backend.engines.eagle.published import is_head as is_own
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
-from backend.storage.manifest import check_model as check_folder
+from backend.machine import machine
+from backend.storage import manifest
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
 
-__all__ = ["check_folder", "footprint", "latency_cases", "make", "taps"]
+__all__ = [
+    "check_folder",
+    "convert",
+    "footprint",
+    "is_own",
+    "latency_cases",
+    "make",
+    "served_folder",
+    "taps",
+]
 
 _ITEM_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 _LOGIT_BYTES = 28
@@ -28,6 +42,34 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     from backend.engines.eagle import engine as eagle
 
     return eagle.make(engine, service)
+
+
+def check_folder(
+    key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> None:
+    """Raise ConfigError beginning with the setting ``key`` for what is no folder, and for a head
+    whose ``config.json`` alone says that it is of another kind.
+    """
+    del config
+    folder = path(engine)
+    manifest.check_folder(key, engine.model, folder, (), tokenizer=False)
+    if what := other_kind(manifest.read_model_config(folder), ()):
+        raise ConfigError(f"{key}: {folder} cannot be served: it is {what}")
+
+
+def convert(
+    engine: EngineConfig, folder: Path, service: Service, say: Callable[[str], None]
+) -> None:
+    """Convert a published folder unless the cache has it converted for this target."""
+    del engine
+    if is_ours(folder):
+        return
+    from backend.engines.eagle.conversion import bring_head  # it imports torch and transformers
+
+    target = service.config.target
+    narrow = target.device != "cpu" or machine.multiplies_bf16()
+    dtype = "bf16" if narrow else "fp32"
+    bring_head(folder, service.path(target), say, dtype=dtype, device=target.device)
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:

@@ -6,9 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from backend.config import ConfigError
 from backend.engines.eagle.folder import ARCHITECTURE
 from backend.engines.eagle.published import PICKLES, SAFETENSORS
+from backend.engines.registry import NotPreparedError
 from backend.storage import cache
 from backend.storage.manifest import read_model_config, sampled_sha256, weights_sha256
 
@@ -40,13 +40,18 @@ def made_for(converted: Path) -> str:
     return str(read_model_config(converted).get("target_sha256", ""))
 
 
+def is_ours(folder: Path) -> bool:
+    """Return whether a folder has our form already."""
+    return ARCHITECTURE in (read_model_config(folder).get("architectures") or ())
+
+
 def served_folder(folder: Path) -> Path:
     """Return the folder that an engine reads for a head in ``folder``: this one where it has our
-    form. Raises ConfigError where it is to be converted first.
+    form. Raises NotPreparedError where it is to be converted first.
     """
-    if ARCHITECTURE in (read_model_config(folder).get("architectures") or ()):
+    if is_ours(folder):
         return folder
     place = place_of(folder)
     if not place.is_dir():
-        raise ConfigError(f"{folder} is not converted yet: run `spindle prepare`")
+        raise NotPreparedError(f"{folder} is not converted yet: run `spindle prepare`")
     return place

@@ -105,9 +105,8 @@ def choose(
     scores = [score(WholeText(one, tensors, embedding, rows), answers) for one in shapes]
     for one in scores:
         logger.info("%s: %s", name, one)
-    best = max(range(len(scores)), key=lambda at: scores[at].log_prob)
-    if not _is_clear(scores[0], scores[best]):
-        best = 0
+    better = [at for at in range(len(scores)) if _is_better(scores[0], scores[at])]
+    best = max(better, key=lambda at: scores[at].log_prob, default=0)
     if scores[best].first_token_share < LEAST_SHARE:
         raise ConfigError(
             f"{name} does not fit its target: at best {scores[best].first_token_share:.2f} of its "
@@ -122,8 +121,12 @@ def choose(
     return shapes[best], scores
 
 
-def _is_clear(stated: Score, other: Score) -> bool:
-    """Return whether the difference of two readings at the same places is no chance."""
+def _is_better(stated: Score, other: Score) -> bool:
+    """Return whether a reading is likelier by more than chance at the same places, and has not
+    fewer first tokens right.
+    """
+    if other.first_token_share < stated.first_token_share:
+        return False
     difference = other.log_probs - stated.log_probs
     if len(difference) < 2:
         return False

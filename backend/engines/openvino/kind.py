@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,11 +35,14 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     return openvino.make(engine, service)
 
 
-def convert(engine: EngineConfig, folder: Path, taps: Seq[int], say: Callable[[str], None]) -> None:
+def convert(
+    engine: EngineConfig, folder: Path, service: Service, say: Callable[[str], None]
+) -> None:
     """Convert a folder that has no graph of our own, unless the cache has it converted."""
     if misfit_of_llama(read_model_config(folder)):
         from backend.engines.openvino.graph_cache import bring_graph  # it imports OpenVINO
 
+        taps = service.taps if engine.name == service.config.target.name else ()
         bring_graph(folder, engine.dtype, taps, say)
 
 
