@@ -12,7 +12,6 @@ from typing import IO
 from backend.config import ServingConfig
 from backend.launcher.settings import LaunchError, Settings
 from backend.launcher.side_process import SideProcess
-from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS
 from backend.triton_adapter.paths import PROJECT_ROOT
 
@@ -43,6 +42,8 @@ class DynamoWorker(SideProcess):
                 f"--dynamo needs a Python with ai-dynamo, {python} is none: make fleet, or "
                 "DYNAMO_PYTHON (docs/how-to/fleet.md)"
             )
+        from backend.model_folders import model_path  # it imports the policy's compiler
+
         model, limits = model_path(config.target), config.limits
         options = {
             "address": f"{settings.client_host}:{settings.grpc_port}",
