@@ -77,6 +77,14 @@ class Answer:
     options: dict[str, Any]
     spec_decode_metrics: str = "summary"
 
+    async def tokens(self, triton: Triton) -> list[list[int]]:
+        """Return the token ids of each prompt. Raises ApiError."""
+        fields = self._fields()
+        return [
+            prompt if isinstance(prompt, list) else await triton.tokenize(prompt, fields)
+            for prompt in self.prompts
+        ]
+
     async def response(self, request: Request, triton: Triton) -> Response:
         """Ask Triton and return its answer. A client that hangs up ends its request. Raises
         ApiError.

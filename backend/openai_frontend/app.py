@@ -123,3 +123,15 @@ def _add_openai(app: FastAPI, settings: FrontEnd, bodies: BodyReader) -> None:
     async def chat(request: Request) -> Response:
         answer = await bodies.read(request, chat_of)
         return await answer.response(request, request.app.state.triton)
+
+    @app.post("/v1/completions/render")
+    async def render_completions(request: Request) -> Response:
+        answer = await bodies.read(request, completion_of)
+        prompts = await answer.tokens(request.app.state.triton)
+        return JSONResponse([{"token_ids": ids} for ids in prompts])
+
+    @app.post("/v1/chat/completions/render")
+    async def render_chat(request: Request) -> Response:
+        answer = await bodies.read(request, chat_of)
+        (ids,) = await answer.tokens(request.app.state.triton)
+        return JSONResponse({"token_ids": ids})

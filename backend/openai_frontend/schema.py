@@ -186,6 +186,9 @@ class Options(_Body):
         True,
         description="Spindle's; false: no draft remembers the answer for later requests",
     )
+    no_stop_trim: Any = _refused("SGLang's; a stop text is never part of the output", False)
+    skip_special_tokens: Any = _refused("vLLM's; special tokens are no text", True)
+    return_hidden_states: Any = _refused("SGLang's; hidden states are not returned", False)
     user: Any = _ignored("labels the caller")
     metadata: Any = _ignored("labels the request for OpenAI's dashboard")
     store: Any = _ignored("there is no interface to read answers back; see `remember`")
@@ -491,6 +494,8 @@ class ChatRequest(Options):
     include_reasoning: bool = Field(
         True, description="vLLM's; false: reasoning that is apart from the content is left out"
     )
+    stream_reasoning: Any = _refused("SGLang's; reasoning is streamed as it is written", True)
+    continue_final_message: Any = _refused("vLLM's; an answer is begun, not continued", False)
     prediction: Any = _ignored("how much is guessed is decided without it")
     functions: Any = _refused("use tools", [])
     function_call: Any = _refused("use tool_choice", "none")
@@ -525,6 +530,7 @@ class TokenizeRequest(_Body):
     prompt: str | None = Field(None, description="a text")
     messages: list[Message] | None = Field(None, min_length=1, description="or a conversation")
     tools: list[Tool] | None = Field(None, description="shown to the model with the conversation")
+    continue_final_message: Any = _refused("vLLM's; an answer is begun, not continued", False)
     chat_template_kwargs: Variables | None = Field(None, description=_VARIABLES)
 
     @model_validator(mode="after")

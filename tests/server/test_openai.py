@@ -599,6 +599,11 @@ def test_texts_are_tokenized_and_back(fronted):
     _, text, _ = post(fronted, "/tokenize", {"messages": HI})
     chat = json.loads(text)["tokens"]
     assert bytes(chat) == b"<user>hi<assistant>"
+    rendered = post(fronted, "/v1/chat/completions/render", {"model": "fake", "messages": HI})[1]
+    assert json.loads(rendered) == {"token_ids": chat}
+    body = {"model": "fake", "prompt": ["ab", "c"]}
+    rendered = post(fronted, "/v1/completions/render", body)[1]
+    assert json.loads(rendered) == [{"token_ids": [97, 98]}, {"token_ids": [99]}]
     status, text, _ = post(fronted, "/detokenize", {"tokens": chat})
     assert (status, json.loads(text)) == (200, {"prompt": "<user>hi<assistant>"})
     assert json.loads(post(fronted, "/detokenize", {"tokens": []})[1]) == {"prompt": ""}

@@ -43,6 +43,27 @@ def test_what_is_ignored_takes_any_value(body, name):
         made(body, **{name: value})
 
 
+def test_what_vllm_router_adds_asks_for_nothing():
+    common = {
+        "no_stop_trim": False,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "return_hidden_states": False,
+        "stream": False,
+    }
+    made(CompletionRequest, echo=False, **common)
+    made(
+        ChatRequest,
+        logprobs=False,
+        continue_final_message=False,
+        separate_reasoning=True,
+        stream_reasoning=True,
+        include_reasoning=True,
+        **common,
+    )
+    schema.TokenizeRequest(**CHAT, continue_final_message=False)
+
+
 @pytest.mark.parametrize(("body", "name"), fields_of(schema.REFUSED))
 def test_what_is_refused_is_named_but_for_null(body, name):
     made(body, **{name: None})
