@@ -1,4 +1,4 @@
-"""The notations in which models write a call of a function: JSON, tags or Python."""
+"""The notations in which models write a call of a function: JSON, tags, Python and others."""
 
 from __future__ import annotations
 
@@ -85,6 +85,54 @@ class PythonNotation:
         except (SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError):
             pass
         return JSON.calls(text, functions)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedNotation:
+    """A name and then the arguments in JSON, as often as there are calls."""
+
+    name: re.Pattern[str]
+    """What is before the arguments; the group that matches is a function's name."""
+    end: re.Pattern[str]
+    """What is after them."""
+
+    def calls(self, text: str, functions: Functions) -> list[Call] | None:
+        """Return the calls that a text is, None for any other text."""
+        at, calls = 0, list[Call]()
+        try:
+            while at < len(text):
+                named = self.name.match(text, at)
+                if named is None:
+                    return None
+                arguments, at = json.JSONDecoder().raw_decode(text, named.end())
+                name = next(group for group in named.groups() if group)
+                calls.append(_json_call({"name": name, "arguments": arguments}, functions))
+                if (ended := self.end.match(text, at)) is None:
+                    return None
+                at = ended.end()
+        except (ValueError, RecursionError):
+            return None
+        return calls or None
+
+
+_ESCAPE = "<escape>"
+_GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
+_BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_]\w*)\s*:")
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionGemmaNotation:
+    """``call:name{key:value}``, with bare keys and strings between ``<escape>``."""
+
+    def calls(self, text: str, functions: Functions) -> list[Call] | None:
+        """Return the one call that a text is, None for any other text."""
+        if (found := _GEMMA_CALL.fullmatch(text)) is None:
+            return None
+        parts = found[2].split(_ESCAPE)  # every second one is a string
+        parts[::2] = [_BARE_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
+        parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+        call = arguments_call(found[1], "".join(parts), functions)
+        return None if call is None else [call]
 
 
 def arguments_call(name: str, text: str, functions: Functions) -> Call | None:

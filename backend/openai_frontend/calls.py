@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from backend.openai_frontend.call_bodies import (
     JSON,
+    FunctionGemmaNotation,
     Functions,
+    NamedNotation,
     Notation,
     PythonNotation,
     TagNotation,
@@ -20,8 +22,8 @@ from backend.openai_frontend.call_bodies import (
 from backend.openai_frontend.parts import Call
 from backend.openai_frontend.reasoning import without_start_of
 
-_OTHER_NOTATIONS = ("<function=", "[ARGS]")
-"""Marks of templates that write a known mark and another notation after it."""
+_OTHER_NOTATION = "<function="
+"""A mark of templates that write a known mark and another notation after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,39 @@ FORMATS = (
         also="<function=",
     ),
     CallFormat("Hermes", ("<tool_call>",), "<tool_call>", "</tool_call>"),
+    CallFormat(
+        "DeepSeek",
+        ("<｜tool▁call▁begin｜>",),
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        notation=NamedNotation(
+            re.compile(
+                r"\s*<｜tool▁call▁begin｜>"
+                r"(?:function<｜tool▁sep｜>([^\n<]+)\n```json\n|([^\n<]+)<｜tool▁sep｜>)\s*"
+            ),
+            re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>\s*"),
+        ),
+        must_close=True,
+    ),
+    CallFormat(
+        "Mistral, names before arguments",
+        ("[ARGS]",),
+        "[TOOL_CALLS]",
+        "</s>",
+        notation=NamedNotation(
+            re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*"),
+            re.compile(r"\s*"),
+        ),
+        also="[TOOL_CALLS]",
+    ),
+    CallFormat(
+        "FunctionGemma",
+        ("<start_function_call>",),
+        "<start_function_call>",
+        "<end_function_call>",
+        notation=FunctionGemmaNotation(),
+        must_close=True,
+    ),
     CallFormat("Mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", begins='[{"'),
     CallFormat("Gemma 3 code", ("tool_code",), "```tool_code", "```", notation=PythonNotation()),
     CallFormat("Pythonic", ("func_name1(",), begins="[", notation=PythonNotation()),
@@ -99,7 +134,7 @@ def call_format(template: str) -> CallFormat | None:
         return None
     form = next((form for form in FORMATS if _is_taught(form, template)), None)
     is_json = form is not None and form.notation is JSON
-    return None if is_json and any(mark in template for mark in _OTHER_NOTATIONS) else form
+    return None if is_json and _OTHER_NOTATION in template else form
 
 
 def _is_taught(form: CallFormat, template: str) -> bool:

@@ -14,7 +14,19 @@ from backend.openai_frontend.choices import CHAT, COMPLETION, Choice, Style
 from backend.openai_frontend.parts import Call
 from backend.openai_frontend.triton import Piece
 
-GLM, CODER, HERMES, MISTRAL, GEMMA, PYTHONIC, GEMMA_JSON, LLAMA = FORMATS
+(
+    GLM,
+    CODER,
+    HERMES,
+    DEEPSEEK,
+    MISTRAL_ARGS,
+    FUNCTION_GEMMA,
+    MISTRAL,
+    GEMMA,
+    PYTHONIC,
+    GEMMA_JSON,
+    LLAMA,
+) = FORMATS
 WEATHER_SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "array"}},
@@ -118,6 +130,69 @@ TEXTS = [
     (GEMMA_JSON, ASKS, "", [WEATHER]),
     (GEMMA_JSON, "```json\n{}\n```", "```json\n{}\n```", []),
     (GEMMA_JSON, "```python\nclock()\n```", "```python\nclock()\n```", []),
+    (
+        DEEPSEEK,
+        "Let me see.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        '```json\n{"city": "Köln </b>"}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n"
+        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "Let me see.",
+        [WEATHER, CLOCK],
+    ),
+    (
+        DEEPSEEK,
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Köln </b>"}'
+        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [WEATHER, CLOCK],
+    ),
+    *(
+        (DEEPSEEK, f"<｜tool▁calls▁begin｜>{text}", f"<｜tool▁calls▁begin｜>{text}", [])
+        for text in (
+            "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}",
+            "<｜tool▁call▁begin｜>other<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>[]<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜>more<｜tool▁calls▁end｜>",
+        )
+    ),
+    (
+        MISTRAL_ARGS,
+        'See:[TOOL_CALLS]weather[ARGS]{"city": "Köln </b>"}[TOOL_CALLS]clock[CALL_ID]a1[ARGS]{}',
+        "See:",
+        [WEATHER, CLOCK],
+    ),
+    (
+        MISTRAL_ARGS,
+        '[TOOL_CALLS]weather[ARGS]{"city": "{}[TOOL_CALLS]"}',
+        "",
+        [Call("weather", '{"city": "{}[TOOL_CALLS]"}')],
+    ),
+    (MISTRAL_ARGS, '[TOOL_CALLS]weather[ARGS]{"ci', '[TOOL_CALLS]weather[ARGS]{"ci', []),
+    (MISTRAL_ARGS, "[TOOL_CALLS]other[ARGS]{}", "[TOOL_CALLS]other[ARGS]{}", []),
+    (MISTRAL_ARGS, "[TOOL_CALLS]clock[ARGS]{} so", "[TOOL_CALLS]clock[ARGS]{} so", []),
+    (
+        FUNCTION_GEMMA,
+        "<start_function_call>call:weather{city:<escape>Köln </b><escape>}<end_function_call>"
+        "<start_function_call>call:clock{}<end_function_call>",
+        "",
+        [WEATHER, CLOCK],
+    ),
+    (
+        FUNCTION_GEMMA,
+        "<start_function_call>call:weather{city:<escape>a,b:{<escape>,days:[1,{of:true}]}"
+        "<end_function_call>",
+        "",
+        [Call("weather", '{"city": "a,b:{", "days": [1, {"of": true}]}')],
+    ),
+    *(
+        (FUNCTION_GEMMA, text, text, [])
+        for text in (
+            "<start_function_call>call:other{}<end_function_call>",
+            "<start_function_call>call:weather{city:<escape>a}<end_function_call>",
+            "<start_function_call>call:clock{}",
+            "<start_function_call>clock{}<end_function_call>",
+        )
+    ),
 ]
 
 
@@ -156,7 +231,9 @@ TEMPLATES = {
     "dictionary of argument name and its value}.": LLAMA,
     "{% if builtin_tools %}{{ '<|python_tag|>' }}{% endif %}": LLAMA,
     "[AVAILABLE_TOOLS] {{ tools }}[/AVAILABLE_TOOLS]{{ '[TOOL_CALLS] [' }}": MISTRAL,
-    "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}": None,
+    "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}": MISTRAL_ARGS,
+    "{{ tools }}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}": DEEPSEEK,
+    "{{ tools }}<start_function_call>call:{{ name }}": FUNCTION_GEMMA,
     "{{ tools }}<tool_call>\n<function=name>\n<parameter=city>": CODER,
     "{{ tools }}<tool_call>\n<function=name>{json}</function>": None,
     "{{ tools }}<tool_call>name\n<arg_key>city</arg_key>": GLM,
