@@ -1,0 +1,159 @@
+"""What an EAGLE-3 head costs next to a pass of its target, for three shapes with random weights.
+
+    python -m bench.micro.eagle_cost --seed 0 --rounds 15
+
+Both run on torch, in one thread. Of each shape and batch: the target's pass of one token a row (and
+of a prompt's chunk), what the head takes of that pass (``absorb``), and a depth of its proposals,
+in medians of interleaved rounds, with their shares of the pass. Memory is planned, for 2,048 tokens
+a row. Prints a record in JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable
+from math import prod
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from backend.engines.checkpoint import LlamaConfig
+from backend.engines.eagle.engine import EagleEngine
+from backend.engines.eagle.folder import EagleShape
+from backend.engines.eagle.model import EagleModel
+from backend.engines.latency_cases import Case, blocks_for
+from backend.engines.port import HiddenStates
+from backend.engines.torch.engine import TorchEngine
+from backend.machine import machine
+from backend.request import SamplingParams
+from backend.sequence import Sequence
+from engines_build.timing import Rig
+
+SHAPES = {
+    "SmolLM2-135M": (LlamaConfig(49152, 576, 1536, 30, 9, 3, 64, tied=True), 16384),
+    "Qwen2.5-0.5B": (LlamaConfig(151936, 896, 4864, 24, 14, 2, 64, tied=True), 32000),
+    "Llama-3.2-1B": (LlamaConfig(128256, 2048, 8192, 16, 32, 8, 64, tied=True), 32000),
+}
+"""A target, and the tokens that its head can propose."""
+
+CONTEXT, DEPTH, CHUNK = 512, 4, 256
+ROWS = (1, 8)
+
+
+def engines(name: str, dtype: torch.dtype) -> tuple[TorchEngine, EagleEngine, EagleShape]:
+    """Return a target and its head, with random weights."""
+    config, rows = SHAPES[name]
+    layers = (2, config.num_layers // 2, config.num_layers - 3)
+    shape = EagleShape(
+        vocab_size=config.vocab_size,
+        draft_vocab_size=rows,
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        layers=layers,
+    )
+    weights = {n: 0.02 * torch.randn(size, dtype=dtype) for n, size in config.shapes().items()}
+    embedding = weights["model.embed_tokens.weight"]
+    tensors = {n: 0.02 * torch.randn(size, dtype=dtype) for n, size in shape.tensors().items()}
+    tensors["token_ids"] = torch.arange(rows)
+    cases = [Case(max(ROWS), CONTEXT, length=0), Case(1, CONTEXT, new=CHUNK, run=0)]
+    sizes = {"kv_blocks": blocks_for(cases) + 8, "max_context_tokens": 2 * CONTEXT}
+    target = TorchEngine.from_weights("target", config, weights, taps=layers, **sizes)
+    model = EagleModel(
+        shape, tensors, embedding=embedding, lm_head=embedding, positions=2048, dtype=dtype
+    )
+    return target, EagleEngine("eagle", model, max_draft_tokens=DEPTH, **sizes), shape
+
+
+def absorbing(head: EagleEngine, shape: EagleShape, rows: int, tokens: int) -> float:
+    """Return the seconds in which a head takes the states of some tokens of each row."""
+    blocks = (CONTEXT + tokens) // 32 + 1
+    states = torch.randn(
+        tokens, len(shape.layers), shape.target_hidden_size, dtype=head._pool.dtype
+    )
+    given = []
+    for row in range(rows):
+        table = {"eagle": list(range(row * blocks, (row + 1) * blocks))}
+        text = random.choices(range(shape.vocab_size), k=CONTEXT + 1)
+        sequence = Sequence(row, text, CONTEXT + 1, SamplingParams(), table)
+        head.assume(sequence, CONTEXT)
+        sequence.tokens += random.choices(range(shape.vocab_size), k=tokens)
+        given.append((sequence, HiddenStates(CONTEXT, shape.layers, states)))
+    began = perf_counter()
+    head.absorb(given)
+    seconds = perf_counter() - began
+    head.cancel(range(rows))
+    return seconds
+
+
+def measure(name: str, rounds: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the figures of a shape."""
+    target, head, shape = engines(name, dtype)
+    targets, drafts = (Rig(engine, random.Random(0)) for engine in (target, head))
+    arms: dict[str, Callable[[], float]] = {}
+    for rows in ROWS:
+        step = Case(rows, CONTEXT)
+        arms[f"target, {rows} rows"] = lambda case=step: targets.time(case)  # type: ignore[misc]
+        arms[f"absorb, {rows} rows"] = lambda n=rows: absorbing(head, shape, n, 1)  # type: ignore[misc]
+        depth = Case(rows, CONTEXT, run=DEPTH)
+        arms[f"depth, {rows} rows"] = lambda case=depth: drafts.time(case) / DEPTH  # type: ignore[misc]
+    chunk = Case(1, CONTEXT, new=CHUNK, run=0)
+    arms[f"target, {CHUNK} tokens"] = lambda: targets.time(chunk)
+    arms[f"absorb, {CHUNK} tokens"] = lambda: absorbing(head, shape, 1, CHUNK)
+    seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+    for turn in range(rounds + 1):
+        for arm, run in arms.items():
+            spent = run()
+            if turn:
+                seconds[arm].append(spent)
+    ms = {arm: 1e3 * median(values) for arm, values in seconds.items()}
+    shares = {
+        arm: round(value / ms[f"target, {arm.partition(', ')[2]}"], 4)
+        for arm, value in ms.items()
+        if not arm.startswith("target")
+    }
+    numbers = sum(map(prod, shape.tensors().values()))
+    token = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    return {
+        "ms": {arm: round(value, 3) for arm, value in ms.items()},
+        "of_the_target_s_pass": shares,
+        "head_mb": round(numbers * dtype.itemsize / 1e6, 1),
+        "kv_kb_a_token": token / 1e3,
+        "kv_of_the_target_s": round(1 / SHAPES[name][0].num_layers, 4),
+    }
+
+
+def main() -> None:
+    """Measure the shapes, and print a record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[*SHAPES])
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    random.seed(args.seed)
+    torch.set_num_threads(1)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    found = {name: measure(name, args.rounds, dtype) for name in args.shapes}
+    record = {
+        "command": " ".join(["python", "-m", "bench.micro.eagle_cost", *sys.argv[1:]]),
+        "seed": args.seed,
+        "dtype": args.dtype,
+        "processor": machine.processor(),
+        "instructions": machine.instructions(),
+        "shapes": found,
+    }
+    print(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

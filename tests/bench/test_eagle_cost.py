@@ -1,0 +1,20 @@
+"""What a head costs is measured of its own passes, next to its target's."""
+
+import json
+import sys
+
+from backend.engines.checkpoint import LlamaConfig
+from bench.micro import eagle_cost
+
+
+def test_a_record_has_the_shares_of_every_shape(monkeypatch, capsys):
+    tiny = LlamaConfig(96, 32, 48, 6, 4, 2, 8, tied=True)
+    monkeypatch.setattr(eagle_cost, "SHAPES", {"tiny": (tiny, 40)})
+    monkeypatch.setattr(sys, "argv", ["eagle_cost", "--rounds", "1", "--dtype", "fp32"])
+    eagle_cost.main()
+    record = json.loads(capsys.readouterr().out)
+    shape = record["shapes"]["tiny"]
+    assert record["command"].endswith("eagle_cost --rounds 1 --dtype fp32")
+    arms = {f"{what}, {rows} rows" for what in ("absorb", "depth") for rows in eagle_cost.ROWS}
+    assert shape["of_the_target_s_pass"].keys() == arms | {"absorb, 256 tokens"}
+    assert shape["kv_of_the_target_s"] == round(1 / 6, 4)
