@@ -121,9 +121,9 @@ def fitting(target, tmp_path, monkeypatch):
     return folder_of(tmp_path / "head", head_for(target)), asked
 
 
-def bring(folder, target):
+def bring(folder, target, free_bytes=1 << 30):
     said = []
-    return bring_head(folder, target, said.append, dtype="fp32"), said
+    return bring_head(folder, target, said.append, dtype="fp32", free_bytes=free_bytes), said
 
 
 def test_a_head_is_converted_once_for_a_target(fitting, target, tmp_path):
@@ -156,6 +156,15 @@ def test_it_is_converted_again_for_another_target_or_where_a_file_has_changed(fi
     (folder / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 1e-6}))
     assert bring(folder, tuned)[0] != place
     assert len(asked) == 4
+
+
+def test_a_target_that_does_not_fit_into_memory_is_not_loaded(fitting, target):
+    folder, asked = fitting
+    files = (target / "model.safetensors").stat().st_size
+    with pytest.raises(ConfigError, match=r"needs 0\.0 GiB of memory, 0\.0 GiB are free"):
+        bring(folder, target, 2 * files - 1)
+    assert asked == []
+    bring(folder, target, 2 * files)
 
 
 def test_nothing_is_left_of_a_head_that_does_not_fit(target, tmp_path):

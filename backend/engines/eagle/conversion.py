@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backend.config import ConfigError
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle import folder as folders
 from backend.engines.eagle.answering import Answer, answer
@@ -21,22 +21,40 @@ from backend.engines.models.configuration import read_decoder_config
 from backend.storage import cache
 from backend.storage.manifest import check_vocabulary, vocabulary_sha256, weights_sha256
 
-logger = logging.getLogger(__name__)
+_WIDENING = {"bf16": 1, "fp32": 2}
+"""Bytes in memory for a byte of the target's files, which are mostly in bf16."""
+
+_GIB = 1 << 30
 
 
 def bring_head(
-    published: Path, target: Path, say: Callable[[str], None], *, dtype: str, device: str = "cpu"
+    published: Path,
+    target: Path,
+    say: Callable[[str], None],
+    *,
+    dtype: str,
+    device: str = "cpu",
+    free_bytes: int,
 ) -> Path:
     """Return the converted folder of a published head for the target in a folder, which is made
     first unless the cache has it.
 
-    The target answers a few prompts for that, in ``dtype`` on ``device``; ``say`` is given what is
-    done before it begins. Raises ConfigError for a head that is not served or does not fit the
-    target, CheckpointError for a target that cannot be read.
+    The target answers a few prompts for that, in ``dtype`` on ``device``, which has
+    ``free_bytes``; ``say`` is given what is done before it begins. Raises ConfigError for a head
+    that is not served or does not fit the target, and where the target does not fit into memory;
+    CheckpointError for a target that cannot be read.
     """
     place = place_of(published)
     if not is_converted(place, target):
-        say(f"converting {published}: its target answers a few prompts, to see what it reads")
+        needed = sum(file.stat().st_size for file in target.glob("*.safetensors"))
+        needed *= _WIDENING[dtype]
+        text = (
+            f"converting {published}: its target answers a few prompts, to see what it reads. "
+            f"That needs {needed / _GIB:.1f} GiB of memory, {free_bytes / _GIB:.1f} GiB are free"
+        )
+        if needed > free_bytes:
+            raise ConfigError(text)
+        say(text)
         provenance = {"folder": str(published), "target": str(target)}
         with cache.publish(place, provenance) as fresh:
             convert(published, target, fresh, lambda: answer(target, dtype, device))

@@ -14,6 +14,7 @@ from backend.engines.eagle.other_kinds import other_kind
 from backend.engines.eagle.place import is_ours, served_folder
 from backend.engines.eagle.published import is_head as is_own
 from backend.engines.latency_cases import Case
+from backend.engines.memory import available_bytes
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
 from backend.storage import manifest
@@ -69,7 +70,9 @@ def convert(
     target = service.config.target
     narrow = target.device != "cpu" or machine.multiplies_bf16()
     dtype = "bf16" if narrow else "fp32"
-    bring_head(folder, service.path(target), say, dtype=dtype, device=target.device)
+    free = available_bytes(target)
+    path = service.path(target)
+    bring_head(folder, path, say, dtype=dtype, device=target.device, free_bytes=free)
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
