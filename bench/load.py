@@ -1,4 +1,6 @@
-"""Streaming gRPC clients for the load benchmarks: one request a stream, every ending told apart."""
+"""Streaming gRPC clients for the load benchmarks: one request a stream, every kind of
+ending counted by itself.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,8 @@ async def serve(
     """Send one streaming request and read it to its end.
 
     ``pause`` is awaited before each response is read (a slow reader); after ``cancel_after``
-    responses the client hangs up. ``codes``: errors are told by status, by a header with which
-    Triton 2.51 crashes now and then; else an error is the outcome ``error``.
+    responses the client hangs up. ``codes``: errors are reported by status, which asks for a header
+    with which Triton 2.51 crashes now and then; else an error is the outcome ``error``.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(connection)
     served = Served(time.perf_counter())
@@ -151,7 +153,7 @@ def _record_reply(response: Any, served: Served) -> None:
 
 
 def _strings(raw: bytes) -> list[str]:
-    """Return the strings of a tensor, each behind its length in four bytes."""
+    """Return the strings of a tensor, each after its length in four bytes."""
     found, at = [], 0
     while at < len(raw):
         size = int.from_bytes(raw[at : at + 4], "little")

@@ -84,9 +84,9 @@ def ratios(sweeps: Iterable[dict[str, Any]]) -> Ratios:
     found: Ratios = {}
     for record in sweeps:
         policies = list(dict.fromkeys(run["policy"] for run in record["runs"]))
-        told = [name for name in policies if name == SPINDLE or name.startswith("fixed-")]
+        shown = [name for name in policies if name == SPINDLE or name.startswith("fixed-")]
         for (_, load), speeds in block_speeds(blocks(record["runs"], policies), policies).items():
-            for policy in told:
+            for policy in shown:
                 found.setdefault(policy, {}).setdefault(int(level(load)), []).extend(
                     ours / plain for ours, plain in zip(speeds[policy], speeds[NONE], strict=True)
                 )
@@ -129,7 +129,7 @@ def speed(found: Ratios, theme: dict[str, str]) -> Figure:
             (place, max(own)),
             (0, 7),
             textcoords="offset points",
-            ha="center" if place < len(loads) - 1 else "right",  # the band's names are beside it
+            ha="center" if place < len(loads) - 1 else "right",  # the band's names are right of it
             color=theme["line"],
             weight="bold",
         )
@@ -140,7 +140,7 @@ def speed(found: Ratios, theme: dict[str, str]) -> Figure:
 
 def _labels(axis: Axes, means: dict[str, list[float]], theme: dict[str, str]) -> None:
     """Name the line, and the band's edges by the choices that are best and worst where they end,
-    each beside its end but none on another.
+    each next to its end and none on top of another.
     """
     ends = {policy: own[-1] for policy, own in means.items()}
     fixed = sorted((policy for policy in ends if policy != SPINDLE), key=ends.__getitem__)
@@ -176,8 +176,8 @@ def over_policies() -> Over:
     """Return Spindle over the other policies, all loads of all greedy sweeps together."""
     found: dict[str, tuple[list[float], list[float]]] = {}
     for (processor, temperature, _, over), loads in measured().items():
-        told = processor == HEADLINE and over in (BEST_FIXED, *OTHERS)
-        if told and not temperature:
+        is_shown = processor == HEADLINE and over in (BEST_FIXED, *OTHERS)
+        if is_shown and not temperature:
             ours, theirs = found.setdefault(over, ([], []))
             for own, other in loads.values():
                 ours += own
@@ -193,8 +193,8 @@ def over_policies() -> Over:
 def over_peers() -> dict[str, Over]:
     """Return Spindle over the other servers, by how many requests are in flight."""
     panels: dict[str, Over] = {}
-    for (name, at), told in sorted(over_stacks(HEADLINE).items(), key=lambda row: row[0][1]):
-        row = (name, told["median"], told["interval_95"])
+    for (name, at), speeds in sorted(over_stacks(HEADLINE).items(), key=lambda row: row[0][1]):
+        row = (name, speeds["median"], speeds["interval_95"])
         panels.setdefault(f"{at} in flight", []).append(row)
     return panels
 

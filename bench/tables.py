@@ -170,10 +170,10 @@ def _speeds(kinds: list[Kind], *, counts: bool) -> str:
 def _cell(pair: Pairs | None, *, counts: bool) -> str:
     if pair is None:
         return ""
-    return _told(interval(*pair), counts=counts)
+    return _format_ratio(interval(*pair), counts=counts)
 
 
-def _told(row: dict[str, Any], *, counts: bool = False) -> str:
+def _format_ratio(row: dict[str, Any], *, counts: bool = False) -> str:
     """Return a ratio with its interval; ``counts``: also how many blocks it is of."""
     count = f"; {row['blocks']}" if counts else ""
     return f"{row['ratio']:.2f} ({_interval(row['interval_95'])}{count})"
@@ -210,7 +210,7 @@ def by_workload() -> str:
         and row["workload"] != EVERY
         and row["blocks"] > 2
     ]
-    cells = (_told(row, counts=True) for row in rows)
+    cells = (_format_ratio(row, counts=True) for row in rows)
     names = (row["workload"] for row in rows)
     return _table(["Spindle's tokens/s over", *names], ["plain decoding", *cells])
 
@@ -223,7 +223,7 @@ def open_loops() -> str:
         draft, length = fixed_choice(name)
         over[name] = f"`{draft}`, {length} tokens"
     found = {
-        (row["over"], row["load"]): _told(row, counts=True)
+        (row["over"], row["load"]): _format_ratio(row, counts=True)
         for row in record["ratios"]
         if row["policy"] == SPINDLE and row["over"] in over and not is_closed(row["load"])
     }

@@ -3,7 +3,7 @@ between the host's two calls. No vLLM: the target is a pause of ``--step-s``.
 
     python -m bench.hosts.overhead --out docs/results/host-overhead.json     # a minute
 
-Rows write texts of which a third repeats itself; a request ends after 128 tokens and another
+A third of each row's text repeats what came before; a request ends after 128 tokens and another
 arrives. Times are of steps after the first ``WARM_STEPS``.
 """
 
@@ -43,16 +43,16 @@ class Text:
         self.tokens: list[int] = tokens
 
     def step(self, proposed: list[int]) -> Verified:
-        """Follow a proposal as far as it holds, and write one more token."""
-        left, held = self.tokens[self.written :], 0
-        while held < min(len(proposed), len(left) - 1) and proposed[held] == left[held]:
-            held += 1
-        self.written += held + 1
+        """Follow a proposal as far as the text matches it, and write one more token."""
+        left, accepted = self.tokens[self.written :], 0
+        while accepted < min(len(proposed), len(left) - 1) and proposed[accepted] == left[accepted]:
+            accepted += 1
+        self.written += accepted + 1
         return Verified(self.number, proposed, self.tokens[: self.written])
 
 
 def measured(rows: int, step_s: float, drafts: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """Return milliseconds of steps with so many rows."""
+    """Return milliseconds of steps with this many rows."""
     rng, numbers = np.random.default_rng(seed), iter(range(10**9))
     stats = Stats()
     host = Host(host_config({"drafts": drafts}, K_MAX, 4096), stats)

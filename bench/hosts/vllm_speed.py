@@ -1,5 +1,5 @@
-"""The policy inside vLLM beside vLLM's own ways, on its CPU build: the same weights, prompts and
-machine, interleaved, on one CPU.
+"""The policy in vLLM compared with vLLM's own speculation, on its CPU build: the same weights,
+prompts and machine, interleaved, on one CPU.
 
     make test-vllm && spindle prepare                              # vLLM's environment, the model
     python -m bench.hosts.vllm_speed --out docs/results/vllm.json  # twelve minutes

@@ -72,7 +72,7 @@ class Checkout:
 
 
 class Prompts:
-    """Hands out rendered messages of a mix, of so many tokens, until all came."""
+    """Hands out the rendered messages of a mix that have a length in ``tokens``, each once."""
 
     def __init__(self, folder: Path, tokens: tuple[int, int], seed: int) -> None:
         tokenizer = load_tokenizer(folder)
@@ -90,7 +90,7 @@ class Prompts:
         self._next = [0] * len(self._by_kind)
 
     def take(self, count: int) -> list[str]:
-        """Return so many, of all kinds in turn; of a kind that is used up the first come again."""
+        """Return ``count`` messages of all kinds in turn; a kind that is used up starts again."""
         chosen = []
         for number in range(count):
             kind = number % len(self._by_kind)
@@ -223,7 +223,7 @@ def measure(
 
 
 def write(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Write the record with what it comes to so far, all or nothing."""
+    """Write the record with its ratios so far, all or nothing."""
     record["ratios"] = ratios(record["runs"], options.over, options.seed)
     part = options.out.with_suffix(".part")
     part.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
@@ -235,13 +235,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arm", type=Checkout.read, action="append", required=True)
     parser.add_argument(
-        "--over", nargs="+", required=True, help="arms that others are held against"
+        "--over", nargs="+", required=True, help="arms that the others are compared with"
     )
     parser.add_argument(
         "--texts", type=Path, required=True, help="folder of tokenizer and template"
     )
     parser.add_argument("--prompt-tokens", type=int, nargs=2, default=[100, 300])
-    parser.add_argument("--blocks", type=int, default=6, help="beside the one that warms")
+    parser.add_argument("--blocks", type=int, default=6, help="blocks after the one that warms up")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--requests", type=int, default=5, help="of a run, at the least")

@@ -1,5 +1,5 @@
-"""One request, streaming or whole, through Triton's HTTP interface or the OpenAI front end; endings
-are told apart as in ``load``.
+"""One request, streaming or whole, through Triton's HTTP interface or the OpenAI front end, with
+the endings of ``load``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def _events(
     response: Any, served: Served, pause: Pause | None, cancel_after: int | None
 ) -> None:
     """Triton's last event has a finish reason, the front end's is [DONE]; an error ends either, and
-    nothing may come behind an end.
+    nothing may follow an end.
     """
     ends = 0
     async for raw in response.content:

@@ -47,7 +47,7 @@ FAKE = {
     "policy": {"kind": "random", "k_max": 4},
 }
 SAMPLE_PERIOD_S = 3.0
-MOST_TOLD = 20
+MOST_REPORTED = 20
 
 
 class Door:
@@ -60,7 +60,7 @@ class Door:
         self.problems: list[str] = []
 
     def run(self, count: int, number: int) -> None:
-        """Send so many cases, one after another."""
+        """Send ``count`` cases, one after another."""
         quiet = settings(
             max_examples=count,
             deadline=None,
@@ -76,7 +76,7 @@ class Door:
             self.sent += 1
             try:
                 answer = self._send(case)
-            except Exception as error:  # a hang, or nobody there
+            except Exception as error:  # a hang, or no server there
                 answer = Answer(type(error).__name__, f"no answer: {error!r}")
             self.kinds[answer.kind] += 1
             if answer.problem:
@@ -91,7 +91,7 @@ class Door:
 
     def _repeat(self, one: Callable[[], None], count: int) -> None:
         """Hypothesis ends early where it has seen all that it can think of."""
-        while self.sent < count and len(self.problems) < MOST_TOLD:
+        while self.sent < count and len(self.problems) < MOST_REPORTED:
             before = self.sent
             one()
             if self.sent == before:
@@ -128,7 +128,7 @@ def fuzz(service: Service, requests: int, number: int) -> tuple[dict[str, Any], 
     over.set()
     sampling.join()
     resources, violations = watch.summary() if took_s > 10 * SAMPLE_PERIOD_S else ({}, [])
-    violations += [problem for door in doors for problem in door.problems[:MOST_TOLD]]
+    violations += [problem for door in doors for problem in door.problems[:MOST_REPORTED]]
     if sorted(service.tree()) != before:
         violations.append("a process ended and was started again")
     health = service.health()

@@ -20,7 +20,7 @@ from tests.server.harness import Service
 
 ANSWER_LIMIT_S = 60.0
 MOST_TOKENS = 24
-"""Of a request that turns out to be well-formed: nobody learns more from a longer one."""
+"""Limit of a request that turns out to be well-formed; a longer answer shows nothing more."""
 LEAKS = re.compile(r"Traceback|File \"|\.py\b|site-packages|/tmp/|/root/|/home/|0x[0-9a-f]{8,}")
 """What no client may read."""
 GENERATORS = {model.name: model for model in MODELS[:3]}
@@ -101,8 +101,8 @@ def judged(kind: str, text: str, allowed: bool) -> Answer:
 
 
 def _bodies(start: dict[str, Any], names: list[str]) -> st.SearchStrategy[bytes]:
-    """Return bodies that begin as a good one, some members of which are spoilt, lost or new; now
-    and then no JSON at all.
+    """Return bodies that begin as a good one and have some members spoilt, lost or added; now and
+    then no JSON at all.
     """
     spoilt = st.dictionaries(
         st.one_of(st.sampled_from(names), st.text(max_size=12)), JSON, min_size=0, max_size=4

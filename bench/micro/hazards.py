@@ -6,8 +6,8 @@ tokens a step of chains and trees, cost, coverage, and how far its confidence ca
 The target answers prompts that no training text resembles (MT-Bench, news to summarise, questions
 over Wikipedia, SQL over tables of its own, functions of held-out modules), greedily and at 0.8.
 Then every draft of the configuration, as the engine that serves, proposes at every place of these
-answers, with what the target held there. So a hazard is of all places, not only of those that some
-policy would have drafted at; tokens a step are of walks along the answers. Intervals: 95 %,
+answers, given the target's states there. So a hazard counts all places, not only those where some
+policy would have drafted; tokens a step are of walks along the answers. Intervals: 95 %,
 resampling prompts. Costs: CPU time of a proposal of 4 tokens, a row, over a plain pass of the
 target, in turn, one thread.
 """
@@ -49,7 +49,7 @@ _IDS = count(1)
 
 
 def messages(workload: str, number: int, seed: int) -> list[str]:
-    """Return so many messages of a workload."""
+    """Return ``number`` messages of a workload."""
     if workload in ("chat", "summarise", "code"):
         return list(load(workload, number, seed).messages)
     every = (
@@ -131,7 +131,7 @@ def answers(
 
 
 def polled(engine: Engine, number: int) -> list[Completion]:
-    """Return so many completions. Raises RuntimeError for one that failed."""
+    """Return ``number`` completions. Raises RuntimeError for one that failed."""
     found: list[Completion] = []
     while len(found) < number:
         found += engine.poll(1.0)
@@ -142,7 +142,7 @@ def polled(engine: Engine, number: int) -> list[Completion]:
 
 
 def proposed(draft: Engine, batch: list[Answer]) -> list[Found]:
-    """Have a draft propose at every place of answers, all of them beside each other."""
+    """Have a draft propose at every place of the answers, all of them in one batch."""
     room = -(-(max(len(answer.tokens) for answer in batch) + PLACES + 1) // BLOCK_TOKENS)
     found = [Found([None], answer.tokens[answer.prompt_tokens :]) for answer in batch]
     ids = [next(_IDS) for _ in batch]
@@ -166,8 +166,8 @@ def proposed(draft: Engine, batch: list[Answer]) -> list[Found]:
 
 
 def figures(found: list[Found], seed: int) -> dict[str, Any]:
-    """Return what a draft came to along answers."""
-    alive, held = np.zeros(PLACES, int), np.zeros(PLACES, int)
+    """Return a draft's figures along the answers."""
+    alive, matched = np.zeros(PLACES, int), np.zeros(PLACES, int)
     claims: list[tuple[float, bool]] = []
     asked = covered = 0
     for one in found:
@@ -180,7 +180,7 @@ def figures(found: list[Found], seed: int) -> dict[str, Any]:
             length = min(PLACES, len(proposal.spine()), len(one.tokens) - place)
             for depth in range(length):
                 alive[depth] += accepted >= depth
-                held[depth] += accepted > depth
+                matched[depth] += accepted > depth
             first = proposal.tokens[0] == one.tokens[place]
             claims.append((proposal.confidence[0], first))
     walks = {
@@ -190,7 +190,7 @@ def figures(found: list[Found], seed: int) -> dict[str, Any]:
     return {
         "places": asked,
         "proposes": round(covered / max(asked, 1), 3),
-        "hazards": [round(h / a, 3) if a else None for h, a in zip(held, alive, strict=True)],
+        "hazards": [round(h / a, 3) if a else None for h, a in zip(matched, alive, strict=True)],
         "tokens_per_step": {name: ratio(walk, seed) for name, walk in walks.items()},
         "reliability": reliability(claims),
     }
@@ -206,15 +206,15 @@ def ratio(walks: list[tuple[int, int]], seed: int) -> list[float]:
 
 
 def reliability(claims: list[tuple[float, bool]]) -> list[dict[str, float]]:
-    """Return by bin of confidence in the first node how many there were and how often it held."""
+    """Return how many first nodes there were in each bin of confidence, and how many matched."""
     if not claims:
         return []
-    values, held = (np.array(column) for column in zip(*claims, strict=True))
+    values, matched = (np.array(column) for column in zip(*claims, strict=True))
     bins = np.digitize(values, BINS[1:-1])
     return [
         {
             "claimed": round(float(values[bins == b].mean()), 3),
-            "held": round(float(held[bins == b].mean()), 3),
+            "held": round(float(matched[bins == b].mean()), 3),
             "nodes": int((bins == b).sum()),
         }
         for b in range(len(BINS) - 1)

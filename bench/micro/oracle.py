@@ -121,7 +121,7 @@ class Instance:
         return seconds
 
     def forwards_s(self, draft: int, tokens: tuple[int, ...]) -> float:
-        """Return the seconds of a draft's forwards of so many tokens each."""
+        """Return the seconds of a draft's forwards, each of the given number of ``tokens``."""
         return float(self.correction[2 + draft]) * sum(self._base(draft, t) for t in tokens if t)
 
     def objective(self, choice: Choice) -> float:
@@ -138,7 +138,7 @@ class Instance:
 
     @cached_property
     def plain_s(self) -> float:
-        """Return the seconds of the step if nothing is chosen beside what is given."""
+        """Return the seconds of the step if the rows that are free to choose propose nothing."""
         choice = (*[NOTHING] * self.rows, *self.given)
         return self.shared_s(choice) + self.alone_s(choice)
 
@@ -233,8 +233,8 @@ def with_given(instance: Instance, rng: np.random.Generator) -> Instance:
 
 
 def drifted(instance: Instance, choice: Choice, rng: np.random.Generator) -> Instance:
-    """Return the instance a step later: some of the choice was accepted, drafts not used fell
-    behind, hazards are estimated anew.
+    """Return the instance a step later: some of the choice was accepted, drafts not used have
+    more to catch up with, and hazards are estimated again.
     """
     view = instance.view
     emitted = np.array([1 + int(rng.integers(0, length + 1)) for _, length in choice])

@@ -44,8 +44,8 @@ RNG = np.random.default_rng(0)  # not drawn from
 
 
 def model(drafts: int) -> LatencyModel:
-    """Return a made-up accelerator: 7 ms and 0.02 ms a token behind the first 64, KV on top; drafts
-    at a share of it.
+    """Return a made-up accelerator: 7 ms, 0.02 ms for each token after the first 64, KV on top;
+    drafts at a share of it.
     """
     tokens = np.arange(4097)
     seconds = 7e-3 + 2e-5 * np.maximum(tokens - 64, 0)
@@ -166,7 +166,7 @@ def flapping(rows: int, steps: int, seed: int) -> dict[str, float]:
     step before, the batch being steady.
 
     No request ends, what it accepts is drawn by constant rates, and trials are left out with the
-    step behind them. The first half is learning. ``tokens`` is by how many its length changes in
+    step after them. The first half is learning. ``tokens`` is by how many its length changes in
     the mean.
     """
     drafts = len(DRAFTS)

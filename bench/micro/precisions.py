@@ -2,7 +2,7 @@
 --out FILE``.
 
 An arm is ``engine:dtype``, with ``:runs`` of OpenVINO without the promise of the same bits. Time:
-whole ``submit`` and ``poll`` of steps behind ``--context`` tokens and of prompts, arms interleaved;
+whole ``submit`` and ``poll`` of steps after ``--context`` tokens and of prompts, arms interleaved;
 CPU time of the one thread, so that other work on the machine moves it little. Texts: the five
 workloads; every position's arg-max and law against the first arm.
 """
@@ -50,8 +50,8 @@ def make(arm: str, folder: Path, context: int) -> StepEngine:
 
 
 def stepper(engine: StepEngine, sequences: int, proposed: int, context: int) -> Callable[[], None]:
-    """Return a step of so many sequences, each behind ``context`` tokens that are taken as run;
-    with ``proposed`` below 0 a prefill of ``context`` tokens.
+    """Return a step of this many sequences, each after ``context`` tokens that count as run; with
+    ``proposed`` below 0 a prefill of ``context`` tokens.
     """
     prefills = proposed < 0
     length = context if prefills else context + 1
@@ -81,8 +81,8 @@ def times(engines: dict[str, StepEngine], context: int, rounds: int) -> list[dic
     """Return the medians of every step, in CPU ms, and the first arm's time over the others'."""
     cells = [*((n, k, context) for n, k in STEPS), *((1, -1, tokens) for tokens in PROMPTS)]
     rows = []
-    for sequences, proposed, behind in cells:
-        steps = {arm: stepper(e, sequences, proposed, behind) for arm, e in engines.items()}
+    for sequences, proposed, before in cells:
+        steps = {arm: stepper(e, sequences, proposed, before) for arm, e in engines.items()}
         taken: dict[str, list[float]] = {arm: [] for arm in steps}
         for index in range(rounds + 1):
             for arm in [*steps, *reversed(steps)]:
@@ -97,7 +97,7 @@ def times(engines: dict[str, StepEngine], context: int, rounds: int) -> list[dic
             arm: statistics.median(a / b for a, b in zip(taken[first], taken[arm], strict=True))
             for arm in others
         }
-        row = {"sequences": sequences, "proposed": proposed, "tokens": behind}
+        row = {"sequences": sequences, "proposed": proposed, "tokens": before}
         medians = {arm: statistics.median(values) for arm, values in taken.items()}
         rows.append({**row, "cpu_ms": medians, f"{first}_over": ratios})
         print(json.dumps(rows[-1]), flush=True)

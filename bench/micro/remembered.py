@@ -3,10 +3,10 @@
     python -m bench.micro.remembered --config model_repository/spindle/1/serving.json
 
 Three workloads, each served by one request at a time: ``sql`` asks one schema different questions,
-``agent`` runs loops of tool calls behind one long prompt, ``other`` asks questions that have little
+``agent`` runs loops of tool calls after one long prompt, ``other`` asks questions that have little
 in common. Each arm serves all of them in order with an app of its own, which begins with nothing
-remembered, by the adaptive policy. Told are tokens a step, the proposed and accepted tokens, and
-microseconds of the loop's thread in the draft: of a proposal at a full memory, and of adding an
+remembered, by the adaptive policy. Reported are tokens a step, the proposed and accepted tokens,
+and microseconds of the loop's thread in the draft: of a proposal at a full memory, and of adding an
 answer, per token.
 """
 
@@ -114,8 +114,8 @@ def loops(count: int, seed: int) -> list[str]:
         messages = [("system", TOOLS), ("user", asked)]
         for call, result in zip(calls, RESULTS, strict=True):
             found.append(chat(*messages))
-            told = result.format(**known)
-            messages += [("assistant", f'{{"tool": {call}}}}}'), ("user", told)]
+            answer = result.format(**known)
+            messages += [("assistant", f'{{"tool": {call}}}}}'), ("user", answer)]
         found.append(chat(*messages))
     return found[:count]
 

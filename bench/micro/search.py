@@ -4,9 +4,9 @@
 
 ``lost`` is the distribution of what the search's choice is worth less than the best of all choices
 by the oracle's scoring, as a share of what the step's time is worth in tokens: on ``instances`` of
-each size up to three rows, every fourth under a cap and every fourth beside given rows, and by rows
-x drafts x positions on half as many of three to eight rows. ``planning`` is by drafts and batch
-(``bench_planning``). ``flapping`` is how often a steady request's choice changes.
+each size up to three rows, every fourth under a cap and every fourth with rows already decided, and
+by rows x drafts x positions on half as many of three to eight rows. ``planning`` is by drafts and
+batch (``bench_planning``). ``flapping`` is how often a steady request's choice changes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def lost(count: int, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def distribution(values: list[float]) -> dict[str, float]:
-    """Return what a list of shares comes to; ``none`` is how many of them are nil."""
+    """Return quantiles of a list of shares; ``none`` is how many of them are nil."""
     shares = np.array(values)
     quantiles = {f"p{q}": float(np.quantile(shares, q / 100)) for q in (50, 90, 95, 99)}
     nil = float(np.mean(shares < 1e-9))

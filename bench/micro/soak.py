@@ -257,7 +257,7 @@ class Soak:
 
 
 def leftovers(service: Service, tree: list[int]) -> list[str]:
-    """Return what a stopped service has left behind."""
+    """Return the processes and files that a stopped service has left."""
     deadline_s = time.perf_counter() + LEAVING_LIMIT_S
     while any(Path(f"/proc/{pid}").exists() for pid in tree) and time.perf_counter() < deadline_s:
         time.sleep(0.1)
@@ -298,7 +298,7 @@ def main() -> int:
             status = service.stop()
         if status != 0:
             soak.violations.append(f"the launcher ended with status {status}")
-        soak.violations += [f"left behind: {thing}" for thing in leftovers(service, tree)]
+        soak.violations += [f"left over: {thing}" for thing in leftovers(service, tree)]
         record = {
             "benchmark": "soak: streams, cancels, slow readers, killed stubs and engine processes",
             "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -6,8 +6,8 @@ nothing of the project.
 
 Writes a line when ready, then answers each JSON line {"prompts": [token ids], "max_tokens",
 "concurrency"} with a line {"replies": [{"tokens", "first_s", "total_s"}], "wall_s"};
-``worker.mjs`` does the same for llama.cpp. Decodes greedily. A closed loop: of so many
-requests in flight, the next is due when one has ended.
+``worker.mjs`` does the same for llama.cpp. Decodes greedily. A closed loop: with
+``concurrency`` requests in flight, the next is due when one has ended.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Transformers:
         return replies
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: this process is all that runs."""
 
     def _generate(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], float]:
         """Return the tokens of each, and when the first was there."""
@@ -158,7 +158,7 @@ class OpenVino:
         return [reply.ended(self._ends) for reply in replies]
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: this process is all that runs."""
 
     def _submit(self, prompt: list[int], max_tokens: int) -> Any:
         import numpy as np
@@ -254,7 +254,7 @@ class Vllm:
         self._await_ready()
 
     def serve(self, prompts: list[list[int]], max_tokens: int, concurrency: int) -> list[Reply]:
-        """Ask with so many threads; KV is reused within a run only, as in Spindle's."""
+        """Ask with ``concurrency`` threads; KV is reused within a run only, as in Spindle's."""
         self._runs += 1
         with ThreadPoolExecutor(concurrency) as clients:
             return [*clients.map(lambda prompt: self._ask(prompt, max_tokens), prompts)]

@@ -4,8 +4,8 @@ noise floor, and claims against bars.
 A run is one policy over one block of a point (workload, load). All policies of a block serve the
 same requests at the same times; a block counts where all of them have run. Block 0 is cold, the
 others warm. ``none`` has two runs a block, its own and ``none-again``'s: at the ends of the block,
-so that a machine that gets slower or faster within it favours nobody over their mean. ``speed`` of
-a run: emitted tokens per second in a closed loop, in an open one emitted tokens per second of
+so that a machine that gets slower or faster within it favours no policy over their mean. ``speed``
+of a run: emitted tokens per second in a closed loop, in an open one emitted tokens per second of
 latency (from the scheduled arrival). A ratio is the geometric mean over blocks of ratios within a
 block, its interval Student's. A claim holds where the whole interval clears its bar, is missed
 where none of it does, else it is open.
@@ -59,7 +59,7 @@ def speed(run: Run) -> float:
 
 
 def between(run: Run) -> float:
-    """Return the tokens per second that a reply gains behind its first, in the mean of replies."""
+    """Return the tokens per second of a reply after its first token, in the mean of replies."""
     return float(1 / np.mean([reply["token_s"] for reply in run["replies"] if reply["token_s"]]))
 
 

@@ -1,7 +1,7 @@
 """What fixed choices saw of each request's acceptance, as the simulator has it: a hazard by request
 and draft, and its decay by position.
 
-A request on which ``length`` tokens of a draft were proposed ``n`` times, of which ``a`` were
+A request on which ``length`` tokens of a draft were proposed ``n`` times, and ``a`` tokens were
 accepted in all, has the hazard ``h`` with n (h c_1 + ... + h^length c_length) = a, where c_j is the
 product of the decays up to position j. The decays are those with which these hazards give the
 accepted tokens by position that the metrics counted, over all requests.
@@ -82,12 +82,12 @@ def _chances(
     chances, accepted, steps = np.zeros((count, k_max)), np.zeros(count), np.zeros(count)
     for (begin, end), length, run in runs:
         counts = [next(iter(reply["drafts"].values()), (0, 0)) for reply in run["replies"]]
-        proposed, held = np.array(counts, float).reshape(-1, 2).T
+        proposed, matched = np.array(counts, float).reshape(-1, 2).T
         output = np.array([reply["output_tokens"] for reply in run["replies"]])
         chances[begin:end, : min(length, k_max)] += (proposed / length)[:, None]
-        accepted[begin:end] += held
+        accepted[begin:end] += matched
         steps[begin:end] += np.maximum(
-            output - 1 - held, 0
+            output - 1 - matched, 0
         )  # a step emits what was accepted and one more; the first token is the prefill's
     return chances, accepted, steps
 

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 def write_report(record: dict[str, Any], path: Path, results: Path = RESULTS) -> None:
     """Write the page of a record."""
     families = [
-        family for other in _beside(record, results, "peers") for family in other["families"]
+        family for other in _companions(record, results, "peers") for family in other["families"]
     ]
     record = {**record, "ablations": _ablations_of(record, results), "peers": families}
     made = ((title, note, draw(record)) for title, note, draw in SECTIONS)
@@ -55,7 +55,7 @@ def write_report(record: dict[str, Any], path: Path, results: Path = RESULTS) ->
     path.write_text(f"{start}<body>{head}{body}</body></html>\n", "utf-8")
 
 
-def _beside(record: dict[str, Any], results: Path, name: str) -> list[dict[str, Any]]:
+def _companions(record: dict[str, Any], results: Path, name: str) -> list[dict[str, Any]]:
     """Return the records of the results, NAME.json and NAME-*.json, that were made on the record's
     processor.
     """
@@ -67,7 +67,7 @@ def _beside(record: dict[str, Any], results: Path, name: str) -> list[dict[str, 
 
 def _ablations_of(record: dict[str, Any], results: Path) -> list[Row]:
     return record.get("ablations") or [
-        row for other in _beside(record, results, "ablations") for row in other["ablations"]
+        row for other in _companions(record, results, "ablations") for row in other["ablations"]
     ]
 
 
@@ -426,7 +426,7 @@ def main() -> None:
     """Write the page of a record."""
     parser = argparse.ArgumentParser(description="Write the page of a sweep's record.")
     parser.add_argument("record", type=Path)
-    parser.add_argument("page", type=Path, nargs="?", help="default: beside the record")
+    parser.add_argument("page", type=Path, nargs="?", help="default: next to the record")
     options = parser.parse_args()
     record = records.read(options.record)
     write_report(record, options.page or options.record.with_suffix(".html"))

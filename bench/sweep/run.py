@@ -76,7 +76,7 @@ SAVE_S = 20.0
 SERVER_BYTES = 7 << 29
 """What a server of SmolLM2 with its drafts takes."""
 FAKE_CHARACTERS = 300
-"""The fake engines read bytes: of a message they get so many."""
+"""Characters of a message that the fake engines get; they read bytes."""
 VARIATION = {"poisson": 1.0, "bursty": 3.0}
 """Coefficient of variation of the gaps between arrivals."""
 FREE = ("out", "limit_s", "servers", "quick", "config")
@@ -282,8 +282,8 @@ class Sweep:
         return sum(reply.output_tokens for reply in served.replies) / served.wall_s
 
     def _tune(self) -> dict[str, Any]:
-        """Choose what the baselines are told: the best fixed choices by tokens per second on
-        prompts that are not scored.
+        """Choose what the baselines know beforehand: the best fixed choices by tokens per second
+        on prompts that are not scored.
         """
         workload = self._options.workloads[-1]
         levels = sorted(

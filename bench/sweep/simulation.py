@@ -1,4 +1,4 @@
-"""The sweep simulated and held against what was measured: ``python -m bench.sweep.simulation
+"""The sweep simulated and compared with what was measured: ``python -m bench.sweep.simulation
 RECORD`` writes it into RECORD.
 
 The simulator (``policy.simulation``) gets the latency tables that were served with, the same
@@ -54,10 +54,11 @@ class Constants:
     """What the tables do not have, measured on the cold block of closed loops, one number for the
     whole sweep.
 
-    Measured over tabled time of ``target`` and ``drafts``; seconds a step takes beside the engines,
-    with the loop's way to the next (``overhead_s``), more where it speculates (``speculation_s``),
-    more where a planner plans and learns (``planning_s``); seconds of a request outside of steps
-    (``way_s``: HTTP or gRPC, tokens, the wait for a step's end with nothing else in flight).
+    Measured over tabled time of ``target`` and ``drafts``; seconds a step takes outside the
+    engines, with the loop's way to the next (``overhead_s``), more where it speculates
+    (``speculation_s``), more where a planner plans and learns (``planning_s``); seconds of a
+    request outside of steps (``way_s``: HTTP or gRPC, tokens, the wait for a step's end with
+    nothing else in flight).
     """
 
     target: float = 1.0
@@ -283,7 +284,7 @@ class Simulation:
             for draft in self._drafts
         }
         most = max(level(key[1]) for key in cold)
-        beside = {
+        outside = {
             name: _middle([s["overhead"] / s["steps"] for key, s in cold.items() if key[3] == name])
             for name in self.policies
         }
@@ -293,9 +294,9 @@ class Simulation:
             )
             for name in (NONE, SPINDLE)
         }
-        overhead_s = beside[NONE] + between[NONE]
-        speculation_s = max(0.0, _middle([beside[name] for name in self._fixed]) - beside[NONE])
-        planning_s = max(0.0, beside[SPINDLE] + between[SPINDLE] - overhead_s - speculation_s)
+        overhead_s = outside[NONE] + between[NONE]
+        speculation_s = max(0.0, _middle([outside[name] for name in self._fixed]) - outside[NONE])
+        planning_s = max(0.0, outside[SPINDLE] + between[SPINDLE] - overhead_s - speculation_s)
         way_s = _middle(
             [self._way(key, between[NONE]) for key in cold if key[3] == NONE and level(key[1]) == 1]
         )
@@ -384,7 +385,7 @@ def missing(record: dict[str, Any]) -> str:
     if not any(run["block"] for run in runs):
         return "there is no warm block"
     if record["settings"].get("prefix") == "warm":
-        return "prompts had been served before, of which the simulation knows nothing"
+        return "prompts had been served before, which the simulation does not model"
     if "input_tokens" not in runs[0]["replies"][0] or "tables" not in record:
         return "the record has no prompt lengths or tables"
     if not any(run["policy"].startswith("fixed-") for run in runs):
@@ -400,8 +401,8 @@ def simulated(record: dict[str, Any]) -> dict[str, Any]:
     """Return ``simulation``: a row a point and policy with its measured and predicted mean latency;
     and the constants.
 
-    ``error`` is that of the latency, of which ``steps_error`` (too many: tokens too rarely
-    accepted, batches otherwise composed) and ``step_time_error`` tell where it comes from.
+    ``error`` is that of the latency. ``steps_error`` (too many: tokens too rarely accepted, batches
+    otherwise composed) and ``step_time_error`` say where it comes from.
     """
     if why := missing(record):
         return {"simulation": [], "simulation_missing": why}

@@ -26,8 +26,8 @@ AUTHORS = {
     "lookup_share": 5.875e-3,
 }
 """Seconds of Llama-3.1-8B and an EAGLE head on one H100, as the authors of the traces fit them:
-the target's by cached token, query token and pass; those of a chain of the head; those of a step
-besides; and the look-up's share of the target's pass.
+the target's by cached token, query token and pass; those of a chain of the head; those of the rest
+of a step; and the look-up's share of the target's pass.
 """
 CHAIN = 5
 """Tokens of the chain that the authors' seconds of the head are taken to be of: it runs once for
@@ -69,7 +69,7 @@ class Costs:
     @classmethod
     def measured(cls, path: Path) -> Costs:
         """Read measured tables: an object with ``target`` and ``eagle``, each as
-        ``LatencyTable.to_dict`` writes it, and ``step_s``, the seconds of a step besides.
+        ``LatencyTable.to_dict`` writes it, and ``step_s``, the seconds of the rest of a step.
 
         Raises LatencyError naming file and field.
         """

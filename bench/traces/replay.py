@@ -313,10 +313,10 @@ class _Replay:
         """Return what ``backend.speculation.step_log`` would."""
         plan, view, emitted, depth = step.plan, step.view, step.emitted, self._depth
         length, verified = plan.length, step.verified
-        held = np.minimum(step.accepts, length)
+        matched = np.minimum(step.accepts, length)
         # after a rejection every node fails; after the last token that was emitted nothing is known
         known = (depth < length[:, None]) & (depth <= verified[:, None])
-        known &= (held < emitted)[:, None] | (depth < emitted[:, None])
+        known &= (matched < emitted)[:, None] | (depth < emitted[:, None])
         node = np.nonzero(known)[0]
         shown = None
         if view.evidence is not None:
@@ -325,18 +325,18 @@ class _Replay:
             request=view.request,
             draft=np.where(length > 0, plan.draft, NO_DRAFT),
             length=length,
-            accepted=np.minimum(held, emitted),
+            accepted=np.minimum(matched, emitted),
             emitted=emitted,
             scored=np.minimum(emitted, length),
             verified=verified,
-            followed=np.minimum(np.minimum(held, verified), emitted),
+            followed=np.minimum(np.minimum(matched, verified), emitted),
             evidence=shown,
         )
         nodes = StepNodes(
             row=node,
             confidence=step.claims[known].astype(np.float64),
             drawn=np.zeros(len(node), np.bool_),
-            accepted=(depth < held[:, None])[known],
+            accepted=(depth < matched[:, None])[known],
         )
         return Outcome(
             rows, times, self._unused(step), nodes, finished=view.request[over.nonzero()[0]]
