@@ -12,13 +12,13 @@ import torch
 
 from backend.config import ConfigError, EngineConfig
 from backend.engines.checkpoint import load_embeddings
-from backend.engines.checkpoint import read_config as read_target
 from backend.engines.head.folder import CONTEXT_ROWS, made_for, read_config
 from backend.engines.head.in_target import HeadInTarget
 from backend.engines.head.network import Head, HeadNetwork, TorchHead, load
 from backend.engines.port import Completion, EngineLimits, HiddenStates, Turn
 from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES, Spine
+from backend.engines.stepping.footprint import shape_of
 from backend.machine import machine
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
@@ -239,7 +239,7 @@ def make(engine: EngineConfig, service: Service) -> HeadEngine | HeadInTarget:
     that was made for another target.
     """
     folder, target = service.path(engine), service.path(service.config.target)
-    config, whole = read_config(folder), read_target(target)
+    config, whole = read_config(folder), shape_of(target)
     for name, own, theirs in (
         ("hidden_size", config.hidden_size, whole.hidden_size),
         ("vocab_size", config.vocab_size, whole.vocab_size),

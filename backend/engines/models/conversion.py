@@ -25,7 +25,7 @@ from backend.engines.models.attention import AttentionSpec, attending_by
 from backend.engines.models.comparison import BLOCKS, TOKENS, compare
 from backend.engines.models.experts import EXPERTS
 from backend.engines.models.loading import load_decoder
-from backend.engines.models.probe import DecoderSpec, probe
+from backend.engines.models.probe import DecoderSpec, check_taps, probe
 from backend.engines.openvino.converted import complete
 from backend.engines.openvino.llama import OpenvinoConverted
 from backend.engines.openvino.marks import Attended, AttentionMark, mark
@@ -126,6 +126,7 @@ def convert_folder(
     logging.set_verbosity_error()  # its warnings are of training
     spec = probe(folder)
     check_convertible(folder, spec)
+    check_taps(folder, spec, taps)
     _check_memory(folder, spec, say)
     lm: Any = load_decoder(folder, "fp32")
     try:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from backend.engines.checkpoint import CheckpointError
 from backend.engines.models.attention import ATTENTION, AttentionSpec, attending_by
 from backend.engines.models.configuration import read_decoder_config, refuse
 
@@ -76,6 +77,13 @@ def probe(folder: Path) -> DecoderSpec:
         tied=head.weight is embeddings.weight,
         row_width=_row_width(lm, config, layers),
     )
+
+
+def check_taps(folder: Path, spec: DecoderSpec, taps: Sequence[int]) -> None:
+    """Raise CheckpointError for a layer of ``taps``, counted from 1, that a decoder lacks."""
+    if taps and max(taps) > len(spec.layers):
+        text = f"a draft reads layer {max(taps)} of it, and it has {len(spec.layers)}"
+        raise CheckpointError(f"{folder}: {text}")
 
 
 def _run(config: PretrainedConfig) -> tuple[Any, list[AttentionSpec]]:

@@ -13,7 +13,7 @@ from backend.config import ConfigError
 from backend.engines.checkpoint import CheckpointError
 from backend.storage import cache
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same folder would have other sizes."""
 
 
@@ -24,6 +24,7 @@ class DecoderShape:
     architecture: str
     vocab_size: int
     hidden_size: int
+    num_layers: int
     weights: int
     looked_up: int
     experts: int
@@ -69,6 +70,7 @@ def _probed(folder: Path) -> DecoderShape:
         architecture=spec.architecture,
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
+        num_layers=len(spec.layers),
         weights=spec.weights,
         looked_up=spec.looked_up,
         experts=spec.experts,

@@ -40,6 +40,8 @@ class Shape(Protocol):
     @property
     def hidden_size(self) -> int: ...  # noqa: D102
     @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
     def tied(self) -> bool: ...  # noqa: D102
     @property
     def weights(self) -> int: ...  # noqa: D102

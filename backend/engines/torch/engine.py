@@ -95,10 +95,11 @@ class TorchEngine(StepEngine):
     ) -> None:
         from backend.engines.models.comparison import compare  # transformers takes seconds
         from backend.engines.models.loading import load_decoder
-        from backend.engines.models.probe import probe
+        from backend.engines.models.probe import check_taps, probe
         from backend.engines.torch.decoder import Decoder
 
         spec = probe(folder)
+        check_taps(folder, spec, taps)
         lm = load_decoder(folder, dtype, device)
         model = Decoder(lm, spec.layers, kv_blocks=kv_blocks, taps=taps)
         difference = compare(lm, model.forward, f"{name}: {folder}")
