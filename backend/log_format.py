@@ -110,12 +110,12 @@ class FloodGate(logging.Filter):
                 len(self._seen) > MAX_KINDS
             ):  # messages made without arguments: forgetting a count is better than growing
                 self._seen.clear()
-            started_s, passed, held = self._seen.get(kind, (record.created, 0, 0))
+            started_s, passed, suppressed = self._seen.get(kind, (record.created, 0, 0))
             if not 0 <= record.created - started_s < PERIOD_S:
                 started_s, passed = record.created, 0
             if passed == BURST:
-                self._seen[kind] = (started_s, passed, held + 1)
+                self._seen[kind] = (started_s, passed, suppressed + 1)
                 return False
             self._seen[kind] = (started_s, passed + 1, 0)
-        record.suppressed = held
+        record.suppressed = suppressed
         return True

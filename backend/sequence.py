@@ -35,8 +35,8 @@ class Sequence:
     (``backend.core.block_pool``): sequences with the same key may have that block in common.
     Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart.
     ``new_blocks`` and ``reused_blocks`` count what the ledger gave it so far. ``context_logits``,
-    ``generation_logits`` and ``prompt_log_probs`` (of which the log-probabilities of the prompt's
-    tokens are kept) ask a target for ``Extras``. What is written for one that drafts are not to
+    ``generation_logits`` and ``prompt_log_probs`` (only those of the prompt's own tokens are kept)
+    ask a target for ``Extras``. What is written for one that drafts are not to
     ``remember`` is used for no other.
     """
 

@@ -1,8 +1,8 @@
 """Text to token ids and back, one token at a time: the ``tokenizers`` library encodes, a table of
 bytes per token decodes.
 
-The table makes the streamed text independent of how the tokens were cut into steps: a token is so
-many bytes, and text is what those bytes are in UTF-8. It equals the library's own ``decode`` of the
+The table makes the streamed text independent of how the tokens were cut into steps: a token is a
+few bytes, and text is what those bytes are in UTF-8. It equals the library's own ``decode`` of the
 whole list, special tokens skipped, with one exception: where a byte-fallback tokenizer emits bytes
 that are not UTF-8, the library writes one U+FFFD per byte of the run, we one per malformed
 sequence.

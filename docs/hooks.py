@@ -1,6 +1,6 @@
 """What the site's build does to the pages of this repository (``mkdocs.yml`` names it).
 
-The pages are written for whoever reads them in the repository. On the site, links that leave
+The pages are written to be read in the repository. On the site, links that leave
 ``docs`` become text that names the file, pictures follow the page's light or dark, and the
 decisions are listed.
 """

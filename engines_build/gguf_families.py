@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""``general.architecture`` of files that are read, beside those of the embedded model's kind."""
+"""``general.architecture`` of files that are read, besides that of the embedded model."""
 
 _LOST = "rope_freqs.weight"
 """A tensor with factors of angles, which transformers leaves out without a word."""

@@ -104,7 +104,7 @@ class Calibration:
         of tenant and draft (-1: unknown).
 
         Nodes of a row follow one another; without rows each has one of its own. ``depth`` is as in
-        ``policy.plan.Drafted``. What is known of columns without nodes fades by so many ``steps``
+        ``policy.plan.Drafted``. What is known of columns without nodes fades by ``steps`` steps
         where rows that could have had some were ``present``, bool[C, 2] (None: nowhere).
         """
         if present is None:

@@ -120,9 +120,11 @@ class Session:
         self._end_ids = end_ids
         self._decoder = decoder
         self._stop_words = StopWords(request.stop_words, special_tokens, end_ids)
-        self._held = "" if request.stream or request.exclude_input_in_output else request.text_input
+        self._withheld = (
+            "" if request.stream or request.exclude_input_in_output else request.text_input
+        )
         self._searched = len(
-            self._held
+            self._withheld
         )  # no stop word begins before here: the prompt is never searched
         self._tokens: list[int] | None = None
         if request.input_ids is not None:
@@ -229,9 +231,9 @@ class Session:
     def _pop_text(self) -> str:
         keep = 0
         if self._stop_words and self.finish_reason is None:
-            keep = self._stop_words.most_at_end(self._held, self._searched)
-        cut = len(self._held) - keep
-        text, self._held = self._held[:cut], self._held[cut:]
+            keep = self._stop_words.most_at_end(self._withheld, self._searched)
+        cut = len(self._withheld) - keep
+        text, self._withheld = self._withheld[:cut], self._withheld[cut:]
         self._searched = max(0, self._searched - cut)
         self._stop_words.cut(cut)
         return text
@@ -260,14 +262,14 @@ class Session:
         """Decode a token, the text's last of ``end``, and finish where it ends the text."""
         ends = token in self._end_ids
         if ends:  # an incomplete character before it stays incomplete
-            self._held += self._decoder.finish()
+            self._withheld += self._decoder.finish()
         if self._stop_words.marks:
-            self._stop_words.note(token, len(self._held))
+            self._stop_words.note(token, len(self._withheld))
         if ends:
             self._end(FinishReason.END_ID)
             return
         if self._tokens is None:
-            self._held += self._decoder.push(token)
+            self._withheld += self._decoder.push(token)
         if self._stop_words and self._cut_at_stop_word():
             return
         if self.request.stop_word_ids and self._ends_in_stop_ids(end):
@@ -277,7 +279,7 @@ class Session:
 
     def _end(self, reason: FinishReason) -> None:
         """Finish; the decoder's held-back bytes may still complete a stop word."""
-        self._held += self._decoder.finish()
+        self._withheld += self._decoder.finish()
         if not self._cut_at_stop_word():
             self.finish_reason = reason
 
@@ -293,10 +295,10 @@ class Session:
     def _cut_at_stop_word(self) -> bool:
         if not self._stop_words:
             return False
-        at = self._stop_words.find(self._held, self._searched)
+        at = self._stop_words.find(self._withheld, self._searched)
         if at < 0:
-            self._searched = max(self._searched, self._stop_words.first_place(self._held))
+            self._searched = max(self._searched, self._stop_words.first_place(self._withheld))
             return False
-        self._held = self._held[:at]
+        self._withheld = self._withheld[:at]
         self.finish_reason = FinishReason.STOP_WORDS
         return True

@@ -65,7 +65,7 @@ class LlamaConfig:
 
     @property
     def experts(self) -> int:
-        """Numbers in the matrices of experts, of which a Llama has none."""
+        """Numbers in the matrices of experts; a Llama has none."""
         return 0
 
     @property
@@ -164,7 +164,7 @@ def read_weights(folder: Path) -> Weights:
 
 def load_embeddings(folder: Path, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Return a model's embedding and head [vocab, hidden], as they are stored; on the host they
-    stay in the file, of which only what is asked for is read. Raises CheckpointError for a folder
+    stay in the file, and only what is asked for is read. Raises CheckpointError for a folder
     without them.
     """
     found = read_weights(folder)

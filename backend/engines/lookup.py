@@ -165,8 +165,8 @@ def reach(tokens: list[int], position: int, most: int) -> int:
 def _merged(paths: Iterable[Path]) -> list[tuple[int, int, float]]:
     """Return the nodes (token, parent, confidence) of paths.
 
-    A match votes for each of its path's tokens by its length, which every token before it has
-    made longer; two votes are for a token that no path has. So a single path's token is held for
+    A match votes for each of its path's tokens by its length, which every token before it has made
+    longer; two votes are for a token that no path has. So a single path's token has the confidence
     n / (n + 2), and confidence rises with length and agreement and falls with depth. On source text
     that was about how often it was right; what it is on other texts is for the policy to learn.
     """
@@ -188,10 +188,10 @@ def _merged(paths: Iterable[Path]) -> list[tuple[int, int, float]]:
             cast[at + 1] += vote
             vote += matches
             at = node
-    held = [1.0]
+    chance = [1.0]
     for (_, parent), count in zip(nodes, votes, strict=True):
-        held.append(held[parent + 1] * count / cast[parent + 1])
-    return [(*node, confidence) for node, confidence in zip(nodes, held[1:], strict=True)]
+        chance.append(chance[parent + 1] * count / cast[parent + 1])
+    return [(*node, confidence) for node, confidence in zip(nodes, chance[1:], strict=True)]
 
 
 class _Index:

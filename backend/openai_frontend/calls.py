@@ -151,13 +151,13 @@ class CallReader:
     def __init__(self, form: CallFormat, functions: Functions) -> None:
         self._form = form
         self._functions = functions
-        self._held = ""
+        self._withheld = ""
         self._called = False
         self._plain = False  # of a format whose calls are all of the text: this one has none
 
     def read(self, text: str, *, ended: bool) -> tuple[str, list[Call]]:
         """Return the content and the calls that are certain with this piece."""
-        self._held += text
+        self._withheld += text
         if self._plain or not self._form.closing:
             return self._whole(ended)
         content, calls = "", list[Call]()
@@ -165,21 +165,21 @@ class CallReader:
             before, call, after = found
             made = self._form.notation.calls(call, self._functions)
             if made is None:
-                content += self._held[: len(self._held) - len(after)]
+                content += self._withheld[: len(self._withheld) - len(after)]
             else:
                 content += before.rstrip()
                 calls += made
                 self._called = True
-            self._held = after
-        safe = len(self._held) if ended else self._safe()
-        rest, self._held = self._held[:safe], self._held[safe:]
+            self._withheld = after
+        safe = len(self._withheld) if ended else self._safe()
+        rest, self._withheld = self._withheld[:safe], self._withheld[safe:]
         return content + (rest.rstrip() if self._called else rest), calls
 
     def _next(self, ended: bool) -> tuple[str, str, str] | None:
         """Return what is before the first call, the call and what is after it; None where none is
         complete.
         """
-        before, opening, rest = self._held.partition(self._form.opening)
+        before, opening, rest = self._withheld.partition(self._form.opening)
         call, closing, after = rest.partition(self._form.closing)
         is_complete = closing or (ended and not self._form.must_close)
         return (before, call, after) if opening and is_complete else None
@@ -187,13 +187,13 @@ class CallReader:
     def _safe(self) -> int:
         """Return how much of the text can be no part of a call, nor blanks before one."""
         opening = self._form.opening
-        at = self._held.find(opening)
-        before = without_start_of(opening, self._held) if at < 0 else self._held[:at]
+        at = self._withheld.find(opening)
+        before = without_start_of(opening, self._withheld) if at < 0 else self._withheld[:at]
         return len(before.rstrip())
 
     def _whole(self, ended: bool) -> tuple[str, list[Call]]:
         opening, begins = self._form.opening, self._form.begins
-        text = self._held.strip().removeprefix(opening)
+        text = self._withheld.strip().removeprefix(opening)
         if ended and self._form.fence:
             text = text.removesuffix(self._form.fence)
         start = "".join(text.split())
@@ -205,5 +205,5 @@ class CallReader:
         ):
             return "", []
         self._plain = True
-        content, self._held = self._held, ""
+        content, self._withheld = self._withheld, ""
         return content, []

@@ -213,15 +213,15 @@ class Choice:
 
     def _calls_of(self, parts: Parts) -> list[dict[str, Any]]:
         self._calls += len(parts.calls)
-        return [_told_call(call) for call in parts.calls]
+        return [_call_as_json(call) for call in parts.calls]
 
     def _chat_log_probs(self) -> dict[str, Any] | None:
         if not self.style.log_probs:
             return None
         content = [
             {
-                **_told(token.data, token.log_prob),
-                "top_logprobs": [_told(*best) for best in token.top],
+                **_token_as_json(token.data, token.log_prob),
+                "top_logprobs": [_token_as_json(*best) for best in token.top],
             }
             for token in self.tokens
         ]
@@ -246,10 +246,10 @@ def _reasoning(text: str | None) -> dict[str, str | None]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _told_call(call: Call) -> dict[str, Any]:
+def _call_as_json(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _told(data: bytes, log_prob: float | None) -> dict[str, Any]:
+def _token_as_json(data: bytes, log_prob: float | None) -> dict[str, Any]:
     return {"token": data.decode("utf-8", "replace"), "logprob": log_prob, "bytes": list(data)}

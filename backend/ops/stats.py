@@ -58,8 +58,8 @@ class Usage:
 @dataclass(slots=True)
 class Reuse:
     """Totals of prefix reuse: complete blocks of admitted sequences that were there
-    (``reused``) or not (``missed``), cached ones that gave way (``evicted``), and ``tokens`` of
-    which the target had KV at admission.
+    (``reused``) or not (``missed``), cached ones that gave way (``evicted``), and ``tokens``
+    whose KV the target had at admission.
     """
 
     reused: int = 0
@@ -308,7 +308,7 @@ class StepStats:
         """Count nodes, and those that were accepted, by the confidence that was claimed of them."""
         columns = draft, judged.drawn, Calibration.bins(judged.confidence)
         nodes = list(zip(*(column.tolist() for column in columns), strict=True))
-        seen, held = Counter(nodes), Counter(compress(nodes, judged.accepted.tolist()))
+        seen, accepted = Counter(nodes), Counter(compress(nodes, judged.accepted.tolist()))
         labels = {
             (d, drawn, b): (
                 ("claimed", _CLAIMED[b]),
@@ -317,7 +317,7 @@ class StepStats:
             )
             for d, drawn, b in seen
         }
-        for name, counted in (("", seen), ("_held", held)):
+        for name, counted in (("", seen), ("_held", accepted)):
             amounts = ((text, counted[node]) for node, text in labels.items())
             self._stats.count_all(f"spindle_draft_nodes{name}_total", amounts)
 

@@ -98,7 +98,7 @@ class Guide:
         """
         if self.failure is None:
             try:
-                return self._mask() if self._stand_behind(output) else None
+                return self._mask() if self._move_after(output) else None
             except _ParserError as error:
                 self.failure = str(error)
         ends = np.zeros(self._vocab_size, np.bool_)
@@ -116,7 +116,7 @@ class Guide:
             return 0
 
     def _allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
-        if not self._stand_behind(output):
+        if not self._move_after(output):
             return 0
         count = next(
             (count for count, token in enumerate(proposed) if not self._consume(token)),
@@ -129,8 +129,8 @@ class Guide:
         )
         return count + ends
 
-    def _stand_behind(self, output: Seq[int]) -> bool:
-        """Bring the matcher after ``output``; False where that is impossible."""
+    def _move_after(self, output: Seq[int]) -> bool:
+        """Move the matcher to the end of ``output``; False where that is impossible."""
         trail = self._trail
         common = min(len(trail), len(output))
         if trail[:common] != list(output[:common]):

@@ -51,7 +51,7 @@ class EngineLink:
         self._greeting = greeting
         self.info: dict[str, Any] = {}
         self._sock: socket.socket | None = None
-        self._held: list[Message] = []
+        self._waiting: list[Message] = []
         self._send_lock = threading.Lock()
         self._connected = threading.Event()
         self._closed = threading.Event()
@@ -84,7 +84,7 @@ class EngineLink:
             if self._sock is None:
                 if self._is_over():
                     raise RequestError(ErrorCode.UNAVAILABLE, DOWN)
-                self._held.append(message)
+                self._waiting.append(message)
                 return
             try:
                 self._sock.sendall(data)
@@ -106,7 +106,7 @@ class EngineLink:
             try:
                 sock = self._connect()
             except OSError:
-                self._refuse_held()
+                self._refuse_waiting()
                 self._closed.wait(RETRY_S)
                 continue
             self._serve(sock)
@@ -152,22 +152,20 @@ class EngineLink:
         self._closed.wait(RETRY_S)
 
     def _open(self, sock: socket.socket) -> None:
-        """Let messages go out, those that were kept first. Raises OSError; then they are kept
-        on.
-        """
+        """Let messages go out, those that waited first. Raises OSError; then they wait on."""
         with self._send_lock:
-            sock.sendall(b"".join(map(frame, self._held)))
-            self._sock, self._held = sock, []
+            sock.sendall(b"".join(map(frame, self._waiting)))
+            self._sock, self._waiting = sock, []
         self._connected.set()
 
     def _is_over(self) -> bool:
         return monotonic() >= self._down_since_s + self._grace_s
 
-    def _refuse_held(self) -> None:
-        """Answer what was kept for too long."""
+    def _refuse_waiting(self) -> None:
+        """Answer messages that have waited for too long."""
         with self._send_lock:
-            kept, self._held = (self._held, []) if self._is_over() else ([], self._held)
-        for message in kept:
+            expired, self._waiting = (self._waiting, []) if self._is_over() else ([], self._waiting)
+        for message in expired:
             self._on_message(Failed(id=message.id, code=ErrorCode.UNAVAILABLE, message=DOWN))
 
     @staticmethod

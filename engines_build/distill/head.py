@@ -84,9 +84,9 @@ class Starts:
     """The starts of a batch of answers, and what the head may propose there.
 
     Row r is the answer ``answer[r]``'s state before its token number ``first[r]`` (counted in all
-    its tokens), of which ``left[r]`` more follow; it is number ``place[r]`` of all the answers'
-    states. ``columns`` are the tokens of the head: the static ones, and ``context`` [C], those that
-    the answers' texts have besides; ``seen`` [answers, C] is the number of the first token that is
+    its tokens), with ``left[r]`` more after it; it is number ``place[r]`` of all the answers'
+    states. ``columns`` are the tokens of the head: the static ones, and ``context`` [C], the others
+    that the answers' texts have; ``seen`` [answers, C] is the number of the first token that is
     such a one.
     """
 
@@ -190,8 +190,8 @@ def evaluate_head(unroller: Unrolls, samples: Sequence[HeadSample]) -> dict[str,
 
     ``accepted_j``: of the places whose first j - 1 proposed tokens are the target's, the share
     whose j-th is. ``coverage``: share of tokens that it can propose. ``tokens_per_step_k``: a
-    greedy chain of k. ``top_w``: the target's token is among the first w. ``claimed`` and ``held``:
-    mean probability of the first candidate, and how often it was the token.
+    greedy chain of k. ``top_w``: the target's token is among the first w. ``claimed`` and
+    ``held``: mean probability of the first candidate, and how often it was the token.
     """
     found: dict[str, list[list[Tensor]]] = defaultdict(list)
     extra: dict[str, list[list[Tensor]]] = defaultdict(list)
@@ -214,7 +214,7 @@ def evaluate_head(unroller: Unrolls, samples: Sequence[HeadSample]) -> dict[str,
     for workload, texts in sorted(found.items()):
         score = {"tokens": float(sum(len(hits[0]) for hits in texts))}
         for place in range(len(POSITIONS)):
-            alive, held = 0, 0
+            alive, matched = 0, 0
             for hits in texts:
                 if place < len(hits):
                     rows = len(hits[place])
@@ -222,8 +222,8 @@ def evaluate_head(unroller: Unrolls, samples: Sequence[HeadSample]) -> dict[str,
                     for earlier in hits[:place]:
                         before &= earlier[:rows]
                     alive += int(before.sum())
-                    held += int((before & hits[place]).sum())
-            score[f"accepted_{place + 1}"] = held / alive if alive else math.nan
+                    matched += int((before & hits[place]).sum())
+            score[f"accepted_{place + 1}"] = matched / alive if alive else math.nan
         for k in (2, 4, 8):
             score[f"tokens_per_step_{k}"] = _tokens_per_step(texts, k)
         first = [torch.cat(column) for column in zip(*extra[workload], strict=True)]

@@ -17,7 +17,7 @@ BOUNDS = np.array(
 """Of the bins of confidence, finer towards 0 and 1."""
 BINS = len(BOUNDS) - 1
 PLACES = 3
-"""Places of a proposal that are told apart: its first token, its second, and all later ones."""
+"""Places of a proposal that are distinguished: its first token, its second, and all later ones."""
 _PRIOR_NODES = 8.0  # nodes that a bin's claim counts for
 _PRIOR_POSITIONS = 4.0  # places of a proposal that are taken to keep one node, the right one
 _MEMORY_NODES = 20_000.0  # memory of a column, greedy or sampled: a few thousand steps of a row
@@ -163,7 +163,7 @@ def learn_nodes(
 ) -> None:
     """Count nodes, in place; ``accepted[q]`` is whether the target drew the path to a node.
 
-    Columns without nodes fade by so many ``steps`` where there were rows that could have had some,
+    Columns without nodes fade by ``steps`` steps where there were rows that could have had some,
     ``present[C, 2]``.
     """
     k, p = counts, proposed
@@ -203,7 +203,7 @@ def learn_nodes(
 
 @helper
 def expect_kept(counts: Counts, c: int, drawn: int, cost: float, kept: Floats) -> None:
-    """Compute what the trim leaves of a column's proposals where a node costs so many tokens:
+    """Compute what the trim leaves of a column's proposals where a node costs ``cost`` tokens:
     ``kept[2, PLACES]``, which share of what they would have had accepted, and how many nodes.
 
     Kept are the nodes that are likelier than they cost. A place is taken to be reached as often as

@@ -721,7 +721,7 @@ def commit_the_last_token_of_a_turn_twice(patch: Patch) -> None:
 @killed_by(ahead.stop_words_end_texts_ahead)
 def miss_a_stop_word_across_two_turns(patch: Patch) -> None:
     def commit(original, self, *turn):
-        self._searched = len(self._held)
+        self._searched = len(self._withheld)
         return original(self, *turn)
 
     wrap(patch, session.Session, "commit", commit)

@@ -167,8 +167,8 @@ def load(folder: Path) -> tuple[EagleShape, dict[str, Tensor]]:
 def save(
     folder: Path, shape: EagleShape, tensors: Mapping[str, Tensor], provenance: Mapping[str, Any]
 ) -> None:
-    """Write a converted head. ``provenance``, besides: what ``config.json`` says of where it comes
-    from and which target it is for.
+    """Write a converted head. ``provenance`` goes into ``config.json``: where the head comes from
+    and which target it is for.
     """
     from safetensors.torch import save_file
 

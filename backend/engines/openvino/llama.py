@@ -116,7 +116,7 @@ class OpenvinoDecoder:
         first layer of that shape, then of the next.
         """
         half = self._dtype == torch.bfloat16
-        # the same memory, of which NumPy copies a few tokens faster
+        # the same memory: NumPy copies a few tokens of it faster
         self._kv = [(pool.view(torch.int16) if half else pool).numpy() for pool in self.pools]
         self._caches = {
             name: cache
@@ -279,8 +279,8 @@ class OpenvinoDecoder:
 class OpenvinoLlama(OpenvinoDecoder):
     """A Llama of our own graph; positions up to ``max_positions``.
 
-    ``int8``: matrices in int8. ``trees``: it verifies trees. ``best``: a draft's graph ranks so
-    many columns. ``taps``: the layers, counted from 1, after which ``hidden_states`` are
+    ``int8``: matrices in int8. ``trees``: it verifies trees. ``best``: columns that a
+    draft's graph ranks. ``taps``: the layers, counted from 1, after which ``hidden_states`` are
     kept. ``weights`` is emptied.
     """
 

@@ -157,7 +157,7 @@ class TrtllmEngine:
 
     def unseen(self, sequence: Sequence) -> int:
         """Return the committed tokens that were not run in the last turn; the executor may
-        recompute a part of a block besides.
+        also recompute a part of a block.
         """
         return self._seen.unseen(sequence)
 

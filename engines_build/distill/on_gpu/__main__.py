@@ -146,9 +146,11 @@ def _scores(unroller: Unroller, samples: list[HeadSample]) -> dict[str, Any]:
     """
     by_workload = evaluate_head(unroller, samples)
     places = sum(score["tokens"] for score in by_workload.values())
-    held = sum(score["tokens"] * score["held"] for score in by_workload.values())
-    print(f"evaluate: the first token is right at {held / places:.3f} of {places:.0f}", flush=True)
-    return {"places": places, "held": held / places, "by_workload": by_workload}
+    matched = sum(score["tokens"] * score["held"] for score in by_workload.values())
+    print(
+        f"evaluate: the first token is right at {matched / places:.3f} of {places:.0f}", flush=True
+    )
+    return {"places": places, "held": matched / places, "by_workload": by_workload}
 
 
 def _positive(kind: type) -> Callable[[str], Any]:

@@ -90,7 +90,7 @@ def _around(tokenizer: Any) -> list[str] | None:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Return what ``write_prompts`` notes besides: ``seed``, ``ends`` (the tokens that end a text)
+    """Return the other notes of ``write_prompts``: ``seed``, ``ends`` (the tokens that end a text)
     and ``around`` (``PlainTokenizer``).
     """
     return dict(json.loads((folder / "about.json").read_text("utf-8")))
