@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from backend.model_folders import check_folders, check_pairs, model_path
 from backend.storage import cache
 from backend.storage.manifest import check_pair, read_manifest, weights_sha256
 from backend.storage.tables import table_file, timed_engines
-from engines_build.prepare import prepare
+from engines_build.prepare import convert_folders, prepare
 from policy.latency import SYNTHETIC, LatencyTable
 from tests.fakes.eagle import published, random_head, write
 from tests.unit.training import write_target
@@ -218,6 +219,16 @@ def test_prepare_converts_a_head_before_it_measures_and_a_second_time_does_nothi
     check_pairs(config)
     assert Service(config, 1, model_path).taps == (1, 2)
     assert model_path(config.drafts[0]) == served_folder(folder)
+
+
+def test_drafts_are_converted_before_the_target_whose_graph_has_their_layers(
+    target, tmp_path, monkeypatch
+):
+    calls = []
+    answers = SimpleNamespace(convert=lambda engine, *others: calls.append(engine.name))
+    monkeypatch.setattr("engines_build.prepare.module_of", lambda engine: answers)
+    convert_folders(serving(target, tmp_path, "openvino"))
+    assert calls == ["eagle", "target"]
 
 
 def test_a_folder_in_our_form_is_served_as_it_is(target, tmp_path):

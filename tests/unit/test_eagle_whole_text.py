@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
+from backend.engines.eagle.model import EagleModel
 from backend.engines.eagle.whole_text import WholeText
 from tests.fakes.eagle import random_head
 
@@ -92,20 +93,52 @@ class RowByRow:
         return found
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_proposal_is_that_of_a_forward_row_by_row(form):
+def inputs(form):
+    """A head, a text, the target's states at it, and the target's embedding and head."""
     shape, tensors = random_head(1, **FORMS[form])
     tensors = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(shape.vocab_size, (TOKENS,), generator=generator)
     states = torch.randn(TOKENS, 3, 32, generator=generator, dtype=torch.float64)
-    embedding, head = torch.randn(2, shape.vocab_size, 32, generator=generator).double()
+    tables = torch.randn(2, shape.vocab_size, 32, generator=generator).double()
+    return shape, tensors, tokens, states, tables
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_proposal_is_that_of_a_forward_row_by_row(form):
+    shape, tensors, tokens, states, (embedding, head) = inputs(form)
     by_step = list(WholeText(shape, tensors, embedding, head).unroll(tokens, states, STEPS))
     assert [len(logits) for logits in by_step] == [8, 7, 6, 5]
     reference = RowByRow(shape, tensors, embedding, head)
     for first in range(1, TOKENS):
         for step, logits in enumerate(reference.propose(tokens, states, first, STEPS)):
             torch.testing.assert_close(by_step[step][first - 1], logits, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_trained_is_what_the_engine_s_model_computes(form):
+    shape, tensors, tokens, states, (embedding, head) = inputs(form)
+    by_step = list(WholeText(shape, tensors, embedding, head).unroll(tokens, states, STEPS))
+    model = EagleModel(
+        shape, tensors, embedding=embedding, lm_head=head, positions=32, dtype=torch.float64
+    )
+    fused, places = model.fuse(states), torch.arange(1, TOKENS)
+    texts = model.key_values(tokens[1:], fused[:-1], places)
+    for first in range(1, TOKENS):
+        pool, hidden = texts[: first - 1], fused[first - 1]
+        for step in range(min(STEPS, TOKENS - first)):
+            place = first + step
+            pool = torch.cat([pool, torch.zeros_like(texts[:1])])
+            seen = torch.arange(1, place + 1) > place - (shape.sliding_window or TOKENS)
+            logits, carried = model.rows(
+                tokens[place][None, None],
+                hidden[None, None],
+                torch.tensor([[place]]),
+                pool[None],
+                seen[None, None],
+            )
+            torch.testing.assert_close(logits[0, 0], by_step[step][first - 1], atol=1e-6, rtol=1e-5)
+            hidden = carried[0, 0]
 
 
 def test_a_text_of_few_tokens_has_as_few_steps():
