@@ -43,7 +43,7 @@ def processed(
     return scores
 
 
-def top_p_behind(output: list[int], sampling: SamplingParams) -> float:
+def top_p_after(output: list[int], sampling: SamplingParams) -> float:
     """``top_p`` as it decays, token by token."""
     top_p = sampling.top_p
     for token in output:
@@ -58,7 +58,7 @@ def top_p_behind(output: list[int], sampling: SamplingParams) -> float:
 def greedy(
     prompt: str, max_tokens: int, sampling: SamplingParams
 ) -> tuple[list[int], list[float], bool]:
-    """Return the tokens that the fake target writes behind a prompt, their log-probabilities, and
+    """Return the tokens that the fake target writes after a prompt, their log-probabilities, and
     whether an end id ended them.
     """
     tokens = list(prompt.encode())

@@ -36,7 +36,7 @@ def twin(marker: Path, _count) -> TrtllmEngine:
     return trtllm_engine(tiny_engine("twin"), target=False, behaviour=behaviour)
 
 
-def slow_when_made_anew(marker: Path, build_s: float) -> Behaviour:
+def slow_when_made_again(marker: Path, build_s: float) -> Behaviour:
     """An executor whose constructor keeps the interpreter for so long, but for the first."""
     behaviour = Behaviour(build_s=build_s * marker.exists())
     marker.touch()

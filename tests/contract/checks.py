@@ -77,8 +77,8 @@ def texts(served: Served) -> None:
 
 
 def log_probs(served: Served, tolerance: float = 1e-9) -> None:
-    """One for each token, of its law behind all tokens before it, whether it was proposed or
-    not.
+    """One for each token, of its distribution after all tokens before it, whether it was
+    proposed or not.
     """
     for session in served.sessions:
         sequence, client = session.sequence, sink(session)
@@ -96,8 +96,8 @@ def log_probs(served: Served, tolerance: float = 1e-9) -> None:
 
 
 def proposals(served: Served) -> None:
-    """A draft that is behind, was rejected or has rested proposes as one that has just read the
-    text; this moves speed only.
+    """A draft that has to catch up, was rejected or was not used proposes as one that has just
+    read the text; this moves speed only.
     """
     for sequence, tokens, name, row in served.deployment.drafting.recorded:
         if name in fresh():
@@ -136,8 +136,8 @@ def counts(served: Served) -> None:
             expected = recounted(row.drafted, drafts, tokens, trim)
             found = {name: getattr(outcome.rows, name)[place].item() for name in expected}
             assert found == expected, f"counts of {row} that emitted {tokens}"
-            for confidence, was_held in fates(row.drafted, tokens, trim):
-                nodes.append((expected["draft"], confidence, not greedy[request], was_held))
+            for confidence, was_accepted in fates(row.drafted, tokens, trim):
+                nodes.append((expected["draft"], confidence, not greedy[request], was_accepted))
             for proposal in row.unused:
                 of_it = recounted(proposal, drafts, tokens, 0)
                 unused.append((request, of_it["draft"], of_it["accepted"], of_it["scored"]))
@@ -176,7 +176,7 @@ def paths(proposal: Proposal) -> list[tuple[int, ...]]:
     return found
 
 
-def held(path: tuple[int, ...], emitted: list[int]) -> bool:
+def matches(path: tuple[int, ...], emitted: list[int]) -> bool:
     return list(path) == emitted[: len(path)]
 
 
@@ -189,22 +189,22 @@ def recounted(
     return {
         "draft": drafts.index(drafted.draft) if drafted else NO_DRAFT,
         "length": length,
-        "accepted": max((len(path) for path in whole if held(path, emitted)), default=0),
+        "accepted": max((len(path) for path in whole if matches(path, emitted)), default=0),
         "scored": min(length, len(emitted)),
         "verified": min(trim, len(whole)),
-        "followed": sum(held(path, emitted) for path in whole[:trim]),
+        "followed": sum(matches(path, emitted) for path in whole[:trim]),
     }
 
 
 def fates(drafted: Proposal | None, emitted: list[int], trim: int) -> list[tuple[float, bool]]:
-    """(confidence, held) of the nodes right behind what was verified, if the text reaches them."""
+    """(confidence, accepted) of the first nodes not verified, if the text reaches them."""
     found = []
     if drafted is None:
         return []
     for node, path in enumerate(paths(drafted)):
         reached = len(path) <= len(emitted) or path[: len(emitted)] != tuple(emitted)
         if drafted.parents[node] < trim and reached:
-            found.append((drafted.confidence[node], held(path, emitted)))
+            found.append((drafted.confidence[node], matches(path, emitted)))
     return found
 
 
@@ -243,7 +243,7 @@ def kv_is_fresh(deployment: Deployment) -> None:
 
 
 def one_token_is_unseen(deployment: Deployment) -> None:
-    """Behind a verification the target lacks one token: what was accepted is never run again."""
+    """After a verification the target lacks one token: what was accepted is never run again."""
     for session in deployment.live:
         if session.output_tokens:
             assert deployment.target.unseen(session.sequence) == 1, "unseen tokens"
@@ -273,11 +273,11 @@ def branches_are_taken_and_trees_are_trimmed(scenario: Scenario = BUSY) -> None:
             whole, rest = row.drafted, sequence.tokens[len(tokens) :]
             path, spine = whole.followed(rest), whole.spine()
             verified = len(row.chosen) if row.chosen else 0
-            seen["behind a wrong spine"] += len(path) > len(spine.followed(rest))
-            seen["leaves behind inner nodes"] += any(n + 1 < m for n, m in pairwise(path))
+            seen["matched off the spine"] += len(path) > len(spine.followed(rest))
+            seen["leaves after inner nodes"] += any(n + 1 < m for n, m in pairwise(path))
             seen["none verified"] += verified == 0
             seen["cut from the path"] += any(node >= verified for node in path)
-            seen["cut beside it"] += verified < len(whole) and all(n < verified for n in path)
+            seen["cut elsewhere"] += verified < len(whole) and all(n < verified for n in path)
             seen["of " + whole.draft] += 1
             by_token = {(whole.tokens[n], d) for n, d in enumerate(whole.depths)}
             seen["equal tokens in one depth"] += len(by_token) < len(whole)
@@ -418,7 +418,7 @@ LAW_DRAFTS: dict[str, Callable[[], Engine]] = {
     "suffix": well_read,
 }
 """Drafts unlike the target: one as precise, one with a shortlist, one in fp32, and two without a
-model, one of which has read the texts before.
+model; one of the two has read the texts before.
 """
 
 

@@ -44,8 +44,8 @@ numbers = itertools.count(1)
 
 
 def tiny_config(vocab: int = VOCAB, *, layers: int = 2, shortlist: int = 0) -> LlamaConfig:
-    """A Llama of a few hundred weights with grouped heads; a ``shortlist`` cuts the head to so many
-    tokens.
+    """A Llama of a few hundred weights with grouped heads; a ``shortlist`` cuts the head to that
+    many tokens.
     """
     return LlamaConfig(vocab, 16, 24, layers, 4, 2, 4, draft_vocab_size=shortlist)
 
@@ -126,7 +126,7 @@ class Scripted(Policy):
 
 
 class ForetoldDraft:
-    """A draft that is told every text beforehand: it proposes the truth, or always something else,
+    """A draft that knows every text beforehand: it proposes the truth, or always something else,
     or (``bushy``) a tree in which the truth is somewhere, in part or not at all.
     """
 
@@ -166,11 +166,11 @@ class ForetoldDraft:
 
 
 def grown(truth: Seq[int], rng: np.random.Generator) -> list[tuple[int, int, float]]:
-    """Nodes (token, parent, confidence) of a tree, grown at random and often behind what is true so
+    """Nodes (token, parent, confidence) of a tree, grown at random and often after what is true so
     far.
 
     Under whatever parent, a node's token is often the true one of its place; so equal tokens have
-    different parents, and wrong siblings come before the right one and behind it.
+    different parents, and wrong siblings come before and after the right one.
     """
     nodes: list[tuple[int, int, float]] = []
     depth, children, tip = {ROOT: 0}, set[tuple[int, int]](), ROOT
@@ -341,8 +341,8 @@ def usable(engine: StepEngine, sequence: Sequence) -> int:
     """The committed tokens with KV, and what a draft ran beyond the text when its proposal was
     dropped: it may still come true.
     """
-    held = seen(engine, sequence)
-    return len(engine._caches.of(sequence).ran) if held == len(sequence.tokens) else held
+    count = seen(engine, sequence)
+    return len(engine._caches.of(sequence).ran) if count == len(sequence.tokens) else count
 
 
 def cells(engine: StepEngine) -> list[torch.Tensor]:
@@ -379,6 +379,6 @@ def poison(engine: StepEngine, sequences: Iterable[Sequence]) -> None:
 
 def kv(engine: StepEngine, sequence: Sequence) -> torch.Tensor:
     """The keys and values of the committed tokens [layers, seen, 2 x kv_heads, head_dim]."""
-    held = torch.tensor(slots(engine, sequence, seen(engine, sequence)), dtype=torch.int64)
-    found = [pool[held // BLOCK_TOKENS, held % BLOCK_TOKENS] for pool in cells(engine)]
+    places = torch.tensor(slots(engine, sequence, seen(engine, sequence)), dtype=torch.int64)
+    found = [pool[places // BLOCK_TOKENS, places % BLOCK_TOKENS] for pool in cells(engine)]
     return torch.stack(found).flatten(2, -2)

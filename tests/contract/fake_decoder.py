@@ -61,7 +61,7 @@ class Decoder:
             self._verify(self.draft_tokens, draft.logits, draft.acceptance_threshold)
         else:
             self._append(self._draw(self._probs()))
-        del self.rows[len(self.output) :]  # none behind the last token, and none for an end token
+        del self.rows[len(self.output) :]  # none after the last token, and none for an end token
         return self.tokens[before:]
 
     def _verify(self, proposed: list[int], logits, threshold: float | None) -> None:

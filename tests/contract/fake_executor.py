@@ -5,7 +5,7 @@ of the API and of its C++ decoder.
 bound as nanobind binds them. What differs from a step engine is here: requests wait in a queue, run
 iteration by iteration in one batch, and are answered late, out of order or in parts; a prompt's KV
 is found by blocks or is not; a request with draft tokens is over after one verification; every
-request is a new one, whose seed begins its stream of numbers anew. An iteration has a budget of
+request is a new one, whose seed starts its stream of numbers again. An iteration has a budget of
 tokens, against which every context counts whole, found or not.
 """
 
@@ -70,7 +70,7 @@ class Behaviour:
 
 @dataclass
 class Model:
-    """What an engine folder stands for: logits [vocab] behind tokens, and how its executor
+    """What an engine folder stands for: logits [vocab] after tokens, and how its executor
     behaves.
     """
 
@@ -297,8 +297,8 @@ class Executor:
         ``MicroBatchScheduler``, first come, first served.
 
         A context counts whole, for what is found of it is known only when it has its blocks.
-        Without chunks who does not fit waits, and all behind it. With chunks what does not fit is
-        cut, and *then* draft tokens are discarded that would need room beyond it.
+        Without chunks a request that does not fit waits, and so do all after it. With chunks what
+        does not fit is cut, and *then* draft tokens are discarded that would need room beyond it.
         """
         scheduled: list[tuple[_Running, int]] = []
         left, contexts = self.budget, []
@@ -395,11 +395,11 @@ class Executor:
         self._ready.append(Response(running.id, result=result, client_id=request.client_id))
 
     def _iteration_stats(self, stats: InflightBatchingStats) -> IterationStats:
-        held = len(self.prefixes.blocks)
+        used = len(self.prefixes.blocks)
         kv = KvCacheStats(
             max_num_blocks=self.prefixes.size,
-            free_num_blocks=self.prefixes.size - held,
-            used_num_blocks=held,
+            free_num_blocks=self.prefixes.size - used,
+            used_num_blocks=used,
             tokens_per_block=self.prefixes.tokens_per_block,
         )
         return IterationStats(
@@ -413,7 +413,7 @@ class Executor:
 
 
 class _Prefixes:
-    """KV by content: complete blocks behind the same text and salt, and (partial reuse) the head of
+    """KV by content: complete blocks after the same text and salt, and (partial reuse) the head of
     one more; the least used go first.
     """
 
@@ -423,7 +423,7 @@ class _Prefixes:
         self.blocks: OrderedDict[int, tuple[int, tuple]] = (
             OrderedDict()
         )  # (the block before, tokens) by a hash of the whole text
-        self.behind: dict[int, set[tuple]] = {}  # the tokens of the blocks behind each block
+        self.following: dict[int, set[tuple]] = {}  # the tokens of the blocks after each block
 
     def look_up(self, request: Request, metrics) -> int:
         """Return how many tokens need no computing, and account for the prompt's blocks."""
@@ -438,7 +438,7 @@ class _Prefixes:
             before, whole = key, whole + 1
         reused = whole * per_block
         if self._reuse and self._partial:
-            heads = self.behind.get(before, ())
+            heads = self.following.get(before, ())
             reused += max((self._common(head, tokens[reused:usable]) for head in heads), default=0)
         metrics.num_reused_blocks = whole
         metrics.num_total_allocated_blocks = -(-len(tokens) // per_block)
@@ -455,15 +455,15 @@ class _Prefixes:
             key = hash((before, block))
             self.blocks[key] = before, block
             self.blocks.move_to_end(key)
-            self.behind.setdefault(before, set()).add(block)
+            self.following.setdefault(before, set()).add(block)
             before = key
         while len(self.blocks) > self.size:
             _, (before, block) = self.blocks.popitem(last=False)
-            self.behind[before].discard(block)
+            self.following[before].discard(block)
 
     def evict(self) -> None:
         self.blocks.clear()
-        self.behind.clear()
+        self.following.clear()
 
     @staticmethod
     def _common(ours, theirs) -> int:

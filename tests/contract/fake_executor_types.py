@@ -139,8 +139,8 @@ def _given(name: str, check: Callable[[Any], None] = lambda made: None) -> Any:
     return made
 
 
-def _told(name: str, default: object = 0) -> Any:
-    """Make a class of values that the executor tells; ``default`` is that of every attribute."""
+def _reported(name: str, default: object = 0) -> Any:
+    """Make a class of values that the executor reports; ``default`` is that of every attribute."""
     attributes = RECORD["classes"][name]["attributes"]
 
     def __init__(self, **values):
@@ -196,9 +196,9 @@ SchedulerConfig = _given("SchedulerConfig")
 KvCacheConfig = _given("KvCacheConfig")
 OrchestratorConfig = _given("OrchestratorConfig")
 ParallelConfig = _given("ParallelConfig")
-Result = _told("Result", None)
-KvCacheMetrics = _told("KvCacheMetrics")
-KvCacheStats = _told("KvCacheStats")
+Result = _reported("Result", None)
+KvCacheMetrics = _reported("KvCacheMetrics")
+KvCacheStats = _reported("KvCacheStats")
 if TYPE_CHECKING:  # names of types; their attributes are those of the record
 
     class ModelType(Any): ...
@@ -219,9 +219,9 @@ else:
     ModelType, FinishReason = _NAMES["ModelType"], _NAMES["FinishReason"]
     Request = _given("Request", _check_request)
     ExecutorConfig = _given("ExecutorConfig")
-    RequestPerfMetrics = _told("RequestPerfMetrics", None)
-    InflightBatchingStats = _told("InflightBatchingStats")
-    IterationStats = _told("IterationStats", None)
+    RequestPerfMetrics = _reported("RequestPerfMetrics", None)
+    InflightBatchingStats = _reported("InflightBatchingStats")
+    IterationStats = _reported("IterationStats", None)
 
 
 class Response:

@@ -188,11 +188,11 @@ class Executor:
     def _verify(self, request):
         drafts = [] if request.py_disable_speculative_decoding else request.py_draft_tokens
         assert all(type(token) is int and token >= 0 for token in drafts)
-        left, held = request.truth[request._written :], 0
-        while held < min(len(drafts), len(left) - 1) and drafts[held] == left[held]:
-            held += 1
-        request.py_num_accepted_draft_tokens = held
-        self._emit(request, held + 1)
+        left, accepted = request.truth[request._written :], 0
+        while accepted < min(len(drafts), len(left) - 1) and drafts[accepted] == left[accepted]:
+            accepted += 1
+        request.py_num_accepted_draft_tokens = accepted
+        self._emit(request, accepted + 1)
 
     @staticmethod
     def _emit(request, tokens):

@@ -18,7 +18,7 @@ STATES = {0: "aj", 1: "bcdefghi", 2: "klmnop", 3: "klmnopq"}
 
 
 def automaton(text: str) -> int:
-    """Return the state behind a text of ``PATTERN``: between two groups (0), in the first kind (1),
+    """Return the state after a text of ``PATTERN``: between two groups (0), in the first kind (1),
     in the second (2, then 3).
     """
     state = 0

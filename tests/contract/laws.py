@@ -32,7 +32,7 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int], first: int) -> torch.Tensor:
-        """Return the logits behind every prefix of ``tokens`` from that of ``first`` tokens on, the
+        """Return the logits after every prefix of ``tokens`` from that of ``first`` tokens on, the
         whole left out: [n - first, vocab].
 
         A shortlisted draft has -inf for what it cannot propose.

@@ -78,11 +78,11 @@ def wrap(patch: Patch, owner: object, name: str, around: Callable) -> None:
     )
 
 
-# -- acceptance and the token behind it
+# -- acceptance and the token after it
 
 
 def change_verdicts(patch: Patch, change: Callable) -> None:
-    """Have ``change(verdict, request, rows of logits)`` change every verdict behind a proposal."""
+    """Have ``change(verdict, request, rows of logits)`` change every verdict on a proposal."""
 
     def verify(original, logits, requests, columns):
         verdicts, row = original(logits, requests, columns), 0
@@ -450,7 +450,7 @@ def keep_the_kv_of_all_nodes(patch: Patch) -> None:
 
 @killed_by(checks.texts, greedily(BUSY))
 def skip_the_rollback(patch: Patch) -> None:
-    """The target goes on behind everything that it has written, rejected tokens included."""
+    """The target continues after everything that it has written, rejected tokens included."""
     written: dict[int, int] = {}
 
     def prepare(original, engine, turn):
@@ -569,7 +569,7 @@ def trust_the_content_of_a_block_that_was_given_to_another(patch: Patch) -> None
 
 @killed_by(checks.texts, greedily(CRAMPED))
 def go_on_without_the_kv_that_was_given_back(patch: Patch) -> None:
-    """Engines are not told of a lost block table."""
+    """Engines do not learn of a lost block table."""
     patch.setattr(StepEngine, "cancel", lambda engine, ids: None)
     patch.setattr(kv_caches.Cache, "grew_into", lambda cache, blocks: True)
 
@@ -661,9 +661,9 @@ def give_each_token_the_log_probability_of_the_next(patch: Patch) -> None:
 
 
 @killed_by(checks.nothing_is_committed_beyond_an_end)
-def commit_what_was_accepted_behind_an_end(patch: Patch) -> None:
-    def commit(original, self, tokens, *told):
-        taken = original(self, tokens, *told)
+def commit_what_was_accepted_after_an_end(patch: Patch) -> None:
+    def commit(original, self, tokens, *scores):
+        taken = original(self, tokens, *scores)
         self.sequence.tokens += tokens[taken:]
         self.output_tokens += len(tokens) - taken
         return len(tokens)
@@ -680,9 +680,9 @@ def look_at_max_tokens_between_steps_only(patch: Patch) -> None:
     def ceilings(original, drafting, sequences, most, **options):
         return original(drafting, sequences, [K_MAX] * len(most), **options)
 
-    def commit(original, self, tokens, *told):
+    def commit(original, self, tokens, *scores):
         beyond = max(0, len(tokens) - self.remaining)
-        taken = original(self, tokens, *told)
+        taken = original(self, tokens, *scores)
         if self.finish_reason is FinishReason.LENGTH:
             self.sequence.tokens += tokens[taken:]
             self.output_tokens += beyond

@@ -78,9 +78,7 @@ class Cases:
         self._rng = np.random.default_rng(seed)
 
     def batch(self, size: int) -> tuple[list[Row], torch.Tensor]:
-        """Return requests and their logits [requests, rows, vocab], of which the last rows are
-        padding.
-        """
+        """Return requests and their logits [requests, rows, vocab]; the last rows are padding."""
         requests = [self._request() for _ in range(size)]
         rows = max(request.rows for request in requests)
         return requests, torch.stack([self._logits(request, rows) for request in requests])
@@ -111,7 +109,7 @@ class Cases:
         return [token for token, _ in edges], [parent for _, parent in edges]
 
     def _logits(self, request: Row, rows: int) -> torch.Tensor:
-        """Logits of which some have ties, and some make the proposed tokens likely."""
+        """Logits: some have ties, and some make the proposed tokens likely."""
         rng = self._rng
         logits = rng.normal(size=(rows, self._vocab)) * rng.choice([0.5, 3.0, 20.0])
         if rng.random() < 0.3:

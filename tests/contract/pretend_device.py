@@ -1,4 +1,4 @@
-"""A device that is not there: tensors that compute on the CPU and are held to the rules of an
+"""A device that is not there: tensors that compute on the CPU and must keep the rules of an
 accelerator.
 
 They may not meet tensors of the host (but for scalars and indices); every wait for a result and

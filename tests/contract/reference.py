@@ -18,7 +18,7 @@ from backend.engines.torch.llama import Llama
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD
 from backend.sampling.randomness import TAIL, exponentials, word
-from tests.options import processed, top_p_behind
+from tests.options import processed, top_p_after
 
 GREEDY = SamplingParams()
 PRISTINE = type(
@@ -39,7 +39,7 @@ class Reference:
         self._kv: dict[tuple[int, ...], torch.Tensor] = {}
 
     def logits(self, tokens: Seq[int]) -> np.ndarray:
-        """The model's own logits [vocab] behind ``tokens``."""
+        """The model's own logits [vocab] after ``tokens``."""
         key = tuple(tokens)
         if key not in self._logits:
             with torch.inference_mode():
@@ -64,7 +64,7 @@ class Reference:
     def log_probs(
         self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams
     ) -> np.ndarray:
-        """Log-probabilities [vocab] behind ``tokens``, with options and temperature and before
+        """Log-probabilities [vocab] after ``tokens``, with options and temperature and before
         top-k and top-p.
         """
         scores = processed(self.logits(tokens), list(tokens), prompt_tokens, sampling)
@@ -80,7 +80,7 @@ class Reference:
         law /= law.sum()
         order = np.argsort(-law, kind="stable")
         before = np.cumsum(law[order]) - law[order]
-        law[order[before >= top_p_behind(list(tokens[prompt_tokens:]), sampling)]] = 0.0
+        law[order[before >= top_p_after(list(tokens[prompt_tokens:]), sampling)]] = 0.0
         return law / law.sum()
 
     def text(self, prompt: Seq[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
@@ -93,14 +93,14 @@ class Reference:
         return tokens
 
     def next(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> int:
-        """The token behind ``tokens``."""
+        """The token after ``tokens``."""
         if sampling.greedy:
             return int(self.log_probs(tokens, prompt_tokens, sampling).argmax())
         return drawn(self.law(tokens, prompt_tokens, sampling), sampling.seed, len(tokens))
 
     def guess(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> int:
-        """What this model, as a draft, proposes first behind ``tokens``; the head of its law has to
-        have a token.
+        """What this model, as a draft, proposes first after ``tokens``; the head of its
+        distribution has to have a token.
         """
         if sampling.greedy:
             return self.next(tokens, prompt_tokens, sampling)
@@ -110,7 +110,7 @@ class Reference:
     def joint(
         self, prompt: Seq[int], sampling: SamplingParams, length: int
     ) -> dict[tuple[int, ...], float]:
-        """The probability of each text of ``length`` tokens behind the prompt, or fewer up to an
+        """The probability of each text of ``length`` tokens after the prompt, or fewer up to an
         end id.
         """
         chances: dict[tuple[int, ...], float] = {(): 1.0}

@@ -149,7 +149,7 @@ ALIKE = Scenario(
     chunk_tokens=40,
     kv_blocks=20,
 )
-"""Requests that begin alike: at the same time, in the middle of another's prefill, behind its end,
+"""Requests that begin alike: at the same time, in the middle of another's prefill, after its end,
 after a cancellation.
 """
 

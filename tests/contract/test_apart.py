@@ -18,7 +18,7 @@ from backend.launcher.processes import is_running
 from backend.request import SamplingParams
 from backend.sequence import Sequence
 from backend.speculation import drafting
-from tests.contract.apart_drafts import make, slow_when_made_anew, twin
+from tests.contract.apart_drafts import make, slow_when_made_again, twin
 from tests.contract.deployment import VOCAB, Deployment, Scripted, tiny_engine
 from tests.contract.engine_folders import engine_folder
 from tests.contract.fake_executor import Behaviour
@@ -92,7 +92,7 @@ def test_turns_and_what_comes_of_them_are_those_of_the_engine_itself(tmp_path, a
 
 
 @pytest.mark.slow
-def test_a_draft_that_is_made_anew_does_not_stop_the_loop(tmp_path, apart):
+def test_a_draft_that_is_made_again_does_not_stop_the_loop(tmp_path, apart):
     """Its constructor keeps the interpreter's lock: in a thread of this process nothing else
     runs meanwhile.
     """
@@ -107,7 +107,7 @@ def test_a_draft_that_is_made_anew_does_not_stop_the_loop(tmp_path, apart):
             last_s, gap_s = now_s, max(gap_s, now_s - last_s)
         return gap_s
 
-    behaviour = partial(slow_when_made_anew, tmp_path / "made", build_s)
+    behaviour = partial(slow_when_made_again, tmp_path / "made", build_s)
     draft = apart(partial(make, folder(tmp_path), behaviour))
     assert run(draft, [Turn(sequence, 2, run=2, nodes=2)])[1].proposal.tokens == [3, 4]
     os.kill(draft._child.process.pid, signal.SIGKILL)

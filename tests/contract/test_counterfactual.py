@@ -138,20 +138,22 @@ def test_a_submission_scores_a_bounded_number_of_the_last_tokens(monkeypatch):
     assert spines == [alone(draft, made[0], 13, run=1, nodes=ALL_NODES)] * 2
 
 
-def test_the_policy_is_told_what_a_draft_that_rested_would_have_had_accepted():
+def test_the_policy_learns_what_an_unused_draft_would_have_had_accepted():
     script = [(0, 2), *[(NO_DRAFT, 0)] * 9, (0, 3), (NO_DRAFT, 0)]
     deployment = Deployment(tiny_engine(), [DRAFTS["near"]()], Scripted(script), chunk_tokens=64)
     session = deployment.submit(PROMPTS[0], 40)
     deployment.run()
     done = own_end = len(PROMPTS[0])
-    told = []
+    observed = []
     for outcome in deployment.policy.outcomes:
         if outcome.rows.length.any():
             text = Sequence(
                 0, session.sequence.tokens[:done], len(PROMPTS[0]), SamplingParams(), BLOCKS
             )
-            told += zip(outcome.free.accepted.tolist(), outcome.free.scored.tolist(), strict=True)
-            assert told[len(told) - len(outcome.free.scored) :] == replayed(
+            observed += zip(
+                outcome.free.accepted.tolist(), outcome.free.scored.tolist(), strict=True
+            )
+            assert observed[len(observed) - len(outcome.free.scored) :] == replayed(
                 DRAFTS["near"](), text, own_end
             )
             assert set(outcome.free.request.tolist()) <= {session.id}
@@ -160,7 +162,7 @@ def test_the_policy_is_told_what_a_draft_that_rested_would_have_had_accepted():
         else:
             assert not len(outcome.free.request)
         done += int(outcome.rows.emitted.sum())
-    assert sum(length for _, length in told) > 20
+    assert sum(length for _, length in observed) > 20
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The fake executor: what it refuses as nanobind and the C++ sources do, and its decoder against
 laws worked out by hand.
 
-The real module is held against the same record where it can be imported (marker ``trtllm``: inside
+The real module is compared with the same record where it can be imported (marker ``trtllm``: inside
 NVIDIA's container).
 """
 
@@ -296,7 +296,7 @@ def test_cancelled_refused_full_and_dead(tmp_path):
         execute(folder, counting, [request()], model={"behaviour": trtllm.Behaviour(dies_at=1)})
 
 
-def test_an_end_that_the_executor_is_told_of_has_no_row_of_logits(tmp_path):
+def test_an_end_that_the_executor_knows_has_no_row_of_logits(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=VOCAB, max_draft_len=2)
     output = types.OutputConfig(exclude_input_from_output=True, return_generation_logits=True)
     draft = types.ExternalDraftTokensConfig([2, 3])

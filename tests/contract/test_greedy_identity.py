@@ -1,5 +1,5 @@
-"""Text of the real model in fp32: whatever was planned and whoever else was in the batch, it is the
-text of plain decoding.
+"""Text of the real model in fp32: whatever was planned and whatever else was in the batch, it is
+the text of plain decoding.
 
 Different batch shapes round differently, so that a near-tie between two tokens may fall either way;
 a first difference must be one, by the gap between the two in fp64 (logits where greedy, the outcome

@@ -1,5 +1,5 @@
-"""Guided decoding under speculation: texts are those of plain decoding under the same grammar, held
-against a hand-written automaton.
+"""Guided decoding under speculation: texts are those of plain decoding under the same grammar,
+checked by a hand-written automaton.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""A head as a draft: it reads what the target held at the text's last token, however that token
-came about, and no text hangs on it.
+"""A head as a draft: it reads the target's state of the text's last token, however that token
+came about, and no text depends on it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def states_of(tokens):
 
 
 def check_states(done, tolerance=1e-5):
-    """Every proposal was made of the states behind the text but its last token."""
+    """Every proposal was made of the states of the text but its last token."""
     noted = done.deployment.drafts[HEAD].noted
     assert len(noted) > 20
     for tokens, _, _, states, _ in noted:
@@ -113,7 +113,7 @@ def check_states(done, tolerance=1e-5):
 
 
 def check_proposals(done):
-    """What it proposes for a row hangs on that row alone."""
+    """What it proposes for a row depends on that row alone."""
     for tokens, sequence, run, states, proposal in done.deployment.drafts[HEAD].noted:
         alone, again = (
             RecordedHead(),
@@ -136,7 +136,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
-def test_it_reads_the_state_of_the_last_token_and_no_text_hangs_on_it(served, scenario):
+def test_it_reads_the_state_of_the_last_token_and_no_text_depends_on_it(served, scenario):
     done = served(scenario)
     checks.texts(done)
     check_states(done)

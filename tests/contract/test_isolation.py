@@ -1,6 +1,4 @@
-"""A pass of a step engine that breaks off half-way leaves nothing behind that could change a
-text.
-"""
+"""A pass of a step engine that breaks off half-way leaves nothing that could change a text."""
 
 import pytest
 
@@ -12,8 +10,8 @@ from tests.contract.scenarios import BUSY
 
 
 def break_now_and_then(monkeypatch, owner, name):
-    """Make every seventh call raise after its work is done, so that KV is written and nobody knows
-    of it.
+    """Make every seventh call raise after its work is done, so that KV is written that the
+    engine does not know of.
     """
     whole, calls = getattr(owner, name), []
 

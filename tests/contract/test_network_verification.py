@@ -41,7 +41,7 @@ from tests.contract.network_cases import (
 from tests.contract.onnx_graph import OnnxGraph
 
 MANY = 3000
-"""Columns of laws of which heads are a part: more than TopK takes."""
+"""Columns of distributions whose heads are drawn from: more than TopK takes."""
 
 
 @pytest.mark.parametrize("network", VERIFICATIONS)
@@ -137,9 +137,9 @@ def test_laws_are_those_of_torch(dtype, bound):
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.8, top_k=5, top_p=0.9)])
-def test_two_tokens_behind_a_tree_follow_the_target_s_laws(sampling):
-    """Whatever is proposed: the first by its law, and behind a node that was followed the second by
-    its own.
+def test_two_tokens_after_a_tree_follow_the_target_s_laws(sampling):
+    """Whatever is proposed: the first by its distribution, and after a node that was followed the
+    second by its own.
     """
     rng, vocab, texts = np.random.default_rng(1), 8, 20_000
     logits = torch.from_numpy(rng.normal(size=(5, vocab)) * 1.5)

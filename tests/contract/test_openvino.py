@@ -94,7 +94,7 @@ def test_a_draft_s_graph_ranks_as_the_rule_does(shortlist):
     ]
     for row, other in zip(found, wanted, strict=True):
         assert np.allclose([p for _, p in row], [p for _, p in other], atol=1e-5)
-    assert {len(row) for row in found} != {3}  # some are too unlikely to be told
+    assert {len(row) for row in found} != {3}  # some are too unlikely to be reported
 
 
 # -- the same bits
@@ -111,7 +111,7 @@ def table(number, blocks=2):
 
 
 def plain(engine, tokens, prompt, where):
-    """The logits behind each of ``tokens`` from the prompt's last on: prefill, then one by one."""
+    """The logits after each of ``tokens`` from the prompt's last on: prefill, then one by one."""
     rows = [logits_of(engine, Chunk(tokens[:prompt], 0, where, 1, prompt_rows=prompt))]
     rows += [
         logits_of(engine, Chunk([token], position, where, 1))
@@ -149,9 +149,11 @@ def test_a_verification_has_the_bits_of_plain_decoding(engine, text, proposed, o
     where = table(1)
     plain(engine, tokens[: PROMPT + 1], PROMPT, where)
     chain = Chunk(tokens[PROMPT - 1 + 1 : PROMPT + proposed], PROMPT, where, proposed)
-    beside = [Chunk(tokens[: 4 + n], 0, table(2 + n), 1 + n, prompt_rows=4 + n) for n in range(3)]
-    beside += [Chunk(tokens[:2], 0, table(5 + n), 1) for n in range(3)]
-    found = logits_of(engine, *beside[:others], chain)[-proposed:]
+    alongside = [
+        Chunk(tokens[: 4 + n], 0, table(2 + n), 1 + n, prompt_rows=4 + n) for n in range(3)
+    ]
+    alongside += [Chunk(tokens[:2], 0, table(5 + n), 1) for n in range(3)]
+    found = logits_of(engine, *alongside[:others], chain)[-proposed:]
     assert torch.equal(found, whole[1 : 1 + proposed])
 
 
@@ -458,11 +460,11 @@ def test_a_silent_pass_is_an_error_and_the_next_is_not(engine):
     chunk = Chunk([1, 2], 0, table(0), 1, prompt_rows=2)
     before = logits_of(engine, chunk)
     pool_of(engine)[:, :, engine.limits.kv_blocks :] = 1.0
-    held = pool_of(engine)[:, :, : engine.limits.kv_blocks].clone()
+    contents = pool_of(engine)[:, :, : engine.limits.kv_blocks].clone()
     engine._model._request = Silent()
     with pytest.raises(PassError, match="1 sequences left no logits"):
         logits_of(engine, Chunk([5, 6], 0, table(0), 1, prompt_rows=2))
-    assert torch.equal(pool_of(engine)[:, :, : engine.limits.kv_blocks], held)
+    assert torch.equal(pool_of(engine)[:, :, : engine.limits.kv_blocks], contents)
     assert torch.equal(logits_of(engine, chunk), before)  # with a request of its own
 
 
@@ -474,9 +476,9 @@ def pool_of(engine):
 def test_weights_and_caches_outlive_the_arrays_that_they_came_from(engine, text):
     tokens, whole = text
     gc.collect()
-    held = [np.full((64, 1024), np.nan, np.float32) for _ in range(64)]
+    arrays = [np.full((64, 1024), np.nan, np.float32) for _ in range(64)]
     assert torch.equal(plain(engine, tokens, PROMPT, table(3)), whole)
-    assert len(held) == 64
+    assert len(arrays) == 64
 
 
 def test_caches_laid_out_otherwise_are_refused(monkeypatch):
@@ -528,7 +530,7 @@ def test_the_branches_that_are_let_in_and_the_prompts_copies_fit_the_blocks_for_
     assert branches * most + llama.RUN_COPIES <= llama.SCRATCH_BLOCKS
 
 
-def test_a_tree_s_paths_are_told_the_longest_first():
+def test_a_tree_s_paths_are_listed_the_longest_first():
     assert paths([ROOT, ROOT, 1, 0, 2]) == [[1, 2, 4], [0, 3]]
     assert paths([]) == []
 
@@ -568,8 +570,8 @@ def test_branches_of_a_first_call_outlast_the_second(engine, text):
     assert torch.equal(found[[0, 3]], whole[1:3])
     with torch.inference_mode():
         engine._model.keep([(tree, [2])])
-    behind = Chunk([tokens[PROMPT + 2]], PROMPT + 2, where, 1)
-    assert torch.equal(logits_of(engine, behind), whole[3:4])
+    after = Chunk([tokens[PROMPT + 2]], PROMPT + 2, where, 1)
+    assert torch.equal(logits_of(engine, after), whole[3:4])
 
 
 def test_prompts_beyond_the_copies_that_there_are_wait_for_another_call():

@@ -40,7 +40,7 @@ DRAFTS = [{"name": "lookup", "engine": "lookup"}]
 
 
 def request(resumed: tuple[int, ...], tokens: int, options: dict[str, Any]) -> GenerationRequest:
-    """Return what asks for the rest of a text of ``tokens``, of which some were written before."""
+    """Return what asks for the rest of a text of ``tokens``; some of it was written before."""
     return GenerationRequest(
         "",
         tokens - len(resumed),

@@ -37,7 +37,7 @@ KINDS = {
 MOST_NODES = 7
 GREEDY_ONLY = ("trtllm",)
 """Kinds whose random numbers are not the race's (their sampling is checked in law), whose turns
-stop behind an end token (so here there is none), and whose log-probabilities are those of fp32
+stop after an end token (so here there is none), and whose log-probabilities are those of fp32
 logits.
 """
 
@@ -72,7 +72,7 @@ def samplings(draw, likely, greedy_only):
 
 
 def complete(engine, sequence, tokens, **turn):
-    """Run one turn behind ``tokens`` as a sequence of its own, in which all but the prompt counts
+    """Run one turn after ``tokens`` as a sequence of its own, in which all but the prompt counts
     as output.
     """
     alone = replace(sequence, id=next(numbers), tokens=list(tokens))
@@ -92,7 +92,7 @@ def sequence_of(data, likely, greedy_only):
 
 
 def tree_of(data, vocab, target, sequence):
-    """A tree whose tokens are here and there what the target draws behind their path."""
+    """A tree whose tokens are here and there what the target draws after their path."""
     nodes, paths = [], {ROOT: []}
     for _ in range(data.draw(st.integers(0, MOST_NODES), label="nodes")):
         last = len(nodes) - 1

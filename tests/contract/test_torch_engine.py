@@ -136,9 +136,7 @@ def test_free_runs_of_different_lengths_share_their_passes(engine):
     "sampling", [SamplingParams(), SamplingParams(0.9, seed=3)], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("shortlist", [0, 15])
-def test_a_draft_s_tree_is_its_free_run_with_what_it_would_choose_next_beside_it(
-    sampling, shortlist
-):
+def test_a_draft_s_tree_is_its_free_run_with_its_next_choices_around_it(sampling, shortlist):
     draft = new_engine("draft", shortlist)
     (run,) = step(draft, Turn(new_sequence(sampling=sampling, name="draft"), 5, run=3))
     turn = Turn(new_sequence(sampling=sampling, name="draft", blocks=(5, 6)), 5, run=3, nodes=99)
@@ -146,7 +144,7 @@ def test_a_draft_s_tree_is_its_free_run_with_what_it_would_choose_next_beside_it
     tree = drafted.proposal
     assert (drafted.tokens, tree.spine().tokens) == ([], run.tokens)
     assert len(tree) > 3
-    assert set(tree.parents) <= {-1, *tree.followed(run.tokens)}  # leaves beside the spine
+    assert set(tree.parents) <= {-1, *tree.followed(run.tokens)}  # leaves off the spine
     banned = []
     for token in [t for t, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]:
         options = SamplingParams(sampling.temperature, seed=3, bad_words=tuple(banned))
@@ -166,7 +164,7 @@ def test_a_draft_has_the_kv_of_its_own_spine():
 
 BRANCHES = {  # nodes as (token of the text or a wrong one, parent), and how many are accepted
     "a sibling of the root's first": (lambda t: [(wrong(t[0]), -1), (7, 0), (t[0], -1)], 1),
-    "a leaf behind the spine": (lambda t: [(t[0], -1), (wrong(t[1]), 0), (t[1], 0)], 2),
+    "a leaf after the spine": (lambda t: [(t[0], -1), (wrong(t[1]), 0), (t[1], 0)], 2),
     "another branch to its end": (
         lambda t: [
             (wrong(t[0]), -1),
@@ -299,7 +297,7 @@ def test_a_cancelled_sequence_is_forgotten_and_its_turn_never_completes(engine):
     assert (engine.unseen(kept), engine.unseen(gone)) == (0, 5)
 
 
-def test_another_block_table_starts_anew(engine):
+def test_another_block_table_starts_again(engine):
     sequence = new_sequence()
     other = new_sequence(blocks=(8, 9))
     expected = plain(engine, other, 4)

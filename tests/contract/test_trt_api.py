@@ -22,7 +22,7 @@ PLAIN = ("Weights", "Permutation")
 
 
 class Library:
-    """The real library, of which only what is recorded may be used."""
+    """The real library; only what is recorded of it may be used."""
 
     def __getattr__(self, name):
         return getattr(library, name) if name in PLAIN else Members(name)

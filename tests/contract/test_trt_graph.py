@@ -96,7 +96,7 @@ def plain(engine, sampling):
 
 
 def tree(text, rng):
-    """Nodes of which some are the text's, in any order of siblings."""
+    """Nodes, some of them the text's, in any order of siblings."""
     edges, path = [], ROOT
     for depth in range(int(rng.integers(0, K_MAX // 2 + 1))):
         wrong = (int(text[depth] + 1) % VOCAB, path)

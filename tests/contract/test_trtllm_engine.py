@@ -72,7 +72,7 @@ def verify(seq, proposed):
     return Turn(seq, len(seq.tokens), proposal=Proposal.chain("d", list(proposed)))
 
 
-def test_a_turn_is_the_whole_text_with_a_draft_behind_it(tmp_path):
+def test_a_turn_is_the_whole_text_with_a_draft_after_it(tmp_path):
     rig = Rig(tmp_path)
     (done,) = rig.run(verify(sequence([1, 2]), [3, 4, 9]))
     assert (done.tokens, done.accepted) == ([3, 4, 5], 2)
@@ -208,7 +208,7 @@ def test_a_dead_target_stays_dead_and_its_turns_are_void(tmp_path):
 
 @pytest.mark.parametrize("ends", [(5,), (5, 6)])
 def test_end_tokens_are_forbidden_for_whole_turns(tmp_path, ends):
-    """The executor is told of no end; a turn is cut where they become allowed."""
+    """The executor does not know the ends; a turn is cut where they become allowed."""
     rig = Rig(tmp_path)
     sampling = SamplingParams(min_tokens=3, end_ids=ends)
     (done,) = rig.run(verify(sequence([1, 2, 3, 4], sampling, prompt_tokens=3), [7, 8, 9]))
@@ -222,10 +222,8 @@ def test_end_tokens_are_forbidden_for_whole_turns(tmp_path, ends):
     [lambda seq: verify(seq, [3, 4, 5, 6]), lambda seq: Turn(seq, 2, run=4)],
     ids=["verified", "run"],
 )
-def test_a_text_ends_behind_its_end_token_which_has_its_log_probability(tmp_path, turn):
-    """The executor returns no row of logits for an end that it is told of, so it is told of
-    none.
-    """
+def test_a_text_ends_after_its_end_token_which_has_its_log_probability(tmp_path, turn):
+    """The executor returns no row of logits for an end that it knows, so it does not get any."""
     rig = Rig(tmp_path)
     (done,) = rig.run(turn(sequence([1, 2], SamplingParams(log_probs=True, end_ids=(4,)))))
     assert (done.error, done.tokens, len(done.log_probs)) == (None, [3, 4], 2)
@@ -355,7 +353,7 @@ def test_an_engine_over_several_gpus_takes_its_part_of_each():
     )
 
 
-def test_ranks_in_processes_of_their_own_and_the_devices_are_told_to_the_executor(tmp_path):
+def test_the_executor_gets_the_devices_and_ranks_in_processes_of_their_own(tmp_path):
     rig = Rig(
         tmp_path,
         settings=ExecutorSettings(

@@ -135,7 +135,7 @@ def test_a_head_that_is_never_right_is_left_out_and_the_metrics_say_so(tmp_path)
     save_file(weights, draft / "model.safetensors")
     app = served(draft, "head", {"name": "lookup", "engine": "lookup"})
     asked = [GenerationRequest(as_message(text), 48, end_id=-1) for text in messages("sql", 16, 1)]
-    nodes, held, emitted = Counter(), Counter(), []
+    nodes, accepted, emitted = Counter(), Counter(), []
     for part in (asked[:8], asked[8:]):
         generate(app, part, 4)
         emitted.append(Counter())
@@ -143,12 +143,12 @@ def test_a_head_that_is_never_right_is_left_out_and_the_metrics_say_so(tmp_path)
             if name == "spindle_draft_nodes_total":
                 nodes[labels["draft"]] += value
             elif name == "spindle_draft_nodes_held_total":
-                held[labels["draft"]] += value
+                accepted[labels["draft"]] += value
             elif name == "spindle_emitted_tokens_total":
                 emitted[-1][labels["draft"]] += value
     app.close()
     # Given up early, and tried now and then: in 30 minutes that is what the alert
     # SpindleDraftNeverRight asks for, 200 nodes.
     assert nodes["draft"] > 20
-    assert held["draft"] < 0.005 * nodes["draft"]
+    assert accepted["draft"] < 0.005 * nodes["draft"]
     assert emitted[1]["draft"] < 0.05 * emitted[1].total()

@@ -32,7 +32,7 @@ class Witness:
         self._model: Any = None
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Return the logits [vocab] behind ``tokens``."""
+        """Return the logits [vocab] after ``tokens``."""
         from transformers import AutoModelForCausalLM
 
         if self._model is None:
@@ -42,7 +42,7 @@ class Witness:
         return logits
 
     def greedy_gap(self, tokens: list[int], one: int, other: int) -> float:
-        """Return by how much the logits of two tokens differ behind ``tokens``."""
+        """Return by how much the logits of two tokens differ after ``tokens``."""
         logits = self.logits(tokens)
         return abs(float(logits[one] - logits[other]))
 

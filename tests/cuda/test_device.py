@@ -119,7 +119,7 @@ def test_texts_of_changing_batches_are_those_of_plain_decoding(seed: int) -> Non
 @torch.inference_mode()
 def test_more_updates_than_a_step_has_room_for_are_written_in_their_order() -> None:
     made = steps()
-    for first in (0, 100, 200):  # 16 tokens of 8 slots: 384 updates, of which one row has 264
+    for first in (0, 100, 200):  # 16 tokens of 8 slots: 384 updates; one row has 264 of them
         for slot in range(8):
             made.place_own(slot, 0, [first + slot + at for at in range(OWN)])
     made.collect(made.launch([row_of(0, [1, 2, 3])]))

@@ -1,4 +1,4 @@
-"""Faults of a step on the device, each of which the texts must show."""
+"""Faults of a step on the device; the texts must show each of them."""
 
 from __future__ import annotations
 

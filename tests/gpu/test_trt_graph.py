@@ -102,7 +102,7 @@ def test_the_ids_are_those_of_torch_in_fp32(folders, sampling):
         )
 
 
-def test_a_step_is_timed_beside_torch_s(folders, capsys):
+def test_a_step_is_timed_next_to_torch_s(folders, capsys):
     model, folder = folders
     engines = [
         open_engine("target", folder, "cuda", **SIZES),

@@ -1,7 +1,7 @@
 """The policy inside vLLM, on its CPU build: ``make test-vllm``. Nothing here runs without vLLM.
 
 Texts are compared with those of plain vLLM, in fp32: greedy decoding there is the same whatever is
-verified beside it, but for ties that are nearer than rounding.
+verified with it, but for ties that are nearer than rounding.
 """
 
 import http.client
@@ -112,14 +112,14 @@ def latency_file(measured):
     return measured[0]
 
 
-def test_it_measures_at_start_and_nobody_sees_it(measured, plain):
+def test_it_measures_at_start_and_no_client_sees_it(measured, plain):
     file, result = measured
     assert result["rounds"] == plain * 2
     assert not result["seen"]["calibrating"]
     table = json.loads(file.read_text())
     assert len(table["tokens"]) >= 8
     assert max(table["rows"]) == 8
-    assert result["seen"]["left behind"] == 0
+    assert result["seen"]["left over"] == 0
 
 
 def test_texts_are_plain_vllm_s_at_one_and_eight_in_flight(latency_file, plain):
@@ -127,9 +127,9 @@ def test_texts_are_plain_vllm_s_at_one_and_eight_in_flight(latency_file, plain):
     seen = result["seen"]
     assert result["rounds"] == plain
     assert seen["ragged"] > 5
-    assert seen["zero beside others"] > 5
+    assert seen["zero among others"] > 5
     assert counted(result, "spindle_accepted_tokens_total", draft="suffix") > 20
-    assert seen["left behind"] == 0
+    assert seen["left over"] == 0
 
 
 def test_texts_are_plain_vllm_s_under_any_plan(latency_file, plain):
@@ -142,12 +142,12 @@ def test_texts_are_plain_vllm_s_under_any_plan(latency_file, plain):
         assert counted(result, "spindle_draft_tokens_total", draft=draft) > 20
 
 
-def test_prompts_in_chunks_beside_decoding(latency_file):
+def test_prompts_in_chunks_while_others_decode(latency_file):
     work = [{"prompts": prompts(12, 300, seed=2), "params": GREEDY}]
     cut = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
     result = serve(work, **cut, **spindle(latency_file, **RANDOM))
     assert result["rounds"] == serve(work, **cut)["rounds"]
-    assert result["seen"]["beside a prompt"] > 5
+    assert result["seen"]["with a prompt"] > 5
 
 
 def test_little_kv_and_preemption(latency_file):
@@ -156,7 +156,7 @@ def test_little_kv_and_preemption(latency_file):
     result = serve(work, **little, **spindle(latency_file, **RANDOM))
     assert result["seen"]["preempted"] > 0
     assert result["rounds"] == serve(work, **little)["rounds"]
-    assert result["seen"]["left behind"] == 0
+    assert result["seen"]["left over"] == 0
 
 
 def test_nothing_is_learnt_from_junk_near_the_model_s_length(latency_file):
@@ -176,7 +176,7 @@ def test_aborted_requests_are_forgotten_and_others_are_as_they_were(latency_file
     texts = result["rounds"][0]
     whole = serve([work[0] | {"abort": {}}])["rounds"][0]
     assert [texts[i] for i in (0, 1, 3, 4, 6)] == [whole[i] for i in (0, 1, 3, 4, 6)]
-    assert result["seen"]["left behind"] == 0
+    assert result["seen"]["left over"] == 0
 
 
 def test_two_ranks(latency_file, plain):

@@ -56,9 +56,9 @@ def watch(scheduler, seen):
         if lengths:
             seen["steps"] += 1
             seen["ragged"] += len(set(lengths)) > 1
-            seen["zero beside others"] += 0 in lengths and any(lengths)
+            seen["zero among others"] += 0 in lengths and any(lengths)
             seen["proposed"] += sum(lengths)
-            seen["beside a prompt"] += bool(kwargs.get("prefill_tokens")) and any(lengths)
+            seen["with a prompt"] += bool(kwargs.get("prefill_tokens")) and any(lengths)
         return proposals
 
     host.propose = noted
@@ -113,7 +113,7 @@ def main() -> None:
     engine.engine_core.engine_core.step_fn()  # takes notice of what has ended
     host = getattr(scheduler, "_host", None)
     if host is not None:
-        seen["left behind"] = len(host.sequences)
+        seen["left over"] = len(host.sequences)
         seen["calibrating"] = scheduler._calibration is not None
         scheduler._exporter.export()
         answer = {"metrics": scheduler._exporter.text()}

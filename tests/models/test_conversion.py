@@ -128,7 +128,7 @@ EXACT = {
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", EXACT)
-def test_a_text_has_the_same_bits_alone_among_others_and_beside_a_prompt(
+def test_a_text_has_the_same_bits_alone_among_others_and_with_a_prompt(
     family, dtype, threads, tmp_path
 ):
     random_folder(family, EXACT[family], tmp_path / "model")
@@ -145,7 +145,7 @@ def test_a_text_has_the_same_bits_alone_among_others_and_beside_a_prompt(
         own = Chunk(text[position : position + 1], position, mine, 1)
         return run(*rows[:middle], own, *rows[middle:])[middle : middle + 1]
 
-    def beside_prompt(position):
+    def with_prompt(position):
         chunk = Chunk(prompt, 0, table(20), 1, prompt_rows=len(prompt))
         return run(chunk, Chunk(text[position : position + 1], position, mine, 1))[1:]
 
@@ -159,7 +159,7 @@ def test_a_text_has_the_same_bits_alone_among_others_and_beside_a_prompt(
         for count in (1, 3, 9):
             rows = [among(position, count) for position in range(50, 58)]
             assert torch.equal(torch.cat(rows), alone), f"among {count} others"
-        assert torch.equal(torch.cat([beside_prompt(n) for n in range(50, 58)]), alone)
+        assert torch.equal(torch.cat([with_prompt(n) for n in range(50, 58)]), alone)
 
 
 def random_folder(family, settings, folder):
@@ -175,9 +175,9 @@ def random_folder(family, settings, folder):
 def decoder_of(folder, dtype, *, kv_blocks, positions, threads=1):
     """A decoder that is run row by row, also where the engine would not promise its bits."""
     graph = read(bring_graph(folder, dtype))
-    held = stored_as(dtype)
+    stored = stored_as(dtype)
     return OpenvinoConverted(
-        complete(graph, positions=positions, repeats=True, stored=held),
+        complete(graph, positions=positions, repeats=True, stored=stored),
         kv_blocks=kv_blocks,
         precision=dtype,
         threads=threads,

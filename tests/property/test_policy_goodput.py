@@ -44,7 +44,7 @@ def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
 
 
 def with_given(rng, p):
-    """The same beside rows of another arm that are in the drafts' forwards already."""
+    """The same with rows of another arm that are in the drafts' forwards already."""
     given = -np.sort(-rng.integers(0, 4, (p.gain.shape[1], p.gain.shape[0])), axis=1)
     more = p.forward_s[:, -1:] + np.cumsum(rng.exponential(0.05, (len(given), 4)), axis=1)
     return p._replace(occupied=given, forward_s=np.c_[p.forward_s, more])
@@ -93,10 +93,10 @@ def is_legal(p, choice):
     st.booleans(),
     st.booleans(),
 )
-def test_for_one_row_the_choice_is_the_best_there_is(seed, drafts, k_max, price, beside, capped):
+def test_for_one_row_the_choice_is_the_best_there_is(seed, drafts, k_max, price, decided, capped):
     rng = np.random.default_rng(seed)
     p = problem(rng, 1, drafts, k_max)
-    p = with_given(rng, p) if beside else p
+    p = with_given(rng, p) if decided else p
     p = with_cap(rng, p) if capped else p
     choice, result = best_choice(p, price)
     assert is_legal(p, choice)
@@ -117,12 +117,12 @@ def test_for_one_row_the_choice_is_the_best_there_is(seed, drafts, k_max, price,
     st.booleans(),
 )
 def test_no_choice_is_out_of_bounds_or_worse_than_plain_decoding(
-    seed, rows, drafts, k_max, price, beside, capped, short
+    seed, rows, drafts, k_max, price, decided, capped, short
 ):
-    """Beside given rows, under a cap, and where there is no room for all tokens."""
+    """With rows already decided, under a cap, and where there is no room for all tokens."""
     rng = np.random.default_rng(seed)
     p = problem(rng, rows, drafts, k_max)
-    p = with_given(rng, p) if beside else p
+    p = with_given(rng, p) if decided else p
     p = with_cap(rng, p) if capped else p
     if short:
         verify_s = p.undrafted_s.copy()

@@ -40,9 +40,9 @@ ALL, IN_TIME = (True,) * len(DRAFTS), (1.0,) * (1 + len(DRAFTS))
 
 @dataclass(frozen=True)
 class Phase:
-    """For so many steps: the tokens of each draft that hold and by which chance, which are allowed,
-    how many steps a request lasts, by what the target and the drafts are slower than their tables,
-    and the pause after a step.
+    """For a number of steps: the tokens of each draft that hold and by which chance, which are
+    allowed, how many steps a request lasts, by what the target and the drafts are slower than their
+    tables, and the pause after a step.
     """
 
     steps: int
@@ -116,8 +116,8 @@ class World:
         self.age += 1
         over = self.age >= phase.life
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
-        told = outcome_of(*done, plan.length, plan.length, 0.0, finished=self.request[over])
-        verify_s, overhead_s, *drafts_s = self.planner.predicted(self.times, told, view).tolist()
+        seen = outcome_of(*done, plan.length, plan.length, 0.0, finished=self.request[over])
+        verify_s, overhead_s, *drafts_s = self.planner.predicted(self.times, seen, view).tolist()
         parts_s = dict(
             zip(
                 ("verify", *(f"draft:{d}" for d in DRAFTS)),
@@ -125,9 +125,9 @@ class World:
                 strict=True,
             )
         )
-        told.times = StepTimes(overhead_s + sum(parts_s.values()), parts_s)
-        self.state = self.planner.observe(told, state, self.now)
-        self.now += told.times.measured_s
+        seen.times = StepTimes(overhead_s + sum(parts_s.values()), parts_s)
+        self.state = self.planner.observe(seen, state, self.now)
+        self.now += seen.times.measured_s
         self.lag += (accepted + 1)[:, None]
         used = plan.length > 0
         self.lag[used, plan.draft[used]] = 1
@@ -136,8 +136,8 @@ class World:
 
 
 def lived(history, rows, seed, holds):
-    """Return what is planned in the last steps of a life in which, after a history, so many tokens
-    of each draft hold for good.
+    """Return what is planned in the last steps of a life in which, after a history, ``holds``
+    tokens of each draft match for good.
     """
     world = World(rows, seed)
     for phase in (*history, Phase(600, holds, 1.0, ALL, 40, IN_TIME, 0.0)):
@@ -159,7 +159,7 @@ def test_where_nothing_is_ever_accepted_again_every_draft_is_still_tried(history
 @pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(**LIVES, draft=st.integers(0, len(DRAFTS) - 1), length=st.integers(1, K_MAX))
-def test_a_draft_that_comes_to_be_right_for_some_tokens_is_used_for_no_fewer(
+def test_a_draft_that_turns_out_right_for_some_tokens_is_used_for_no_fewer(
     history, rows, seed, draft, length
 ):
     planned = lived(

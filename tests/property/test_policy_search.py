@@ -45,7 +45,7 @@ def loss(instance, best):
 
 
 def test_up_to_three_rows_it_nearly_always_finds_the_best_choice_there_is():
-    """Beside given rows and under caps too; for a single row always."""
+    """With rows already decided and under caps too; for a single row always."""
     rng, losses = np.random.default_rng(1), []
     for _ in range(300):
         instance = random_instance(rng, *sizes(rng))
@@ -168,7 +168,7 @@ def test_permuting_the_requests_permutes_the_plan(seed, rows, drafts, k_max):
 @settings(deadline=None, max_examples=6)
 @given(SEEDS, st.integers(1, 3), st.integers(1, 3))
 def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
-    """For so many steps nothing at all is accepted, or some of it; then new requests come to a
+    """For a number of steps nothing at all is accepted, or some of it; then new requests come to a
     fleet that has learnt that.
     """
     rng = np.random.default_rng(seed)

@@ -24,7 +24,7 @@ class Reuse(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.number, self.size, self.held, self.paused = 0, 24, {}, []
+        self.number, self.size, self.live, self.paused = 0, 24, {}, []
         self.target = FakeEngine("target", kv_blocks=self.size, max_draft_tokens=8)
         self.ledger = KVLedger(
             {"target": self.size, "draft": self.size}, HEADROOM, growth_blocks=0, target=self.target
@@ -33,7 +33,7 @@ class Reuse(RuleBasedStateMachine):
     def admit(self, sequence):
         before = self.ledger.usage()
         if self.ledger.reserve(sequence, len(sequence.tokens) + 40):
-            self.held[sequence.id] = sequence
+            self.live[sequence.id] = sequence
             return True
         assert self.ledger.usage() == before
         assert not sequence.blocks
@@ -53,9 +53,9 @@ class Reuse(RuleBasedStateMachine):
             self.paused.pop(0)
 
     def some(self, data):
-        return self.held[data.draw(st.sampled_from(sorted(self.held)))]
+        return self.live[data.draw(st.sampled_from(sorted(self.live)))]
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.live)
     @rule(data=st.data(), share=st.floats(0.1, 1.0))
     def a_chunk_is_run(self, data, share):
         sequence = self.some(data)
@@ -67,7 +67,7 @@ class Reuse(RuleBasedStateMachine):
         )
         self.complete(Turn(sequence, end, run=0))
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def a_token_is_committed(self, data):
         sequence = self.some(data)
@@ -76,16 +76,16 @@ class Reuse(RuleBasedStateMachine):
                 self.complete(Turn(sequence, len(sequence.tokens))).tokens[0] % 2 + 1
             )
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.live)
     @rule(data=st.data(), preempted=st.booleans())
     def one_ends_or_is_pre_empted(self, data, preempted):
-        sequence = self.held.pop(self.some(data).id)
+        sequence = self.live.pop(self.some(data).id)
         self.ledger.release(sequence)
         self.target.cancel([sequence.id])
         if preempted:
             self.paused.append(sequence)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.live)
     @rule(data=st.data())
     def the_engine_forgets_one(self, data):
         self.target.cancel([self.some(data).id])
@@ -98,10 +98,10 @@ class Reuse(RuleBasedStateMachine):
 
     @invariant()
     def shared_blocks_are_of_one_text_and_everything_is_accounted_for(self):
-        self.ledger.check(self.held.values())
+        self.ledger.check(self.live.values())
 
     def teardown(self):
-        for sequence in self.held.values():
+        for sequence in self.live.values():
             self.ledger.release(sequence)
         self.ledger.check([])
         assert self.ledger.usage()["used"] == 0

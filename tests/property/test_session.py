@@ -167,6 +167,6 @@ def test_any_cut_into_runs_gives_the_replies_of_one_token_at_a_time(
         assert total == one_by_one[4] == sum(log_probs)
     elif stream:  # what is held back is nothing but the beginning of a stop word
         assert full.startswith(text)
-        held = full[len(text) :]
+        withheld = full[len(text) :]
         words += [without_marks(with_marks(word)) for word in words]
-        assert not held or any(word.startswith(held) for word in words)
+        assert not withheld or any(word.startswith(withheld) for word in words)

@@ -185,7 +185,7 @@ def worst_texts(tokenizer):
         yield (" " * 1000 + str(token.content) + "\u3000" * 1000) * 3
 
 
-def test_nor_is_the_longest_text_of_so_many_tokens(tokenizer):
+def test_nor_is_the_longest_text_of_that_many_tokens(tokenizer):
     for text in worst_texts(tokenizer):
         assert tokenizer.bound.fits(text, len(tokenizer.encode(text, add_special_tokens=False)))
 
