@@ -5,6 +5,7 @@ configuration means.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,10 @@ def _loop(
         guaranteed=limits.batch_scheduler_policy == "guaranteed_no_evict",
         target=target if shares_kv else None,
     )
+    if shares_kv and (endpoint := os.environ.get("KV_EVENTS")):
+        from backend.ops.kv_events import KVEvents
+
+        ledger.observe(KVEvents(endpoint))
     admission = Admission(
         ledger, limits.max_active_requests, limits.max_queued_requests, limits.max_logits_bytes
     )

@@ -51,6 +51,7 @@ VARIABLES = {
     "metrics_port": "METRICS_PORT",
     "openai_port": "OPENAI_PORT",
     "dynamo": "DYNAMO_NAMESPACE",
+    "kv_events": "KV_EVENTS",
 }
 """The environment variable that each of these options takes the place of."""
 
@@ -142,6 +143,11 @@ def _parser() -> argparse.ArgumentParser:
         "--dynamo",
         metavar="NAMESPACE",
         help="be a replica of NVIDIA Dynamo's fleet of this name (DYNAMO_NAMESPACE)",
+    )
+    serve.add_argument(
+        "--kv-events",
+        metavar="ENDPOINT",
+        help="publish KV events there for routers, as tcp://*:5557 (KV_EVENTS)",
     )
     for command in (serve, doctor):
         _add_places(command)

@@ -10,11 +10,24 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from typing import Protocol
 
 _KEY_BYTES = 16
+
+
+class BlockObserver(Protocol):
+    """Takes which complete blocks can be found."""
+
+    def stored(self, key: bytes, parent: bytes | None, tokens: Seq[int]) -> None:
+        """Take a block that can be found from now on, after the block ``parent`` (None: first)."""
+        ...
+
+    def removed(self, key: bytes) -> None:
+        """Take the key of a block that can be found no more, whether it was reported or not."""
+        ...
 
 
 def root_key(salt: str) -> bytes:
@@ -40,6 +53,7 @@ class BlockPool:
     def __init__(self, size: int) -> None:
         self.size = size
         self.evicted = 0
+        self.on_forget: Callable[[bytes], None] = lambda _key: None
         self._free = list(range(size))
         self._references = [0] * size
         self._blocks: dict[bytes, int] = {}
@@ -94,13 +108,15 @@ class BlockPool:
             self._references[block] = 1
         return taken
 
-    def publish(self, key: bytes, block: int) -> None:
-        """Let a block be found by the key of what it holds; nothing happens where another block has
-        the key already.
+    def publish(self, key: bytes, block: int) -> bool:
+        """Let a block be found by the key of what it holds; return False, nothing changed, where
+        another block has the key already.
         """
-        if key not in self._blocks:
-            self._blocks[key] = block
-            self._keys[block] = key
+        if key in self._blocks:
+            return False
+        self._blocks[key] = block
+        self._keys[block] = key
+        return True
 
     def drop(self, table: Seq[int], valid: int) -> None:
         """Take back the references of a table. Of blocks that have none left the first ``valid`` of
@@ -141,3 +157,4 @@ class BlockPool:
         key = self._keys.pop(block, None)
         if key is not None:
             del self._blocks[key]
+            self.on_forget(key)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from backend.core.block_pool import BlockPool, block_key, root_key
+from backend.core.block_pool import BlockObserver, BlockPool, block_key, root_key
 from backend.engines.port import Engine
 from backend.ops.stats import Reuse
 from backend.sequence import BLOCK_TOKENS, Sequence
@@ -59,6 +59,14 @@ class KVLedger:
         self._target = target if sizes else None
         self._apart = target is not None and target.limits.invariant
         self._reuse = Reuse()
+        self._observer: BlockObserver | None = None
+
+    def observe(self, observer: BlockObserver) -> None:
+        """Report blocks from now on: those that another request can find by its prompt. Those with
+        a salt are not reported: a router would compare them with other tenants' prompts.
+        """
+        self._observer = observer
+        self._pool.on_forget = observer.removed
 
     def blocks_needed(self, tokens: int) -> int:
         """Return the blocks that a sequence of this many tokens needs (0 where no engine keeps
@@ -205,4 +213,10 @@ class KVLedger:
 
     def _publish(self, sequence: Sequence, table: list[int], start: int) -> None:
         for index in range(start, len(sequence.keys)):
-            self._pool.publish(sequence.keys[index], table[index])
+            is_new = self._pool.publish(sequence.keys[index], table[index])
+            if is_new and self._observer is not None and not sequence.salt:
+                stop = (index + 1) * BLOCK_TOKENS
+                if not self._apart or stop <= sequence.prompt_tokens:
+                    parent = sequence.keys[index - 1] if index else None
+                    tokens = sequence.tokens[stop - BLOCK_TOKENS : stop]
+                    self._observer.stored(sequence.keys[index], parent, tokens)

@@ -54,6 +54,7 @@ class DynamoWorker(SideProcess):
             "kv-blocks": limits.kv_cache_tokens // BLOCK_TOKENS,
             "max-requests": limits.max_active_requests,
             "drain-s": limits.drain_s,
+            "kv-events": settings.kv_events.replace("*", "127.0.0.1"),
         }
         arguments = [f"--{name}={value}" for name, value in options.items()]
         super().__init__(

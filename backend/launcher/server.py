@@ -199,6 +199,7 @@ class TritonServer:
             "PYTHONPATH": joined(str(PROJECT_ROOT), old.get("PYTHONPATH")),
             "SPINDLE_CONFIG": str(self._settings.config),
             "SPINDLE_SOCKET": str(self._socket),
+            "KV_EVENTS": self._settings.kv_events,
             "SPINDLE_PYTHON": old.get("SPINDLE_PYTHON") or sys.executable,
             **(
                 {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self._settings.trace_url}

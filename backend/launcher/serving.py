@@ -107,6 +107,8 @@ def fill_run_folder(
     except OSError as error:
         text = f"the run folder {folder} cannot be written: {error.strerror}"
         raise LaunchError(f"{text}. TMPDIR chooses another place") from error
+    if settings.dynamo_namespace and not settings.kv_events:
+        settings = replace(settings, kv_events=f"ipc://{folder}/kv-events")
     names = [draft.name for draft in config.drafts]
     if overrides.model and not overrides.drafts and names == [DEFAULT_DRAFT]:
         text = "the shipped ones fit only the shipped model (see --drafts)"

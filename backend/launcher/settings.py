@@ -55,6 +55,8 @@ class Settings:
     spec_decode_metrics: str = SPEC_DECODE_METRICS[0]
     escape_special_tokens: bool = False
     split_reasoning: bool = True
+    kv_events: str = ""
+    """The ZeroMQ endpoint at which the engine publishes KV events; empty: none."""
     dynamo_namespace: str = ""
     """Of NVIDIA Dynamo's fleet that this server is a replica of; empty: none."""
 
@@ -72,7 +74,7 @@ class Settings:
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG``,
     ``OPENAI_SPEC_DECODE_METRICS``, ``OPENAI_ESCAPE_SPECIAL_TOKENS``, ``OPENAI_SPLIT_REASONING``,
-    ``DYNAMO_NAMESPACE`` and ``TRACE_*``. Raises LaunchError.
+    ``KV_EVENTS``, ``DYNAMO_NAMESPACE`` and ``TRACE_*``. Raises LaunchError.
     """
     ports = [
         _port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS
@@ -97,8 +99,13 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         raise LaunchError(
             f"DYNAMO_NAMESPACE (--dynamo) must be of a-z, 0-9, - and _, got {namespace!r}"
         )
+    events = environment.get("KV_EVENTS") or ""
+    if events and not re.match(r"(tcp|ipc)://.", events):
+        raise LaunchError(
+            f"KV_EVENTS (--kv-events) must be an endpoint like tcp://*:5557, got {events!r}"
+        )
     return Settings(
-        bind, http, grpc, metrics, config, *trace, openai, level, escape, split, namespace
+        bind, http, grpc, metrics, config, *trace, openai, level, escape, split, events, namespace
     )
 
 

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from backend.core.block_pool import block_key, root_key
 from backend.core.kv_ledger import KVLedger
 from backend.engines.fake import FakeEngine
 from backend.engines.port import Turn
@@ -15,6 +16,22 @@ from backend.sequence import BLOCK_TOKENS, Sequence
 
 HEADROOM = 5
 texts = st.tuples(st.integers(1, 3 * BLOCK_TOKENS + 2), st.integers(0, 30), st.sampled_from([1, 2]))
+
+
+class Events:
+    """What a router knows of the blocks: their keys, by what was reported."""
+
+    def __init__(self):
+        self.texts = {}
+        self.reported = {}
+
+    def stored(self, key, parent, tokens):
+        assert key not in self.texts
+        before = [] if parent is None else self.reported[parent]
+        self.texts[key] = self.reported[key] = [*before, *tokens]
+
+    def removed(self, key):
+        self.texts.pop(key, None)
 
 
 class Reuse(RuleBasedStateMachine):
@@ -29,6 +46,8 @@ class Reuse(RuleBasedStateMachine):
         self.ledger = KVLedger(
             {"target": self.size, "draft": self.size}, HEADROOM, growth_blocks=0, target=self.target
         )
+        self.events = Events()
+        self.ledger.observe(self.events)
 
     def admit(self, sequence):
         before = self.ledger.usage()
@@ -99,6 +118,25 @@ class Reuse(RuleBasedStateMachine):
     @invariant()
     def shared_blocks_are_of_one_text_and_everything_is_accounted_for(self):
         self.ledger.check(self.live.values())
+
+    @invariant()
+    def a_router_knows_the_blocks_that_can_be_found_but_none_with_a_salt(self):
+        def keys(text, salt):
+            parent, made = root_key(salt), []
+            for start in range(0, len(text), BLOCK_TOKENS):
+                parent = block_key(parent, text[start : start + BLOCK_TOKENS])
+                made.append(parent)
+            return made
+
+        for key, text in self.events.texts.items():
+            assert keys(text, "")[-1] == key
+            assert len(self.ledger._pool.find([key])) == 1
+        for sequence in self.held.values():
+            whole = len(sequence.tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+            known = [self.ledger._pool.find([key]) != [] for key in sequence.keys]
+            reported = [key in self.events.texts for key in keys(sequence.tokens[:whole], "")]
+            if not sequence.salt:
+                assert reported[: len(known)] == known
 
     def teardown(self):
         for sequence in self.live.values():

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from backend.config import LimitsConfig
+from backend.launcher.settings import read_settings
 from backend.ops.metric_names import FAMILIES
 
 FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
@@ -22,7 +23,12 @@ def documents(name):
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
 
-RESOURCES = [*documents("serving.yaml"), *documents("scaling.yaml")]
+RESOURCES = [
+    *documents("serving.yaml"),
+    *documents("cache.yaml"),
+    *documents("scaling.yaml"),
+]
+FLEET = [*documents("fleet/discovery.yaml"), *documents("fleet/front-end.yaml")]
 KINDS = {resource["kind"]: resource for resource in RESOURCES}
 
 
@@ -47,6 +53,47 @@ def test_a_resource_is_valid_by_the_schema_of_its_kind(kind, version):
     kubernetes_validate.validate(selected(KINDS[kind]), version, strict=True)
 
 
+def patched():
+    """Return the Deployment and the Service as the fleet's patches make them."""
+    (worker,), (labels,) = documents("fleet/worker.yaml"), documents("fleet/service.yaml")
+    deployment, service = json.loads(json.dumps([selected(KINDS["Deployment"]), KINDS["Service"]]))
+    pod, patch = (each["spec"]["template"]["spec"] for each in (deployment, worker))
+    (container,), (more,) = pod["containers"], patch.pop("containers")
+    assert container["name"] == more["name"]
+    pod |= patch
+    container |= more
+    service["metadata"] |= labels["metadata"]
+    return [deployment, service]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_fleet_is_valid_by_the_schemas(version):
+    for resource in [*FLEET, *patched()]:
+        kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_workers_and_front_ends_of_a_fleet_find_each_other():
+    (kustomization,) = documents("fleet/kustomization.yaml")
+    assert kustomization["resources"] == ["..", "discovery.yaml", "front-end.yaml"]
+    deployment, service = patched()
+    front_end = next(resource for resource in FLEET if resource["kind"] == "Deployment")
+    pods = [each["spec"]["template"]["spec"] for each in (deployment, front_end)]
+    environments = [
+        {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
+        for pod in pods
+    ]
+    for name in ("DYN_DISCOVERY_BACKEND", "DYN_EVENT_PLANE", "POD_NAME", "POD_NAMESPACE"):
+        assert environments[0][name] == environments[1][name]
+    read_settings({name: value for name, value in environments[0].items() if value})
+    accounts = {pod["serviceAccountName"] for pod in pods}
+    names = {each["metadata"]["name"] for each in FLEET if each["kind"] == "ServiceAccount"}
+    assert accounts == names
+    assert service["metadata"]["labels"]["nvidia.com/dynamo-discovery-enabled"] == "true"
+    dockerfile = (FOLDER.parent / "fleet.Dockerfile").read_text()
+    python = front_end["spec"]["template"]["spec"]["containers"][0]["command"][0]
+    assert f"DYNAMO_PYTHON={python}" in dockerfile
+
+
 def test_the_schema_finds_a_mistake():
     broken = selected(KINDS["Deployment"])
     broken["spec"]["template"]["spec"]["containers"][0]["port"] = []
@@ -56,7 +103,11 @@ def test_the_schema_finds_a_mistake():
 
 def test_what_is_asked_for_and_selected_is_there():
     (kustomization,) = documents("kustomization.yaml")
-    assert set(kustomization["resources"]) == {"serving.yaml", "scaling.yaml"}
+    assert set(kustomization["resources"]) == {
+        "serving.yaml",
+        "cache.yaml",
+        "scaling.yaml",
+    }
     labels = kustomization["labels"][0]["pairs"]
     pod = KINDS["Deployment"]["spec"]["template"]["spec"]
     assert KINDS["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
