@@ -27,7 +27,7 @@ def main() -> None:
     noted: list[tuple[int, list[int]]] = []
     for name in dir(llm_base_proposer):
         kind: Any = getattr(llm_base_proposer, name)
-        if isinstance(kind, type) and "propose" in vars(kind):
+        if "propose" in getattr(kind, "__dict__", ()):
 
             def propose(self, *args, _propose=kind.propose, **kwargs):
                 found = _propose(self, *args, **kwargs)
