@@ -60,7 +60,7 @@ def anchors(page):
 
 def test_readme_is_one_page_of_narrow_lines():
     lines = README.read_text("utf-8").splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 120
     assert [line for line in lines if len(line) > 100] == []
 
 
