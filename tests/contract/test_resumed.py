@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -39,12 +40,14 @@ TINY = {
 DRAFTS = [{"name": "lookup", "engine": "lookup"}]
 
 
-def request(resumed: tuple[int, ...], tokens: int, options: dict[str, Any]) -> GenerationRequest:
+def request(
+    resumed: tuple[int, ...], tokens: int, options: dict[str, Any], prompt: tuple[int, ...] = PROMPT
+) -> GenerationRequest:
     """Return what asks for the rest of a text of ``tokens``; some of it was written before."""
     return GenerationRequest(
         "",
         tokens - len(resumed),
-        prompt_token_ids=PROMPT + resumed,
+        prompt_token_ids=prompt + resumed,
         resumed_tokens=len(resumed),
         **options,
     )
@@ -53,7 +56,7 @@ def request(resumed: tuple[int, ...], tokens: int, options: dict[str, Any]) -> G
 def texts(app: App, asked: list[GenerationRequest], policy: Any, together: int) -> list[list[int]]:
     """Return the tokens after the prompt, resumed ones included."""
     sessions = generate(app, asked, together, policy)
-    return [session.sequence.tokens[len(PROMPT) :] for session in sessions]
+    return [session.sequence.tokens[session.sequence.prompt_tokens :] for session in sessions]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -70,15 +73,16 @@ def test_a_text_of_the_fake_engine_goes_on_from_every_cut(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "dtype"), [("torch", "fp32"), ("openvino", "bf16")])
-def test_a_text_of_a_model_goes_on_from_every_cut_among_others(engine: str, dtype: str) -> None:
+def test_24_texts_of_a_model_go_on_from_every_cut_among_others(engine: str, dtype: str) -> None:
     target = {"engine": engine, "model": "engines_build/drafts/tiny-target", "dtype": dtype}
     table = LatencyTable.synthetic("target", {1: 0.01, 64: 0.02})
     app = build(parse_config({"target": target, "drafts": DRAFTS, **TINY}), {"target": table})
-    for options in OPTIONS.values():
-        (whole,) = texts(app, [request((), 24, options)], NoSpeculation(), 1)
-        cuts = [request(tuple(whole[:cut]), 24, options) for cut in range(1, len(whole))]
+    for number, (name, options) in zip(range(24), cycle(OPTIONS.items()), strict=False):
+        prompt = (*PROMPT[: -1 - number // len(OPTIONS)], 40 + number)
+        (whole,) = texts(app, [request((), 24, options, prompt)], NoSpeculation(), 1)
+        cuts = [request(tuple(whole[:cut]), 24, options, prompt) for cut in range(1, len(whole))]
         for policy in (NoSpeculation(), RandomChoice()):
-            assert texts(app, cuts, policy, 5) == [whole] * len(cuts), options
+            assert texts(app, cuts, policy, 5) == [whole] * len(cuts), (number, name)
     app.close()
 
 
