@@ -79,16 +79,16 @@ def absorbing(head: EagleEngine, shape: EagleShape, rows: int, tokens: int) -> f
     states = torch.randn(
         tokens, len(shape.layers), shape.target_hidden_size, dtype=head._pool.dtype
     )
-    given = []
+    parts = []
     for row in range(rows):
         table = {"eagle": list(range(row * blocks, (row + 1) * blocks))}
         text = random.choices(range(shape.vocab_size), k=CONTEXT + 1)
         sequence = Sequence(row, text, CONTEXT + 1, SamplingParams(), table)
         head.assume(sequence, CONTEXT)
         sequence.tokens += random.choices(range(shape.vocab_size), k=tokens)
-        given.append((sequence, HiddenStates(CONTEXT, shape.layers, states)))
+        parts.append((sequence, HiddenStates(CONTEXT, shape.layers, states)))
     began = perf_counter()
-    head.absorb(given)
+    head.absorb(parts)
     seconds = perf_counter() - began
     head.cancel(range(rows))
     return seconds
@@ -143,14 +143,14 @@ def main() -> None:
     random.seed(args.seed)
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    found = {name: measure(name, args.rounds, dtype) for name in args.shapes}
+    shapes = {name: measure(name, args.rounds, dtype) for name in args.shapes}
     record = {
         "command": " ".join(["python", "-m", "bench.micro.eagle_cost", *sys.argv[1:]]),
         "seed": args.seed,
         "dtype": args.dtype,
         "processor": machine.processor(),
         "instructions": machine.instructions(),
-        "shapes": found,
+        "shapes": shapes,
     }
     print(json.dumps(record, indent=1))
 

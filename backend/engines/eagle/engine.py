@@ -21,9 +21,9 @@ from torch import Tensor
 from backend.config import ConfigError, EngineConfig
 from backend.engines.checkpoint import DTYPES, load_embeddings
 from backend.engines.eagle.folder import EagleShape, load
-from backend.engines.eagle.growing import Growing, grow
 from backend.engines.eagle.model import EagleModel
 from backend.engines.eagle.place import made_for
+from backend.engines.eagle.trees import ProposalTree, grow
 from backend.engines.port import Completion, EngineLimits, HiddenStates, Turn
 from backend.engines.registry import Service
 from backend.engines.stepping.kv_caches import Cache, Caches
@@ -198,7 +198,7 @@ class EagleEngine:
         error.
         """
         turns, self._turns = self._turns, []
-        growing: list[Growing] = []
+        trees: list[ProposalTree] = []
         completions: list[Completion] = []
         for turn in turns:
             if error := self._refusal(turn):
@@ -206,15 +206,15 @@ class EagleEngine:
             elif turn.nodes:
                 text = self._texts[turn.sequence.id]
                 assert text.state is not None
-                growing.append(Growing(turn, text.cache.blocks, text.state))
+                trees.append(ProposalTree(turn, text.cache.blocks, text.state))
             else:
                 completions.append(Completion(turn.sequence.id, []))
-        if growing:
+        if trees:
             with torch.inference_mode():
-                grow(growing, self._model, self._pool, self._columns, self._width)
-        for one in growing:
-            proposal = Proposal.best(self.name, one.nodes, one.turn.nodes)
-            completions.append(Completion(one.turn.sequence.id, [], proposal=proposal))
+                grow(trees, self._model, self._pool, self._columns, self._width)
+        for tree in trees:
+            proposal = Proposal.best(self.name, tree.nodes, tree.turn.nodes)
+            completions.append(Completion(tree.turn.sequence.id, [], proposal=proposal))
         return completions
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:

@@ -1,6 +1,4 @@
-"""Proposals of an EAGLE-3 head: trees that grow by one depth a pass, for all rows of a batch at
-once.
-"""
+"""Proposals of an EAGLE-3 head: trees that grow by one depth a pass, for a whole batch at once."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class _Path:
 
 
 @dataclass(slots=True)
-class Growing:
+class ProposalTree:
     """A proposal while it grows: its text has rows in ``blocks``, and ``state`` [hidden] is the
     fused one of the token before the last.
     """
@@ -49,12 +47,12 @@ class Growing:
         """The place of the text's last token."""
         return len(self.turn.sequence.tokens) - 1
 
-    def extend(self, found: Seq[Seq[tuple[int, float]]], columns: Columns, width: int) -> None:
+    def extend(self, by_path: Seq[Seq[tuple[int, float]]], columns: Columns, width: int) -> None:
         """Add the candidates (column, confidence) after each path, and go on with the ``width``
         likeliest.
         """
         grown = []
-        for row, (path, ones) in enumerate(zip(self.paths, found, strict=True)):
+        for row, (path, ones) in enumerate(zip(self.paths, by_path, strict=True)):
             for column, confidence in ones:
                 token = columns.token(column)
                 node, whole = len(self.nodes), path.confidence * confidence
@@ -64,74 +62,74 @@ class Growing:
 
 
 def grow(
-    growing: list[Growing], model: EagleModel, pool: Tensor, columns: Columns, width: int
+    trees: list[ProposalTree], model: EagleModel, pool: Tensor, columns: Columns, width: int
 ) -> None:
     """Grow proposals to the length that their turns ask for. ``pool`` [slots, 2 kv_heads,
     head_dim] has the rows of the texts, and zeros in its last slot.
     """
-    growing = sorted(growing, key=lambda one: -one.turn.run)  # those that end come last
-    deepest = growing[0].turn.run
-    text = _TextRows(growing, model.shape.sliding_window, model.device)
+    trees = sorted(trees, key=lambda tree: -tree.turn.run)  # those that end come last
+    deepest = trees[0].turn.run
+    text = _TextRows(trees, model.shape.sliding_window, model.device)
     scratch = 1 + (deepest - 1) * width
-    kept = pool.new_empty(len(growing), text.count + scratch, *pool.shape[1:])
-    kept[:, : text.count] = pool[text.slots]
-    tokens = torch.tensor([[one.turn.sequence.tokens[-1]] for one in growing], device=model.device)
-    hidden = torch.stack([one.state for one in growing])[:, None]
-    lineage = torch.ones(len(growing), 1, 1, dtype=torch.bool, device=model.device)
+    key_values = pool.new_empty(len(trees), text.count + scratch, *pool.shape[1:])
+    key_values[:, : text.count] = pool[text.slots]
+    tokens = torch.tensor([[tree.turn.sequence.tokens[-1]] for tree in trees], device=model.device)
+    hidden = torch.stack([tree.state for tree in trees])[:, None]
+    lineage = torch.ones(len(trees), 1, 1, dtype=torch.bool, device=model.device)
     for depth in range(deepest):
-        active = sum(one.turn.run > depth for one in growing)
+        active = sum(tree.turn.run > depth for tree in trees)
         tokens, hidden, lineage = tokens[:active], hidden[:active], lineage[:active]
         seen = text.seen(active, depth)[:, None].expand(-1, tokens.shape[1], -1)
         mask = torch.cat([seen, lineage], 2)
         positions = (text.ends[:active] + depth).expand_as(tokens)
-        keys = kept[:active, : mask.shape[2]]
+        keys = key_values[:active, : mask.shape[2]]
         logits, carried = model.rows(tokens, hidden, positions, keys, mask)
-        _extend(growing[:active], logits, columns, width)
+        _extend(trees[:active], logits, columns, width)
         if depth + 1 < deepest:
-            rows, chosen = _going_on(growing[:active], width, model.device)
+            rows, chosen = _going_on(trees[:active], width, model.device)
             texts = torch.arange(active, device=model.device)[:, None]
             tokens, hidden = chosen, carried[texts, rows]
-            own = torch.eye(width, dtype=torch.bool, device=model.device)
-            lineage = torch.cat([lineage[texts, rows], own.expand(active, -1, -1)], 2)
+            itself = torch.eye(width, dtype=torch.bool, device=model.device)
+            lineage = torch.cat([lineage[texts, rows], itself.expand(active, -1, -1)], 2)
 
 
-def _extend(growing: list[Growing], logits: Tensor, columns: Columns, width: int) -> None:
+def _extend(trees: list[ProposalTree], logits: Tensor, columns: Columns, width: int) -> None:
     """Extend every proposal by its rows of ``logits`` [texts, rows, columns]. A row without numbers
     has no candidates.
     """
     places = [
-        (text, row, _place(one, path))
-        for text, one in enumerate(growing)
-        for row, path in enumerate(one.paths)
+        (text, row, _place(tree, path))
+        for text, tree in enumerate(trees)
+        for row, path in enumerate(tree.paths)
     ]
     if not places:
         return
     at = torch.tensor([(text, row) for text, row, _ in places], device=logits.device)
     flat = logits[at[:, 0], at[:, 1]]
-    sound = flat.amax(1).isfinite()
-    if not sound.all():
-        flat = flat.masked_fill(~sound[:, None], 0.0)
-    most = min(CANDIDATES, max(one.turn.nodes for one in growing))
-    found = iter(candidates(flat, [place for _, _, place in places], most, columns))
-    numbers = iter(sound.tolist())
-    for one in growing:
-        own = [ones if next(numbers) else [] for ones in [next(found) for _ in one.paths]]
-        one.extend(own, columns, width)
+    is_finite = flat.amax(1).isfinite()
+    if not is_finite.all():
+        flat = flat.masked_fill(~is_finite[:, None], 0.0)
+    most = min(CANDIDATES, max(tree.turn.nodes for tree in trees))
+    by_row = iter(candidates(flat, [place for _, _, place in places], most, columns))
+    finite = iter(is_finite.tolist())
+    for tree in trees:
+        by_path = [ones if next(finite) else [] for ones in [next(by_row) for _ in tree.paths]]
+        tree.extend(by_path, columns, width)
 
 
-def _place(one: Growing, path: _Path) -> Row:
-    place = Row.of(one.turn.sequence, None)
+def _place(tree: ProposalTree, path: _Path) -> Row:
+    place = Row.of(tree.turn.sequence, None)
     return place.after(path.tokens) if path.tokens else place
 
 
-def _going_on(growing: list[Growing], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _going_on(trees: list[ProposalTree], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return by text the rows that its paths come from, and their last tokens, int64[texts, width].
     A text with fewer paths has its first row again, which nothing reads.
     """
-    rows = np.zeros((len(growing), width), np.int64)
-    tokens = np.zeros((len(growing), width), np.int64)
-    for text, one in enumerate(growing):
-        for column, path in enumerate(one.paths):
+    rows = np.zeros((len(trees), width), np.int64)
+    tokens = np.zeros((len(trees), width), np.int64)
+    for text, tree in enumerate(trees):
+        for column, path in enumerate(tree.paths):
             rows[text, column], tokens[text, column] = path.row, path.tokens[-1]
     return torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
 
@@ -141,16 +139,16 @@ class _TextRows:
     end.
     """
 
-    def __init__(self, growing: list[Growing], window: int, device: torch.device) -> None:
-        ends = np.array([one.end for one in growing])
+    def __init__(self, trees: list[ProposalTree], window: int, device: torch.device) -> None:
+        ends = np.array([tree.end for tree in trees])
         first = np.maximum(1, ends - window + 1) if window else np.ones_like(ends)
         self.count = int((ends - first).max())
         places = first[:, None] + np.arange(self.count)
         is_there = places < ends[:, None]
-        blocks = np.full((len(growing), max(len(one.blocks) for one in growing)), -1)
-        for text, one in enumerate(growing):
-            blocks[text, : len(one.blocks)] = one.blocks
-        row, inside = np.arange(len(growing))[:, None], np.minimum(places, ends[:, None] - 1)
+        blocks = np.full((len(trees), max(len(tree.blocks) for tree in trees)), -1)
+        for text, tree in enumerate(trees):
+            blocks[text, : len(tree.blocks)] = tree.blocks
+        row, inside = np.arange(len(trees))[:, None], np.minimum(places, ends[:, None] - 1)
         slots = blocks[row, inside // BLOCK_TOKENS] * BLOCK_TOKENS + inside % BLOCK_TOKENS
         slots[~is_there] = -1
         self.slots = torch.from_numpy(slots).to(device)
