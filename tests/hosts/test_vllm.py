@@ -1,22 +1,32 @@
 """The policy inside vLLM, on its CPU build: ``make test-vllm``. Nothing here runs without vLLM.
 
-Texts are compared with those of plain vLLM, in fp32: greedy decoding there is the same whatever is
+What runs is the wheel, next to somebody else's packages ``backend`` and ``policy``. Texts are
+compared with those of plain vLLM, in fp32: greedy decoding there is the same whatever is
 verified with it, but for ties that are nearer than rounding.
 """
 
+import atexit
+import functools
 import http.client
+import importlib
 import json
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+from engines_build import vllm_wheel
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
@@ -26,10 +36,7 @@ TINY = DRAFTS / "tiny-target"
 SMOLLM2 = Path(os.environ.get("SPINDLE_CACHE", Path.home() / ".cache" / "spindle")) / (
     "models/smollm2-135m-instruct"
 )
-SCHEDULER, PROPOSER = (
-    "backend.hosts.vllm.SpindleScheduler",
-    "backend.hosts.vllm.SpindleProposer",
-)
+SCHEDULER, PROPOSER = "spindle_vllm.SpindleScheduler", "spindle_vllm.SpindleProposer"
 K_MAX = 6
 LIMIT_S = 240
 BASE = {"model": str(TINY), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
@@ -51,6 +58,26 @@ RANDOM = {"policy": {"kind": "random"}}
 """Draws draft and length in every step: what is promised must hold under any plan."""
 
 
+@functools.cache
+def installed():
+    """Return a folder with the wheel's files, and packages of generic names that are not ours."""
+    folder = Path(tempfile.mkdtemp(prefix="spindle-wheel-"))
+    atexit.register(shutil.rmtree, folder)
+    with zipfile.ZipFile(vllm_wheel.build(folder / "dist")) as wheel:
+        wheel.extractall(folder)
+    for name in ("backend", "policy"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise AssertionError('not ours')\n")
+    return str(folder)
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """The wheel's package, in this process."""
+    monkeypatch.syspath_prepend(installed())
+    return importlib.import_module("spindle_vllm")
+
+
 def serve(rounds, *, mended=False, **engine):
     job = json.dumps({"engine": BASE | engine, "rounds": rounds, "mended": mended})
     done = subprocess.run(
@@ -59,7 +86,7 @@ def serve(rounds, *, mended=False, **engine):
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": installed()},
         check=False,
     )
     line = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -254,25 +281,22 @@ def test_texts_of_a_model_of_135m_parameters(latency_file):
     assert result["rounds"] == serve(work, **model)["rounds"]
 
 
-def test_the_proposer_alone_is_refused():
-    from types import SimpleNamespace
-
-    from backend.config import ConfigError
-    from backend.hosts.vllm import SpindleProposer
+def test_the_proposer_alone_is_refused(plugin):
+    from vllm.config import SchedulerConfig
 
     for chosen in (None, "vllm.v1.core.sched.scheduler.Scheduler"):
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=chosen))
-        with pytest.raises(ConfigError, match="scheduler_cls must be"):
-            SpindleProposer(config)
+        scheduler = SchedulerConfig.default_factory(scheduler_cls=chosen)
+        with pytest.raises(ValueError, match=r"scheduler_cls must be .*SpindleScheduler"):
+            plugin.SpindleProposer(SimpleNamespace(scheduler_config=scheduler))
 
 
-def test_the_recipe_for_triton_makes_a_configuration():
+def test_the_recipe_for_triton_makes_a_configuration(plugin):
     from vllm import AsyncEngineArgs
 
     page = (ROOT / "docs/how-to/use-in-vllm.md").read_text()
     entries = next(json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL))
     made = AsyncEngineArgs(**entries | {"model": str(TINY)}).create_engine_config()
-    assert made.scheduler_config.get_scheduler_cls().__name__ == "SpindleScheduler"
+    assert made.scheduler_config.get_scheduler_cls() is plugin.SpindleScheduler
     assert not made.scheduler_config.async_scheduling
     assert made.speculative_config.num_speculative_tokens == 8
 
@@ -289,7 +313,7 @@ def server(measured, tmp_path_factory):
     command += ["--kv-cache-memory-bytes", str(1 << 27), "--scheduler-cls", SCHEDULER]
     command += ["--speculative-config", json.dumps(engine["speculative_config"])]
     command += ["--additional-config", json.dumps(engine["additional_config"])]
-    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    own = {"PYTHONPATH": installed(), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     own |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     own["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path_factory.mktemp("prometheus"))
     log = tmp_path_factory.mktemp("server") / "log"
