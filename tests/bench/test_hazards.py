@@ -15,8 +15,8 @@ def observed(hazard, decay, lengths, steps=1000.0):
         factor = np.cumprod(decay[:length])
         by_position = hazard[:, None] ** np.arange(1, length + 1) * factor * steps
         replies = [
-            {"drafts": {"d": [length * steps, held]}, "output_tokens": 1 + steps + held}
-            for held in by_position.sum(1)
+            {"drafts": {"d": [length * steps, accepted]}, "output_tokens": 1 + steps + accepted}
+            for accepted in by_position.sum(1)
         ]
         counts = {
             f'spindle_accepted_tokens_by_position_total{{draft="d",position="{place}"}}': total

@@ -29,8 +29,8 @@ def test_every_arm_serves_the_same_texts_and_counts_what_its_drafts_did():
             assert {*figures[arm]["proposed_and_accepted"]} <= {"lookup"}
 
 
-def test_costs_are_told_of_a_full_memory():
-    told = costs(8192, 0)
-    assert 8192 - 1000 <= told["remembered_tokens"] <= 8192
-    assert 0 < told["proposal_us"]["median"] <= told["proposal_us"]["p90"]
-    assert told["adding_us_per_token"] > 0
+def test_costs_are_those_of_a_full_memory():
+    found = costs(8192, 0)
+    assert 8192 - 1000 <= found["remembered_tokens"] <= 8192
+    assert 0 < found["proposal_us"]["median"] <= found["proposal_us"]["p90"]
+    assert found["adding_us_per_token"] > 0

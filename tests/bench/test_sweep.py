@@ -87,12 +87,12 @@ def test_a_policy_is_a_patched_configuration():
     assert all(config["limits"]["kv_cache_tokens"] == 1024 for config in made.values())
 
 
-def test_smartspec_takes_the_best_draft_and_told_nothing_the_first():
+def test_smartspec_takes_the_best_draft_or_without_tuning_the_first():
     tuning = replace(TUNING, draft="lookup")
     names = ("smartspec", "smartspec-untold")
-    told, untold = (arm_config(FAKE, name, tuning, 8)["policy"] for name in names)
-    assert (told["kind"], told["draft"]) == ("smartspec", "lookup")
-    assert (untold["kind"], untold["draft"]) == ("smartspec", "d-1")
+    tuned, untuned = (arm_config(FAKE, name, tuning, 8)["policy"] for name in names)
+    assert (tuned["kind"], tuned["draft"]) == ("smartspec", "lookup")
+    assert (untuned["kind"], untuned["draft"]) == ("smartspec", "d-1")
 
 
 def test_an_ablation_is_spindle_without_a_part_or_with_one_that_is_off():
@@ -163,7 +163,7 @@ def test_a_fixed_choice_is_named_by_its_draft_and_length():
     assert fixed_choice("fixed-d-1-10") == ("d-1", 10)
 
 
-def test_baselines_are_told_the_best_draft_and_its_best_length_at_each_batch_size():
+def test_baselines_get_the_best_draft_and_its_best_length_at_each_batch_size():
     rates = {
         "none": {"1": 10, "8": 50},
         "fixed-a-2": {"1": 20, "8": 40},

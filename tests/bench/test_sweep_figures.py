@@ -65,7 +65,7 @@ def test_a_ratio_is_that_within_blocks_and_a_block_that_lacks_a_policy_does_not_
     assert row["interval_95"] == (2.0, 2.0)
 
 
-def test_a_machine_that_slows_down_within_a_block_favours_nobody_over_the_two_runs_of_none():
+def test_a_machine_that_slows_down_within_a_block_favours_no_policy_over_the_two_runs_of_none():
     took = {"none": 1.0, "spindle": 2.0, AGAIN: 4.0}
     found = sweep_figures.blocks(
         [run(policy, block, seconds) for block in (0, 1) for policy, seconds in took.items()],
@@ -212,7 +212,7 @@ def test_a_row_tells_of_the_warm_blocks_and_of_the_cold_one_apart():
     assert row["predicted_over_measured_step_time"] == 0.75
 
 
-def test_the_share_of_texts_that_are_those_of_plain_decoding_is_told():
+def test_the_share_of_texts_that_are_those_of_plain_decoding_is_reported():
     plain, other = run("none", 1, 1.0), run("spindle", 1, 1.0)
     plain["replies"], other["replies"] = (
         [{**r["replies"][0], "text": text} for text in texts]

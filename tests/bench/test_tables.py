@@ -129,7 +129,7 @@ def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(results
     assert tables.unmet().splitlines()[2:] == ["| 8b | all | latency: <= 1 | 2 |"]
 
 
-def test_open_loops_are_told_by_load_over_plain_decoding_and_the_fixed_choice(results):
+def test_open_loops_have_a_row_by_load_over_plain_decoding_and_the_fixed_choice(results):
     row = {"policy": "spindle", "interval_95": [1.2, 1.5], "blocks": 3}
     rows = [
         {**row, "over": over, "load": load, "ratio": ratio}

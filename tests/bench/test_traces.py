@@ -274,9 +274,9 @@ def test_outcomes_say_what_a_server_would(world):
             if rows.accepted[row] == rows.emitted[row]:  # the text ended in an accepted token
                 known = min(known, int(rows.emitted[row]))
             assert own.sum() == known
-            held = nodes.accepted[own]
-            assert held.sum() == min(rows.accepted[row], known)
-            assert (np.diff(held.astype(int)) <= 0).all()
+            accepted = nodes.accepted[own]
+            assert accepted.sum() == min(rows.accepted[row], known)
+            assert (np.diff(accepted.astype(int)) <= 0).all()
         assert outcome.times.measured_s == pytest.approx(
             sum(outcome.times.parts_s.values())
             - outcome.times.parts_s["planning"]

@@ -20,7 +20,7 @@ def test_every_row_has_a_sentence(name):
     assert [line for line in page.splitlines() if re.search(r"\|\s*\|$", line)] == []
 
 
-def test_every_place_of_the_settings_is_told():
+def test_every_place_of_the_settings_is_documented():
     page = settings_page.PAGE.read_text("utf-8")
     places = [place[1] for place in settings_page.PLACE.findall(page)]
     assert places == ["", "target", "policy", "limits", "switches", "triton", "log"]

@@ -77,7 +77,7 @@ def test_every_link_leads_to_a_file_and_a_place_that_are_there(pages):
     assert lost == []
 
 
-def test_a_page_loads_only_what_lies_beside_it(site, pages):
+def test_a_page_loads_only_what_lies_next_to_it(site, pages):
     lost = []
     for path, page in pages.items():
         for address in page.fetched:

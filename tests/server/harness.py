@@ -129,7 +129,7 @@ class Service:
         pytest.fail(f"the service did not get there in {limit_s} s:\n{log}")
 
     def wait_ready(self, starts=1, limit_s=START_LIMIT_S):
-        """Wait until the launcher has announced so many starts."""
+        """Wait until the launcher has announced this many starts."""
         self.wait_until(
             lambda: self.log.read_text(errors="replace").count("spindle: try: curl") >= starts,
             limit_s,

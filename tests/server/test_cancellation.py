@@ -1,5 +1,5 @@
 """A client that goes, by whatever route and at whatever stage, ends its own request and frees its
-place; nobody else notices.
+place; no other request notices.
 """
 
 import asyncio

@@ -146,7 +146,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_a_frozen_reader_stalls_nobody_and_is_let_go(crashing, reference_text):
+def test_a_frozen_reader_stalls_no_other_request_and_is_let_go(crashing, reference_text):
     client = subprocess.Popen(
         [sys.executable, "-c", FROZEN, str(crashing.grpc)],
         stdin=subprocess.PIPE,
@@ -174,10 +174,10 @@ def left_by(service, tree):
     )
 
 
-def test_sigterm_drains_and_leaves_nothing_behind(crashing, reference_text):
+def test_sigterm_drains_and_leaves_nothing_running(crashing, reference_text):
     crashing.wait_until(
         lambda: len(crashing.tree()) == 2 + len(MODELS)
-    )  # tritonserver, stubs, the engine; nobody else for long
+    )  # tritonserver, stubs, the engine; no other process for long
     tree = crashing.tree()
     with crashing.stub() as stub:
         request = infer_request(

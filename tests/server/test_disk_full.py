@@ -79,7 +79,7 @@ def answers(service):
         return False
 
 
-def test_a_full_log_costs_nobody_anything(unlogged):
+def test_a_full_log_costs_no_request_anything(unlogged):
     unlogged.wait_until(lambda: answers(unlogged))
     engine = unlogged.health()["pid"]
     os.kill(engine, signal.SIGKILL)

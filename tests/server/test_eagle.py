@@ -1,4 +1,4 @@
-"""An EAGLE-3 head next to ``suffix`` behind a real tritonserver: texts and accepted counts that are
+"""An EAGLE-3 head next to ``suffix`` in a real tritonserver: texts and accepted counts that are
 known beforehand, and a planner that uses both.
 """
 
@@ -69,7 +69,7 @@ def served(service, prompts, more=()):
 
 
 def known_steps(last):
-    """(proposed, accepted) of every step of a request, of which the prompt's draws one token."""
+    """(proposed, accepted) of every step of a request; the prompt's step draws one token."""
     left, steps = TOKENS - 1, []
     last = counted(last, 1)[-1]
     while left > 1:

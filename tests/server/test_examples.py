@@ -52,9 +52,9 @@ def written(service, prompt):
 def test_plain_http(examples):
     url = f"http://127.0.0.1:{examples.http}"
     printed = run("http_generate.py", "--url", url, "--prompt", "one two")
-    text, _, told = printed.rstrip("\n").rpartition("\n")
+    text, _, counted = printed.rstrip("\n").rpartition("\n")
     assert text == written(examples, "one two")
-    counts = re.fullmatch(r"(\d+) of (\d+) proposed tokens were accepted", told)
+    counts = re.fullmatch(r"(\d+) of (\d+) proposed tokens were accepted", counted)
     accepted, proposed = map(int, counts.groups())
     assert 0 < accepted <= proposed
 
@@ -62,8 +62,10 @@ def test_plain_http(examples):
 def test_grpc(examples):
     printed = run("grpc_stream.py", "--url", f"127.0.0.1:{examples.grpc}", "--prompt", "one two")
     assert printed.startswith(f"{written(examples, 'one two')}\n")
-    told = re.findall(r"^(good|poor): (\d+) of (\d+) proposed tokens were accepted$", printed, re.M)
-    assert sum(int(accepted) for _, accepted, _ in told) > 0
+    counted = re.findall(
+        r"^(good|poor): (\d+) of (\d+) proposed tokens were accepted$", printed, re.M
+    )
+    assert sum(int(accepted) for _, accepted, _ in counted) > 0
 
 
 def test_openai(examples):

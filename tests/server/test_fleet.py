@@ -1,4 +1,4 @@
-"""Several servers behind NVIDIA Dynamo: a text survives the replica that began it."""
+"""Several servers as replicas of NVIDIA Dynamo: a text survives the replica that began it."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_a_seed_comes_from_the_request_and_is_named(url):
     assert again["choices"][0]["message"] == first["choices"][0]["message"]
 
 
-def test_a_replica_that_is_told_to_end_lets_streams_end(fleet, url, bodies, unbroken):
+def test_a_replica_that_is_asked_to_end_lets_streams_end(fleet, url, bodies, unbroken):
     leaving = fleet.replicas[0]
     answers = ask_all(url, bodies, lambda: leaving.process.send_signal(signal.SIGTERM))
     assert [answer.error for answer in answers] == [None] * len(bodies)

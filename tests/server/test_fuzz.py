@@ -10,7 +10,7 @@ from tests.server.harness import free_ports
 pytestmark = pytest.mark.slow
 
 
-def test_malformed_requests_are_answered_and_harm_nobody(start_service):
+def test_malformed_requests_are_answered_and_harm_no_other_request(start_service):
     (port,) = free_ports(1)
     service = start_service(OPENAI_PORT=str(port)).wait_ready()
     service.wait_for_front_end()

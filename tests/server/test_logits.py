@@ -17,7 +17,7 @@ ASK = {
 
 
 def model_logits(tokens):
-    """The fake target's own, behind a text."""
+    """The fake target's own logits after a text."""
     logits = np.full(VOCAB_SIZE, _UNLIKELY_LOGIT, np.float32)
     logits[_candidates(b"target", bytes(tokens[-ORDER:]))] = LETTER_LOGITS
     return logits

@@ -72,7 +72,7 @@ def lengths(service):
 
 
 def settled(service):
-    """Return the sums once nothing has come for two seconds: metrics are told every half a second,
+    """Return the sums once nothing has come for two seconds: metrics are reported twice a second,
     those of earlier requests too.
     """
     seen, since = lengths(service), time.monotonic()

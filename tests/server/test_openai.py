@@ -55,7 +55,7 @@ def client(fronted):
 
 
 def post(service, path, body, **headers):
-    """Return (status, body, headers); status 0 where nobody answers."""
+    """Return (status, body, headers); status 0 where no server answers."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **headers}
     request = urllib.request.Request(f"http://127.0.0.1:{service.openai}{path}", data, headers)
@@ -274,7 +274,7 @@ BAD = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("change", "status", "param", "code", "words"), BAD)
-def test_what_is_wrong_with_a_request_is_told_as_openai_does(
+def test_what_is_wrong_with_a_request_is_reported_as_openai_does(
     fronted, change, status, param, code, words, stream
 ):
     body = {"model": "fake", "prompt": "a", "max_tokens": 4, "stream": stream, **change}
@@ -502,7 +502,7 @@ def test_a_prompt_can_be_scored_alone(client):
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (5, 0)
 
 
-def test_a_text_may_go_on_behind_its_end(client):
+def test_a_text_may_go_on_after_its_end(client):
     """As load generators ask for it."""
     end = {str(BYTE_VALUES): 100}
     asked = {"model": "fake", "prompt": "x", "max_tokens": 8, "temperature": 0, "logit_bias": end}
@@ -521,7 +521,7 @@ def test_a_request_may_do_without_speculation(client, fronted):
     options = {"model": "fake", "prompt": "guess ", "max_tokens": 60, "temperature": 0}
     text = client.completions.create(**options).choices[0].text
     before = counted()
-    while before != (now := (time.sleep(1.1), counted())[1]):  # they are told twice a second
+    while before != (now := (time.sleep(1.1), counted())[1]):  # they are reported twice a second
         before = now
     assert before[1] > 0
     assert (
@@ -570,7 +570,7 @@ def test_the_counts_of_all_answers_add_up_to_the_counters(client, fronted):
         return [int(count[1]) for count in found]
 
     before = counted()
-    while before != (now := (time.sleep(1.1), counted())[1]):  # they are told twice a second
+    while before != (now := (time.sleep(1.1), counted())[1]):  # they are reported twice a second
         before = now
     variations = ({}, {"n": 2}, {"prompt": ["one ", "two "]}, {"num_draft_tokens": 2})
     variations += ({"logprobs": 1}, {"stop": "e"}, {"temperature": 0}, {"num_draft_tokens": 0})
@@ -627,7 +627,7 @@ def test_health_needs_no_key_and_the_version_is_the_project_s(fronted):
 
 
 def check_tokens(tokens, text):
-    """Tokens of the fake are bytes, four of which share the law."""
+    """Tokens of the fake are bytes, and four are equally likely."""
     assert b"".join(bytes(token.bytes) for token in tokens) == text.encode()
     for token in tokens:
         assert len(token.top_logprobs) == 3
@@ -690,11 +690,11 @@ def test_a_completion_has_log_probabilities_with_offsets(client):
     choice = client.completions.create(
         model="fake", prompt="lp ", max_tokens=15, logprobs=2, seed=1
     ).choices[0]
-    told = choice.logprobs
-    assert "".join(told.tokens) == choice.text
-    assert told.text_offset == list(range(15))
-    assert len(told.token_logprobs) == len(told.top_logprobs) == 15
-    assert all(len(best) == 2 for best in told.top_logprobs)
+    scores = choice.logprobs
+    assert "".join(scores.tokens) == choice.text
+    assert scores.text_offset == list(range(15))
+    assert len(scores.token_logprobs) == len(scores.top_logprobs) == 15
+    assert all(len(best) == 2 for best in scores.top_logprobs)
     assert (
         client.completions.create(model="fake", prompt="lp ", max_tokens=2).choices[0].logprobs
         is None
@@ -801,8 +801,8 @@ def test_a_grammar_that_grows_too_large_is_the_request_s_fault(client, options, 
 
 
 def called(**options):
-    """Return options by which the fake writes a call as Llama does: it is held to one by a
-    schema.
+    """Return options by which the fake writes a call as Llama does: a schema allows
+    nothing else.
     """
     fields = {"name": {"const": "clock"}, "parameters": {"enum": [{"zone": "UTC"}]}}
     schema = {
@@ -916,11 +916,11 @@ def test_the_page_s_figures_are_triton_s_and_the_last_plan_is_explained(client, 
             for n in range(4)
         ]
         fronted.wait_until(lambda: fronted.health()["active"] >= 1, 10)
-        told = json.loads(get(fronted, "/explain", Authorization=f"Bearer {KEY}")[1])
+        explained = json.loads(get(fronted, "/explain", Authorization=f"Bearer {KEY}")[1])
         assert all(job.result().choices[0].text for job in jobs)
-    assert told["age_s"] is not None
-    assert "tokens proposed" in told["step"]
-    assert told["requests"] == ["the policy of this server is not the adaptive one"]
+    assert explained["age_s"] is not None
+    assert "tokens proposed" in explained["step"]
+    assert explained["requests"] == ["the policy of this server is not the adaptive one"]
     fronted.wait_until(
         lambda: (
             "spindle_emitted_tokens_total{"
@@ -955,7 +955,7 @@ def test_a_template_may_refuse_messages(client):
         client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "odd"}])
 
 
-def test_without_the_key_nobody_is_served(fronted):
+def test_without_the_key_no_client_is_served(fronted):
     for path in ("/v1/completions", "/v1/chat/completions"):
         status, text, _ = post(fronted, path, {}, Authorization="Bearer another")
         assert (status, json.loads(text)["error"]["code"]) == (401, "invalid_api_key")

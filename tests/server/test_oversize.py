@@ -147,7 +147,7 @@ def test_a_text_to_the_front_end(fronted, path, body, param):
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
-def test_many_prompts_of_which_none_fits(fronted):
+def test_many_prompts_none_of_which_fits(fronted):
     body = {"model": "fake", "prompt": ["1" * 30_000] * 128}
     status, error = post(fronted, "/v1/completions", body)
     assert (status, error["code"]) == (400, "context_length_exceeded")

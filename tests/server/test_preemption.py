@@ -1,4 +1,4 @@
-"""Streams on a KV cache that holds three of their lives: some pause and go on, and nobody's text
+"""Streams on a KV cache that holds three of their lives: some pause and go on, and no text
 changes.
 """
 

@@ -163,7 +163,7 @@ async def cancelled_stream(service, index):
 
 
 async def burst(service):
-    """Send 400 requests on 8 streams beside 100 that are cancelled; return the finals and
+    """Send 400 requests on 8 streams along with 100 that are cancelled; return the finals and
     statuses.
     """
     requests = [

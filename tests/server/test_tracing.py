@@ -22,7 +22,7 @@ def collector():
 
 @pytest.fixture(scope="module")
 def traced(start_service, collector):
-    """A service of which every request is traced."""
+    """A service that traces every request."""
     return start_service(
         TRACE_URL=collector.url, TRACE_RATE="1", OTEL_BSP_SCHEDULE_DELAY="200"
     ).wait_ready()

@@ -58,7 +58,7 @@ def sources():
     return {name for name in names if "__pycache__" not in name}
 
 
-def told_of_the_source(pid):
+def mentions_the_source(pid):
     """Return whether a process has the source tree in its arguments, environment or folder."""
     proc = Path("/proc", str(pid))
     words = [
@@ -88,7 +88,7 @@ def test_the_wheel_serves_in_an_empty_environment(tmp_path_factory):
     service = Installed(programs / "spindle", folder, config)
     try:
         service.wait_ready(limit_s=600)
-        assert not any(map(told_of_the_source, [service.process.pid, *service.tree()]))
+        assert not any(map(mentions_the_source, [service.process.pid, *service.tree()]))
         status, reply = service.generate("SELECT name FROM", 8)
         assert (status, reply["finish_reason"]) == (200, "length")
         assert "spindle: its answer: " in service.log.read_text()

@@ -131,7 +131,7 @@ def test_more_logits_than_the_limit_are_refused_with_the_numbers():
     app.session(GenerationRequest("abc", 10), Sink())
 
 
-def test_requests_wait_until_there_is_room_for_the_logits_that_all_keep_and_nobody_is_refused():
+def test_requests_wait_until_there_is_room_for_the_logits_that_all_keep_and_none_is_refused():
     app = fake_app(limits={"max_logits_bytes": 30 * 257 * 4, "max_active_requests": 8})
     request = GenerationRequest("abc", 12, end_id=-1, return_generation_logits=True)
     sessions = [app.session(request, Sink()) for _ in range(5)]

@@ -21,7 +21,7 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     assert cache.table_file("k") == tmp_path / "home" / ".cache" / "spindle" / "latency" / "k.json"
 
 
-def test_a_published_folder_passes_its_check_and_leaves_nothing_beside_it(tmp_path):
+def test_a_published_folder_passes_its_check_and_leaves_nothing_next_to_it(tmp_path):
     folder = tmp_path / "models" / "m"
     write_model(folder)
     manifest = cache.check(folder, hashes=True)

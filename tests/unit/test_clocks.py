@@ -1,5 +1,5 @@
-"""A clock that is set moves no deadline and no estimate: the wall clock only dates what is told to
-others.
+"""A clock that is set moves no deadline and no estimate: the wall clock only dates what is
+reported.
 """
 
 import ast

@@ -479,7 +479,7 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
         files[name] = str(tmp_path / f"{name}.npy")
         np.save(files[name], np.array([[1.5, -2.0]], np.float32))
     likeliest = [[(b"a", -0.1), (b"", -2.0)]]
-    told = Final(
+    final = Final(
         **FINAL,
         **files,
         text="end",
@@ -489,7 +489,7 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
         top=likeliest,
         prompt=PromptScores([b"x", b"\xff"], [-0.25], likeliest),
     )
-    message = load_arrays(told)
+    message = load_arrays(final)
     assert not list(tmp_path.iterdir())
     outputs = encode_final(message, [], Wanted(True, True, True, batch_index=2, sequence_index=1))
     assert {name: array.dtype for name, array in outputs.items()} == {

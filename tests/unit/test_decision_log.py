@@ -60,15 +60,15 @@ def test_steady_plans_make_one_line_with_their_figures(runs):
     assert runs.drifts == 1
 
 
-def test_another_draft_another_length_and_the_end_of_speculation_are_told(runs):
+def test_another_draft_another_length_and_the_end_of_speculation_are_logged(runs):
     for rows in (SMALL, LOOKUP, LONGER, SMALL, NONE):
         runs.steps(30, rows)
-    told = [(line["draft"], line["length"], line.get("before_draft")) for line in runs.lines()]
-    assert [draft for draft, _, _ in told] == ["small", "lookup", "small", "small", "none"]
-    assert told[-1] == ("none", 0.0, "small")
+    logged = [(line["draft"], line["length"], line.get("before_draft")) for line in runs.lines()]
+    assert [draft for draft, _, _ in logged] == ["small", "lookup", "small", "small", "none"]
+    assert logged[-1] == ("none", 0.0, "small")
 
 
-def test_a_flapping_length_within_a_token_is_counted_and_not_told(runs):
+def test_a_flapping_length_within_a_token_is_counted_and_not_logged(runs):
     for _ in range(50):
         runs.steps(1, (0, 2))
         runs.steps(1, (0, 3))

@@ -165,7 +165,7 @@ def test_training_on_what_judges_fails_with_the_counts_or_leaves_it_out(
     assert len(distill_data.unjudged(args, samples, tokenizer)) == len(samples) - 1
 
 
-def test_more_tokens_are_generated_behind_the_old_shards(target, finished, tmp_path):
+def test_more_tokens_are_generated_after_the_old_shards(target, finished, tmp_path):
     work = finished[0] / "draft.work"
     old = Shards(work / "train-1-2")
     args = arguments(target, tmp_path, work=work, tokens=old.generated + 500)
@@ -175,8 +175,8 @@ def test_more_tokens_are_generated_behind_the_old_shards(target, finished, tmp_p
     assert new.next_prompt > old.next_prompt
 
 
-def test_the_served_model_answers_prompts_beside_each_other(target, tmp_path):
-    """Logits of transformers, answers to one prompt from its shared KV, prompts beside answers."""
+def test_the_served_model_answers_prompts_in_one_batch(target, tmp_path):
+    """Logits of transformers, answers to one prompt from its shared KV, prompts with answers."""
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     teacher = Teacher(*load(target, "fp32"), slots=20)
     numbers = random.Random(1)

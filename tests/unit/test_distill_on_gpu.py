@@ -105,11 +105,11 @@ def test_greedy_answers_of_a_batch_are_those_of_one_request_at_a_time(greedy, as
     for one, sample in zip(asked, greedy, strict=True):
         tokens = sample.tokens.tolist()
         assert tokens[: len(one.tokens)] == one.tokens
-        told = answered(teacher, tokens, len(one.tokens), 0, 0.0)
-        assert told.top_ids[1][:, 0].tolist() == tokens[len(one.tokens) :]
-        wanted = told.top_logprobs[1][:, :4]
+        expected = answered(teacher, tokens, len(one.tokens), 0, 0.0)
+        assert expected.top_ids[1][:, 0].tolist() == tokens[len(one.tokens) :]
+        wanted = expected.top_logprobs[1][:, :4]
         torch.testing.assert_close(sample.top_logprobs[:, :4].float(), wanted, rtol=0.01, atol=0.01)
-        torch.testing.assert_close(sample.features, told.features[0], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(sample.features, expected.features[0], rtol=0.02, atol=0.02)
 
 
 def test_answers_read_again_have_the_laws_and_states_that_generating_had(model, asked, greedy):
@@ -178,8 +178,8 @@ def test_a_run_s_hash_is_the_same_in_every_process():
     run = "a b c d e f g h i j k l m"
     script = f"from engines_build.distill.overlap import grams; print(*grams('{run}'))"
     env = {"PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)}
-    told = subprocess.check_output([sys.executable, "-c", script], env=env, text=True)
-    assert [int(told)] == list(grams(run))
+    printed = subprocess.check_output([sys.executable, "-c", script], env=env, text=True)
+    assert [int(printed)] == list(grams(run))
 
 
 def test_prompts_are_encoded_without_transformers_as_with_it(prepared):

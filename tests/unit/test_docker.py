@@ -1,5 +1,5 @@
-"""The files of the containers: linted by the linters of their formats, and held against what this
-project has.
+"""The files of the containers: linted by the linters of their formats, and compared with
+what this project has.
 """
 
 import ast
@@ -97,7 +97,7 @@ def test_only_named_packages_are_installed_and_nothing_is_fetched_afterwards():
 
 
 def installed_of(name):
-    """Return which of a file's packages are installed here, and what each of them requires beside
+    """Return which of a file's packages are installed here, and what each of them requires without
     extras.
     """
     lines = (DOCKER / f"{name}-requirements.txt").read_text().splitlines()

@@ -44,7 +44,7 @@ def states():
     return {finding.name: finding.state for finding in doctor.findings()}
 
 
-def test_a_machine_that_can_serve_is_told_what_is_not_prepared(a_good_machine, capsys):
+def test_a_machine_that_can_serve_learns_what_is_not_prepared(a_good_machine, capsys):
     assert doctor.report(as_json=False) == 0
     shown = capsys.readouterr().out
     assert "not converted yet: the first start does it, or spindle prepare" in shown

@@ -127,7 +127,7 @@ def test_finishers_are_in_the_order_of_the_race_and_the_first_is_drawn_where_the
     assert 200 < won < 300
 
 
-def test_without_a_head_nobody_finishes():
+def test_without_a_head_no_token_is_likely_to_win():
     law = torch.from_numpy(LAWS["a tail without a head"])[None]
     assert finishers(law, words(1), 4) == [[]]
 

@@ -168,7 +168,7 @@ def test_a_cancelled_request_gets_one_error_and_a_closed_connection_frees_its_re
         ({"text_input": "abc", "max_tokens": 5, "pad_id": -2}, "pad_id must be -1"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_told_why(start, request_body, words):
+def test_a_request_that_cannot_be_served_learns_why(start, request_body, words):
     _, path = start()
     client = Client(path)
     client.send(Submit(id=1, request=GenerationRequest(**request_body)))

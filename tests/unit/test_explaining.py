@@ -17,7 +17,7 @@ CONFIG = {
 
 
 def stepped(requests, **settings):
-    """Return the loop of an app in the middle of so many requests."""
+    """Return the loop of an app in the middle of ``requests`` requests."""
     app = build(parse_config({**CONFIG, **settings}))
     for number in range(requests):
         app.orchestrator.submit(
@@ -29,15 +29,15 @@ def stepped(requests, **settings):
 
 
 def test_each_request_of_the_last_plan_has_a_line():
-    told = explain_last(stepped(3))
-    assert told["age_s"] >= 0
-    assert told["step"].startswith("3 requests, ")
-    assert [line.split(":")[0] for line in told["requests"]] == [
+    explained = explain_last(stepped(3))
+    assert explained["age_s"] >= 0
+    assert explained["step"].startswith("3 requests, ")
+    assert [line.split(":")[0] for line in explained["requests"]] == [
         "request 1",
         "request 2",
         "request 3",
     ]
-    assert any("d x " in line for line in told["requests"])
+    assert any("d x " in line for line in explained["requests"])
 
 
 def test_a_traced_planner_is_explained_too(tmp_path):

@@ -220,7 +220,7 @@ def test_the_oldest_of_two_submissions_is_polled_and_an_error_voids_both():
     assert engine.poll(1.0) == []
 
 
-def test_what_a_cancelled_sequence_still_runs_comes_to_nothing():
+def test_what_a_cancelled_sequence_still_runs_is_discarded():
     engine, seq = FakeEngine("t", lookahead=1), sequence()
     engine.submit([Turn(seq, len(PROMPT))])
     engine.submit([Turn(seq, AFTER)])

@@ -131,11 +131,11 @@ def test_explain_says_what_the_guard_does(level, experiment, words):
     means = {"planned": -0.1} if level != "planned" else {"none": -0.2}
     memory = Memory(buckets={1: bucket(level, **means)})
     runner.state = Wrapped(Wrapped(runner.state.inner.inner, memory))
-    told = explain_last(app.orchestrator)
-    assert words in told["step"]
+    explained = explain_last(app.orchestrator)
+    assert words in explained["step"]
     given = experiment == "none" or level == "none"
-    assert (told["requests"][0].startswith("all requests")) == given
-    assert len(told["requests"]) == (1 if given else 2)
+    assert (explained["requests"][0].startswith("all requests")) == given
+    assert len(explained["requests"]) == (1 if given else 2)
 
 
 def ask_for(text):

@@ -50,7 +50,7 @@ def test_a_text_of_the_grammar_is_allowed_token_by_token_and_then_may_end(gramma
     assert not masks[0][END]
 
 
-def test_behind_a_token_that_is_not_allowed_there_is_no_mask(grammars):
+def test_after_a_token_that_is_not_allowed_there_is_no_mask(grammars):
     guide = made(grammars)
     assert letters(guide.mask(list(b"ab"))) == "acx"
     assert letters(guide.mask(list(b"abc"))) == "d"

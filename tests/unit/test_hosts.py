@@ -41,13 +41,13 @@ class Text:
         return Row(self.key, self.tokens[: self.written], 8, len(self.tokens) - self.written)
 
     def step(self, proposal):
-        """Follow a proposal as far as it holds, and draw one more token."""
+        """Follow a proposal as far as the text matches it, and draw one more token."""
         self.proposed.append(len(proposal))
         left = self.tokens[self.written :]
-        held = 0
-        while held < min(len(proposal), len(left) - 1) and proposal[held] == left[held]:
-            held += 1
-        self.written += held + 1
+        accepted = 0
+        while accepted < min(len(proposal), len(left) - 1) and proposal[accepted] == left[accepted]:
+            accepted += 1
+        self.written += accepted + 1
         return Verified(self.key, proposal, self.tokens[: self.written])
 
 
@@ -81,7 +81,7 @@ def host(table=FLAT, **raw):
     return made
 
 
-def test_text_that_repeats_itself_takes_fewer_steps_and_nothing_stays_behind():
+def test_text_that_repeats_itself_takes_fewer_steps_and_nothing_stays():
     texts = [repeating(f"r{n}", 100 * n) for n in range(3)]
     planned = host()
     assert serve(planned, texts) < 100
@@ -150,7 +150,7 @@ def test_a_host_may_cut_a_proposal():
     assert planned.cycle.runner.state.inner.acceptance.draft_reached[0].sum() > 0
 
 
-def test_rows_leave_and_return_and_may_begin_anew():
+def test_rows_leave_and_return_and_may_begin_again():
     one, other, planned = repeating("a", 0), repeating("b", 100), host()
     for step in range(60):
         here = [one] if 10 <= step < 30 else [one, other]

@@ -1,5 +1,5 @@
-"""The Kubernetes manifests: valid by the API's own schemas, and held against what this project
-has.
+"""The Kubernetes manifests: valid by the API's own schemas, and compared with what this
+project has.
 """
 
 import json

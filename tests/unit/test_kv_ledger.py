@@ -114,18 +114,18 @@ ACTIONS = st.lists(
 def test_no_block_is_ever_lost_or_owned_twice_and_every_table_holds_what_is_needed(
     size, guaranteed, growth_blocks, actions
 ):
-    ledger, held = (
+    ledger, live = (
         KVLedger(
             {"target": size, "draft": size}, 5, guaranteed=guaranteed, growth_blocks=growth_blocks
         ),
         {},
     )
     for action, number, tokens in actions:
-        one = held.get(number)
+        one = live.get(number)
         if action == "reserve" and one is None:
             one = sequence(number, tokens)
             if ledger.fits_ever(2 * tokens) and ledger.reserve(one, 2 * tokens):
-                held[number] = one
+                live[number] = one
         elif action == "grow" and one is not None and len(one.tokens) < 2 * one.prompt_tokens:
             one.tokens.append(1)
             if not ledger.grow(one):
@@ -133,14 +133,14 @@ def test_no_block_is_ever_lost_or_owned_twice_and_every_table_holds_what_is_need
                 assert not guaranteed
                 one.tokens.pop()
         elif action == "release" and one is not None:
-            ledger.release(held.pop(number))
-        tables = [each.blocks["target"] for each in held.values()]
+            ledger.release(live.pop(number))
+        tables = [each.blocks["target"] for each in live.values()]
         owned = [block for table in tables for block in table]
         assert len(set(owned)) == len(owned)
         assert set(owned) <= set(range(size))
         assert all(
             len(table) * BLOCK_TOKENS >= len(each.tokens) + 5
-            for table, each in zip(tables, held.values(), strict=True)
+            for table, each in zip(tables, live.values(), strict=True)
         )
         assert ledger.usage() == {"used": len(owned), "free": size - len(owned), "cached": 0}
 
@@ -168,7 +168,7 @@ def test_a_text_finds_the_complete_blocks_of_an_earlier_one_but_never_that_of_it
     assert ledger.usage() == {"used": 0, "free": 64, "cached": 3}
 
 
-def test_shared_blocks_are_counted_once_and_reuse_is_told():
+def test_shared_blocks_are_counted_once_and_reuse_is_reported():
     ledger, _ = reusing()
     one, other = (sequence(n, 2 * BLOCK_TOKENS + 8) for n in (1, 2))
     assert ledger.reserve(one, len(one.tokens))

@@ -244,7 +244,7 @@ def test_the_process_tree_is_found_and_killed():
 
 class FakeServer:
     """Plays a script: each start is (becomes ready, the trouble it then has); the last one runs
-    until told to stop.
+    until it is asked to stop.
     """
 
     def __init__(self, script, stop):
@@ -309,7 +309,7 @@ def test_why_a_start_failed_is_found_in_the_log(tmp_path):
     assert reasons(log) == [engine]
 
 
-def test_a_log_is_begun_anew_and_the_last_one_kept(tmp_path):
+def test_a_log_is_started_again_and_the_last_one_kept(tmp_path):
     for text in (b"first", b"second", b"third"):
         with open_log(tmp_path / "logs" / "serve.log") as log:
             log.write(text)

@@ -92,7 +92,7 @@ def test_a_link_waits_for_the_socket_greets_and_carries_messages(link, recorder,
     engine.close()
 
 
-def test_what_is_sent_while_the_engine_is_down_is_held_and_goes_first(link, recorder, tmp_path):
+def test_what_is_sent_while_the_engine_is_down_waits_and_goes_first(link, recorder, tmp_path):
     link.send(Cancel(id=1))
     link.send(Cancel(id=2))
     engine = Engine(tmp_path / "s")
@@ -103,7 +103,7 @@ def test_what_is_sent_while_the_engine_is_down_is_held_and_goes_first(link, reco
     engine.close()
 
 
-def test_what_was_held_is_held_on_when_the_engine_goes_before_it_has_it(link, tmp_path):
+def test_what_waited_waits_on_when_the_engine_goes_before_it_has_it(link, tmp_path):
     link.send(Submit(id=1, request=GenerationRequest("x" * 4_000_000, 1)))
     engine = Engine(tmp_path / "s")
     engine.accept()

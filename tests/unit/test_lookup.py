@@ -78,7 +78,7 @@ def test_of_equal_matches_the_most_recent_comes_first():
     assert tree.tokens[:2] == [6, 5]
 
 
-def test_matches_that_agree_share_a_path_and_are_held_for_likelier():
+def test_matches_that_agree_share_a_path_and_count_as_likelier():
     tree = propose(engine(), sequence([1, 2, 5, 8, 1, 2, 6, 8, 1, 2, 5, 9, 1, 2]), 2)
     either = {(5, 9): 4 / 8 * 3 / 8, (5, 8): 4 / 8 * 3 / 8, (6, 8): 2 / 8 * 3 / 5}
     assert paths(tree) == pytest.approx({(5,): 4 / 8, (6,): 2 / 8} | either)

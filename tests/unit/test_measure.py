@@ -263,7 +263,7 @@ def test_what_times_depend_on_names_the_file(deployment):
     )  # the name of an engine is no matter of time
 
 
-def test_another_version_of_what_passes_do_is_measured_anew(deployment, monkeypatch):
+def test_another_version_of_what_passes_do_is_measured_again(deployment, monkeypatch):
     raw, folders = deployment
     target, _ = timed_engines(parse_config(raw))
     before = table_file(target, folders["target"], 1)

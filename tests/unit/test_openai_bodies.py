@@ -21,7 +21,7 @@ TOOL = '"type":"function","function":{"name":"f"}'
 
 @pytest.fixture(scope="module")
 def client():
-    """A client of the front end; nothing answers behind it."""
+    """A client of the front end; no server answers it."""
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     address = f"127.0.0.1:{free_ports(1)[0]}"
     app = create_app(

@@ -322,8 +322,8 @@ def test_the_deltas_of_a_stream_are_the_unstreamed_message_however_many_letters_
             stream.add(piece)
             events.append(stream.part())
             whole.add(piece)
-        told = whole.whole()
-        message = told["message"]
+        reply = whole.whole()
+        message = reply["message"]
         calls = [
             {name: call["function"][name] for name in ("name", "arguments")}
             for call in message.get("tool_calls", ())
@@ -331,7 +331,7 @@ def test_the_deltas_of_a_stream_are_the_unstreamed_message_however_many_letters_
         events = [event for event in events if event is not None]
         content, found = joined([event["delta"] for event in events])
         assert (content, found) == (message["content"] or "", calls), text
-        assert events[-1]["finish_reason"] == told["finish_reason"]
+        assert events[-1]["finish_reason"] == reply["finish_reason"]
 
 
 @pytest.mark.parametrize(

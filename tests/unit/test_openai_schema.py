@@ -143,7 +143,7 @@ def test_a_message_of_an_answer_is_a_message_of_the_next_request():
 
 
 @pytest.mark.parametrize(
-    ("message", "names", "told", "param", "code"),
+    ("message", "names", "reported", "param", "code"),
     [
         (
             "text_input must not be empty, got ''",
@@ -197,9 +197,9 @@ def test_a_message_of_an_answer_is_a_message_of_the_next_request():
         ("the engine failed", {"text_input": "prompt"}, None, None, None),
     ],
 )
-def test_the_model_s_own_refusal_names_the_field(message, names, told, param, code):
+def test_the_model_s_own_refusal_names_the_field(message, names, reported, param, code):
     error = upstream_error(400, message, names)
-    assert (str(error), error.param, error.code) == (told or message, param, code)
+    assert (str(error), error.param, error.code) == (reported or message, param, code)
 
 
 def test_minus_one_is_no_top_k():

@@ -111,7 +111,7 @@ def test_the_policy_sees_what_drafts_show_and_learns_it_with_what_they_did():
     assert free > 2
 
 
-def test_the_policy_is_told_how_many_wait_for_the_end_of_their_prompts():
+def test_the_policy_sees_how_many_wait_for_the_end_of_their_prompts():
     seen = []
 
     class Watching(NoSpeculation):
@@ -127,7 +127,7 @@ def test_the_policy_is_told_how_many_wait_for_the_end_of_their_prompts():
 
 
 @pytest.mark.parametrize("width", [None, (5, 3)])
-def test_the_policy_is_told_how_wide_the_last_pass_was_where_that_matters(width):
+def test_the_policy_sees_how_wide_the_last_pass_was_where_that_matters(width):
     seen = set()
 
     class Watching(NoSpeculation):
@@ -247,7 +247,7 @@ def test_of_a_batch_that_the_target_cannot_run_only_the_culprit_fails(culprit):
 
 
 @pytest.mark.parametrize("submissions", [{3}, {2, 4, 5, 9}])
-def test_a_target_that_raises_now_and_then_costs_nobody_a_token(submissions):
+def test_a_target_that_raises_now_and_then_costs_no_request_a_token(submissions):
     world, count = World(), itertools.count()
     world.target.breaks = lambda turns: next(count) in submissions
     sinks = [world.submit(prompt) for prompt in ("abc", "defghijklmnop", "x")]
@@ -384,7 +384,7 @@ def test_abort_ends_everything_once():
     world.run()
 
 
-def test_evidence_behind_an_end_of_text_is_not_scored():
+def test_evidence_after_an_end_of_text_is_not_scored():
     policy = Recorded()
     world = World(policy, drafts=(1.0,))
     sink = world.submit("abc", 30, stop_words=(plain_text("abc", 30)[10:13],))

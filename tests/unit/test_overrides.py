@@ -78,7 +78,7 @@ def test_the_other_options_take_the_place_of_their_keys(tmp_path):
         effective(tmp_path, dtype="fp8")
 
 
-def test_folders_beside_the_file_stay_what_they_are(tmp_path):
+def test_folders_next_to_the_file_stay_what_they_are(tmp_path):
     (tmp_path / "own" / "weights").mkdir(parents=True)
     file = tmp_path / "own" / "serving.json"
     file.write_text(json.dumps({"target": {"engine": "torch", "model": "weights"}}))

@@ -56,8 +56,8 @@ def test_hazards_are_unbiased_under_planned_truncation():
     assert hazards(estimator, state)[0][:5] == pytest.approx(truth, abs=0.03)
 
 
-def test_positions_behind_an_end_cut_are_no_evidence():
-    """Two of eight tokens held, then the text ended: no rejection was seen."""
+def test_positions_cut_off_by_an_end_are_no_evidence():
+    """Two of eight tokens matched, then the text ended: no rejection was seen."""
     estimator = model()
     state = admit(estimator, estimator.start(), [0])
     for _ in range(100):
@@ -131,7 +131,7 @@ def test_evidence_that_says_nothing_changes_nothing():
         assert hazards(estimator, states[1], 0, shown)[0][:4] == pytest.approx(alike, abs=0.06)
 
 
-def test_a_hard_request_is_told_from_an_easy_one_and_a_new_one_lies_between():
+def test_a_hard_request_differs_from_an_easy_one_and_a_new_one_lies_between():
     estimator, rng = model(), np.random.default_rng(3)
     state = admit(estimator, estimator.start(), [1, 2, 3])
     for _ in range(40):
@@ -246,7 +246,7 @@ def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
 
 
 def grouped(requests=40, most_groups=8, **config):
-    """An estimator and its state after requests of groups 0 and 1, of which draft 0's tokens are
+    """An estimator and its state after requests of groups 0 and 1, whose tokens of draft 0 are
     accepted at 0.9 and 0.3.
     """
     estimator, rng = model(drafts=2, most_groups=most_groups, **config), np.random.default_rng(9)
@@ -302,7 +302,7 @@ def after_a_change(steps, rows=8):
     return estimator, admit(estimator, state, [100])
 
 
-def test_a_request_whose_tokens_are_suddenly_rejected_is_seen_anew_within_twenty_steps():
+def test_a_request_whose_tokens_are_suddenly_rejected_is_reassessed_within_twenty_steps():
     estimator, state = after_a_change(20)
     assert hazards(estimator, state, 0)[0][0] < 0.4
 

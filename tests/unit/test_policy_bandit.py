@@ -38,7 +38,7 @@ def test_a_request_tries_every_draft_once_in_order():
 
 
 @pytest.mark.parametrize("best", [0, 1, 2])
-def test_a_request_comes_to_use_its_best_draft_most(best):
+def test_a_request_learns_to_use_its_best_draft_most(best):
     plans, _ = run(BanditDrafts(DRAFTS, 4), view([5]), 300, good(best))
     chosen = np.array([plan.draft[0] for plan in plans])
     assert (chosen[200:] == best).mean() > 0.8

@@ -10,7 +10,7 @@ NOTHING = np.zeros(0, np.int64)
 
 
 def view(ceiling, drafts=fakes.DRAFTS):
-    """Rows of which each draft may propose so many tokens."""
+    """Rows where each draft may propose up to ``ceiling`` tokens."""
     return fakes.view(len(ceiling), drafts, k=np.array(ceiling).reshape(-1, len(drafts)))
 
 

@@ -17,8 +17,8 @@ def map_of(calibration, draft=0, drawn=False, claims=CLAIMS):
 
 
 def taught(claimed, matched, nodes, *, draft=0, drawn=False, drafts=2, start=None, a_step=50):
-    """A calibration after nodes of one confidence, of which a share ``matched``, in their order at
-    random.
+    """A calibration after nodes of one confidence; a share of them ``matched``, in
+    random order.
     """
     calibration, rng = start or Calibration.none(drafts), np.random.default_rng(7)
     for _ in range(0, nodes, a_step):
@@ -48,7 +48,7 @@ def test_a_few_nodes_move_a_claim_a_little():
     assert 0.5 < after < 0.75
 
 
-def test_a_draft_s_claims_are_told_apart_by_how_much_they_are_off():
+def test_a_draft_s_claims_are_distinguished_by_how_much_they_are_off():
     rng, calibration = np.random.default_rng(0), Calibration.none(1)
     zeros = np.zeros(64, np.int64)
     for _ in range(300):

@@ -55,7 +55,7 @@ def test_what_is_known_of_a_draft_goes_with_its_name(after):
             assert known["variance"] == fresh.acceptance.variance[column]
 
 
-def test_a_draft_s_hazards_are_the_same_beside_other_drafts():
+def test_a_draft_s_hazards_are_the_same_with_other_drafts():
     before = planner().load(saved(), 5.0, 0.0).acceptance.draft_hazard
     after = planner_of(("new", "large")).load(saved(), 5.0, 0.0).acceptance.draft_hazard
     assert np.array_equal(after[1], before[1])

@@ -66,7 +66,7 @@ def test_a_step_timed_only_as_a_whole_corrects_all_its_parts_alike():
     assert not correction.seen.any()
 
 
-def test_a_draft_that_was_slow_once_is_not_held_to_be_so_for_good_while_it_is_idle():
+def test_a_draft_that_was_slow_once_does_not_count_as_slow_for_good_while_it_is_idle():
     factor, used = [3.0, 3.0, 8.0, 0.2, 1.4], np.array([0.01, 0.0, 0.0, 0.0, 0.0])
     once = corrected(factor, used, 3 * used)
     assert 7.9 < once[2] < 8.0
@@ -135,7 +135,7 @@ def test_a_step_without_a_pass_of_the_target_or_beyond_all_octaves_is_taken():
 
 
 def test_seconds_of_several_drafts_are_those_of_each_inside_its_grid_and_beyond():
-    """Two rows of each draft, that catch up with so many tokens and propose one or two."""
+    """Two rows of each draft; they catch up with a number of tokens and propose one or two."""
     curves = (LatencyCurve(np.arange(1.0, 5.0), 0.5, 0.1), LatencyCurve(np.full(2, 0.3), 0.2))
     times = Correction(np.array([1.0, 1.0, 2.0, 3.0])).times(LatencyModel(CURVE, curves))
     catchup = np.array([[1, 0], [9, 0], [0, 2], [0, 40]])

@@ -175,7 +175,7 @@ def test_a_module_that_is_not_there_says_where_it_was_looked_for():
         (np.array([0, 1]), np.array([4, 2]), ""),
     ],
 )
-def test_a_plan_that_nobody_can_follow_is_told_by_row(draft, length, words):
+def test_a_plan_that_cannot_be_followed_is_reported_by_row(draft, length, words):
     said = plan_error(Plan(draft, length), view(2))
     assert said.startswith(words) if words else said == ""
 
@@ -201,7 +201,7 @@ def test_how_much_is_verified_is_the_policy_s_word_or_as_planned(module):
         (np.array([1, -2]), "nodes[1] must be >= 0, got -2"),
     ],
 )
-def test_an_answer_that_is_no_number_of_nodes_is_told_by_row(module, nodes, words):
+def test_an_answer_that_is_no_number_of_nodes_is_reported_by_row(module, nodes, words):
     with pytest.raises(PolicyError) as caught:
         trimmed(f"{module()}.Trims", nodes=nodes)
     assert str(caught.value).endswith(f".Trims.trim: {words}")
@@ -241,15 +241,15 @@ def test_a_wrong_path_is_an_error_of_the_setting(module):
         build(settings(f"{name}.Narrow"))
 
 
-def test_it_lies_beside_serving_json_or_where_the_launcher_was_started(tmp_path, monkeypatch):
+def test_it_lies_next_to_serving_json_or_where_the_launcher_was_started(tmp_path, monkeypatch):
     monkeypatch.delenv("SPINDLE_POLICY_PATH", raising=False)
     assert policy_folders(tmp_path / "serving.json") == [str(tmp_path)]
     (tmp_path / "start").mkdir()
     monkeypatch.chdir(tmp_path / "start")
     settings = read_settings({"SPINDLE_CONFIG": str(tmp_path / "serving.json")})
     monkeypatch.setenv("SPINDLE_POLICY_PATH", policy_path(settings))
-    told = policy_folders(tmp_path / "run" / "serving.json")
-    assert told == [str(tmp_path / "run"), str(tmp_path), str(tmp_path / "start")]
+    folders = policy_folders(tmp_path / "run" / "serving.json")
+    assert folders == [str(tmp_path / "run"), str(tmp_path), str(tmp_path / "start")]
     monkeypatch.syspath_prepend(tmp_path)
     assert policy_folders(tmp_path / "serving.json") == [str(tmp_path / "start")]
 
@@ -259,7 +259,7 @@ def test_it_lies_beside_serving_json_or_where_the_launcher_was_started(tmp_path,
 COMPARE = ["--jobs", "1", "compare", "--requests", "3", "--rates", "8", "--seeds", "0", "--arms"]
 
 
-def test_the_simulator_runs_it_beside_the_others(module, capsys):
+def test_the_simulator_runs_it_along_with_the_others(module, capsys):
     name = module()
     assert simulate.main([*COMPARE, f"none,{name}.Mine,{name}.Mine:length=3"]) == 0
     lines = capsys.readouterr().out.splitlines()

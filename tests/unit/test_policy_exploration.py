@@ -27,11 +27,11 @@ def judged(rows=4, rates=(0.7, None)):
     state = model.admit(model.start(), np.arange(rows))
     for draft, rate in enumerate(rates):
         for request in range(rows) if rate is not None else ():
-            held = np.cumprod(rng.random((400, 4)) < rate, axis=1).sum(1)
+            accepted = np.cumprod(rng.random((400, 4)) < rate, axis=1).sum(1)
             free = Chains(
                 np.full(400, request),
                 np.full(400, draft),
-                held,
+                accepted,
                 np.full(400, 4),
                 np.zeros(400, int),
             )
@@ -105,8 +105,8 @@ def test_exploring_loses_no_more_than_its_share_of_time_and_one_step_saved(rows)
             spent += max(before + share * plan.predicted_s - state.trial_budget_s, 0.0)
         assert state.trial_budget_s >= -1e-9
         none = np.zeros(rows, np.int64)
-        told = outcome(seen, plan, none, plan.predicted_s)
-        state = made.observe(told, state, float(step))
+        done = outcome(seen, plan, none, plan.predicted_s)
+        state = made.observe(done, state, float(step))
     assert 0 < spent <= share * seconds * 1.5 + 1e-9
 
 
@@ -116,8 +116,8 @@ def test_without_a_budget_nothing_is_tried():
     for step in range(100):
         plan, state = made.plan(view(4), state, float(step), RNG)
         assert "trial" not in plan.notes
-        told = outcome(view(4), plan, plan.length, plan.predicted_s)
-        state = made.observe(told, state, float(step))
+        done = outcome(view(4), plan, plan.length, plan.predicted_s)
+        state = made.observe(done, state, float(step))
 
 
 def test_the_better_draft_is_found_by_trying_it():
@@ -130,6 +130,6 @@ def test_the_better_draft_is_found_by_trying_it():
         used.append((plan.draft == 1).mean())
         half = np.minimum(plan.length, rng.geometric(0.5, 4) - 1)
         accepted = np.where(plan.draft == 1, plan.length, half)
-        told = outcome(seen, plan, accepted, plan.predicted_s)
-        state = made.observe(told, state, float(step))
+        done = outcome(seen, plan, accepted, plan.predicted_s)
+        state = made.observe(done, state, float(step))
     assert np.mean(used[-100:]) > 0.9

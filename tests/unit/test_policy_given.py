@@ -47,9 +47,9 @@ def test_given_rows_cost_and_yield_what_they_would_in_one_joint_choice():
             seen, everyone.draft, [None if k else int(n) for k, n in zip(own, length, strict=True)]
         )
         problem = step_problem(times, seen, hazard, 4, 16.0)
-        beside = score(problem, Choice(everyone.draft[mine], length[mine]))
-        assert beside.step_s == pytest.approx(joint.step_s)
-        assert beside.value == pytest.approx(joint.value)
+        partial = score(problem, Choice(everyone.draft[mine], length[mine]))
+        assert partial.step_s == pytest.approx(joint.step_s)
+        assert partial.value == pytest.approx(joint.value)
 
 
 def test_the_planner_leaves_given_rows_alone_and_predicts_their_step():

@@ -17,8 +17,8 @@ DRAFTS = ("small", "large")
 
 
 class World:
-    """A server of a policy: a step takes a second, and so much more for each token of a proposal,
-    of which so many are accepted.
+    """A server that runs a policy: a step takes a second, and longer for each proposed token; some
+    proposed tokens are accepted.
     """
 
     def __init__(self, policy, rows=8, seed=0, noise=0.05, ahead=False):

@@ -47,7 +47,7 @@ def run(accepts, requests=(5,), steps=40, seed=0, state=None, scored=True, ceili
 
 
 @pytest.mark.parametrize("best", [0, 1, 2])
-def test_a_request_comes_to_its_best_draft_within_few_steps(best):
+def test_a_request_finds_its_best_draft_within_few_steps(best):
     accepts = np.ones(3, np.int64)
     accepts[best] = 4
     chosen, _ = run(accepts)

@@ -124,7 +124,7 @@ def test_one_cell_makes_a_constant():
     assert curve.seconds(1) == curve.seconds(1000) == pytest.approx(2e-5)
 
 
-def test_rows_and_context_are_told_apart_where_they_were_varied():
+def test_rows_and_context_are_distinguished_where_they_were_varied():
     cells = [
         (rows, tokens, rows * context)
         for rows in (1, 2, 8)
@@ -143,7 +143,7 @@ def test_rows_and_context_are_told_apart_where_they_were_varied():
     assert curve.seconds(16, 4, 4096) == pytest.approx(0.01 + 16e-4 + 8e-4 + 4.096e-4)
 
 
-def test_what_each_proposed_token_reads_is_told_apart_from_what_each_row_reads():
+def test_what_each_proposed_token_reads_is_distinguished_from_what_each_row_reads():
     cells = [(1, length, context) for length in (0, 3, 7) for context in (64, 512, 1536)]
     cells += [(4, 1, 512), (8, 3, 200)]
     rows, lengths, contexts = (np.array(column) for column in zip(*cells, strict=True))

@@ -51,7 +51,7 @@ def test_nothing_is_compiled_for_other_types_once_all_is_compiled():
         acceptance.find_all(*np.zeros((4, 2)))
 
 
-def test_a_cache_that_cannot_be_written_is_told_and_costs_no_more():
+def test_a_cache_that_cannot_be_written_is_reported_and_costs_no_more():
     code = "from policy.loops import compiling, step; print(compiling.problems)"
     assert run(code, NUMBA_CACHE_DIR="/proc/nowhere").startswith(
         "['the folder /proc/nowhere/loops-"

@@ -124,7 +124,7 @@ def test_a_draft_that_lacks_nothing_is_switched_on_for_nothing():
 @pytest.mark.parametrize(
     ("seconds", "best"), [([1, 1.2, 1.4, 1.6, 1.8], 4), ([1, 3, 5, 7, 9], 0), ([4, 4, 1, 8, 9], 2)]
 )
-def test_it_comes_to_use_the_length_of_the_least_seconds_a_token(seconds, best):
+def test_it_learns_to_use_the_length_of_the_least_seconds_a_token(seconds, best):
     lengths, _ = run(seconds, 3, 1500)
     assert np.mean(np.array(lengths[1000:]) == best) > 0.6
     assert len(set(lengths)) == 5

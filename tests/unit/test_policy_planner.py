@@ -229,14 +229,13 @@ def test_prefill_in_the_step_does_not_lengthen_chains():
 
 def test_a_long_catch_up_is_not_worth_it_for_a_request_that_is_nearly_over():
     p = planner(latency((0.3, 9.0)), **certain(0.8))
-    behind = np.full((1, 2), 2000)
+    lag = np.full((1, 2), 2000)
     assert (
-        p.plan(view(1, catchup=behind, remaining=np.array([500])), p.start(), 0.0, RNG)[0].length[0]
+        p.plan(view(1, catchup=lag, remaining=np.array([500])), p.start(), 0.0, RNG)[0].length[0]
         > 0
     )
     assert (
-        p.plan(view(1, catchup=behind, remaining=np.array([4])), p.start(), 0.0, RNG)[0].length[0]
-        == 0
+        p.plan(view(1, catchup=lag, remaining=np.array([4])), p.start(), 0.0, RNG)[0].length[0] == 0
     )
 
 
@@ -302,7 +301,7 @@ def test_after_any_bad_history_every_draft_comes_back():
     assert used == {0, 1}
 
 
-def test_finished_requests_leave_nothing_behind():
+def test_finished_requests_leave_no_state():
     p = planner()
     state = p.start()
     for step in range(40):

@@ -21,8 +21,8 @@ def changes(rows, hazard, steps=400):
         rate = np.array(
             [hazard[i % len(hazard)][d] if d >= 0 else 0.0 for i, d in enumerate(plan.draft)]
         )
-        held = (rng.random((rows, 8)) < rate[:, None]) & (np.arange(8) < plan.length[:, None])
-        accepted = np.cumprod(held, axis=1).sum(1)
+        matched = (rng.random((rows, 8)) < rate[:, None]) & (np.arange(8) < plan.length[:, None])
+        accepted = np.cumprod(matched, axis=1).sum(1)
         state = made.observe(outcome(seen, plan, accepted, plan.predicted_s), state, 0.02 * step)
         catchup = np.where(plan.draft[:, None] == np.arange(2), 1, catchup + accepted[:, None] + 1)
         plans.append((plan.draft, plan.length))

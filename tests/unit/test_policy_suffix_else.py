@@ -22,7 +22,7 @@ SETTINGS = BaselineSettings(DRAFTS, LATENCY, draft="eagle", length=3, free=("suf
 
 
 def view(matches, ceiling=8, agree=False):
-    """Return a view of rows whose suffix matches so many tokens; None: it shows no evidence."""
+    """Return a view of rows whose suffix matches this many tokens; None: it shows no evidence."""
     rows = len(matches)
     ceilings = np.full((rows, 3), ceiling)
     ceilings[[match == 0 for match in matches], 0] = 0

@@ -34,14 +34,14 @@ def loop(p, state, tenants, rates, *, first, steps=6, requests=10, now=0.0):
         for step in range(steps):
             plan, state = p.plan(seen, state, now, RNG)
             chain = replace(plan, draft=np.zeros(len(tenants), np.int64))
-            held = [
+            accepted = [
                 int(np.cumprod(np.random.default_rng([r, step]).random(8) < rates[t]).sum())
                 for r, t in zip(request.tolist(), tenants, strict=True)
             ]
             for tenant, length in zip(tenants, plan.length.tolist(), strict=True):
                 lengths[tenant].append(length)
             over = request if step == steps - 1 else np.zeros(0, np.int64)
-            done = outcome(seen, replace(chain, length=np.full(len(tenants), 4)), held, 1.0)
+            done = outcome(seen, replace(chain, length=np.full(len(tenants), 4)), accepted, 1.0)
             state = p.observe(replace(done, finished=over), state, now)
             now += 0.01
     return state, lengths
@@ -50,7 +50,7 @@ def loop(p, state, tenants, rates, *, first, steps=6, requests=10, now=0.0):
 @pytest.mark.medium
 @pytest.mark.parametrize("rate", [0.0, 0.05, 1.0])
 def test_a_flood_of_another_tenant_s_requests_changes_no_planned_length(rate):
-    """Random text, of which no draft guesses anything, or text that every draft guesses."""
+    """Random text that no draft guesses, or text that every draft guesses."""
     p, rates = planner(explore_share=0.0), {NORMAL: 0.7, HOSTILE: rate}
     known, _ = loop(p, p.start(), [NORMAL], rates, first=1)
     flooded, _ = loop(p, known, [HOSTILE], rates, first=5000, requests=200)
@@ -68,16 +68,16 @@ def test_a_flood_of_another_tenant_s_requests_changes_no_planned_length(rate):
     assert one != pytest.approx(plain, rel=0.1)  # as it was of one tenant
 
 
-def test_beside_another_tenant_s_rows_the_estimates_are_those_of_the_own_text():
+def test_another_tenant_s_rows_do_not_change_the_estimates():
     p = planner(explore_share=0.0)
     one, _ = loop(p, p.start(), [NORMAL], {NORMAL: 0.7}, first=1)
     for rate in (0.0, 0.95):
         both, _ = loop(p, p.start(), [NORMAL, HOSTILE], {NORMAL: 0.7, HOSTILE: rate}, first=1)
         drafts = len(p.drafts)
         for name in ("draft_accepted", "draft_reached", "draft_hazard", "variance"):
-            alone, beside = getattr(one.acceptance, name), getattr(both.acceptance, name)
-            np.testing.assert_allclose(beside[:drafts], alone, rtol=1e-12)
-            assert not np.allclose(beside[drafts:], alone)
+            alone, together = getattr(one.acceptance, name), getattr(both.acceptance, name)
+            np.testing.assert_allclose(together[:drafts], alone, rtol=1e-12)
+            assert not np.allclose(together[drafts:], alone)
         assert both.acceptance.requests[0] == one.acceptance.requests[0]
 
 
@@ -203,8 +203,8 @@ class _Lengths(Wrapper):
 
 
 def simulated(arm, other, seed, requests=160, in_flight=8):
-    """Return the mean planned length and the latency of one tenant's requests beside another's,
-    of which no token (0.02), or each (0.98), is accepted; after what is learnt first.
+    """Return the mean planned length and the latency of one tenant's requests along with
+    another's, whose tokens are never (0.02) or always (0.98) accepted; after what is learnt first.
     """
     deployment = llama_8b_h100()
     kinds = [
@@ -226,7 +226,7 @@ def simulated(arm, other, seed, requests=160, in_flight=8):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [0.02, 0.98])
-def test_beside_a_hostile_tenant_plans_are_as_with_true_acceptance(other):
+def test_with_a_hostile_tenant_plans_are_as_with_true_acceptance(other):
     """The oracle knows the truth and learns nothing, not even what a node costs: what remains is
     the load, and that a tenant learns from its own texts alone (2.3 planned tokens instead of 2.9,
     7 % of the latency, where nothing of the other's is accepted).

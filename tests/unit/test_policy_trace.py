@@ -211,7 +211,7 @@ def test_what_the_draft_showed_is_said():
         assert line.startswith(f"request 0: small x {plan.length[0]}{says} +")
 
 
-def test_the_reasons_for_no_speculation_are_told_apart():
+def test_the_reasons_for_no_speculation_are_distinguished():
     made = planner(**certain(0.8))
     seen = view(3, ceiling=np.array([[8, 8], [0, 0], [8, 8]]))
     _, lines = explained(
@@ -238,6 +238,6 @@ def test_what_keeps_a_chain_short_is_named(bound, why):
     assert line.endswith(why)
 
 
-def test_a_row_that_no_draft_can_serve_is_told_so():
+def test_a_row_that_no_draft_can_serve_says_so():
     _, lines = explained(planner(**certain(0.9)), view(2, ceiling=np.zeros((2, 2), np.int64)))
     assert all(line.endswith("none: no draft can propose anything") for line in lines)

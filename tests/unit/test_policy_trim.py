@@ -35,7 +35,7 @@ def drafted(*confidence, draft=0, drawn=False):
 
 
 def target(verify_s):
-    """A target whose passes take these seconds, of 0 tokens on, and so many for any more."""
+    """A target; a pass of n tokens takes ``verify_s[n]``, one beyond them takes the last."""
     curve = LatencyCurve(np.array(verify_s, float), 0.0)
     return LatencyModel(curve, LatencyModel.unit(2).drafts)
 
@@ -84,13 +84,13 @@ def test_no_choice_of_prefixes_is_worth_more_on_any_staircase():
         assert (chosen <= sizes).all()
 
 
-def test_a_step_of_the_staircase_is_climbed_for_what_lies_behind_it():
+def test_a_step_of_the_staircase_is_climbed_for_what_lies_beyond_it():
     one_dear_step = target([1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 9.0])
     assert trim(one_dear_step, view(), planned([4]), drafted([0.6] * 4)) == [4]
     assert trim(one_dear_step, view(), planned([1]), drafted([0.6])) == [0]
 
 
-def test_a_node_behind_a_long_context_must_be_worth_more():
+def test_a_node_after_a_long_context_must_be_worth_more():
     curve = LatencyCurve(np.full(600, 1.0), 0.0, node_context_s=0.001)
     reading, seen = LatencyModel(curve, LatencyModel.unit(2).drafts), view(2)
     seen = replace(seen, context=np.array([100, 500]))
@@ -127,7 +127,7 @@ def test_a_huge_batch_is_trimmed_as_its_rows_would_be_where_no_token_is_cheaper_
 
 
 def stairs(edge, high_s=1.0):
-    """A target that takes ``high_s`` more from so many tokens on."""
+    """A target that takes ``high_s`` more from ``edge`` tokens on."""
     return target([1.0] * edge + [1.0 + high_s] * 200)
 
 
@@ -135,7 +135,7 @@ def stairs(edge, high_s=1.0):
     ("rows", "changes"),
     [(2, {}), (2, {"prefill_tokens": 6})],
 )
-def test_the_staircase_begins_behind_what_the_pass_has_anyway(rows, changes):
+def test_the_staircase_begins_after_what_the_pass_has_anyway(rows, changes):
     seen, latency = (
         view(rows, **changes),
         stairs(2 + changes.get("prefill_tokens", 0) + 4, 5.0),
@@ -200,10 +200,10 @@ def test_few_nodes_more_fill_a_pass_and_few_less_keep_it_as_narrow(pass_tokens, 
 # -- what confidences are worth
 
 
-def claiming(claimed, held, nodes=2000, draft=0):
+def claiming(claimed, accepted, nodes=2000, draft=0):
     rng, same = np.random.default_rng(1), np.full(nodes, draft)
     return Calibration.none(2).learnt(
-        same, same < 0, np.full(nodes, claimed), rng.random(nodes) < held
+        same, same < 0, np.full(nodes, claimed), rng.random(nodes) < accepted
     )
 
 
@@ -233,9 +233,9 @@ def outcome(seen, plan, **changes):
     return outcome_of(*columns, measured_s=1.0, **changes)
 
 
-def fates(q, claimed, held):
+def fates(q, claimed, accepted):
     rows, drawn = np.zeros(q, np.int64), np.zeros(q, np.bool_)
-    return StepNodes(rows, np.full(q, claimed), drawn, np.full(q, held))
+    return StepNodes(rows, np.full(q, claimed), drawn, np.full(q, accepted))
 
 
 @pytest.mark.parametrize(("length", "nodes"), [([3, 1, 0], [3, 1, 0]), ([8, 1, 2], [4, 1, 0])])
@@ -246,7 +246,7 @@ def test_a_plan_without_a_price_is_followed_as_far_as_there_are_nodes(length, no
 
 
 def claims(*likely):
-    """What a draft must claim of a chain for its nodes to be this likely, beside the hazard of 0.8
+    """What a draft must claim of a chain for its nodes to be this likely, given the hazard of 0.8
     that is expected of it: the odds are those in the middle.
     """
     odds = np.array(likely) / (1 - np.array(likely))
@@ -273,7 +273,7 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows):
     for step in range(60):
         plan, state = p.plan(seen, state, float(step), RNG)
         drafting = replace(plan, draft=np.zeros(rows, np.int64))
-        done = outcome(seen, drafting, nodes=fates(8, 0.9, held=False))
+        done = outcome(seen, drafting, nodes=fates(8, 0.9, accepted=False))
         done.rows = replace(done.rows, scored=np.zeros(rows, np.int64))  # nothing of acceptance
         state = p.observe(done, state, float(step))
     data = p.save(state, 60.0)
@@ -295,12 +295,12 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows):
         (6, [1], "1+ 4-"),  # where the text ends
     ],
 )
-def test_only_nodes_behind_the_text_or_a_verified_one_are_evidence(verified, emitted, fates):
+def test_only_nodes_after_the_text_or_a_verified_one_are_evidence(verified, emitted, fates):
     """Of the others only failures would ever be seen."""
     made, tokens = (
         StepLog(DRAFTS),
         [1, 2, 3, 4, 5, 6],
-    )  # 1 - 2 - 3, 4, and 5 behind 1 with 6 behind it
+    )  # 1 - 2 - 3, 4, and 5 after 1 with 6 after it
     made.record(
         3,
         Proposal("small", tokens, [-1, 0, 1, -1, 0, 4], [1 - t / 10 for t in tokens]),
@@ -309,13 +309,13 @@ def test_only_nodes_behind_the_text_or_a_verified_one_are_evidence(verified, emi
         drawn=True,
     )
     done = made.outcome()
-    told = [
-        f"{10 - 10 * c:.0f}{'-+'[held]}"
-        for c, held in zip(
+    written = [
+        f"{10 - 10 * c:.0f}{'-+'[accepted]}"
+        for c, accepted in zip(
             done.nodes.confidence.tolist(), done.nodes.accepted.tolist(), strict=True
         )
     ]
-    assert " ".join(told) == fates
+    assert " ".join(written) == fates
 
 
 def test_a_draft_that_is_cut_short_is_not_believed_less_for_it():
@@ -325,7 +325,7 @@ def test_a_draft_that_is_cut_short_is_not_believed_less_for_it():
     for _ in range(3000):
         verified += trim(latency, view(), planned([nodes]), drafted(confidence), calibration)
         known = min(verified[-1] + 1, nodes)
-        held = np.cumprod(rng.random(nodes) < hazard)[:known] > 0
+        accepted = np.cumprod(rng.random(nodes) < hazard)[:known] > 0
         none = np.zeros(known, np.int64)
-        calibration = calibration.learnt(none, none > 0, confidence[:known], held)
+        calibration = calibration.learnt(none, none > 0, confidence[:known], accepted)
     assert np.bincount(verified[1000:]).argmax() == 3

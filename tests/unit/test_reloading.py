@@ -116,7 +116,7 @@ def test_a_draft_that_was_added_is_used_and_one_that_was_removed_is_not(serving)
         "added": ["sure"],
         "removed": ["good"],
     }
-    app.stats.drain()  # not before: a step counts what it did behind its last reply
+    app.stats.drain()  # not before: a step counts what it did after its last reply
     sink = served(app, "after", 200)
     wait([sink])
     proposed = {
@@ -185,7 +185,7 @@ def test_a_draft_of_another_vocabulary_is_refused_with_the_first_token_that_diff
 
 def test_a_loop_that_never_rests_leaves_the_drafts_as_they_are(monkeypatch):
     monkeypatch.setattr("backend.admin.reloading.CHANGE_LIMIT_S", 0.05)
-    app = build(config(draft("good")))  # nobody runs its loop
+    app = build(config(draft("good")))  # its loop does not run
     with pytest.raises(ConfigError, match=r"no moment without a turn in flight within 0.05 s"):
         reload_drafts(app, config(draft("poor")))
     app.orchestrator.step()

@@ -138,7 +138,7 @@ def test_a_lost_engine_ends_every_open_request_and_no_later_one(senders):
     assert later.endings == []
 
 
-def test_a_cancelled_request_is_ended_and_the_engine_told(senders, cancels):
+def test_a_cancelled_request_is_ended_and_the_engine_notified(senders, cancels):
     clients = open_clients(senders, 8)
     clients[3].gone = True
     assert clients[3].ended.wait(5)

@@ -196,7 +196,7 @@ def test_requests_cancelled_while_they_waited_are_not_tokenised(server, app):
 
 @pytest.mark.parametrize("links", [400, 3400])
 def test_a_deep_grammar_does_not_overflow_the_stack(server, app, links):
-    """3,400 schemas, each of which refers to the next, are as many as a grammar can have."""
+    """3,400 schemas, each referring to the next, are as many as a grammar can have."""
     schemas = {
         f"d{link}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{link + 1}"}}}
         for link in range(links)

@@ -19,17 +19,17 @@ class LetterDecoder:
     """
 
     def __init__(self):
-        self.held = ""
+        self.pending = ""
 
     def push(self, token_id):
         if token_id >= 200:
-            self.held += "?"
+            self.pending += "?"
             return ""
-        text, self.held = self.held + chr(token_id), ""
+        text, self.pending = self.pending + chr(token_id), ""
         return text
 
     def finish(self):
-        text, self.held = self.held, ""
+        text, self.pending = self.pending, ""
         return text
 
 

@@ -73,7 +73,7 @@ def test_the_default_configuration_serves_the_head_of_its_target_and_suffix():
     )
 
 
-def test_a_request_s_drafts_are_told_one_by_one():
+def test_a_request_s_drafts_are_listed_one_by_one():
     sequence, request = Sequence(1, [1], 1, SamplingParams()), GenerationRequest("", 9)
     session = Session(sequence, request, frozenset(), None, None)
     session.speculated(Proposal.chain("small", [5, 6, 7]), 2)

@@ -78,7 +78,7 @@ def test_an_interval_of_rates_is_student_s_over_the_logarithms():
 @pytest.mark.parametrize(
     ("option", "value"), [("--rates", "3,fast"), ("--rates", "-1"), ("--seeds", "x")]
 )
-def test_a_list_that_is_none_is_told_by_its_option_and_value(option, value, capsys):
+def test_a_list_that_is_none_is_reported_by_its_option_and_value(option, value, capsys):
     with pytest.raises(SystemExit) as ended:
         simulate.main(["compare", f"{option}={value}"])
     assert ended.value.code == 2

@@ -76,8 +76,8 @@ def test_one_at_a_time_every_request_waits_as_lindley_s_recursion_says(load):
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5])
 def test_in_a_closed_loop_each_place_is_taken_again_a_way_after_it_was_left(in_flight):
-    """Ways are shorter than a step, so that whoever comes waits for the end of the step in
-    progress; alone it waits for nobody.
+    """Ways are shorter than a step, so that a new request waits for the end of the step in
+    progress; alone it does not wait.
     """
     way_s, count = 0.3 * STEP_S, 20
     run = simulate_closed(
@@ -215,8 +215,8 @@ def test_acceptance_is_as_often_as_its_hazard_says_and_falls_with_depth():
     acceptance = drawn(flat(), what, backlog(1)).acceptance
     position = np.arange(0, 19_000)
     zero = np.zeros(len(position), np.int64)
-    held = acceptance.accepted(zero, position, zero, np.full(len(position), 3), 0.0)
-    hazards = [(held > j).sum() / (held >= j).sum() for j in range(3)]
+    accepted = acceptance.accepted(zero, position, zero, np.full(len(position), 3), 0.0)
+    hazards = [(accepted > j).sum() / (accepted >= j).sum() for j in range(3)]
     assert hazards == pytest.approx([0.7, 0.63, 0.567], abs=0.015)
 
 
@@ -372,10 +372,10 @@ def test_a_model_s_catch_up_over_emitted_tokens_is_evidence():
             return state
 
     simulate(deployment, workload, lambda: LateSwitch("1b", 2), 0)
-    told = [outcome for outcome in seen if len(outcome.free.request)]
-    assert len(told) == 1
-    assert (told[0].free.draft == deployment.drafts.index("1b")).all()
-    assert told[0].free.accepted.sum() + len(told[0].free.accepted) in (21, 22, 23)
+    informed = [outcome for outcome in seen if len(outcome.free.request)]
+    assert len(informed) == 1
+    assert (informed[0].free.draft == deployment.drafts.index("1b")).all()
+    assert informed[0].free.accepted.sum() + len(informed[0].free.accepted) in (21, 22, 23)
 
 
 @pytest.mark.parametrize("arm", [f"without:{part}" for part in WITHOUT])
@@ -398,15 +398,15 @@ def test_confidences_hold_as_often_as_they_claim_and_tell_what_holds():
     request = np.arange(400)
     none, draft = np.zeros(400, np.int64), np.zeros(400, np.int64)
     truth = workload.acceptance
-    held = truth.accepted(request, none, draft, none + 1, 0.0) > 0
+    accepted = truth.accepted(request, none, draft, none + 1, 0.0) > 0
     lead = []
     for telling in (0.0, 0.7, 2.0):
         claims = truth.confidence(request, none, draft, np.full(400, telling), 0.0)[:, 0]
         for low, high in ((0.0, 0.5), (0.5, 0.8), (0.8, 1.0)):
             inside = (claims >= low) & (claims < high)
             if inside.sum() > 40:
-                assert held[inside].mean() == pytest.approx(claims[inside].mean(), abs=0.12)
-        lead.append(claims[held].mean() - claims[~held].mean())
+                assert accepted[inside].mean() == pytest.approx(claims[inside].mean(), abs=0.12)
+        lead.append(claims[accepted].mean() - claims[~accepted].mean())
     assert lead[0] < lead[1] < lead[2]
 
 
@@ -466,7 +466,7 @@ def test_drafts_show_as_much_as_the_deployment_says():
     lead = []
     for showing in (0.0, 0.7, 2.0):
         made = replace(llama_8b_h100(), showing=(0.0, showing), full_information=True)
-        policy, shown, held = Trimmed(), [], []
+        policy, shown, accepted = Trimmed(), [], []
         simulate(
             made,
             draw(CHAT, made.drafts, backlog(6), 0, made.k_max, 10.0),
@@ -481,8 +481,10 @@ def test_drafts_show_as_much_as_the_deployment_says():
             assert ((view.evidence[:, 1] > 0) == (view.ceiling[:, 1] > 0)).all()
             informed = (outcome.free.evidence > 0) & (outcome.free.scored > 0)
             shown += outcome.free.evidence[informed].tolist()
-            held += (outcome.free.accepted[informed] > 0).tolist()
-        bins = [np.array(shown or [0, 0])[np.array(held or [0, 1]) == right] for right in (0, 1)]
+            accepted += (outcome.free.accepted[informed] > 0).tolist()
+        bins = [
+            np.array(shown or [0, 0])[np.array(accepted or [0, 1]) == right] for right in (0, 1)
+        ]
         lead.append(bins[1].mean() - bins[0].mean())
     assert lead[0] < lead[1] < lead[2]
 

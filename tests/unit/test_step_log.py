@@ -2,7 +2,7 @@ from backend.sequence import ROOT, Proposal
 from backend.speculation.step_log import StepLog
 
 TREE = Proposal("small", [1, 4, 2, 5, 3], [ROOT, ROOT, 0, 1, 2], [0.8, 0.5, 0.4, 0.3, 0.2])
-"""1 - 2 - 3 is the spine, 4 - 5 beside it."""
+"""1 - 2 - 3 is the spine, 4 - 5 a branch."""
 
 
 def log():
@@ -38,7 +38,7 @@ def test_a_row_tells_what_was_proposed_accepted_and_verified():
     assert (outcome.rows.verified.tolist(), outcome.rows.followed.tolist()) == ([3], [1])
 
 
-def test_positions_behind_an_end_are_no_evidence():
+def test_positions_after_an_end_are_no_evidence():
     outcome = outcome_of(Proposal.chain("small", [1, 2, 3], [0.9, 0.8, 0.7]), 3, [1, 2])
     assert (outcome.rows.accepted.tolist(), outcome.rows.scored.tolist()) == ([2], [2])
     assert outcome.nodes.confidence.tolist() == [0.9, 0.8]
@@ -89,7 +89,7 @@ def test_nodes_that_were_not_verified_are_judged_by_the_tokens_emitted():
     assert outcome.nodes.accepted.tolist() == [True, False, True]
 
 
-def test_a_row_of_which_nothing_was_verified_is_evidence_too():
+def test_a_row_without_a_verified_node_is_evidence_too():
     outcome = outcome_of(TREE, 0, [4], drawn=True)
     assert (
         outcome.rows.accepted.tolist(),
@@ -127,7 +127,7 @@ def test_rows_and_free_chains_carry_what_their_drafts_showed():
     assert log().outcome().rows.evidence.tolist() == []
 
 
-def test_time_is_split_into_parts_of_which_planning_belongs_to_the_overhead():
+def test_time_is_split_into_parts_and_planning_belongs_to_the_overhead():
     made = log()
     for part in ("planning", "verify", "draft:small"):
         with made.part(part):

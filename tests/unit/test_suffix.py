@@ -78,13 +78,13 @@ def test_where_answers_differ_the_most_frequent_comes_first():
         answered(suffix, [1, 2], [3, 4, token, 8])
     tree = propose(suffix, sequence(1, [0, 3, 4]))
     assert tree.tokens[0] == 6
-    first = {path[0]: held for path, held in paths(tree).items() if len(path) == 1}
+    first = {path[0]: chance for path, chance in paths(tree).items() if len(path) == 1}
     assert sorted(first, key=lambda token: -first[token]) == [6, 5, 7]
     assert sorted(tree.confidence, reverse=True) == tree.confidence
     assert not tree.is_chain
 
 
-def test_agreement_and_longer_matches_are_held_for_likelier():
+def test_agreement_and_longer_matches_count_as_likelier():
     suffix = engine()
     answered(suffix, [0], [1, 2, 3, 4, 5, 6])
     short, long = propose(suffix, sequence(1, [9, 3, 4])), propose(suffix, sequence(2, [1, 2, 3]))
@@ -154,7 +154,7 @@ def test_nothing_is_available_without_room_and_nothing_is_verified():
 
 
 def occurred(texts, end, path):
-    """Whether ``path`` came behind at least the last two tokens of ``end`` in any of the texts."""
+    """Whether ``path`` came after at least the last two tokens of ``end`` in any of the texts."""
     sought = [*end[-2:], *path]
     return any(
         text[at : at + len(sought)] == sought
@@ -165,8 +165,8 @@ def occurred(texts, end, path):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_tenant_is_ever_proposed_what_only_others_were_answered(seed):
-    """Few tokens, so that everybody's n-grams are the same; a ring that is written over again and
-    again; and in each answer a piece that nobody else has.
+    """Few tokens, so that all answers' n-grams are the same; a ring that is written over again and
+    again; and in each answer a piece that no other has.
     """
     rng, suffix = random.Random(seed), engine(remembered_tokens=150)
     salts, texts, secret, seen = ("", "a", "b", "a/1"), {}, 10, 0
@@ -242,7 +242,7 @@ def test_the_oldest_go_first_whole_and_nothing_of_them_stays():
 def test_memory_is_taken_at_the_start_and_bounded_by_what_is_planned():
     kept, rng = Answers(4096), random.Random(0)
     taken = kept.array_bytes
-    for _ in range(2000):  # the shortest, of which the notes are the largest share
+    for _ in range(2000):  # the shortest: notes are their largest share
         kept.add(Text(tenant_of(str(rng.random())), rng.choices(range(9), k=SHORTEST), CONTEXT))
     notes = len(list(kept.texts())) * (8 + 72 + 3 * 32 + 104 + 49)
     kept.check()
@@ -251,7 +251,7 @@ def test_memory_is_taken_at_the_start_and_bounded_by_what_is_planned():
 
 
 def brute_force(texts, tokens, most):
-    """The places behind the longest match: (match, what follows), the newest first."""
+    """The places after the longest match: (match, what follows), the newest first."""
     found = []
     for text in reversed(texts):
         for at in range(len(text.tokens) - 1, max(text.context, 1) - 1, -1):
@@ -389,17 +389,17 @@ def ask(app, **options):
     return session.sequence.tokens[session.sequence.prompt_tokens :], session.accepted
 
 
-def test_the_same_question_is_answered_faster_and_alike_unless_nobody_may_remember():
+def test_the_same_question_is_answered_faster_and_alike_unless_remembering_is_off():
     app = build(parse_config(SERVED))
     (first, before), (second, after), (third, again) = (ask(app) for _ in range(3))
     assert first == second == third
     assert after == again > before + 20
-    held = {
+    counters = {
         name: value
         for name, labels, value in app.stats.drain().counters
         if labels.get("event") == "kept"
     }
-    assert list(held) == ["spindle_remembered_tokens_total"]
+    assert list(counters) == ["spindle_remembered_tokens_total"]
     forgetful = build(parse_config(SERVED))
     assert [ask(forgetful, remember=False) for _ in range(3)] == [(first, before)] * 3
     assert forgetful.drafts[0].remembered_tokens == 0

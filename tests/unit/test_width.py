@@ -23,7 +23,7 @@ def test_plain_decoding_is_wider_for_few_passes():
     assert widths(16, 9, *[1] * 5) == [9, 9, 9, 1, 1, 1]
 
 
-def test_behind_a_prompt_there_is_a_change_in_any_case():
+def test_after_a_prompt_there_is_a_change_in_any_case():
     assert widths(16, 9, 200, 8) == [9, 200, 8]
 
 
@@ -39,7 +39,7 @@ def test_after_a_reset_the_next_pass_is_the_first():
 
 
 class Passes:
-    """Passes of so many seconds a row, and so many more where the rows are others than before."""
+    """Passes that take ``row_s`` for each row, and ``change_s`` more when their number changes."""
 
     def __init__(self, monkeypatch, row_s, change_s):
         self.now, self.rows = 0.0, 0
