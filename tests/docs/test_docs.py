@@ -14,18 +14,15 @@ from bench import pictures, tables
 from bench.sweep.arms import NONE, SPINDLE
 from bench.sweep.figures import BEST_FIXED, interval
 from docs.tools.tensors_page import GUARANTEES
+from tests.docs.english import foreign
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 JARGON = ("law", "laws", "arm", "arms", "aloft", "turn", "turns", "warm block", "cold block")
 """Words of this project's own that README does without."""
-FOREIGN = (
-    r"behind|beside|anew|told|held(?!-out)|so many|hangs on|nobody|whoever|comes to|of which|"
-    r"laws?(?!\.py)"
-)
-"""Words that the pages do without: after, alongside, again, reported, kept, n, depends on, no ...,
-is, distribution."""
+FOREIGN = r"laws?(?!\.py)"
+"""What pages do without besides ``english.INSTEAD``: they say distribution."""
 MAY_SAY = {"glossary.md": ("law",)}
 """Words of these pages' own."""
 
@@ -41,8 +38,7 @@ def text_of(page):
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_pages_are_in_plain_english(page):
-    found = re.findall(rf"\b(?:{FOREIGN})\b", text_of(page), re.IGNORECASE)
-    assert set(found) <= {*MAY_SAY.get(page.name, ())}
+    assert set(foreign(text_of(page), FOREIGN)) <= {*MAY_SAY.get(page.name, ())}
 
 
 def links(page):
