@@ -24,7 +24,8 @@ from backend.engines.eagle.folder import EagleShape, save
 from backend.storage.manifest import vocabulary_sha256, weights_sha256
 
 VOCAB, HIDDEN, HEADS, INNER = 256, 64, 4, 64
-LAYERS = 4
+LAYERS = 32
+"""So many that a pass of the target takes longer than one of the head."""
 UNKNOWN = (7, 20, 33, 34, 50, 71, 150, 153, 201)
 SHARPNESS = 8.0
 """Of logits: the likeliest token has nearly all of the mass."""
@@ -92,7 +93,7 @@ def write_head(folder: Path, target: Path) -> Path:
         num_heads=HEADS,
         num_kv_heads=HEADS // 2,
         head_dim=HIDDEN // HEADS,
-        layers=(1, 2, 3),
+        layers=(2, LAYERS // 2, LAYERS - 3),
         rms_norm_eps=1e-6,
     )
     size = float(points()[0].pow(2).mean().sqrt())  # every token's

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes.counting import UNKNOWN, accepted, counted, write_head, write_target
 from tests.server.tensors import connected, ids_of
 
-TOKENS, LENGTH = 120, 4
+TOKENS, LENGTH, MOST_TURNS = 120, 4, 40
 PERF = {"return_perf_metrics": [[True]]}
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -98,14 +98,15 @@ def test_every_accepted_count_is_known(service, command):
 def test_the_planner_chooses_the_head_and_suffix_for_one_request_and_no_text_changes(service):
     """Of a tenant's second text, ``suffix`` knows the second half from the first one."""
     both = 0
-    for turn in range(4):
+    for turn in range(MOST_TURNS):
         salts = [{"cache_salt": [[f"tenant {turn} {number}"]]} for number in range(3)]
         for last in (59, 0):
             for reply, tokens in served(service, [[last]] * len(salts), salts):
                 assert tokens[-TOKENS:] == counted(last, TOKENS)
                 both += reply.get("draft_names", np.array([])).size == 2
-    assert both > 0
-    service.wait_until(lambda: used(service, "eagle") and used(service, "suffix"))
+        if both and used(service, "eagle") and used(service, "suffix"):
+            return
+    pytest.fail(f"in {MOST_TURNS} turns, {both} requests were drafted for by both")
 
 
 def used(service, draft):
