@@ -18,6 +18,7 @@ from backend.engines.stepping.engine import StepEngine
 from backend.request import SamplingParams
 from backend.sequence import Sequence
 from tests.contract import checks, deployment, scenarios
+from tests.contract.cuda_engines import on_cuda_engine
 from tests.contract.deployment import BLOCKS, K_MAX, MAX_CONTEXT_TOKENS, TAPS, VOCAB, tiny_engine
 from tests.contract.eagle_reference import EagleReference
 from tests.contract.openvino_engines import on_openvino, with_larger_heads
@@ -172,6 +173,14 @@ def test_openvino_gives_the_same_states(served, scenario):
         with on_openvino(scenario):
             done = served(scenario)
         check_proposals(done, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
+def test_the_cuda_engine_gives_the_same_states(served, padded):
+    with on_cuda_engine(CROWDED, padded=padded):
+        done = served(CROWDED)
+        checks.texts(done)
+    check_proposals(done)
 
 
 def rejected_row(patch):
