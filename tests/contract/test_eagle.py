@@ -258,6 +258,14 @@ def test_states_that_came_before_change_nothing():
     torch.testing.assert_close(life.engine._pool, before, equal_nan=True)
 
 
+def test_every_turn_may_bring_another_record_of_the_same_text():
+    life, sequence = started()
+    for _ in range(3):
+        sequence = life.new(1, sequence.tokens, [3, 7, 1, 9])
+        life.absorb(life.advance(sequence, life.drawn(2)))
+    life.check({sequence: 3})
+
+
 def test_the_blocks_of_a_text_that_has_ended_serve_the_next_one_up_to_its_last_token():
     life, sequence = started(tokens=65)
     life.engine.cancel([1])

@@ -157,10 +157,12 @@ class EagleEngine:
             for other in self._texts.values():  # what the new one may share
                 self._caches.seen_by(other.cache, other.sequence)
         cache = self._caches.of(sequence)
-        if text is None or text.cache is not cache:
-            text = self._texts[sequence.id] = _Text(sequence, cache)
-            if cache.ran:
-                text.state = self._ends[cache.blocks[len(cache.ran) // BLOCK_TOKENS - 1]]
+        if text is not None and text.cache is cache:
+            text.sequence = sequence  # it may be another record of the same text
+            return text
+        text = self._texts[sequence.id] = _Text(sequence, cache)
+        if cache.ran:
+            text.state = self._ends[cache.blocks[len(cache.ran) // BLOCK_TOKENS - 1]]
         return text
 
     def _write(self, new: list[tuple[_Text, int, Tensor]]) -> None:
