@@ -25,7 +25,7 @@ from backend.storage.manifest import vocabulary_sha256, weights_sha256
 
 VOCAB, HIDDEN, HEADS, INNER = 256, 64, 4, 64
 LAYERS = 32
-"""So many that a pass of the target takes longer than one of the head."""
+"""Enough layers that a pass of the target takes longer than one of the head."""
 UNKNOWN = (7, 20, 33, 34, 50, 71, 150, 153, 201)
 SHARPNESS = 8.0
 """Of logits: the likeliest token has nearly all of the mass."""
