@@ -68,56 +68,61 @@ class Guide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn: temperature 0 or top_k 1 is greedy; top_k 0, top_p 1.0 and min_p 0.0
-    are off.
+    """How tokens are drawn: each is a function of its distribution, ``seed`` and position alone.
 
-    Every token is a function of its distribution, ``seed`` and position alone. The options change
-    the logits before the distribution is made of them: ``bias`` holds (token id, addend); the
-    penalties count a token in prompt and output; ``end_ids`` are impossible for the first
-    ``min_tokens`` of the output, and so is the last token of a bad word (token ids) after its
-    others. ``log_probs`` asks for each emitted token's log-probability, ``top_log_probs`` for those
-    of this many of the most likely tokens at its place (None: not asked). ``guide`` allows what its
-    grammar does, whatever else bans it, and no more. ``top_p`` shrinks by the factor
-    ``top_p_decay`` with every token of the output, down to ``top_p_min``, and is itself again after
-    the token ``top_p_reset_id`` (factual-nucleus sampling, Lee et al., arXiv 2206.04624).
-
-    Derived flags, computed once because they are read for every token: ``greedy``: each is
-    the arg-max; ``penalised``: a token's logit depends on how often it has occurred;
-    ``changes_logits``: an option changes the model's distribution; ``reads_log_probs``:
-    log-probabilities are wanted, of the emitted tokens or of the likeliest; ``plain``: the arg-max
-    of the model's own logits is all that is wanted.
+    Penalties, ``bias``, ``min_tokens``, ``bad_words`` and ``guide`` change the logits before the
+    distribution is made of them. The flags from ``greedy`` on are derived, once, because they are
+    read for every token.
     """
 
     temperature: float = 0.0
+    """0: greedy."""
     top_k: int = 0
+    """0: off; 1: greedy."""
     top_p: float = 1.0
+    """1: off."""
     seed: int = 0
     min_p: float = 0.0
     """Tokens less likely than this share of the likeliest are left out, before top_k and top_p."""
     repetition_penalty: float = 1.0
+    """This and the next two count a token in prompt and output."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     min_tokens: int = 0
+    """Tokens of the output before which ``end_ids`` are impossible."""
     end_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids of words; the last token of each is impossible after its others."""
     bias: tuple[tuple[int, float], ...] = ()
+    """(Token id, addend)."""
     log_probs: bool = False
+    """Asks for each emitted token's log-probability."""
     top_log_probs: int | None = None
+    """Asks for those of this many of the most likely tokens at its place."""
     guide: Guide | None = None
+    """Allows what its grammar does, whatever else bans it, and no more."""
     top_p_decay: float = 1.0
+    """Factor on ``top_p`` with every token of the output (Lee et al., arXiv 2206.04624)."""
     top_p_min: float = 0.0
+    """Where that ends."""
     top_p_reset_id: int = -1
+    """The token after which ``top_p`` is itself again."""
     greedy: bool = field(init=False, repr=False, compare=False)
+    """Each token is the arg-max."""
     penalised: bool = field(init=False, repr=False, compare=False)
+    """A token's logit depends on how often it has occurred."""
     changes_logits: bool = field(init=False, repr=False, compare=False)
+    """An option changes the model's distribution."""
     reads_log_probs: bool = field(init=False, repr=False, compare=False)
+    """Log-probabilities are wanted, of the emitted tokens or of the likeliest."""
     plain: bool = field(init=False, repr=False, compare=False)
+    """The arg-max of the model's own logits is all that is wanted."""
     _endings: dict[int, dict[tuple[int, ...], list[int]]] = field(
         init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        for name, value in self._come_to().items():
+        for name, value in self._derived().items():
             object.__setattr__(self, name, value)
         endings: dict[
             int, dict[tuple[int, ...], list[int]]
@@ -151,7 +156,7 @@ class SamplingParams:
             else replace(self, top_p=max(self.top_p * self.top_p_decay**since, self.top_p_min))
         )
 
-    def _come_to(self) -> dict[str, bool]:
+    def _derived(self) -> dict[str, bool]:
         greedy = self.temperature == 0.0 or self.top_k == 1
         penalised = (
             self.repetition_penalty != 1.0
@@ -185,19 +190,10 @@ def tenant_id(cache_salt: str | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request as a stub sends it, already type-checked by the codec; absent options are None.
-
-    ``num_draft_tokens`` is a ceiling on the speculation length (0 = no speculation, None = the
-    policy decides). Only requests of one ``cache_salt`` share KV, and what drafts ``remember`` of
-    their answers; what the policy learns of them moves no plan of other requests
-    (``policy.tenants``). With ``input_ids`` the request is one of token ids, and gets token ids:
-    ``text_input`` is empty then, and words and weights (token id, addend) come as ids as well. With
-    ``prompt_token_ids`` only the prompt is one of ids, and the request gets text. ``timeout_s`` is
-    the client's own limit on the request's life. ``guide`` is a grammar of the kind ``guide_type``
-    that the output must follow. ``fit_max_tokens`` lowers ``max_tokens`` to what fits.
-    """
+    """One request as a stub sends it, type-checked by the codec; absent options are None."""
 
     text_input: str
+    """Empty where the prompt is one of token ids."""
     max_tokens: int
     stream: bool = False
     stop_words: tuple[str, ...] = ()
@@ -212,6 +208,7 @@ class GenerationRequest:
     pad_id: int | None = None
     exclude_input_in_output: bool = False
     num_draft_tokens: int | None = None
+    """A ceiling on the speculation length; 0: no speculation, None: the policy decides."""
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -225,8 +222,13 @@ class GenerationRequest:
     return_generation_logits: bool = False
     return_prompt_log_probs: bool = False
     cache_salt: str | None = None
+    """Only requests of one salt share KV, and what drafts ``remember`` of their answers; what the
+    policy learns of them moves no plan of other requests (``policy.tenants``).
+    """
     input_ids: tuple[int, ...] | None = None
+    """The prompt of a request that gets token ids; words and bias come as ids, too."""
     prompt_token_ids: tuple[int, ...] = ()
+    """The prompt of a request that gets text."""
     resumed_tokens: int = 0
     """The last tokens of a prompt of ids that were generated before: everything goes on after them
     as if the text had not been broken off.
@@ -235,12 +237,15 @@ class GenerationRequest:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     timeout_s: float | None = None
+    """The client's own limit on the request's life."""
     guide_type: str | None = None
     guide: str | None = None
+    """A grammar of the kind ``guide_type`` that the output must follow."""
     top_p_decay: float | None = None
     top_p_min: float | None = None
     top_p_reset_id: int | None = None
     remember: bool = True
     fit_max_tokens: bool = False
+    """Lowers ``max_tokens`` to what fits."""
     skip_special_tokens: bool = True
     """False: special tokens are text by their names."""

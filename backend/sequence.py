@@ -18,41 +18,42 @@ ROOT = -1
 
 
 DEFAULT_CONFIDENCE = 0.8
-"""The confidence in each token of a draft that tells none; it tells depths apart."""
+"""The confidence in each token of a draft that reports none; it falls with depth."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What engines may know of a request. ``tokens`` (prompt and committed) grows only by
-    ``Session.commit`` and never shrinks.
+    """What engines may know of a request.
 
-    ``blocks[engine name]`` is that engine's KV block table, written by the ledger only: position p
-    lives in block ``blocks[name][p // BLOCK_TOKENS]`` at offset ``p % BLOCK_TOKENS``. A table grows
-    at its end only; a sequence that loses its table is cancelled in every engine before its blocks
-    are used again.
-
-    ``keys[i]``, the ledger's too, names the content of complete block i
-    (``backend.core.block_pool``): sequences with the same key may have that block in common.
-    Whether its KV is there is each engine's own knowledge. ``salt`` keeps tenants' blocks apart.
-    ``new_blocks`` and ``reused_blocks`` count what the ledger gave it so far. ``context_logits``,
-    ``generation_logits`` and ``prompt_log_probs`` (only those of the prompt's own tokens are kept)
-    ask a target for ``Extras``. What is written for one that drafts are not to
-    ``remember`` is used for no other.
+    A sequence that loses its table of blocks is cancelled in every engine before these are used
+    again.
     """
 
     id: int
     tokens: list[int]
+    """Prompt and committed tokens; they grow only by ``Session.commit`` and never shrink."""
     prompt_tokens: int
     sampling: SamplingParams
     blocks: dict[str, list[int]] = field(default_factory=dict)
+    """KV block table by engine, written by the ledger only and growing at its end only: position p
+    lives in block ``blocks[name][p // BLOCK_TOKENS]`` at offset ``p % BLOCK_TOKENS``.
+    """
     keys: list[bytes] = field(default_factory=list)
+    """Names of the contents of complete blocks (``backend.core.block_pool``), by the ledger:
+    sequences with the same key may share that block. Each engine knows whether its KV is there.
+    """
     salt: str = ""
+    """Keeps tenants' blocks apart."""
     new_blocks: int = 0
+    """Blocks that the ledger gave it so far, as are ``reused_blocks``."""
     reused_blocks: int = 0
     context_logits: bool = False
+    """Asks a target for ``Extras``, as do the next two."""
     generation_logits: bool = False
     prompt_log_probs: bool = False
+    """Only those of the prompt's own tokens are kept."""
     remember: bool = True
+    """Whether drafts may use what is written for it for other sequences."""
 
     @property
     def reads_context(self) -> bool:
@@ -65,20 +66,22 @@ class Proposal:
     """A tree of tokens that a draft proposes after a sequence's text, best first; a chain is its
     simplest case.
 
-    ``tokens[n]`` continues node ``parents[n]`` < n, or the text (``ROOT``); no two children of a
-    node have the same token. ``confidence[n]`` in [0, 1] is how likely the draft holds the whole
-    path to node n to be what the target draws. It never rises from node to node, so every prefix is
-    a tree. It decides what is verified, never what is accepted.
+    Confidence never rises from node to node, so every prefix is a tree.
     """
 
     draft: str
     tokens: list[int]
+    """By node; no two children of a node have the same token."""
     parents: list[int]
+    """The earlier node that each continues, or the text (``ROOT``)."""
     confidence: list[float]
+    """How likely the draft takes the whole path to a node to be what the target draws, in [0, 1];
+    it decides what is verified, never what is accepted.
+    """
 
     @classmethod
     def chain(cls, draft: str, tokens: Seq[int], confidence: Seq[float] = ()) -> Proposal:
-        """Return the chain of these tokens; a draft that tells no confidence gets one that
+        """Return the chain of these tokens; a draft that reports no confidence gets one that
         falls.
         """
         parents = list(range(ROOT, len(tokens) - 1))

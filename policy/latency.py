@@ -63,24 +63,24 @@ SYNTHETIC = Provenance("none", "none", "none", "none", "none", 0, "1970-01-01", 
 class LatencyTable:
     """Measured forwards of one engine, cell by cell.
 
-    ``seconds[c]`` (a median) is the time of a forward of ``tokens[c]`` query tokens in all, spread
-    over ``rows[c]`` sequences that hold ``context_tokens[c]`` cached tokens in all; summed over
-    proposed tokens, those that they follow are ``node_context_tokens[c]`` (left out: none). A
-    target is measured in verification, a draft in steps (``tokens == rows``) and catch-up. Raises
+    A target is measured in verification, a draft in steps (``tokens == rows``) and catch-up. Raises
     LatencyError on malformed values.
-
-    An engine that pads its passes to some counts of tokens, as CUDA graphs do, says which
-    (``widths``, rising; none: it pads nothing).
     """
 
     engine: str
     rows: tuple[int, ...]
+    """Sequences in a forward."""
     tokens: tuple[int, ...]
+    """Query tokens of all of them."""
     context_tokens: tuple[int, ...]
+    """Cached tokens of all of them."""
     seconds: tuple[float, ...]
+    """Median time of a forward."""
     provenance: Provenance = SYNTHETIC
     node_context_tokens: tuple[int, ...] = ()
+    """Summed over proposed tokens, the tokens that they follow; empty: none."""
     widths: tuple[int, ...] = ()
+    """Counts of tokens that passes are padded to, as with CUDA graphs, rising; empty: to none."""
 
     def __post_init__(self) -> None:
         if list(self.widths) != sorted({*self.widths}) or any(w < 1 for w in self.widths):

@@ -1,5 +1,9 @@
 """One request from admission to its single final reply. ``commit`` is the only way by which its
 tokens grow.
+
+Stop words are matched in the text, wherever token borders fall; text that could still grow into a
+stop word is held back, and a stop word itself is not part of the output. A request of token ids
+gets every token that it took: an end id, and the stop word that ended it, too.
 """
 
 from __future__ import annotations
@@ -80,11 +84,8 @@ class ReplySink(Protocol):
 class Session:
     """A request's state machine: it takes tokens one by one until it is finished.
 
-    Stop words are matched in the text, wherever token borders fall; text that could still grow into
-    a stop word is held back, and a stop word itself is not part of the output. One that names
-    ``special_tokens`` (ids by name) matches these tokens. ``end_ids`` end the generation without
-    text. A request of token ids gets every token that it took: an end id, and the stop word (token
-    ids of the output) that ended it, too.
+    ``end_ids`` end the generation without text. A stop word that names ``special_tokens`` (ids by
+    name) matches these tokens.
     """
 
     def __init__(

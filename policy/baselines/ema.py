@@ -4,6 +4,11 @@
 015c872 and a12239f), off by default. Candidates by batch, its tiers, are those of release 0.5.23;
 pull request 21599 began with one list for every batch. Batches are not padded to captured sizes
 here, which helps.
+
+The average moves with each step's mean by 0.2; every 5 steps after 10, the length falls to the next
+candidate c below while the average is at most c - 0.5 - 0.25 (0.5 above c = 0, and no 0.25 for
+ranges that may switch off), or rises while it is over the present length - 0.5. After an interval
+of 0 it probes the next one.
 """
 
 from __future__ import annotations
@@ -37,12 +42,8 @@ EmaStates = dict[int, EmaState]
 
 
 class AcceptanceEma(Policy[EmaStates]):
-    """A moving average of accepted tokens moves the length of one draft among candidates.
-
-    A range of batches has a few candidates. The average moves with each step's mean by 0.2; every 5
-    steps after 10, the length falls to the next candidate c below while the average is at most c -
-    0.5 - 0.25 (0.5 above c = 0, and no 0.25 for ranges that may switch off), or rises while it is
-    over the present length - 0.5. After an interval of 0 it probes the next one.
+    """A moving average of accepted tokens moves the length of one draft among the candidates of a
+    range of batches.
     """
 
     def __init__(self, draft: str, candidates: Candidates = TIERS) -> None:

@@ -6,6 +6,10 @@ abstract and a public reading of its algorithm and theorems were, no code was fo
 for each request NormalHedge (Chaudhuri, Freund, Hsu, "A parameter-free hedging algorithm", 2009)
 over the drafts, with the loss 1 - (expected accepted tokens + 1) / (K + 1), which becomes known
 late. It counts accepted tokens alone; neither time nor load.
+
+There every draft reads every verified token to be judged; here a draft is judged by what a step
+reports of it, which takes no time of its own: that helps. A draft that can propose nothing is not
+drawn, which helps, too.
 """
 
 from __future__ import annotations
@@ -46,10 +50,8 @@ class HedgeSpec(Policy[PerRequest]):
     """Each request draws its draft in every step by NormalHedge's weights; all propose one length.
 
     A proposal that was right in all that is known of it goes on in the next step's, until it is
-    wrong or ``length`` tokens long; then it is a loss. There every draft reads every verified token
-    to be judged; here a draft is judged by what a step reports of it, which takes no time of its
-    own: that helps. Where a step tells nothing of a draft, its mean loss stands for it; one never
-    judged is drawn first. A draft that can propose nothing is not drawn, which helps, too.
+    wrong or ``length`` tokens long; then it is a loss. Where a step reports nothing of a draft, its
+    mean loss stands for it; a draft never judged is drawn first.
     """
 
     def __init__(self, drafts: tuple[str, ...], length: int) -> None:

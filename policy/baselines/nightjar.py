@@ -3,7 +3,8 @@
 Its planner. The paper's full text was not at hand: its abstract, a public summary of its equations
 and algorithm (ADA-BINGREEDY), and a public fork of vLLM that has them were. These two differ in the
 chance of a trial, 1 / b or 1 / sqrt(b) in bin b; the smaller one is taken, which helps. Taking the
-draft out of memory, Nightjar's other half, is not modelled.
+draft out of memory, Nightjar's other half, is not modelled. Batches of one range (1, 2, 3 to 4, 5
+to 8, ...) share what they learn here, which helps: there each batch size learns alone.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ class NightjarState(NamedTuple):
 class Nightjar(Policy[NightjarState]):
     """One draft; a length from 0 to ``most`` for the whole batch, by seconds a token.
 
-    Batches of one range (1, 2, 3 to 4, 5 to 8, ...) share what they learn, which helps: there each
-    batch size learns alone. Bin b of a block takes a random length with probability 1 / b, else
+    Bin b of a block takes a random length with probability 1 / b, else
     the one of the least seconds a token; what has not been tried is no candidate. After a step
     without speculation a length k > 0 counts for C / k seconds more, C being what the draft's
     catch-up takes: here by its table and the tokens that it lacks.

@@ -3,7 +3,9 @@
 TensorRT-LLM's ``SAEnhancerConfig`` (1.3.0rc27): a suffix automaton overrides the tokens of EAGLE-3
 or MTP where at least ``threshold`` tokens match, 4 unless it is set. vLLM's pull request 24344
 (``ngram-eagle``, open) prefers n-grams wherever there are any. Both draft with EAGLE for every row;
-here only for the rows that use it, which helps.
+here only for the rows that use it, which helps. vLLM's ``suffix_decoding_max_spec_factor`` bounds
+proposals by the match, as ``own=0`` does. A view has the length of a match in classes
+(``policy.evidence``); the least of the class counts.
 """
 
 from __future__ import annotations
@@ -25,12 +27,9 @@ for _tokens in reversed(range(1, MATCH_EDGES[-1] + 1)):
 class SuffixElse(Policy[None]):
     """A one-line rule: the free draft where at least ``least`` tokens match, else ``draft``.
 
-    The first of the other drafts that is ``free`` is the one; where it is not known which are, the
-    one that takes least time; without one ``draft`` proposes always. The free draft proposes
-    ``own`` tokens, or with 0 as many as match (vLLM's ``suffix_decoding_max_spec_factor`` bounds
-    proposals by the match, too); ``draft`` proposes ``length``. A view has the length of a match in
-    classes (``policy.evidence``); the least of the class counts. A free draft that shows no
-    evidence matches wherever it can propose.
+    The free draft is the first of the others that is marked so, or that takes least time; it
+    proposes ``own`` tokens, with 0 as many as match. ``draft`` proposes ``length``. A free draft
+    that shows no evidence matches wherever it can propose.
     """
 
     def __init__(

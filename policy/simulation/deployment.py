@@ -15,33 +15,33 @@ _KNOT_FACTOR = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deployment:
-    """One replica. ``latency`` is the truth; ``free[d]`` marks a draft without model (lookup), that
-    is scored in every step; ``telling[d]`` is how far the draft's confidence in a token tells
-    whether it holds (``workload.Acceptance.confidence``; 0: nothing beyond its hazard), and
-    ``showing[d]`` how far its evidence does (``workload.Acceptance.shown``; 0: it shows none).
-
-    ``proposing_factor`` multiplies what the decoding rows take in passes that verify proposals,
-    which no table shows; ``noise`` is the standard deviation of the logarithm of a step's time;
-    ``planning_s`` by batch size, as (rows, seconds) in order, what planning and learning add to a
-    step that is planned for; ``full_information`` lets policies learn in every step how each draft
-    would have guessed, which no real server can.
-    """
+    """One simulated replica."""
 
     name: str
     provenance: str
     drafts: tuple[str, ...]
     latency: LatencyModel
+    """The true times."""
     free: tuple[bool, ...]
+    """Drafts without a model (lookup), which are scored in every step."""
     telling: tuple[float, ...] = ()
+    """How much a draft's confidence in a token says of whether it is accepted
+    (``workload.Acceptance.confidence``); 0: nothing beyond its hazard.
+    """
     showing: tuple[float, ...] = ()
+    """How much its evidence says of that (``workload.Acceptance.shown``); 0: it shows none."""
     k_max: int = 8
     max_active: int = 64
     prefill_chunk_tokens: int = 2048
     kv_tokens: int = 1 << 17
     proposing_factor: float = 1.0
+    """Multiplies what the decoding rows take in passes that verify proposals; no table shows it."""
     noise: float = 0.03
+    """Standard deviation of the logarithm of a step's time."""
     planning_s: tuple[tuple[int, float], ...] = ()
+    """(Rows, seconds) in order: what planning and learning add to a planned step."""
     full_information: bool = False
+    """Lets policies learn in every step how each draft would have guessed; no server can."""
 
     def planned_s(self, rows: int) -> float:
         """Return what planning for a number of rows takes, linear between the batch sizes."""

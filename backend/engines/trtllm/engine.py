@@ -5,6 +5,12 @@ Each turn is a request of its own: the text so far as its prompt, whose KV the e
 by content, and after it a draft to verify (which ends the request) or tokens to run. The engine
 steps: it submits a batch of turns and waits for all of them. What a turn means to the executor and
 back is in ``backend.engines.trtllm.requests``.
+
+The executor's iterations have a budget, and the whole text of every turn counts against it, though
+most of each is found in the KV cache: past it turns wait for each other. So ``limits.kv_blocks``
+are never more than one iteration takes, and a step is one iteration. Prompts are not run in chunks:
+a prefill chunk without tokens to run completes at once and costs nothing; the turn that ends the
+prompt runs all of it.
 """
 
 from __future__ import annotations
@@ -67,21 +73,12 @@ class _TurnInFlight:
 
 
 class TrtllmEngine:
-    """One Executor, with room for ``kv_blocks`` of KV (None: enough).
+    """One Executor: as a target it verifies chains, as a draft it proposes one of its likeliest
+    tokens.
 
-    Its iterations have a budget, against which the whole text of every turn counts, though most of
-    each is found in the KV cache: past it turns wait for each other. So ``limits.kv_blocks`` are
-    never more than one iteration takes, and a step is one iteration.
-
-    ``count(name, amount, **labels)`` gets the metrics, ``limits.max_draft_tokens`` is the engine's
-    ``max_draft_len``.
-
-    It verifies chains. Its decoder draws by numbers of its own, which a turn seeds with the
-    request's seed and the place where it begins: every plan is lossless, but where a text is cut
-    into turns decides which text is drawn. As a draft it proposes a chain of its likeliest tokens.
-
-    Prompts are not run in chunks: a prefill chunk without tokens to run completes at once and costs
-    nothing; the turn that ends the prompt runs all of it.
+    Its decoder draws by numbers of its own, which a turn seeds with the request's seed and the
+    place where it begins: every plan is lossless, but where a text is cut into turns decides which
+    text is drawn.
     """
 
     def __init__(
