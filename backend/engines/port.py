@@ -84,9 +84,7 @@ class HiddenStates:
     layers: tuple[int, ...]
     """The layers, counted from 1, after which it was taken."""
     rows: Any
-    """[tokens, layers, hidden], a tensor on the target's device; its next ``poll`` may overwrite
-    it.
-    """
+    """[tokens, layers, hidden], a tensor of its own on the target's device."""
 
     @property
     def end(self) -> int:
