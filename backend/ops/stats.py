@@ -31,24 +31,25 @@ _CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a finished request consumed, in tokens; ``drafted`` and ``accepted`` count over all of
-    its steps.
-
-    ``times_s``: when it arrived, was first admitted, and committed its first and its last token, on
-    the loop's clock. ``new_blocks`` and ``reused_blocks`` of KV were allocated for it, or found.
-    ``drafts`` has (proposed, accepted) by draft, of those that proposed. ``seed`` is the one that a
-    sampled text was drawn with, None for greedy.
-    """
+    """What a finished request consumed, in tokens."""
 
     input_tokens: int
     output_tokens: int
     drafted: int
+    """Over all of its steps, as is ``accepted``."""
     accepted: int
     times_s: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    """When it arrived, was first admitted, and committed its first and its last token, on the
+    loop's clock.
+    """
     new_blocks: int = 0
+    """Blocks of KV allocated for it."""
     reused_blocks: int = 0
+    """Blocks of KV found."""
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(proposed, accepted) by draft, of those that proposed."""
     seed: int | None = None
+    """The one that a sampled text was drawn with; None: greedy."""
     verified_steps: list[tuple[int, int]] = field(default_factory=list)
     """(proposed, accepted) tokens of each step that verified a proposal, in order."""
     k_max: int = 0

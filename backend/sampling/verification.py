@@ -26,21 +26,23 @@ from backend.sequence import ROOT, Proposal, Sequence
 
 @dataclass(slots=True)
 class Row:
-    """One sequence's share of a verification, or a place of it where a token is drawn. No caller
-    changes one: that it is not frozen saves the microseconds that freezing takes.
+    """One sequence's share of a verification, or a place of it where a token is drawn.
 
-    ``position`` is that of the token decided about. Before it are ``committed[: position -
-    len(run)]`` (``prompt_tokens`` of it are the prompt), and then ``run``: accepted here, or a
-    free run so far. ``tokens`` and ``parents`` are the proposal's nodes (none: a token is drawn,
-    nothing verified).
+    Treat it as immutable: it is not frozen, because that costs microseconds.
     """
 
     sampling: SamplingParams
     position: int
+    """That of the token decided about; ``committed[: position - len(run)]`` and ``run`` are before
+    it.
+    """
     committed: Seq[int] = ()
     prompt_tokens: int = 0
+    """First tokens of ``committed`` that are the prompt."""
     run: Seq[int] = ()
+    """Tokens accepted here, or a free run so far."""
     tokens: Seq[int] = ()
+    """By node of the proposal; none: a token is drawn, nothing verified."""
     parents: Seq[int] = ()
 
     @classmethod

@@ -81,26 +81,27 @@ _SHARE = Range(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor without its batch dimension; -1 in ``dims`` is any length.
-
-    ``does`` says in a few words what it does. ``refused`` is why a value other than those in
-    ``neutral`` is refused (an empty tensor asks for nothing, too); of an output, why it never
-    comes. ``key`` is the request's attribute where that has another name, ``added``: not NVIDIA's.
-    ``effect`` is off for inputs whose type is checked and nothing else.
-    ``range`` is that of each of its numbers.
-    """
+    """One tensor without its batch dimension."""
 
     name: str
     dtype: str
     dims: tuple[int, ...] = (1,)
+    """-1 is any length."""
     does: str = ""
+    """What it does, in a few words."""
     required: bool = False
     refused: Reason | None = None
+    """Why a value other than those in ``neutral`` is refused; of an output, why it never comes."""
     neutral: tuple[Any, ...] = ()
+    """Values that ask for nothing, as an empty tensor does."""
     key: str = ""
+    """The request's attribute where that has another name."""
     added: bool = False
+    """Not NVIDIA's."""
     effect: bool = True
+    """Off for inputs whose type is checked and nothing else."""
     range: Range | None = None
+    """That of each of its numbers."""
 
     @property
     def attribute(self) -> str:

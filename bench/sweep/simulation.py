@@ -53,20 +53,22 @@ RunKey = tuple[str, str, int, str]
 class Constants:
     """What the tables do not have, measured on the cold block of closed loops, one number for the
     whole sweep.
-
-    Measured over tabled time of ``target`` and ``drafts``; seconds a step takes outside the
-    engines, with the loop's way to the next (``overhead_s``), more where it speculates
-    (``speculation_s``), more where a planner plans and learns (``planning_s``); seconds of a
-    request outside of steps (``way_s``: HTTP or gRPC, tokens, the wait for a step's end with
-    nothing else in flight).
     """
 
     target: float = 1.0
+    """Measured over tabled time."""
     drafts: dict[str, float] = field(default_factory=dict)
+    """The same by draft."""
     overhead_s: float = 0.0
+    """Of a step outside the engines, with the loop's way to the next."""
     speculation_s: float = 0.0
+    """More of a step that speculates."""
     planning_s: float = 0.0
+    """More where a planner plans and learns."""
     way_s: float = 0.0
+    """Of a request outside of steps: HTTP or gRPC, tokens, the wait for a step's end with nothing
+    else in flight.
+    """
 
     def corrected(self, latency: LatencyModel, names: Iterable[str]) -> LatencyModel:
         """Return the tables' times as these constants have them."""

@@ -83,19 +83,22 @@ def load_head_samples(shards: Shards, layers: int) -> list[HeadSample]:
 class Starts:
     """The starts of a batch of answers, and what the head may propose there.
 
-    Row r is the answer ``answer[r]``'s state before its token number ``first[r]`` (counted in all
-    its tokens), with ``left[r]`` more after it; it is number ``place[r]`` of all the answers'
-    states. ``columns`` are the tokens of the head: the static ones, and ``context`` [C], the others
-    that the answers' texts have; ``seen`` [answers, C] is the number of the first token that is
-    such a one.
+    A row is the state of one answer before one of its tokens. The head's columns are the static
+    tokens, and then ``context``.
     """
 
     answer: Tensor
+    """By row, the number of the answer."""
     first: Tensor
+    """The number of the row's token in all tokens of its answer."""
     place: Tensor
+    """The number of the row's state in all states of all answers."""
     left: Tensor
+    """How many tokens come after the row's."""
     context: Tensor
+    """[C]: the tokens of the answers' texts that are not static."""
     seen: Tensor
+    """[answers, C]: the number of the first token that is such a one."""
 
 
 def starts_of(samples: Sequence[HeadSample], static: Tensor) -> Starts:

@@ -78,10 +78,9 @@ class LengthsState(NamedTuple):
 class BanditLengths(Policy[LengthsState]):
     """UCBSpec over lengths: one length for the batch, by the tokens a second that it brought.
 
-    Two rounds over the lengths 0 to ``most``, then the one of the highest mean. The code adds the
-    same sqrt(6 log t / t) to every mean, so it never tries again by itself; as there. There a run
-    has one batch size; here each range of sizes (1, 2, 3 to 4, 5 to 8, ...) learns apart, which
-    helps: a larger batch brings more tokens a second by any length.
+    Two rounds over the lengths 0 to ``most``, then the one of the highest mean: as there, the same
+    sqrt(6 log t / t) is added to every mean, so that it never tries again by itself. Each range of
+    batch sizes (1, 2, 3 to 4, 5 to 8, ...) learns apart, which helps.
     """
 
     def __init__(self, draft: str, *, most: int = 4) -> None:

@@ -4,7 +4,9 @@ Its planner. The paper's full text was not at hand: its abstract, a public summa
 and algorithm (ADA-BINGREEDY), and a public fork of vLLM that has them were. These two differ in the
 chance of a trial, 1 / b or 1 / sqrt(b) in bin b; the smaller one is taken, which helps. Taking the
 draft out of memory, Nightjar's other half, is not modelled. Batches of one range (1, 2, 3 to 4, 5
-to 8, ...) share what they learn here, which helps: there each batch size learns alone.
+to 8, ...) share what they learn here, which helps: there each batch size learns alone. What it adds
+for switching on is C / k seconds, C being what the draft's catch-up takes: here by its table and
+the tokens that it lacks.
 """
 
 from __future__ import annotations
@@ -57,8 +59,7 @@ class Nightjar(Policy[NightjarState]):
 
     Bin b of a block takes a random length with probability 1 / b, else
     the one of the least seconds a token; what has not been tried is no candidate. After a step
-    without speculation a length k > 0 counts for C / k seconds more, C being what the draft's
-    catch-up takes: here by its table and the tokens that it lacks.
+    without speculation a length k > 0 counts for more seconds: those of switching on.
     """
 
     def __init__(

@@ -1,4 +1,10 @@
-"""SmartSpec: the length of most goodput, for the whole batch."""
+"""SmartSpec: the length of most goodput, for the whole batch.
+
+Every 20 steps k = 0, 1, ... are scored by goodput V/T, and the scan stops at the first that is no
+better; k = 0 counts for a tenth more. T is linear in tokens, rows and context. alpha is the rate
+over the last 100 steps that speculated, at first 0.7, here by the unbiased estimate accepted /
+(accepted + rejections). As in the published code, prefill in the step is not modelled.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +39,7 @@ class SmartSpecState(NamedTuple):
 
 
 class SmartSpec(Policy[SmartSpecState]):
-    """SmartSpec as its published code decides: one draft, one acceptance rate alpha, one length k.
-
-    Every 20 steps k = 0, 1, ... are scored by goodput V/T, and the scan stops at the first that is
-    no better; k = 0 counts for a tenth more. T is linear in tokens, rows and context. alpha is the
-    rate over the last 100 steps that speculated, at first 0.7, here by the unbiased estimate
-    accepted / (accepted + rejections). Prefill in the step is not modelled, as there.
-    """
+    """SmartSpec as its published code decides: one draft, one acceptance rate, one length."""
 
     def __init__(
         self, drafts: tuple[str, ...], draft: str, latency: LatencyModel, k_max: int = 8

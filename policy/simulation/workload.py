@@ -37,23 +37,24 @@ class Category:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Categories, and how requests of one category differ (standard deviations of logits, common to
-    the drafts and by draft).
-
-    Policies see the category of each request where it is ``grouped``. ``length_spread`` is the
-    standard deviation of a length's logarithm: at 0.6 the longest of a hundred is four times the
-    median. ``decay`` is by draft the factor from one position's hazard to the next; a drift's
-    period is ``period_requests`` mean gaps long.
-    """
+    """Categories, and how requests of one category differ."""
 
     name: str
     categories: tuple[Category, ...]
     decay: Mapping[str, float] = field(default_factory=dict)
+    """By draft the factor from one position's hazard to the next."""
     spread: float = 0.5
+    """Standard deviation of a request's logits, common to the drafts."""
     draft_spread: float = 0.4
+    """The same of each draft by itself."""
     length_spread: float = 0.6
+    """Standard deviation of a length's logarithm; at 0.6 the longest of a hundred is four times
+    the median.
+    """
     period_requests: int = 100
+    """A drift's period in mean gaps."""
     grouped: bool = False
+    """Policies see the category of each request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,17 +107,20 @@ class Acceptance:
 
     The token at an output position is accepted from a draft iff the position's uniform number is
     below the draft's hazard, so that all arms, drafts and lengths share one draw per position, and
-    a position is judged only once in an arm. ``logit[N, D]``, ``category[N]``, ``decay[D, K]``,
-    ``found[N, D]``; ``start[N]`` where a request's positions begin in ``uniform``, ``match`` and
-    ``normal``.
+    a position is judged only once in an arm.
     """
 
     logit: FloatArray
+    """[N, D]."""
     category: IntArray
+    """[N]."""
     decay: FloatArray
+    """[D, K]."""
     drift: Drift
     found: FloatArray
+    """[N, D]."""
     start: IntArray
+    """[N]: where a request's positions begin in ``uniform``, ``match`` and ``normal``."""
     uniform: FloatArray
     match: FloatArray
     normal: FloatArray

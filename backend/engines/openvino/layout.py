@@ -37,14 +37,7 @@ Blocks = npt.NDArray[np.int32]
 
 
 class Layout:
-    """The inputs of one pass. ``invariant``: as in the module's docstring; else what follows each
-    other runs together. ``copies`` are blocks for copies that go back after the call, ``branches``
-    those for branches, which are kept until the next pass.
-
-    ``copies`` are (from block, to block, tokens) to be made before the pass, ``returns`` (from
-    block, to block, slice of tokens) after it; ``branches`` holds, by chunk's number and node that
-    is not on the likeliest path, a table with the node's path. ``longest`` is the longest context.
-    """
+    """The inputs of one pass."""
 
     def __init__(
         self,
@@ -54,10 +47,18 @@ class Layout:
         *,
         invariant: bool,
     ) -> None:
+        """Lay out chunks. ``copies`` are blocks for copies that go back after the call,
+        ``branches`` those for branches, which are kept until the next pass. ``invariant``: as in
+        the module's docstring; else chunks that follow each other run together.
+        """
         self.copies: list[tuple[int, int, int]] = []
+        """(From block, to block, tokens) to be copied before the pass."""
         self.returns: list[tuple[int, int, slice]] = []
+        """(From block, to block, slice of tokens) to be copied after it."""
         self.branches: dict[tuple[int, int], Blocks] = {}
+        """Tables with a node's path, by number of chunk and node off the likeliest path."""
         self.longest = 0
+        """The longest context."""
         self._invariant = invariant
         self._for_copies, self._for_branches = iter(copies), branches
         self._ids: list[int] = []

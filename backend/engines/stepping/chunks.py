@@ -50,23 +50,23 @@ class KVTable:
 
 @dataclass(slots=True)
 class Chunk:
-    """One sequence's rows of a pass: ``tokens`` after ``start`` others, whose last ``logits`` rows
-    want logits.
+    """One sequence's rows of a pass; KV is written in their order.
 
-    The last ``len(parents)`` of them are a tree: node n continues node ``parents[n]``, an earlier
-    one, or the row before the tree (-1). It sees these and itself, and has the position of its
-    depth; all others are a chain. KV is written in the order of the rows.
-
-    ``prompt_rows``: how many of the first rows are of the prompt. Treat it as immutable: it is not
-    frozen, because that costs microseconds.
+    Treat it as immutable: it is not frozen, because that costs microseconds.
     """
 
     tokens: list[int]
     start: int
+    """Tokens before these."""
     table: KVTable
     logits: int
+    """Last rows that want logits."""
     parents: Seq[int] = ()
+    """Of the last rows, which are a tree: an earlier node, or the row before the tree (-1). A node
+    sees its ancestors and itself, and has the position of its depth; all other rows are a chain.
+    """
     prompt_rows: int = 0
+    """First rows that are of the prompt."""
 
     @property
     def positions(self) -> list[int]:
