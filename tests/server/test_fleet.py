@@ -1,12 +1,13 @@
-"""Several servers as replicas of NVIDIA Dynamo: a text survives the replica that began it."""
+"""Several servers behind NVIDIA Dynamo: a text survives the replica that began it."""
 
-import os
+import json
 import signal
+import urllib.request
 
 import pytest
 
 from backend.launcher.dynamo import DEFAULT_PYTHON
-from tests.server.fleet import OPTIONS, Fleet, ask, ask_all, chat, models, wait
+from bench.fleet import OPTIONS, Fleet, ask, ask_all, chat, models, routing, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,15 +29,9 @@ def fleet(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(fleet):
-    made = fleet.front_end("--migration-limit", "3")
     for replica in fleet.replicas:
-        wait(lambda: "Registered endpoint" in text_of(replica), "a worker is not registered")  # noqa: B023
-    return made
-
-
-def text_of(replica):
-    """Return a replica's log, its worker's included."""
-    return replica.log.read_text(errors="replace")
+        replica.wait()
+    return fleet.front_end("--router-mode", "round-robin", "--migration-limit", "3")
 
 
 @pytest.fixture(scope="module")
@@ -52,49 +47,50 @@ def unbroken(url, bodies):
     return [answer.text for answer in answers]
 
 
-def moved(fleet):
-    """Return how many texts a worker took over."""
-    return sum(text_of(replica).count(" resumes after ") for replica in fleet.replicas)
+def post(url, body):
+    """Return the whole answer to a chat."""
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
 
 
 def test_a_seed_comes_from_the_request_and_is_named(url):
-    import json
-    import urllib.request
-
     body = {**chat(1, "greedy", 12), "temperature": 0.9, "nvext": {"extra_fields": ["engine_data"]}}
-
-    def post(body):
-        request = urllib.request.Request(
-            f"{url}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return json.load(reply)
-
-    first = post(body)
-    again = post({**body, "seed": first["nvext"]["engine_data"]["seed"]})
+    first = post(url, body)
+    again = post(url, {**body, "seed": first["nvext"]["engine_data"]["seed"]})
     assert again["choices"][0]["message"] == first["choices"][0]["message"]
 
 
-def test_a_replica_that_is_asked_to_end_lets_streams_end(fleet, url, bodies, unbroken):
-    leaving = fleet.replicas[0]
-    answers = ask_all(url, bodies, lambda: leaving.process.send_signal(signal.SIGTERM))
+def test_a_server_of_its_own_writes_the_same_texts(fleet, url):
+    for body in (chat(2, "greedy", 24), chat(3, "seeded", 24)):
+        alone = post(fleet.replicas[0].url, body)["choices"][0]["message"]["content"]
+        assert alone == post(url, body)["choices"][0]["message"]["content"]
+
+
+def test_routing_by_kv_events_reuses_more_than_taking_turns(fleet, url):
+    reused = routing(fleet, {"turns": url, "kv": fleet.front_end("--router-mode", "kv")})
+    assert reused["kv"]["reused_blocks"] > 1.2 * reused["turns"]["reused_blocks"]
+
+
+def test_a_replica_that_gets_sigterm_lets_its_streams_end(fleet, url, bodies, unbroken):
+    leaving = fleet.replicas[0].process
+    answers = ask_all(url, bodies, lambda: leaving.send_signal(signal.SIGTERM))
     assert [answer.error for answer in answers] == [None] * len(bodies)
     assert [answer.text for answer in answers] == unbroken
-    assert leaving.process.wait(60) == 0
-    assert moved(fleet) == 0
+    assert leaving.wait(60) == 0
+    assert fleet.moved() == 0
 
 
 def test_a_replica_joins_and_every_text_survives_the_kill_of_another(fleet, url, bodies, unbroken):
-    joining, dying = fleet.add(), fleet.replicas[1]
-    wait(lambda: "Registered endpoint" in text_of(joining), "the third worker is not registered")
-    wait(
-        lambda: ask(url, chat(0, "greedy", 4)).reason and "request received" in text_of(joining),
+    dying, joining = fleet.replicas[1].process, fleet.add()
+    joining.wait()
+    until(
+        lambda: ask(url, chat(0, "greedy", 4)).reason and joining.said("request received"),
         "the third worker gets no request",
     )
-    answers = ask_all(url, bodies, lambda: os.kill(dying.process.pid, signal.SIGKILL))
+    answers = ask_all(url, bodies, dying.kill)
     assert [answer.error for answer in answers] == [None] * len(bodies)
     assert [answer.text for answer in answers] == unbroken
-    assert moved(fleet) > 0
+    assert fleet.moved() > 0
     assert models(url)
