@@ -9,7 +9,9 @@ import json
 import numpy as np
 import pytest
 
+from backend.engines.eagle.folder import load
 from tests.fakes.counting import UNKNOWN, accepted, counted, write_head, write_target
+from tests.fakes.eagle import published, write
 from tests.server.tensors import connected, ids_of
 
 TOKENS, LENGTH, MOST_TURNS = 120, 4, 40
@@ -18,13 +20,17 @@ PERF = {"return_perf_metrics": [[True]]}
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.fixture(scope="module", params=["openvino", "torch"])
+@pytest.fixture(scope="module", params=["openvino", "torch, head as published"])
 def service(request, start_service, tmp_path_factory):
     folder = tmp_path_factory.mktemp("counting")
     target = write_target(folder / "target")
     head = write_head(folder / "head", target)
+    engine, _, is_published = request.param.partition(", ")
+    if is_published:
+        files = published("SafeAILab", *load(head))
+        head = write(folder / "published", "SafeAILab", *files)
     settings = {
-        "target": {"engine": request.param, "model": str(target), "dtype": "fp32"},
+        "target": {"engine": engine, "model": str(target), "dtype": "fp32"},
         "drafts": [
             {"name": "eagle", "engine": "eagle", "model": str(head), "dtype": "fp32"},
             {"name": "suffix", "engine": "suffix"},
