@@ -1,4 +1,4 @@
-"""Several servers behind NVIDIA Dynamo: a text survives the replica that began it."""
+"""Several servers that NVIDIA Dynamo routes to: a text survives the replica that began it."""
 
 import json
 import signal
