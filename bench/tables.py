@@ -318,7 +318,7 @@ def worth() -> str:
     rows = []
     for part, name in PARTS.items():
         lost = [
-            [_lost(point["load"], point["arms"][f"without:{part}"]) for point in one["points"]]
+            [_loss(point["load"], point["arms"][f"without:{part}"]) for point in one["points"]]
             for one in comparisons
         ]
         figures = [*(mean(losses) for losses in lost), max(chain(*lost))]
@@ -326,7 +326,7 @@ def worth() -> str:
     return _table(["without", *(one["scenario"] for one in comparisons), "most"], *rows)
 
 
-def _lost(load: float, without: dict[str, Any]) -> float:
+def _loss(load: float, without: dict[str, Any]) -> float:
     ratio = without["adaptive_over_it"][0]
     return float(100 * (1 - 1 / ratio if load_name(load) == "backlog" else 1 / ratio - 1))
 

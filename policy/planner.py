@@ -84,7 +84,7 @@ class PlannerState:
     view: View | None = None
     """The last batch that was planned for."""
     goodput: float = 0.0
-    """Of the last batch, in tokens per second without prefill; 0: unknown."""
+    """The last batch's, in tokens per second without prefill; 0: unknown."""
     trial_budget_s: float = 0.0
     """Time saved for trials."""
     next_trial_s: float = 0.0

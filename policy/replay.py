@@ -42,8 +42,8 @@ def explain(
     """Return a line for each row of a view about the plan that was made of it and this state.
 
     Tokens and seconds are marginal: with the row's chain against without it, all others' chains as
-    they are. The price turns the seconds, catch-up spread over its horizon, into tokens. Of a
-    shape only what the row got is said; ``explain_batch`` has the rest. The bin of what a draft
+    they are. The price turns the seconds, catch-up spread over its horizon, into tokens. For a
+    shape it says only what the row got; ``explain_batch`` has the rest. The bin of what a draft
     showed (``View.evidence``) is said where it showed something.
     """
     problem, rows = planner.problem(view, planner.admitted(view, state, now))

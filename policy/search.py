@@ -37,8 +37,8 @@ def best(
 def best_choice(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     """Return the choice of the highest priced objective that is found, and its score.
 
-    It is never worse than no speculation, and within ``problem.limit_s``. Of equal choices the one
-    with the fewest proposed tokens.
+    It is never worse than no speculation, and within ``problem.limit_s``. Among equal choices it is
+    the one with the fewest proposed tokens.
     """
     draft, length = np.empty((2, problem.rows), np.int64)
     result = loops.best_at_price(contiguous(problem), price, draft, length)

@@ -7,8 +7,8 @@ zero: whatever other tenants send, a tenant's columns are the same. A new tenant
 does, with the priors.
 
 What tenants share is the machine: the seconds that steps take, the price of time in a common batch,
-and the budget for trials. Of ``most`` rows the least recently used is given away when another
-tenant comes: one that sends under many salts can make idle tenants begin again.
+and the budget for trials. When another tenant comes than the ``most`` that have rows, the least
+recently used row is given away: one that sends under many salts can make idle tenants begin again.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from .tenants import with_rows
 
 BINS = loops.BINS
 EDGES = loops.BOUNDS[1:-1]
-"""Of the bins of confidence; each bin holds its lower edge."""
+"""Edges of the bins of confidence; each bin holds its lower edge."""
 PLACES = loops.PLACES
 COUNTS = ("nodes", "claimed", "matched", "positions")
 

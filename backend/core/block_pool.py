@@ -72,9 +72,9 @@ class BlockPool:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of the first of ``keys``, up to the first that no block has."""
-        return list(self._found(keys))
+        return list(self._matching(keys))
 
-    def _found(self, keys: Iterable[bytes]) -> Iterator[int]:
+    def _matching(self, keys: Iterable[bytes]) -> Iterator[int]:
         for key in keys:
             block = self._blocks.get(key)
             if block is None:
@@ -119,8 +119,8 @@ class BlockPool:
         return True
 
     def drop(self, table: Seq[int], valid: int) -> None:
-        """Take back the references of a table. Of blocks that have none left the first ``valid`` of
-        the table are cached if published.
+        """Take back the references of a table. Blocks that have none left are
+        cached if they are published and among the first ``valid`` of the table.
 
         The last block goes first, so that a text is forgotten from its end: what is after a
         forgotten block cannot be found.

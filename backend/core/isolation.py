@@ -21,9 +21,9 @@ def run_again(target: Engine, turns: Seq[Turn]) -> list[Completion]:
     """Run the turns of a submission that raised again, without their proposals; where that raises
     too, in halves.
 
-    A turn that raises alone completes with its error. Of n turns one culprit costs about 2 log2(n)
-    passes. Lossless: an exception voids a submission (see ``backend.engines.port``), and what the
-    discarded pass drew was never used.
+    A turn that raises alone completes with its error. One culprit among n turns costs about 2
+    log2(n) passes. Lossless: an exception voids a submission (see ``backend.engines.port``), and
+    what the discarded pass drew was never used.
     """
     plain = [replace(turn, proposal=None, device_proposal=None) for turn in turns]
     try:

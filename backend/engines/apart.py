@@ -130,7 +130,7 @@ class EngineApart:
             for name, amount, labels in counts:
                 self._count(name, amount, **labels)
             done += [
-                mine for completion in completions if (mine := self._taken(completion)) is not None
+                mine for completion in completions if (mine := self._take(completion)) is not None
             ]
         if self._in_flight and not done and self._clock() - self._heard_s > self._answer_within_s:
             self._died(f"no answer for {self._answer_within_s:g} s")
@@ -261,7 +261,7 @@ class EngineApart:
         new = sequence.tokens[start : turn.end]
         return _Ask(known.number, start, new, turn.end, turn.run, turn.nodes, first)
 
-    def _taken(self, completion: Completion) -> Completion | None:
+    def _take(self, completion: Completion) -> Completion | None:
         """Return a completion under its sequence's own id; None where that was cancelled."""
         turn = self._in_flight.pop(completion.sequence_id, None)
         if turn is None:

@@ -121,8 +121,8 @@ class Completion:
     """Why this turn alone failed; then everything else is void."""
     extras: Extras | None = None
     hidden_states: HiddenStates | None = None
-    """Of all tokens that the turn has run and that are in the text now, up to the one before the
-    last of ``tokens``; None: no draft of the host reads them.
+    """States of all tokens that the turn has run and that are in the text now, up to the one before
+    the last of ``tokens``; None: no draft of the host reads them.
     """
     drafted: Proposal | None = None
     """The proposal that was made for ``Turn.device_proposal``."""

@@ -48,7 +48,7 @@ class Service:
 
 
 class KindModule(Protocol):
-    """What a kind's module answers. Of a kind without a model only ``make`` is asked."""
+    """What a kind's module answers. A kind without a model needs only ``make``."""
 
     def make(self, engine: EngineConfig, service: Service) -> Engine:
         """Load a target or a draft; heavy libraries are imported only now."""

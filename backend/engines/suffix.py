@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 PLACES = 8
 """How many places in kept answers vote."""
 PATHS = 4
-"""Of how many different continuations all is read; of the others the first token."""
+"""Different continuations that are read whole; of the others only the first token is."""
 OTHERS = 1
 """Tokens by which a match in another text counts as shorter: a text's own say more (fitted)."""
 

@@ -206,7 +206,7 @@ class Server:
         )
         loop.start()
         next_stats_s = monotonic()
-        while not self._done() and self._is_well(loop):
+        while not self._is_done() and self._is_well(loop):
             for key, events in self._selector.select(timeout=0.1):
                 self._handle(key, events)
             self._flush_dirty()
@@ -247,7 +247,7 @@ class Server:
             logger.error("the loop has been in one step for %.0f s", stuck_s)
         return loop.is_alive() and stuck_s <= self._stuck_limit_s
 
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         if self._drain_until_s is None or not self._ends:
             return False
         return monotonic() >= self._drain_until_s or not any(

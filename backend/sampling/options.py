@@ -10,7 +10,7 @@ from backend.request import IMPOSSIBLE, GenerationRequest, SamplingParams
 from backend.tokenizer import Tokenizer
 
 SEED_BITS = 53
-"""Of a random seed: the reply names it, and readers of JSON that know doubles only keep it."""
+"""Bits of a random seed: the reply names it, and readers of JSON that know doubles only keep it."""
 LEAST_TEMPERATURE = 1e-5
 """Below it a temperature counts as 0: logits divided by it would leave the range of fp32."""
 

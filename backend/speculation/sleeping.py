@@ -8,7 +8,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.01
-"""Of the steps: a draft that proposes in fewer falls asleep."""
+"""Share of the steps; a draft that proposes in fewer falls asleep."""
 
 SLEEP_AFTER_STEPS = 2000
 """Steps without a proposal after which a draft falls asleep."""
@@ -29,7 +29,7 @@ class Sleep:
     asleep_for: int = 0
     """Steps since it fell asleep, this one included; 0: it is awake."""
     rows: int = 0
-    """Of the step in which it fell asleep."""
+    """Rows of the step in which it fell asleep."""
 
     def proposed(self) -> None:
         """Note that it is to propose in a step."""

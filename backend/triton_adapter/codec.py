@@ -36,7 +36,7 @@ _LONGEST_NAME = max(map(len, _INPUT_NAMES))
 MOST_PARAMETERS = 64
 """Parameters of a request that are looked at for misspelt inputs."""
 LEAST_LIKENESS = 0.85
-"""Of two names, by ``difflib``, from which on one is a misspelling of the other: two letters of
+"""``difflib`` ratio from which on a name counts as a misspelling of another: two wrong letters in
 ``temperature``.
 """
 
@@ -79,7 +79,7 @@ def decode(
         tensors = {name: array[row : row + 1] for name, array in inputs.items()}
         given = meanings(tensors, fields) | {"timeout_s": timeout_s}
         sequences = given.pop("num_return_sequences", 1)
-        wanted = _wanted(given, row if batch > 1 else None)
+        wanted = _wanted_outputs(given, row if batch > 1 else None)
         request = _request(given, decoupled)
         parts += [(request, wanted)] if sequences == 1 else _several(request, wanted, sequences)
     if len(parts) > 1 and not decoupled:
@@ -90,7 +90,7 @@ def decode(
     return parts
 
 
-def _wanted(given: dict[str, Any], batch_index: int | None) -> Wanted:
+def _wanted_outputs(given: dict[str, Any], batch_index: int | None) -> Wanted:
     """Take from what was given which outputs it asks for."""
     names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
     asked = {name: bool(given.pop(f"return_{name}", False)) for name in names}
@@ -151,12 +151,12 @@ def check_parameters(parameters: Iterable[str]) -> None:
     Others are left alone: NVIDIA's models accept any. Raises RequestError naming both.
     """
     for name in islice(parameters, MOST_PARAMETERS):
-        if meant := _meant(name):
+        if meant := _closest_name(name):
             raise invalid(f"{name} is no input: did you mean {meant}?")
 
 
 @lru_cache(256)
-def _meant(name: str) -> str | None:
+def _closest_name(name: str) -> str | None:
     """Return the input that a name is a misspelling of. One that another of the models has is
     none.
     """

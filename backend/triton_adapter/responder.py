@@ -22,7 +22,9 @@ Triton's gRPC streams tell no code otherwise, but for the header ``triton_grpc_e
 that Triton 2.51 crashes now and then.
 """
 MOST_MESSAGE_CHARACTERS = 1000
-"""Of an error: gRPC refuses metadata over 8 kB, and a message may quote what the client sent."""
+"""Length of an error's message: gRPC refuses metadata over 8 kB, and a message may quote what the
+client sent.
+"""
 
 
 class Responder:

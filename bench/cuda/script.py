@@ -1,7 +1,7 @@
 """Acceptance by a script, for random weights that accept nothing: every pass runs as it does in
 serving, and then the text of a request, and where each head knows it, are a function of its seed.
 
-Of a place of the text a head's node is right with a probability that depends on the request, the
+A head's node for a place of the text is right with a probability that depends on the request, the
 head and the place, and its confidence is that probability.
 """
 

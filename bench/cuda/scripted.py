@@ -63,7 +63,7 @@ HEADS = {"large": (14336, 32000), "small": (4096, 8192)}
 K_MAX, PROMPT_TOKENS, NEW_TOKENS, ACTIVE = 8, 1000, 200, 128
 LOADS = (1, 8, 32, 64, 128)
 LENGTHS = {"large": (1, 2, 4, 8), "small": (2, 4)}
-"""Of the fixed policies."""
+"""Lengths of the fixed policies."""
 
 
 @dataclass
@@ -249,7 +249,7 @@ class ClosedLoop:
     ) -> None:
         self.tokens = self.steps = 0
         self.device_s = 0.0
-        """Of ``run``'s time, what the device was at work by its own clock."""
+        """Part of ``run``'s time in which the device was at work, by its own clock."""
         self._target = target
         self._in_flight, self._prompt_tokens = in_flight, prompt_tokens
         self._live = list[tuple[Session, Silent]]()

@@ -42,7 +42,7 @@ BATCHES = (1, 4, 16, 64, 256)
 MIDDLE = ((4, 3, 3), (5, 2, 3), (6, 2, 3), (8, 2, 2))
 
 
-def found(instance: Instance, choice: Choice) -> float:
+def value_of(instance: Instance, choice: Choice) -> float:
     """Return the objective of a choice by the oracle's scoring."""
     return instance.objective((*options(choice), *instance.given))
 
@@ -72,12 +72,12 @@ def losses(instances: Iterable[Instance], best: Callable[[Instance], float]) -> 
     lost = []
     for instance in instances:
         choice, result = best_choice(instance.problem(), instance.price)
-        missed = best(instance) - found(instance, choice)
+        missed = best(instance) - value_of(instance, choice)
         lost.append(missed / (instance.price * result.charged_s))
     return lost
 
 
-def lost(count: int, seed: int) -> dict[str, dict[str, Any]]:
+def losses_by_size(count: int, seed: int) -> dict[str, dict[str, Any]]:
     """Return the distributions of what is lost, by size."""
     rng = np.random.default_rng([seed, 0])
     by_size = {
@@ -124,7 +124,7 @@ def main() -> None:
         "timing": f"least of {ROUNDS} rounds",
         "load_average": os.getloadavg()[0],
         "planning": {str(drafts): timed(drafts, options.seed) for drafts in (2, 4)},
-        "lost": lost(options.instances, options.seed),
+        "lost": losses_by_size(options.instances, options.seed),
         "flapping": {str(rows): flapping(rows, 400, options.seed) for rows in (1, 4, 16, 64)},
     }
     options.out.write_text(json.dumps(figures, indent=2) + "\n")

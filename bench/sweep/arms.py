@@ -226,7 +226,7 @@ class InProcess:
         key = NONE if name == AGAIN else name
         fresh = key not in self._arms
         if fresh:
-            self._arms[key] = self._made(key)
+            self._arms[key] = self._make(key)
         self._apps.move_to_end(_engines_of(key))
         return self._arms[key], fresh
 
@@ -235,7 +235,7 @@ class InProcess:
         while self._apps:
             self._free()
 
-    def _made(self, name: str) -> InProcessArm:
+    def _make(self, name: str) -> InProcessArm:
         app = self._app(_engines_of(name))
         config = replace(
             parse_config(arm_config(self._config, name, self.tuning, self._active)),

@@ -60,14 +60,14 @@ class Constants:
     drafts: dict[str, float] = field(default_factory=dict)
     """The same by draft."""
     overhead_s: float = 0.0
-    """Of a step outside the engines, with the loop's way to the next."""
+    """Seconds of a step outside the engines, with the loop's way to the next."""
     speculation_s: float = 0.0
-    """More of a step that speculates."""
+    """What a step takes more where it speculates."""
     planning_s: float = 0.0
-    """More where a planner plans and learns."""
+    """What it takes more where a planner plans and learns."""
     way_s: float = 0.0
-    """Of a request outside of steps: HTTP or gRPC, tokens, the wait for a step's end with nothing
-    else in flight.
+    """Seconds of a request outside of steps: HTTP or gRPC, tokens, the wait for a step's end with
+    nothing else in flight.
     """
 
     def corrected(self, latency: LatencyModel, names: Iterable[str]) -> LatencyModel:

@@ -47,8 +47,8 @@ RULES = "fixed-suffix", "rule", "rule-8"
 SHORT = 8
 """Tokens of the rule's look-up, at most, in its second form."""
 QUALITIES = 0.35, 0.7, 1.2
-"""Of the head's made-up confidence: in 69, 84 and 96 of 100 pairs it ranks the right token above
-the other (``replay.made_up``).
+"""Quality of the head's made-up confidence: in 69, 84 and 96 of 100 pairs it ranks the right token
+above the other (``replay.made_up``).
 """
 MIDDLE = QUALITIES[1]
 _HEAD_ALONE = Options(drafts=(EAGLE,))

@@ -82,7 +82,7 @@ class Options:
     traces never has a token accepted.
     """
     seed: int = 1
-    """Of what the policy draws."""
+    """Seed of what the policy draws."""
 
 
 @dataclass

@@ -29,9 +29,9 @@ from policy.plan import FloatArray, IntArray
 DEEPEST = 20
 """Tokens of a chain that are known."""
 MOST_TOKENS = 1024
-"""Of an answer; the few that are longer are loops, which would be a tenth of all positions."""
+"""Longest answer; the few that are longer are loops, which would be a tenth of all positions."""
 LEAST_TOKENS = 21
-"""Of an answer that is used."""
+"""Shortest answer that is used."""
 
 _EVERY_NODE = 1 << 20
 

@@ -38,7 +38,7 @@ class Form(Protocol):
     kept_layers: tuple[int, ...]
     """Layers whose states the answers are kept with."""
     name: str
-    """Of its checkpoints."""
+    """Name of its checkpoints."""
 
     def begin(
         self, samples: Sequence[HeadSample], embedding: Tensor, rows: Tensor, always: set[int]

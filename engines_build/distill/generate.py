@@ -38,7 +38,7 @@ MAX_PROMPT_TOKENS = 400
 MAX_NEW_TOKENS = 224
 SEQUENCES_PER_SHARD = 64
 GREEDY_SHARE = 0.6
-"""Of the rows that answer prompts to train on; the others are sampled."""
+"""Share of the rows that answer prompts to train on; the others are sampled."""
 
 SAMPLED_TEMPERATURES = (0.7, 1.0)
 """What a sampled row's temperature lies between."""
@@ -66,7 +66,7 @@ class _Row:
     top_ids: list[Tensor] = field(default_factory=list)
     top_logprobs: list[Tensor] = field(default_factory=list)
     features: list[Tensor] = field(default_factory=list)
-    """Of the prompt's last token and of each one generated but the last."""
+    """States of the prompt's last token and of each one generated but the last."""
 
     def ended(self, eos: set[int]) -> bool:
         """Whether the text is over, full, or repeats its last 8 tokens for the third time in 64 (a

@@ -26,7 +26,7 @@ UNROLLED = 4
 """Tokens ahead in the rest of it."""
 
 _STEP_WEIGHT = 0.8
-"""Of a token further on, relative to the one before it: fewer proposals get there."""
+"""Weight of a token further on, relative to the one before it: fewer proposals get there."""
 
 
 _RISE_STEPS = 40

@@ -31,7 +31,7 @@ class Mode(NamedTuple):
     """How a step is planned; 1 is yes, 0 no."""
 
     goodput: float
-    """Of the step before, in tokens per second without prefill; 0: unknown."""
+    """The step before's, in tokens per second without prefill; 0: unknown."""
     waits: int
     """Whether the price of time counts the requests in prefill, which wait for the step."""
     explore_share: float

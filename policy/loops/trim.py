@@ -14,7 +14,7 @@ from .times import TIMES, VERIFY, Times, verify_s
 BOUNDS = np.array(
     [0.0, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98, 1.0]
 )
-"""Of the bins of confidence, finer towards 0 and 1."""
+"""Edges of the bins of confidence, finer towards 0 and 1."""
 BINS = len(BOUNDS) - 1
 PLACES = 3
 """Places of a proposal that are distinguished: its first token, its second, and all later ones."""
@@ -100,7 +100,7 @@ def take_best(row: Ints, worth: Floats, pass_s: Floats, price: float, nodes: Int
     """Count into ``nodes[n]`` how many nodes of each row have the highest net worth together.
 
     ``row[q]`` rises; ``worth[q]``, in tokens, never does within a row. ``pass_s[m]`` are the
-    seconds of a pass with m nodes. Of equal totals it is the lowest.
+    seconds of a pass with m nodes. Among equal totals it takes the lowest.
     """
     nodes[:] = 0
     order = np.empty(len(worth), np.int64)

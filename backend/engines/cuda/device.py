@@ -46,11 +46,11 @@ class RowResult:
     verified: int
     """Nodes verified: the first of a head's, all of the host's."""
     tokens: list[int] = field(default_factory=list)
-    """Of the nodes that a head proposed and the row has room for, the likeliest first."""
+    """Tokens of the nodes that a head proposed and the row has room for, the likeliest first."""
     parents: list[int] = field(default_factory=list)
-    """Of each of them, -1 for the text."""
+    """The parent of each of them, -1 for the text."""
     confidence: list[float] = field(default_factory=list)
-    """Of each of them: the probability of its path."""
+    """The probability of each one's path."""
 
 
 class Bucket(NamedTuple):

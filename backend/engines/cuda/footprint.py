@@ -16,7 +16,7 @@ RUNTIME_BYTES = 512 << 20
 """Of CUDA graphs, cuBLAS's workspaces and compiled kernels on a GPU; a guess, not measured."""
 
 _SLOT_BYTES = 48
-"""Of a sequence's slot, besides its block table: length, last token, seed and options."""
+"""Bytes of a sequence's slot, besides its block table: length, last token, seed and options."""
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:

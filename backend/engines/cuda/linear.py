@@ -89,7 +89,7 @@ def linear(
 
 
 _LEAST_COLUMNS, _LEAST_INNER = 64, 16
-"""Of one instruction of Hopper's warp groups."""
+"""Smallest sizes of one instruction of Hopper's warp groups."""
 
 
 def tiling_for(columns: int, inner: int, tokens: int) -> Tiling | None:

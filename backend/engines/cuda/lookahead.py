@@ -71,7 +71,7 @@ class _Submission:
     jobs: list[_RowJob]
     launched: Launched | None
     chunks: list[Completion]
-    """Of turns that only run a chunk of a prompt."""
+    """Completions of turns that only run a chunk of a prompt."""
     by_host: list[Turn]
     chunks_begun: Any
     """A CUDA event before the prompts' chunks, and one after them; times without CUDA."""

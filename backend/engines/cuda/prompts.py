@@ -69,8 +69,8 @@ class Prompts:
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, Prompts, Scoring], torch.Tensor]
-"""Of queries [tokens, heads, dim], pages [blocks, 2, kv_heads, PAGE, dim], rows and scoring: the
-attention, of the queries' shape.
+"""Computes attention, of the queries' shape, from queries [tokens, heads, dim], pages [blocks, 2,
+kv_heads, PAGE, dim], rows and scoring.
 """
 
 

@@ -20,8 +20,8 @@ CONTEXT_ROWS = 512
 """Tokens of a request's own text, at most, that it can propose besides the static ones."""
 
 _RACE_BYTES = 64
-"""Of each logit while the target's device draws for a head: its noise, mass and time in 64 bits,
-and what they are made of.
+"""Bytes of each logit while the target's device draws for a head: its noise, mass and time in 64
+bits, and what they are made of.
 """
 
 

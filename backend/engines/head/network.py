@@ -23,7 +23,8 @@ from backend.engines.checkpoint import DTYPES
 from backend.engines.head.folder import WEIGHTS_FILE, HeadConfig, read_config
 
 FIRST_SCALE = 0.3
-"""Of the last norm at first: a frozen head on vectors of full size begins 9 to 17 nats off."""
+"""Scale of the last norm at first: a frozen head on vectors of full size begins 9 to 17 nats off.
+"""
 
 
 class Head(Protocol):

@@ -62,8 +62,9 @@ class Chunk:
     logits: int
     """Last rows that want logits."""
     parents: Seq[int] = ()
-    """Of the last rows, which are a tree: an earlier node, or the row before the tree (-1). A node
-    sees its ancestors and itself, and has the position of its depth; all other rows are a chain.
+    """The parents of the last rows, which are a tree: an earlier node, or the row before the tree
+    (-1). A node sees its ancestors and itself, and has the position of its depth; all other rows
+    are a chain.
     """
     prompt_rows: int = 0
     """First rows that are of the prompt."""

@@ -30,7 +30,7 @@ _LOOKING = 4
 """Batches, at most, that wait to be looked at; each holds its states."""
 
 _FOLLOW_UP_SHARE = 0.25
-"""Of a batch, at most: long answers of chats, which later prompts are about."""
+"""Share of a batch, at most: long answers of chats, which later prompts are about."""
 
 _LONG_TOKENS = 100
 _RAW_SHARE = 0.35
