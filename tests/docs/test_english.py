@@ -1,5 +1,6 @@
 """Code in plain English: its comments, docstrings and names, by the words of ``english.py``."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from tests.docs.english import foreign, prose_and_names
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("backend", "bench", "docs", "engines_build", "examples", "policy", "tests")
+MOST_WORDS = 80
+"""Words of a class docstring: fields are documented at the fields."""
 
 
 def faults(source: str) -> list[str]:
@@ -28,6 +31,17 @@ def test_code_is_in_plain_english(folder):
     assert files
     found = {path: faults(path.read_text("utf-8")) for path in files}
     assert [f"{path}:{fault}" for path, of_it in found.items() for fault in of_it] == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_class_docstrings_are_short(folder):
+    words = {
+        f"{path}:{node.name}": len((ast.get_docstring(node) or "").split())
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: count for name, count in words.items() if count > MOST_WORDS} == {}
 
 
 @pytest.mark.parametrize(
