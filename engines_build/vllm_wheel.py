@@ -43,21 +43,25 @@ DEPENDENCIES = ("numpy>=1.26", "numba>=0.60")
 _VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 _IMPORT = re.compile(r"^(\s*)(from|import) (policy|backend)\b", re.MULTILINE)
 _MODULE_NAME = re.compile(r"([\"'])((?:policy|backend)(?:\.\w+)+)\1")
-_INIT = '''"""Spindle's planner for vLLM: ``SpindleScheduler`` and ``SpindleProposer``."""
+_INIT = '''"""Spindle's planner for vLLM: classes that vLLM's settings name."""
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "{version}"
-__all__ = ["SpindleProposer", "SpindleScheduler"]
+_MODULES = {{
+    "SpindleLengthScheduler": "vllm_lengths",
+    "SpindleProposer": "vllm",
+    "SpindleScheduler": "vllm",
+}}
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Import vLLM only when one of the classes is asked for."""
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {{__name__!r}} has no attribute {{name!r}}")
-    from spindle_vllm.backend.hosts import vllm
-
-    return getattr(vllm, name)
+    return getattr(import_module(f"spindle_vllm.backend.hosts.{{_MODULES[name]}}"), name)
 '''
 _PROJECT = """[project]
 name = "spindle-vllm"

@@ -20,6 +20,7 @@ from time import perf_counter
 import numpy as np
 
 from backend.core.kv_ledger import KVLedger
+from backend.engines.port import Engine
 from backend.engines.registry import Service, make_engine
 from backend.hosts.calibration import draft_table
 from backend.hosts.settings import TARGET, HostConfig
@@ -69,18 +70,26 @@ class Host:
     """
 
     def __init__(
-        self, config: HostConfig, stats: Stats, clock: Callable[[], float] = perf_counter
+        self,
+        config: HostConfig,
+        stats: Stats,
+        clock: Callable[[], float] = perf_counter,
+        *,
+        drafts: list[Engine] | None = None,
     ) -> None:
-        """Load the drafts, and measure those that run a model. Raises ConfigError or
-        CheckpointError for a draft that cannot be had.
+        """Load the drafts, unless they are given, and measure those that run a model. Raises
+        ConfigError or CheckpointError for a draft that cannot be had.
         """
         serving = config.serving
         self.k_max = serving.policy.k_max
         self._serving, self._clock = serving, clock
         self._stats = StepStats(stats)
         compile_planner(logger.info, self._stats)
-        service = Service(serving, _threads(serving.threads), lambda e: Path(e.model), stats.count)
-        self.drafts = [make_engine(engine, service) for engine in serving.drafts]
+        if drafts is None:
+            threads = _threads(serving.threads)
+            service = Service(serving, threads, lambda e: Path(e.model), stats.count)
+            drafts = [make_engine(engine, service) for engine in serving.drafts]
+        self.drafts = drafts
         drafting = Drafting(self.drafts, self._stats, clock)
         self.cycle = Cycle(drafting, NoSpeculation(), self._stats, clock, serving.policy.seed)
         pools = {draft.name: draft.limits.kv_blocks for draft in self.drafts}

@@ -38,14 +38,22 @@ class Shape:
     length: int
     """Tokens proposed for each."""
     prompt_tokens: int = PROMPT_TOKENS
+    drafted: int = 0
+    """Tokens that the host's own drafter proposes for each, in the same pass."""
 
 
-def shapes(max_rows: int, k_max: int, max_prompt_tokens: int) -> Iterator[Shape]:
-    """Yield the shapes of a target's steps; long prompts, which show the cost of context, last."""
+def shapes(
+    max_rows: int, k_max: int, max_prompt_tokens: int, *, drafter: bool = False
+) -> Iterator[Shape]:
+    """Yield the shapes of a target's steps, and with a ``drafter`` of the host those that show its
+    cost; long prompts, which show the cost of context, last.
+    """
     lengths = sorted({0, 1, 2, 4, k_max} & {*range(k_max + 1)})
     for rows in _ROWS:
         if rows <= max_rows:
             yield from (Shape(rows, length) for length in lengths)
+            if drafter:
+                yield Shape(rows, 0, drafted=k_max)
     if max_prompt_tokens > LONG_PROMPT_TOKENS:
         for rows in (1, 4):
             if rows <= max_rows:
@@ -64,6 +72,7 @@ class Calibration:
         self._started_s: float | None = None
         self._seen = self._others = 0
         self._seconds: _Cells = defaultdict(list)
+        self._drafting: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._mixed: _Cells = defaultdict(
             list
         )  # of steps with prompts, used if there are no others
@@ -85,12 +94,26 @@ class Calibration:
             self._others += 1
         else:
             self._seen += 1
-            if self._seen > 1:
+            if self._seen > 1 and self.shape.drafted:
+                self._drafting[rows, self.shape.drafted].append(seconds)
+            elif self._seen > 1:
                 self._seconds[cell].append(seconds)
         if self._seen > SAMPLES or self._others > PATIENCE_STEPS:
             self._seen, self._others, self.shape = 0, 0, next(self._planned, None)
         if self._clock() - self._started_s > self._budget_s and (self._seconds or self._others):
             self.shape = None
+
+    def drafter_s(self) -> dict[int, float]:
+        """Return by rows the seconds that a token of all proposals takes the host's drafter."""
+        plain: defaultdict[int, list[float]] = defaultdict(list)
+        for (rows, tokens, _), seconds in self._seconds.items():
+            if tokens == rows:
+                plain[rows] += seconds
+        return {
+            rows: (median(seconds) - median(plain[rows])) / length
+            for (rows, length), seconds in self._drafting.items()
+            if rows in plain
+        }
 
     def table(self, engine: str, device: str, model: str, dtype: str, version: str) -> LatencyTable:
         """Return the table of the measured steps. Raises LatencyError if there are none."""

@@ -35,12 +35,20 @@ class HostConfig:
     """A port on the loopback with the plug-in's own metrics; 0: none."""
 
 
-def host_config(raw: Mapping[str, Any], k_max: int, max_context_tokens: int) -> HostConfig:
-    """Check a plug-in's settings. Raises ConfigError naming key and value."""
+def host_config(
+    raw: Mapping[str, Any], k_max: int, max_context_tokens: int, drafter: str = ""
+) -> HostConfig:
+    """Check a plug-in's settings; ``drafter`` names the host's own, which then is the only draft.
+    Raises ConfigError naming key and value.
+    """
     own = {key: value for key, value in raw.items() if key not in _SHARED}
     if "serving" in own:
         raise ConfigError(f"unknown key 'serving'; known here: {', '.join(_SHARED)}")
     shared = {key: raw[key] for key in _SHARED if key in raw}
+    if drafter:
+        if "drafts" in shared:
+            raise ConfigError(f"drafts must be absent: {drafter} of the host proposes")
+        shared["drafts"] = [{"engine": "fake", "name": drafter}]
     policy, limits = dict(shared.pop("policy", {})), dict(shared.pop("limits", {}))
     if "k_max" in policy:
         raise ConfigError(f"policy.k_max is the host's own setting, got {policy['k_max']!r}")

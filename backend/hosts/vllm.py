@@ -94,9 +94,10 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._spindle = _settings(self.vllm_config)
+        self._spindle = self._settings()
         self._stats = Stats()
-        self._host = Host(self._spindle, self._stats)
+        self._host = self._make_host()
+        _warn_of_v1(self.vllm_config)
         self._exporter = Exporter(self._stats, self._spindle.metrics_port)
         self._samples = _draws_right(self.vllm_config)
         self._step: _Step | None = None
@@ -104,11 +105,8 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         self._numbers = itertools.count()
         self._made_up: dict[str, Request] = {}
         self._calibration: Calibration | None = None
-        table = _read(self._spindle.latency_file)
-        if table is None:
+        if not self._plan_by_file():
             self._calibrate()
-        else:
-            self._host.plan_by(table)
 
     # -- vLLM's own steps
 
@@ -222,7 +220,8 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         most = min(self.max_num_running_reqs, self._spindle.serving.limits.max_active_requests)
         room = self.max_model_len - self._host.k_max - _least_life(self._host.k_max)
         # A prompt that fills a step's budget is cut; the KV of all rows must be there too.
-        planned = shapes(most, self._host.k_max, min(room, self.max_num_scheduled_tokens))
+        longest = min(room, self.max_num_scheduled_tokens)
+        planned = shapes(most, self._host.k_max, longest, drafter=self._own_drafter)
         self._calibration = Calibration(planned, self._spindle.calibration_s)
         self._make_up()
 
@@ -288,27 +287,60 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         self._calibration = None
         table = calibration.table(TARGET, *_provenance(self.vllm_config))
         logger.info("spindle: %d shapes of steps were measured", len(table.tokens))
-        if self._spindle.latency_file:
-            Path(self._spindle.latency_file).write_text(
-                json.dumps(table.to_dict(), indent=1) + "\n", "utf-8"
+        self._plan_by(table, calibration)
+
+    # -- what differs where vLLM's own drafter proposes
+
+    _own_drafter = False
+
+    def _settings(self) -> HostConfig:
+        """Return the plug-in's settings. Raises ConfigError for what it cannot do."""
+        speculation = self.vllm_config.speculative_config
+        if speculation is None or speculation.method != "custom_class":
+            raise ConfigError(
+                "SpindleScheduler needs a speculative_config of method 'custom_class'"
             )
+        return _settings(self.vllm_config, "")
+
+    def _make_host(self) -> Host:
+        return Host(self._spindle, self._stats)
+
+    def _plan_by_file(self) -> bool:
+        """Return whether there is a latency file; then plan by it."""
+        saved = _read(self._spindle.latency_file)
+        if saved is not None:
+            self._host.plan_by(LatencyTable.from_dict(saved))
+        return saved is not None
+
+    def _plan_by(self, table: LatencyTable, calibration: Calibration) -> None:
+        """Plan by what was measured, and save it."""
+        del calibration
+        _save(self._spindle.latency_file, table.to_dict())
         self._host.plan_by(table)
 
 
-def _settings(vllm_config: Any) -> HostConfig:
+def _warn_of_v1(vllm_config: Any) -> None:
+    """Warn where the settings have moved vLLM to its older model runner."""
+    is_cpu = str(vllm_config.device_config.device_type) == "cpu"
+    if is_cpu or getattr(vllm_config, "use_v2_model_runner", False):
+        return
+    logger.warning(
+        "spindle: vLLM runs its V1 model runner with speculative method %r; newer versions call it "
+        "deprecated. Their V2 runner needs a method of vLLM's own, with SpindleLengthScheduler",
+        vllm_config.speculative_config.method,
+    )
+
+
+def _settings(vllm_config: Any, drafter: str) -> HostConfig:
     """Return the plug-in's settings. Raises ConfigError for what it cannot do."""
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    if speculation is None or speculation.method != "custom_class":
-        raise ConfigError("SpindleScheduler needs a speculative_config of method 'custom_class'")
     if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "SpindleScheduler cannot plan while steps are in flight: pipeline parallel"
-        )
+        raise ConfigError("Spindle cannot plan while steps are in flight: pipeline parallel")
     if vllm_config.scheduler_config.async_scheduling:
-        raise ConfigError("async_scheduling must be off with SpindleScheduler")
+        raise ConfigError("async_scheduling must be off with Spindle's schedulers")
     raw = (vllm_config.additional_config or {}).get(SETTINGS, {})
     length = vllm_config.model_config.max_model_len
-    return host_config(raw, speculation.num_speculative_tokens, length)
+    return host_config(raw, speculation.num_speculative_tokens, length, drafter)
 
 
 def _draws_right(vllm_config: Any) -> bool:
@@ -345,11 +377,17 @@ def _least_life(k_max: int) -> int:
     return 16 * (k_max + 1)
 
 
-def _read(file: str) -> LatencyTable | None:
-    """Return the table in a file, None where there is none. Raises LatencyError for another one."""
+def _read(file: str) -> dict[str, Any] | None:
+    """Return what is in a latency file, None where there is none."""
     if not file or not Path(file).exists():
         return None
-    return LatencyTable.from_dict(json.loads(Path(file).read_text("utf-8")))
+    saved: dict[str, Any] = json.loads(Path(file).read_text("utf-8"))
+    return saved
+
+
+def _save(file: str, measured: dict[str, Any]) -> None:
+    if file:
+        Path(file).write_text(json.dumps(measured, indent=1) + "\n", "utf-8")
 
 
 def _provenance(vllm_config: Any) -> Iterator[str]:

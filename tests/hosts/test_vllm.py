@@ -25,6 +25,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from engines_build import vllm_wheel
 
@@ -272,6 +273,55 @@ def test_a_small_model_drafts_in_the_scheduler_s_process(latency_file, plain):
     assert counted(result, "spindle_accepted_tokens_total", draft="small") > 20
 
 
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory):
+    """A draft model that agrees with the target now and then: the target with noisy weights."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("draft") / "model"
+    shutil.copytree(TINY, folder)
+    torch.manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    noisy = {name: one + 0.3 * one.std() * torch.randn_like(one) for name, one in weights.items()}
+    save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    return {"method": "draft_model", "model": str(folder)}
+
+
+NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+def lengths_of_vllm(drafter, file, **settings):
+    """Return the engine's arguments with vLLM's own drafter, whose lengths are planned."""
+    own = {"latency_file": str(file), "calibration_s": 5.0, **settings}
+    return {
+        "speculative_config": {**drafter, "num_speculative_tokens": K_MAX},
+        "scheduler_cls": "spindle_vllm.SpindleLengthScheduler",
+        "additional_config": {"spindle": own},
+        "async_scheduling": False,
+        "disable_log_stats": False,
+    }
+
+
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@pytest.mark.parametrize("policy", [{}, {"kind": "random"}], ids=["planned", "any plan"])
+def test_lengths_of_vllm_s_own_drafter(method, policy, tmp_path, plain, draft_model):
+    drafter = NGRAM if method == "ngram" else draft_model
+    file = tmp_path / "table.json"
+    result = serve(ROUNDS * 2, **lengths_of_vllm(drafter, file, policy=policy))
+    seen, counters = result["seen"], result["counters"]
+    assert result["rounds"] == plain * 2
+    lengths = {int(name.split()[1]): n for name, n in seen.items() if name.startswith("length")}
+    assert len(lengths) > 1
+    assert 0 < seen["drafted"] == counters["vllm:spec_decode_num_draft_tokens"]
+    assert counters["vllm:spec_decode_num_accepted_tokens"] > 20
+    assert seen.get("not_as_proposed", 0) == 0
+    assert seen["left over"] == 0
+    assert not seen["calibrating"]
+    table = json.loads(file.read_text())
+    assert len(table["target"]["tokens"]) >= 8
+    assert table["drafter_s"]
+
+
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="prepare it: spindle prepare")
 def test_texts_of_a_model_of_135m_parameters(latency_file):
     ids = [[1, 9690, 198, 2683, 359] * 6, [1, 520, 9531, 198, 504] * 5]
@@ -288,6 +338,19 @@ def test_the_proposer_alone_is_refused(plugin):
         scheduler = SchedulerConfig.default_factory(scheduler_cls=chosen)
         with pytest.raises(ValueError, match=r"scheduler_cls must be .*SpindleScheduler"):
             plugin.SpindleProposer(SimpleNamespace(scheduler_config=scheduler))
+
+
+@pytest.mark.parametrize(
+    ("device", "is_v2", "warned"), [("cuda", False, 1), ("cuda", True, 0), ("cpu", False, 0)]
+)
+def test_a_move_to_the_v1_runner_is_warned_of(plugin, caplog, device, is_v2, warned):
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        speculative_config=SimpleNamespace(method="custom_class"),
+        use_v2_model_runner=is_v2,
+    )
+    importlib.import_module("spindle_vllm.backend.hosts.vllm")._warn_of_v1(config)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 
 def test_the_recipe_for_triton_makes_a_configuration(plugin):

@@ -44,6 +44,15 @@ def watch(scheduler, seen):
         return plain_preempt(*args, **kwargs)
 
     scheduler._preempt_request = preempt
+    count = scheduler.make_spec_decoding_stats
+
+    def counted(stats, num_draft_tokens, *args, **kwargs):
+        seen["drafted"] += num_draft_tokens
+        if getattr(scheduler, "_calibration", None) is None:
+            seen[f"length {num_draft_tokens}"] += 1
+        return count(stats, num_draft_tokens, *args, **kwargs)
+
+    scheduler.make_spec_decoding_stats = counted
     host = getattr(scheduler, "_host", None)
     if host is None:
         return
@@ -119,6 +128,8 @@ def main() -> None:
         answer = {"metrics": scheduler._exporter.text()}
     else:
         answer = {"metrics": ""}
+    if not job["engine"].get("disable_log_stats"):
+        answer["counters"] = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     sys.stdout.write("RESULT " + json.dumps(answer | {"rounds": done, "seen": dict(seen)}) + "\n")
     sys.stdout.flush()
     os._exit(0)  # vLLM's own end takes seconds

@@ -1,0 +1,123 @@
+"""The policy where a host's own drafter proposes: it plans, one step ahead, how many tokens the
+drafter proposes for each request, down to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from time import perf_counter
+
+import numpy as np
+
+from backend.engines.port import Completion, Engine, EngineLimits, Turn
+from backend.hosts.adapter import Host, Row, Verified
+from backend.hosts.settings import HostConfig
+from backend.ops.stats import Stats
+from backend.sequence import Proposal, Sequence
+from backend.speculation.cycle import Step
+from policy import LatencyTable
+
+
+class HostDrafter:
+    """A host's own drafter as a draft of the plan: it proposes in the host's pass, and the tokens
+    are known afterwards (``Lengths.drafted``).
+    """
+
+    def __init__(self, name: str, k_max: int) -> None:
+        self.name = name
+        self.limits = EngineLimits(0, 1 << 30, k_max, k_max, 0, in_target=True)
+
+    def submit(self, turns: Seq[Turn]) -> None:
+        """Raise RuntimeError: it proposes in the host's pass only."""
+        raise RuntimeError(f"{self.name} proposes in the host's pass, got {len(turns)} turns")
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Return nothing."""
+        del timeout_s
+        return []
+
+    def cancel(self, sequence_ids: Iterable[int]) -> None:
+        """Do nothing: the host forgets its requests by itself."""
+
+    def unseen(self, sequence: Sequence) -> int:
+        """Return 0: the host's drafter reads along in every pass."""
+        del sequence
+        return 0
+
+    def available(self, sequence: Sequence, length: int) -> int:
+        """Return the length: any may be asked for."""
+        del sequence
+        return length
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Lengths(Host):
+    """Plans the lengths of the host's next step while the host schedules the present one, since
+    that one's pass ends with the drafter's.
+    """
+
+    def __init__(
+        self, config: HostConfig, stats: Stats, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        (drafter,) = config.serving.drafts
+        drafts: list[Engine] = [HostDrafter(drafter.name, config.serving.policy.k_max)]
+        super().__init__(config, stats, clock, drafts=drafts)
+        self._name = drafter.name
+        self._next: Step | None = None
+        self._forward_s: tuple[list[float], list[float]] = [1.0], [0.0]
+
+    def plan_by_passes(self, target: LatencyTable, forward_s: Mapping[int, float]) -> None:
+        """Plan by the table of the host's passes, and the seconds that each token of a proposal
+        takes its drafter, by the number of rows.
+        """
+        seconds = {rows: max(1e-7, forward_s[rows]) for rows in sorted(forward_s)} or {1: 1e-7}
+        self._forward_s = [float(rows) for rows in seconds], list(seconds.values())
+        self._tables[self._name] = LatencyTable.synthetic(self._name, seconds)
+        self.plan_by(target)
+
+    def plan_lengths(
+        self, rows: Seq[Row], prefill_tokens: int, prefilling: int
+    ) -> dict[Hashable, int]:
+        """Plan the step after the one that the host starts now, whose plan begins to count. Return
+        lengths above 0 by key.
+        """
+        running = self._next
+        self.propose(rows, prefill_tokens=prefill_tokens, prefilling=prefilling)
+        self._step, self._next = running, self._step
+        if self._next is None:
+            return {}
+        asked = (
+            (row.key, self._next.proposals[self.sequences[row.key].id].on_device) for row in rows
+        )
+        return {key: ask.length for key, ask in asked if ask is not None}
+
+    def drafted(self, key: Hashable, tokens: Seq[int]) -> None:
+        """Note what the drafter proposed for a request of the step that was planned last, cut to
+        its length.
+        """
+        sequence, step = self.sequences.get(key), self._next
+        if step is None or sequence is None or not tokens:
+            return
+        if sequence.id in step.proposals:
+            step.take(sequence.id, Proposal.chain(self._name, tokens), len(tokens))
+
+    def ran(self, rows: Iterable[Verified], *, verify_s: float, prefill_tokens: int = 0) -> None:
+        """Learn from the step that runs. Its seconds contain those of the drafter for the next
+        one, which are taken from the table; its own drafter ran in the pass before.
+        """
+        if self._step is not None:
+            own_s = self._drafter_s(self._step)
+            if own_s:
+                self._step.log.parts_s[f"draft:{self._name}"] = own_s
+        if self._next is not None:
+            verify_s = max(0.0, verify_s - self._drafter_s(self._next))
+        super().ran(rows, verify_s=verify_s, prefill_tokens=prefill_tokens)
+
+    def _drafter_s(self, step: Step) -> float:
+        """Return about the seconds of the drafter: it drafts for all rows as much as for one."""
+        rows = len(step.plan.length)
+        longest = int(step.plan.length.max(initial=0))
+        return float(longest * np.interp(rows, *self._forward_s))

@@ -1,0 +1,77 @@
+"""The policy where a host's own drafter proposes: lengths are planned a step ahead."""
+
+import pytest
+
+from backend.config import ConfigError
+from backend.hosts.adapter import Row, Verified
+from backend.hosts.calibration import Calibration, shapes
+from backend.hosts.lengths import Lengths
+from backend.hosts.settings import host_config
+from backend.ops.stats import Stats
+from policy import LatencyTable
+
+K_MAX, PROMPT = 4, [1, 2, 3]
+
+
+class Driven:
+    """A host with one request, whose drafter is right in its first ``right`` tokens."""
+
+    def __init__(self, right, forward_s=1e-4, **settings):
+        self.lengths = Lengths(host_config(settings, K_MAX, 4096, "ngram"), Stats())
+        target = LatencyTable.synthetic("target", {1: 0.02, 64: 0.021})
+        self.lengths.plan_by_passes(target, {1: forward_s})
+        self.tokens, self.right, self.drafted = [*PROMPT], right, []
+        self.planned = []
+
+    def step(self):
+        verified = self.drafted
+        row = Row("a", self.tokens, len(PROMPT), 1000)
+        length = self.lengths.plan_lengths([row], 0, 0).get("a", 0)
+        self.planned.append(length)
+        emitted = [*verified[: self.right], 7]
+        self.tokens = [*self.tokens, *emitted]
+        self.drafted = [5 if n < self.right else 6 for n in range(length)]
+        self.lengths.drafted("a", self.drafted)
+        row = Verified("a", verified, self.tokens)
+        self.lengths.ran([row], verify_s=0.02)
+
+
+def test_a_drafter_that_is_right_gets_long_lengths_and_a_wrong_one_none():
+    right, wrong = Driven(K_MAX), Driven(0, forward_s=0.05)
+    for _ in range(60):
+        right.step()
+        wrong.step()
+    assert sum(right.planned[-20:]) > 50
+    assert sum(wrong.planned[-20:]) < 10
+
+
+def test_what_was_verified_is_learnt_with_the_step_that_was_planned_for_it():
+    host = Driven(2, policy={"kind": "fixed", "draft": "ngram", "length": 3})
+    for _ in range(10):
+        host.step()
+    counters = host.lengths._stats._stats.drain().counters
+    counts = {name: amount for name, labels, amount in counters if "draft" in labels}
+    assert counts["spindle_accepted_tokens_total"] == 2 * 9
+    assert not [name for name, *_ in counters if "fallback" in name]
+
+
+def test_requests_that_are_over_are_forgotten():
+    host = Driven(1)
+    host.step()
+    host.lengths.ended(["a"])
+    assert not host.lengths.sequences
+    host.lengths.drafted("a", [1])
+
+
+def test_drafts_cannot_be_set_where_the_host_drafts():
+    with pytest.raises(ConfigError, match="drafts must be absent: eagle3"):
+        host_config({"drafts": []}, K_MAX, 512, "eagle3")
+
+
+def test_the_drafter_s_seconds_are_those_that_drafting_adds():
+    calibration = Calibration(shapes(1, K_MAX, 16, drafter=True), 1e9)
+    while (shape := calibration.shape) is not None:
+        tokens = shape.rows * (1 + shape.length)
+        calibration.ran(shape.rows, tokens, 16, 0.02 + 0.003 * shape.drafted)
+    assert calibration.drafter_s() == pytest.approx({1: 0.003})
+    assert len(calibration.table("target", "cpu", "m", "fp32", "0").tokens) == len((0, 1, 2, K_MAX))
