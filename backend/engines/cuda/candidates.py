@@ -94,7 +94,7 @@ def _best_of_chunk(
         token = tl.load(token_ptr + row.to(tl.int64) * columns + column, mask=in_head, other=0)
         word = tl.load(word_ptr + row).to(tl.uint64, bitcast=True)
         noise = exponential(word ^ token.to(tl.uint64)).to(tl.float32)
-        speed = tl.exp(_SHARPNESS * tl.log(tl.where(in_head, share, 1.0) / noise))
+        speed = tl.exp(tl.log(tl.where(in_head, share, 1.0) / noise) * _SHARPNESS)
         worth = tl.where(in_head, speed, 0.0)
     worth = tl.where(share == share, worth, 0.0)  # of a row without any mass
     at = row * chunks + chunk
@@ -128,7 +128,7 @@ def _best_of_row(
     exists = found < chunks * _MOST
     worth = tl.load(worth_ptr + row * chunks * _MOST + found, mask=exists, other=-1.0)
     places = tl.load(place_ptr + row * chunks * _MOST + found, mask=exists, other=_NONE)
-    faint = tl.where(tl.load(temperature_ptr + row) > 0.0, 0.0, _FAINT * tl.max(worth, 0))
+    faint = tl.where(tl.load(temperature_ptr + row) > 0.0, 0.0, tl.max(worth, 0) * _FAINT)
     for n in tl.static_range(_MOST):
         best = tl.max(worth, 0)
         place = tl.min(tl.where(worth == best, places, _NONE), 0)

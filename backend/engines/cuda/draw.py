@@ -73,7 +73,7 @@ def _measure_chunks(
         weight = tl.where(x >= tl.load(bound_ptr + row), weight, 0.0).to(tl.float64)
         mass = tl.sum(weight, 0)
         tl.store(mass_ptr + at, mass)
-        is_candidate = (weight > 0.0) & (weight >= _SLACK * _HEAD * mass)
+        is_candidate = (weight > 0.0) & (weight >= mass * (_SLACK * _HEAD))
         place_of = tl.cumsum(is_candidate.to(tl.int32), 0) - 1
         to = candidate_ptr + at.to(tl.int64) * MOST + place_of
         tl.store(to, offset.to(tl.int16), mask=is_candidate & (place_of < MOST))
@@ -146,7 +146,7 @@ def _race_heads(
         x = tl.load(logits + offset, mask=exists, other=float("-inf")).to(tl.float32)
         own_weight = _weigh(x, bound, base, temperature)
         weight = own_weight * scale
-        in_head = exists & (weight.to(tl.float64) >= _HEAD * mass)
+        in_head = exists & (weight.to(tl.float64) >= mass * _HEAD)
         head += tl.sum(tl.where(in_head, own_weight, 0.0).to(tl.float64), 0)
         column = chunk * CHUNK + offset
         noise = exponential(word ^ column.to(tl.uint64))
@@ -206,7 +206,7 @@ def _race_tails(
         ).to(tl.float32)
         base, scale = _base_of(top_ptr, row * chunks + chunk, top, temperature)
         weight = _weigh(x, tl.load(bound_ptr + row), base, temperature) * scale
-        in_tail = (weight > 0.0) & (weight.to(tl.float64) < _HEAD * mass)
+        in_tail = (weight > 0.0) & (weight.to(tl.float64) < mass * _HEAD)
         noise = exponential(word ^ column.to(tl.uint64))
         time = tl.where(in_tail, noise / tl.where(in_tail, weight, 1.0), float("inf"))
         least = tl.min(time, 0)
