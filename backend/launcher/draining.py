@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import urllib.request
+from http.client import HTTPException
 from time import sleep
 from typing import Any
 
@@ -31,7 +32,7 @@ def drain(settings: Settings) -> None:
             if (health["drains_for_s"] or 0.0) < -LATE_LIMIT_S:
                 return
             sleep(POLL_PERIOD_S)
-    except (OSError, ValueError):
+    except (OSError, HTTPException, ValueError, KeyError):
         return  # the engine has ended, or does not serve yet: nothing is in flight
 
 
