@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,7 +202,9 @@ class Counts:
             self._output += 0 if self._silent else piece.output_tokens
 
     async def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return OpenAI's ``usage``. Raises ApiError."""
+        """Return OpenAI's ``usage``; the tokens of reasoning only where they can be counted, for no
+        answer is lost by that.
+        """
         inputs = sum(self._inputs.values())
         usage: dict[str, Any] = {
             "prompt_tokens": inputs,
@@ -210,9 +212,10 @@ class Counts:
             "total_tokens": inputs + self._output,
         }
         if any(choice.splits_reasoning for choice in choices):
-            counted = [await self._tokens(choice.reasoning) for choice in choices]
-            tokens = min(sum(counted), self._output)
-            usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
+            with suppress(ApiError):
+                counted = [await self._tokens(choice.reasoning) for choice in choices]
+                tokens = min(sum(counted), self._output)
+                usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
         return usage
 
     async def _tokens(self, text: str) -> int:

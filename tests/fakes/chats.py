@@ -34,6 +34,10 @@ class WritingTriton:
                     yield Piece(prompt, sequence, piece)
                 yield Piece(prompt, sequence, "", self._reason)
 
+    async def tokenize(self, text: str) -> list[int]:
+        """Return a token for each letter, after one that begins a prompt."""
+        return [0, *map(ord, text)]
+
 
 class PatientClient:
     """A request whose client stays."""

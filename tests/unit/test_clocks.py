@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DATES = {
+    "backend/ops/kv_events.py",
     "backend/ops/nvidia_metrics.py",
     "backend/openai_frontend/answers.py",
     "backend/openai_frontend/app.py",
@@ -14,8 +15,8 @@ DATES = {
     "backend/ops/request_trace.py",
     "backend/speculation/learned_state.py",
 }
-"""Files that write a date: into a metric, a reply, a chat template's text, a span, and with what
-was learnt, which fades by its age (never below 0).
+"""Files that write a date: into a metric, an event, a reply, a chat template's text, a span, and
+with what was learnt, which fades by its age (never below 0).
 """
 WALL = {
     ("time", "time"),
