@@ -107,11 +107,15 @@ def expect(
                 is_known[c, drawn[i]] = 1
                 expect_kept(known.counts, c, drawn[i], cost, kept[c, drawn[i]])
     for j in range(k_max):
-        place = min(j, PLACES - 1)
+        place, before = min(j, PLACES - 1), min(max(j - 1, 0), PLACES - 1)
         for d in range(drafts):
             for i in range(everyone):
-                hazard[j, d, i] *= kept[first[i] + d, drawn[i], 0, place]
-                nodes[j, d, i] = kept[first[i] + d, drawn[i], 1, place]
+                c, s = first[i] + d, drawn[i]
+                share = kept[c, s, 0, place]
+                if j > 0:  # a path goes on from its likeliest node: others end it, kept or not
+                    share /= kept[c, s, 0, before]
+                hazard[j, d, i] = min(hazard[j, d, i] * share, 1.0)
+                nodes[j, d, i] = kept[c, s, 1, place]
     return hazard, nodes
 
 
