@@ -406,11 +406,11 @@ def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     assert made.drift(after)["verify"] > 1
 
 
-def bushy(state, column, chances, positions=500):
+def bushy(state, column, chances, positions=500, place=0):
     """The state after trees of one token whose nodes are right as often as they claim."""
     rng, count = np.random.default_rng(4), len(chances)
     right = rng.choice(count + 1, positions, p=[*chances, 1 - sum(chances)])
-    row, depth = np.repeat(np.arange(positions), count), np.zeros(positions * count, np.int64)
+    row, depth = np.repeat(np.arange(positions), count), np.full(positions * count, place)
     state.calibration = state.calibration.learnt(
         np.full(len(row), column),
         np.zeros(len(row), np.bool_),
@@ -434,6 +434,18 @@ def test_a_draft_is_expected_to_bring_what_the_trim_leaves_of_its_trees():
         assert tree / chain == pytest.approx(left, abs=0.05)
         row_s = problem.draft_row_s[0, :, 0] / max(token_s, 1e-9) + 1
         assert not token_s or row_s == pytest.approx([nodes, 1.0], abs=0.05)
+
+
+def test_what_is_cut_off_next_to_a_path_takes_nothing_from_the_places_after_it():
+    """Siblings end a path whether they are verified or not."""
+    p = planner(latency((0.1, 0.1), token_s=0.04, free_tokens=1), **certain(0.8))
+    state = p.start()
+    for place in range(2):
+        state = bushy(state, 0, [0.4, 0.2, 0.1, 0.1], place=place)
+    state.goodput = 8.0
+    problem, _ = p.problem(view(8), state)
+    tree, chain = problem.gain[1, :, 0]
+    assert tree / chain == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_tree_that_is_right_by_its_many_nodes_is_not_drafted_where_they_cost_too_much():
