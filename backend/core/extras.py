@@ -38,13 +38,13 @@ class Prompt:
         if not said:
             return
         highest = rows.max(axis=1, keepdims=True)
-        laws = rows - (highest + np.log(np.exp(rows - highest).sum(axis=1, keepdims=True)))
-        self.log_probs += laws[np.arange(len(said)), said].tolist()
+        log_probs = rows - (highest + np.log(np.exp(rows - highest).sum(axis=1, keepdims=True)))
+        self.log_probs += log_probs[np.arange(len(said)), said].tolist()
         if most:
-            best = np.argpartition(-laws, most - 1, axis=1)[:, :most]
-            for law, ids in zip(laws, best, strict=True):
-                ranked = ids[np.argsort(-law[ids], kind="stable")]
-                self.top.append(list(zip(ranked.tolist(), law[ranked].tolist(), strict=True)))
+            best = np.argpartition(-log_probs, most - 1, axis=1)[:, :most]
+            for row, ids in zip(log_probs, best, strict=True):
+                ranked = ids[np.argsort(-row[ids], kind="stable")]
+                self.top.append(list(zip(ranked.tolist(), row[ranked].tolist(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

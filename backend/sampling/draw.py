@@ -37,10 +37,10 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class Heads(NamedTuple):
-    """The heads of some laws: token ``columns`` int64[q] of row ``rows`` int64[q] (rising), with
-    ``masses`` float64[q].
+    """The heads of some distributions: token ``columns`` int64[q] of row ``rows`` int64[q]
+    (rising), with ``masses`` float64[q].
 
-    ``totals`` float[n] are the laws' whole masses, 1 but for rounding.
+    ``totals`` float[n] are the distributions' whole masses, 1 but for rounding.
     """
 
     rows: IntArray
@@ -49,36 +49,37 @@ class Heads(NamedTuple):
     totals: npt.NDArray[np.floating[Any]]
 
     @classmethod
-    def of(cls, laws: torch.Tensor) -> Heads:
-        """Return the heads of laws [n, S], which sum to one; they are all that leaves the
+    def of(cls, probs: torch.Tensor) -> Heads:
+        """Return the heads of distributions [n, S], which sum to one; they are all that leaves the
         device.
         """
-        if laws.device.type == "cpu":
-            array = laws.numpy()
+        if probs.device.type == "cpu":
+            array = probs.numpy()
             rows, columns = np.divmod(np.flatnonzero(array >= HEAD), array.shape[1])
             return cls(rows, columns, array[rows, columns].astype(np.float64), array.sum(-1))
-        places = (laws >= HEAD).nonzero()
+        places = (probs >= HEAD).nonzero()
         found = places.cpu().numpy()
-        masses = laws[places[:, 0], places[:, 1]].double().cpu().numpy()
-        return cls(found[:, 0], found[:, 1], masses, laws.sum(-1).cpu().numpy())
+        masses = probs[places[:, 0], places[:, 1]].double().cpu().numpy()
+        return cls(found[:, 0], found[:, 1], masses, probs.sum(-1).cpu().numpy())
 
 
-def draw(laws: torch.Tensor, words: Words, token_ids: IntArray | None = None) -> list[int]:
-    """Return the column drawn of each of the laws [n, S], which sum to one, by noise ``words`` [n].
+def draw(probs: torch.Tensor, words: Words, token_ids: IntArray | None = None) -> list[int]:
+    """Return the column drawn of each of the distributions [n, S], which sum to one, by noise
+    ``words`` [n].
 
     ``token_ids`` int64[S] are the columns' tokens (None: a column's number).
     """
-    return race(Heads.of(laws), words, lambda row: laws[row].cpu().numpy(), token_ids)
+    return race(Heads.of(probs), words, lambda row: probs[row].cpu().numpy(), token_ids)
 
 
 def race(
     heads: Heads,
     words: Words,
-    law_of: Callable[[int], npt.NDArray[np.floating[Any]]],
+    probs_of: Callable[[int], npt.NDArray[np.floating[Any]]],
     token_ids: IntArray | None = None,
 ) -> list[int]:
-    """Return ``draw`` of laws by their heads; ``law_of(row)`` [S] is asked only where the tail
-    wins.
+    """Return ``draw`` of distributions by their heads; ``probs_of(row)`` [S] is asked only where
+    the tail wins.
     """
     times, tails, ends = _times(heads, words, token_ids)
     winners = []
@@ -89,19 +90,19 @@ def race(
         )  # rounding may leave it below 0
         winner = int(heads.columns[first]) if first >= 0 else -1
         if first < 0 or tails[row] < times[first] * rest:
-            winner = _in_tail(law_of(row), words[row], winner, token_ids)
+            winner = _in_tail(probs_of(row), words[row], winner, token_ids)
         winners.append(winner)
     return winners
 
 
 def finishers(
-    laws: torch.Tensor, words: Words, most: int, token_ids: IntArray | None = None
+    probs: torch.Tensor, words: Words, most: int, token_ids: IntArray | None = None
 ) -> list[list[tuple[int, float]]]:
     """Return by row the columns that come in first in the heads' races, at most ``most``, and how
     likely each is what the target draws by the same noise, assuming its distribution is close to
     the draft's.
     """
-    heads = Heads.of(laws)
+    heads = Heads.of(probs)
     times, _, ends = _times(heads, words, token_ids)
     found = []
     for start, end in itertools.pairwise(ends):
@@ -128,17 +129,17 @@ def _times(
 
 
 def _in_tail(
-    law: npt.NDArray[np.floating[Any]], word: np.uint64, head: int, token_ids: IntArray | None
+    probs: npt.NDArray[np.floating[Any]], word: np.uint64, head: int, token_ids: IntArray | None
 ) -> int:
     """Return the column that wins among those below ``HEAD``; ``head`` where the tail was but
     rounding.
 
     Raises ValueError for a distribution without any probability: its logits were no numbers.
     """
-    columns = np.flatnonzero((law > 0) & (law < HEAD))
+    columns = np.flatnonzero((probs > 0) & (probs < HEAD))
     if not len(columns):
         if head < 0:
             raise ValueError("no token has a probability: the logits are no numbers")
         return head
     tokens = columns if token_ids is None else token_ids[columns]
-    return int(columns[(exponentials(word ^ tokens.astype(np.uint64)) / law[columns]).argmin()])
+    return int(columns[(exponentials(word ^ tokens.astype(np.uint64)) / probs[columns]).argmin()])

@@ -29,8 +29,8 @@ def sampling_params(
     Words are tokenised alone and without special tokens; one without tokens has no effect.
     """
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
-    laws = (request.temperature, request.top_k, request.top_p, request.min_p)
-    greedy = all(value is None for value in laws)
+    filters = (request.temperature, request.top_k, request.top_p, request.min_p)
+    greedy = all(value is None for value in filters)
     if greedy or given.get("temperature", 1.0) < LEAST_TEMPERATURE:
         given["temperature"] = 0.0
     words = (tuple(tokenizer.encode(word, add_special_tokens=False)) for word in request.bad_words)

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from backend.request import SamplingParams
+from backend.sampling.distributions import arg_max, likeliest, row_arg_max, target_probs
 from backend.sampling.draw import draw, finishers
-from backend.sampling.laws import arg_max, likeliest, row_arg_max, target_laws
 from backend.sampling.processing import WHOLE_VOCABULARY, Columns, process
 from backend.sampling.randomness import Words, word
 from backend.sequence import ROOT, Proposal, Sequence
@@ -141,8 +141,8 @@ def candidates(
             continue
         theirs, mine = rows[chosen], [places[index] for index in indices]
         if drawn:
-            laws = target_laws(theirs, [place.params for place in mine])
-            best = finishers(laws, _words(mine), most, columns.numbers)
+            probs = target_probs(theirs, [place.params for place in mine])
+            best = finishers(probs, _words(mine), most, columns.numbers)
         else:
             best = likeliest(theirs, most)
         for index, ones in zip(indices, best, strict=True):
@@ -171,8 +171,8 @@ def _draw(logits: torch.Tensor, places: Seq[Row], verdicts: Seq[Verdict], column
     if drawn:
         chosen = [places[row] for row in drawn]
         theirs = rows if len(drawn) == len(places) else rows[drawn]  # indexing copies
-        laws = target_laws(theirs, [place.params for place in chosen])
-        for row, column in zip(drawn, draw(laws, _words(chosen), columns.numbers), strict=True):
+        probs = target_probs(theirs, [place.params for place in chosen])
+        for row, column in zip(drawn, draw(probs, _words(chosen), columns.numbers), strict=True):
             found[row] = column
     for row, (place, verdict) in enumerate(zip(places, verdicts, strict=True)):
         verdict.column = found[row]
@@ -182,10 +182,10 @@ def _draw(logits: torch.Tensor, places: Seq[Row], verdicts: Seq[Verdict], column
 
 def _tell(verdict: Verdict, row: torch.Tensor, sampling: SamplingParams) -> None:
     """Add log p of the token drawn: p with options and temperature, before top-k and top-p."""
-    law = (row / (sampling.temperature or 1.0)).log_softmax(-1)
-    verdict.log_probs.append(float(law[verdict.column]))
+    log_probs = (row / (sampling.temperature or 1.0)).log_softmax(-1)
+    verdict.log_probs.append(float(log_probs[verdict.column]))
     if sampling.top_log_probs:
-        best = law.topk(min(sampling.top_log_probs, len(law)))
+        best = log_probs.topk(min(sampling.top_log_probs, len(log_probs)))
         verdict.top.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 

@@ -23,9 +23,9 @@ from backend.engines.head.network import HeadNetwork
 from backend.engines.models.attention import ATTENTION
 from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
+from backend.sampling.distributions import target_probs
 from backend.sampling.draw import HEAD
 from backend.sampling.draw import draw as host_draw
-from backend.sampling.laws import target_laws
 from bench.cuda.kernel_parts import ATTENTIONS, AttentionCase, tilings
 from bench.cuda.measuring import Probe
 from bench.cuda.step import Shape, Step, Weights, new_kv
@@ -124,10 +124,10 @@ def distributions(probe: Probe) -> dict[str, Any]:
         bound = kernels.bounds(logits, *columns)
         noise = torch.from_numpy(words.view(np.int64)).to(probe.device)
         drawn = kernels.draw(logits, columns[0], bound, noise).cpu()
-        laws = target_laws(logits.cpu(), params)
-        wanted = torch.tensor(host_draw(laws, words))
+        probs = target_probs(logits.cpu(), params)
+        wanted = torch.tensor(host_draw(probs, words))
         same += int((drawn == wanted).sum())
-        tails += int((laws.gather(1, wanted[:, None]) < HEAD).sum())
+        tails += int((probs.gather(1, wanted[:, None]) < HEAD).sum())
         done += rows
         if time.monotonic() - began > probe.of(40.0, 600.0):
             break

@@ -4,7 +4,7 @@
 An arm is ``engine:dtype``, with ``:runs`` of OpenVINO without the promise of the same bits. Time:
 whole ``submit`` and ``poll`` of steps after ``--context`` tokens and of prompts, arms interleaved;
 CPU time of the one thread, so that other work on the machine moves it little. Texts: the five
-workloads; every position's arg-max and law against the first arm.
+workloads; every position's arg-max and distribution against the first arm.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def fidelity(
     engines: dict[str, StepEngine], texts: dict[str, list[list[int]]]
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return by kind of text and arm the share of equal arg-maxes and the mean KL from the first
-    arm's law.
+    arm's distribution.
     """
 
-    def laws(engine: StepEngine, text: list[int]) -> torch.Tensor:
+    def log_probs(engine: StepEngine, text: list[int]) -> torch.Tensor:
         table = KVTable(range(-(-EXCERPT_TOKENS // BLOCK_TOKENS)), "cpu")
         chunk = Chunk(text, 0, table, len(text), prompt_rows=len(text))
         return engine._model.forward([chunk]).float().log_softmax(-1)
@@ -121,11 +121,11 @@ def fidelity(
     for kind, ones in texts.items():
         sums = {arm: torch.zeros(2, dtype=torch.float64) for arm in others}
         for text in ones:
-            reference = laws(engines[first], text)
+            reference = log_probs(engines[first], text)
             for arm in others:
-                law = laws(engines[arm], text)
-                same = (law.argmax(-1) == reference.argmax(-1)).double().sum()
-                divergence = (reference.exp() * (reference - law)).sum(-1).double().sum()
+                other = log_probs(engines[arm], text)
+                same = (other.argmax(-1) == reference.argmax(-1)).double().sum()
+                divergence = (reference.exp() * (reference - other)).sum(-1).double().sum()
                 sums[arm] += torch.stack([same, divergence])
         positions = sum(map(len, ones))
         found[kind] = {

@@ -197,7 +197,7 @@ def compare(config: ServingConfig, options: argparse.Namespace) -> dict[str, Any
 
 def costs(tokens: int, seed: int) -> dict[str, Any]:
     """Return what a proposal and keeping answers take with ``tokens`` remembered: microseconds of
-    the thread's CPU time, texts of words by Zipf's law, half of them another tenant's.
+    the thread's CPU time, texts of Zipf-distributed words, half of them another tenant's.
     """
     rng = random.Random(f"costs/{seed}")
     words = [[rng.randrange(49152) for _ in range(rng.randrange(2, 9))] for _ in range(3000)]

@@ -93,7 +93,7 @@ class EagleUnroller:
         self._layers = torch.tensor(network.shape.layers) - 1
         self._every_token = torch.ones(len(head), dtype=torch.bool)
 
-    def laws(self, samples: Sequence[HeadSample], steps: int) -> Iterator[Any]:
+    def unroll(self, samples: Sequence[HeadSample], steps: int) -> Iterator[Any]:
         """Yield logits [rows, shortlist] by step (``Unrolls``)."""
         starts = starts_of(samples, self._every_token)
         head = WholeText(self.network.shape, self.network.tensors(), *self._tables)

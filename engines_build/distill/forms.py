@@ -105,8 +105,8 @@ class EagleForm:
         """Return what is trained (``Form``)."""
         config = self._config
         count = min(self._args.shortlist, config.vocab_size)
-        laws = ((s.top_ids, s.top_logprobs) for s in samples)
-        shortlist = choose_shortlist(laws, count, config.vocab_size, always)
+        targets = ((s.top_ids, s.top_logprobs) for s in samples)
+        shortlist = choose_shortlist(targets, count, config.vocab_size, always)
         self._network = EagleNetwork(eagle_shape(config, self._taps, count), shortlist)
         self._rows = rows
         lm = load_reader(self._args.target, served_dtype("cpu"))

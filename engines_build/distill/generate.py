@@ -80,7 +80,7 @@ class _Row:
         return new[-1] in eos or len(new) >= MAX_NEW_TOKENS or looping
 
     def within_prompt(self, width: int) -> None:
-        """Note the laws within the prompt: each token is followed by the next one."""
+        """Note the distributions within the prompt: each token is followed by the next one."""
         prompt = self.tokens[1 : self.prompt_tokens]
         following = torch.tensor(prompt, dtype=torch.long)[:, None].expand(-1, width)
         certain = torch.full(following.shape, -math.inf)
@@ -301,7 +301,7 @@ class Generator:
 
     def _again(self, first: _Row) -> _Row:
         """Begin another answer: its first token is drawn from the distribution after the prompt."""
-        n, law, temperature = first.prompt_tokens, first.top_logprobs[1], self._sampled()
+        n, logprobs, temperature = first.prompt_tokens, first.top_logprobs[1], self._sampled()
         row = replace(
             first,
             tokens=first.tokens[:n],
@@ -313,7 +313,7 @@ class Generator:
             top_logprobs=first.top_logprobs[:2],
             features=first.features[:1],
         )
-        row.tokens += self._choose(law, row.top_ids[1], torch.tensor([temperature])).tolist()
+        row.tokens += self._choose(logprobs, row.top_ids[1], torch.tensor([temperature])).tolist()
         return row
 
     def _sampled(self) -> float:
@@ -353,7 +353,7 @@ class Generator:
             row.tokens.append(chosen[i])
 
     def _asked(self, row: _Row, width: int) -> None:
-        """Note the laws within a prompt that was run, and ask for its other answers."""
+        """Note the distributions within a prompt that was run, and ask for its other answers."""
         row.within_prompt(width)
         for _ in range(row.answers - 1):
             self.teacher.hold(row)

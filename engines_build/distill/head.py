@@ -34,8 +34,8 @@ POSITIONS = range(1, 9)
 @dataclass(slots=True)
 class HeadSample:
     """An answer: all tokens [n], and at the prompt's last token and at the answer's, but the last
-    one, the target's laws as ids and log probabilities [answer, TOP_K] and its ``features``
-    [answer, layers, hidden].
+    one, the target's distributions as ids and log probabilities [answer, TOP_K] and its
+    ``features`` [answer, layers, hidden].
     """
 
     tokens: Tensor
@@ -59,14 +59,17 @@ def load_head_samples(shards: Shards, layers: int) -> list[HeadSample]:
         if features.shape[1] != layers:
             continue
         lengths, prompts = t["lengths"].tolist(), t["prompt_lengths"].tolist()
-        laws = [n - 1 for n in lengths]
+        counts = [n - 1 for n in lengths]
         columns = (
             t["tokens"].split(lengths),
             prompts,
             t["workloads"].tolist(),
             t["sampled"].tolist(),
-            [law[p - 1 :] for law, p in zip(t["top_ids"].split(laws), prompts, strict=True)],
-            [law[p - 1 :] for law, p in zip(t["top_logprobs"].split(laws), prompts, strict=True)],
+            [part[p - 1 :] for part, p in zip(t["top_ids"].split(counts), prompts, strict=True)],
+            [
+                part[p - 1 :]
+                for part, p in zip(t["top_logprobs"].split(counts), prompts, strict=True)
+            ],
             features.split([n - p for n, p in zip(lengths, prompts, strict=True)]),
         )
         samples += [
@@ -143,7 +146,7 @@ class Unrolls(Protocol):
         """Tokens of the target."""
         ...
 
-    def laws(self, samples: Sequence[HeadSample], steps: int) -> Any:
+    def unroll(self, samples: Sequence[HeadSample], steps: int) -> Any:
         """Yield by step the logits [rows, columns] of the starts that go so far, which starts these
         are, and the batch's ``Starts``, whose columns they are. What a start's text has not had yet
         is far below the rest.
@@ -164,7 +167,7 @@ class Unroller:
         self.static = torch.zeros(len(head), dtype=torch.bool, device=head.device)
         self.static[shortlist] = True
 
-    def laws(self, samples: Sequence[HeadSample], steps: int) -> Any:
+    def unroll(self, samples: Sequence[HeadSample], steps: int) -> Any:
         """Yield logits [rows, S + C] by step (``Unrolls``)."""
         starts = starts_of(samples, self.static)
         tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True)
@@ -202,7 +205,7 @@ def evaluate_head(unroller: Unrolls, samples: Sequence[HeadSample]) -> dict[str,
         if not s.greedy:
             continue
         hits = []
-        for ahead, (logits, kept, starts) in enumerate(unroller.laws([s], len(POSITIONS))):
+        for ahead, (logits, kept, starts) in enumerate(unroller.unroll([s], len(POSITIONS))):
             following = s.tokens.long()[starts.first[kept] + ahead + 1]
             ids = torch.cat([unroller.shortlist, starts.context])
             order = logits.topk(4, dim=1).indices

@@ -1,8 +1,8 @@
 """A target's answers kept as token ids alone: a file small enough for a repository.
 
-300,000 answered tokens take 0.4 MB so, and 1.5 GB with the laws and states that training needs.
-Those are computed again, one pass an answer with its prompt. That gives the same training data, not
-a sooner one: SmolLM2-135M on AVX2 reads 145 answered tokens a second and generates 172.
+300,000 answered tokens take 0.4 MB so, and 1.5 GB with the distributions and states that training
+needs. Those are computed again, one pass an answer with its prompt. That gives the same training
+data, not a sooner one: SmolLM2-135M on AVX2 reads 145 answered tokens a second and generates 172.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def write(path: Path, columns: dict[str, Any], next_prompt: int, target_sha256: 
 
 
 def read_again(paths: Sequence[Path], target_sha256: str, teacher: Teacher, shards: Shards) -> None:
-    """Fill an empty work folder with the answers of files, their laws and states computed by the
-    teacher. Stopped and started again, it goes on after the last shard.
+    """Fill an empty work folder with the answers of files, their distributions and states computed
+    by the teacher. Stopped and started again, it goes on after the last shard.
 
     Raises ValueError, naming the file, for answers of another target and for what is no such file.
     """

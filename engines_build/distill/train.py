@@ -1,4 +1,4 @@
-"""The loop that trains a head on the target's kept laws: budget, checkpoints and curve."""
+"""The loop that trains a head on the target's kept distributions: budget, checkpoints and curve."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _CHECKPOINT_S = 240.0
 
 
 def choose_shortlist(
-    laws: Iterable[tuple[Tensor, Tensor]],
+    targets: Iterable[tuple[Tensor, Tensor]],
     size: int,
     vocab: int,
     always: set[int],
     device: str = "cpu",
 ) -> Tensor:
-    """Pick the ``size`` tokens that the teacher most expects (by summed probability) by laws of its
-    own text (ids and log probabilities), ``always`` first; ascending.
+    """Pick the ``size`` tokens that the teacher most expects (by summed probability), given the
+    distributions of its own text (ids and log probabilities), ``always`` first; ascending.
     """
     mass = torch.zeros(vocab, dtype=torch.float64, device=device)
-    for ids, logprobs in laws:
+    for ids, logprobs in targets:
         mass.index_add_(0, ids.flatten().long(), logprobs.flatten().double().exp())
     mass[list(always)] = math.inf
     return mass.topk(size).indices.sort().values
@@ -217,7 +217,7 @@ class HeadTrainer:
         """
         steps = 1 if self.done < self.single_share else UNROLLED
         total, weight, shares = torch.zeros(()), 0.0, []
-        for ahead, (logits, kept, starts) in enumerate(self.unroller.laws(samples, steps)):
+        for ahead, (logits, kept, starts) in enumerate(self.unroller.unroll(samples, steps)):
             ids, logprobs = _targets(samples, starts, kept, ahead)
             places = self._places(ids, starts)
             hidden = logits.gather(1, places.clamp(min=0)) < -1e3
@@ -254,8 +254,8 @@ def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tenso
     (-1: not in it; left out, the draft has no class for it), ``logprobs`` [n, K] the teacher's.
     """
     inside = places >= 0
-    law = logits.log_softmax(dim=1).gather(1, places.clamp(min=0)).masked_fill(~inside, -math.inf)
-    rest = torch.log1p(-law.exp().sum(dim=1).clamp(max=1 - 1e-4))
+    own = logits.log_softmax(dim=1).gather(1, places.clamp(min=0)).masked_fill(~inside, -math.inf)
+    rest = torch.log1p(-own.exp().sum(dim=1).clamp(max=1 - 1e-4))
     p = logprobs.exp()
-    kept = (p * law.masked_fill(~inside, 0.0)).sum(dim=1)
+    kept = (p * own.masked_fill(~inside, 0.0)).sum(dim=1)
     return -(kept + (1 - p.sum(dim=1)).clamp(min=0) * rest).mean()

@@ -21,7 +21,7 @@ MOST_SLOTS = 1 << 24
 
 
 USUAL_BATCH = 4
-"""Sequences of the pass that kernels are chosen for. With 16, and laws of 49,152 columns,
+"""Sequences of the pass that kernels are chosen for. With 16, and distributions of 49,152 columns,
 TensorRT-RTX 1.7 takes minutes to compile.
 """
 

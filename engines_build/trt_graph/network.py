@@ -15,6 +15,7 @@ import numpy as np
 from backend.engines.checkpoint import LlamaConfig
 from backend.engines.torch.llama import rope_tables  # type: ignore[attr-defined]
 from backend.engines.trt_graph.inputs import LOGITS
+from engines_build.trt_graph.distributions import Vocabulary
 from engines_build.trt_graph.graph import (
     BOOL,
     F32,
@@ -26,7 +27,6 @@ from engines_build.trt_graph.graph import (
     concatenated,
     where,
 )
-from engines_build.trt_graph.laws import Vocabulary
 from engines_build.trt_graph.verification import verify
 
 MASKED = -1e30
@@ -49,7 +49,7 @@ class Step:
 
     @property
     def wide(self) -> str:
-        """The dtype of norms, softmax and laws."""
+        """The dtype of norms, softmax and distributions."""
         return F64 if self.dtype == F64 else F32
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from backend.engines.trt_graph.inputs import GREEDY
 from backend.sampling.draw import HEAD
+from engines_build.trt_graph.distributions import Options, Vocabulary
 from engines_build.trt_graph.graph import BOOL, I32, Graph, Tensor, where
-from engines_build.trt_graph.laws import Options, Vocabulary
 
 
 def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -> None:
@@ -20,20 +20,20 @@ def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -
 
     ``greedy`` reads ``proposal`` i32 [batch, rows], the token of each row's node (-1 where there is
     none), and ``above`` bool [batch, rows, rows]: whether the second row is an ancestor of the
-    first, as row 0 is of every node. It returns, in i32, ``accepted`` [batch]; ``path``
-    [batch, rows], row 0 and after it the accepted rows; ``tokens`` [batch, rows], what these draw:
-    those accepted, and the one after them. What stands further on means nothing.
+    first, as row 0 is of every node. It returns, in i32, ``accepted`` [batch]; ``path`` [batch,
+    rows], row 0 and after it the accepted rows; ``tokens`` [batch, rows], what these draw: those
+    accepted, and the one after them. What stands further on means nothing.
 
-    ``drawn`` reads the options of laws, and returns ``laws`` [batch, rows, vocab], their ``totals``
-    [batch, rows, 1], and of each the most probable ``columns`` (i32) with their ``masses``
-    [batch, rows, 1000 or vocab]: its head as in ``backend.sampling.draw``, and more.
+    ``drawn`` reads the options of distributions, and returns ``probs`` [batch, rows, vocab], their
+    ``totals`` [batch, rows, 1], and of each the most probable ``columns`` (i32) with their
+    ``masses`` [batch, rows, 1000 or vocab]: its head as in ``backend.sampling.draw``, and more.
     """
     if network == GREEDY:
         _follow(graph, vocabulary.arg_max(logits))
         return
-    laws = vocabulary.laws(logits, Options.declare(graph, vocabulary.dtype))
-    masses, columns = laws.topk(min(round(1.0 / HEAD), vocabulary.size))
-    found = {"laws": laws, "totals": laws.sum(-1), "masses": masses, "columns": columns}
+    probs = vocabulary.probs(logits, Options.declare(graph, vocabulary.dtype))
+    masses, columns = probs.topk(min(round(1.0 / HEAD), vocabulary.size))
+    found = {"probs": probs, "totals": probs.sum(-1), "masses": masses, "columns": columns}
     for name, tensor in found.items():
         graph.output(name, tensor)
 

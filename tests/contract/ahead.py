@@ -44,10 +44,10 @@ class ReferenceModel(MarkovChain):
         scores = self._reference.log_probs(context, prompt_tokens, sampling)
         if sampling.greedy:
             return np.exp(scores), scores
-        law = self._reference.law(context, prompt_tokens, sampling)
+        probs = self._reference.probs(context, prompt_tokens, sampling)
         place = np.uint64(word(sampling.seed, len(context)))
-        noise = exponentials(place ^ np.arange(len(law), dtype=np.uint64))
-        speeds = np.where(law < HEAD, 0.0, law) / noise
+        noise = exponentials(place ^ np.arange(len(probs), dtype=np.uint64))
+        speeds = np.where(probs < HEAD, 0.0, probs) / noise
         return speeds / speeds.sum(), scores
 
     def logits(self, context):

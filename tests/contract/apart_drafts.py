@@ -20,7 +20,7 @@ def counting(tokens):
 
 
 def make(folder: Path, behaviour: Callable[[], Behaviour], count) -> TrtllmEngine:
-    """A draft on a law that counts."""
+    """A draft on a model that counts."""
     Executor.models[str(folder)] = Model(counting, behaviour())
     settings = ExecutorSettings(turn_timeout_s=600.0)
     engine = read_engine_folder(folder)

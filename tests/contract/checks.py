@@ -303,8 +303,8 @@ def a_copy_of_the_target_is_rejected_for_its_tail_only(scenario: Scenario = MIXE
             before = [*tokens, *rest[: len(path)]]
             sampling = sequence.sampling
             assert not sampling.greedy, "a copy rejected"
-            law = reference().law(before, sequence.prompt_tokens, sampling)
-            assert law[rest[len(path)]] < HEAD, "a copy rejected"
+            probs = reference().probs(before, sequence.prompt_tokens, sampling)
+            assert probs[rest[len(path)]] < HEAD, "a copy rejected"
     assert accepted > 50
 
 
@@ -384,10 +384,10 @@ def nothing_is_committed_beyond_an_end(k: int = K_MAX) -> None:
         assert session.usage().output_tokens == length - session.sequence.prompt_tokens
 
 
-# -- laws
+# -- distributions
 
-LAW_PROMPT = [1, 2, 3, 1, 2, 3]
-LAW_VOCAB = 5
+SAMPLED_PROMPT = [1, 2, 3, 1, 2, 3]
+SAMPLED_VOCAB = 5
 WIDE, SHARP = SamplingParams(1.0), SamplingParams(0.5, top_k=4, top_p=0.9)
 PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.4,
@@ -403,17 +403,17 @@ def well_read() -> SuffixEngine:
     """A draft that has answers to propose from: texts of these checks are too short."""
     draft, rng = SuffixEngine("suffix", max_draft_tokens=K_MAX, remembered_tokens=512), Random(5)
     for number in range(100):
-        tokens = [*LAW_PROMPT, *rng.choices(range(LAW_VOCAB), k=20)]
-        draft.ended(Sequence(-1 - number, tokens, len(LAW_PROMPT), SamplingParams()))
+        tokens = [*SAMPLED_PROMPT, *rng.choices(range(SAMPLED_VOCAB), k=20)]
+        draft.ended(Sequence(-1 - number, tokens, len(SAMPLED_PROMPT), SamplingParams()))
     return draft
 
 
-LAW_DRAFTS: dict[str, Callable[[], Engine]] = {
-    "other": lambda: law_engine("other", seed=1, noise=1.5),
-    "short": lambda: law_engine("short", seed=2, noise=1.0, shortlist=3),
-    "fp32": lambda: law_engine("fp32", seed=3, noise=1.0, dtype=torch.float32),
+SAMPLED_DRAFTS: dict[str, Callable[[], Engine]] = {
+    "other": lambda: wide_engine("other", seed=1, noise=1.5),
+    "short": lambda: wide_engine("short", seed=2, noise=1.0, shortlist=3),
+    "fp32": lambda: wide_engine("fp32", seed=3, noise=1.0, dtype=torch.float32),
     "lookup": lambda: LookupEngine(
-        "lookup", max_draft_tokens=K_MAX, vocab_size=LAW_VOCAB, min_ngram=1
+        "lookup", max_draft_tokens=K_MAX, vocab_size=SAMPLED_VOCAB, min_ngram=1
     ),
     "suffix": well_read,
 }
@@ -422,16 +422,16 @@ model; one of the two has read the texts before.
 """
 
 
-def law_engine(name: str = "target", shortlist: int = 0, **options) -> TorchEngine:
-    """An engine whose law is wide, on a vocabulary that can be enumerated."""
+def wide_engine(name: str = "target", shortlist: int = 0, **options) -> TorchEngine:
+    """An engine whose distribution is wide, on a vocabulary that can be enumerated."""
     return tiny_engine(
-        name, config=tiny_config(LAW_VOCAB, layers=1, shortlist=shortlist), scale=0.4, **options
+        name, config=tiny_config(SAMPLED_VOCAB, layers=1, shortlist=shortlist), scale=0.4, **options
     )
 
 
-def texts_follow_the_target_s_law(
+def texts_follow_the_target_s_distribution(
     sampling: SamplingParams,
-    drafts: Iterable[str] = tuple(LAW_DRAFTS),
+    drafts: Iterable[str] = tuple(SAMPLED_DRAFTS),
     rounds: int = 1_500,
 ) -> None:
     """The first three tokens jointly, over seeds, against enumeration. A correct engine fails it
@@ -440,32 +440,34 @@ def texts_follow_the_target_s_law(
     Batches of 64 requests; every draft in turn, mostly for two tokens, which is all that four
     tokens a request leave room for; trees are cut now and then.
     """
-    made = [LAW_DRAFTS[name]() for name in drafts]
+    made = [SAMPLED_DRAFTS[name]() for name in drafts]
     script = [(column, k) for k in (2, 2, 1) for column in range(len(made))] + [(NO_DRAFT, 0)]
     policy = Scripted(script, trims=(7, 7, 2, 7, 3, 0))
-    deployment = Deployment(law_engine(), made, policy, chunk_tokens=200, max_active=64)
+    deployment = Deployment(wide_engine(), made, policy, chunk_tokens=200, max_active=64)
     sessions = [
-        deployment.submit(LAW_PROMPT, 4, replace(sampling, seed=seed)) for seed in range(rounds)
+        deployment.submit(SAMPLED_PROMPT, 4, replace(sampling, seed=seed)) for seed in range(rounds)
     ]
     deployment.run(rounds)
-    found = Counter(tuple(session.sequence.tokens[len(LAW_PROMPT) :][:3]) for session in sessions)
-    law = Reference(law_engine()).joint(LAW_PROMPT, sampling, 3)
+    found = Counter(
+        tuple(session.sequence.tokens[len(SAMPLED_PROMPT) :][:3]) for session in sessions
+    )
+    joint = Reference(wide_engine()).joint(SAMPLED_PROMPT, sampling, 3)
     for length in (1, 2, 3):
-        statistic, bound = chi_square(marginal(found, length), marginal(law, length))
+        statistic, bound = chi_square(marginal(found, length), marginal(joint, length))
         assert statistic < bound, (
-            f"law of the first {length} tokens: {statistic:.0f} is beyond {bound:.0f}"
+            f"distribution of the first {length} tokens: {statistic:.0f} is beyond {bound:.0f}"
         )
 
 
-def chi_square(counts: Mapping, law: Mapping) -> tuple[float, float]:
+def chi_square(counts: Mapping, probs: Mapping) -> tuple[float, float]:
     """Pearson's statistic, cells expected less than five times taken together, and the bound that
     it passes once in a million.
     """
     total = sum(counts.values())
-    assert set(counts) <= {cell for cell, p in law.items() if p > 0}, (
+    assert set(counts) <= {cell for cell, p in probs.items() if p > 0}, (
         "a text that has no probability"
     )
-    big = {cell: p for cell, p in law.items() if p * total >= 5}
+    big = {cell: p for cell, p in probs.items() if p * total >= 5}
     rest = total * (1 - sum(big.values())), total - sum(counts[cell] for cell in big)
     cells = [(total * p, counts[cell]) for cell, p in big.items()] + (
         [rest] if rest[0] >= 5 else []

@@ -46,4 +46,9 @@ CHECKS = (
     checks.an_oracle_gives_k_plus_one_tokens_a_step,
     checks.nothing_is_committed_beyond_an_end,
 )
-LAWS = {"wide": checks.WIDE, "sharp": checks.SHARP, "options": checks.OPTIONS, "decaying": DECAYING}
+SAMPLINGS = {
+    "wide": checks.WIDE,
+    "sharp": checks.SHARP,
+    "options": checks.OPTIONS,
+    "decaying": DECAYING,
+}

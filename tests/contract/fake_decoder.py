@@ -3,8 +3,8 @@ verification of draft tokens.
 
 By the C++ sources: the target's own token is drawn at every place; without draft logits a draft
 token is accepted when it is that very token, and where it is not *another* token is drawn (so that
-sampling without draft logits does not keep the law); with draft logits it is accepted when p(x) > u
-q(x), q their softmax as they are, else the token is drawn from (p - q)+.
+sampling without draft logits does not keep the distribution); with draft logits it is accepted when
+p(x) > u q(x), q their softmax as they are, else the token is drawn from (p - q)+.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from tests.contract.fake_executor_types import FinishReason, Request
 
-Law = Callable[[Sequence[int]], np.ndarray]
+Forward = Callable[[Sequence[int]], np.ndarray]
 BANNED = -1e38
 
 
@@ -27,8 +27,8 @@ class Decoder:
 
     dtype = torch.float32
 
-    def __init__(self, request: Request, law: Law, vocab_size: int) -> None:
-        self._request, self._law, self._vocab_size = request, law, vocab_size
+    def __init__(self, request: Request, forward: Forward, vocab_size: int) -> None:
+        self._request, self._forward, self._vocab_size = request, forward, vocab_size
         self._sampling = request.sampling_config
         self._rng = np.random.default_rng(self._sampling.seed or 0)  # no seed is seed 0
         self.tokens = list(request.input_token_ids)
@@ -65,23 +65,23 @@ class Decoder:
         return self.tokens[before:]
 
     def _verify(self, proposed: list[int], logits, threshold: float | None) -> None:
-        laws = (
+        draft_probs = (
             None
             if logits is None
             else _softmax(np.asarray(logits, np.float64)[:, : self._vocab_size])
         )
         self.rows += [
-            self._law([*self.tokens, *proposed[:row]]) for row in range(len(proposed) + 1)
+            self._forward([*self.tokens, *proposed[:row]]) for row in range(len(proposed) + 1)
         ]  # all places, in one pass
         for row, token in enumerate(proposed):
             probs = self._probs(keep=False)
             own = self._draw(probs)
-            if laws is None:
+            if draft_probs is None:
                 accepted, rest = own == token, probs
             else:
                 number = self._rng.random() if threshold is None else threshold
-                accepted = probs[token] > number * laws[row, token]
-                rest = np.maximum(probs - laws[row], 0.0)
+                accepted = probs[token] > number * draft_probs[row, token]
+                rest = np.maximum(probs - draft_probs[row], 0.0)
             if not accepted:
                 self._append(self._draw(rest))
                 return
@@ -99,7 +99,7 @@ class Decoder:
     def _probs(self, keep: bool = True) -> np.ndarray:
         """Bias, temperature, penalties, bad words; then top-k and top-p."""
         sampling, request = self._sampling, self._request
-        raw = self._law(self.tokens)
+        raw = self._forward(self.tokens)
         if keep:
             self.rows.append(raw)
         scores = np.array(raw, np.float64)

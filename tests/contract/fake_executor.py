@@ -23,7 +23,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from tests.contract.fake_decoder import Decoder, Law
+from tests.contract.fake_decoder import Decoder, Forward
 from tests.contract.fake_executor_types import *  # noqa: F403 the module stands for the bindings
 from tests.contract.fake_executor_types import (
     ExecutorConfig,
@@ -74,7 +74,7 @@ class Model:
     behaves.
     """
 
-    law: Law
+    forward: Forward
     behaviour: Behaviour = field(default_factory=Behaviour)
     kv_blocks: int = 64
 
@@ -181,7 +181,7 @@ class Executor:
                     Response(self._ids, error_msg=str(error), client_id=request.client_id)
                 )
                 continue
-            decoder = Decoder(request, self._model.law, int(self.pretrained["vocab_size"]))
+            decoder = Decoder(request, self._model.forward, int(self.pretrained["vocab_size"]))
             self._queue.append(_Running(self._ids, request, decoder))
         return ids
 

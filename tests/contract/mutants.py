@@ -270,26 +270,26 @@ def let_the_tail_run_with_a_token_s_noise(patch: Patch) -> None:
 
 @killed_by(checks.texts, TAILED)
 def draw_from_the_tail_with_the_head_s_token(patch: Patch) -> None:
-    wrap(patch, draw, "_in_tail", lambda original, law, word, head, ids: head)
+    wrap(patch, draw, "_in_tail", lambda original, probs, word, head, ids: head)
 
 
 @killed_by(checks.texts, TAILED)
 def race_for_a_head_that_depends_on_the_batch(patch: Patch) -> None:
-    def of(original, laws):
+    def of(original, probs):
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(draw, "HEAD", 0.02 * len(laws))
-            return original(laws)
+            inner.setattr(draw, "HEAD", 0.02 * len(probs))
+            return original(probs)
 
     original = draw.Heads.of
-    patch.setattr(draw.Heads, "of", lambda laws: of(original, laws))
+    patch.setattr(draw.Heads, "of", lambda probs: of(original, probs))
 
 
 @killed_by(checks.proposals, BUSY)
 def race_for_columns_of_a_shortlist(patch: Patch) -> None:
     """Costs acceptance, never exactness."""
 
-    def finishers(original, laws, words, most, token_ids=None):
-        return original(laws, words, most)
+    def finishers(original, probs, words, most, token_ids=None):
+        return original(probs, words, most)
 
     wrap(patch, verification, "finishers", finishers)
 
@@ -298,8 +298,8 @@ def race_for_columns_of_a_shortlist(patch: Patch) -> None:
 def propose_with_noise_of_its_own(patch: Patch) -> None:
     """Costs acceptance, never exactness."""
 
-    def finishers(original, laws, words, *others):
-        return original(laws, words + np.uint64(1), *others)
+    def finishers(original, probs, words, *others):
+        return original(probs, words + np.uint64(1), *others)
 
     wrap(patch, verification, "finishers", finishers)
 

@@ -15,8 +15,8 @@ from backend.engines.trt_graph.inputs import DRAWN, GREEDY, inputs_of, verdicts_
 from backend.request import SamplingParams
 from backend.sampling.verification import Row, Verdict, verify
 from backend.sequence import ROOT
+from engines_build.trt_graph.distributions import Vocabulary
 from engines_build.trt_graph.graph import F32, F64
-from engines_build.trt_graph.laws import Vocabulary
 from engines_build.trt_graph.verification import verify as describe
 from tests.contract.onnx_graph import OnnxGraph
 
@@ -69,8 +69,8 @@ class Compiled:
 
 
 class Cases:
-    """Requests with their logits: flat and sharp laws, ties, trees and chains, every option of a
-    law.
+    """Requests with their logits: flat and sharp distributions, ties, trees and chains, every
+    option of a distribution.
     """
 
     def __init__(self, network: str, dtype: str, seed: int, vocab: int = VOCAB) -> None:

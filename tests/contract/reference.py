@@ -28,7 +28,7 @@ PRISTINE = type(
 
 
 class Reference:
-    """Laws and texts of an engine made for this purpose alone."""
+    """Distributions and texts of an engine made for this purpose alone."""
 
     def __init__(self, engine: StepEngine) -> None:
         self._model: Any = engine._model
@@ -71,17 +71,17 @@ class Reference:
         scores -= scores.max()
         return scores - np.log(np.exp(scores).sum())
 
-    def law(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
-        """The law [vocab] of the next token of a request that samples."""
-        law = np.exp(self.log_probs(tokens, prompt_tokens, sampling))
-        law[law < sampling.min_p * law.max()] = 0.0
+    def probs(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> np.ndarray:
+        """The distribution [vocab] of the next token of a request that samples."""
+        probs = np.exp(self.log_probs(tokens, prompt_tokens, sampling))
+        probs[probs < sampling.min_p * probs.max()] = 0.0
         if sampling.top_k:
-            law[law < np.sort(law)[-sampling.top_k]] = 0.0
-        law /= law.sum()
-        order = np.argsort(-law, kind="stable")
-        before = np.cumsum(law[order]) - law[order]
-        law[order[before >= top_p_after(list(tokens[prompt_tokens:]), sampling)]] = 0.0
-        return law / law.sum()
+            probs[probs < np.sort(probs)[-sampling.top_k]] = 0.0
+        probs /= probs.sum()
+        order = np.argsort(-probs, kind="stable")
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[order[before >= top_p_after(list(tokens[prompt_tokens:]), sampling)]] = 0.0
+        return probs / probs.sum()
 
     def text(self, prompt: Seq[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
         """Prompt and the next ``count`` tokens, or fewer up to an end id."""
@@ -96,7 +96,7 @@ class Reference:
         """The token after ``tokens``."""
         if sampling.greedy:
             return int(self.log_probs(tokens, prompt_tokens, sampling).argmax())
-        return drawn(self.law(tokens, prompt_tokens, sampling), sampling.seed, len(tokens))
+        return drawn(self.probs(tokens, prompt_tokens, sampling), sampling.seed, len(tokens))
 
     def guess(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> int:
         """What this model, as a draft, proposes first after ``tokens``; the head of its
@@ -104,8 +104,8 @@ class Reference:
         """
         if sampling.greedy:
             return self.next(tokens, prompt_tokens, sampling)
-        law = self.law(tokens, prompt_tokens, sampling)
-        return drawn(np.where(law < HEAD, 0.0, law), sampling.seed, len(tokens))
+        probs = self.probs(tokens, prompt_tokens, sampling)
+        return drawn(np.where(probs < HEAD, 0.0, probs), sampling.seed, len(tokens))
 
     def joint(
         self, prompt: Seq[int], sampling: SamplingParams, length: int
@@ -120,20 +120,23 @@ class Reference:
                 for text in chances
                 if len(text) == size and text[-1:] not in {(end,) for end in sampling.end_ids}
             ]:
-                chance, law = chances.pop(text), self.law([*prompt, *text], len(prompt), sampling)
+                chance, probs = (
+                    chances.pop(text),
+                    self.probs([*prompt, *text], len(prompt), sampling),
+                )
                 chances |= {
-                    (*text, token): chance * float(p) for token, p in enumerate(law) if p > 0.0
+                    (*text, token): chance * float(p) for token, p in enumerate(probs) if p > 0.0
                 }
         return chances
 
 
-def drawn(law: np.ndarray, seed: int, position: int) -> int:
+def drawn(probs: np.ndarray, seed: int, position: int) -> int:
     """The token that wins the race: the head's tokens against the tail as one, and then within the
     tail.
     """
-    place, tail = np.uint64(word(seed, position)), law < HEAD
+    place, tail = np.uint64(word(seed, position)), probs < HEAD
     with np.errstate(divide="ignore"):
-        times = exponentials(place ^ np.arange(len(law), dtype=np.uint64)) / law
-        of_tail = exponentials(np.array([place ^ TAIL]))[0] / law[tail].sum()
+        times = exponentials(place ^ np.arange(len(probs), dtype=np.uint64)) / probs
+        of_tail = exponentials(np.array([place ^ TAIL]))[0] / probs[tail].sum()
     runs = tail if of_tail < times[~tail].min(initial=np.inf) else ~tail
     return int(np.where(runs, times, np.inf).argmin())

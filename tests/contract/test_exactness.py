@@ -1,10 +1,10 @@
-"""The exactness suite on the engine as it is, and the law of its texts."""
+"""The exactness suite on the engine as it is, and the distribution of its texts."""
 
 import pytest
 
 from backend.sequence import BLOCK_TOKENS
 from tests.contract import checks
-from tests.contract.exact_cases import CHECKS, LAWS, SCENARIOS
+from tests.contract.exact_cases import CHECKS, SAMPLINGS, SCENARIOS
 from tests.contract.scenarios import (
     ALIKE,
     CRAMPED,
@@ -32,17 +32,17 @@ def test_kv_is_shared_and_requests_are_pre_empted():
         assert checks.exact(scenario).deployment.counters()["spindle_preemptions_total",] > 0
 
 
-def test_a_text_follows_the_target_s_law():
-    checks.texts_follow_the_target_s_law(checks.SHARP, ["other"], rounds=600)
+def test_a_text_follows_the_target_s_distribution():
+    checks.texts_follow_the_target_s_distribution(checks.SHARP, ["other"], rounds=600)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS)
-def test_the_first_three_tokens_follow_the_target_s_law_whatever_is_planned(law):
-    checks.texts_follow_the_target_s_law(LAWS[law], rounds=2_000)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_first_three_tokens_follow_the_target_s_distribution_whatever_is_planned(sampling):
+    checks.texts_follow_the_target_s_distribution(SAMPLINGS[sampling], rounds=2_000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", checks.LAW_DRAFTS)
-def test_each_draft_leaves_the_target_s_law(draft):
-    checks.texts_follow_the_target_s_law(checks.WIDE, [draft])
+@pytest.mark.parametrize("draft", checks.SAMPLED_DRAFTS)
+def test_each_draft_leaves_the_target_s_distribution(draft):
+    checks.texts_follow_the_target_s_distribution(checks.WIDE, [draft])

@@ -61,21 +61,21 @@ def test_each_token_has_its_logits_and_each_of_the_prompt_too(script, kv_blocks)
             [reference().logits(tokens[:at]) for at in range(prompt_tokens, len(tokens))],
             **same,
         )
-        laws = [reference().logits(tokens[:at]) for at in range(1, prompt_tokens)]
-        laws = [law - np.logaddexp.reduce(law) for law in laws]
+        log_probs = [reference().logits(tokens[:at]) for at in range(1, prompt_tokens)]
+        log_probs = [row - np.logaddexp.reduce(row) for row in log_probs]
         assert extras.prompt.tokens == tokens[:prompt_tokens]
-        said = [law[token] for law, token in zip(laws, tokens[1:], strict=False)]
+        said = [row[token] for row, token in zip(log_probs, tokens[1:], strict=False)]
         assert np.allclose(extras.prompt.log_probs, said, **same)
-        for law, best in zip(laws, extras.prompt.top, strict=True):
+        for row, best in zip(log_probs, extras.prompt.top, strict=True):
             values = [value for _, value in best]
-            assert np.allclose(values, sorted(law, reverse=True)[: sampling.top_log_probs], **same)
-            assert np.allclose([law[token] for token, _ in best], values, **same)
+            assert np.allclose(values, sorted(row, reverse=True)[: sampling.top_log_probs], **same)
+            assert np.allclose([row[token] for token, _ in best], values, **same)
         assert extras.logits.dtype == extras.context_logits.dtype == np.float32
         for at, best in enumerate(extras.top, prompt_tokens):
-            law = reference().log_probs(tokens[:at], prompt_tokens, sampling)
+            row = reference().log_probs(tokens[:at], prompt_tokens, sampling)
             assert [value for _, value in best] == pytest.approx(
-                sorted(law, reverse=True)[: len(best)]
+                sorted(row, reverse=True)[: len(best)]
             )
-            assert [law[token] for token, _ in best] == pytest.approx([value for _, value in best])
+            assert [row[token] for token, _ in best] == pytest.approx([value for _, value in best])
             assert len(best) == sampling.top_log_probs
         assert len(extras.top) == len(extras.tokens)

@@ -1,5 +1,5 @@
 """The fake executor: what it refuses as nanobind and the C++ sources do, and its decoder against
-laws worked out by hand.
+distributions worked out by hand.
 
 The real module is compared with the same record where it can be imported (marker ``trtllm``: inside
 NVIDIA's container).
@@ -140,8 +140,8 @@ def test_what_the_adapter_makes_fits_the_real_module_which_has_what_the_record_s
 # -- the decoder
 
 
-def execute(folder, law, requests, **config):
-    trtllm.Executor.models[str(folder)] = trtllm.Model(law, **config.pop("model", {}))
+def execute(folder, forward, requests, **config):
+    trtllm.Executor.models[str(folder)] = trtllm.Model(forward, **config.pop("model", {}))
     executor = trtllm.Executor(
         folder,
         trtllm.ModelType.DECODER_ONLY,
@@ -199,7 +199,7 @@ def test_greedy_verification_accepts_what_the_target_would_write_and_ends_the_re
     assert right.result.is_final
 
 
-def test_with_draft_logits_the_emitted_token_follows_the_targets_law(tmp_path):
+def test_with_draft_logits_the_emitted_token_follows_the_targets_distribution(tmp_path):
     folder = engine_folder(tmp_path, vocab_size=3, max_draft_len=1)
     p, q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.2, 0.6])
     rng, logits = np.random.default_rng(0), torch.log(torch.tensor(q, dtype=torch.float32))[None]
@@ -214,7 +214,7 @@ def test_with_draft_logits_the_emitted_token_follows_the_targets_law(tmp_path):
     assert np.abs(shares - p).max() < 0.03
 
 
-def test_without_draft_logits_sampling_does_not_keep_the_law(tmp_path):
+def test_without_draft_logits_sampling_does_not_keep_the_distribution(tmp_path):
     """Two draws where one is due: the reason why the adapter always gives draft logits where it
     samples.
     """

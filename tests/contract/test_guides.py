@@ -42,14 +42,14 @@ def test_what_lookup_proposes_is_cut_where_the_grammar_ends_it():
 
 
 @pytest.mark.slow
-def test_the_first_three_tokens_follow_the_target_s_law_under_the_grammar():
+def test_the_first_three_tokens_follow_the_target_s_distribution_under_the_grammar():
     tokens = Letters(
-        checks.LAW_VOCAB,
-        (*(bytes([ord("a") + n]) for n in range(checks.LAW_VOCAB - 1)), b""),
-        frozenset({checks.LAW_VOCAB - 1}),
+        checks.SAMPLED_VOCAB,
+        (*(bytes([ord("a") + n]) for n in range(checks.SAMPLED_VOCAB - 1)), b""),
+        frozenset({checks.SAMPLED_VOCAB - 1}),
     )
     made = Grammars(tokens).guide("regex", "(a[bc]|b[a-c]*d|c)+", tokens.end_ids)
-    checks.texts_follow_the_target_s_law(
+    checks.texts_follow_the_target_s_distribution(
         replace(checks.WIDE, guide=made, end_ids=tuple(tokens.end_ids))
     )
 

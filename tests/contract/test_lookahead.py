@@ -73,8 +73,8 @@ def test_turns_follow_turns_in_flight_and_requests_are_pre_empted():
     assert shared["spindle_kv_reused_tokens_total",] > 0
 
 
-def test_a_text_follows_the_target_s_law():
-    checks.texts_follow_the_target_s_law(checks.SHARP, ["other", "lookup"], rounds=600)
+def test_a_text_follows_the_target_s_distribution():
+    checks.texts_follow_the_target_s_distribution(checks.SHARP, ["other", "lookup"], rounds=600)
 
 
 def test_rows_with_a_grammar_do_not_look_ahead():

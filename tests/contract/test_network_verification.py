@@ -1,5 +1,5 @@
 """The verifications that TensorRT compiles, run by ONNX Runtime, are the torch rule: verdicts,
-laws, what is drawn of them.
+distributions, what is drawn of them.
 """
 
 from dataclasses import replace
@@ -20,13 +20,13 @@ from backend.engines.trt_graph.inputs import (
     verdicts_of,
 )
 from backend.request import SamplingParams
+from backend.sampling.distributions import target_probs
 from backend.sampling.draw import HEAD, draw
-from backend.sampling.laws import target_laws
 from backend.sampling.randomness import word
 from backend.sampling.verification import Row
 from backend.sequence import ROOT
+from engines_build.trt_graph.distributions import Options, Vocabulary
 from engines_build.trt_graph.graph import F32, F64
-from engines_build.trt_graph.laws import Options, Vocabulary
 from tests.contract.network_cases import (
     DTYPES,
     VERIFICATIONS,
@@ -60,19 +60,19 @@ def test_every_verdict_is_the_torch_rule_s_in_fp32_but_for_ties_of_a_millionth(n
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [40, MANY])
-def test_a_token_is_the_one_that_is_drawn_of_the_network_s_own_law(dtype, vocab):
+def test_a_token_is_the_one_that_is_drawn_of_the_network_s_own_distribution(dtype, vocab):
     compiled, source = Compiled(DRAWN, dtype, vocab), Cases(DRAWN, dtype, 11, vocab)
     requests, logits = source.batch(60)
     requests = [replace(request, tokens=[], parents=[]) for request in requests]
     outputs = compiled.outputs(requests, logits[:, :1])
     words = np.array([word(one.sampling.seed, one.position) for one in requests], np.uint64)
     verdicts = verdicts_of(DRAWN, requests, outputs)
-    assert [verdict.column for verdict in verdicts] == draw(outputs["laws"][:, 0], words)
+    assert [verdict.column for verdict in verdicts] == draw(outputs["probs"][:, 0], words)
 
 
 def test_cases_reach_all_that_can_happen():
     """Paths of any length, off the first child too, and tokens of heads as of tails, which read the
-    law.
+    distribution.
     """
     greedy, (requests, logits) = Compiled(GREEDY, F64), Cases(GREEDY, F64, 7).batch(500)
     paths = [verdict.path for verdict in greedy.verdicts(requests, logits)]
@@ -82,7 +82,7 @@ def test_cases_reach_all_that_can_happen():
     outputs, columns = drawn.outputs(requests, logits), []
     for number, verdict in enumerate(drawn.verdicts(requests, logits)):
         last = verdict.path[-1] + 1 if verdict.path else 0
-        columns.append(float(outputs["laws"][number, last, verdict.column]))
+        columns.append(float(outputs["probs"][number, last, verdict.column]))
     assert 5 < sum(mass < HEAD for mass in columns) < 55
 
 
@@ -109,11 +109,11 @@ def test_another_seed_or_position_is_noticed():
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(F32, 1e-6), (F64, 1e-12)])
-def test_laws_are_those_of_torch(dtype, bound):
+def test_distributions_are_those_of_torch(dtype, bound):
     graph, vocab = OnnxGraph(), 300
     logits = graph.input("logits", dtype, "batch", "rows", vocab)
     graph.output(
-        "laws", Vocabulary(graph, vocab, dtype).laws(logits, Options.declare(graph, dtype))
+        "probs", Vocabulary(graph, vocab, dtype).probs(logits, Options.declare(graph, dtype))
     )
     rng = np.random.default_rng(0)
     values = rng.normal(size=(400, 2, vocab)) * rng.choice([0.5, 3.0, 10.0], size=(400, 1, 1))
@@ -129,57 +129,57 @@ def test_laws_are_those_of_torch(dtype, bound):
         )
     ]
     inputs = inputs_of(DRAWN, [Row(param, 1) for param in params], vocab, DTYPES[dtype])
-    found = run(open_session(graph), {"logits": tensor, **inputs})["laws"]
-    expected = target_laws(
+    found = run(open_session(graph), {"logits": tensor, **inputs})["probs"]
+    expected = target_probs(
         tensor.flatten(0, 1), [param for param in params for _ in range(2)]
     ).view_as(found)
     assert (found - expected).abs().max() < bound
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.8, top_k=5, top_p=0.9)])
-def test_two_tokens_after_a_tree_follow_the_target_s_laws(sampling):
+def test_two_tokens_after_a_tree_follow_the_target_s_distributions(sampling):
     """Whatever is proposed: the first by its distribution, and after a node that was followed the
     second by its own.
     """
     rng, vocab, texts = np.random.default_rng(1), 8, 20_000
     logits = torch.from_numpy(rng.normal(size=(5, vocab)) * 1.5)
-    laws = target_laws(logits, [sampling] * 5).numpy()
-    tree = {"tokens": [*laws[0].argsort()[-2:].tolist(), 1, 5], "parents": [ROOT, ROOT, 0, 1]}
+    probs = target_probs(logits, [sampling] * 5).numpy()
+    tree = {"tokens": [*probs[0].argsort()[-2:].tolist(), 1, 5], "parents": [ROOT, ROOT, 0, 1]}
     requests = [Row(replace(sampling, seed=seed), 9, **tree) for seed in range(texts)]
     compiled, emitted = Compiled(DRAWN, F32, vocab), list[list[int]]()
     for first in range(0, texts, 1000):
         some = requests[first : first + 1000]
         verdicts = compiled.verdicts(some, logits.float().expand(len(some), -1, -1))
         emitted += [[*(tree["tokens"][node] for node in one.path), one.column] for one in verdicts]
-    fits([text[0] for text in emitted], laws[0])
+    fits([text[0] for text in emitted], probs[0])
     for node in (0, 1):
-        fits([text[1] for text in emitted if text[0] == tree["tokens"][node]], laws[node + 1])
+        fits([text[1] for text in emitted if text[0] == tree["tokens"][node]], probs[node + 1])
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.7, 3.0])
-def test_tokens_follow_a_law_with_a_tail_of_any_mass(spread):
+def test_tokens_follow_a_distribution_with_a_tail_of_any_mass(spread):
     """Flat, its head is empty; steep, its tail is all but that."""
     rng, draws = np.random.default_rng(2), 4000
     logits = torch.from_numpy(rng.normal(size=(1, MANY)) * spread)
-    law = logits.softmax(-1)[0].numpy()
+    probs = logits.softmax(-1)[0].numpy()
     compiled, drawn = Compiled(DRAWN, F32, MANY), []
     for first in range(0, draws, 250):
         some = [Row(SamplingParams(1.0, seed=seed), 3) for seed in range(first, first + 250)]
         verdicts = compiled.verdicts(some, logits.float().expand(250, 1, -1))
         drawn += [verdict.column for verdict in verdicts]
-    order = np.argsort(law, kind="stable")  # bins of like tokens, those of the tail among them
+    order = np.argsort(probs, kind="stable")  # bins of like tokens, those of the tail among them
     bins = np.empty(MANY, np.int64)
-    bins[order] = np.minimum(law[order].cumsum() * 20, 19.0).astype(np.int64)
-    fits(bins[drawn], np.bincount(bins, law, 20))
+    bins[order] = np.minimum(probs[order].cumsum() * 20, 19.0).astype(np.int64)
+    fits(bins[drawn], np.bincount(bins, probs, 20))
 
 
-def fits(found, law, limit=4.5):
-    """Chi-square against a law, as a normal deviate (Wilson and Hilferty): beyond 4.5 once in
-    300,000.
+def fits(found, probs, limit=4.5):
+    """Chi-square against a distribution, as a normal deviate (Wilson and Hilferty): beyond 4.5 once
+    in 300,000.
     """
-    counts, possible = np.bincount(found, minlength=len(law)), law > 0
+    counts, possible = np.bincount(found, minlength=len(probs)), probs > 0
     assert not counts[~possible].any()
-    expected, free = law[possible] / law[possible].sum() * len(found), possible.sum() - 1
+    expected, free = probs[possible] / probs[possible].sum() * len(found), possible.sum() - 1
     square = ((counts[possible] - expected) ** 2 / expected).sum()
     deviate = ((square / free) ** (1 / 3) - 1 + 2 / (9 * free)) / (2 / (9 * free)) ** 0.5
     assert deviate < limit, (square, free)

@@ -28,7 +28,7 @@ from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch.engine import TorchEngine
 from backend.machine import machine
 from backend.request import SamplingParams
-from backend.sampling.laws import likeliest
+from backend.sampling.distributions import likeliest
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy import NO_DRAFT
 from tests.contract import checks, deployment

@@ -36,8 +36,8 @@ KINDS = {
 }
 MOST_NODES = 7
 GREEDY_ONLY = ("trtllm",)
-"""Kinds whose random numbers are not the race's (their sampling is checked in law), whose turns
-stop after an end token (so here there is none), and whose log-probabilities are those of fp32
+"""Kinds whose random numbers are not the race's (their sampling is checked in distribution), whose
+turns stop after an end token (so here there is none), and whose log-probabilities are those of fp32
 logits.
 """
 
@@ -62,13 +62,13 @@ def samplings(draw, likely, greedy_only):
         options["end_ids"] = ()
     if greedy_only or draw(st.booleans()):
         return SamplingParams(**options)
-    law = {
+    filters = {
         "temperature": draw(st.floats(0.3, 2.0)),
         "top_k": draw(st.integers(0, 8)),
         "top_p": draw(st.floats(0.3, 1.0)),
         "min_p": draw(st.sampled_from([0.0, 0.0, 0.2, 1.0])),
     }
-    return SamplingParams(**law, seed=draw(st.integers(0, 2**64 - 1)), **options)
+    return SamplingParams(**filters, seed=draw(st.integers(0, 2**64 - 1)), **options)
 
 
 def complete(engine, sequence, tokens, **turn):

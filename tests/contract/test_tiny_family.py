@@ -16,7 +16,7 @@ from backend.tokenizer import load_tokenizer
 from bench.in_process import Sink, generate
 from bench.micro.hazards import messages
 from policy import LatencyTable, NoSpeculation, RandomChoice
-from tests.contract.laws import Model
+from tests.contract.reference_texts import Model
 from tests.contract.tiny_family import as_message
 from tests.contract.witness import Witness
 

@@ -32,7 +32,7 @@ def tiny_weights(dtype, config=None):
 
 @pytest.mark.parametrize("network", [LOGITS, GREEDY, DRAWN])
 def test_every_step_compiles_for_every_profile(network):
-    config = tiny_config(vocab=49152)  # laws of few columns do not come to an end
+    config = tiny_config(vocab=49152)  # distributions of few columns do not come to an end
     weights = tiny_weights(torch.bfloat16, config)
     engine = compile_step(library, Step(config, BF16, 160, network), weights, PROFILES)
     assert engine.blob

@@ -38,12 +38,14 @@ FORETOLD = (
     checks.an_oracle_gives_k_plus_one_tokens_a_step,
     checks.nothing_is_committed_beyond_an_end,
 )
-LAWS = {
-    "all drafts": lambda: checks.texts_follow_the_target_s_law(checks.OPTIONS),
-    "a draft": lambda: checks.texts_follow_the_target_s_law(checks.WIDE, ["other"], 3_000),
-    "a reduced law": lambda: checks.texts_follow_the_target_s_law(checks.SHARP, ["other", "fp32"]),
-    "a shortlist": lambda: checks.texts_follow_the_target_s_law(checks.WIDE, ["short"]),
-    "lookup": lambda: checks.texts_follow_the_target_s_law(checks.WIDE, ["lookup"]),
+DEPLOYMENTS = {
+    "all drafts": lambda: checks.texts_follow_the_target_s_distribution(checks.OPTIONS),
+    "a draft": lambda: checks.texts_follow_the_target_s_distribution(checks.WIDE, ["other"], 3_000),
+    "a reduced distribution": lambda: checks.texts_follow_the_target_s_distribution(
+        checks.SHARP, ["other", "fp32"]
+    ),
+    "a shortlist": lambda: checks.texts_follow_the_target_s_distribution(checks.WIDE, ["short"]),
+    "lookup": lambda: checks.texts_follow_the_target_s_distribution(checks.WIDE, ["lookup"]),
 }
 
 
@@ -62,10 +64,10 @@ def test_it_holds_that(check, behaviour, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS)
-def test_sampled_texts_follow_the_target_s_law(law, monkeypatch):
+@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+def test_sampled_texts_follow_the_target_s_distribution(deployment, monkeypatch):
     serve_with_trtllm(monkeypatch)
-    LAWS[law]()
+    DEPLOYMENTS[deployment]()
 
 
 def test_log_probabilities_are_those_of_sampled_texts(monkeypatch):

@@ -31,7 +31,7 @@ TREE = Proposal("d", [2, 3], [ROOT, ROOT], [0.6, 0.3])
 
 
 class Rig:
-    """An engine on a law that counts, its metrics, and a clock that is set by hand."""
+    """An engine on a model that counts, its metrics, and a clock that is set by hand."""
 
     def __init__(self, tmp_path, behaviour=None, *, settings=None, target=True, **folder):
         self.folder = engine_folder(

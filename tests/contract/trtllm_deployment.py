@@ -1,8 +1,8 @@
 """The exactness suite's deployments with TensorRT-LLM engines in place of the torch ones: the
 adapter, over the fake executor.
 
-The fake's law is the forward pass of the very engine that it stands for, so that every check and
-every reference text stays as it is.
+The fake's forward pass is that of the very engine that it stands for, so that every
+check and every reference text stays as it is.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ENGINES = tempfile.TemporaryDirectory(prefix="spindle-fake-engines-")  # goes wi
 def trtllm_engine(
     like: TorchEngine, *, target: bool, behaviour: Behaviour | None = None, **options
 ) -> TrtllmEngine:
-    """An engine over the fake executor with the law and the name of a torch engine; its time stands
-    still, and iterations stay unread.
+    """An engine over the fake executor with the forward pass and the name of a torch engine; its
+    time stands still, and iterations stay unread.
     """
     root = Path(ENGINES.name) / str(next(numbers))
     settings = options.pop("settings", ExecutorSettings())

@@ -1,5 +1,5 @@
-"""Settings and folders of a served deployment of TensorRT-LLM engines, for the fake executor: a law
-that counts through eight letters.
+"""Settings and folders of a served deployment of TensorRT-LLM engines, for the fake executor: a
+model that counts through eight letters.
 """
 
 import json

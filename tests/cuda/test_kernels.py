@@ -21,9 +21,9 @@ from backend.engines.cuda.kernels import triton_kernels
 from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
 from backend.engines.cuda.linear import Tiling, linear, tiling_for
 from backend.request import SamplingParams
+from backend.sampling.distributions import target_probs
 from backend.sampling.draw import HEAD
 from backend.sampling.draw import draw as host_draw
-from backend.sampling.laws import target_laws
 from backend.sampling.randomness import word
 from tests.cuda.cases import PagedCase, attention_reference, paged_case
 
@@ -206,11 +206,11 @@ def test_draw_is_the_hosts(temperature: float) -> None:
     rows, vocab = (24, 3000) if DEVICE == "cpu" else (512, 128256)
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2.5
     words = np.array([word(seed, 100 + seed) for seed in range(rows)], np.uint64)
-    laws = target_laws(logits, [SamplingParams(temperature=temperature)] * rows)
-    wanted = host_draw(laws, words)
+    probs = target_probs(logits, [SamplingParams(temperature=temperature)] * rows)
+    wanted = host_draw(probs, words)
     drawn = _drawn(logits, words, [temperature] * rows)
     assert drawn == wanted
-    tails = sum(float(laws[row, token]) < HEAD for row, token in enumerate(wanted))
+    tails = sum(float(probs[row, token]) < HEAD for row, token in enumerate(wanted))
     assert tails or temperature == 0.3
 
 
@@ -221,10 +221,10 @@ def test_draw_from_flat_rows_whose_head_has_hundreds_of_tokens_or_none(
     rows = 12
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 0.05
     words = np.array([word(seed, seed) for seed in range(rows)], np.uint64)
-    laws = target_laws(logits, [SamplingParams(temperature=1.0)] * rows)
-    assert int((laws[0] >= HEAD).sum()) > 256 or vocab == 5000
+    probs = target_probs(logits, [SamplingParams(temperature=1.0)] * rows)
+    assert int((probs[0] >= HEAD).sum()) > 256 or vocab == 5000
     function = partial(draw, chunk=chunk)
-    assert _drawn(logits, words, [1.0] * rows, function=function) == host_draw(laws, words)
+    assert _drawn(logits, words, [1.0] * rows, function=function) == host_draw(probs, words)
 
 
 def test_draw_of_bounded_greedy_and_broken_rows() -> None:
@@ -244,8 +244,8 @@ def test_draw_of_bounded_greedy_and_broken_rows() -> None:
     assert drawn == _drawn(logits, words, heat, bound, plain.draw)
     assert drawn[:3] == [int(logits[0].argmax()), 20, -1]
     assert 0 <= drawn[3] < 5
-    laws = target_laws(logits[4:5], [SamplingParams(temperature=1.0, top_k=3)])
-    assert drawn[4:5] == host_draw(laws, words[4:5])
+    probs = target_probs(logits[4:5], [SamplingParams(temperature=1.0, top_k=3)])
+    assert drawn[4:5] == host_draw(probs, words[4:5])
 
 
 def limits(rows: int, seed: int) -> list[SamplingParams]:
@@ -287,11 +287,11 @@ def test_bounds_leave_what_the_host_leaves(dtype: torch.dtype, spread: float) ->
     params = limits(rows, seed=5)
     bound = bounds_of(logits, params)
     for row in range(rows):
-        law = target_laws(logits[row : row + 1], params[row : row + 1])[0]
+        probs = target_probs(logits[row : row + 1], params[row : row + 1])[0]
         scores = logits[row].float()
         left = (scores >= bound[row]) & (scores > -torch.inf)
         left &= ((scores - scores.max()) / params[row].temperature).exp() > 0.0
-        assert torch.equal(left, law > 0.0), params[row]
+        assert torch.equal(left, probs > 0.0), params[row]
 
 
 def test_rows_without_limits_have_no_bound() -> None:
@@ -307,7 +307,7 @@ def test_bounded_draws_are_the_hosts() -> None:
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(7)) * 2.0
     params = limits(rows, seed=8)
     words = np.array([word(seed, 9) for seed in range(rows)], np.uint64)
-    wanted = host_draw(target_laws(logits, params), words)
+    wanted = host_draw(target_probs(logits, params), words)
     bound = bounds_of(logits, params).tolist()
     assert _drawn(logits, words, [p.temperature for p in params], bound) == wanted
 

@@ -15,6 +15,7 @@ INSTEAD = {
     "so many": "this many, or the number's name",
     "hangs on": "depends on",
     "comes to": "is",
+    "laws?": "distribution",
     "nobody|whoever": "no request, any client",
     "(?<!each )(?<!many )(?<!none )of which": "two sentences",
 }
@@ -22,11 +23,9 @@ INSTEAD = {
 _PATTERN = re.compile(rf"\b(?:{'|'.join(INSTEAD)})\b", re.IGNORECASE)
 
 
-def foreign(text: str, more: str = "") -> list[str]:
-    """Return the words of a text that it should do without; ``more`` is a pattern of others."""
-    plain = " ".join(text.split())
-    found = _PATTERN.findall(plain)
-    return found + (re.findall(rf"\b(?:{more})\b", plain, re.IGNORECASE) if more else [])
+def foreign(text: str) -> list[str]:
+    """Return the words of a text that it should do without."""
+    return _PATTERN.findall(" ".join(text.split()))
 
 
 def prose_and_names(source: str) -> Iterator[tuple[int, str]]:

@@ -19,12 +19,8 @@ from tests.docs.english import foreign
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-JARGON = ("law", "laws", "arm", "arms", "aloft", "turn", "turns", "warm block", "cold block")
+JARGON = ("arm", "arms", "aloft", "turn", "turns", "warm block", "cold block")
 """Words of this project's own that README does without."""
-FOREIGN = r"laws?(?!\.py)"
-"""What pages do without besides ``english.INSTEAD``: they say distribution."""
-MAY_SAY = {"glossary.md": ("law",)}
-"""Words of these pages' own."""
 
 
 def text_of(page):
@@ -38,7 +34,7 @@ def text_of(page):
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_pages_are_in_plain_english(page):
-    assert set(foreign(text_of(page), FOREIGN)) <= {*MAY_SAY.get(page.name, ())}
+    assert foreign(text_of(page)) == []
 
 
 def links(page):

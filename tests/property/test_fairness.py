@@ -160,7 +160,7 @@ def test_every_request_ends_in_bounded_steps_and_no_greedy_text_changes(
             assert session.sink.ends[0][0] == "length"
             assert session.sink.text == text or (
                 speculate and arrival.temperature > 0
-            )  # a plan may change what is drawn, not its law
+            )  # a plan may change what is drawn, not its distribution
 
 
 def test_requests_that_fit_only_one_by_one_are_preempted_and_resumed_without_a_change():

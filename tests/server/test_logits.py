@@ -108,11 +108,11 @@ def test_tokens_come_with_the_likeliest_at_their_places(client, stream):
     assert top.shape == values.shape == (12, 3)
     text = list(b"abcdefgh")
     for token, best, at_best, log_prob in zip(tokens, top, values, log_probs, strict=True):
-        law = model_logits(text).astype(np.float64)
-        law -= np.log(np.exp(law).sum())
-        assert at_best == pytest.approx(sorted(law, reverse=True)[:3], abs=1e-5)
-        assert [law[letter[0]] for letter in best] == pytest.approx(at_best, abs=1e-5)
-        assert log_prob == pytest.approx(law[token[0]], abs=1e-5)
+        expected = model_logits(text).astype(np.float64)
+        expected -= np.log(np.exp(expected).sum())
+        assert at_best == pytest.approx(sorted(expected, reverse=True)[:3], abs=1e-5)
+        assert [expected[letter[0]] for letter in best] == pytest.approx(at_best, abs=1e-5)
+        assert log_prob == pytest.approx(expected[token[0]], abs=1e-5)
         text += token
 
 

@@ -220,19 +220,19 @@ def test_the_teacher_knows_biases_untied_heads_and_scaled_rope(relative, kind):
         torch.testing.assert_close(teacher.step([row])[0], want[39], rtol=1e-4, atol=1e-4)
 
 
-def test_the_kept_laws_are_the_teachers(target, finished):
+def test_the_kept_distributions_are_the_teachers(target, finished):
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     sample = load_head_samples(Shards(finished[0] / "draft.work" / "train-1-2"), 2)[3]
     with torch.inference_mode():
-        laws = model(sample.tokens[None].long()).logits[0, :-1].log_softmax(dim=1)
-    own = laws[sample.prompt_tokens - 1 :]
+        logprobs = model(sample.tokens[None].long()).logits[0, :-1].log_softmax(dim=1)
+    own = logprobs[sample.prompt_tokens - 1 :]
     assert len(sample.top_ids) == len(own)
     torch.testing.assert_close(
         own.gather(1, sample.top_ids.long()), sample.top_logprobs.float(), rtol=0, atol=0.05
     )
 
 
-def test_greedy_answers_follow_the_kept_laws(finished):
+def test_greedy_answers_follow_the_kept_distributions(finished):
     for s in load_head_samples(Shards(finished[0] / "draft.work" / "held_out-1-2"), 2):
         assert torch.equal(s.tokens[s.prompt_tokens :], s.top_ids[:, 0])
 
@@ -270,8 +270,8 @@ def test_a_token_budget_takes_the_first_sequences_that_fill_it():
 
 
 def test_the_shortlist_has_what_the_teacher_expects_most():
-    laws = torch.tensor([[3], [3], [5], [7]]), torch.tensor([[0.0], [0.0], [0.0], [-1.0]])
-    assert choose_shortlist([laws], 3, 10, {9}).tolist() == [3, 5, 9]
+    logprobs = torch.tensor([[3], [3], [5], [7]]), torch.tensor([[0.0], [0.0], [0.0], [-1.0]])
+    assert choose_shortlist([logprobs], 3, 10, {9}).tolist() == [3, 5, 9]
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,14 @@ def test_what_is_trained_is_what_is_proposed_after_each_token_of_an_answer(targe
     unroller = EagleUnroller(network, states, *tables, shortlist)
     samples = [sample([5, 6, 7, 8, 9, 10, 11], 3), sample([12, 13, 14, 15], 2)]
     head, rows = WholeText(network.shape, network.tensors(), *tables), []
-    for step, (logits, kept, starts) in enumerate(unroller.laws(samples, 3)):
+    for step, (logits, kept, starts) in enumerate(unroller.unroll(samples, 3)):
         assert logits.shape == (len(kept), SHORTLIST)
-        for law, start in zip(logits, kept.tolist(), strict=True):
+        for row, start in zip(logits, kept.tolist(), strict=True):
             text, first = int(starts.answer[start]), int(starts.first[start])
             tokens = samples[text].tokens[: first + 1 + step]  # those drafted are the text's
             assert len(tokens) < len(samples[text].tokens)
             *_, last = head.unroll(tokens, states(tokens), step + 1)
-            torch.testing.assert_close(law, last[first - 1])
+            torch.testing.assert_close(row, last[first - 1])
             rows.append((step, text, first))
     assert rows == [
         *[(0, 0, first) for first in (3, 4, 5)],

@@ -76,7 +76,7 @@ def test_what_is_kept_is_what_the_serving_target_gives(target, samples):
             torch.testing.assert_close(served, kept, rtol=0.02, atol=0.02)
 
 
-def test_what_is_proposed_is_what_the_trained_laws_say(target, finished, samples):
+def test_what_is_proposed_is_what_the_trained_distributions_say(target, finished, samples):
     engine = engine_of(finished[0].out, target)
     embedding, head = (table.float() for table in load_embeddings(target))
     network, ids = load_network(finished[0].out)
@@ -85,9 +85,9 @@ def test_what_is_proposed_is_what_the_trained_laws_say(target, finished, samples
     for sample in samples[:12]:
         tokens = sample.tokens.tolist()
         with torch.no_grad():
-            laws = [
+            unrolled = [
                 (torch.cat([ids, starts.context])[logits.argmax(1)], kept)
-                for logits, kept, starts in unroller.laws([sample], 3)
+                for logits, kept, starts in unroller.unroll([sample], 3)
             ]
         for start in range(0, len(sample.features) - 1, 7):
             text = tokens[: sample.prompt_tokens + start + 1]
@@ -98,7 +98,7 @@ def test_what_is_proposed_is_what_the_trained_laws_say(target, finished, samples
             engine.submit([Turn(sequence, len(text), run=3, nodes=256)])
             spine = engine.poll(0.0)[0].proposal.spine().tokens
             for ahead, token in enumerate(spine):
-                best, kept = laws[ahead]
+                best, kept = unrolled[ahead]
                 place = (kept == start).nonzero()
                 if not len(place):
                     break
@@ -169,7 +169,7 @@ def test_a_token_beyond_the_text_so_far_cannot_be_proposed(target, finished, sam
     hidden = 0
     for sample in samples[:8]:
         with torch.no_grad():
-            (logits, kept, starts), *_ = unroller.laws([sample], 1)
+            (logits, kept, starts), *_ = unroller.unroll([sample], 1)
         for row, start in enumerate(kept.tolist()):
             text = set(sample.tokens[: sample.prompt_tokens + start + 1].tolist())
             for column, token in enumerate(starts.context.tolist()):
@@ -188,7 +188,9 @@ def test_scores_count_greedy_answers_only(target, finished, samples):
     assert greedy < sum(len(s.features) - 1 for s in samples)
 
 
-def test_kept_answers_have_the_laws_and_states_that_generating_had(finished, target, tmp_path):
+def test_kept_answers_have_the_distributions_and_states_that_generating_had(
+    finished, target, tmp_path
+):
     args, _ = finished
     generated = Shards(args.work / "train-1-2")
     keep(generated, weights_sha256(target), tmp_path / "kept.npz")

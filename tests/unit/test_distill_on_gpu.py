@@ -112,7 +112,9 @@ def test_greedy_answers_of_a_batch_are_those_of_one_request_at_a_time(greedy, as
         torch.testing.assert_close(sample.features, expected.features[0], rtol=0.02, atol=0.02)
 
 
-def test_answers_read_again_have_the_laws_and_states_that_generating_had(model, asked, greedy):
+def test_answers_read_again_have_the_distributions_and_states_that_generating_had(
+    model, asked, greedy
+):
     answers = [sample.tokens[sample.prompt_tokens :].tolist() for sample in greedy]
     again = model.read(asked, answers, [sample.greedy for sample in greedy])
     for old, new in zip(greedy, again, strict=True):

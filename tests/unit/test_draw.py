@@ -1,4 +1,6 @@
-"""The draw: it follows the law, and is a function of law, seed and position alone."""
+"""The draw: it follows the distribution, and is a function of distribution, seed and position
+alone.
+"""
 
 import numpy as np
 import pytest
@@ -15,12 +17,12 @@ def words(count, seed=3):
 
 
 def shares(*parts):
-    """A law of (how many tokens, their mass together)."""
+    """A distribution of (how many tokens, their mass together)."""
     return np.concatenate([np.full(n, mass / n) for n, mass in parts])
 
 
 FALLING = np.arange(1, 5_000) ** -1.1
-LAWS = {
+DISTRIBUTIONS = {
     "one token": shares((1, 1.0)),
     "a head and nothing else": np.array([0.5, 0.0, 0.3, 0.15, 0.05, 0.0]),
     "a heavy tail": shares((3, 0.3), (4000, 0.4), (2, 0.3)),
@@ -34,29 +36,31 @@ LAWS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", LAWS)
-def test_tokens_follow_the_law_over_positions(name, dtype):
-    assert follows(LAWS[name], dtype, words(COUNT))
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_tokens_follow_the_distribution_over_positions(name, dtype):
+    assert follows(DISTRIBUTIONS[name], dtype, words(COUNT))
 
 
-def test_tokens_follow_the_law_over_seeds():
+def test_tokens_follow_the_distribution_over_seeds():
     seeds = [*range(COUNT // 2), *range(2**64 - COUNT // 2, 2**64)]
     noise = np.array([word(seed, 7) for seed in seeds], np.uint64)
-    assert follows(LAWS["several heads and tails"], torch.float32, noise)
+    assert follows(DISTRIBUTIONS["several heads and tails"], torch.float32, noise)
 
 
-def follows(law, dtype, noise):
-    """Whether the draws are what a law gives, by chi-square over cells of at least 20 draws."""
-    one = torch.from_numpy(law).to(dtype)
+def follows(probs, dtype, noise):
+    """Whether the draws are what a distribution gives, by chi-square over cells of at least 20
+    draws.
+    """
+    one = torch.from_numpy(probs).to(dtype)
     drawn = [t for part in np.split(noise, 20) for t in draw(one.expand(len(part), -1), part)]
-    counts = np.bincount(drawn, minlength=len(law))
-    assert counts[law == 0].sum() == 0
-    cells, mass = np.zeros(len(law), int), 0.0
-    for token in range(1, len(law)):
-        mass += law[token - 1]
+    counts = np.bincount(drawn, minlength=len(probs))
+    assert counts[probs == 0].sum() == 0
+    cells, mass = np.zeros(len(probs), int), 0.0
+    for token in range(1, len(probs)):
+        mass += probs[token - 1]
         cells[token] = cells[token - 1] + (mass * len(noise) >= 20)
         mass *= cells[token] == cells[token - 1]
-    expected = len(noise) * np.bincount(cells, law)
+    expected = len(noise) * np.bincount(cells, probs)
     found = np.bincount(cells, counts)
     kept = expected > 0
     freedom = kept.sum() - 1
@@ -70,74 +74,74 @@ def sharp(count, vocab, seed=0):
 
 
 def test_a_draw_is_the_same_alone_and_in_any_batch_and_order():
-    laws, noise = sharp(64, 3000), words(64)
-    whole = draw(laws, noise)
+    probs, noise = sharp(64, 3000), words(64)
+    whole = draw(probs, noise)
     assert len(set(whole)) > 30
-    assert any(laws[row, token] < HEAD for row, token in enumerate(whole))
-    assert [draw(laws[i : i + 1], noise[i : i + 1])[0] for i in range(64)] == whole
+    assert any(probs[row, token] < HEAD for row, token in enumerate(whole))
+    assert [draw(probs[i : i + 1], noise[i : i + 1])[0] for i in range(64)] == whole
     order = np.random.default_rng(0).permutation(64)
-    assert draw(laws[order], noise[order]) == [whole[i] for i in order]
-    assert draw(laws[:0], noise[:0]) == []
+    assert draw(probs[order], noise[order]) == [whole[i] for i in order]
+    assert draw(probs[:0], noise[:0]) == []
 
 
 def test_seed_and_position_decide():
-    law = sharp(1, 3000).expand(200, -1)
-    assert draw(law, words(200, 3)) == draw(law, words(200, 3))
-    agree = np.mean(np.array(draw(law, words(200, 3))) == draw(law, words(200, 4)))
+    probs = sharp(1, 3000).expand(200, -1)
+    assert draw(probs, words(200, 3)) == draw(probs, words(200, 3))
+    agree = np.mean(np.array(draw(probs, words(200, 3))) == draw(probs, words(200, 4)))
     assert agree < 0.4
 
 
 @pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63, 2**64 - 1])
 def test_any_seed_draws(seed):
-    law = torch.from_numpy(LAWS["several heads and tails"])[None]
-    (token,) = draw(law, np.array([word(seed, 2**20)], np.uint64))
-    assert law[0, token] > 0
+    probs = torch.from_numpy(DISTRIBUTIONS["several heads and tails"])[None]
+    (token,) = draw(probs, np.array([word(seed, 2**20)], np.uint64))
+    assert probs[0, token] > 0
 
 
-def test_a_shortlist_with_the_law_draws_the_tokens_of_the_whole_vocabulary():
+def test_a_shortlist_with_the_distribution_draws_the_tokens_of_the_whole_vocabulary():
     listed = np.random.default_rng(1).permutation(5000)[:800]
-    laws = torch.zeros(300, 5000)
+    probs = torch.zeros(300, 5000)
     part = sharp(300, 800)
-    laws[:, listed] = part
+    probs[:, listed] = part
     drawn = [int(listed[column]) for column in draw(part, words(300), listed)]
-    assert drawn == draw(laws, words(300))
-    assert any(laws[row, token] < HEAD for row, token in enumerate(drawn))
+    assert drawn == draw(probs, words(300))
+    assert any(probs[row, token] < HEAD for row, token in enumerate(drawn))
 
 
 def test_a_tail_that_is_only_rounding_leaves_it_to_the_head():
-    law = torch.tensor([[0.6, 0.4]], dtype=torch.float32).expand(2000, -1) * (1 + 1e-6)
-    assert set(draw(law, words(2000))) == {0, 1}
+    probs = torch.tensor([[0.6, 0.4]], dtype=torch.float32).expand(2000, -1) * (1 + 1e-6)
+    assert set(draw(probs, words(2000))) == {0, 1}
 
 
 @pytest.mark.parametrize("most", [1, 4, 2000])
 def test_finishers_are_in_the_order_of_the_race_and_the_first_is_drawn_where_the_head_wins(most):
-    laws, noise = sharp(300, 3000), words(300)
+    probs, noise = sharp(300, 3000), words(300)
     won = 0
-    pairs = zip(finishers(laws, noise, most), draw(laws, noise), strict=True)
+    pairs = zip(finishers(probs, noise, most), draw(probs, noise), strict=True)
     for row, (found, token) in enumerate(pairs):
         columns, chances = zip(*found, strict=True)
         assert 0 < len(found) <= most
-        assert all(laws[row, column] >= HEAD for column in columns)
+        assert all(probs[row, column] >= HEAD for column in columns)
         assert list(chances) == sorted(chances, reverse=True)
         assert chances[-1] > 0.0
         assert sum(chances) <= 1 + 1e-12
-        if laws[row, token] >= HEAD:
+        if probs[row, token] >= HEAD:
             assert columns[0] == token
             won += 1
     assert 200 < won < 300
 
 
 def test_without_a_head_no_token_is_likely_to_win():
-    law = torch.from_numpy(LAWS["a tail without a head"])[None]
-    assert finishers(law, words(1), 4) == [[]]
+    probs = torch.from_numpy(DISTRIBUTIONS["a tail without a head"])[None]
+    assert finishers(probs, words(1), 4) == [[]]
 
 
-def test_a_draft_with_nearly_the_law_mostly_draws_the_token_and_ranks_the_others():
-    laws, noise = sharp(2000, 400), words(2000)
-    error = torch.randn(laws.shape, generator=torch.Generator().manual_seed(9))
-    drafts = torch.softmax(laws.log() + error, -1)
+def test_a_draft_with_nearly_the_distribution_mostly_draws_the_token_and_ranks_the_others():
+    probs, noise = sharp(2000, 400), words(2000)
+    error = torch.randn(probs.shape, generator=torch.Generator().manual_seed(9))
+    drafts = torch.softmax(probs.log() + error, -1)
     hits = np.zeros(3)
-    for found, token in zip(finishers(drafts, noise, 3), draw(laws, noise), strict=True):
+    for found, token in zip(finishers(drafts, noise, 3), draw(probs, noise), strict=True):
         hits[: len(found)] += [column == token for column, _ in found]
     assert hits[0] > 2000 * 0.5
     assert hits[0] > 2 * hits[1] > 3 * hits[2]

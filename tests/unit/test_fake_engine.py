@@ -61,7 +61,7 @@ def test_speculation_emits_what_plain_decoding_emits(sampling, nodes):
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.7}])
-def test_tokens_follow_the_law(options):
+def test_tokens_follow_the_distribution(options):
     counts, shares = np.zeros(257), np.array([0.6, 0.25, 0.1, 0.05])
     for seed in range(3000):
         counts[step(FakeEngine("t"), sequence(1.0, seed, **options)).tokens[0]] += 1
@@ -143,7 +143,7 @@ def test_no_option_depends_on_how_the_text_was_cut_into_runs(mode):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
-def test_the_options_change_the_law_as_documented(temperature):
+def test_the_options_change_the_distribution_as_documented(temperature):
     context = PROMPT + list(b"eeab")
     for options in crossed():
         made = sequence(temperature, **options)
@@ -154,7 +154,7 @@ def test_the_options_change_the_law_as_documented(temperature):
         assert found == pytest.approx(expected - np.log(np.exp(expected).sum()), abs=1e-9), options
 
 
-def test_log_probabilities_are_of_the_law_before_top_k_and_top_p():
+def test_log_probabilities_are_of_the_distribution_before_top_k_and_top_p():
     seq = sequence(0.5, top_k=1, top_p=0.1, log_probs=True)
     emitted = step(FakeEngine("t"), seq)
     weights = np.array([0.6, 0.25, 0.1, 0.05]) ** 2  # temperature 0.5

@@ -74,7 +74,7 @@ def test_a_shortlisted_head_is_changed_where_it_has_the_token():
     assert rows.tolist() == [[IMPOSSIBLE, IMPOSSIBLE, -0.5], [0.5, IMPOSSIBLE, -0.5]]
 
 
-def test_a_row_in_which_everything_is_banned_still_has_a_law():
+def test_a_row_in_which_everything_is_banned_still_has_a_distribution():
     logits = torch.zeros(VOCAB)
     banned = tuple((token,) for token in range(VOCAB))
     process(logits, SamplingParams(bad_words=banned), [1], 0, WHOLE_VOCABULARY)

@@ -1,4 +1,4 @@
-"""The rule of acceptance, and the laws that it draws by."""
+"""The rule of acceptance, and the distributions that it draws by."""
 
 import itertools
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from backend.request import SamplingParams
+from backend.sampling.distributions import arg_max, target_probs
 from backend.sampling.draw import draw
-from backend.sampling.laws import arg_max, target_laws
 from backend.sampling.processing import WHOLE_VOCABULARY
 from backend.sampling.randomness import word
 from backend.sampling.verification import Row, candidates, verify
@@ -60,7 +60,7 @@ def one_draw(logits, sampling, position):
     if sampling.greedy:
         return int(logits.argmax())
     words = np.array([word(sampling.seed, position)], np.uint64)
-    return draw(target_laws(logits[None], [sampling]), words)[0]
+    return draw(target_probs(logits[None], [sampling]), words)[0]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, seed=4)])
@@ -84,40 +84,40 @@ def test_a_request_takes_a_proposal_s_nodes_and_refuses_what_is_no_tree():
         Row.of(sequence, Proposal("d", [3, 2], [-1, 1], [1.0, 1.0]))
 
 
-def test_a_law_is_temperature_then_min_p_then_top_k_then_top_p():
+def test_a_distribution_is_temperature_then_min_p_then_top_k_then_top_p():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
 
-    def law(**options):
+    def probs(**options):
         return [
             round(value, 6)
-            for value in target_laws(logits, [SamplingParams(**options)])[0].tolist()
+            for value in target_probs(logits, [SamplingParams(**options)])[0].tolist()
         ]
 
-    assert law(temperature=1.0) == [0.4, 0.3, 0.2, 0.1]
-    assert law(temperature=0.5) == [round(v, 6) for v in (16 / 30, 9 / 30, 4 / 30, 1 / 30)]
-    assert law(temperature=1.0, top_k=2) == [round(4 / 7, 6), round(3 / 7, 6), 0.0, 0.0]
-    assert law(temperature=1.0, top_k=9) == [0.4, 0.3, 0.2, 0.1]
-    assert law(temperature=1.0, top_p=0.5) == [
+    assert probs(temperature=1.0) == [0.4, 0.3, 0.2, 0.1]
+    assert probs(temperature=0.5) == [round(v, 6) for v in (16 / 30, 9 / 30, 4 / 30, 1 / 30)]
+    assert probs(temperature=1.0, top_k=2) == [round(4 / 7, 6), round(3 / 7, 6), 0.0, 0.0]
+    assert probs(temperature=1.0, top_k=9) == [0.4, 0.3, 0.2, 0.1]
+    assert probs(temperature=1.0, top_p=0.5) == [
         round(4 / 7, 6),
         round(3 / 7, 6),
         0.0,
         0.0,
     ]  # 0.3 crosses the threshold and stays
-    assert law(temperature=1.0, top_p=0.01) == [1.0, 0.0, 0.0, 0.0]
-    assert law(temperature=1.0, top_k=3, top_p=0.75) == [
+    assert probs(temperature=1.0, top_p=0.01) == [1.0, 0.0, 0.0, 0.0]
+    assert probs(temperature=1.0, top_k=3, top_p=0.75) == [
         round(4 / 7, 6),
         round(3 / 7, 6),
         0.0,
         0.0,
     ]  # 7/9 of the top 3 is enough
-    assert law(temperature=1.0, min_p=0.5) == [
+    assert probs(temperature=1.0, min_p=0.5) == [
         *(round(v, 6) for v in (4 / 9, 3 / 9, 2 / 9)),
         0.0,
     ]  # 0.2 is half of 0.4
-    assert law(temperature=0.5, min_p=0.5) == [round(v, 6) for v in (0.64, 0.36, 0.0, 0.0)]
-    assert law(temperature=1.0, min_p=1.0) == [1.0, 0.0, 0.0, 0.0]
-    assert law(temperature=1.0, min_p=0.6, top_p=0.55) == [1.0, 0.0, 0.0, 0.0]  # 4/7 is enough
-    assert law(temperature=1.0, min_p=0.3, top_k=2) == law(temperature=1.0, top_k=2)
+    assert probs(temperature=0.5, min_p=0.5) == [round(v, 6) for v in (0.64, 0.36, 0.0, 0.0)]
+    assert probs(temperature=1.0, min_p=1.0) == [1.0, 0.0, 0.0, 0.0]
+    assert probs(temperature=1.0, min_p=0.6, top_p=0.55) == [1.0, 0.0, 0.0, 0.0]  # 4/7 is enough
+    assert probs(temperature=1.0, min_p=0.3, top_k=2) == probs(temperature=1.0, top_k=2)
 
 
 def test_rows_with_different_options_are_processed_as_if_alone():
@@ -130,15 +130,15 @@ def test_rows_with_different_options_are_processed_as_if_alone():
         SamplingParams(1.0, 3, 0.5),
         SamplingParams(2.0, top_k=50, min_p=0.2),
     ]
-    together = target_laws(logits, params)
+    together = target_probs(logits, params)
     for row, param in enumerate(params):
         assert torch.allclose(
-            together[row], target_laws(logits[row : row + 1], [param])[0], rtol=1e-6, atol=0
+            together[row], target_probs(logits[row : row + 1], [param])[0], rtol=1e-6, atol=0
         )
     assert (together[1] > 0).sum() == 5
 
 
-def test_laws_agree_with_transformers_processors():
+def test_distributions_agree_with_transformers_processors():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(2)
     logits = torch.randn(3, 40, dtype=torch.float64)
@@ -150,7 +150,7 @@ def test_laws_agree_with_transformers_processors():
         ]
     )
     expected = chain(torch.zeros(3, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    assert torch.allclose(target_laws(logits, [SamplingParams(0.8, 12, 0.7)] * 3), expected)
+    assert torch.allclose(target_probs(logits, [SamplingParams(0.8, 12, 0.7)] * 3), expected)
 
 
 def test_the_first_of_equal_logits_is_the_arg_max_in_every_dtype():
@@ -165,11 +165,11 @@ def test_a_nucleus_is_the_smallest_set_of_most_probable_tokens_that_reaches_top_
         * scale
     )
     params = [SamplingParams(1.0, top_p=top_p) for top_p in (0.3, 0.9, 0.999)]
-    for law, full, param in zip(
-        target_laws(logits, params), logits.softmax(-1), params, strict=True
+    for probs, full, param in zip(
+        target_probs(logits, params), logits.softmax(-1), params, strict=True
     ):
-        kept = law > 0
+        kept = probs > 0
         assert full[kept].sum() >= param.top_p
         assert full[kept].sum() - full[kept].min() < param.top_p
         assert full[kept].min() > full[~kept].max()
-        assert torch.allclose(law[kept], full[kept] / full[kept].sum())
+        assert torch.allclose(probs[kept], full[kept] / full[kept].sum())

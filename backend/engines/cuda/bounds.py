@@ -189,8 +189,8 @@ def bounds(
     """Return the least logit that is left to each row of ``logits`` [rows, vocab], float32[rows].
 
     Min-p, top-k (0: off) and top-p (1: off) hold one after the other, as in
-    ``sampling.laws.target_laws``, and keep ties. ``temperature``, ``top_p`` and ``min_p`` are
-    float32[rows], ``top_k`` int32[rows]. A row of temperature 0 has the bound -inf.
+    ``sampling.distributions.target_probs``, and keep ties. ``temperature``, ``top_p`` and ``min_p``
+    are float32[rows], ``top_k`` int32[rows]. A row of temperature 0 has the bound -inf.
     """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, chunk)

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from backend.engines.cuda.draw import exponential
 from backend.engines.spine import CANDIDATES
+from backend.sampling.distributions import FAINT
 from backend.sampling.draw import HEAD, SHARPNESS
-from backend.sampling.laws import FAINT
 
 _HEAD, _SHARPNESS, _FAINT = tl.constexpr(HEAD), tl.constexpr(SHARPNESS), tl.constexpr(FAINT)
 _MOST = tl.constexpr(CANDIDATES)

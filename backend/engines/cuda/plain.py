@@ -13,7 +13,7 @@ from backend.engines.cuda.noise import exponentials
 from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
 from backend.sampling import draw as host
-from backend.sampling.laws import FAINT, target_laws
+from backend.sampling.distributions import FAINT, target_probs
 
 
 def add_rms_norm(
@@ -136,9 +136,9 @@ def draw(
     drawn[is_broken] = -1
     for row in ((temperature > 0.0) & ~is_broken).nonzero()[:, 0].tolist():
         scores = _wide(logits[row]).masked_fill(logits[row] < bound[row], -torch.inf)
-        law = ((scores - scores.max()) / temperature[row]).softmax(-1)
+        probs = ((scores - scores.max()) / temperature[row]).softmax(-1)
         word = words[row : row + 1].cpu().numpy().view(np.uint64)
-        drawn[row] = host.draw(law[None], word)[0]
+        drawn[row] = host.draw(probs[None], word)[0]
     return drawn.int()
 
 
@@ -155,8 +155,8 @@ def bounds(
     for row, (heat, k, p, least) in enumerate(zip(*columns, strict=True)):
         if heat > 0.0 and logits[row].amax().isfinite():  # else the draw says that it is broken
             params = SamplingParams(temperature=heat, top_k=k, top_p=p, min_p=least)
-            law = target_laws(logits[row : row + 1], [params])[0]
-            bound[row] = logits[row].masked_fill(law == 0.0, torch.inf).min()
+            probs = target_probs(logits[row : row + 1], [params])[0]
+            bound[row] = logits[row].masked_fill(probs == 0.0, torch.inf).min()
     return bound
 
 

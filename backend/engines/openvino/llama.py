@@ -23,7 +23,7 @@ from backend.engines.openvino.parts import Floats, compiled
 from backend.engines.openvino.width import Width, price_of_change
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.machine import machine
-from backend.sampling.laws import FAINT
+from backend.sampling.distributions import FAINT
 from backend.sequence import BLOCK_TOKENS
 
 SCRATCH_BLOCKS = SCRATCH_TOKENS // BLOCK_TOKENS
@@ -250,8 +250,8 @@ class OpenvinoDecoder:
         return out
 
     def best(self, logits: torch.Tensor, most: int) -> list[list[tuple[int, float]]] | None:
-        """Return what ``backend.sampling.laws.likeliest`` does; None where these are not the logits
-        that the last pass returned, or the graph does not rank.
+        """Return what ``backend.sampling.distributions.likeliest`` does; None where these are not
+        the logits that the last pass returned, or the graph does not rank.
         """
         if not self._ranks or logits is not self._ranked:
             return None

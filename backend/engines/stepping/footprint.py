@@ -15,11 +15,11 @@ from backend.machine import machine
 from backend.storage.manifest import read_model_config
 
 LOGIT_BYTES = 28
-"""Bytes for each logit of a pass while laws are made of them (copies, sort and indices of top-p):
-24 measured in bf16, two more in fp32.
+"""Bytes for each logit of a pass while distributions are made of them (copies, sort and indices of
+top-p): 24 measured in bf16, two more in fp32.
 """
 
-LAW_BYTES = 4
+PROB_BYTES = 4
 """Bytes for each probability of a distribution that a draft keeps until it is verified."""
 
 
@@ -85,22 +85,22 @@ def footprint(
     packs_head: bool = False,
     scratch_tokens: int = 0,
 ) -> Footprint:
-    """Return what an engine takes: its largest pass verifies every request, and a draft keeps laws
-    until they are verified. ``weight_sizes``: bytes of a weight that is looked up, of one that
-    is multiplied and of one in an expert (none: the dtype's); ``scratch_tokens``: KV besides the
-    ledger's. Raises CheckpointError for a folder that cannot be served.
+    """Return what an engine takes: its largest pass verifies every request, and a draft keeps
+    distributions until they are verified. ``weight_sizes``: bytes of a weight that is looked up, of
+    one that is multiplied and of one in an expert (none: the dtype's); ``scratch_tokens``: KV
+    besides the ledger's. Raises CheckpointError for a folder that cannot be served.
     """
     limits, k_max, target = config.limits, config.policy.k_max, engine.name == config.target.name
     logit_rows = limits.max_active_requests * (1 + k_max * target)
     rows = logit_rows + limits.prefill_chunk_tokens
-    law_rows = 0 if target else limits.max_active_requests * k_max
+    prob_rows = 0 if target else limits.max_active_requests * k_max
     logit_rows += 0 if target else SCORED_ROWS
     shape, item = shape_of(folder), activation_bytes(engine.dtype)
     vocab = shape.draft_vocab_size or shape.vocab_size
     kept_rows = min(limits.prefill_chunk_tokens, limits.max_logits_bytes // (4 * vocab)) * target
     weights = weight_bytes(shape, *(weight_sizes or 3 * (item,)), packs_head=packs_head)
     passes = rows * shape.row_width * item + vocab * (
-        logit_rows * LOGIT_BYTES + law_rows * LAW_BYTES
+        logit_rows * LOGIT_BYTES + prob_rows * PROB_BYTES
     )
     passes += vocab * kept_rows * (item + 4)  # logits that are kept for replies, and in fp32
     kv = (limits.kv_cache_tokens + scratch_tokens) * shape.kv_width * item

@@ -32,8 +32,8 @@ def suits(request: Row) -> bool:
     compiled.
     """
     sampling = request.sampling
-    own_law = sampling.min_p > 0.0 or sampling.top_p_decay != 1.0
-    return not (sampling.changes_logits or sampling.reads_log_probs or own_law)
+    uncompiled = sampling.min_p > 0.0 or sampling.top_p_decay != 1.0
+    return not (sampling.changes_logits or sampling.reads_log_probs or uncompiled)
 
 
 def network_for(requests: Seq[Row]) -> str:
@@ -42,7 +42,7 @@ def network_for(requests: Seq[Row]) -> str:
 
 
 def inputs_of(network: str, requests: Seq[Row], vocab_size: int, wide: torch.dtype) -> Tensors:
-    """Return a verification's inputs by name, on the CPU; ``wide`` is the dtype of laws."""
+    """Return a verification's inputs by name, on the CPU; ``wide`` is probabilities' dtype."""
     return _trees(requests) if network == GREEDY else _options(requests, vocab_size, wide)
 
 
@@ -84,7 +84,7 @@ def _drawn(requests: Seq[Row], outputs: Tensors) -> list[int]:
 
     No more of a distribution leaves the device, unless its tail wins.
     """
-    padded = outputs["laws"].shape[1]
+    padded = outputs["probs"].shape[1]
     rows = [first * padded + row for first, one in enumerate(requests) for row in range(one.rows)]
     packed = {name: outputs[name].flatten(0, 1)[rows] for name in ("masses", "columns", "totals")}
     heads = Heads.of(packed["masses"])
@@ -93,9 +93,9 @@ def _drawn(requests: Seq[Row], outputs: Tensors) -> list[int]:
         columns=packed["columns"][tuple(at)].cpu().numpy().astype(np.int64),
         totals=packed["totals"].flatten().double().cpu().numpy(),
     )
-    laws = outputs["laws"].flatten(0, 1)
+    probs = outputs["probs"].flatten(0, 1)
     words = np.array([key for request in requests for key in _words(request)], np.uint64)
-    return race(heads, words, lambda row: laws[rows[row]].cpu().numpy())
+    return race(heads, words, lambda row: probs[rows[row]].cpu().numpy())
 
 
 def _words(request: Row) -> list[int]:

@@ -181,7 +181,7 @@ def _sampling(trtllm: Any, sampling: SamplingParams, greedy: bool, seed: int) ->
     """Name what has an unwanted default: with neither top_k nor top_p the decoder is greedy,
     without a seed its seed is 0.
     """
-    law = {"top_k": 1} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    filters = {"top_k": 1} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
     neutral = (
         *(("min_p", 0.0), ("repetition_penalty", 1.0)),
         *(("presence_penalty", 0.0), ("frequency_penalty", 0.0)),
@@ -191,7 +191,7 @@ def _sampling(trtllm: Any, sampling: SamplingParams, greedy: bool, seed: int) ->
     }
     if sampling.temperature > 0.0:
         options["temperature"] = sampling.temperature
-    return trtllm.SamplingConfig(1, seed=seed, **law, **options)
+    return trtllm.SamplingConfig(1, seed=seed, **filters, **options)
 
 
 def _salt(salt: str) -> int:

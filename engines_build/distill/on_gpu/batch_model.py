@@ -24,7 +24,7 @@ _WIDTH_STEP = 64
 """Places that attention reads at a time: a graph for each number of them."""
 
 _PREFILL_TOKENS = 1 << 16
-_LAW_ROWS = 4096
+_HEAD_ROWS = 4096
 _STEPS_PER_LOOK = 16
 _LOOP_TOKENS, _LOOP_WINDOW, _LOOP_TIMES, _LOOP_FIRST = 8, 64, 3, 24
 
@@ -176,8 +176,8 @@ class BatchModel:
             return _attention(q, k, v, group, is_causal=True)
 
         features, hidden = self._run(tokens.to(self.device), slice(width), attend, kept)
-        laws = [self._law(some) for some in hidden.split(_LAW_ROWS)]
-        ids, logprobs = (torch.cat(column) for column in zip(*laws, strict=True))
+        targets = [self._top_logprobs(some) for some in hidden.split(_HEAD_ROWS)]
+        ids, logprobs = (torch.cat(column) for column in zip(*targets, strict=True))
         columns = [ids.int(), logprobs.half(), features.bfloat16()]
         return _samples(asked, answers, greedy, columns)
 
@@ -254,7 +254,7 @@ class BatchModel:
                 tapped.append(hidden[kept])
         return torch.stack(tapped, 1), hidden[kept]
 
-    def _law(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _top_logprobs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids and log probabilities [n, TOP_K] after last states [n, hidden]."""
         logits = self._head(self._normed(hidden, self._norm)).float()
         top, ids = logits.topk(self._top, dim=1)
@@ -262,7 +262,7 @@ class BatchModel:
 
     def _draw(self, features: Tensor, hidden: Tensor) -> None:
         """Draw every row's next token (as ``Generator`` does) and keep what it was drawn from."""
-        ids, logprobs = self._law(hidden)
+        ids, logprobs = self._top_logprobs(hidden)
         gumbel = -torch.empty_like(logprobs).exponential_().log()
         pick = (logprobs + self._temperature[:, None] * gumbel).argmax(1, keepdim=True)
         token = ids.gather(1, pick)[:, 0]

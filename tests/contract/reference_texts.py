@@ -1,4 +1,4 @@
-"""A checkpoint's laws along texts, and its own answers, by the reference engine's model."""
+"""A checkpoint's logits along texts, and its own answers, by the reference engine's model."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Model:
         ends: frozenset[int],
         seed: int,
     ) -> list[list[int]]:
-        """Return what follows each prompt, up to ``length`` tokens or an end token; the full law at
-        ``temperature``, 0 being greedy.
+        """Return what follows each prompt, up to ``length`` tokens or an end token; the full
+        distribution at ``temperature``, 0 being greedy.
         """
         noise = torch.Generator().manual_seed(seed)
         texts: list[list[int]] = [[] for _ in prompts]

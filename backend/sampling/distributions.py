@@ -1,4 +1,4 @@
-"""Laws of the next token as tensors, made of logits."""
+"""Distributions of the next token as tensors, made of logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEADS = (
 )  # a nucleus is looked for among the tokens above these, one after the other
 
 
-def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
+def target_probs(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
     """Return the distribution [rows, vocab] that each row's token is drawn from, of sum one:
     temperature first, then min-p, top-k, top-p (as vLLM does).
 
@@ -50,35 +50,35 @@ def target_laws(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tens
         )
         scores = scores.masked_fill(scores < threshold, -torch.inf)
     nuclei = [row for row, param in enumerate(params) if param.top_p < 1.0]
-    laws = scores.softmax(-1)
+    probs = scores.softmax(-1)
     if nuclei:
-        laws[nuclei] = _nucleus(
-            laws[nuclei],
+        probs[nuclei] = _nucleus(
+            probs[nuclei],
             torch.tensor([params[row].top_p for row in nuclei], dtype=wide, device=device),
         )
-    return laws
+    return probs
 
 
-def _nucleus(laws: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def _nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Keep the most probable tokens that together reach ``top_p`` [rows], and have them sum to one.
 
     A nucleus is mostly small, and sorting a whole vocabulary costs 30 times as much as its head.
     """
-    if laws.device.type == "cpu":
-        pairs = zip(laws.numpy(), top_p.tolist(), strict=True)
-        thresholds = torch.tensor([_least(law, share) for law, share in pairs], dtype=laws.dtype)
+    if probs.device.type == "cpu":
+        pairs = zip(probs.numpy(), top_p.tolist(), strict=True)
+        thresholds = torch.tensor([_least(row, share) for row, share in pairs], dtype=probs.dtype)
     else:
-        ordered = laws.sort(dim=-1, descending=True).values
+        ordered = probs.sort(dim=-1, descending=True).values
         count = (ordered.cumsum(-1) - ordered < top_p[:, None]).sum(-1).clamp_(min=1)
         thresholds = ordered.gather(1, count[:, None] - 1)[:, 0]
-    kept = laws.masked_fill_(laws < thresholds[:, None], 0.0)
+    kept = probs.masked_fill_(probs < thresholds[:, None], 0.0)
     return kept.div_(kept.sum(-1, keepdim=True))
 
 
-def _least(law: npt.NDArray[np.floating[Any]], share: float) -> float:
+def _least(probs: npt.NDArray[np.floating[Any]], share: float) -> float:
     """Return the probability at which the greatest of a distribution [S] reach a share of it."""
     for bound in _HEADS:
-        head = law[law >= bound]
+        head = probs[probs >= bound]
         if head.sum() >= share:
             break
     ordered = np.sort(head)[::-1]

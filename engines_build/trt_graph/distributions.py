@@ -1,5 +1,5 @@
-"""Laws of the next token as network layers: what ``backend.sampling.laws`` does with torch, in
-arithmetic that TensorRT has.
+"""Distributions of the next token as network layers: what ``backend.sampling.distributions`` does
+with torch, in arithmetic that TensorRT has.
 
 TensorRT has no float64, sorts no more than 3,840 elements and breaks ties as it likes. So there is
 no sort here: top-k and top-p keep what has less than a limit above it, and that threshold is found
@@ -43,8 +43,8 @@ class Options:
 
 
 class Vocabulary:
-    """Arithmetic on rows [batch, rows, size]; ``dtype`` is that of laws (f32, or f64 where there is
-    no TensorRT).
+    """Arithmetic on rows [batch, rows, size]; ``dtype`` is that of distributions (f32, or f64 where
+    there is no TensorRT).
     """
 
     def __init__(self, graph: Graph, size: int, dtype: str) -> None:
@@ -55,9 +55,9 @@ class Vocabulary:
         """Return the column [batch, rows, 1] of each row's greatest value, the first of equals."""
         return where(values >= values.amax(-1), self._columns, self.size).amin(-1)
 
-    def laws(self, logits: Tensor, options: Options) -> Tensor:
-        """Return the laws that logits stand for, each summing to one: temperature, then top-k, then
-        top-p.
+    def probs(self, logits: Tensor, options: Options) -> Tensor:
+        """Return the distributions that logits stand for, each summing to one: temperature, then
+        top-k, then top-p.
 
         Ties with the last that is kept are kept. At temperature 0 a distribution is a point mass.
         """
