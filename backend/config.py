@@ -304,10 +304,12 @@ def with_auto_resolved(
     """Return an engine without ``auto``, which depends on machine and model alone, so that a text
     does. ``target`` is that of a draft.
 
-    ``device``: ``cuda`` where the best kind there can run. ``engine``: the first of ``automatic``
-    that can run. ``dtype``: int8 on CPUs where the kind prefers it; bf16 on GPUs and where the
-    processor multiplies that; else fp32.
+    ``engine``: a draft's by its folder (``_kind_of_draft``); else the first of ``automatic`` that
+    can run. ``device``: ``cuda`` where the best kind there can run. ``dtype``: int8 on CPUs where
+    the kind prefers it; bf16 on GPUs and where the processor multiplies that; else fp32.
     """
+    if engine.engine == "auto" and engine.model and target:
+        engine = replace(engine, engine=_kind_of_draft(engine.model, target))
     if engine.device == "auto":
         reads_target = engine.engine != "auto" and engine.kind.reads_target
         on_gpu = not why_not(automatic("cuda")[0], replace(engine, device="cuda"), machine)
@@ -324,6 +326,22 @@ def with_auto_resolved(
         narrow = not on_cpu or not engine.kind.checkpoint or machine.multiplies_bf16()
         engine = replace(engine, dtype="bf16" if narrow else "fp32")
     return engine
+
+
+def _kind_of_draft(model: str, target: EngineConfig) -> str:
+    """Return the kind of a draft's folder; ``auto`` for a decoder, which several kinds load.
+
+    A target of a kind that loads no Hugging Face folders has drafts of its own kind.
+    """
+    if target.kind.model and not target.kind.checkpoint:
+        return target.engine
+    config = _model_config(model)
+    named = {*(config.get("architectures") or ())}
+    for name, kind in KINDS.items():
+        is_named = not kind.automatic and named & {*kind.architectures}
+        if is_named or (config and kind.is_own(_folder(model), config)):
+            return name
+    return "auto"
 
 
 def _runs_on_gpus(engine: EngineConfig) -> bool:
@@ -356,12 +374,16 @@ def why_not(name: str, engine: EngineConfig, machine: Machine = machine) -> str:
 
 def _model_config(model: str) -> dict[str, Any]:
     """Return a folder's ``config.json``; nothing where there is none, which others report."""
-    file = PROJECT_ROOT / Path(model).expanduser() / "config.json"
+    file = _folder(model) / "config.json"
     try:
         found = read_json(file) if model not in ("", EMBEDDED_MODEL) else {}
     except ConfigError:
         found = {}
     return found if isinstance(found, dict) else {}
+
+
+def _folder(model: str) -> Path:
+    return PROJECT_ROOT / Path(model).expanduser()
 
 
 def unused_gpus(config: ServingConfig, machine: Machine = machine) -> dict[str, str]:

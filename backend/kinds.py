@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
+
+from backend.published_heads import is_published_head
 
 Package = tuple[str, str]
 """A distribution and the one version of it that is known."""
@@ -51,6 +54,11 @@ QUANTIZED_ELSEWHERE = {
 def _all_fit(config: Mapping[str, Any]) -> str:
     del config
     return ""
+
+
+def _owns_none(folder: Path, config: Mapping[str, Any]) -> bool:
+    del folder, config
+    return False
 
 
 def quantization_of(config: Mapping[str, Any]) -> tuple[str, str]:
@@ -134,6 +142,7 @@ class Kind:
     any_decoder: bool = False  # it loads others, too: any that transformers builds and we can serve
     converts: bool = False  # some folders, once, before they are measured
     published: bool = False  # folders are of other projects' forms, and are all converted
+    is_own: Callable[[Path, Mapping[str, Any]], bool] = _owns_none  # whatever its architecture
     automatic: tuple[str, ...] = ()  # "cpu", "cuda": where ``auto`` means the first that can run
     misfit: Callable[[Mapping[str, Any]], str] = _all_fit  # what of a config.json it cannot run
     least_capability: float = 0.0  # of a GPU
@@ -243,6 +252,7 @@ KINDS = {
         architectures=("SpindleEagle",),
         converts=True,
         published=True,
+        is_own=is_published_head,
         dtypes=("bf16", "fp32", "fp64"),
         target=False,
         reads_target=True,

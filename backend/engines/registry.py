@@ -86,12 +86,6 @@ class KindModule(Protocol):
         """
         ...
 
-    def is_own(self, folder: Path) -> bool:
-        """Return whether a folder is this kind's, whatever its architecture; asked where the kind
-        is ``published``.
-        """
-        ...
-
     def served_folder(self, folder: Path) -> Path:
         """Return the converted form of the folder that a setting names. Raises NotPreparedError
         where there is none yet. Asked where the kind is ``published``.

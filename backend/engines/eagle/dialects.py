@@ -18,8 +18,9 @@ from backend.config import ConfigError
 from backend.engines.checkpoint import CheckpointError, read_rope
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.eagle.other_kinds import model_type, other_kind
-from backend.engines.eagle.published import SAFETENSORS, read_tensors
+from backend.engines.eagle.published import read_tensors
 from backend.kinds import ROPE_TYPES
+from backend.published_heads import SAFETENSORS
 from backend.storage.manifest import read_model_config
 
 DEFAULT_THETA = 10000.0

@@ -12,7 +12,6 @@ from backend.engines import latency_cases as cases
 from backend.engines.eagle.folder import EagleShape, read_shape
 from backend.engines.eagle.other_kinds import other_kind
 from backend.engines.eagle.place import is_ours, served_folder
-from backend.engines.eagle.published import is_head as is_own
 from backend.engines.latency_cases import Case
 from backend.engines.memory import available_bytes
 from backend.engines.port import Engine, Footprint
@@ -26,7 +25,6 @@ __all__ = [
     "check_folder",
     "convert",
     "footprint",
-    "is_own",
     "latency_cases",
     "make",
     "served_folder",

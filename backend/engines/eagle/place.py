@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from backend.engines.eagle.folder import ARCHITECTURE
-from backend.engines.eagle.published import PICKLES, SAFETENSORS
 from backend.engines.registry import NotPreparedError
+from backend.published_heads import PICKLES, SAFETENSORS
 from backend.storage import cache
 from backend.storage.manifest import read_model_config, sampled_sha256, weights_sha256
 
