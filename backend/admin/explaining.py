@@ -29,7 +29,7 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
     guard = _guard_words(plan, runner.verdicts())
     reply: dict[str, Any] = {
         "age_s": round(monotonic() - now, 3),
-        "step": "; ".join([explain_batch(plan), *guard]),
+        "step": "; ".join([explain_batch(plan), *guard, *orchestrator.cycle.drafting.remarks()]),
         "requests": [],
     }
     planner: AnyPolicy = runner.policy

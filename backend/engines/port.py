@@ -286,6 +286,17 @@ class ReadsTarget(Protocol):
 
 
 @runtime_checkable
+class MissesStates(Protocol):
+    """What a draft has besides that proposes nothing for a text once states of it are missing."""
+
+    name: str
+
+    def holes(self) -> int:
+        """Return how many texts in flight have states missing (any thread)."""
+        ...
+
+
+@runtime_checkable
 class Remembers(Protocol):
     """What a draft has besides that proposes from the answers to earlier requests."""
 

@@ -205,6 +205,13 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         "Tokens whose KV the target had when their request was admitted",
     ),
     Family(
+        "spindle_draft_holes_total",
+        _C,
+        "Requests that a draft proposes nothing for, since it has missed some of the target's"
+        " states: it slept or failed, or came later",
+        ("draft",),
+    ),
+    Family(
         "spindle_remembered_tokens_total",
         _C,
         "Tokens of answers that a draft has kept, and of old ones that it has forgotten for them",

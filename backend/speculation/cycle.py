@@ -180,6 +180,7 @@ class Cycle:
             if log.finished:
                 self.runner.observe(outcome)
             return
+        self.drafting.weigh(log, step.plan.price)
         self._next_log = StepLog(self.drafting.names)
         with self._next_log.part("learning"):
             if log is not self._latest_log:

@@ -16,6 +16,7 @@ from backend.engines.port import (
     DeviceProposal,
     Engine,
     HiddenStates,
+    MissesStates,
     ReadsTarget,
     Remembers,
     ShowsEvidence,
@@ -123,8 +124,6 @@ class Drafting:
             if d not in wanted and not draft.limits.free:
                 continue
             asked = _asked(sequences, plan.draft, plan.length, d)
-            if asked and (sleep := self._sleep.get(draft.name)) is not None:
-                sleep.proposed()
             if draft.limits.in_target:
                 for sequence_id, length in asked.items():
                     proposals[sequence_id].on_device = DeviceProposal(draft, length, length)
@@ -218,14 +217,34 @@ class Drafting:
     def absorb(self, states: Seq[tuple[Sequence, HiddenStates]], log: StepLog) -> None:
         """Let drafts that read the target take its states (``ReadsTarget``), which is a part of its
         pass: every pass has it, whether they propose or not. One that fails rests; one that keeps
-        KV and is hardly ever chosen sleeps (``Sleep``).
+        KV and costs more than it brings sleeps (``Sleep``).
         """
         for draft in self._reading if states else ():
             sleep = self._sleep.get(draft.name)
             if sleep is not None and not sleep.takes(len(states)):
                 continue
+            before_s = log.parts_s.get("verify", 0.0)
             with log.part("verify"):
                 self._absorb(draft, states)
+            if sleep is not None:
+                sleep.states_s += log.parts_s["verify"] - before_s
+
+    def weigh(self, log: StepLog, price: float) -> None:
+        """Let drafts that may sleep count a step, whose plan was made at this price."""
+        for name, sleep in self._sleep.items():
+            column = self.names.index(name)
+            accepted = sum(row.followed for row in log.rows if row.draft == column)
+            sleep.weigh(accepted, log.parts_s.get(f"draft:{name}", 0.0), price)
+
+    def remarks(self) -> list[str]:
+        """Return why drafts propose nothing for texts whose states they have missed (any
+        thread).
+        """
+        asleep = [name for name, sleep in self._sleep.items() if sleep.asleep_for]
+        words = [f"{name} sleeps: states cost more than its proposals bring" for name in asleep]
+        holes = {d.name: d.holes() for d in self.engines if isinstance(d, MissesStates)}
+        words += [f"{name} has missed states of {n} requests" for name, n in holes.items() if n]
+        return words
 
     def _absorb(self, draft: ReadsTarget, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
         try:

@@ -65,7 +65,7 @@ def engines(name: str, dtype: torch.dtype) -> tuple[TorchEngine, EagleEngine, Ea
     tensors = {n: 0.02 * torch.randn(size, dtype=dtype) for n, size in shape.tensors().items()}
     tensors["token_ids"] = torch.arange(rows)
     cases = [Case(max(ROWS), CONTEXT, length=0), Case(1, CONTEXT, new=CHUNK, run=0)]
-    sizes = {"kv_blocks": blocks_for(cases) + 8, "max_context_tokens": 2 * CONTEXT}
+    sizes: dict[str, Any] = {"kv_blocks": blocks_for(cases) + 8, "max_context_tokens": 2 * CONTEXT}
     target = TorchEngine.from_weights("target", config, weights, taps=layers, **sizes)
     model = EagleModel(
         shape, tensors, embedding=embedding, lm_head=embedding, positions=2048, dtype=dtype

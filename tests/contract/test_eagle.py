@@ -86,9 +86,14 @@ class Life:
         )
         self.reference = EagleReference(self.shape, tensors, *tables).double().eval()
         sizes = {"kv_blocks": BLOCKS, "max_context_tokens": 240, "max_draft_tokens": 8}
-        self.engine = EagleEngine("eagle", model, **sizes, width=width)
+        self.counted: list[tuple[str, str]] = []
+        self.engine = EagleEngine("eagle", model, **sizes, width=width, count=self.count)
         self.width, self.rng, self.nodes = width, random.Random(seed), 0
         self._taps = weights(vocab, len(self.shape.layers), self.shape.target_hidden_size)
+
+    def count(self, metric: str, *, draft: str) -> None:
+        """Note what the engine counts."""
+        self.counted.append((metric, draft))
 
     def states(self, tokens: list[int]) -> torch.Tensor:
         """The target's states [n, layers, hidden] of a text."""
@@ -245,7 +250,10 @@ def test_a_text_with_missing_states_gets_no_proposals_until_it_starts_again():
     life.absorb((sequence, 39, 42))
     assert life.engine.available(sequence, 4) == 0
     assert "not given the states of all its 43 tokens" in asked(life, sequence).error
+    assert life.counted == [("spindle_draft_holes_total", "eagle")]
+    assert life.engine.holes() == 1
     life.engine.cancel([1])
+    assert life.engine.holes() == 0
     again = life.new(2, sequence.tokens, [4, 5])
     life.absorb((again, 0, 42))
     life.check({again: 3})

@@ -10,7 +10,7 @@ Only texts have rows in blocks. A proposal is computed apart from them, so nothi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,9 +103,12 @@ class EagleEngine:
         max_context_tokens: int,
         max_draft_tokens: int,
         width: int = 1,
+        count: Callable[..., None] | None = None,
     ) -> None:
-        """``width``: the likeliest paths that a proposal goes on with at each depth."""
-        self.name, self._model, self._width = name, model, width
+        """``width``: the likeliest paths that a proposal goes on with at each depth; ``count`` is
+        that of ``Service``.
+        """
+        self.name, self._model, self._width, self._count = name, model, width, count
         shape = model.shape
         self.limits = EngineLimits(
             shape.vocab_size,
@@ -144,8 +147,10 @@ class EagleEngine:
         """
         text = self._text(sequence)
         seen, end = len(text.cache.ran), min(states.end, len(sequence.tokens))
-        if states.first > seen:
+        if states.first > seen and not text.has_hole:
             text.has_hole = True
+            if self._count is not None:
+                self._count("spindle_draft_holes_total", draft=self.name)
         if text.has_hole or end <= seen:
             return None
         rows = states.of(self._model.shape.layers)
@@ -243,6 +248,10 @@ class EagleEngine:
             return 0
         return max(0, min(length, self.limits.max_draft_tokens))
 
+    def holes(self) -> int:
+        """Return how many texts have states missing (``port.MissesStates``)."""
+        return sum(text.has_hole for text in list(self._texts.values()))
+
     def evidence(self, sequence: Sequence) -> int:
         """Return ``PAST_TRAINED`` for a text that is longer than those it was trained on, where
         less of what such heads propose is accepted (``port.ShowsEvidence``).
@@ -296,7 +305,8 @@ def make(engine: EngineConfig, service: Service) -> EagleEngine:
     )
     text = "%s: an EAGLE-3 head of %d tokens on layers %s, %s"
     logger.info(text, engine.name, shape.draft_vocab_size, list(shape.layers), engine.dtype)
-    return EagleEngine(engine.name, model, **sizes, width=engine.tree_width)
+    width = engine.tree_width
+    return EagleEngine(engine.name, model, **sizes, width=width, count=service.count)
 
 
 def _check_fits(folder: Path, shape: EagleShape, target: Path, embedding: Tensor) -> None:
