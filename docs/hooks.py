@@ -23,7 +23,8 @@ CODE = re.compile(r"(```.*?```)", re.DOTALL)
 
 def on_config(config: Any, **_: Any) -> Any:
     """List the decisions by their files: a new one needs no line in ``mkdocs.yml``."""
-    pages = [f"adr/{path.name}" for path in sorted((DOCS / "adr").glob("*.md"))]
+    decisions = [f"adr/{path.name}" for path in sorted((DOCS / "adr").glob("0*.md"))]
+    pages = [{"All decisions": "adr/README.md"}, *decisions]
     for entry in config["nav"]:
         if entry.get("Decisions") == "adr/":
             entry["Decisions"] = pages
