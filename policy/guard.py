@@ -70,7 +70,7 @@ class Open(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What the experiment has shown until now."""
+    """The experiment's results until now."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -84,7 +84,7 @@ _NO_TRIAL = Trial()
 
 @dataclass(slots=True)
 class Memory:
-    """What the guard remembers from step to step."""
+    """The guard's state from step to step."""
 
     buckets: dict[int, Bucket] = field(default_factory=dict)
     credit_s: float = 0.0
@@ -123,7 +123,7 @@ class Memory:
 
 
 class Verdict(NamedTuple):
-    """What the guard found for a range of rows."""
+    """The guard's finding for a range of rows."""
 
     rows: str
     level: str

@@ -35,7 +35,9 @@ class LatencyError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a table was measured: enough to tell whether it is valid here. ``date`` is ISO 8601."""
+    """The place where a table was measured: enough to tell whether it is valid here. ``date`` is
+    ISO 8601.
+    """
 
     machine: str
     device: str
@@ -280,7 +282,7 @@ def _solve_free(unit: FloatArray, target: FloatArray, x: FloatArray, free: BoolA
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatencyModel:
-    """What a step takes by the tables: the curves of target and drafts, and the rest of it."""
+    """Step times by the tables: the curves of target and drafts, and the rest of it."""
 
     target: LatencyCurve
     drafts: tuple[LatencyCurve, ...]
@@ -343,7 +345,7 @@ class LatencyModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """What measured steps say of the tables: a factor by part, and the target's shape."""
+    """Corrections of the tables by measured steps: a factor by part, and the target's shape."""
 
     factor: FloatArray
     """[2 + drafts] measured over predicted time, places as ``VERIFY``."""

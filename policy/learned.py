@@ -1,6 +1,6 @@
-"""What the planner has learnt as plain data: for a file, and back into another process.
+"""The planner's learned state as plain data: for a file, and back into another process.
 
-What is known of a draft goes with its name, what is known of a tenant with the hash of its salt: a
+Estimates of a draft go with its name, those of a tenant with the hash of its salt: a
 planner takes up the drafts that it has, and begins afresh with those that are new to it.
 """
 
@@ -39,7 +39,9 @@ class LearnedError(ValueError):
 
 
 class Learnt(NamedTuple):
-    """What outlasts the requests of a planner's state, under the names that it has there."""
+    """The parts of a planner's state that outlast its requests, under the names that they have
+    there.
+    """
 
     acceptance: AcceptanceState
     calibration: Calibration

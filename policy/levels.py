@@ -1,5 +1,4 @@
-"""What the guard (``policy.guard``) knows of a load: the level that is applied to it, and how much
-better or worse the others are.
+"""The guard's estimates for a load (``policy.guard``): the level that is applied to it, and how much better or worse the others are.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from .paired import Comparison, from_data
 
 PLANNED, SHORT, NONE, FIXED = range(4)
 LEVELS = ("planned", "short", "none", "fixed")
-"""What a step can be planned by: the policy, the policy with half its lengths, no speculation, the
-fixed choice.
+"""The levels that a step can be planned by: the policy, the policy with half its lengths, no
+speculation, the fixed choice.
 """
 ALL, PROPOSING, PLAIN = range(3)
 """Kinds of steps by the level that is applied: all, those with proposals, and those without where
@@ -85,7 +84,7 @@ class Side(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """What is known of a range of numbers of rows; its pairs have the same number exactly."""
+    """The estimates for a range of numbers of rows; its pairs have the same number exactly."""
 
     level: int = PLANNED
     compared: tuple[Comparison, ...] = (Comparison(),) * len(LEVELS)

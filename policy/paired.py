@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 FADE = 0.97
-"""What is left of the weight of a sample after the next one."""
+"""The share of a sample's weight that is left after the next one."""
 SURPRISED = 1.0
 """The weight that is left before a sample so far from the mean that something must have changed."""
 SURPRISE = 3.5
@@ -23,7 +23,7 @@ _PRIOR_DEVIATION, _PRIOR_SAMPLES = 0.05, 3.0
 
 
 class Comparison(NamedTuple):
-    """What pairs say of a ratio, by its logarithm: above 0 the first of the two is better."""
+    """An estimate of a log-ratio from pairs: above 0 the first of the two is better."""
 
     weight: float = 0.0
     """The number of samples, faded."""

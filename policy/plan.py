@@ -1,4 +1,5 @@
-"""What a policy sees, what it answers, and what it learns from; one row for each request.
+"""The interface of a policy: its view, its answer, and the outcome it learns from; one row for each
+request.
 
 ``n`` are the rows of a view, the requests of the in-flight batch; ``d`` its drafts, columns in the
 order of ``View.drafts``. Treat records as immutable. Not all are frozen: frozen dataclasses cost
@@ -20,7 +21,7 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 State = TypeVar("State")
-"""What a policy knows from one step to the next."""
+"""The state a policy keeps from one step to the next."""
 
 NO_DRAFT = -1
 
@@ -88,7 +89,7 @@ class Plan:
     notes: dict[str, Any] = field(default_factory=dict)
     """Figures and reasons for traces."""
     shadow: Plan | None = None
-    """What the policy would have done where something else is done."""
+    """The policy's own choice where another one is executed."""
 
     @classmethod
     def nothing(cls, rows: int) -> Plan:
@@ -123,7 +124,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Drafted:
-    """What the drafts propose for the rows of a plan: a tree of nodes for each row, best first."""
+    """The drafts' proposals for the rows of a plan: a tree of nodes for each row, best first."""
 
     row: IntArray
     """The row of each node, rising."""
@@ -139,7 +140,7 @@ class Drafted:
 
 @dataclass(slots=True)
 class StepRows:
-    """What a step did for each request that emitted tokens in it; int64[m] each."""
+    """The result of a step for each request that emitted tokens in it; int64[m] each."""
 
     request: IntArray
     draft: IntArray
@@ -158,7 +159,7 @@ class StepRows:
     followed: IntArray
     """The verified nodes that were accepted."""
     evidence: IntArray | None = None
-    """What the draft showed before it proposed (``View.evidence``); None: nothing."""
+    """The evidence the draft showed before it proposed (``View.evidence``); None: nothing."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -166,7 +167,7 @@ class StepRows:
 
 @dataclass(slots=True)
 class FreeChains:
-    """What drafts would have had accepted where they were not chosen; int64[f] each."""
+    """The tokens of unchosen drafts that would have been accepted; int64[f] each."""
 
     request: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -174,7 +175,7 @@ class FreeChains:
     scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """The first tokens of the chain, for which that is known."""
     evidence: IntArray | None = None
-    """What the draft showed before it proposed (``View.evidence``); None: nothing."""
+    """The evidence the draft showed before it proposed (``View.evidence``); None: nothing."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -213,7 +214,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one step did, for a policy to learn from."""
+    """The outcome of one step, for a policy to learn from."""
 
     rows: StepRows
     times: StepTimes
@@ -245,7 +246,7 @@ class Policy(Protocol[State]):
     def needs_ceilings(self, request: IntArray, state: State) -> bool:
         """Return whether the next plan may depend on what drafts could propose.
 
-        Where it does not, if it is for these requests int64[n], the view's ``ceiling`` and
+        If it does not for these requests int64[n], the view's ``ceiling`` and
         ``catchup`` may be 0 for all but free drafts: their proposals are evidence.
         """
         del request, state

@@ -73,7 +73,7 @@ class PlannerConfig:
 
 @dataclass(slots=True, eq=False)
 class PlannerState:
-    """What the planner remembers from step to step."""
+    """The planner's state from step to step."""
 
     acceptance: AcceptanceState
     correction: Correction

@@ -23,7 +23,7 @@ class Choice(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a choice is worth."""
+    """The worth of a choice."""
 
     value: float
     """Expected tokens."""

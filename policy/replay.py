@@ -1,8 +1,8 @@
-"""What a planner saw and decided: recorded as JSON lines, planned again, and explained.
+"""A planner's views and decisions: recorded as JSON lines, planned again, and explained.
 
 The first line of a trace holds the planner (drafts, times, constants) and its state. Each other one
 is a view with its plan, an outcome, a view that another policy planned for, or a state that was put
-in the place of the last one (a restored one). From them the same plans are made again, bit for bit:
+in the place of the last one (a restored one). The same plans are made again from them, bit for bit:
 floating-point numbers survive JSON as they are.
 
 ``spindle replay FILE`` plans a trace again, compares, and says what was decided. ``--step N`` says

@@ -1,4 +1,4 @@
-"""What is learnt from texts, apart by tenant: the text of one moves no plan of another.
+"""Estimates learned from texts, apart by tenant: the text of one moves no plan of another.
 
 A tenant is all requests of one ``cache_salt``; those without one are a tenant, too. Levels of
 acceptance, what confidences are worth and how much of a plan's gain is kept have a column for each
@@ -6,7 +6,7 @@ tenant and draft, ``row * drafts + draft``, which only that tenant's requests te
 zero: whatever other tenants send, a tenant's columns are the same. A new tenant begins as a server
 does, with the priors.
 
-What tenants share is the machine: the seconds that steps take, the price of time in a common batch,
+Tenants share the machine: the seconds that steps take, the price of time in a common batch,
 and the budget for trials. When another tenant comes than the ``most`` that have rows, the least
 recently used row is given away: one that sends under many salts can make idle tenants begin again.
 """
@@ -45,7 +45,7 @@ class Tenants:
     ) -> tuple[Tenants, list[int]]:
         """Return the tenants with these requests, ``tenant`` of each, and the rows that new
         tenants took over: with ``most`` rows that of the least recently used tenant without a
-        request. Where all have requests, there is one row more.
+        request. If all have requests, there is one row more.
         """
         new = [(r, t) for r, t in zip(request, tenant, strict=True) if r not in self.row]
         if not new:
@@ -77,7 +77,7 @@ class Tenants:
     def of(self, request: list[int]) -> IntArray:
         """Return the rows of requests, int64[n]; NO_TENANT for an unknown one of several tenants.
 
-        Where there is one tenant, it can be no other.
+        If there is one tenant, it can be no other.
         """
         if self.rows == 1:
             return np.zeros(len(request), np.int64)

@@ -1,10 +1,10 @@
 """Which nodes the target verifies, once the drafts have proposed, and what their claims are worth.
 
-What drafting took is spent. A node is worth the chance that its path is what the target draws: one
-more token of its row. Its verification, and reading what comes before it, cost time at the plan's
-price. Over the whole batch the nodes worth most are verified, as many as leave the most: every
-total is looked at, for a step of the staircase may lose what the next nodes bring. Where a pass is
-quicker after one of as many tokens, that total is often the best.
+The time of drafting is spent. A node is worth the chance that its path is what the target draws:
+one more token of its row. Its verification, and reading what comes before it, cost time at the
+plan's price. Over the whole batch the nodes worth most are verified, as many as leave the most:
+every total is looked at, for a step of the staircase may lose what the next nodes bring. If a pass
+is quicker after one of as many tokens, that total is often the best.
 
 The chance is the draft's own confidence, calibrated (``Calibration``). A node may teach only if its
 fate is known whatever the target drew, its parent being the text or verified: of deeper nodes only
@@ -32,7 +32,7 @@ COUNTS = ("nodes", "claimed", "matched", "positions")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """What confidences are worth, by draft and apart for greedy and sampled (``drawn``) rows.
+    """The worth of confidences, by draft and apart for greedy and sampled (``drawn``) rows.
 
     With several tenants a draft has a column for each (``policy.tenants``). The map is linear
     between the bins' means, each shrunk towards the claim itself; it never falls, so that a row's
@@ -104,7 +104,7 @@ class Calibration:
         of tenant and draft (-1: unknown).
 
         Nodes of a row follow one another; without rows each has one of its own. ``depth`` is as in
-        ``policy.plan.Drafted``. What is known of columns without nodes fades by ``steps`` steps
+        ``policy.plan.Drafted``. Knowledge of columns without nodes fades by ``steps`` steps
         where rows that could have had some were ``present``, bool[C, 2] (None: nowhere).
         """
         if present is None:

@@ -21,7 +21,7 @@ class Wrapped(Generic[State]):
     inner: State
     """That of the policy within."""
     own: Any = None
-    """What the wrapper itself remembers; None: nothing."""
+    """The wrapper's own state; None: nothing."""
 
 
 class Wrapper(Policy[Wrapped[State]]):

@@ -1,4 +1,6 @@
-"""What always does the same: no speculation, a fixed choice, a random one that tests exactness."""
+"""Policies that always do the same: no speculation, a fixed choice, a random one that tests
+exactness.
+"""
 
 from __future__ import annotations
 

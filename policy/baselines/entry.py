@@ -11,7 +11,7 @@ from policy.plan import AnyPolicy, Plan, View
 
 @dataclass(frozen=True, slots=True)
 class BaselineSettings:
-    """What a baseline is made from."""
+    """The inputs that a baseline is made from."""
 
     drafts: tuple[str, ...]
     latency: LatencyModel

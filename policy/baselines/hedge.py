@@ -2,8 +2,7 @@
 
 A verified text shows how long a proposal each draft would have had accepted there, so that every
 draft is judged and none is tried for its own sake. The paper's full text was not at hand: its
-abstract and a public reading of its algorithm and theorems were, no code was found. What they say:
-for each request NormalHedge (Chaudhuri, Freund, Hsu, "A parameter-free hedging algorithm", 2009)
+abstract and a public reading of its algorithm and theorems were, no code was found. They describe this: for each request NormalHedge (Chaudhuri, Freund, Hsu, "A parameter-free hedging algorithm", 2009)
 over the drafts, with the loss 1 - (expected accepted tokens + 1) / (K + 1), which becomes known
 late. It counts accepted tokens alone; neither time nor load.
 
@@ -50,8 +49,7 @@ class HedgeSpec(Policy[PerRequest]):
     """Each request draws its draft in every step by NormalHedge's weights; all propose one length.
 
     A proposal that was right in all that is known of it goes on in the next step's, until it is
-    wrong or ``length`` tokens long; then it is a loss. Where a step reports nothing of a draft, its
-    mean loss stands for it; a draft never judged is drawn first.
+    wrong or ``length`` tokens long; then it is a loss. If a step reports nothing of a draft, its mean loss stands for it; a draft never judged is drawn first.
     """
 
     def __init__(self, drafts: tuple[str, ...], length: int) -> None:

@@ -4,9 +4,7 @@ Its planner. The paper's full text was not at hand: its abstract, a public summa
 and algorithm (ADA-BINGREEDY), and a public fork of vLLM that has them were. These two differ in the
 chance of a trial, 1 / b or 1 / sqrt(b) in bin b; the smaller one is taken, which helps. Taking the
 draft out of memory, Nightjar's other half, is not modelled. Batches of one range (1, 2, 3 to 4, 5
-to 8, ...) share what they learn here, which helps: there each batch size learns alone. What it adds
-for switching on is C / k seconds, C being what the draft's catch-up takes: here by its table and
-the tokens that it lacks.
+to 8, ...) share what they learn here, which helps: there each batch size learns alone. Switching on adds C / k seconds, C being the time of the draft's catch-up: here by its table and the tokens that it lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from .entry import Baseline, same_for_all
 
 
 class Trials(NamedTuple):
-    """What one range of batches knows of each length, and where its trials are.
+    """One range of batches: estimates for each length, and the state of its trials.
 
     Block j has 2^(j - 1) steps, in bins of as many steps as its square root; a bin has one length.
     """
@@ -47,7 +45,7 @@ class Trials(NamedTuple):
 
 
 class NightjarState(NamedTuple):
-    """What is known by range of batches, and the range and the length of the last step."""
+    """Estimates by range of batches, and the range and the length of the last step."""
 
     trials: Mapping[int, Trials]
     batches: int = 0

@@ -9,7 +9,7 @@ estimator next to it (165b366), ``enable_adaptive_verification`` of vLLM 0.33.0,
   of tables profiled at the start; the tokens of the highest score in the whole batch get it.
 - No price of a queue, no other draft, no other length.
 
-What differs helps it. Chances come from this project's calibration of confidences, which learns
+Every difference helps it. Chances come from this project's calibration of confidences, which learns
 from the first step; theirs is a logistic regression by position, refitted every 100 steps after 300
 of full verification. The budget reads this step's confidences, theirs those of two steps before.
 Times count the context; theirs are profiled at one.
@@ -30,7 +30,7 @@ from .entry import Baseline, same_for_all
 
 
 class VerificationState(NamedTuple):
-    """What confidences are worth."""
+    """The worth of confidences."""
 
     calibration: Calibration
 

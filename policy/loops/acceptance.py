@@ -38,7 +38,7 @@ class Constants(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """What was seen, and what follows from it."""
+    """Observations, and what follows from them."""
 
     information: Floats
     """[S, D, 2] the weight of a request's own chains, and the deviation they show times that."""
@@ -118,7 +118,9 @@ def set_hazards(estimates: Estimates, slot: Ints, evidence: Ints, hazard: Floats
 
 
 class Claims(NamedTuple):
-    """What drafts claim of the nodes of a batch, [q] each, a row's one after the other."""
+    """The confidences that drafts claim for the nodes of a batch, [q] each, a row's one after the
+    other.
+    """
 
     row: Ints
     draft: Ints
@@ -261,7 +263,7 @@ def _fade(
 ) -> None:
     """Let evidence fade by a step of some slots: that of each request, and its tenant's levels.
 
-    Where no row used a ``draft``, levels below the prior fade faster and others do not: nothing
+    If no row used a ``draft``, levels below the prior fade faster and others do not: nothing
     else could show that one pays again.
     """
     e = estimates
@@ -300,7 +302,7 @@ def _learn_chains(
     """Learn the deviations of requests from chains, in place, and add these to ``sums[C, B, 3,
     K]``: accepted, reached, and expected in view of the request.
 
-    Where a request's last few chains cannot be chance, only these count. (Each array is
+    If a request's last few chains cannot be chance, only these count. (Each array is
     fetched once: numba counts references at every use of a tuple's array.)
     """
     information, prior, deviation = estimates.information, estimates.prior, estimates.deviation

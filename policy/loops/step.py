@@ -15,7 +15,7 @@ from .trim import COUNTS, PLACES, Counts, expect_kept
 
 
 class Known(NamedTuple):
-    """What the planner has learnt."""
+    """The planner's learned state."""
 
     estimates: Estimates
     constants: Constants
@@ -51,7 +51,7 @@ _IDLE_SHARES = 5.0  # of a step without speculation, where only a trial can show
 
 
 class Chosen(NamedTuple):
-    """What was chosen for a batch, its drafts and lengths apart."""
+    """The choice for a batch, its drafts and lengths apart."""
 
     price: float
     goodput: float

@@ -1,4 +1,4 @@
-"""What a step takes: the tables, each part times its measured factor, and what steps teach."""
+"""The time a step takes: the tables, each part times its measured factor, and what steps teach."""
 
 import math
 from typing import NamedTuple
@@ -27,7 +27,7 @@ _ENOUGH = 1.0  # evidence below which an octave is as its neighbours are
 
 
 class Times(NamedTuple):
-    """What a step takes as far as is known, in seconds: tables, to be multiplied by ``factor``."""
+    """The known times of a step, in seconds: tables, to be multiplied by ``factor``."""
 
     target_s: Floats
     """[t] a pass of t tokens, corrected in shape; beyond its end the line ``target_slope_s``."""
@@ -244,8 +244,8 @@ def learn_times(
     """Learn from a step of ``step_s`` seconds, in place, and return the age of the shape that is
     applied: 0: it changes now, -1: to the table's own.
 
-    ``predicted`` is by the tables alone, ``measured`` 0 for a part that is not known. Where none
-    is, all share the surprise of the whole, which shows no shape.
+    ``predicted`` is by the tables alone, ``measured`` 0 for a part that is not known. If none is,
+    all share the surprise of the whole, which shows no shape.
     """
     any_part = False
     for p in range(len(measured)):

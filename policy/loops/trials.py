@@ -115,7 +115,7 @@ def _candidates(
     """Find the draft that is most worth knowing more about. Return it and how many rows are worth
     trying, into ``order``, the best first.
 
-    Where knowing pays for no draft, it is the single row that hopes for most.
+    If knowing pays for no draft, it is the single row that hopes for most.
     """
     drafts, n = surplus.shape
     best, best_d = 0.0, -1

@@ -40,7 +40,7 @@ PROPOSED = record(Proposed, INTS[1], INTS[1], INTS[1], FLOATS[1], BOOLS[1])
 
 
 class Counts(NamedTuple):
-    """What is known of the nodes that drafts proposed, as fading counts, and what follows."""
+    """Fading counts of the nodes that drafts proposed, and what follows."""
 
     nodes: Floats
     """[C, 2, PLACES, BINS] nodes, by column, greedy or sampled, place and confidence."""
@@ -60,7 +60,7 @@ COUNTS = record(Counts, *[FLOATS[4]] * 3, *[FLOATS[3]] * 3)
 
 
 class Pass(NamedTuple):
-    """What a pass is, besides the nodes."""
+    """The rest of a pass besides the nodes."""
 
     context: Ints
     """[n] cached tokens by row."""

@@ -1,4 +1,6 @@
-"""What a simulated server is: its true times and limits, and what of its tables a policy reads."""
+"""The description of a simulated server: its true times and limits, and what of its tables a policy
+reads.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step runs: of each row, int64[n], its draft, the length that is drafted, the nodes
+    """The work of a step: of each row, int64[n], its draft, the length that is drafted, the nodes
     that are verified, and what that draft has not seen yet; the tokens of the contexts in all.
     """
 

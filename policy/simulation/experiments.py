@@ -50,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What is kept of a run."""
+    """The results kept of a run."""
 
     latency_s: FloatArray
     first_token_s: FloatArray

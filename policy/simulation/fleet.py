@@ -19,7 +19,7 @@ from .replica import Progress, Replica, Step
 from .workload import Workload
 
 Router = Callable[[list[int], int], int]
-"""From the outstanding requests by replica and the request's number to the replica that gets it."""
+"""Maps the outstanding requests by replica and a request's number to the replica that gets it."""
 
 
 def least_outstanding(outstanding: list[int], request: int) -> int:
@@ -123,7 +123,7 @@ def simulate_closed(
     """Serve the requests in order, a fixed number at a time, on one replica, whatever their
     arrivals.
 
-    Where one ends the next is sent, and is there ``way_s`` later; times count from its sending.
+    When one ends the next is sent, and is there ``way_s`` later; times count from its sending.
     """
     steps: list[Step] = []
     progress = Progress.of(len(workload), len(deployment.drafts))

@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """What has become of all requests so far, shared by the replicas: tokens emitted, tokens that
+    """The progress of all requests so far, shared by the replicas: tokens emitted, tokens that
     each draft has seen, and times.
     """
 

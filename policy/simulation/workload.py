@@ -1,5 +1,5 @@
-"""What is asked of a deployment: arrivals, lengths, and the true acceptance of every draft, with
-random numbers that all arms share.
+"""The requests sent to a deployment: arrivals, lengths, and the true acceptance of every draft,
+with random numbers that all arms share.
 """
 
 from __future__ import annotations
