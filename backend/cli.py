@@ -1,6 +1,6 @@
 """``spindle COMMAND``: everything that a user starts, by one name. Also ``python -m backend.cli``.
 
-What a command needs is imported when it runs: ``--help`` is quick, and the runtime never imports
+A command's modules are imported when it runs: ``--help`` is quick, and the runtime never imports
 the build tools.
 """
 

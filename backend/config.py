@@ -20,7 +20,7 @@ EMBEDDED_MODEL = "smollm2-135m-instruct"
 """Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
-"""Where the packages lie: a clone, or ``site-packages``."""
+"""The folder of the packages: a clone, or ``site-packages``."""
 
 DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
 
@@ -86,7 +86,7 @@ class EngineConfig:
 
     @property
     def kind(self) -> Kind:
-        """What is known of engines of its kind."""
+        """Facts about engines of its kind."""
         return KINDS[self.engine]
 
 
@@ -122,7 +122,7 @@ class PolicyConfig:
     seed: int = 0
     keep_learned: bool = True  # in the cache folder, over restarts
     trace_file: str = ""
-    """Where the first ``trace_lines`` lines go of what the adaptive planner saw and decided, for
+    """File of the first ``trace_lines`` lines of the adaptive planner's views and decisions, for
     ``python -m policy.replay``; empty: nowhere.
     """
     trace_lines: int = setting(10_000, low=1)
@@ -157,7 +157,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True)
 class TritonConfig:
-    """What the launcher renders into ``config.pbtxt``."""
+    """Values that the launcher renders into ``config.pbtxt``."""
 
     decoupled_mode: bool = True
     max_batch_size: int = setting(64, low=1, high=4096)
@@ -515,7 +515,7 @@ _REMOVED = {
     "cohorts": "is gone: one batch is faster than parts of it in turn (docs/what-did-not-pay.md)",
     "attention": "is gone: every engine reads each context at its own length",
 }
-"""What became of earlier settings."""
+"""The fate of earlier settings."""
 
 
 def build_settings(cls: type[Any], raw: Any, path: str) -> Any:

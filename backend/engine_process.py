@@ -1,5 +1,5 @@
 """``python -m backend.engine_process --config FILE --socket PATH``: load, warm up, serve the socket
-until SIGTERM. From SIGUSR1 on it refuses new requests.
+until SIGTERM. After SIGUSR1 it refuses new requests.
 """
 
 from __future__ import annotations

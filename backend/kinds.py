@@ -134,7 +134,7 @@ def _misfit_of_pages(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is known of a kind of engine before one is made."""
+    """Facts about a kind of engine that are known before one is made."""
 
     module: str  # answers for it, and imports no tensor library until it makes an engine
     model: bool = True  # it runs one, which the setting ``model`` names
@@ -179,7 +179,9 @@ class Kind:
 
     @property
     def missing(self) -> str:
-        """What must be installed for it and is not, and what is there; empty where it can run."""
+        """Packages that must be installed for it and are not, and what is there; empty where it can
+        run.
+        """
         return _missing(self.package) if self.package else ""
 
     @property

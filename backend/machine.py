@@ -26,7 +26,8 @@ _INSTRUCTIONS = (
     ("AVX512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
     ("AVX2", {"avx2", "fma", "f16c"}),
 )
-"""What a product of matrices may run on, the best first, and the flags of Linux that mean it."""
+"""Units that a product of matrices may run on, the best first, and the flags of Linux that mean it.
+"""
 
 _INT8 = {"avx_vnni", "avx512_vnni", "amx_int8"}
 
@@ -38,7 +39,7 @@ _NVIDIA_SMI_QUERY = "index,name,memory.total,driver_version,compute_cap"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What nvidia-smi says of a GPU."""
+    """Facts that nvidia-smi reports of a GPU."""
 
     name: str
     memory: str
@@ -71,7 +72,7 @@ def _is_number(text: str) -> bool:
 
 
 class Machine:
-    """What one machine is and has, each fact read when it is asked for."""
+    """Facts about one machine, each read when it is asked for."""
 
     def cpu_info(self) -> str:
         """Return what Linux says of the cores, or nothing."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
-"""What a grammar may be written in, by NVIDIA's names. ``ebnf_grammar`` is GBNF or Lark."""
+"""Formats that a grammar may be written in, by NVIDIA's names. ``ebnf_grammar`` is GBNF or Lark."""
 IMPOSSIBLE = -1e30
 """The logit of a banned token: finite, so that softmax is defined where all tokens are banned."""
 
@@ -104,7 +104,7 @@ class SamplingParams:
     top_p_decay: float = 1.0
     """Factor on ``top_p`` with every token of the output (Lee et al., arXiv 2206.04624)."""
     top_p_min: float = 0.0
-    """Where that ends."""
+    """The least value of that."""
     top_p_reset_id: int = -1
     """The token after which ``top_p`` is itself again."""
     greedy: bool = field(init=False, repr=False, compare=False)

@@ -1,5 +1,5 @@
-"""What the loop, the engines and the sampling rule have in common: a request's tokens, and the tree
-of tokens that a draft proposes after them.
+"""Types that the loop, the engines and the sampling rule have in common: a request's tokens, and
+the tree of tokens that a draft proposes after them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_CONFIDENCE = 0.8
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What engines may know of a request.
+    """The part of a request that engines may know.
 
     A sequence that loses its table of blocks is cancelled in every engine before these are used
     again.

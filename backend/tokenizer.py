@@ -36,8 +36,8 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer(Protocol):
-    """What the server needs of a tokenizer. ``token_bytes[id]`` is empty for special tokens;
-    ``end_ids`` end a generation.
+    """The methods of a tokenizer that the server needs. ``token_bytes[id]`` is empty for special
+    tokens; ``end_ids`` end a generation.
     """
 
     @property

@@ -61,7 +61,7 @@ Value = TypeVar("Value")
 
 @dataclass
 class Answer:
-    """What a client got of a stream."""
+    """A client's record of a stream."""
 
     text: str = ""
     reason: str | None = None
@@ -92,7 +92,7 @@ class Replica:
 
     @property
     def url(self) -> str:
-        """Of its own OpenAI front end."""
+        """The address of its own OpenAI front end."""
         return f"http://127.0.0.1:{self.ports['OPENAI_PORT']}"
 
     def said(self, text: str) -> int:

@@ -62,7 +62,7 @@ THEMES = {
 
 Ratios = dict[str, dict[int, list[float]]]
 Over = list[tuple[str, float, tuple[float, float] | None]]
-"""What Spindle is compared with, how many times as fast it is, and the 95 % interval."""
+"""A comparison: the other side, how many times as fast Spindle is, and the 95 % interval."""
 
 
 def greedy(processor: str) -> list[dict[str, Any]]:

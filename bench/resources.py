@@ -1,5 +1,5 @@
-"""What a running service holds: memory, threads and file handles by the role of its processes, and
-shared memory.
+"""Resources of a running service: memory, threads and file handles by the role of its processes,
+and shared memory.
 """
 
 from __future__ import annotations

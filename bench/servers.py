@@ -46,7 +46,7 @@ COUNTED = re.compile(
 """The counters, and sums and counts of histograms, that a run is described by."""
 
 Counts = dict[str, float]
-"""What a run added to each of them, by name and labels as in ``/metrics``."""
+"""Amounts that a run added to each of them, by name and labels as in ``/metrics``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the site's build does to the pages of this repository (``mkdocs.yml`` names it).
+"""Changes that the site's build makes to the pages of this repository (``mkdocs.yml`` names it).
 
 The pages are written to be read in the repository. On the site, links that leave
 ``docs`` become text that names the file, pictures follow the page's light or dark, and the

@@ -280,7 +280,7 @@ def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 BUILDERS = {"trtllm": build_executors, "trt_graph": build_networks}
-"""What ``--engine`` names."""
+"""The kinds that ``--engine`` names."""
 
 if __name__ == "__main__":
     main()

@@ -101,7 +101,7 @@ def measure(
     """Measure engines of a deployment (these; none named: all) and put their tables into the cache.
     ``folders``: all checkpoints by name.
 
-    Where the target is not among them its table says with how many threads.
+    If the target is not among them its table says with how many threads.
     """
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "passive"

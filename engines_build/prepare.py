@@ -1,8 +1,8 @@
 """``spindle prepare``: bring what a serving configuration needs and this machine lacks.
 
 It converts the embedded model when a configuration names it and measures a latency table when none
-fits. What is there and whole is left alone, so a second run costs the reading of the files; what is
-damaged is made again.
+fits. A file that is there and whole is left alone, so a second run costs the reading of the files;
+what is damaged is made again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure_engines(
 def make_embedded_model(folder: Path) -> None:
     """Convert the embedded model into a folder.
 
-    What it is made of lies where the cache's next writer removes what a killed one has left.
+    Its parts lie where the cache's next writer removes what a killed one has left.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".package.", dir=folder.parent) as package:

@@ -1,4 +1,5 @@
-"""Evidence that a draft shows before it proposes, as a small number by which acceptance is learnt (``policy.plan.View.evidence``).
+"""Evidence that a draft shows before it proposes, as a small number by which acceptance is learnt
+(``policy.plan.View.evidence``).
 
 A bin means whatever its draft measures. The estimator learns what each is worth, so the edges need
 only tell apart what differs.

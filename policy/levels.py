@@ -1,4 +1,5 @@
-"""The guard's estimates for a load (``policy.guard``): the level that is applied to it, and how much better or worse the others are.
+"""The guard's estimates for a load (``policy.guard``): the level that is applied to it, and how
+much better or worse the others are.
 """
 
 from __future__ import annotations

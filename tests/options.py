@@ -1,5 +1,5 @@
-"""What a request's options mean, by the book and without the engines' code: in numpy, one row at a
-time.
+"""The meaning of a request's options, by the book and without the engines' code: in numpy, one row
+at a time.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""What operators ask for while the service runs, and before it starts."""
+"""Requests of operators while the service runs, and before it starts."""

@@ -30,7 +30,7 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     """Make the drafts those of ``config``: a draft whose entry is the same goes on, requests in
     flight notice nothing.
 
-    What was learnt of the drafts that stay is kept. Raises ConfigError where anything but drafts
+    Learned state of the drafts that stay is kept. Raises ConfigError where anything but drafts
     differs, a switch needs a draft that goes or a draft does not fit the target; LatencyError where
     one was never measured; then nothing has changed. Any thread but the loop's.
     """

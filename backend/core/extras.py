@@ -1,5 +1,5 @@
-"""What few requests ask for besides their tokens: logits, and the most likely tokens at each place.
-Gathered by steps, sent by replies.
+"""Outputs that few requests ask for besides their tokens: logits, and the most likely tokens at
+each place. Gathered by steps, sent by replies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What a reply carries: its ``tokens``, at each of them the most likely (token,
+    """Content of a reply: its ``tokens``, at each of them the most likely (token,
     log-probability), best first, the model's own ``logits`` [tokens, vocab] from which they were
     drawn, and those after every token of the prompt [prompt tokens, vocab]. None: not asked for.
     """

@@ -1,4 +1,4 @@
-"""What the target has been given and has not yet answered."""
+"""Turns that the target has been given and has not yet answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target that raises costs: the turns that raise again alone, and no other."""
+"""The cost of a target that raises: the turns that raise again alone, and no other."""
 
 from __future__ import annotations
 

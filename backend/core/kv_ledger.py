@@ -1,4 +1,4 @@
-"""Who owns which KV block: one block table per sequence, which the target and every draft that
+"""Ownership of KV blocks: one block table per sequence, which the target and every draft that
 keeps KV share.
 
 Their pools have the same number of blocks and they run on the same positions, so a sequence's
@@ -34,7 +34,7 @@ class KVLedger:
     """Gives sequences blocks as they grow; with ``guaranteed`` a sequence gets those of its whole
     life at admission.
 
-    What a sequence needs is its tokens and ``headroom_tokens`` more: k_max + 1 for each turn that
+    A sequence needs its tokens and ``headroom_tokens`` more: k_max + 1 for each turn that
     may be in flight, whose proposal a verification writes and may reject. ``target`` turns prefix
     reuse on: blocks are worth keeping that it has KV of.
     """
@@ -140,7 +140,7 @@ class KVLedger:
         """Take back all blocks of a sequence; a second call does nothing. Call it before the target
         forgets the sequence.
 
-        What the target has KV of stays to be found by others until the room is needed.
+        Tokens with KV in the target stay to be found by others until the room is needed.
         """
         table = self._tables.pop(sequence.id, None)
         if table is not None:

@@ -1,4 +1,6 @@
-"""From a request to a session: its tokens, how it is sampled, and whether it can be served."""
+"""Preparation of a session from a request: its tokens, how it is sampled, and whether it can be
+served.
+"""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ class Decoder(Protocol):
 
 @dataclass(slots=True)
 class Delta:
-    """What a request has produced since its last reply.
+    """Output of a request since its last reply.
 
-    Where it asks for log-probabilities: those of the tokens committed since then (text may lag
+    A request for log-probabilities gets those of the tokens committed since then (text may lag
     after them), and the sum over all so far. A request of token ids gets ``tokens`` and no text.
     ``extras`` are those of all tokens committed since then, where asked for.
     """
@@ -62,8 +62,8 @@ class Delta:
 
 
 class ReplySink(Protocol):
-    """Where a request's replies go. ``cancelled`` is set from outside; exactly one of ``final`` and
-    ``error`` is ever called.
+    """Receiver of a request's replies. ``cancelled`` is set from outside; exactly one of ``final``
+    and ``error`` is ever called.
     """
 
     cancelled: bool

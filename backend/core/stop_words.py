@@ -11,7 +11,7 @@ _FIRST_MARK = 0xD800
 
 
 class StopWords:
-    """Where the first stop word of a text begins, or may begin.
+    """Finds where the first stop word of a text begins, or may begin.
 
     A special token is no text, so it is matched apart: a word that names some has a mark in the
     place of each, and so has the text, at the places of those that came.

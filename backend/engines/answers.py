@@ -1,4 +1,4 @@
-"""What a server has answered, by tenant: a bounded ring of tokens, in which the places after the
+"""Answers of a server, by tenant: a bounded ring of tokens, in which the places after the
 same last tokens are found at once.
 
 As in a compressor's window, every place is chained to the one before it whose last n tokens have
@@ -193,7 +193,7 @@ class Answers:
 
     @property
     def array_bytes(self) -> int:
-        """What the arrays take, all of it from the start."""
+        """Memory of the arrays, all of it from the start."""
         return sum(len(each) * each.itemsize for each in self._arrays())
 
     def check(self) -> None:

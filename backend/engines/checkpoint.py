@@ -21,7 +21,7 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-"""What weights are read in."""
+"""Number formats that weights are read in."""
 
 
 class CheckpointError(ValueError):

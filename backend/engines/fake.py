@@ -37,7 +37,7 @@ _Device: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """What the engine has of one sequence."""
+    """The engine's record of one sequence."""
 
     known: tuple[int, list[int]]  # tokens with KV, and those beyond, after the last polled turn
     ran: tuple[int, list[int]]  # the same after the last turn that ran; the device's

@@ -36,7 +36,7 @@ class Match(NamedTuple):
 
 
 class Path(NamedTuple):
-    """What followed ``matches`` occurrences, whose lengths add up to ``size``."""
+    """The tokens that followed ``matches`` occurrences, whose lengths add up to ``size``."""
 
     size: int
     matches: int
@@ -195,7 +195,7 @@ def _merged(paths: Iterable[Path]) -> list[tuple[int, int, float]]:
 
 
 class _Index:
-    """Where each n-gram of one sequence occurred last, as the positions of the tokens after it.
+    """The last place of each n-gram of one sequence, as the position of the token after it.
 
     The n-grams at the very end are left out until a token follows them, so a look-up never finds
     the end itself.

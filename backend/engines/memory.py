@@ -13,7 +13,7 @@ from backend.engines.registry import module_of
 from backend.machine import Machine, machine
 
 PROCESS_BYTES = 400 << 20
-"""What the process takes besides its engines: Python, torch's libraries, the tokenizer, the
+"""Memory of the process besides its engines: Python, torch's libraries, the tokenizer, the
 requests.
 """
 

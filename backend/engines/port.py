@@ -54,16 +54,16 @@ class Turn:
     run: int = 1
     """Tokens to run freely; of a draft, the most tokens of a path, and its forward passes."""
     proposal: Proposal | None = None
-    """What to verify."""
+    """The proposal to verify."""
     nodes: int = 0
     """Above 0: a draft's proposal (``Completion.proposal``) has at most this many nodes."""
     device_proposal: DeviceProposal | None = None
-    """What to propose and verify, in place of ``proposal``."""
+    """The chain to propose and verify, in place of ``proposal``."""
 
 
 @dataclass(slots=True)
 class Extras:
-    """What few requests ask for. Logits are the model's own, without any option."""
+    """Outputs that few requests ask for. Logits are the model's own, without any option."""
 
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     """The most likely (token, log-probability) at the place of each emitted token, best first."""
@@ -108,7 +108,7 @@ class Completion:
     accepted: int = 0
     """How many of ``tokens`` were accepted."""
     proposal: Proposal | None = None
-    """What a draft was asked for (``Turn.nodes``); then there are no ``tokens``."""
+    """The proposal a draft was asked for (``Turn.nodes``); then there are no ``tokens``."""
     log_probs: list[float] | None = None
     """Natural logarithms of the tokens' probabilities, with the request's options and temperature,
     before top-k and top-p; None: the sequence does not ask.
@@ -132,7 +132,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What an engine can do."""
+    """An engine's capabilities."""
 
     vocab_size: int
     max_context_tokens: int
@@ -174,7 +174,7 @@ class Footprint:
 
 
 class EngineLostError(RuntimeError):
-    """What an engine raises that can run nothing more in this process."""
+    """Raised by an engine that can run nothing more in this process."""
 
 
 class Engine(Protocol):
@@ -287,7 +287,7 @@ class ReadsTarget(Protocol):
 
 @runtime_checkable
 class MissesStates(Protocol):
-    """What a draft has besides that proposes nothing for a text once states of it are missing."""
+    """Additional methods of a draft that proposes nothing for a text whose states are missing."""
 
     name: str
 
@@ -298,7 +298,7 @@ class MissesStates(Protocol):
 
 @runtime_checkable
 class Remembers(Protocol):
-    """What a draft has besides that proposes from the answers to earlier requests."""
+    """Additional methods of a draft that proposes from the answers to earlier requests."""
 
     name: str
 

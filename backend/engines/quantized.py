@@ -140,7 +140,7 @@ _FORMATS: dict[str, Callable[[str, Tensors, Mapping[str, Any]], tuple[str, torch
     "_scale_inv": _scaled_by("_scale_inv"),
     "_scale": _scaled_by("_scale"),
 }
-"""What reads a matrix, by the end of the name of one of its tensors; an earlier one is first."""
+"""The reader of a matrix, by the end of the name of one of its tensors; an earlier one is first."""
 
 
 def _check_bits(bits: int, known: Seq[int] = (2, 4, 8)) -> None:

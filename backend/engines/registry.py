@@ -1,4 +1,6 @@
-"""From a setting to an engine: what a kind's module answers, which ``backend.kinds`` names."""
+"""The registry that makes an engine from a setting: what a kind's module answers, which
+``backend.kinds`` names.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ class NotPreparedError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What an engine is made for."""
+    """The deployment that an engine is made for."""
 
     config: ServingConfig
     threads: int  # of a CPU
@@ -48,7 +50,7 @@ class Service:
 
 
 class KindModule(Protocol):
-    """What a kind's module answers. A kind without a model needs only ``make``."""
+    """The functions of a kind's module. A kind without a model needs only ``make``."""
 
     def make(self, engine: EngineConfig, service: Service) -> Engine:
         """Load a target or a draft; heavy libraries are imported only now."""

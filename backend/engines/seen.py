@@ -1,4 +1,4 @@
-"""What of each sequence an engine that finds KV by content has run."""
+"""Tokens of each sequence that an engine which finds KV by content has run."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ same tenant, or before in the text itself.
 
 As in SuffixDecoding (Oliaro et al., 2024): where the same is asked again and again, answers share
 long pieces. The places with the longest match vote, in a request's own text as ``lookup`` finds
-them and among the answers that were kept; what most of them agree on comes first. What a request
-writes is kept when it ends, unless it asks not to be remembered; prompts are not kept.
+them and among the answers that were kept; what most of them agree on comes first. The text of a
+request is kept when it ends, unless it asks not to be remembered; prompts are not kept.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ OTHERS = 1
 
 @dataclass(frozen=True, slots=True)
 class _Matches:
-    """Where a text of ``length`` tokens goes on, by what was kept up to answer number ``added``.
-    Places in kept answers are good for nothing once another one is kept.
+    """Places where a text of ``length`` tokens goes on, by what was kept up to answer number
+    ``added``. Places in kept answers are good for nothing once another one is kept.
     """
 
     length: int

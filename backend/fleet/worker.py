@@ -39,7 +39,7 @@ class Replica:
     """The Spindle that a worker stands for."""
 
     address: str
-    """Of Triton's gRPC service."""
+    """Address of Triton's gRPC service."""
     folder: str
     """The model's, for Dynamo's tokenizer and chat template."""
     name: str

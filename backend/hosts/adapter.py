@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(slots=True)
 class Verified:
-    """What a step did for a row."""
+    """The result of a step for a row."""
 
     key: Hashable
     proposed: Seq[int]
@@ -101,7 +101,7 @@ class Host:
         }
         self._numbers = count(1)
         self.sequences: dict[Hashable, Sequence] = {}
-        """What the drafts know of each request that is not over."""
+        """The drafts' state of each request that is not over."""
         self._step: Step | None = None
 
     @property

@@ -1,8 +1,8 @@
 """The policy in TensorRT-LLM's PyTorch backend: a drafter for ``UserProvidedDecodingConfig``.
 
 Written against recorded sources (``tests/contract/tensorrt_llm_drafter_api.json``) and tested on a
-fake that enforces what they do; **it has never run on the real thing**. What the executor does in
-a step, and where this takes part:
+fake that enforces what they do; **it has never run on the real thing**. The executor's work in a
+step, and where this takes part:
 
 1. ``get_draft_len_for_batch_size``: the policy plans; 0, and the step has no drafts at all, or all
    of ``max_draft_len``, for the executor pads every row to it.

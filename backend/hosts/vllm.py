@@ -49,7 +49,7 @@ _MADE_UP_TOKENS = 4096
 
 
 class SpindleProposer:
-    """What vLLM's workers ask for proposals: none, they come from the scheduler."""
+    """The proposer that vLLM's workers ask for proposals: none, they come from the scheduler."""
 
     def __init__(self, vllm_config: Any) -> None:
         """Raise ConfigError where the scheduler is another one: nothing would be proposed."""
@@ -73,8 +73,8 @@ class SpindleProposer:
 
 @dataclass(slots=True)
 class _Step:
-    """What was scheduled: the requests that decode by id, each with the proposal's tokens that the
-    target verifies; all tokens, those of prompts, and the tokens that all rows had computed.
+    """The scheduled tokens: the requests that decode by id, each with the proposal's tokens that
+    the target verifies; all tokens, those of prompts, and the tokens that all rows had computed.
     """
 
     decoding: dict[str, tuple[Request, list[int]]]

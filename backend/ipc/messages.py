@@ -1,4 +1,4 @@
-"""What Triton's stubs and the engine process say to each other. ``backend.ipc.framing`` sends it.
+"""Messages between Triton's stubs and the engine process. ``backend.ipc.framing`` sends it.
 
 The first message of either side is ``Hello`` with the protocol's version. ``id`` is chosen by the
 stub, unique in its connection. Every ``Submit`` is answered by exactly one ``Final`` or ``Failed``,
@@ -35,7 +35,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
     info: dict[str, Any] = {}
 
 
-# From a stub.
+# Messages from a stub.
 
 
 class Submit(Message, frozen=True, kw_only=True, tag=True):
@@ -74,7 +74,7 @@ class Decode(Message, frozen=True, kw_only=True, tag=True):
     tokens: list[list[int]]
 
 
-# From the engine process.
+# Messages from the engine process.
 
 
 class PromptScores(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ class PromptScores(msgspec.Struct, frozen=True):
 
 
 class Chunk(Message, frozen=True, kw_only=True, tag=True):
-    """What a request has produced since its last message; all but ``text`` only where asked for.
+    """Output of a request since its last message; all but ``text`` only where asked for.
 
     ``log_probs`` by token and ``cum_log_prob`` of all so far; ``token_bytes`` and the likeliest at
     each place, ``top``; ``context_logits`` and ``generation_logits`` name .npy files, which the

@@ -62,8 +62,8 @@ each other overflow the usual 8 MiB from a depth of 1,000 on, which ends the pro
 grammar took 100 MB.
 """
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""What a connection may owe before it is closed: a stub that stopped reading must not grow this
-process.
+"""Bytes that a connection may owe before it is closed: a stub that stopped reading must not grow
+this process.
 """
 
 

@@ -36,7 +36,7 @@ CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.5, 0.1, 0.06
 
 CUDA, TESTED_CAPABILITY = "cuda", 9.0
 FA3_MODULES = ("vllm", "vllm_flash_attn", "flash_attn_interface")
-"""What attends for prompts, the best first, where it gives the right result."""
+"""The attention for prompts, the best first, where it gives the right result."""
 
 
 @dataclass(frozen=True, slots=True)

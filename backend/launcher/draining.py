@@ -1,5 +1,5 @@
 """How a service ends without breaking off answers: its engine refuses new requests, and
-tritonserver gets SIGTERM only when no request is left. From SIGTERM on Triton closes the
+tritonserver gets SIGTERM only when no request is left. After SIGTERM Triton closes the
 connections of new clients without an answer, and ends what outlasts its exit timeout likewise.
 """
 

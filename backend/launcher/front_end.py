@@ -45,7 +45,7 @@ class FrontEnd(SideProcess):
 
     @property
     def url(self) -> str:
-        """Where the status page is; the API is below it."""
+        """The address of the status page; the API is below it."""
         return f"http://{self._settings.client_host}:{self._settings.openai_port}"
 
     @property

@@ -1,4 +1,4 @@
-"""Where all processes of a service write when the terminal is for the user."""
+"""The log of all processes of a service while the terminal is for the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line says in place of ``serving.json``, and the file that this makes of both."""
+"""Command-line options in place of ``serving.json``, and the file that both together make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tritonserver of the package nvidia-pytriton lies."""
+"""The place of the tritonserver of the package nvidia-pytriton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the environment says, and whether this machine can serve it. Every refusal is a
+"""Settings from the environment, and whether this machine can serve them. Every refusal is a
 ``LaunchError`` with a sentence to act on.
 """
 
@@ -40,8 +40,8 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where to listen, what to serve, and where traces go ('' = nowhere). ``openai_port`` 0: no
-    OpenAI front end.
+    """Addresses to listen on, the model to serve, and the receiver of traces ('' = nowhere).
+    ``openai_port`` 0: no OpenAI front end.
     """
 
     bind: str
@@ -58,7 +58,7 @@ class Settings:
     kv_events: str = ""
     """The ZeroMQ endpoint at which the engine publishes KV events; empty: none."""
     dynamo_namespace: str = ""
-    """Of NVIDIA Dynamo's fleet that this server is a replica of; empty: none."""
+    """Namespace of NVIDIA Dynamo's fleet that this server is a replica of; empty: none."""
 
     @property
     def client_host(self) -> str:

@@ -1,4 +1,4 @@
-"""What goes to Triton for a body, and what comes back: an answer, whole or as it is written."""
+"""Requests to Triton for a body, and the answers to them: an answer, whole or as it is written."""
 
 from __future__ import annotations
 
@@ -227,7 +227,9 @@ class Counts:
 
 
 _LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""What JSON may have as it is, but readers of lines, such as httpx's, take for the end of one."""
+"""Characters that JSON may have as they are, but readers of lines, such as httpx's, take for the
+end of one.
+"""
 
 
 def _event(body: dict[str, Any]) -> str:

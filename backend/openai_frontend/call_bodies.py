@@ -92,9 +92,9 @@ class NamedNotation:
     """A name and then the arguments in JSON, as often as there are calls."""
 
     name: re.Pattern[str]
-    """What is before the arguments; the group that matches is a function's name."""
+    """Text before the arguments; the group that matches is a function's name."""
     end: re.Pattern[str]
-    """What is after them."""
+    """Text after them."""
 
     def calls(self, text: str, functions: Functions) -> list[Call] | None:
         """Return the calls that a text is, None for any other text."""

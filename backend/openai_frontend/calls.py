@@ -34,15 +34,15 @@ class CallFormat:
     marks: tuple[str, ...]
     """A template of the format has one of these."""
     opening: str = ""
-    """What is before a call. Without ``closing`` it may be missing, as it is often a special
+    """Text before a call. Without ``closing`` it may be missing, as it is often a special
     token, which is no text.
     """
     closing: str = ""
-    """What is after a call; '': calls are all of the text."""
+    """Text after a call; '': calls are all of the text."""
     begins: str = ""
     """How a text begins that is all calls."""
     fence: str = ""
-    """What a text may end with that is all calls."""
+    """Text that may end a text which is all calls."""
     notation: Notation = JSON
     also: str = ""
     """A template of the format has this, too."""
@@ -145,7 +145,7 @@ class CallReader:
     """Separates a text that comes in pieces into content and calls: what may become a call is held
     back until that is known.
 
-    What turns out to be no call of one of the ``functions`` is content, letter by letter.
+    Text that turns out to be no call of one of the ``functions`` is content, letter by letter.
     """
 
     def __init__(self, form: CallFormat, functions: Functions) -> None:

@@ -1,4 +1,4 @@
-"""What an answer's pieces look like as OpenAI's choices: text, chat messages, log-probabilities,
+"""An answer's pieces as OpenAI's choices: text, chat messages, log-probabilities,
 tool calls.
 """
 
@@ -32,7 +32,7 @@ CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a body asks of the choices."""
+    """A body's options for the choices."""
 
     kind: Kind
     log_probs: bool = False
@@ -45,7 +45,7 @@ class Style:
     parallel: bool = True
     """False: only the first call counts."""
     frame: Frame | None = None
-    """What is around the content."""
+    """Text around the content."""
     shows_reasoning: bool = True
     """Whether the client gets the reasoning."""
     echo: bool = False

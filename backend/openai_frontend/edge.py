@@ -1,4 +1,4 @@
-"""What every request passes before its route: the id of its answer, and the key."""
+"""Checks that every request passes before its route: the id of its answer, and the key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 OPEN_PATHS = ("/", "/health")
-"""What needs no key: the page has no secrets (what it shows asks for the key), and probes have
+"""Paths that need no key: the page has no secrets (what it shows asks for the key), and probes have
 none.
 """
 _USABLE_ID = re.compile(r"[!-~]{1,200}")

@@ -100,7 +100,7 @@ class Escaper:
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """What is looked for of special tokens: them, their beginnings, and their ends."""
+    """The forms of special tokens that are looked for: them, their beginnings, and their ends."""
 
     pattern: re.Pattern[str]
     heads: frozenset[str]

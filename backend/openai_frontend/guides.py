@@ -18,7 +18,7 @@ NO_ARGUMENTS: dict[str, Any] = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
-"""What a function without parameters takes: ``{}``, in exactly these letters."""
+"""The parameters of a function that names none: ``{}``, in exactly these letters."""
 
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 _ANNOTATIONS = {"$schema", "title", "description", "type", "properties", "required"}

@@ -1,4 +1,4 @@
-"""What becomes of a request whose client has gone."""
+"""Cancellation of a request whose client has gone."""
 
 from __future__ import annotations
 

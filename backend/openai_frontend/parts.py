@@ -1,4 +1,4 @@
-"""What a chat's text is made of."""
+"""Parts of a chat's text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Call:
 
 @dataclass(slots=True)
 class Parts:
-    """What a piece of a text has brought."""
+    """Content of a piece of a text."""
 
     reasoning: str = ""
     content: str = ""

@@ -1,4 +1,4 @@
-"""Where the tokens of a completion are in its text, and what they are called there."""
+"""Places of the tokens of a completion in its text, and their names there."""
 
 from __future__ import annotations
 

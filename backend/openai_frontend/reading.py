@@ -1,4 +1,4 @@
-"""What a chat's text is made of: reasoning, content and calls, each as soon as it is certain."""
+"""Reading of a chat's text: reasoning, content and calls, each as soon as it is certain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backend.openai_frontend.parts import Call, Parts
 from backend.openai_frontend.reasoning import Reasoning, ReasoningReader
 
 Frame = Reasoning | Channels
-"""What is around the content of an answer: marks of reasoning, or messages on channels."""
+"""Text around the content of an answer: marks of reasoning, or messages on channels."""
 
 
 class ForcedCallReader:

@@ -1,4 +1,4 @@
-"""What each route asks of Triton for a body: pure functions, which can run in any process."""
+"""Each route's requests to Triton for a body: pure functions, which can run in any process."""
 
 from __future__ import annotations
 

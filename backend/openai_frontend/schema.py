@@ -1,4 +1,4 @@
-"""What the front end takes: OpenAI's request bodies, and of every field what becomes of it.
+"""Bodies that the front end takes: OpenAI's request bodies, and of every field what becomes of it.
 
 ``docs/reference/openai.md`` has the fields as tables, written by
 ``docs.tools.reference``. An unknown field is an error, ``null`` is the same as no field.
@@ -287,7 +287,7 @@ class ToolCall(_Body):
 
 
 REASONING_NAMES = ("reasoning_content", "reasoning")
-"""What templates call the reasoning of an earlier answer."""
+"""Names that templates have for the reasoning of an earlier answer."""
 
 
 class Message(_Body):
@@ -428,7 +428,7 @@ _VARIABLE_TYPES: dict[str, tuple[type, str]] = {
     "thinking": (bool, "true or false"),
     "reasoning_effort": (str, "a string"),
 }
-"""What variables are in the templates that read them: "false" would switch reasoning on."""
+"""Values of variables in the templates that read them: "false" would switch reasoning on."""
 
 
 def _variables(given: dict[str, Any]) -> dict[str, Any]:

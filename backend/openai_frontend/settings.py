@@ -1,4 +1,4 @@
-"""What the front end is started with, and what follows from it for every body."""
+"""The front end's start-up settings, and what follows from them for every body."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of the text of ``prompt`` and ``sequence``; ``finish_reason``, the counts and
+    """The new part of the text of ``prompt`` and ``sequence``; ``finish_reason``, the counts and
     the ``seed`` of a sampled text come with its last piece.
 
     ``acceptance_histogram`` and the two lists by step are the outputs of these names. ``tokens``

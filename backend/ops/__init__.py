@@ -1,1 +1,1 @@
-"""What operators see and set: metrics, request traces, switches."""
+"""Metrics, request traces and switches for operators."""

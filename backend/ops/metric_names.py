@@ -19,7 +19,7 @@ Labelled = tuple[str, dict[str, str], Any]
 
 
 class Kind(Enum):
-    """What a family measures."""
+    """The quantity that a family measures."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

@@ -2,8 +2,8 @@
 and load balancers go on as they are.
 
 As there, the gauges show the latest step; they are set when the figures are about to be read, not
-at every step. What does not exist here is constantly zero (disaggregated serving) or absent (GPU
-memory that no engine tells, the metrics of static batching).
+at every step. A metric of something that does not exist here is constantly zero (disaggregated
+serving) or absent (GPU memory that no engine tells, the metrics of static batching).
 """
 
 from __future__ import annotations

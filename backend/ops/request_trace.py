@@ -1,4 +1,4 @@
-"""What one traced request went through, noted where it happens; ``backend.ops.tracing`` makes spans
+"""The events of one traced request, noted where they happen; ``backend.ops.tracing`` makes spans
 of it when it has ended.
 """
 
@@ -13,7 +13,7 @@ from backend.sequence import Proposal
 
 
 class TimedStep(Protocol):
-    """What a trace notes of the step that its request took part in."""
+    """A trace's record of a step that its request took part in."""
 
     started_s: float
     batch_size: int

@@ -31,7 +31,7 @@ _CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a finished request consumed, in tokens."""
+    """Tokens that a finished request consumed."""
 
     input_tokens: int
     output_tokens: int
@@ -78,7 +78,7 @@ class Drained(NamedTuple):
 
 
 class Stats:
-    """What happened since the last drain. Written by the loop and IO threads, drained by whichever
+    """Events since the last drain. Written by the loop and IO threads, drained by whichever
     thread reports.
     """
 

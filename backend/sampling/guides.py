@@ -30,7 +30,7 @@ _KEPT_MASKS = 64
 _TOO_LARGE = "it is too large"
 _DEAD_END = "no token may come next"
 _DEAD_ENDS = ("NoExtension", "NoExtensionBias")
-"""What llguidance calls it."""
+"""llguidance's names for it."""
 
 
 class Grammars:

@@ -1,4 +1,4 @@
-"""From what a request says to how its tokens are drawn."""
+"""Sampling parameters made from a request's options."""
 
 from __future__ import annotations
 

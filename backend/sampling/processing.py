@@ -1,4 +1,5 @@
-"""What a request's options make of the logits after a text, before a distribution is made of them.
+"""Changes that a request's options make to the logits after a text, before a distribution is made
+of them.
 
 The options and their order are those of TensorRT-LLM's decoder: bias, temperature, repetition,
 presence and frequency penalty, minimum length, bad words, grammar; then top-k and top-p.

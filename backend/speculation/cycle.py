@@ -1,4 +1,4 @@
-"""What a loop does with the policy around each pass of its target: propose before, learn after."""
+"""A loop's work with the policy around each pass of its target: propose before, learn after."""
 
 from __future__ import annotations
 

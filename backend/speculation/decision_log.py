@@ -24,7 +24,7 @@ NEW_LENGTH_TOKENS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """What most rows of a window got."""
+    """The choice that most rows of a window got."""
 
     draft: str
     """``none``: no speculation."""

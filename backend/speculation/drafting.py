@@ -40,14 +40,14 @@ _EVERY_NODE = 256
 
 @dataclass(slots=True)
 class Proposals:
-    """What drafts propose for one request in one step."""
+    """The drafts' proposals for one request in one step."""
 
     drafted: Proposal | None = None
     """The proposal of the planned draft."""
     chosen: Proposal | None = None
     """The best nodes of ``drafted``, which the target verifies."""
     on_device: DeviceProposal | None = None
-    """What the target is to propose and verify by itself."""
+    """The chain that the target is to propose and verify by itself."""
     unused: list[Proposal] = field(default_factory=list)
     """Proposals of free drafts that are only scored."""
     scored: list[tuple[str, int, int]] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Proposals:
     after it has caught up.
     """
     evidence: list[int] = field(default_factory=list)
-    """What each draft showed before it proposed, by its column; empty: nothing."""
+    """Evidence that each draft showed before it proposed, by its column; empty: nothing."""
 
 
 class Drafting:

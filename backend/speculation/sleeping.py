@@ -36,8 +36,8 @@ class Sleep:
 
     def weigh(self, accepted: int, proposing_s: float, price: float) -> None:
         """Count a step with the tokens that it proposed and the target accepted, its seconds for
-        proposals, and the ``price`` of a second in tokens (0: unknown, only tokens count). What the
-        target needed for its nodes is left out, so it is rather kept awake.
+        proposals, and the ``price`` of a second in tokens (0: unknown, only tokens count). Time
+        that the target needed for its nodes is left out, so it is rather kept awake.
         """
         seconds, self.states_s = self.states_s + proposing_s, 0.0
         self.worth += accepted - price * seconds - self.worth / SLEEP_AFTER_STEPS

@@ -1,4 +1,4 @@
-"""What one step did, row by row, until it becomes the policy's ``Outcome`` and the metrics."""
+"""The result of one step, row by row, until it becomes the policy's ``Outcome`` and the metrics."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class StepLog:
         """Return the step as the policy learns it; call it last, it closes the clock.
 
         A step that was submitted while another ran takes the time from the end of that one,
-        ``since_s``. What the host did while the target worked is hidden and takes none of it.
+        ``since_s``. Work of the host while the target worked is hidden and takes none of it.
         """
         measured_s = perf_counter() - max(self.started_s, since_s)
         if since_s > self.started_s:

@@ -1,4 +1,4 @@
-"""Where converted models and latency tables live, and how they get there: whole or not at all.
+"""The cache of converted models and latency tables, and how they get there: whole or not at all.
 
 A folder is written next to its place, sealed by a manifest of its files (bytes and SHA-256),
 flushed and renamed. A reader checks the manifest, so that a half-copied or damaged folder is an

@@ -1,4 +1,4 @@
-"""What an engine folder says of itself, read without loading it: enough to pair drafts with a
+"""An engine folder's description of itself, read without loading it: enough to pair drafts with a
 target and to key measured tables.
 """
 
@@ -19,7 +19,7 @@ _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What an engine folder says of itself."""
+    """An engine folder's description of itself."""
 
     folder: Path
     architecture: str

@@ -41,7 +41,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be: at least ``low`` (or ``over`` it), at most ``high``, and finite."""
+    """The range of a number: at least ``low`` (or ``over`` it), at most ``high``, and finite."""
 
     low: float
     high: float = math.inf
@@ -88,7 +88,7 @@ class Field:
     dims: tuple[int, ...] = (1,)
     """-1 is any length."""
     does: str = ""
-    """What it does, in a few words."""
+    """Its effect, in a few words."""
     required: bool = False
     refused: Reason | None = None
     """Why a value other than those in ``neutral`` is refused; of an output, why it never comes."""

@@ -1,5 +1,5 @@
-"""What the stubs agree on without talking to each other: where the socket and the configuration
-are, and which Python runs the engine.
+"""Paths and names that the stubs agree on without talking to each other: where the socket and the
+configuration are, and which Python runs the engine.
 
 ``SPINDLE_SOCKET``, ``SPINDLE_CONFIG`` and ``SPINDLE_PYTHON`` (set by the launcher, or by an
 operator of a plain tritonserver) come first.

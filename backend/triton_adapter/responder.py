@@ -11,7 +11,7 @@ from backend.request import ErrorCode
 from backend.triton_adapter.codec import Array
 
 _TRITON_NAMES = {ErrorCode.INVALID_ARGUMENT: "INVALID_ARG", ErrorCode.UNIMPLEMENTED: "UNSUPPORTED"}
-"""Where ``TritonError`` names a code otherwise than gRPC does."""
+"""Codes that ``TritonError`` names otherwise than gRPC does."""
 
 
 ERRORS_AS_OUTPUTS = "spindle_errors_as_outputs"

@@ -110,7 +110,7 @@ class Senders:
 
 @dataclass(frozen=True, slots=True)
 class _All:
-    """What ends every open request."""
+    """The error that ends every open request."""
 
     message: Failed
 
@@ -239,7 +239,7 @@ class _Shard:
     def _end(
         self, reply: Reply, send: Callable[[], None], failure: tuple[ErrorCode, str] = UNSENT
     ) -> None:
-        """Send the last response. Where that fails (shared memory is full), ``failure`` is tried
+        """Send the last response. If that fails (shared memory is full), ``failure`` is tried
         again at every check for a while.
         """
         try:

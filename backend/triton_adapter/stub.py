@@ -1,4 +1,4 @@
-"""What every stub process of ours needs first: its log, and an end with its parent."""
+"""The set-up that every stub process needs first: its log, and an end with its parent."""
 
 from __future__ import annotations
 

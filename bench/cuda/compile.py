@@ -2,8 +2,9 @@
 ``python -m bench.cuda.compile``.
 
 Steps of an 8B call their kernels as they do in serving, and each launch is compiled by the ptxas of
-Triton's wheel instead of run. What it refuses is found before GPU minutes are spent; a line for
-each kernel has its registers, and the bytes that it keeps in local memory because they are too few.
+Triton's wheel instead of run. Code that it refuses is found before GPU minutes are spent; a line
+for each kernel has its registers, and the bytes that it keeps in local memory because they are too
+few.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 
 
 def allow_without_numba() -> str:
-    """Return how the loops run: ``compiled``, or ``plain Python`` with the reason. To be called
-    before ``policy`` is imported.
+    """Return how the loops run: ``compiled``, or ``plain Python`` with the reason. Call this before
+    ``policy`` is imported.
     """
     try:
         import numba  # noqa: F401

@@ -42,8 +42,8 @@ class Probe:
         """Capture launches in a CUDA graph and return its replay.
 
         Graphs that run at once need streams of their own: cuBLAS keeps a workspace for each, and
-        kernels that share one wait for each other without end. What the graph reads must be kept
-        alive.
+        kernels that share one wait for each other without end. Tensors that the graph reads must be
+        kept alive.
         """
         if self.rehearse:
             return launch

@@ -1,4 +1,4 @@
-"""What decides the CUDA engine's design, measured on a GPU in a few minutes:
+"""Figures that decide the CUDA engine's design, measured on a GPU in a few minutes:
 ``python -m bench.cuda.probe PART... --out FOLDER``, or ``all``.
 
 Every part leaves FOLDER/PART.json as soon as it is done. Parts share a process; one that breaks the

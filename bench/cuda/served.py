@@ -38,7 +38,7 @@ PROMPTS = (
 )
 IN_FLIGHT = 16
 READY = "spindle: try: curl"
-"""What the launcher prints when the server answers."""
+"""The launcher's line when the server answers."""
 
 
 class Server:

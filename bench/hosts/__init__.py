@@ -1,1 +1,1 @@
-"""What the policy costs and brings inside other engines' loops."""
+"""Costs and gains of the policy inside other engines' loops."""

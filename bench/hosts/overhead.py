@@ -1,4 +1,4 @@
-"""What a step of a host takes for the policy, by rows: planning, drafting, learning and all else
+"""The policy's time in a step of a host, by rows: planning, drafting, learning and all else
 between the host's two calls. No vLLM: the target is a pause of ``--step-s``.
 
     python -m bench.hosts.overhead --out docs/results/host-overhead.json     # a minute

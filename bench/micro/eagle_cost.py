@@ -1,11 +1,11 @@
-"""What an EAGLE-3 head costs next to a pass of its target, for three shapes with random weights.
+"""The cost of an EAGLE-3 head next to a pass of its target, for three shapes with random weights.
 
     python -m bench.micro.eagle_cost --seed 0 --rounds 15
 
-Both run on torch, in one thread. Of each shape and batch: the target's pass of one token a row (and
-of a prompt's chunk), what the head takes of that pass (``absorb``), and a depth of its proposals,
-in medians of interleaved rounds, with their shares of the pass. Memory is planned, for 2,048 tokens
-a row. Prints a record in JSON.
+Both run on torch, in one thread. For each shape and batch: the target's pass of one token a row
+(and of a prompt's chunk), what the head takes of that pass (``absorb``), and a depth of its
+proposals, in medians of interleaved rounds, with their shares of the pass. Memory is planned, for
+2,048 tokens a row. Prints a record in JSON.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ ANSWER_LIMIT_S = 60.0
 MOST_TOKENS = 24
 """Limit of a request that turns out to be well-formed; a longer answer shows nothing more."""
 LEAKS = re.compile(r"Traceback|File \"|\.py\b|site-packages|/tmp/|/root/|/home/|0x[0-9a-f]{8,}")
-"""What no client may read."""
+"""Texts that no client may read."""
 GENERATORS = {model.name: model for model in MODELS[:3]}
 NUMBERS = (
     0,
@@ -76,8 +76,8 @@ JSON = st.recursive(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back: ``kind`` is an HTTP status or a gRPC status' name (``OK``); ``problem`` is
-    what must not be, if anything.
+    """The reply to a request: ``kind`` is an HTTP status or a gRPC status' name (``OK``);
+    ``problem`` is what must not be, if anything.
     """
 
     kind: str

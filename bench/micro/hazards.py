@@ -1,4 +1,4 @@
-"""What each draft is worth to its target, by workload: how often the j-th proposed token holds,
+"""Each draft's worth to its target, by workload: how often the j-th proposed token holds,
 tokens a step of chains and trees, cost, coverage, and how far its confidence can be believed.
 
     python -m bench.micro.hazards --config SERVING.JSON [--prompts 16] [--out FILE]
@@ -81,7 +81,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Found:
-    """What one draft proposed along one answer, by place (None: nothing)."""
+    """One draft's proposals along one answer, by place (None: nothing)."""
 
     proposals: list[Proposal | None]
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""What the loop pays for planning by batch size, in microseconds: a part of ``search.py``, and by
+"""The loop's time for planning by batch size, in microseconds: a part of ``search.py``, and by
 itself, the least of three rounds:
 
     python -m bench.micro.planning --out FILE

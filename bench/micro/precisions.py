@@ -1,5 +1,5 @@
-"""What engines and number formats cost and keep: ``python -m bench.micro.precisions --model FOLDER
---out FILE``.
+"""Costs and fidelity of engines and number formats: ``python -m bench.micro.precisions --model
+FOLDER --out FILE``.
 
 An arm is ``engine:dtype``, with ``:runs`` of OpenVINO without the promise of the same bits. Time:
 whole ``submit`` and ``poll`` of steps after ``--context`` tokens and of prompts, arms interleaved;

@@ -1,4 +1,4 @@
-"""What the draft ``suffix`` is worth where a server is asked alike again and again. Prints JSON.
+"""The worth of the draft ``suffix`` where requests to a server repeat. Prints JSON.
 
     python -m bench.micro.remembered --config model_repository/spindle/1/serving.json
 

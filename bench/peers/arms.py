@@ -41,7 +41,7 @@ _FORMS = {"openvino": "F16", "llamacpp": "BF16"}
 WORKERS = Path(__file__).parent
 QUIT_LIMIT_S = 20.0
 ROOM_BYTES = 4 << 30
-"""What a peer may need: vLLM with a model of 135 M parameters in fp32 and its KV."""
+"""Memory that a peer may need: vLLM with a model of 135 M parameters in fp32 and its KV."""
 
 
 class PeerArm:
@@ -129,7 +129,7 @@ class Peers:
 
     def __init__(self, config: dict[str, Any], machine: Machine = machine) -> None:
         self._config = parse_config(config)
-        # Where the processor has no products in bf16, those take much longer.
+        # If the processor has no products in bf16, those take much longer.
         self._dtype = "bfloat16" if machine.multiplies_bf16() else "float32"
         self._running: OrderedDict[str, PeerArm] = OrderedDict()
 

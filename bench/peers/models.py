@@ -3,8 +3,8 @@ weights in the forms that others read.
 
 A draft here may score a part of the vocabulary only; no peer can read such a head, so theirs is
 whole. The rows of tokens that the draft never proposes are the mean of its rows: their score is the
-mean of the others' and so never above the best, and a greedy draft proposes what ours does. What it
-costs is that they read the whole head for each token.
+mean of the others' and so never above the best, and a greedy draft proposes what ours does. The
+cost is that they read the whole head for each token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the design asks of the simulated comparisons, against what was found."""
+"""The design's criteria for the simulated comparisons, against what was found."""
 
 from __future__ import annotations
 

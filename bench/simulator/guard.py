@@ -1,4 +1,4 @@
-"""What the guard is worth where tables are wrong: passes with proposals that are dearer than any
+"""The guard's worth where tables are wrong: passes with proposals that are dearer than any
 table says, on a closed loop.
 """
 

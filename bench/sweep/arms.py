@@ -37,7 +37,8 @@ ADAPTING = tuple(
 PARTS: dict[str, tuple[str, str, Any, Any]] = {
     "prefix-reuse": ("limits", "enable_kv_cache_reuse", False, True),
 }
-"""Where ``serving.json`` has a part's setting, what it is without the part and with it."""
+"""The place of a part's setting in ``serving.json``, and its values without the part and with it.
+"""
 _DEFAULTS = ServingConfig()
 _UNLIMITED = 100_000
 _SWITCHED = "fixed"

@@ -1,4 +1,4 @@
-"""What the runs of a sweep come to: a row a policy and point, paired ratios with intervals, the
+"""Figures of the runs of a sweep: a row a policy and point, paired ratios with intervals, the
 noise floor, and claims against bars.
 
 A run is one policy over one block of a point (workload, load). All policies of a block serve the
@@ -95,7 +95,7 @@ def compared(
     """Return ratios of speeds: every policy over none, and spindle over each other one and over the
     best fixed choice.
 
-    Where there are several workloads, the last rows are of ``EVERY`` one of them, load by load: a
+    With several workloads, the last rows are of ``EVERY`` one of them, load by load: a
     block of any of them is a pair.
     """
     speeds = block_speeds(found, policies)

@@ -1,4 +1,4 @@
-"""What fixed choices saw of each request's acceptance, as the simulator has it: a hazard by request
+"""Each request's acceptance as fixed choices saw it, in the simulator's form: a hazard by request
 and draft, and its decay by position.
 
 A request on which ``length`` tokens of a draft were proposed ``n`` times, and ``a`` tokens were

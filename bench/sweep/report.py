@@ -1,6 +1,6 @@
 """A sweep's record as one self-contained page: ``python -m bench.sweep.report RECORD [PAGE]``.
 
-What the record lacks of ablations, and all peers, are those of ``ablations.json`` and
+The ablations that the record lacks, and all peers, are those of ``ablations.json`` and
 ``peers.json`` among the other results, if there.
 """
 

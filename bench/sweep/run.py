@@ -74,7 +74,7 @@ TUNING_STEP = 4
 """Every fourth message is for choosing, the others are scored."""
 SAVE_S = 20.0
 SERVER_BYTES = 7 << 29
-"""What a server of SmolLM2 with its drafts takes."""
+"""Memory of a server of SmolLM2 with its drafts."""
 FAKE_CHARACTERS = 300
 """Characters of a message that the fake engines get; they read bytes."""
 VARIATION = {"poisson": 1.0, "bursty": 3.0}

@@ -3,8 +3,8 @@ RECORD`` writes it into RECORD.
 
 The simulator (``policy.simulation``) gets the latency tables that were served with, the same
 requests (arrivals, tokens of prompts and texts) and, as the truth about drafts, for each request
-the acceptance that the fixed choices saw on it (``bench.sweep.hazards``). What no table has is
-measured once for the whole sweep, on its cold block, which is not scored (``Constants``). A
+the acceptance that the fixed choices saw on it (``bench.sweep.hazards``). Times that no table has
+are measured once for the whole sweep, on its cold block, which is not scored (``Constants``). A
 planner's state goes on from block to block, as in the server.
 
 Left out: prefixes shared within a run, trees, how acceptance changes within a text,
@@ -51,8 +51,8 @@ RunKey = tuple[str, str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What the tables do not have, measured on the cold block of closed loops, one number for the
-    whole sweep.
+    """Times that the tables do not have, measured on the cold block of closed loops, one number for
+    the whole sweep.
     """
 
     target: float = 1.0
@@ -62,9 +62,9 @@ class Constants:
     overhead_s: float = 0.0
     """Seconds of a step outside the engines, with the loop's way to the next."""
     speculation_s: float = 0.0
-    """What a step takes more where it speculates."""
+    """Additional time of a step that speculates."""
     planning_s: float = 0.0
-    """What it takes more where a planner plans and learns."""
+    """Additional time of a step where a planner plans and learns."""
     way_s: float = 0.0
     """Seconds of a request outside of steps: HTTP or gRPC, tokens, the wait for a step's end with
     nothing else in flight.

@@ -113,7 +113,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 _shared: Callable[..., dict[str, Any]] | None = None
-"""What a process measures cells by."""
+"""The inputs that a process measures cells by."""
 
 
 def _share(shared: Callable[..., dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
-"""What is compared over the traces: fixed choices, rules, the policies of others, the planner with
-and without its parts, and oracles.
+"""The policies compared over the traces: fixed choices, rules, the policies of others, the planner
+with and without its parts, and oracles.
 
-What has settings is tuned on other requests than it is scored on.
+A policy with settings is tuned on other requests than it is scored on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Arm:
     policy: AnyPolicy
     options: Options = field(default_factory=Options)
     settings: dict[str, Any] = field(default_factory=dict)
-    """What was tuned."""
+    """The tuned settings."""
     key: str = ""
     """A name for all this, by which scores are kept; empty: it is run whenever it is asked for."""
 
@@ -77,7 +77,7 @@ class Load:
     in_flight: int
     costs: Costs
     scores: Scores = field(default_factory=dict)
-    """What arms are known to have scored."""
+    """Known scores of arms."""
 
     def run(self, arm: Arm) -> Ran:
         """Run an arm over the requests."""

@@ -1,4 +1,4 @@
-"""What a step takes: the fit of the traces' authors for one H100, or measured tables."""
+"""Times of a step: the fit of the traces' authors for one H100, or measured tables."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ class Costs:
         self, work: Work, nodes_context: int, model: LatencyModel, drafts: tuple[str, ...]
     ) -> dict[str, float]:
         """Return the seconds of a step by part; ``nodes_context`` are the cached tokens before its
-        nodes, each node's by itself. Where the look-up is among the drafts it runs in
-        every step, used or not.
+        nodes, each node's by itself. A look-up among the drafts runs in every step, used or not.
         """
         parts = step_parts(model, work, drafts)
         parts["verify"] += model.target.node_context_s * nodes_context

@@ -42,7 +42,7 @@ def cell(
     cache: Path | None = None,
 ) -> dict[str, Any]:
     """Return the speeds of arms (none named: of all) on each half of some data, settings tuned on
-    the other half. What arms score that do not change with the planner is kept in ``cache``.
+    the other half. Scores of arms that do not change with the planner are kept in ``cache``.
     """
     halves = world.halves(() if data == MIXED else (data,), seed)
     orders = [order(world, half, in_flight, tokens) for half in halves]

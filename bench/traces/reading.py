@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PREFIX = "combined_"
-"""What names of files begin with in the public repository."""
+"""The beginning of file names in the public repository."""
 
 
 class TraceError(ValueError):

@@ -87,7 +87,7 @@ class Options:
 
 @dataclass
 class Ran:
-    """What a run did, by step."""
+    """A run's record, by step."""
 
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -153,7 +153,7 @@ def run(
 
 @dataclass(slots=True)
 class _Chosen:
-    """What a step does: by row, where the texts are, the plan, and what becomes of it."""
+    """The work of a step: by row, where the texts are, the plan, and what becomes of it."""
 
     at: IntArray
     view: View

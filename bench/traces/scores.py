@@ -1,4 +1,4 @@
-"""What arms have scored before: of those that do not change with the planner, kept in a file."""
+"""Earlier scores of arms: of those that do not change with the planner, kept in a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SOURCES = (
 
 
 class Score(NamedTuple):
-    """What an arm did on some requests."""
+    """An arm's results on some requests."""
 
     speed: float
     """Tokens per second."""

@@ -1,1 +1,1 @@
-"""What writes pages of ``docs`` from the code; the site leaves it out."""
+"""Tools that write pages of ``docs`` from the code; the site leaves it out."""

@@ -90,7 +90,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "openai codes": openai_codes,
     "commands": lambda _: commands(),
 }
-"""What stands at a place, given what stood there."""
+"""The new text of a place, given the old one."""
 
 
 def written(page: str) -> str:

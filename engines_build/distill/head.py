@@ -133,7 +133,7 @@ class Unrolls(Protocol):
 
     @property
     def network(self) -> nn.Module:
-        """What is trained."""
+        """The network that is trained."""
         ...
 
     @property
@@ -148,8 +148,8 @@ class Unrolls(Protocol):
 
     def unroll(self, samples: Sequence[HeadSample], steps: int) -> Any:
         """Yield by step the logits [rows, columns] of the starts that go so far, which starts these
-        are, and the batch's ``Starts``, whose columns they are. What a start's text has not had yet
-        is far below the rest.
+        are, and the batch's ``Starts``, whose columns they are. A token that a start's text has not
+        had yet is far below the rest.
         """
         ...
 

@@ -30,7 +30,7 @@ TABLES: list[str] = _WORDING["tables"]
 COLUMNS: list[tuple[str, str]] = _WORDING["columns"]
 SQL_SHAPES: list[str] = _WORDING["sql_shapes"]
 SQL_ANSWERS: list[str] = _WORDING["sql_answers"]
-"""What answers the question of the same place in ``SQL_SHAPES``."""
+"""Answers to the question of the same place in ``SQL_SHAPES``."""
 JUDGED_TABLES: list[str] = _WORDING["judged_tables"]
 """Tables of the SQL that models are judged by; none is in ``TABLES``."""
 JUDGED_COLUMNS: list[str] = _WORDING["judged_columns"]

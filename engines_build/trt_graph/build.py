@@ -35,8 +35,8 @@ Report = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is built: the dtype of all models (None: each model's own), weights in the engines or
-    besides them, attention's layers.
+    """The parameters of a build: the dtype of all models (None: each model's own), weights in the
+    engines or besides them, attention's layers.
     """
 
     dtype: str | None = None

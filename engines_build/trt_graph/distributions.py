@@ -23,7 +23,7 @@ FRACTION_STEPS = {F64: 52}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What makes a distribution of logits, each [batch, 1, 1]: ``temperature`` (0: greedy),
+    """Options that make a distribution of logits, each [batch, 1, 1]: ``temperature`` (0: greedy),
     ``top_k`` (vocabulary size: all), ``top_p`` (2: all).
     """
 

@@ -37,7 +37,8 @@ that sees none.
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is compiled: a model's step with a verification (``greedy``, ``drawn``), or ``logits``.
+    """The shape of the compiled network: a model's step with a verification (``greedy``,
+    ``drawn``), or ``logits``.
 
     ``dtype`` is the model's (f64, f32, f16, bf16).
     """

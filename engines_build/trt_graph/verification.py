@@ -1,7 +1,7 @@
 """Verification as network layers, by the rule of ``backend.sampling.verification``.
 
 Row 0 of a sequence's ``rows`` draws what follows its text, row n + 1 what follows node n of its
-proposal, a tree; of a chain that is the next node. What a row draws greedily is found inside, and
+proposal, a tree; of a chain that is the next node. A row's greedy token is found inside, and
 the tree is followed inside. By noise it is drawn outside, since a network has no state and TensorRT
 no integers to hash: the head of each distribution goes out; nearly always it has the token.
 """
@@ -22,7 +22,7 @@ def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -
     none), and ``above`` bool [batch, rows, rows]: whether the second row is an ancestor of the
     first, as row 0 is of every node. It returns, in i32, ``accepted`` [batch]; ``path`` [batch,
     rows], row 0 and after it the accepted rows; ``tokens`` [batch, rows], what these draw: those
-    accepted, and the one after them. What stands further on means nothing.
+    accepted, and the one after them. Values further on mean nothing.
 
     ``drawn`` reads the options of distributions, and returns ``probs`` [batch, rows, vocab], their
     ``totals`` [batch, rows, 1], and of each the most probable ``columns`` (i32) with their

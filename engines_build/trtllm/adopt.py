@@ -32,7 +32,7 @@ _SETTLED = (
     "gpt_model_type",
     "FORCE_CPU_ONLY_INPUT_TENSORS",
 )
-"""What is always the same here (chunked context: off), or each request's to say."""
+"""Settings that are always the same here (chunked context: off), or each request's to say."""
 
 _USED = (
     "gpt_model_path",

@@ -14,8 +14,8 @@ from backend.config import ConfigError, build_settings, setting
 from backend.engines.trtllm.folder import token_budget
 
 FAMILIES = ("llama", "qwen")
-"""Whose converter of ``examples/models/core`` is used; Mistral checkpoints are converted by
-Llama's.
+"""The family whose converter of ``examples/models/core`` is used; Mistral checkpoints are converted
+by Llama's.
 """
 
 QFORMATS = ("none", "fp8", "int8_sq", "int4_awq", "w4a8_awq")

@@ -13,7 +13,7 @@ from engines_build.trtllm.deployment import Deployment, EngineBuild
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What ``build_command`` wants to know of an engine; names as in
+    """Facts about an engine that ``build_command`` needs; names as in
     ``backend.engines.trtllm.folder.EngineFolder``.
     """
 

@@ -1,7 +1,7 @@
 """Measure the latency tables of TensorRT-LLM engines on their GPUs: ``python -m
 engines_build.trtllm.measure_executor --config serving.json``.
 
-What is timed is a turn as it is served: a request whose prompt is found in the KV cache but for the
+A turn is timed as it is served: a request whose prompt is found in the KV cache but for the
 part of a block that is computed again, the executor's queue, the pass, and the answer. The tables
 lie next to the engines.
 """

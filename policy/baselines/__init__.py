@@ -1,6 +1,7 @@
 """Policies that the adaptive planner is compared with, and the random one that tests exactness.
 
-Those of others are rebuilt from what is published; the docstring of each names its source. Every choice that had to be made helps the baseline: evidence that is not biased by short chains, a draft
+Those of others are rebuilt from what is published; the docstring of each names its source. Every
+choice that had to be made helps the baseline: evidence that is not biased by short chains, a draft
 that catches up instead of being lost for good, times from this project's tables. A view without a
 policy's draft raises ValueError.
 

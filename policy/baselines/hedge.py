@@ -2,9 +2,10 @@
 
 A verified text shows how long a proposal each draft would have had accepted there, so that every
 draft is judged and none is tried for its own sake. The paper's full text was not at hand: its
-abstract and a public reading of its algorithm and theorems were, no code was found. They describe this: for each request NormalHedge (Chaudhuri, Freund, Hsu, "A parameter-free hedging algorithm", 2009)
-over the drafts, with the loss 1 - (expected accepted tokens + 1) / (K + 1), which becomes known
-late. It counts accepted tokens alone; neither time nor load.
+abstract and a public reading of its algorithm and theorems were, no code was found. They describe
+this: for each request NormalHedge (Chaudhuri, Freund, Hsu, "A parameter-free hedging algorithm",
+2009) over the drafts, with the loss 1 - (expected accepted tokens + 1) / (K + 1), which becomes
+known late. It counts accepted tokens alone; neither time nor load.
 
 There every draft reads every verified token to be judged; here a draft is judged by what a step
 reports of it, which takes no time of its own: that helps. A draft that can propose nothing is not
@@ -49,7 +50,8 @@ class HedgeSpec(Policy[PerRequest]):
     """Each request draws its draft in every step by NormalHedge's weights; all propose one length.
 
     A proposal that was right in all that is known of it goes on in the next step's, until it is
-    wrong or ``length`` tokens long; then it is a loss. If a step reports nothing of a draft, its mean loss stands for it; a draft never judged is drawn first.
+    wrong or ``length`` tokens long; then it is a loss. If a step reports nothing of a draft, its
+    mean loss stands for it; a draft never judged is drawn first.
     """
 
     def __init__(self, drafts: tuple[str, ...], length: int) -> None:

@@ -4,7 +4,9 @@ Its planner. The paper's full text was not at hand: its abstract, a public summa
 and algorithm (ADA-BINGREEDY), and a public fork of vLLM that has them were. These two differ in the
 chance of a trial, 1 / b or 1 / sqrt(b) in bin b; the smaller one is taken, which helps. Taking the
 draft out of memory, Nightjar's other half, is not modelled. Batches of one range (1, 2, 3 to 4, 5
-to 8, ...) share what they learn here, which helps: there each batch size learns alone. Switching on adds C / k seconds, C being the time of the draft's catch-up: here by its table and the tokens that it lacks.
+to 8, ...) share what they learn here, which helps: there each batch size learns alone. Switching on
+adds C / k seconds, C being the time of the draft's catch-up: here by its table and the tokens that
+it lacks.
 """
 
 from __future__ import annotations

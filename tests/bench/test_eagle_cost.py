@@ -1,4 +1,4 @@
-"""What a head costs is measured of its own passes, next to its target's."""
+"""A head's cost is measured on its own passes, next to its target's."""
 
 import json
 import sys

@@ -302,7 +302,7 @@ class Deployment:
     def step(self) -> bool:
         """Poison what is not committed, take a step, and let the watchers look."""
         for engine in self.engines if self.poisons else ():
-            # What a turn in flight has written is committed later.
+            # Tokens that a turn in flight has written are committed later.
             if isinstance(engine, StepEngine) and not engine.limits.lookahead:
                 poison(engine, [session.sequence for session in self.live])
         worked = self.loop.step()
@@ -327,7 +327,7 @@ class Deployment:
 
 
 def slots(engine: StepEngine, sequence: Sequence, tokens: int) -> list[int]:
-    """Where the pool has the first ``tokens`` positions of a sequence."""
+    """Places in the pool of the first ``tokens`` positions of a sequence."""
     blocks = sequence.blocks[engine.name] if tokens else []
     return [blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(tokens)]
 

@@ -2,7 +2,7 @@
 of the API and of its C++ decoder.
 
 ``tensorrt_llm_executor_api.json`` says where that description comes from, and its signatures are
-bound as nanobind binds them. What differs from a step engine is here: requests wait in a queue, run
+bound as nanobind binds them. Differences from a step engine are here: requests wait in a queue, run
 iteration by iteration in one batch, and are answered late, out of order or in parts; a prompt's KV
 is found by blocks or is not; a request with draft tokens is over after one verification; every
 request is a new one, whose seed starts its stream of numbers again. An iteration has a budget of
@@ -46,8 +46,8 @@ DRAFT_TOKENS_EXTERNAL = 2
 
 @dataclass
 class Behaviour:
-    """What an executor does to its users. Chances are per response, request or iteration; ``seed``
-    draws them.
+    """An executor's behaviour towards its users. Chances are per response, request or iteration;
+    ``seed`` draws them.
     """
 
     seed: int = 0
@@ -70,7 +70,7 @@ class Behaviour:
 
 @dataclass
 class Model:
-    """What an engine folder stands for: logits [vocab] after tokens, and how its executor
+    """The model that an engine folder stands for: logits [vocab] after tokens, and how its executor
     behaves.
     """
 

@@ -3,7 +3,7 @@
 
 A constructor binds its arguments by the recorded names, order, defaults and types, and raises what
 nanobind does where they do not fit, defaults included: ``std::string`` with the default none is a
-TypeError where it is left out. What a constructor of C++ refuses besides is a RuntimeError.
+TypeError where it is left out. Anything else that a constructor of C++ refuses is a RuntimeError.
 """
 
 from __future__ import annotations

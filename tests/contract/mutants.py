@@ -194,7 +194,7 @@ def take_the_bonus_from_the_row_after(patch: Patch) -> None:
 
 @killed_by(checks.texts, BUSY)
 def count_no_row_for_the_bonus(patch: Patch) -> None:
-    """From the second request of a batch on, rows are those of another."""
+    """After the first request of a batch, rows are those of another."""
 
     def firsts(original, requests):
         return [max(place - index, 0) for index, place in enumerate(original(requests))]

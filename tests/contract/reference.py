@@ -1,4 +1,4 @@
-"""What a target says by itself: every prefix is run afresh, and the options are applied by the
+"""The output of a target by itself: every prefix is run afresh, and the options are applied by the
 book, in numpy and one row at a time.
 
 Nothing of the engine but its weights and its forward pass is used, and that on an empty KV pool.
@@ -99,7 +99,7 @@ class Reference:
         return drawn(self.probs(tokens, prompt_tokens, sampling), sampling.seed, len(tokens))
 
     def guess(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> int:
-        """What this model, as a draft, proposes first after ``tokens``; the head of its
+        """The token that this model, as a draft, proposes first after ``tokens``; the head of its
         distribution has to have a token.
         """
         if sampling.greedy:

@@ -1,4 +1,4 @@
-"""What is asked of a deployment, what its policy chooses and how its work is cut: the space in
+"""Requests to a deployment, its policy's choices, and how its work is cut: the space in
 which no text may change.
 """
 
@@ -98,7 +98,7 @@ class Scenario:
 
 
 class Served(NamedTuple):
-    """What a scenario came to; ``sessions`` are in the order of its asks."""
+    """The outcome of a scenario; ``sessions`` are in the order of its asks."""
 
     scenario: Scenario
     deployment: Deployment
@@ -216,7 +216,7 @@ def greedily(scenario: Scenario) -> Scenario:
 
 @cache
 def reference() -> Reference:
-    """What the target says by itself."""
+    """The output of the target by itself."""
     return Reference(tiny_engine())
 
 

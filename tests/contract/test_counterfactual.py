@@ -44,7 +44,7 @@ def complete(engine, sequence, **turn):
 
 
 def alone(engine, sequence, end, **turn):
-    """What the engine makes of the first ``end`` tokens when it has just read them."""
+    """The engine's state after the first ``end`` tokens when it has just read them."""
     other = replace(sequence, id=next(numbers), tokens=sequence.tokens[:end])
     completion = complete(engine, other, **turn)
     engine.cancel([other.id])

@@ -112,7 +112,7 @@ def states_of(tokens):
 
 
 def alone(tokens, prompt_tokens, sampling, run, width):
-    """What it proposes for one text whose states all come at once."""
+    """Its proposal for one text whose states all come at once."""
     engine = RecordedEagle(width)
     sequence = Sequence(1, tokens, prompt_tokens, sampling, {"near": list(range(6))})
     engine.absorb([(sequence, HiddenStates(0, TAPS[::-1], states_of(tokens[:-1])))])

@@ -24,7 +24,7 @@ def test_it_holds_that(check):
 
 
 def test_kv_is_shared_and_requests_are_pre_empted():
-    """Where nothing was, the scenarios that are there for it would show nothing."""
+    """If nothing was, the scenarios that are there for it would show nothing."""
     shared = checks.exact(ALIKE).deployment.counters()
     assert shared["spindle_kv_reused_tokens_total",] >= 4 * BLOCK_TOKENS
     assert ("spindle_preemptions_total",) not in shared

@@ -113,7 +113,7 @@ def check_states(done, tolerance=1e-5):
 
 
 def check_proposals(done):
-    """What it proposes for a row depends on that row alone."""
+    """Its proposal for a row depends on that row alone."""
     for tokens, sequence, run, states, proposal in done.deployment.drafts[HEAD].noted:
         alone, again = (
             RecordedHead(),

@@ -60,7 +60,7 @@ def test_it_holds_that(check):
 
 
 def test_turns_follow_turns_in_flight_and_requests_are_pre_empted():
-    """Where nothing was, the scenarios would show nothing."""
+    """If nothing was, the scenarios would show nothing."""
     served = checks.exact(BUSY)
     rows = [row for *_, row in served.deployment.drafting.recorded]
     assert served.deployment.target.following > 40

@@ -22,7 +22,7 @@ PERMITTED = {
     Reason.BEAMS: r"beam_width",
     Reason.DISAGGREGATED: r"context_phase_params",
 }
-"""What is still missing: this list may only shrink."""
+"""Names that are still missing: this list may only shrink."""
 
 
 def test_all_recorded_models_are_served():

@@ -1,4 +1,4 @@
-"""What a verification accepts and draws is what plain decoding draws, token by token: all options,
+"""A verification accepts and draws what plain decoding draws, token by token: all options,
 lengths and trees crossed.
 
 One contract for every engine that can be a target. Noise is keyed by position, so a decision in a

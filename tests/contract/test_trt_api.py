@@ -1,4 +1,4 @@
-"""What the networks ask of the library, against the recorded interface of TensorRT 10.13; the
+"""Calls of the networks to the library, against the recorded interface of TensorRT 10.13; the
 layers are made for real, by TensorRT-RTX.
 """
 

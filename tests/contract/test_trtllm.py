@@ -76,6 +76,6 @@ def test_log_probabilities_are_those_of_sampled_texts(monkeypatch):
 
 
 def test_a_copy_of_the_target_is_never_rejected(monkeypatch):
-    """Where texts are greedy, for so are its proposals."""
+    """Its texts are greedy, for so are its proposals."""
     serve_with_trtllm(monkeypatch)
     checks.a_copy_of_the_target_is_rejected_for_its_tail_only(GREEDY["options"])

@@ -1,5 +1,5 @@
-"""What NVIDIA's speculative loop in ``tensorrt_llm_bls`` gets wrong (or cannot do), right here: one
-test each, on the fake executor.
+"""Defects of NVIDIA's speculative loop in ``tensorrt_llm_bls`` (or options it lacks), right here:
+one test each, on the fake executor.
 """
 
 from collections import Counter

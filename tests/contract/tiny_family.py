@@ -2,5 +2,5 @@
 
 
 def as_message(text):
-    """What stands before the answer to one message."""
+    """The text before the answer to one message."""
     return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"

@@ -23,9 +23,20 @@ INSTEAD = {
 _PATTERN = re.compile(rf"\b(?:{'|'.join(INSTEAD)})\b", re.IGNORECASE)
 
 
+_FRONTED = re.compile(r"(?:^|[.?!] |\n\n)(?:What|Where|Whose|Who|Of)\b")
+"""Beginnings of sentences that begin with their object, paragraphs an empty line apart."""
+
+
 def foreign(text: str) -> list[str]:
     """Return the words of a text that it should do without."""
     return _PATTERN.findall(" ".join(text.split()))
+
+
+def fronted(text: str) -> list[str]:
+    """Return the beginnings of those sentences of a comment or docstring that are fronted."""
+    paragraphs = re.split(r"\n\s*\n", text.strip('rf"# \n'))
+    plain = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    return [found.strip(".?! \n") for found in _FRONTED.findall(plain)]
 
 
 def prose_and_names(source: str) -> Iterator[tuple[int, str]]:

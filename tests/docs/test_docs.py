@@ -45,7 +45,7 @@ def links(page):
 
 
 def anchors(page):
-    """What GitHub makes of a page's headings."""
+    """The anchors that GitHub makes of a page's headings."""
     titles = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 

@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Page(HTMLParser):
-    """What a page has (ids), leads to (links) and loads by itself (fetched)."""
+    """A page's targets (ids), links, and the files it loads by itself (fetched)."""
 
     def __init__(self, path):
         super().__init__()

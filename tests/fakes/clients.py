@@ -1,4 +1,4 @@
-"""What stands at the client's end of a session: sinks of its replies, and decoders of its text."""
+"""The client's end of a session: sinks of its replies, and decoders of its text."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LAYERS = 32
 """Enough layers that a pass of the target takes longer than one of the head."""
 UNKNOWN = (7, 20, 33, 34, 50, 71, 150, 153, 201)
 SHARPNESS = 8.0
-"""Of logits: the likeliest token has nearly all of the mass."""
+"""Sharpness of logits: the likeliest token has nearly all of the mass."""
 
 
 def points() -> Tensor:

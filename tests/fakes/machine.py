@@ -14,7 +14,7 @@ AVX2_FLAGS = "avx2 fma f16c"
 """Flags of a processor that does not."""
 H100 = "0, NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06, 9.0"
 V100 = "1, Tesla V100-SXM2-16GB, 16384 MiB, 580.65.06, 7.0"
-"""What nvidia-smi says of a GPU."""
+"""Facts that nvidia-smi reports of a GPU."""
 CUDA_PACKAGES = {"torch": "2.13.0", "triton": "3.6.0"}
 
 
@@ -36,7 +36,7 @@ class FakeMachine(Machine):
     """The CUDA that torch is built for, and can use; empty: a CPU build."""
     driver_is_new: bool = True
     gpu_bytes: int | None = None
-    """What is free on every CUDA device."""
+    """Free memory of every CUDA device."""
     modules: tuple[str, ...] | None = None
     """All that are installed."""
     device: str | None = None

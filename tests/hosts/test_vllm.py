@@ -1,6 +1,6 @@
 """The policy inside vLLM, on its CPU build: ``make test-vllm``. Nothing here runs without vLLM.
 
-What runs is the wheel, next to somebody else's packages ``backend`` and ``policy``. Texts are
+The wheel runs, next to somebody else's packages ``backend`` and ``policy``. Texts are
 compared with those of plain vLLM, in fp32: greedy decoding there is the same whatever is
 verified with it, but for ties that are nearer than rounding.
 """

@@ -1,6 +1,6 @@
 """An EAGLE-3 head proposes the same tokens here and in vLLM's CPU build: ``make test-vllm``.
 
-Of a prompt that comes in chunks, vLLM 0.32 gives the row after a chunk the prompt's last token in
+For a prompt that comes in chunks, vLLM 0.32 gives the row after a chunk the prompt's last token in
 place of the next one. With that fault imitated, the tokens are the same, too.
 """
 
@@ -81,7 +81,7 @@ def head_of(folder, dialect, target):
 
 
 def of_vllm(target, head, prompts):
-    """What vLLM answers and proposes."""
+    """vLLM's answers and proposals."""
     words = [target, head, str(LENGTH), str(CHUNK)]
     done = subprocess.run(
         [sys.executable, ROOT / "tests/hosts/eagle_worker.py", *words],

@@ -4,7 +4,8 @@
 
 A job has ``engine`` (arguments of ``vllm.LLM``), ``mended`` and ``rounds``: each with ``prompts``
 (token ids), ``params`` of ``SamplingParams``, ``in_flight``, and ``abort`` (by prompt, the step
-before which it is aborted). What comes back: the texts of each round, and what the plug-in did.
+before which it is aborted). The answer that comes back: the texts of each round, and what the
+plug-in did.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ TAPS = (2, 4)
 TREE = (-1, 0, 1, -1, 3, 0, 4)
 
 ROUNDING = 5e-5
-"""Of logits in fp32, in standard deviations of all: Gemma 4 has 2e-5, others 4e-6."""
+"""Error of logits in fp32, in standard deviations of all: Gemma 4 has 2e-5, others 4e-6."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_ragged_batches_trees_and_taps_are_those_of_transformers(family, tmp_pat
 
 @torch.inference_mode()
 def outputs(lm, text):
-    """What the layers ``TAPS`` return [tokens, taps, hidden]."""
+    """The outputs of the layers ``TAPS`` [tokens, taps, hidden]."""
     found = []
     for tap in TAPS:
         layer = lm.get_decoder().layers[tap - 1]

@@ -1,4 +1,4 @@
-"""What layers ask, and what is refused by ``config.json`` alone."""
+"""Layers' requirements, and what is refused by ``config.json`` alone."""
 
 from __future__ import annotations
 

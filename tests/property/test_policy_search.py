@@ -35,7 +35,7 @@ def objective(instance, choice):
 
 
 def loss(instance, best):
-    """What the choice loses against the best one, as a share of what the step's time is worth."""
+    """The choice's loss against the best one, as a share of what the step's time is worth."""
     choice, result = best_choice(instance.problem(), instance.price)
     found = objective(instance, choice)
     assert result.objective(instance.price) == pytest.approx(found, rel=1e-9, abs=1e-9)

@@ -28,7 +28,7 @@ def hazards(state, requests):
 
 
 def learnt(chains):
-    """What is known after chains, one a step, of requests that come with their first one."""
+    """Estimates after chains, one a step, of requests that come with their first one."""
     model, tenants = AcceptanceModel(DRAFTS, K, AcceptanceConfig()), Tenants()
     state, over = model.start(), {}
     for tenant, which, draft, accepted, scored, last in chains:

@@ -19,7 +19,7 @@ texts = st.tuples(st.integers(1, 3 * BLOCK_TOKENS + 2), st.integers(0, 30), st.s
 
 
 class Events:
-    """What a router knows of the blocks: their keys, by what was reported."""
+    """A router's view of the blocks: their keys, by what was reported."""
 
     def __init__(self):
         self.texts = {}

@@ -1,5 +1,5 @@
-"""What runs in the containers, as far as it runs without one: their start, the healthcheck and the
-smoke test, on a real tritonserver.
+"""The scripts of the containers, as far as they run without one: their start, the healthcheck and
+the smoke test, on a real tritonserver.
 """
 
 import json
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 
 
 class Container(Service):
-    """What the image of ``docker/trtllm.Dockerfile`` runs, with this machine's tritonserver; stubs
-    and engine run on this environment's Python.
+    """The command of the image of ``docker/trtllm.Dockerfile``, with this machine's tritonserver;
+    stubs and engine run on this environment's Python.
     """
 
     def __init__(self, folder, config=CONFIG):

@@ -102,7 +102,7 @@ def test_every_accepted_count_is_known(service, command):
 
 
 def test_the_planner_chooses_the_head_and_suffix_for_one_request_and_no_text_changes(service):
-    """Of a tenant's second text, ``suffix`` knows the second half from the first one."""
+    """In a tenant's second text, ``suffix`` knows the second half from the first one."""
     both = 0
     for turn in range(MOST_TURNS):
         salts = [{"cache_salt": [[f"tenant {turn} {number}"]]} for number in range(3)]

@@ -1,4 +1,4 @@
-"""What the contract says of tensors beyond one text in and one text out, through the real
+"""The contract of tensors beyond one text in and one text out, through the real
 tritonserver by its own client.
 """
 

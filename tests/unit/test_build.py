@@ -97,7 +97,7 @@ def test_the_token_budget_is_for_all_texts_in_flight_and_at_least_one(
 
 
 def test_activations_are_estimated_by_the_token_budget(tmp_path):
-    """Of a gated MLP both halves and four rows of the hidden size: for Llama 3.1 8B in bfloat16
+    """A gated MLP has both halves and four rows of the hidden size: for Llama 3.1 8B in bfloat16
     88 KiB a token, 5.5 GiB for 65,536.
     """
     made = engine_folder(tmp_path, vocab_size=VOCAB, max_num_tokens=65_536)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def served(monkeypatch):
-    """What ``serve`` was asked for, in place of a service; the environment is put back."""
+    """The calls to ``serve``, in place of a service; the environment is put back."""
     calls = []
     monkeypatch.setattr(
         serving, "serve", lambda *arguments, **options: calls.append((arguments, options)) or 0

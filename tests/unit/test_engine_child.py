@@ -1,4 +1,4 @@
-"""What the engine process is started with, and how often."""
+"""The engine process's command, and how often it is started."""
 
 import sys
 import threading

@@ -30,7 +30,7 @@ def settings(**raw):
 
 @dataclass
 class Text:
-    """What a request's target writes, whatever is proposed to it."""
+    """The text of a request's target, whatever is proposed to it."""
 
     key: str
     tokens: list

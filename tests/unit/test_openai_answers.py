@@ -1,4 +1,4 @@
-"""What becomes of an answer whose client leaves before there is anything to send."""
+"""The end of an answer whose client leaves before there is anything to send."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the front end says of a body that it refuses, without a server to ask."""
+"""The front end's errors for bodies that it refuses, without a server to ask."""
 
 import gzip
 import json

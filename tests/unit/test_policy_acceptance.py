@@ -75,7 +75,7 @@ def test_unprobed_positions_inherit_the_last_hazard():
 
 
 def test_many_chains_of_one_step_teach_less_than_those_of_many_steps():
-    """What befalls a whole batch once may be the step's, not the draft's."""
+    """A failure of a whole batch at once may be the step's, not the draft's."""
     estimator = model()
     once = admit(estimator, estimator.start(), [0])
     once = learn(estimator, once, 9, 0, np.zeros(128, int), 4)

@@ -10,7 +10,7 @@ GROUP = {"small": {"weight": 3.0, "moment": -1.5}, "large": {"weight": 2.0, "mom
 
 
 def saved():
-    """What was learnt of the drafts small and large, as it is in a file, with a group."""
+    """Learned state of the drafts small and large, as it is in a file, with a group."""
     data = planner().save(taught(planner()), 59.0)
     data["groups"] = [{"group": 7, "tenant": 0, "drafts": GROUP}]
     data["target"].update(factor=1.1, overhead_factor=1.2)

@@ -1,4 +1,4 @@
-"""What measured steps teach of the tables: a factor by part, the shape of the target's curve."""
+"""Corrections of the tables by measured steps: a factor by part, the target curve's shape."""
 
 import numpy as np
 import pytest

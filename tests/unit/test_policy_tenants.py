@@ -1,4 +1,4 @@
-"""What is learnt of one tenant's texts moves no plan of another."""
+"""Estimates from one tenant's texts move no plan of another."""
 
 import json
 from dataclasses import replace

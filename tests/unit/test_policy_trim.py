@@ -23,7 +23,7 @@ from tests.fakes.policies import DRAFTS, RNG, view
 
 
 def drafted(*confidence, draft=0, drawn=False):
-    """What rows propose by the confidences of their nodes."""
+    """The rows' proposals by the confidences of their nodes."""
     row = np.repeat(np.arange(len(confidence)), [len(c) for c in confidence])
     q = len(row)
     return Drafted(
@@ -246,8 +246,8 @@ def test_a_plan_without_a_price_is_followed_as_far_as_there_are_nodes(length, no
 
 
 def claims(*likely):
-    """What a draft must claim of a chain for its nodes to be this likely, given the hazard of 0.8
-    that is expected of it: the odds are those in the middle.
+    """The confidence a draft must claim of a chain for its nodes to be this likely, given the
+    hazard of 0.8 that is expected of it: the odds are those in the middle.
     """
     odds = np.array(likely) / (1 - np.array(likely))
     expected = 0.8 ** np.arange(1, len(likely) + 1)
@@ -296,7 +296,7 @@ def test_a_planner_learns_from_every_step_what_confidences_are_worth(rows):
     ],
 )
 def test_only_nodes_after_the_text_or_a_verified_one_are_evidence(verified, emitted, fates):
-    """Of the others only failures would ever be seen."""
+    """Only failures would ever be seen of the others."""
     made, tokens = (
         StepLog(DRAFTS),
         [1, 2, 3, 4, 5, 6],

@@ -19,7 +19,7 @@ def model(pass_s, token_s, draft_s=0.0, other_s=(0.0, 0.0), **target):
 
 
 def drafted(*confidences):
-    """What rows propose, by the confidences of the paths to their nodes."""
+    """The rows' proposals, by the confidences of the paths to their nodes."""
     row = np.repeat(np.arange(len(confidences)), [len(c) for c in confidences])
     flat = np.array([c for paths in confidences for c in paths], float)
     return Drafted(row, np.zeros(len(row), np.int64), flat, np.zeros(len(row), np.bool_))

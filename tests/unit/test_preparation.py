@@ -1,4 +1,4 @@
-"""From a request to a session."""
+"""Preparation of a session from a request."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the engine process's IO thread must never lose, without a process around it."""
+"""Messages that the engine process's IO thread must never lose, without a process around it."""
 
 import json
 import select
@@ -19,7 +19,7 @@ from backend.tokenizer import ByteTokenizer
 
 @pytest.fixture
 def app():
-    """What the server asks of a deployment."""
+    """The server's requests to a deployment."""
     return types.SimpleNamespace(
         orchestrator=None,
         tokenizer=ByteTokenizer(),

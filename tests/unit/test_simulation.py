@@ -341,7 +341,7 @@ def test_an_unknown_arm_is_refused(arm):
 
 
 def test_a_draft_that_catches_up_is_scored_by_the_chains_that_it_would_have_made():
-    """From each chain's first mismatch, which the target repairs, the next one begins; all chains
+    """The next chain begins from each one's first mismatch, which the target repairs; all chains
     share the positions' random numbers.
     """
     deployment = llama_8b_h100()

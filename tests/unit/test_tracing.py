@@ -1,4 +1,4 @@
-"""What a traced request becomes as spans, and what tracing does when it cannot."""
+"""The spans of a traced request, and what tracing does when it cannot."""
 
 import subprocess
 import sys

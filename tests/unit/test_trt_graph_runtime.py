@@ -1,4 +1,4 @@
-"""What an engine folder for TensorRT must have, and what is said at start where it, the library or
+"""The contents of an engine folder for TensorRT, and what is said at start where it, the library or
 the GPU is missing.
 """
 

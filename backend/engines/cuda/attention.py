@@ -180,7 +180,7 @@ def attention(
     ``kv`` is [blocks, 2, kv_heads, page, dim], ``table`` int32[rows, blocks of a row], ``start``
     int32[rows], ``first`` int32[rows + 1], ``ancestors`` int64[tokens]. ``most`` bounds the new
     tokens of a row, ``keys`` all of its tokens. ``window`` (0: none) is a sliding window in tokens,
-    ``softcap`` (0: none) bounds the scores. What tokens of no row get is undefined.
+    ``softcap`` (0: none) bounds the scores. The result for tokens of no row is undefined.
 
     ``split`` is a multiple of ``tile``; of that and the page one is a multiple of the other.
     """

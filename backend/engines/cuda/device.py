@@ -39,7 +39,7 @@ MOST_PLACES = COLUMN_SIZES[-1] // CANDIDATES
 
 @dataclass(slots=True)
 class RowResult:
-    """What a step did for a row."""
+    """The result of a step for a row."""
 
     emitted: list[int]
     """The tokens; the last one is no node. A -1 says that logits were no numbers."""

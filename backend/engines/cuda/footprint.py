@@ -1,4 +1,4 @@
-"""What the CUDA engine takes of memory besides what every step engine does."""
+"""Memory of the CUDA engine besides that of every step engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from backend.engines.port import Footprint
 from backend.engines.stepping import footprint as stepping
 
 RUNTIME_BYTES = 512 << 20
-"""Of CUDA graphs, cuBLAS's workspaces and compiled kernels on a GPU; a guess, not measured."""
+"""Bytes of CUDA graphs, cuBLAS's workspaces and compiled kernels on a GPU; a guess, not measured.
+"""
 
 _SLOT_BYTES = 48
 """Bytes of a sequence's slot, besides its block table: length, last token, seed and options."""

@@ -37,7 +37,7 @@ def most_graph_tokens(rows: int, length: int) -> int:
 
 
 class Size(NamedTuple):
-    """What a graph has room for."""
+    """The capacity of a graph."""
 
     rows: int
     tokens: int

@@ -1,4 +1,4 @@
-"""What the kind ``cuda`` answers before an engine of it is made (``KindModule``)."""
+"""Answers of the kind ``cuda`` before an engine of it is made (``KindModule``)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from backend.sequence import Sequence as Text
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """What the engine knows of a sequence that has a slot on the device."""
+    """The engine's record of a sequence that has a slot on the device."""
 
     number: int
     blocks: list[int] = field(default_factory=list)

@@ -68,7 +68,7 @@ class PagedModel:
         self.fused = dict.fromkeys(("attentions", "units", "norms", "products"), 0)
         self.refused: list[str] = []
         self.prompts_by: set[str] = set()
-        """What attends for prompts, of all layers (``prompts.LIBRARIES``)."""
+        """Attention for prompts, of all layers (``prompts.LIBRARIES``)."""
 
     @staticmethod
     def _kv_shape(module: nn.Module, config: Any, blocks: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ __all__ = ["PAGE", "Layout", "Pages", "Scoring"]
 
 @dataclass
 class Layout:
-    """What the attention of a pass reads, for rows of new tokens packed one after the other.
+    """Inputs of the attention of a pass, for rows of new tokens packed one after the other.
 
     ``table`` int32[rows, blocks], ``start`` int32[rows] committed tokens, ``first``
     int32[rows + 1], ``ancestors`` int64[tokens] (``ancestors.py``), ``place`` int32[tokens] block

@@ -213,7 +213,7 @@ def choose(kv: torch.Tensor, heads: int, scoring: Scoring) -> tuple[str, Attend]
     """
     key = (kv.device, kv.dtype, heads, *kv.shape[2:], scoring)
     if key not in _chosen:
-        # What the libraries have are kernels of GPUs.
+        # The libraries have kernels of GPUs only.
         libraries = LIBRARIES if kv.device.type == "cuda" else {}
         _chosen[key] = first_right(libraries, kv, heads, scoring)
     return _chosen[key]

@@ -17,7 +17,7 @@ from backend.engines.cuda.pages import PAGE, Layout
 
 
 class Slots:
-    """What the device knows of each admitted sequence; a row of a step names its slot.
+    """The device's state of each admitted sequence; a row of a step names its slot.
 
     ``states`` is the shape [taps, hidden] of what drafts read of a sequence, in ``dtype``; a head
     may propose at most ``own`` tokens of a sequence's text.

@@ -28,7 +28,7 @@ class DeviceRow:
     """One sequence's share of a step."""
 
     slot: int
-    """Of ``Slots``."""
+    """The slot in ``Slots``."""
     length: int
     """Tokens with KV, all but the last; at least these where ``follows``."""
     last: int
@@ -43,7 +43,7 @@ class DeviceRow:
     places: int = 0
     """The length of the head's longest path, in tokens."""
     budget: int = 0
-    """What this row adds to the nodes that the batch verifies."""
+    """Nodes that this row adds to those the batch verifies."""
     room: int = 0
     """The nodes that its blocks have room for."""
     tokens: Sequence[int] = ()

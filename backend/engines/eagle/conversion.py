@@ -1,4 +1,4 @@
-"""From a published head to the one form of ``folder``, once, into the cache."""
+"""Conversion of a published head to the one form of ``folder``, once, into the cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Published EAGLE-3 heads in their three dialects: SafeAILab's, the flat ``config.json`` of
-ModelOpt, SpecForge and AngelSlim, and speculators'. What cannot be served is refused by field and
-value.
+ModelOpt, SpecForge and AngelSlim, and speculators'. A head that cannot be served is refused by
+field and value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RENAMES = (
     (r"^aux_norm_mid\.", "fc_norm.1."),
     (r"^aux_norm_high\.", "fc_norm.2."),
 )
-"""From a dialect's names of tensors to those of ``folder``, one after the other."""
+"""Maps a dialect's names of tensors to those of ``folder``, one after the other."""
 
 _UNUSED = re.compile(r"(^|\.)(verifier_|rotary_emb\.)")
 """Tensors that training or other readers need."""
@@ -47,7 +47,7 @@ _LISTED = 40
 
 @dataclass(frozen=True, slots=True)
 class TargetShape:
-    """What of its target a head must fit."""
+    """Properties of its target that a head must fit."""
 
     hidden_size: int
     vocab_size: int

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Text:
-    """What the engine has of a sequence. ``cache.ran`` are the tokens whose states it has seen: all
+    """The engine's record of a sequence. ``cache.ran`` are the tokens whose states it has seen: all
     but the first have a row.
     """
 
@@ -51,7 +51,7 @@ class _Text:
 
 @dataclass(slots=True)
 class _Places:
-    """Where the rows of new tokens come from and go to, for all texts together.
+    """Sources and destinations of the rows of new tokens, for all texts together.
 
     ``before``, ``ends`` and ``last`` are places in a table of fused states: first the ``known``
     ones of texts that had states before, then those of the new tokens.
@@ -63,15 +63,15 @@ class _Places:
     """Texts so far that had states before."""
     tokens: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
-    """Of each of ``tokens``: the state of the token before it."""
+    """The state of the token before each of ``tokens``."""
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    """That are complete now."""
+    """The blocks that are complete now."""
     ends: list[int] = field(default_factory=list)
-    """Of each of ``blocks``: the state of its last token."""
+    """The state of the last token of each of ``blocks``."""
     last: list[int] = field(default_factory=list)
-    """Of each text: the state of its last token that has one."""
+    """The state of each text's last token that has one."""
 
     def add(self, text: _Text, end: int) -> None:
         """Add a text whose tokens up to ``end`` have states."""

@@ -29,7 +29,7 @@ A converted folder has a ``config.json`` (``EagleShape``, and what it was made f
 | ``embed_tokens.weight`` | [V, h] | ``own_embedding``; else it is the target's |
 | ``lm_head.weight`` | [D, h] | ``own_head``; else ``token_ids``' rows of the target's |
 
-All norms are RMS norms with ``rms_norm_eps``. Of a row with token t and the target's states s at
+All norms are RMS norms with ``rms_norm_eps``. For a row with token t and the target's states s at
 the place before it, the forward is::
 
     f = fc(fused s)                          # fused: as ``fuse`` says

@@ -1,4 +1,4 @@
-"""What the kind ``eagle`` answers before an engine of it is made (``KindModule``)."""
+"""Answers of the kind ``eagle`` before an engine of it is made (``KindModule``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 _ITEM_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 _LOGIT_BYTES = 28
-"""Of each logit, while candidates are chosen (``stepping.footprint``)."""
+"""Bytes of each logit, while candidates are chosen (``stepping.footprint``)."""
 
 
 def make(engine: EngineConfig, service: Service) -> Engine:

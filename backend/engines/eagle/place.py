@@ -1,4 +1,4 @@
-"""Where the cache keeps converted heads."""
+"""The cache's place for converted heads."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Score:
     layers: tuple[int, ...]
     norm_before_residual: bool
     first_token_share: float
-    """Of the places of the answers: the head's likeliest token is the target's."""
+    """The share of the answers' places where the head's likeliest token is the target's."""
     log_probs: Tensor
     """[places], of the target's tokens that the head can propose."""
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of a folder by its name there. Of a pickle only tensors are read: code in
+    """Return every tensor of a folder by its name there. Only tensors of a pickle are read: code in
     it is an error. Raises ConfigError naming the file.
     """
     files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLES))

@@ -30,7 +30,7 @@ class WholeText:
         """Yield logits [places, draft vocabulary] by step, of a text's ``tokens`` [n] and the
         target's ``states`` [n, layers, hidden] there.
 
-        Of step j (from 0 on), place i is a proposal of j + 1 tokens that begins after token
+        In step j (from 0 on), place i is a proposal of j + 1 tokens that begins after token
         i + 1: its last token follows token i + j + 1, and those before it are the text's.
         """
         rows = len(tokens) - 1

@@ -33,7 +33,7 @@ _NONE = torch.zeros(0, dtype=torch.int64)
 
 @dataclass(slots=True)
 class _Text:
-    """What a sequence's own text adds to the head's columns: ``rows`` [n, hidden], of the first
+    """Columns that a sequence's own text adds to the head's: ``rows`` [n, hidden], of the first
     ``CONTEXT_ROWS`` tokens that have no static row. ``read`` tokens were looked at.
     """
 
@@ -44,7 +44,7 @@ class _Text:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _State:
-    """What the target had where it drew a sequence's token number ``tokens``, counted from 1."""
+    """The target's states where it drew a sequence's token number ``tokens``, counted from 1."""
 
     tokens: int
     row: torch.Tensor  # [layers, hidden]

@@ -27,7 +27,7 @@ bits, and what they are made of.
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """What a head is made of. ``layers``: the target's whose output it reads, counted from 1.
+    """The shape of a head. ``layers``: the target's whose output it reads, counted from 1.
     ``rows``: how many tokens it can propose besides those of the request's own text.
     """
 

@@ -1,4 +1,4 @@
-"""What the kind ``head`` answers before an engine of it is made (``KindModule``)."""
+"""Answers of the kind ``head`` before an engine of it is made (``KindModule``)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The network of a head: it continues the target's own state, token by token, without attention.
 
-Where the target has drawn a token, its residual stream at a few layers is most of
+Once the target has drawn a token, its residual stream at a few layers is most of
 what it knows of the text. ``begin`` makes a state of it; ``step`` moves the state on by one token
 and returns the vector whose products with rows of the target's own head are the logits after that
 token. It has no KV and nothing to catch up on. (Hydra, arXiv 2402.05109, and ReDrafter, arXiv

@@ -41,7 +41,7 @@ class AttentionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a layer asks of attention."""
+    """A layer's requirements of attention."""
 
     layer: int
     heads: int

@@ -1,5 +1,5 @@
-"""What each layer of a decoder asks of attention, from ``config.json`` alone: a pass of its modules
-on the meta device, which has shapes but no numbers.
+"""Each layer's requirements of attention in a decoder, from ``config.json`` alone: a pass of its
+modules on the meta device, which has shapes but no numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROWS, _WANTED = 5, 2
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What is known of a decoder before its weights are read."""
+    """Facts about a decoder that are known before its weights are read."""
 
     architecture: str
     """The class that transformers builds."""

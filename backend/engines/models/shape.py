@@ -19,7 +19,7 @@ FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """What memory and checks depend on (``probe.DecoderSpec`` documents the fields)."""
+    """The sizes that memory and checks depend on (``probe.DecoderSpec`` documents the fields)."""
 
     architecture: str
     vocab_size: int

@@ -21,7 +21,7 @@ class Converted:
     graph: Model
     """As ``graph.build`` makes them."""
     layers: Seq[Attended]
-    """What each layer asks of attention."""
+    """Each layer's requirements of attention."""
     vocab_size: int
     sums: set[int]
     """Terms of the sums in its products."""

@@ -1,4 +1,4 @@
-"""Where the rows of a pass lie: chunks as the sequences that paged attention is called with.
+"""The layout of the rows of a pass: chunks as the sequences that paged attention is called with.
 
 Rows of one token go through another kernel of it than longer runs, in other bits. So that a text is
 the same bits under any plan, every generated token, proposed ones too, is a sequence of its own
@@ -14,8 +14,8 @@ block, whose tokens go back after the call, and what follows a prompt there wait
 (``in_calls``).
 
 A branch of a tree would overwrite the KV of the likeliest path, for both have the same positions:
-it has copies of the blocks after the text. What other rows of the pass write there is written into
-the copies, too (``expand`` repeats these rows in front of attention, ``compress`` drops them
+it has copies of the blocks after the text. KV that other rows of the pass write there is written
+into the copies, too (``expand`` repeats these rows in front of attention, ``compress`` drops them
 afterwards).
 """
 

@@ -20,7 +20,7 @@ from backend.engines.openvino.parts import ints, parameter
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What a layer asks of attention, as ``models.attention.AttentionSpec`` says it; reading a
+    """A layer's requirements of attention, as ``models.attention.AttentionSpec`` says it; reading a
     graph imports no transformers.
     """
 

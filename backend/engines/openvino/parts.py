@@ -1,4 +1,4 @@
-"""What OpenVINO graphs are made of: weights, norms, inputs, and how a graph is compiled."""
+"""Parts of OpenVINO graphs: weights, norms, inputs, and how a graph is compiled."""
 
 from __future__ import annotations
 

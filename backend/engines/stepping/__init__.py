@@ -1,1 +1,1 @@
-"""What all step engines share: turns to passes, KV by sequence, verdicts to tokens."""
+"""The parts that all step engines share: turns to passes, KV by sequence, verdicts to tokens."""

@@ -1,4 +1,4 @@
-"""What a pass runs of each sequence, and where the KV of a sequence lies."""
+"""The tokens of a sequence that a pass runs, and the place of a sequence's KV."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backend.sequence import BLOCK_TOKENS
 
 
 class KVTable:
-    """Where a sequence's positions lie in the pool: position p at ``slots[p]``, in block ``blocks[p
+    """Places of a sequence's positions in the pool: position p at ``slots[p]``, in block ``blocks[p
     // BLOCK_TOKENS]``; ``numbers`` are the blocks on the host.
     """
 

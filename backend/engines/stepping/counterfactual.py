@@ -1,5 +1,5 @@
-"""What a draft would have had accepted: its pass over tokens that were emitted without it also
-tells what it would have proposed there.
+"""The tokens a draft would have had accepted: its pass over tokens that were emitted without it
+also tells what it would have proposed there.
 """
 
 from __future__ import annotations

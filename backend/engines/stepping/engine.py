@@ -399,7 +399,7 @@ class StepEngine:
 
 
 class Vocabulary(Protocol):
-    """What the limits need of a model's configuration."""
+    """Fields of a model's configuration that the limits need."""
 
     @property
     def vocab_size(self) -> int:

@@ -1,4 +1,4 @@
-"""What a step engine will take of memory, from its checkpoint's configuration alone."""
+"""Memory of a step engine, from its checkpoint's configuration alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def activation_bytes(dtype: str) -> int:
 
 
 class Shape(Protocol):
-    """What memory depends on, of a ``LlamaConfig`` or a ``DecoderShape``."""
+    """The sizes that memory depends on, of a ``LlamaConfig`` or a ``DecoderShape``."""
 
     @property
     def vocab_size(self) -> int: ...  # noqa: D102

@@ -1,4 +1,4 @@
-"""What kinds of step engines answer alike before an engine is made (``KindModule``)."""
+"""Answers that all kinds of step engines share before an engine is made (``KindModule``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's KV pool holds: sequence by sequence, and by content of complete blocks."""
+"""Contents of an engine's KV pool: sequence by sequence, and by content of complete blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
 @dataclass(slots=True)
 class Cache:
-    """What the KV pool holds of a sequence: the token ids run, position by position; the
+    """KV that the pool has of a sequence: the token ids run, position by position; the
     first ``agreed`` are committed.
 
     The engine knows the content of the first ``named`` blocks by their keys. ``proposed`` is its

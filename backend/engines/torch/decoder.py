@@ -17,7 +17,9 @@ from backend.engines.stepping.chunks import Chunk, ancestors, logit_rows, moves
 from backend.sequence import BLOCK_TOKENS
 
 Masks = dict[int, torch.Tensor | None]
-"""What the rows [rows, keys] of a chunk do not see, by window; None where they see every key."""
+"""The mask of what the rows [rows, keys] of a chunk do not see, by window; None where they see
+every key.
+"""
 
 
 class Decoder:

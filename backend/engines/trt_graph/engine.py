@@ -3,9 +3,9 @@ accepted tokens out.
 
 They show correctness and are no serving path. The network (``engines_build.trt_graph.network``)
 runs a padded batch over gathered keys; here its inputs are made of chunks, and the keys and values
-that come out are written to the pool. What is not compiled into a verification (options that change
-logits, log-probabilities, what a draft proposes) takes the same network with logits as its output,
-and torch's rule.
+that come out are written to the pool. Anything not compiled into a verification (options that
+change logits, log-probabilities, a draft's proposals) takes the same network with logits as its
+output, and torch's rule.
 """
 
 from __future__ import annotations

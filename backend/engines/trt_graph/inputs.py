@@ -1,4 +1,4 @@
-"""What a compiled verification reads besides logits, made of requests, and verdicts of its outputs.
+"""Inputs of a compiled verification besides logits, made of requests, and verdicts of its outputs.
 
 Names and meanings of the tensors are those of ``engines_build.trt_graph.verification``,
 which describes it.
@@ -20,7 +20,7 @@ LOGITS, GREEDY, DRAWN = "logits", "greedy", "drawn"
 """The networks of a model, as files and messages call them; a draft has the first alone."""
 
 ALL_TOP_P = 2.0
-"""What stands for no top-p: no rounded sum reaches it."""
+"""The value that stands for no top-p: no rounded sum reaches it."""
 
 Tensors = dict[str, torch.Tensor]
 

@@ -1,4 +1,4 @@
-"""What the kind ``trt_graph`` answers before an engine of it is made (``KindModule``)."""
+"""Answers of the kind ``trt_graph`` before an engine of it is made (``KindModule``)."""
 
 from __future__ import annotations
 

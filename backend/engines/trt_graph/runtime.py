@@ -36,7 +36,7 @@ class TrtGraphError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class NetworkManifest:
-    """What a folder holds: engines by network name, the library and version that compiled them, and
+    """Content of a folder: engines by network name, the library and version that compiled them, and
     the shapes of each profile.
     """
 

@@ -3,8 +3,8 @@ fake of the bindings only.
 
 Each turn is a request of its own: the text so far as its prompt, whose KV the executor finds again
 by content, and after it a draft to verify (which ends the request) or tokens to run. The engine
-steps: it submits a batch of turns and waits for all of them. What a turn means to the executor and
-back is in ``backend.engines.trtllm.requests``.
+steps: it submits a batch of turns and waits for all of them. The module
+``backend.engines.trtllm.requests`` translates turns for the executor and back.
 
 The executor's iterations have a budget, and the whole text of every turn counts against it, though
 most of each is found in the KV cache: past it turns wait for each other. So ``limits.kv_blocks``
@@ -207,7 +207,7 @@ class TrtllmEngine:
         """Hand over what waits, all at once: one by one the executor would begin an iteration with
         the first alone.
 
-        What its queue does not take goes on waiting.
+        A turn that its queue does not take goes on waiting.
         """
         asks = [asked for turn in self._waiting if (asked := self._asked(turn)) is not None]
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""What a folder made by ``trtllm-build`` says of its engine, and whether it can serve here.
+"""Reads a folder made by ``trtllm-build``: its engine, and whether it can serve here.
 TensorRT-LLM is not needed to read it.
 """
 

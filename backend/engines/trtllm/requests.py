@@ -1,5 +1,4 @@
-"""What a turn is as a request to TensorRT-LLM's executor, and what the executor's answer is as a
-completion.
+"""Turns as requests to TensorRT-LLM's executor, and the executor's answers as completions.
 
 The executor knows nothing of earlier turns: the text so far is a prompt to it. So everything that
 depends on how much was generated is said with each request: how many tokens are left without
@@ -77,7 +76,7 @@ class Requests:
         """Make the request of a turn, one of a text that has ``begun`` or of a new one. Raises
         TurnError.
 
-        A draft (``turn.nodes``) proposes what is likeliest, whatever the request samples. Where the
+        A draft (``turn.nodes``) proposes what is likeliest, whatever the request samples. If the
         target samples, draft logits say that the chain is certain, so that the decoder takes of it
         its own distribution's share: without them it draws twice where it rejects.
         """

@@ -1,5 +1,5 @@
-"""What a machine without the corpora needs to make a head: prompts, prompts held out, and the
-hashes of the runs of words that judge.
+"""The inputs that a machine without the corpora needs to make a head: prompts, prompts held out,
+and the hashes of the runs of words that judge.
 """
 
 from __future__ import annotations
