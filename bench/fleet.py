@@ -95,13 +95,13 @@ class Replica:
         """The address of its own OpenAI front end."""
         return f"http://127.0.0.1:{self.ports['OPENAI_PORT']}"
 
-    def said(self, text: str) -> int:
+    def count_in_log(self, text: str) -> int:
         """Return how often a text is in its log."""
         return self.log.read_text(errors="replace").count(text)
 
     def wait(self) -> None:
         """Wait until its worker is registered."""
-        until(lambda: self.said("Registered endpoint"), f"{self.log} registers no worker")
+        until(lambda: self.count_in_log("Registered endpoint"), f"{self.log} registers no worker")
 
     def counters(self) -> dict[str, float]:
         """Return KV blocks reused and asked for, tokens emitted, and steps of a request."""
@@ -160,7 +160,7 @@ class Fleet:
 
     def moved(self) -> int:
         """Return how many texts a worker took over."""
-        return sum(replica.said(" resumes after ") for replica in self.replicas)
+        return sum(replica.count_in_log(" resumes after ") for replica in self.replicas)
 
     def counters(self) -> dict[str, float]:
         """Return the sums of the counters of all replicas that run."""

@@ -105,7 +105,7 @@ ON_README = (
 )
 
 
-def written(page: str) -> str:
+def rewrite(page: str) -> str:
     """Return a page with its tables as they should be. Raises KeyError for an unknown table."""
     return PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], page)
 
@@ -392,7 +392,7 @@ TABLES: dict[str, Callable[[], str]] = {
 def main() -> None:
     """Write the pages' tables."""
     for page in PAGES:
-        page.write_text(written(page.read_text("utf-8")), "utf-8")
+        page.write_text(rewrite(page.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

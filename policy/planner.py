@@ -162,7 +162,7 @@ class AdaptivePlanner(Policy[PlannerState]):
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         _check_bins(view.evidence)
         after, config, n = self.admitted(view, state, now), self.config, len(view)
-        batch, known = self._seen(view, after)
+        batch, known = self._columns_of(view, after)
         mode = step_loops.Mode(
             float(state.goodput),
             int(config.waiting_price),
@@ -186,7 +186,7 @@ class AdaptivePlanner(Policy[PlannerState]):
             plan.notes["trial"] = chosen.trial
         return plan, after
 
-    def _seen(self, view: View, state: PlannerState) -> tuple[Batch, step_loops.Known]:
+    def _columns_of(self, view: View, state: PlannerState) -> tuple[Batch, step_loops.Known]:
         """Return the columns of a view whose requests were admitted, and what is known of them."""
         rows = ints(view.request.argsort())
         request = ints(view.request.take(rows))
@@ -200,7 +200,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         """Return the choice that the planner has in a view, and its rows of the view. Every request
         has been admitted.
         """
-        batch, known = self._seen(view, state)
+        batch, known = self._columns_of(view, state)
         times, price = state.correction.times(self.latency), float(state.goodput)
         expected = step_loops.expect(times, known, batch, self.config.k_max, price)
         made = problem_loops.build(times, batch, self._limits, *expected)

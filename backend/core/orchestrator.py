@@ -315,7 +315,7 @@ class Orchestrator:
         if completion.drafted is not None:
             step.take(session.id, completion.drafted, completion.verified)
         taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
-        chosen = step.chosen(session.id)
+        chosen = step.proposal_of(session.id)
         if session.trace is not None:
             session.trace.step(step.log, chosen, min(completion.accepted, taken), taken)
         if not taken:

@@ -159,7 +159,7 @@ class FakeEngine:
             return 1
         text = self._texts.get(sequence.id)
         known = text.known if text is not None else (self._shared(sequence, []), [])
-        return len(sequence.tokens) - _seen(known, sequence.tokens)
+        return len(sequence.tokens) - _tokens_run(known, sequence.tokens)
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return how many tokens could be proposed now."""
@@ -246,7 +246,7 @@ class FakeEngine:
             spine, tree = self.propose(tokens, sequence, turn.run, turn.nodes)
             self._keep(job, tokens, None, spine)
             return Completion(sequence.id, [], proposal=tree)
-        start = min(len(tokens) - (turn.run > 0), _seen(text.ran, tokens))
+        start = min(len(tokens) - (turn.run > 0), _tokens_run(text.ran, tokens))
         drawn, accepted, log_probs, top = self._draw(turn, tokens, proposal)
         self._keep(job, tokens, proposal, drawn)
         return Completion(
@@ -297,7 +297,7 @@ class FakeEngine:
         sequence_id, text = job.turn.sequence.id, job.text
         if len(job.blocks) * BLOCK_TOKENS < written:
             return f"the block table of sequence {sequence_id} is too short for {written} tokens"
-        seen = min(len(tokens), _seen(text.ran, tokens))
+        seen = min(len(tokens), _tokens_run(text.ran, tokens))
         marks = _marks_of(text.marks, job.turn.sequence.salt, tokens[:seen])
         if (self._pool[job.blocks].ravel()[:seen] != marks).any():
             return f"the KV of sequence {sequence_id} was overwritten"
@@ -311,7 +311,7 @@ class FakeEngine:
         """
         marks = list(_marks_of(job.text.marks, job.turn.sequence.salt, tokens))
         pool = self._pool[job.blocks].ravel()
-        start = min(len(tokens), _seen(job.text.ran, tokens))
+        start = min(len(tokens), _tokens_run(job.text.ran, tokens))
         if proposal is not None:
             nodes: list[int] = []
             for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
@@ -404,7 +404,7 @@ def _drafted(ask: DeviceProposal, text: list[int], sequence: Sequence) -> Propos
     return ask.draft.propose(text, sequence, ask.length, _NODES_A_TOKEN * ask.length)[1]
 
 
-def _seen(ran: tuple[int, list[int]], tokens: list[int]) -> int:
+def _tokens_run(ran: tuple[int, list[int]], tokens: list[int]) -> int:
     """Return how many leading tokens have been run, by what has."""
     end, beyond = ran
     matching = next(

@@ -143,7 +143,7 @@ class Host:
         )
         self._step = self.cycle.propose(sequences, view, log)
         chosen = (
-            (row.key, self._step.chosen(sequence.id))
+            (row.key, self._step.proposal_of(sequence.id))
             for row, sequence in zip(rows, sequences, strict=True)
         )
         return {key: proposal for key, proposal in chosen if proposal is not None}
@@ -205,7 +205,7 @@ class Host:
             emitted = [*row.tokens[len(sequence.tokens) :]]
             if not emitted:
                 continue
-            mine &= _is_start(row.proposed, step.chosen(sequence.id))
+            mine &= _is_start(row.proposed, step.proposal_of(sequence.id))
             self.cycle.verified(step, sequence, len(row.proposed), emitted)
             sequence.tokens += emitted
         if not mine:

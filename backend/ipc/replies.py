@@ -64,8 +64,8 @@ class Replies:
 
     def _extras(self, extras: Gathered) -> dict[str, Any]:
         outputs: dict[str, Any] = {
-            "context_logits": self._written(extras.context_logits),
-            "generation_logits": self._written(extras.logits),
+            "context_logits": self._save(extras.context_logits),
+            "generation_logits": self._save(extras.logits),
         }
         if extras.top is not None:
             outputs["token_bytes"] = [self._bytes(token) for token in extras.tokens]
@@ -76,7 +76,7 @@ class Replies:
             outputs["prompt"] = PromptScores(tokens, extras.prompt.log_probs, top)
         return outputs
 
-    def _written(self, array: FloatArray | None) -> str | None:
+    def _save(self, array: FloatArray | None) -> str | None:
         if array is None:
             return None
         self._folder.mkdir(mode=0o700, exist_ok=True)

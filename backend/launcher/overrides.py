@@ -41,7 +41,7 @@ class Overrides:
     policy: str | None = None
 
     @property
-    def given(self) -> bool:
+    def is_given(self) -> bool:
         """Whether there is any."""
         return any(getattr(self, field.name) is not None for field in fields(self))
 
@@ -79,7 +79,7 @@ def write_overridden(path: Path, overrides: Overrides, folder: Path) -> tuple[Se
 
     Without options it is ``path`` itself.
     """
-    if not overrides.given:
+    if not overrides.is_given:
         return load_config(path), path
     config, raw = overridden(path, overrides)
     written = folder / "serving.json"

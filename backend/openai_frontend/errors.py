@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
-from backend.openai_frontend.literals import shown
+from backend.openai_frontend.literals import as_json
 
 _EXPECTED = {
     "string": "a string",
@@ -167,7 +167,7 @@ def _invalid_value(
     kind: str, param: str, context: Mapping[str, Any], error: Mapping[str, Any]
 ) -> ApiError:
     """Return what is wrong with the value of a field."""
-    given, code = shown(error.get("input")), "invalid_value"
+    given, code = as_json(error.get("input")), "invalid_value"
     expected = _EXPECTED.get(kind.partition("_")[0])
     if kind == "literal_error":
         message = (

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from backend.openai_frontend.errors import wrong
-from backend.openai_frontend.literals import shown
+from backend.openai_frontend.literals import as_json
 
 INT32 = 2**31 - 1
 MOST_PROMPTS = 256
@@ -46,7 +46,7 @@ class _Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, given: Any) -> Any:
+    def _check_fields(cls, given: Any) -> Any:
         """Refuse what is unknown or not served; leave out what is null."""
         if not isinstance(given, dict):
             return given
@@ -74,7 +74,7 @@ def _stop(value: Any) -> Any:
 def _one_of(value: Any, kind: type, name: str) -> Any:
     """Return a value that may also be a string. Raises where it is neither."""
     if not isinstance(value, kind):
-        raise wrong(f"expected a string or {name}, but got {shown(value)}", code="invalid_type")
+        raise wrong(f"expected a string or {name}, but got {as_json(value)}", code="invalid_type")
     return value
 
 
@@ -437,14 +437,14 @@ def _variables(given: dict[str, Any]) -> dict[str, Any]:
         kind, expected = _VARIABLE_TYPES.get(name, (object, ""))
         path = f"chat_template_kwargs.{name}"
         if name in _RESERVED:
-            raise wrong(f"'{path}' is set by the server, got {shown(value)}", name)
+            raise wrong(f"'{path}' is set by the server, got {as_json(value)}", name)
         if not isinstance(value, kind):
-            message = f"Invalid type for '{path}': expected {expected}, but got {shown(value)}"
+            message = f"Invalid type for '{path}': expected {expected}, but got {as_json(value)}"
             raise wrong(message, name)
         try:
             json.dumps(value, allow_nan=False)
         except ValueError:
-            message = f"Invalid value for '{path}': numbers must be finite, got {shown(value)}"
+            message = f"Invalid value for '{path}': numbers must be finite, got {as_json(value)}"
             raise wrong(message, name) from None
     return given
 

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backend.openai_frontend.calls import call_format
 from backend.openai_frontend.channels import has_channels
-from backend.openai_frontend.literals import shown
+from backend.openai_frontend.literals import as_json
 from backend.openai_frontend.reasoning import reasoning_format
 
 SWITCHES = ("enable_thinking", "thinking")
@@ -95,7 +95,7 @@ class ChatTemplate:
             raise RenderError(
                 _EFFORT,
                 f"Unsupported parameter: '{_EFFORT}' is not served: the model's chat template "
-                f"reads none, got {shown(effort)}",
+                f"reads none, got {as_json(effort)}",
                 "unsupported_parameter",
             )
         return named if effort is not None else {}
@@ -143,7 +143,7 @@ class ChatTemplate:
         field = "chat_template_kwargs"
         return RenderError(
             field,
-            f"{field}: the model's chat template refuses {shown(dict(variables))}: {reason}",
+            f"{field}: the model's chat template refuses {as_json(dict(variables))}: {reason}",
         )
 
 

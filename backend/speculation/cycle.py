@@ -30,7 +30,7 @@ class Step:
     waiting: set[int] = field(default_factory=set)
     """Sequences that are not verified: the host drafts for them after their turn in flight."""
 
-    def chosen(self, sequence_id: int) -> Proposal | None:
+    def proposal_of(self, sequence_id: int) -> Proposal | None:
         """Return what the target verifies for a sequence."""
         row = self.proposals.get(sequence_id)
         return None if row is None else row.chosen

@@ -123,7 +123,7 @@ class Drafting:
         for d, draft in enumerate(self.engines):
             if d not in wanted and not draft.limits.free:
                 continue
-            asked = _asked(sequences, plan.draft, plan.length, d)
+            asked = _lengths_by_sequence(sequences, plan.draft, plan.length, d)
             if draft.limits.in_target:
                 for sequence_id, length in asked.items():
                     proposals[sequence_id].on_device = DeviceProposal(draft, length, length)
@@ -300,7 +300,7 @@ def _listed(evidence: IntArray | None, sequences: Seq[Sequence]) -> list[list[in
     return bins
 
 
-def _asked(
+def _lengths_by_sequence(
     sequences: Seq[Sequence], draft: IntArray, length: IntArray, column: int
 ) -> dict[int, int]:
     """Return by sequence id the tokens (above 0) that the plan asks one draft for."""

@@ -112,7 +112,7 @@ class StepLog:
         scored, followed = min(len(emitted), length), sum([node < verified for node in path])
         counts = length, len(path), len(emitted), scored, verified, followed
         row = len(self.rows)
-        self.rows.append(LoggedRow(request, draft, *counts, _shown(evidence, draft)))
+        self.rows.append(LoggedRow(request, draft, *counts, _evidence_of(evidence, draft)))
         accepted, unknown = set(path), set(path[-1:] if len(path) == len(emitted) else [])
         for node, parent in enumerate(drafted.parents):
             if parent in unknown:
@@ -129,7 +129,9 @@ class StepLog:
         """
         accepted, scored = len(proposal.followed(emitted)), min(proposal.depth, len(emitted))
         draft = self.drafts.index(proposal.draft)
-        self.free.append(LoggedChain(request, draft, accepted, scored, _shown(evidence, draft)))
+        self.free.append(
+            LoggedChain(request, draft, accepted, scored, _evidence_of(evidence, draft))
+        )
 
     def record_scored(self, request: int, chains: Iterable[tuple[str, int, int]]) -> None:
         """Note (draft, accepted, length) of chains that a draft would have made of tokens emitted
@@ -171,7 +173,7 @@ class StepLog:
             left_s -= self.parts_s[part]
 
 
-def _shown(evidence: Seq[int], draft: int) -> int:
+def _evidence_of(evidence: Seq[int], draft: int) -> int:
     return evidence[draft] if evidence else 0
 
 

@@ -110,7 +110,7 @@ class ScriptedEngine(LookaheadEngine):
 
     def unseen(self, sequence: Text) -> int:
         """Return how many committed tokens have no KV; of a new prompt one."""
-        if sequence.blocks and not self._caches.seen(sequence):
+        if sequence.blocks and not self._caches.matching(sequence):
             self.assume(sequence, sequence.prompt_tokens - 1)
         return super().unseen(sequence)
 
@@ -335,7 +335,7 @@ def policies(
     each_s = 0.9 * job.left_s / spans
     for arm, load in cells:  # graphs are captured now; adapting has the most
         span_s = 0.02 if job.rehearse else shares[arm] * each_s
-        served(job, engine, heads, arm, load, latency, (0.0, span_s))
+        serve(job, engine, heads, arm, load, latency, (0.0, span_s))
     warm_s, measured_s = (0.05, 0.2) if job.rehearse else (0.25 * each_s, 0.75 * each_s)
     learning_s = 2.0 * warm_s
     job.result |= {
@@ -350,14 +350,14 @@ def policies(
         for arm, load in rng.sample(cells, len(cells)):
             row = {"round": round_, "policy": arm, "in_flight": load}
             spans_s = warm_s + learning_s * (arm == "adaptive"), measured_s
-            cell = row | served(job, engine, heads, arm, load, latency, spans_s)
+            cell = row | serve(job, engine, heads, arm, load, latency, spans_s)
             job.result["cells"].append(cell)
             print(cell, flush=True)
             job.keep()
     job.result["summary"] = summary(job.result["cells"])
 
 
-def served(
+def serve(
     job: Job,
     engine: ScriptedEngine,
     heads: list[HeadInTarget],

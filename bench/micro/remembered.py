@@ -149,7 +149,7 @@ def app_of(config: ServingConfig, drafts: tuple[str, ...]) -> App:
     return build(replace(config, drafts=chosen, policy=policy))
 
 
-def served(app: App, prompts: list[str], max_tokens: int) -> tuple[dict[str, Any], list[list[int]]]:
+def serve(app: App, prompts: list[str], max_tokens: int) -> tuple[dict[str, Any], list[list[int]]]:
     """Return what serving the prompts took, and the texts."""
     started = time.perf_counter()
     requests = [GenerationRequest(prompt, max_tokens, temperature=0.0) for prompt in prompts]
@@ -178,7 +178,7 @@ def compare(config: ServingConfig, options: argparse.Namespace) -> dict[str, Any
         asked = prompts(options.count, options.seed)
         for arm in options.arms:
             app = app_of(config, ARMS[arm])
-            figures, answers = served(app, asked, options.max_tokens)
+            figures, answers = serve(app, asked, options.max_tokens)
             app.close()
             del app
             gc.collect()  # a model's weights, before the next one's

@@ -112,7 +112,7 @@ def _image(figure: Figure | None, words: str) -> str:
     )
 
 
-def _drawn(
+def _figure(
     draw: Callable[[dict[str, Any]], Figure | None], words: str
 ) -> Callable[[dict[str, Any]], str]:
     return lambda record: _image(draw(record), words)
@@ -366,12 +366,12 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
         "Mean latency from the scheduled arrival; the rate as a share of what no speculation "
         "completes with every place taken. "
         "Grey: fixed choices.",
-        _drawn(plots.latency_figure, "mean latency against the rate of requests, by policy"),
+        _figure(plots.latency_figure, "mean latency against the rate of requests, by policy"),
     ),
     (
         "Tokens per second against requests in flight",
         "Closed loop, over no speculation. Grey: fixed choices.",
-        _drawn(
+        _figure(
             plots.throughput_figure,
             "tokens per second over no speculation against requests in flight, by policy",
         ),
@@ -379,7 +379,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     (
         "What Spindle chose",
         "Share of the emitted tokens by the draft of their step.",
-        _drawn(plots.choices_figure, "share of tokens by draft and point"),
+        _figure(plots.choices_figure, "share of tokens by draft and point"),
     ),
     (
         "What each part brings",
@@ -397,7 +397,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     (
         "Where the time of a step goes",
         "emit: all but planning and the engines: taking requests in, committing, emitting.",
-        _drawn(plots.time_shares_figure, "share of step time by part"),
+        _figure(plots.time_shares_figure, "share of step time by part"),
     ),
     (
         "Simulation against measurement",

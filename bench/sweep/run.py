@@ -297,7 +297,7 @@ class Sweep:
         self._roster.arm(NONE)[0].run(Offer(self._requests(workload, "tuning-warm", 0, 2, NONE)))
         for level, policy in _progress(work, "tuning"):
             rates[policy][str(level)] = round(self._tuning_speed(policy, workload, level), 2)
-        return {"workload": workload, "tokens_per_s": rates, **chosen(rates, self._fixed)}
+        return {"workload": workload, "tokens_per_s": rates, **best_choice(rates, self._fixed)}
 
     def _capacity(self, workload: str) -> float:
         """Return the requests per second of no speculation with every place taken."""
@@ -308,7 +308,7 @@ class Sweep:
         return float(count / wall_s)
 
 
-def chosen(rates: dict[str, dict[str, float]], fixed: list[str]) -> dict[str, Any]:
+def best_choice(rates: dict[str, dict[str, float]], fixed: list[str]) -> dict[str, Any]:
     """Return the draft and length that are best over all batch sizes (geometric mean), and that
     draft's best length at each of them.
     """

@@ -130,7 +130,7 @@ class Tunable:
 class Longest(Oracle):
     """The draft that has most accepted, and exactly those tokens."""
 
-    def known(self, accepted: IntArray, view: View) -> Plan:
+    def choose_known(self, accepted: IntArray, view: View) -> Plan:
         draft = accepted[:, ::-1].argmax(1)  # of two alike the look-up, which costs no forward
         draft = accepted.shape[1] - 1 - draft
         return Plan.within(view, draft, accepted[np.arange(len(view)), draft])

@@ -47,7 +47,7 @@ class Oracle(Policy[None]):
     """A choice that knows what would be accepted."""
 
     @abstractmethod
-    def known(self, accepted: IntArray, view: View) -> Plan:
+    def choose_known(self, accepted: IntArray, view: View) -> Plan:
         """Choose by what each draft would have accepted, int64[n, drafts], at most its ceiling."""
         ...
 
@@ -253,7 +253,7 @@ class _Replay:
     def _plan(self, view: View, at: IntArray) -> Plan:
         policy = self._policy
         if isinstance(policy, Oracle):
-            return policy.known(np.minimum(self._accepts[at], view.ceiling), view)
+            return policy.choose_known(np.minimum(self._accepts[at], view.ceiling), view)
         plan, self.ran.state = policy.plan(view, self.ran.state, self._now, self._rng)
         return plan
 

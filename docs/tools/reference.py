@@ -93,7 +93,7 @@ PAGES: dict[str, Callable[[str], str]] = {
 """The new text of a place, given the old one."""
 
 
-def written(page: str) -> str:
+def rewrite(page: str) -> str:
     """Return a page as it should be."""
     return PLACE.sub(lambda place: f"{place[1]}{PAGES[place[2]](place[0])}\n{place[3]}", page)
 
@@ -102,11 +102,11 @@ def due(path: Path) -> str:
     """Return a reference page's text as it should be."""
     page = path.read_text("utf-8")
     makers: dict[str, Callable[[str], str]] = {
-        "settings.md": settings_page.written,
+        "settings.md": settings_page.rewrite,
         "openai.md": openai_page.with_fields,
         "tensors.md": lambda _: tensors_page.render_contract(),
     }
-    return makers.get(path.name, written)(page)
+    return makers.get(path.name, rewrite)(page)
 
 
 def main() -> None:

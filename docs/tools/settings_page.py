@@ -54,7 +54,7 @@ def _may_be(item: dataclasses.Field[Any]) -> str:
     return f"{low:g} or more" if low is not None else ""
 
 
-def written(page: str) -> str:
+def rewrite(page: str) -> str:
     """Return the page with its tables as they should be, their sentences as they were."""
     return PLACE.sub(_table, page)
 

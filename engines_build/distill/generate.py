@@ -346,13 +346,13 @@ class Generator:
         chosen = self._choose(top_logprobs, top_ids, temperatures).tolist()
         for i, row in enumerate(rows):
             if not row.top_ids:
-                self._asked(row, top_ids.shape[1])
+                self._start_others(row, top_ids.shape[1])
             row.top_ids.append(top_ids[i : i + 1])
             row.top_logprobs.append(top_logprobs[i : i + 1])
             row.features += [self.teacher.features[i : i + 1]] if self.teacher.taps else []
             row.tokens.append(chosen[i])
 
-    def _asked(self, row: _Row, width: int) -> None:
+    def _start_others(self, row: _Row, width: int) -> None:
         """Note the distributions within a prompt that was run, and ask for its other answers."""
         row.within_prompt(width)
         for _ in range(row.answers - 1):

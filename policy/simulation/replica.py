@@ -228,7 +228,7 @@ class Replica:
         prefill = prefill_tokens, len(self._prefill)
         evidence = None
         if self._showing.any():
-            shown = workload.acceptance.shown(rows, emitted, self._showing, now)
+            shown = workload.acceptance.evidence(rows, emitted, self._showing, now)
             evidence = np.where(ceiling > 0, shown, 0)
         return View(names, *columns, *prefill, group=group, tenant=tenant, evidence=evidence)
 

@@ -170,7 +170,7 @@ class Acceptance:
         place = (self.start[request] + position)[:, None] + np.arange(decay.shape[1])
         return _claims(hazard, self.uniform[place], self.normal[place], telling[:, None])
 
-    def shown(
+    def evidence(
         self, request: IntArray, position: IntArray, showing: FloatArray, now: float
     ) -> IntArray:
         """Return bins of what drafts show of the first token that they would propose, int64[n, D]:

@@ -22,7 +22,7 @@ from bench.sweep.arms import (
     fixed_names,
 )
 from bench.sweep.report import write_report
-from bench.sweep.run import Sweep, chosen, main
+from bench.sweep.run import Sweep, best_choice, main
 from bench.sweep.simulation import missing
 
 pytestmark = pytest.mark.slow
@@ -170,7 +170,7 @@ def test_baselines_get_the_best_draft_and_its_best_length_at_each_batch_size():
         "fixed-a-4": {"1": 18, "8": 45},
         "fixed-b-2": {"1": 30, "8": 1},
     }
-    assert chosen(rates, ["fixed-a-2", "fixed-a-4", "fixed-b-2"]) == {
+    assert best_choice(rates, ["fixed-a-2", "fixed-a-4", "fixed-b-2"]) == {
         "draft": "a",
         "length": 4,
         "schedule": [[1, 2], [8, 0]],

@@ -13,12 +13,12 @@ def test_the_measured_tables_of_the_pages_are_those_of_the_records():
     assert sorted(place[1] for page in pages for place in tables.PLACE.findall(page)) == sorted(
         tables.TABLES
     )
-    assert [tables.written(page) for page in pages] == pages, "run python -m bench.tables"
+    assert [tables.rewrite(page) for page in pages] == pages, "run python -m bench.tables"
 
 
 def test_a_table_of_no_known_name_is_an_error():
     with pytest.raises(KeyError, match="nothing"):
-        tables.written("<!-- table: nothing -->\n<!-- end -->")
+        tables.rewrite("<!-- table: nothing -->\n<!-- end -->")
 
 
 @pytest.fixture

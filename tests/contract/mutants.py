@@ -474,11 +474,11 @@ def keep_the_kv_of_a_rejected_branch(patch: Patch) -> None:
         for job, _ in accepted:
             job.cache.ran += job.request.tokens[len(job.path) :]
 
-    def seen(original, cache, tokens):
+    def matching(original, cache, tokens):
         return min(len(cache.ran), len(tokens))
 
     wrap(patch, StepEngine, "_keep", keep)
-    wrap(patch, kv_caches.Cache, "seen", seen)
+    wrap(patch, kv_caches.Cache, "matching", matching)
 
 
 @killed_by(checks.proposals, BUSY)
@@ -511,14 +511,14 @@ def forget_the_kv_of_accepted_tokens(patch: Patch) -> None:
 
 @killed_by(checks.kv_is_fresh, ALIKE)
 def share_a_block_that_is_run_in_part(patch: Patch) -> None:
-    def seen(original, caches, sequence):
+    def matching(original, caches, sequence):
         count = original(caches, sequence)
         begun = min(-(-count // BLOCK_TOKENS), len(sequence.keys))
         blocks = sequence.blocks.get(caches._name, [])[:begun]
         caches.contents.update(zip(blocks, sequence.keys, strict=False))
         return count
 
-    wrap(patch, kv_caches.Caches, "seen", seen)
+    wrap(patch, kv_caches.Caches, "matching", matching)
 
 
 @killed_by(checks.blocks_are_of_one_text, ALIKE)

@@ -11,6 +11,12 @@ from tests.docs.english import foreign, fronted, prose_and_names
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("backend", "bench", "docs", "engines_build", "examples", "policy", "tests")
 _MAY_FRONT = re.compile(r"\b(?:What|Where|Whose|Who|Of)\b")
+PRODUCT = ("backend", "bench", "docs", "engines_build", "policy")
+BARE = re.compile(
+    "anew|asked|brought|built|chosen|drawn|found|given|grown|held|kept|known|left|lost|made|meant"
+    "|own|said|seen|sent|served|settled|shown|taken|tied|told|used|written"
+)
+"""Participles that say nothing as the whole name of a function, which is a verb or a noun."""
 MOST_WORDS = 80
 """Words of a class docstring: fields are documented at the fields."""
 
@@ -32,6 +38,26 @@ def test_code_is_in_plain_english(folder):
     assert files
     found = {path: faults(path.read_text("utf-8")) for path in files}
     assert [f"{path}:{fault}" for path, of_it in found.items() for fault in of_it] == []
+
+
+def functions(source: str) -> list[str]:
+    """Return the names of a module's functions; one with a decorator may be a value."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list
+    ]
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_no_function_is_named_by_a_bare_participle(folder):
+    names = {
+        f"{path}:{name}"
+        for path in (ROOT / folder).rglob("*.py")
+        for name in functions(path.read_text("utf-8"))
+        if BARE.fullmatch(name.strip("_"))
+    }
+    assert names == set()
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

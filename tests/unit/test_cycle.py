@@ -52,7 +52,7 @@ def test_the_policy_learns_what_was_verified_and_emitted():
     policy = Recorder(trimmed=2)
     made, one = cycle(policy), sequence()
     step = propose(made, one)
-    assert step.chosen(one.id).tokens == [5, 6]
+    assert step.proposal_of(one.id).tokens == [5, 6]
     made.verified(step, one, 2, [5, 6, 7])
     made.forget(one.id)
     made.learn(step)
@@ -82,7 +82,7 @@ def test_two_open_steps_keep_their_own_proposals():
     policy = Recorder()
     made, one, other = cycle(policy), sequence(1), sequence(2)
     first, second = propose(made, one), propose(made, other)
-    assert first.chosen(other.id) is None
+    assert first.proposal_of(other.id) is None
     made.verified(second, other, LENGTH, [5, 9])
     made.verified(first, one, LENGTH, [5, 6, 7, 8])
     made.learn(first)
@@ -93,9 +93,9 @@ def test_two_open_steps_keep_their_own_proposals():
 
 def test_a_host_that_takes_proposals_whole_gets_them_untrimmed():
     made, one = cycle(Recorder(trimmed=0)), sequence()
-    assert propose(made, one).chosen(one.id) is None
+    assert propose(made, one).proposal_of(one.id) is None
     made.trims = False
-    assert len(propose(made, one).chosen(one.id)) == LENGTH
+    assert len(propose(made, one).proposal_of(one.id)) == LENGTH
 
 
 def test_requests_that_end_without_a_step_are_forgotten_once():

@@ -97,7 +97,7 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for(monkeypatch):
         pending.append(cycle.propose(rows, seen, cycle.begin()))
         if number:
             step = pending.pop(0)
-            proposing = [step.chosen(row.id) is not None for row in rows]
+            proposing = [step.proposal_of(row.id) is not None for row in rows]
             levels.append(proposing[0])
             for row in rows:
                 cycle.verified(step, row, 2 * proposing[0], [5, 6, 7][: 1 + 2 * proposing[0]])

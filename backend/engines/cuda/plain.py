@@ -110,13 +110,13 @@ def attention(
         scores = _wide(torch.einsum("qhd,hkd->hqk", q[begin:end], k)) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        seen = _seen(ancestors[begin:end], committed, window)
+        seen = _visible_keys(ancestors[begin:end], committed, window)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
         out[begin:end] = torch.einsum("hqk,hkd->qhd", weights, v)
     return out
 
 
-def _seen(words: torch.Tensor, committed: int, window: int) -> torch.Tensor:
+def _visible_keys(words: torch.Tensor, committed: int, window: int) -> torch.Tensor:
     """Return which keys each new token sees, bool[new, committed + new]."""
     new = torch.arange(len(words), device=words.device)
     own = ((words[:, None] >> new) & 1).bool()

@@ -160,7 +160,7 @@ class EagleEngine:
         text = self._texts.get(sequence.id)
         if text is None:
             for other in self._texts.values():  # what the new one may share
-                self._caches.seen_by(other.cache, other.sequence)
+                self._caches.matching_in(other.cache, other.sequence)
         cache = self._caches.of(sequence)
         if text is not None and text.cache is cache:
             text.sequence = sequence  # it may be another record of the same text
@@ -231,7 +231,7 @@ class EagleEngine:
         for sequence_id in gone:
             text = self._texts.pop(sequence_id, None)
             if text is not None:
-                self._caches.seen_by(text.cache, text.sequence)
+                self._caches.matching_in(text.cache, text.sequence)
         self._caches.forget(gone)
 
     def unseen(self, sequence: Sequence) -> int:

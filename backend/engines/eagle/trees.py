@@ -79,7 +79,7 @@ def grow(
     for depth in range(deepest):
         active = sum(tree.turn.run > depth for tree in trees)
         tokens, hidden, lineage = tokens[:active], hidden[:active], lineage[:active]
-        seen = text.seen(active, depth)[:, None].expand(-1, tokens.shape[1], -1)
+        seen = text.visible(active, depth)[:, None].expand(-1, tokens.shape[1], -1)
         mask = torch.cat([seen, lineage], 2)
         positions = (text.ends[:active] + depth).expand_as(tokens)
         keys = key_values[:active, : mask.shape[2]]
@@ -157,7 +157,7 @@ class _TextRows:
         self._places = torch.from_numpy(places).to(device)
         self._window = window
 
-    def seen(self, texts: int, depth: int) -> Tensor:
+    def visible(self, texts: int, depth: int) -> Tensor:
         """Return which columns the rows at a depth see, bool[texts, count]."""
         is_there = self._is_there[:texts]
         if not self._window:

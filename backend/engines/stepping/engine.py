@@ -136,7 +136,7 @@ class StepEngine:
 
     def unseen(self, sequence: Sequence) -> int:
         """Return how many committed tokens have no KV here."""
-        return len(sequence.tokens) - self._caches.seen(sequence)
+        return len(sequence.tokens) - self._caches.matching(sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return ``length`` cut to the engine's limit and to the room left in the context and in
@@ -173,7 +173,7 @@ class StepEngine:
             raise ValueError(f"turn of sequence {sequence.id}: {wrong}")
         decides = turn.run > 0
         start = min(
-            self._caches.seen_by(cache, sequence), end - decides
+            self._caches.matching_in(cache, sequence), end - decides
         )  # the last row is run again where its logits are wanted
         tokens = [*sequence.tokens[start:end], *request.tokens]
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):

@@ -28,7 +28,7 @@ class Cache:
     proposed_at: int = 0
     proposed: Proposal | None = None
 
-    def seen(self, tokens: list[int]) -> int:
+    def matching(self, tokens: list[int]) -> int:
         """Return how many of the committed ``tokens`` have KV here. Looks only at what is new since
         the last call.
         """
@@ -96,7 +96,7 @@ class Caches:
                 self.contents.pop(block, None)
         return cache
 
-    def seen(self, sequence: Sequence) -> int:
+    def matching(self, sequence: Sequence) -> int:
         """Return how many committed tokens have KV here, and note the content of blocks that they
         now fill.
         """
@@ -105,11 +105,11 @@ class Caches:
             if not self.shared_blocks(sequence, blocks):
                 return 0
             cache = self.of(sequence)
-        return self.seen_by(cache, sequence)
+        return self.matching_in(cache, sequence)
 
-    def seen_by(self, cache: Cache, sequence: Sequence) -> int:
+    def matching_in(self, cache: Cache, sequence: Sequence) -> int:
         """Return the same of a sequence whose cache is at hand (``of``)."""
-        seen, keys = cache.seen(sequence.tokens), sequence.keys
+        seen, keys = cache.matching(sequence.tokens), sequence.keys
         while cache.named < len(keys) and (cache.named + 1) * BLOCK_TOKENS <= seen:
             self.contents[cache.blocks[cache.named]] = keys[cache.named]
             cache.named += 1

@@ -51,7 +51,7 @@ def verdicts_of(network: str, requests: Seq[Row], outputs: Tensors) -> list[Verd
     if network == GREEDY:
         found = zip(*(outputs[key].tolist() for key in ("accepted", "path", "tokens")), strict=True)
         return [Verdict([row - 1 for row in path[1 : n + 1]], own[n]) for n, path, own in found]
-    drawn, verdicts = iter(_drawn(requests, outputs)), [Verdict([], -1) for _ in requests]
+    drawn, verdicts = iter(_draw(requests, outputs)), [Verdict([], -1) for _ in requests]
     for verdict, request in zip(verdicts, requests, strict=True):
         follow(verdict, request, [next(drawn) for _ in range(request.rows)].__getitem__)
     return verdicts
@@ -79,7 +79,7 @@ def _options(requests: Seq[Row], vocab_size: int, wide: torch.dtype) -> Tensors:
     return {name: torch.tensor(values, dtype=wide) for name, values in options.items()}
 
 
-def _drawn(requests: Seq[Row], outputs: Tensors) -> list[int]:
+def _draw(requests: Seq[Row], outputs: Tensors) -> list[int]:
     """Return every row's own token, request by request: ``backend.sampling.draw`` by the heads.
 
     No more of a distribution leaves the device, unless its tail wins.

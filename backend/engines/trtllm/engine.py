@@ -209,7 +209,7 @@ class TrtllmEngine:
 
         A turn that its queue does not take goes on waiting.
         """
-        asks = [asked for turn in self._waiting if (asked := self._asked(turn)) is not None]
+        asks = [asked for turn in self._waiting if (asked := self._ask_for(turn)) is not None]
         self._waiting.clear()
         if asks and not self._handed_over(asks):
             for i, asked in enumerate(asks):
@@ -220,7 +220,7 @@ class TrtllmEngine:
                     self._waiting.extend(asked.turn for asked in asks[i:])
                     break
 
-    def _asked(self, turn: Turn) -> Ask | None:
+    def _ask_for(self, turn: Turn) -> Ask | None:
         """Return a turn's request; None for one that cannot be made, which completes with its
         error.
         """
