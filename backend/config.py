@@ -458,7 +458,7 @@ def _check_drafts(config: ServingConfig) -> None:
 
 def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
     if policy.kind == "average":
-        raise ConfigError("policy.kind 'average' is called 'ema'")
+        raise ConfigError("policy.kind 'average' was renamed to 'ema'")
     if policy.kind == "adaptive" and policy.options:
         raise ConfigError(f"policy.options must be empty for 'adaptive', got {policy.options!r}")
     if policy.kind != "adaptive" and not policy.is_custom:
@@ -512,8 +512,8 @@ def _check_switches(switches: SwitchesConfig, config: ServingConfig) -> None:
 
 
 _REMOVED = {
-    "cohorts": "is gone: one batch is faster than parts of it in turn (docs/what-did-not-pay.md)",
-    "attention": "is gone: every engine reads each context at its own length",
+    "cohorts": "was removed (one batch is faster: docs/what-did-not-pay.md)",
+    "attention": "was removed (every engine reads each context at its own length)",
 }
 """The fate of earlier settings."""
 

@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     app.learned.start()
     logger.info("ready after %.1f s", perf_counter() - started)
     if not server.serve():
-        logger.error("the loop has ended: this process ends, to be started again")
+        logger.error("the loop ended: exiting, so that this process is restarted")
         return 1
     app.learned.close()
     app.close()

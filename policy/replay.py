@@ -218,7 +218,7 @@ def replayed(lines: Iterable[str]) -> Iterator[Replanned]:
                 case _:
                     raise ValueError("no plan, observe, observe_unplanned or state")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TraceError(f"line {number} is no line of a trace: {error!r}") from error
+            raise TraceError(f"line {number} is not a line of a trace: {error!r}") from error
         if replanned is not None:
             yield replanned
 

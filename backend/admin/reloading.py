@@ -39,14 +39,15 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     added = [draft for draft in config.drafts if draft not in running]
     if any(draft.kind.manages_kv for draft in added):
         raise ConfigError(
-            "a draft of TensorRT-LLM is added by a restart: the memory of the GPUs is "
-            "planned for all engines at once"
+            "a TensorRT-LLM draft cannot be added while the service runs: the memory of the GPUs "
+            "is planned for all engines at once; restart the service"
         )
     wanted = Service(config, 1, model_path).taps
     if not set(wanted) <= set(app.taps):
         raise ConfigError(
-            f"a head that reads the target's layers {list(wanted)} is added by a restart: the "
-            f"running target gives {list(app.taps) or 'none'}"
+            f"a head that reads the target's layers {list(wanted)} cannot be added while the "
+            f"service runs: the running target gives {list(app.taps) or 'none'}; restart the "
+            "service"
         )
     app.switches.check(config)
     check_pairs(config)
@@ -67,7 +68,7 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
         concurrent.futures.wait([changed], CHANGE_LIMIT_S)
         if changed.cancel():  # it has not begun
             raise ConfigError(
-                f"the loop has found no moment without a turn in flight within {CHANGE_LIMIT_S:g} s"
+                f"timed out after {CHANGE_LIMIT_S:g} s waiting for in-flight work to finish"
             )
         changed.result()
     except BaseException:

@@ -83,7 +83,7 @@ class InFlight:
         except EngineLostError:
             raise
         except Exception:
-            logger.exception("the target failed; its submission is run again without proposals")
+            logger.exception("the target failed; retrying without proposals")
         self._stats.fallback("target_error")
         self._error = None
         self._submitted.clear()

@@ -32,7 +32,7 @@ def run_again(target: Engine, turns: Seq[Turn]) -> list[Completion]:
         raise
     except Exception as error:
         if len(plain) == 1:
-            logger.exception("sequence %d fails the target", plain[0].sequence.id)
+            logger.exception("the target failed on sequence %d alone", plain[0].sequence.id)
             return [
                 Completion(
                     plain[0].sequence.id, [], error=f"the engine failed ({type(error).__name__})"

@@ -136,7 +136,7 @@ class Orchestrator:
             try:
                 worked = self.step()
             except EngineLostError:
-                logger.exception("the target is lost; the engine process has to start again")
+                logger.exception("the target engine is lost; the engine process must restart")
                 break
             except Exception as error:
                 logger.exception("a step failed; every request ends with an error")
@@ -303,7 +303,7 @@ class Orchestrator:
         except RequestError as error:
             self._fail(session, error.code, error.message)
         except Exception as error:
-            logger.exception("the tokens of request %d could not be taken", session.id)
+            logger.exception("request %d failed: its tokens could not be committed", session.id)
             self._fail(
                 session,
                 ErrorCode.INTERNAL,

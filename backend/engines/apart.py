@@ -110,7 +110,7 @@ class EngineApart:
     def submit(self, turns: Seq[Turn]) -> None:
         """Hand over turns that ask for proposals or run freely. Raises DraftDiedError."""
         if not self._is_ready():
-            raise DraftDiedError(f"{self.name} is being created again")
+            raise DraftDiedError(f"{self.name} is restarting")
         asks = [self._ask(turn) for turn in turns]
         if not self._in_flight:
             self._heard_s = self._clock()
@@ -147,7 +147,7 @@ class EngineApart:
             try:
                 self._child.pipe.send(("cancel", numbers))
             except OSError:
-                logger.warning("%s is gone", self.name)
+                logger.warning("%s exited: its pipe is closed", self.name)
 
     def unseen(self, sequence: Sequence) -> int:
         """Return the committed tokens that were not run in the last turn."""
@@ -194,7 +194,7 @@ class EngineApart:
             try:
                 self._hear(child, 0.0)
             except DraftDiedError:
-                logger.exception("%s could not be created again; it stays out", self.name)
+                logger.exception("%s could not be restarted; it stays disabled", self.name)
                 self._child = None
         return child is not None and child.ready
 
@@ -208,7 +208,7 @@ class EngineApart:
             kind, body = "died", error or "its process ended"
         if kind != "ready":
             _end(child)
-            raise DraftDiedError(f"{self.name} cannot be made: {body}")
+            raise DraftDiedError(f"{self.name} cannot be created: {body}")
         self.limits, child.ready = body, True
 
     def _send(self, kind: str, body: Any) -> None:
@@ -220,7 +220,7 @@ class EngineApart:
 
     def _receive(self, timeout_s: float) -> tuple[Any, ...] | None:
         if self._child is None:
-            raise DraftDiedError(f"{self.name} is being created again")
+            raise DraftDiedError(f"{self.name} is restarting")
         try:
             if not self._child.pipe.poll(timeout_s):
                 return None

@@ -188,12 +188,12 @@ class SuffixEngine(LookupEngine):
             for text in Answers.unpacked(file.read_bytes()):
                 self._keep(text)
         except FileNotFoundError:
-            logger.info("draft %s remembers no answers from before", self.name)
+            logger.info("draft %s: no saved answers to restore", self.name)
         except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
-            logger.warning("draft %s cannot use %s: %r", self.name, file, error)
+            logger.warning("draft %s cannot restore answers from %s: %r", self.name, file, error)
             self._fallback("remembered_unusable")
         else:
-            logger.info("draft %s remembers %d tokens", self.name, self.remembered_tokens)
+            logger.info("draft %s restored %d tokens of answers", self.name, self.remembered_tokens)
         self._unsaved = False
 
     def _save(self, file: File) -> None:

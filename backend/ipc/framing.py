@@ -54,5 +54,5 @@ class Frames(Generic[M]):
         try:
             message: M = self._decode(body)
         except msgspec.DecodeError as error:
-            raise FrameError(f"frame is no message: {error}") from error
+            raise FrameError(f"frame is not a message: {error}") from error
         return message

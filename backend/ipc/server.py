@@ -244,7 +244,7 @@ class Server:
     def _is_well(self, loop: threading.Thread) -> bool:
         stuck_s = monotonic() - self._app.orchestrator.alive_s
         if loop.is_alive() and stuck_s > self._stuck_limit_s:
-            logger.error("the loop has been in one step for %.0f s", stuck_s)
+            logger.error("the loop is stuck: one step has taken %.0f s so far", stuck_s)
         return loop.is_alive() and stuck_s <= self._stuck_limit_s
 
     def _is_done(self) -> bool:
@@ -273,9 +273,7 @@ class Server:
             except (OSError, FrameError, VersionError) as error:
                 self._drop(connection, error)
             except Exception as error:
-                logger.exception(
-                    "a message could not be handled: its connection is closed, the others go on"
-                )
+                logger.exception("failed to handle a message: closed its connection")
                 self._drop(connection, error)
         elif key.fileobj is self._woken:
             self._woken.recv(4096)

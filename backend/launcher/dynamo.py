@@ -39,7 +39,7 @@ class DynamoWorker(SideProcess):
         python = environment.get("DYNAMO_PYTHON") or str(DEFAULT_PYTHON)
         if not os.access(python, os.X_OK):
             raise LaunchError(
-                f"--dynamo needs a Python with ai-dynamo, {python} is none: make fleet, or "
+                f"--dynamo needs a Python with ai-dynamo, which {python} lacks: make fleet, or "
                 "DYNAMO_PYTHON (docs/how-to/fleet.md)"
             )
         from backend.model_folders import model_path  # it imports the policy's compiler

@@ -47,7 +47,7 @@ class SwitchBoard:
                 self._file.write_text(json.dumps(self.show()), "utf-8")
             except OSError as error:
                 logger.error(
-                    "the switches would not outlive this process: cannot write %s: %s",
+                    "switches not saved, a restart will lose them: cannot write %s: %s",
                     self._file,
                     error.strerror,
                 )
@@ -72,11 +72,11 @@ class SwitchBoard:
         self._file = file
         try:
             self._put(parse_switches(json.loads(file.read_text("utf-8")), self._config))
-            logger.warning("switches as they were set: %s", self.show())
+            logger.warning("restored switches: %s", self.show())
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            logger.error("%s is not taken up: %s", file, error)
+            logger.error("cannot restore switches from %s: %s", file, error)
             self._stats.fallback("switches_not_kept")
 
     def _put(self, config: SwitchesConfig) -> None:

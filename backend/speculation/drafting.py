@@ -250,7 +250,7 @@ class Drafting:
         try:
             draft.absorb(states)
         except Exception:
-            logger.exception("draft %s failed; it rests for %s s", draft.name, COOLDOWN_S)
+            logger.exception("draft %s failed; disabled for %s s", draft.name, COOLDOWN_S)
             self._stats.fallback("draft_error")
             self.rest([draft.name])
 
@@ -259,7 +259,7 @@ class Drafting:
         try:
             draft.ended(sequence)
         except Exception:
-            logger.exception("draft %s could not take an answer", draft.name)
+            logger.exception("draft %s could not store an answer", draft.name)
             self._stats.fallback("draft_error")
 
     def _complete(self, draft: Engine, turns: list[Turn], log: StepLog) -> list[Completion]:
@@ -275,7 +275,7 @@ class Drafting:
                 while len(completions) < len(turns):
                     completions += draft.poll(timeout_s=1.0)
         except Exception:
-            logger.exception("draft %s failed; it rests for %s s", draft.name, COOLDOWN_S)
+            logger.exception("draft %s failed; disabled for %s s", draft.name, COOLDOWN_S)
             self._stats.fallback("draft_error")
             self.rest([draft.name])
             draft.cancel([turn.sequence.id for turn in turns])

@@ -72,7 +72,7 @@ class LearnedState:
             idle_s = max(0.0, time() - float(content["saved_unix_s"]))
             self._owner.state = self._policy.load(content["state"], monotonic(), idle_s)
         except FileNotFoundError:
-            logger.info("there is no learned state to restore")
+            logger.info("no learned state to restore")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning(
                 "the learned state cannot be restored: %s: %r",

@@ -82,7 +82,9 @@ def compile_planner(say: Callable[[str], None], stats: StepStats | None = None) 
     if stats is None:
         return
     for problem in compiling.problems:
-        logger.warning("the planner is compiled at every start: %s", problem)
+        logger.warning(
+            "the compiled planner cannot be cached, every start compiles it again: %s", problem
+        )
         stats.fallback("planner_not_cached")
 
 

@@ -132,7 +132,7 @@ def check_vocabulary(target: Path, draft: Path) -> None:
     """
     if difference := _first_difference(target, draft):
         raise ConfigError(
-            f"draft {draft} has not the vocabulary of its target {target}{difference}"
+            f"draft {draft} does not have the vocabulary of its target {target}{difference}"
         )
 
 

@@ -152,7 +152,7 @@ def check_parameters(parameters: Iterable[str]) -> None:
     """
     for name in islice(parameters, MOST_PARAMETERS):
         if meant := _closest_name(name):
-            raise invalid(f"{name} is no input: did you mean {meant}?")
+            raise invalid(f"{name} is not an input: did you mean {meant}?")
 
 
 @lru_cache(256)

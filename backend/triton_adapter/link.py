@@ -91,7 +91,7 @@ class EngineLink:
             except OSError as error:
                 self._shut(self._sock)  # half a frame may be out: it is of no more use
                 raise RequestError(
-                    ErrorCode.UNAVAILABLE, f"the engine does not take requests: {error}"
+                    ErrorCode.UNAVAILABLE, f"the engine refuses requests: {error}"
                 ) from error
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class EngineLink:
         except (OSError, FrameError) as error:
             logger.warning("connection to the engine lost: %s", error)
         except Exception:  # this thread must live on, and no request may wait for one that does not
-            logger.exception("connection to the engine given up")
+            logger.exception("connection to the engine failed")
         was_up = self._connected.is_set()
         self._connected.clear()
         with self._send_lock:

@@ -152,7 +152,7 @@ def test_a_draft_that_says_nothing_is_dead_and_one_that_cannot_be_made_is_an_err
     now_s[0] = 5.1
     with pytest.raises(DraftDiedError, match="no answer for 5 s"):
         draft.poll(0.01)
-    with pytest.raises(DraftDiedError, match="draft cannot be made"):
+    with pytest.raises(DraftDiedError, match="draft cannot be created"):
         apart(partial(make, tmp_path / "nowhere", Behaviour))
 
 

@@ -117,7 +117,7 @@ def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
 
 def test_a_head_that_the_target_was_not_built_for_is_refused_by_its_layers():
     app = build(config("tiny-0.9m"), TABLES)
-    with pytest.raises(ConfigError, match=r"layers \[1, 2, 4\] is added by a restart"):
+    with pytest.raises(ConfigError, match=r"layers \[1, 2, 4\] cannot be added"):
         reload_drafts(app, config(*NAMES))
     app.close()
 

@@ -234,8 +234,8 @@ def test_the_first_library_that_is_right_is_chosen(caplog: pytest.LogCaptureFixt
     with caplog.at_level("INFO"):
         assert first_right(wrong | right, KV, HEADS, SCORINGS[0])[0] == "FA3"
         assert first_right(wrong, KV, HEADS, SCORINGS[0]) == (BY_ROW, by_row)
-    assert "prompts not by broken: Paged KV cache block size" in caplog.text
-    assert "prompts not by aligned otherwise: it is off by" in caplog.text
+    assert "attention of prompts by broken refused: Paged KV cache block size" in caplog.text
+    assert "attention of prompts by aligned otherwise refused: its error is" in caplog.text
 
 
 def test_a_model_says_what_attends_for_its_prompts() -> None:

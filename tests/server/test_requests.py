@@ -216,7 +216,7 @@ def test_a_burst_with_cancellations_answers_every_request_once(start_service):
 BAD = [
     ({"text_input": ""}, "text_input must not be empty"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-    ({"temprature": 0.5}, "temprature is no input: did you mean temperature?"),
+    ({"temprature": 0.5}, "temprature is not an input: did you mean temperature?"),
     (
         {"logit_bias_ids": [300], "logit_bias_values": [1]},
         "logit_bias_ids must be of token ids below 257, got 300",

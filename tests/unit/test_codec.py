@@ -154,7 +154,7 @@ def test_a_prompt_may_be_token_ids_and_the_answer_is_text():
     ("name", "meant"), [("temprature", "temperature"), ("stopwords", "stop_words")]
 )
 def test_a_parameter_that_is_a_misspelt_input_is_refused(name, meant):
-    with pytest.raises(RequestError, match=f"{name} is no input: did you mean {meant}?"):
+    with pytest.raises(RequestError, match=f"{name} is not an input: did you mean {meant}?"):
         check_parameters({"sequence_id": 3, name: 1})
 
 

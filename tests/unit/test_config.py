@@ -139,11 +139,11 @@ def test_a_draft_that_reads_the_target_follows_it_to_its_device():
         ({"target": {"engine": "lookup"}}, ["target.engine", "lookup"]),
         (
             {"target": {**TORCH, "attention": "padded"}},
-            ["target.attention", "gone", "each context at its own length"],
+            ["target.attention", "removed", "each context at its own length"],
         ),
         (
             {"target": TORCH, "policy": {"cohorts": 2}},
-            ["policy.cohorts", "gone", "one batch is faster", "remove it"],
+            ["policy.cohorts", "removed", "one batch is faster", "remove it"],
         ),
         ({"target": {"engine": "torch"}}, ["target.model"]),
         ({"target": TORCH, "drafts": {}}, ["drafts", "list"]),
@@ -162,7 +162,7 @@ def test_a_draft_that_reads_the_target_follows_it_to_its_device():
         ({"target": TORCH, "policy": {"kind": "smartspec"}}, ["policy.draft", "''"]),
         (
             {"target": TORCH, "policy": {"kind": "average"}},
-            ["policy.kind 'average' is called 'ema'"],
+            ["policy.kind 'average' was renamed to 'ema'"],
         ),
         (
             {"target": TORCH, "policy": {"kind": "adaptiv"}},

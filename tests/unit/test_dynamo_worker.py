@@ -29,7 +29,7 @@ def test_a_worker_needs_a_model_and_a_python():
     settings = read_settings({"DYNAMO_NAMESPACE": "fleet"})
     with pytest.raises(LaunchError, match="--dynamo needs a model"):
         DynamoWorker(settings, parse_config({"target": {"engine": "fake"}}), Path())
-    with pytest.raises(LaunchError, match=r"/nowhere/python is none: make fleet"):
+    with pytest.raises(LaunchError, match=r"/nowhere/python lacks: make fleet"):
         DynamoWorker(settings, CONFIG, Path(), environment={"DYNAMO_PYTHON": "/nowhere/python"})
 
 

@@ -84,7 +84,7 @@ def test_a_folder_with_the_tokens_of_another_target_is_refused(target, tmp_path)
         spec["model"]["vocab"][name] for name in ('"', "!")
     )
     (folder / "tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(ConfigError, match="has not the vocabulary of its target"):
+    with pytest.raises(ConfigError, match="does not have the vocabulary of its target"):
         convert(folder, target, tmp_path / "out")
 
 

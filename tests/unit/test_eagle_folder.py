@@ -39,7 +39,7 @@ def damage(folder, **changes):
     ("changes", "text"),
     [
         ({"head_dim": None}, "head_dim is missing"),
-        ({"layers": 3}, "no converted EAGLE-3 head's"),
+        ({"layers": 3}, "not the config of a converted EAGLE-3 head"),
         ({"fuse": "some"}, "fuse must be one of plain, joint, each, got 'some'"),
         ({"hidden_size": 64}, r"fc.weight should be \[64, 96\], is \[32, 96\]"),
         ({"qk_norm": True}, r"self_attn.q_norm.weight should be \[8\], is missing"),

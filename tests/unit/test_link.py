@@ -155,7 +155,7 @@ def test_an_engine_that_stopped_reading_is_given_up(recorder, tmp_path):
     link.start()
     engine.accept()
     assert link.wait(5)
-    with pytest.raises(RequestError, match="does not take requests"):
+    with pytest.raises(RequestError, match="refuses requests"):
         link.send(Submit(id=1, request=GenerationRequest("x" * 4_000_000, 1)))
     assert recorder.lost.wait(5)
     engine.close()

@@ -42,14 +42,14 @@ def test_a_request_arrives_as_it_was_sent():
     ("data", "words"),
     [
         (b"\xff\xff\xff\xff", "over the limit"),
-        (b"\x00\x00\x00\x02{]", "no message"),
-        (b"\x00\x00\x00\x01\x80", "no message"),
-        (frame(Hello()).replace(b"Hello", b"Howdy"), "no message"),
+        (b"\x00\x00\x00\x02{]", "not a message"),
+        (b"\x00\x00\x00\x01\x80", "not a message"),
+        (frame(Hello()).replace(b"Hello", b"Howdy"), "not a message"),
         (
             frame(
                 Final(finish_reason=FinishReason.LENGTH, num_input_tokens=1, num_output_tokens=1)
             ),
-            "no message",
+            "not a message",
         ),
     ],
 )

@@ -186,7 +186,7 @@ def test_a_draft_of_another_vocabulary_is_refused_with_the_first_token_that_diff
 def test_a_loop_that_never_rests_leaves_the_drafts_as_they_are(monkeypatch):
     monkeypatch.setattr("backend.admin.reloading.CHANGE_LIMIT_S", 0.05)
     app = build(config(draft("good")))  # its loop does not run
-    with pytest.raises(ConfigError, match=r"no moment without a turn in flight within 0.05 s"):
+    with pytest.raises(ConfigError, match=r"timed out after 0.05 s waiting for in-flight work"):
         reload_drafts(app, config(draft("poor")))
     app.orchestrator.step()
     assert [engine.name for engine in app.drafts] == ["good"]

@@ -229,11 +229,13 @@ def first_right(
             attend = make()
             error = error_of(attend, kv, heads, scoring)
         except (ImportError, RuntimeError, TypeError, ValueError, AttributeError) as reason:
-            logger.info("prompts not by %s: %s", name, str(reason).partition("\n")[0])
+            logger.info(
+                "attention of prompts by %s refused: %s", name, str(reason).partition("\n")[0]
+            )
             continue
         if error < _LARGEST_ERROR:
             return name, attend
-        logger.warning("prompts not by %s: it is off by %.2g", name, error)
+        logger.warning("attention of prompts by %s refused: its error is %.2g", name, error)
     return BY_ROW, by_row
 
 

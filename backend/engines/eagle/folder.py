@@ -142,7 +142,9 @@ def read_shape(folder: Path) -> EagleShape:
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]} is missing") from None
     except TypeError as error:
-        raise ConfigError(f"{path} is no converted EAGLE-3 head's: {error}") from error
+        raise ConfigError(
+            f"{path} is not the config of a converted EAGLE-3 head: {error}"
+        ) from error
     if shape.fuse not in FUSES:
         raise ConfigError(f"{path}: fuse must be one of {', '.join(FUSES)}, got {shape.fuse!r}")
     return shape

@@ -43,5 +43,5 @@ def _read(file: Path) -> dict[str, Any]:
         line = str(error).splitlines()[0]
         raise ConfigError(f"{file} holds more than tensors and is not read: {line}") from error
     if not isinstance(found, dict) or not all(torch.is_tensor(one) for one in found.values()):
-        raise ConfigError(f"{file} is no dictionary of tensors")
+        raise ConfigError(f"{file} is not a dictionary of tensors")
     return found

@@ -56,7 +56,7 @@ def read_config(folder: Path) -> HeadConfig:
     except KeyError as error:
         raise ConfigError(f"{path}: {error.args[0]} is missing") from None
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no head's: {error}") from error
+        raise ConfigError(f"{path} is not the config of a head: {error}") from error
     layers = values.pop("layers")
     if not (isinstance(layers, list) and layers and sorted(set(layers)) == layers):
         raise ConfigError(f"{path}: layers must be different and ascending, got {layers!r}")

@@ -191,7 +191,7 @@ class TrtllmEngine:
         """
         try:
             if self._executor is None:
-                raise EngineDiedError(f"{self.name} has died before")
+                raise EngineDiedError(f"{self.name} has failed already")
             work(*arguments)
         except Exception as error:
             self._in_flight.clear()
