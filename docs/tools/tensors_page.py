@@ -21,6 +21,21 @@ GUARANTEES = """\
 ``docs/explanation/exactness.md`` have this table.
 """
 
+EXAMPLE = """\
+Every tensor of the models that clients call: served, or refused with the reason.
+
+```
+curl -s localhost:8000/v2/models/ensemble/generate \\
+    -d '{"text_input": "The capital of France is", "max_tokens": 8}'
+```
+
+```
+{"finish_reason":"length","model_name":"ensemble","model_version":"1",
+ "text_output":"The capital of France is Paris.\\n\\nThe answer is:"}
+```
+"""
+"""The purpose of the page, a request and its reply."""
+
 BEHAVIOUR = """\
 - A bad tensor is INVALID_ARGUMENT, naming it and its value; a full queue or a dead engine
   UNAVAILABLE; a cancelled request CANCELLED. Every request gets exactly one final reply.
@@ -54,6 +69,8 @@ def render_contract() -> str:
     """
     lines = [
         "# Tensors",
+        "",
+        *EXAMPLE.splitlines(),
         "",
         *textwrap.wrap(f"{ORIGIN} Dims are without the batch dimension.", 100),
         "",
