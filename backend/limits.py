@@ -44,8 +44,9 @@ _OTHERS = tuple(bytes(set(range(256)) - set(members)) for members in _CLASSES)
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """The most bytes of a text that one token can stand for, so that a text with more bytes than a
-    context of such tokens is refused without tokenising it.
+    """The most bytes of a text that one token can stand for.
+
+    A text with more bytes than a context of such tokens is refused without tokenising it.
     """
 
     bytes_per_token: float

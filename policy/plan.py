@@ -183,9 +183,9 @@ class FreeChains:
 
 @dataclass(slots=True)
 class StepNodes:
-    """The nodes for which it is known whether the target drew the path to them,
-    whatever it drew: their parent is the text, or was verified. (Of deeper nodes only failures are
-    ever seen.)
+    """The nodes whose acceptance is known whatever the target drew.
+
+    Their parent is the text, or was verified. (Only failures are ever seen of deeper nodes.)
     """
 
     row: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))

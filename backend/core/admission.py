@@ -18,8 +18,9 @@ from backend.request import ErrorCode, RequestError
 
 
 class Admission:
-    """Holds sessions until a place in the batch, KV blocks and room for the logits that they ask
-    for are free, and decides who gives blocks back when they run out. ``max_logits_bytes`` is for
+    """Keeps sessions waiting until the batch, the KV cache and the memory for logits have room.
+
+    It also decides which session gives blocks back when they run out. ``max_logits_bytes`` is for
     all that are admitted and have not ended.
     """
 

@@ -49,15 +49,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Content of a reply: its ``tokens``, at each of them the most likely (token,
-    log-probability), best first, the model's own ``logits`` [tokens, vocab] from which they were
-    drawn, and those after every token of the prompt [prompt tokens, vocab]. None: not asked for.
-    """
+    """The tokens of a reply with the outputs asked for (None: not asked for)."""
 
     tokens: list[int]
     top: list[list[tuple[int, float]]] | None = None
+    """The most likely (token, log-probability) at each token's place, best first."""
     logits: FloatArray | None = None
+    """The model's own logits [tokens, vocab] from which the tokens were drawn."""
     context_logits: FloatArray | None = None
+    """Logits after every token of the prompt [prompt tokens, vocab]."""
     prompt: Prompt | None = None
 
 

@@ -182,9 +182,8 @@ class Engine(Protocol):
     tokens that it has not seen.
 
     An exception from ``submit`` or ``poll`` voids all turns in flight: none of them completes, and
-    each may be submitted again, with the outcome that it would have had. A turn that is wrong in
-    itself completes with ``Completion.error`` instead and harms no other. After EngineLostError
-    only ``cancel`` may be called.
+    each may be submitted again with the same outcome. An invalid turn completes with
+    ``Completion.error`` instead. After EngineLostError only ``cancel`` may be called.
     """
 
     name: str

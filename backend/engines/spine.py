@@ -15,13 +15,14 @@ CANDIDATES = 4
 
 @dataclass(slots=True)
 class Spine:
-    """``tokens`` are the likeliest path so far, which ends in node ``last``; ``nodes`` (token,
-    parent, confidence of the path) are all, its side branches too.
-    """
+    """A proposal in the making: its likeliest path, and side branches."""
 
     tokens: list[int] = field(default_factory=list)
+    """The likeliest path so far."""
     nodes: list[tuple[int, int, float]] = field(default_factory=list)
+    """All nodes: token, parent, confidence of the path."""
     last: int = ROOT
+    """The node that the likeliest path ends in."""
     ended: bool = False
 
     def extend(self, candidates: Iterable[tuple[int, float]]) -> None:

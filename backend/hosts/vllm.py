@@ -73,15 +73,16 @@ class SpindleProposer:
 
 @dataclass(slots=True)
 class _Step:
-    """The scheduled tokens: the requests that decode by id, each with the proposal's tokens that
-    the target verifies; all tokens, those of prompts, and the tokens that all rows had computed.
-    """
+    """The tokens scheduled for a step."""
 
     decoding: dict[str, tuple[Request, list[int]]]
+    """By id the requests that decode, with the tokens of the proposal that are verified."""
     rows: int = 0
     tokens: int = 0
     prefill_tokens: int = 0
+    """Those of ``tokens`` that are of prompts."""
     context_tokens: int = 0
+    """Tokens that all rows had computed before."""
     started_s: float = field(default_factory=perf_counter)
 
 

@@ -33,20 +33,21 @@ _STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's bytes (of a special one its name), its log-probability (None: of a text's first
-    token), and (bytes, log-probability) of the likeliest at its place.
-    """
+    """A token of a text with its log-probabilities."""
 
     data: bytes
+    """The token's bytes; a special token's name."""
     log_prob: float | None
+    """None for a text's first token."""
     top: list[tuple[bytes, float]]
+    """The likeliest tokens at its place: bytes and log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The new part of the text of ``prompt`` and ``sequence``; ``finish_reason``, the counts and
-    the ``seed`` of a sampled text come with its last piece.
+    """The new part of the text of a prompt and sequence.
 
+    ``finish_reason``, the counts and the ``seed`` of a sampled text come with its last piece.
     ``acceptance_histogram`` and the two lists by step are the outputs of these names. ``tokens``
     are there where they were asked for, and with the first piece ``prompt_tokens``.
     """
@@ -196,8 +197,9 @@ class Triton:
 
 
 class _Texts:
-    """Says which text of a body is asked for next: at most a number at once, and one that found the
-    queue full again when another has ended.
+    """Says which text of a body is asked for next, at most ``most`` at once.
+
+    A text that found the queue full is asked for again when another has ended.
     """
 
     def __init__(self, count: int, most: int) -> None:

@@ -24,22 +24,22 @@ there.
 
 @dataclass(slots=True)
 class Latest:
-    """The latest step: ``active`` requests; ``decoding`` and ``prefilling`` of them took
-    part, and ``queued``; the prompt tokens that ran; how many requests gave their KV back; KV
-    blocks by state. ``steps`` and ``reused_blocks`` count from the start. ``drift`` is measured
-    over predicted time by part of the step.
-    """
+    """Figures of the latest step; ``steps`` and ``reused_blocks`` count from the start."""
 
     active: int = 0
     queued: int = 0
     decoding: int = 0
     prefilling: int = 0
     prefill_tokens: int = 0
+    """Prompt tokens that ran."""
     paused: int = 0
+    """Requests that gave their KV back."""
     kv_blocks: Mapping[str, int] = field(default_factory=dict)
+    """KV blocks by state."""
     steps: int = 0
     reused_blocks: int = 0
     drift: Mapping[str, float] = field(default_factory=dict)
+    """Measured over predicted time, by part of the step."""
 
 
 def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..., None]) -> None:

@@ -58,15 +58,14 @@ class Usage:
 
 @dataclass(slots=True)
 class Reuse:
-    """Totals of prefix reuse: complete blocks of admitted sequences that were there
-    (``reused``) or not (``missed``), cached ones that gave way (``evicted``), and ``tokens``
-    whose KV the target had at admission.
-    """
+    """Totals of prefix reuse, in complete KV blocks of admitted sequences."""
 
     reused: int = 0
     missed: int = 0
     evicted: int = 0
+    """Cached blocks that gave way."""
     tokens: int = 0
+    """Tokens whose KV the target had at admission."""
 
 
 class Drained(NamedTuple):

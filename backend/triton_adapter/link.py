@@ -26,9 +26,9 @@ SEND_LIMIT_S = 5
 
 
 class EngineLink:
-    """Sends messages from any thread, and never waits for an engine that is down: messages are kept
-    for the grace period, then each is answered by ``Failed``.
+    """Sends messages from any thread, and never waits for an engine that is down.
 
+    Messages are then kept for the grace period, after which each is answered by ``Failed``.
     ``on_message`` and ``on_lost`` are called on the link's own thread; ``on_lost`` has returned
     before another connection is made. ``greeting`` messages follow the hello on every connection.
     ``info`` is the engine's hello.

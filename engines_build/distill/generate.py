@@ -49,8 +49,7 @@ _WORKLOAD_NAMES = list(WORKLOADS)
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence in flight: its tokens (the first ``seen`` were run) and, for each but the
-    last, top ids and log probabilities of the next token.
+    """A sequence in flight; all tokens but the last have the top ids and log probabilities.
 
     Within the prompt that distribution is the next token itself: the teacher's would cost much more
     than the prefill.
@@ -62,6 +61,7 @@ class _Row:
     temperature: float
     blocks: list[int]
     seen: int = 0
+    """Tokens that were run, from the first one on."""
     answers: int = 1
     top_ids: list[Tensor] = field(default_factory=list)
     top_logprobs: list[Tensor] = field(default_factory=list)
@@ -221,13 +221,11 @@ class Shards:
 
 
 class Generator:
-    """Fills ``shards`` with the teacher's answers to ``corpus`` until ``tokens`` are there or
-    ``deadline`` (monotonic seconds) passes.
+    """Fills ``shards`` with the teacher's answers to ``corpus``.
 
-    Prompts are of ``workloads`` (none named: all), by their shares in training, in turn on the
-    held-out side. ``greedy_share`` of the rows decode greedily, the others sample
-    between ``SAMPLED_TEMPERATURES`` among the top ``TOP_K``. A prompt gets ``answers`` answers, all
-    but the first sampled: its prefill is most of a short answer's cost.
+    Prompts are of ``workloads`` (None: all), by their shares in training, in turn on the held-out
+    side. ``greedy_share`` of the rows decode greedily, the others sample among the top ``TOP_K``. A
+    prompt gets ``answers`` answers, all but the first sampled: they share its prefill.
     """
 
     def __init__(

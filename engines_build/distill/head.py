@@ -33,18 +33,19 @@ POSITIONS = range(1, 9)
 
 @dataclass(slots=True)
 class HeadSample:
-    """An answer: all tokens [n], and at the prompt's last token and at the answer's, but the last
-    one, the target's distributions as ids and log probabilities [answer, TOP_K] and its
-    ``features`` [answer, layers, hidden].
-    """
+    """A prompt with its answer; tensors of ``answer`` rows begin at the prompt's last token."""
 
     tokens: Tensor
+    """All tokens [n], the prompt's too."""
     prompt_tokens: int
     workload: str
     greedy: bool
     top_ids: Tensor
+    """The target's likeliest tokens [answer, TOP_K]."""
     top_logprobs: Tensor
+    """The log probabilities of ``top_ids``."""
     features: Tensor
+    """The target's states [answer, layers, hidden]."""
 
 
 def load_head_samples(shards: Shards, layers: int) -> list[HeadSample]:

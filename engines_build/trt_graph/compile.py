@@ -28,14 +28,16 @@ TensorRT-RTX 1.7 takes minutes to compile.
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The largest shapes of a kind of pass: sequences, rows of each that run, keys of each before
-    them, rows of each that are decided.
-    """
+    """The largest shapes of a kind of pass."""
 
     batch: int
+    """Sequences."""
     queries: int
+    """Rows of each sequence that run."""
     past: int
+    """Keys of each sequence before them."""
     rows: int
+    """Rows of each sequence that are decided."""
 
     def sizes(self, name: str) -> tuple[int, int, int]:
         """Return the least, usual and largest size of a dimension."""

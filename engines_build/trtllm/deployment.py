@@ -49,26 +49,25 @@ class EngineBuild:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A target and its drafts, and the limits that all of them are built for. ``examples`` is the
-    examples folder of TensorRT-LLM 1.2.1.
-
-    ``max_draft_len`` is baked into the target and bounds ``policy.k_max``. ``max_text_tokens`` is
-    how many tokens the texts in one iteration may have together (0: those of a full batch, at most
-    65,536); twice that may be in flight; activations take memory by it. ``sampling_logits`` builds
-    engines that return logits, which requests that want log-probabilities need.
-    """
+    """A target and its drafts, and the limits that all of them are built for."""
 
     output: str = ""
     target: EngineBuild = EngineBuild()
     drafts: tuple[EngineBuild, ...] = ()
     examples: str = "/app/examples"
+    """The examples folder of TensorRT-LLM 1.2.1."""
     max_batch_size: int = setting(64, low=1, high=4096)
     max_context_tokens: int = setting(4096, low=16, high=1 << 20)
     max_draft_len: int = setting(8, low=1, high=256)
+    """Built into the target, and the limit of ``policy.k_max``."""
     max_text_tokens: int = setting(0, low=0, high=1 << 22)
+    """The most tokens that the texts of one iteration have together (0: those of a full batch, at
+    most 65,536). Twice that may be in flight; activations take memory by it.
+    """
     tokens_per_block: int = setting(32, choices=(8, 16, 32, 64, 128))
     kv_share: float = setting(0.9, low=0.01, high=1.0)
     sampling_logits: bool = True
+    """Engines return logits, which requests for log-probabilities need."""
 
     @property
     def token_budget(self) -> int:

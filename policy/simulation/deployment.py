@@ -55,16 +55,18 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a step: of each row, int64[n], its draft, the length that is drafted, the nodes
-    that are verified, and what that draft has not seen yet; the tokens of the contexts in all.
-    """
+    """The work of a step; arrays are int64[n], one number a row."""
 
     draft: IntArray
     length: IntArray
+    """Tokens that are drafted."""
     verified: IntArray
+    """Nodes that are verified."""
     catchup: IntArray
+    """Tokens that the draft has not seen yet."""
     rows: int
     context_tokens: int
+    """Tokens of all contexts together."""
     prefill_tokens: int = 0
     free_rows: dict[int, int] = field(default_factory=dict)
 

@@ -102,12 +102,10 @@ class Drift:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acceptance:
-    """The truth that a policy estimates: hazards of N requests, D drafts, K positions, and the
-    uniform numbers that decide.
+    """The truth that a policy estimates: hazards of N requests, D drafts and K positions.
 
-    The token at an output position is accepted from a draft iff the position's uniform number is
-    below the draft's hazard, so that all arms, drafts and lengths share one draw per position, and
-    a position is judged only once in an arm.
+    A draft's token at an output position is accepted if the position's uniform number is below the
+    draft's hazard. So all arms, drafts and lengths share one random number per position.
     """
 
     logit: FloatArray
@@ -222,17 +220,19 @@ def _claims(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """N requests in order of arrival: ``arrival_s``, prompt and true output tokens, ``max_tokens``
-    (what the client allows), ``group`` if policies see sources, ``tenant`` if there are several.
-    """
+    """The requests of a run, in order of arrival."""
 
     arrival_s: FloatArray
     prompt_tokens: IntArray
     output_tokens: IntArray
+    """The true number, which policies do not see."""
     max_tokens: IntArray
+    """The most that the client allows."""
     acceptance: Acceptance
     group: IntArray | None = None
+    """The requests' sources, if policies see them."""
     tenant: IntArray | None = None
+    """The requests' tenants, if there are several."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)

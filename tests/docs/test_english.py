@@ -17,8 +17,10 @@ BARE = re.compile(
     "|own|said|seen|sent|served|settled|shown|taken|tied|told|used|written"
 )
 """Participles that say nothing as the whole name of a function, which is a verb or a noun."""
-MOST_WORDS = 80
+MOST_WORDS = 75
 """Words of a class docstring: fields are documented at the fields."""
+MOST_FIRST_WORDS = 24
+"""Words of its first sentence, which says what the class is."""
 
 
 def faults(source: str) -> list[str]:
@@ -60,15 +62,30 @@ def test_no_function_is_named_by_a_bare_participle(folder):
     assert names == set()
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_class_docstrings_are_short(folder):
-    words = {
-        f"{path}:{node.name}": len((ast.get_docstring(node) or "").split())
+def class_docstrings(folder: str) -> dict[str, str]:
+    """Return the docstrings of a folder's classes by file and name."""
+    return {
+        f"{path}:{node.name}": ast.get_docstring(node) or ""
         for path in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.ClassDef)
     }
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_class_docstrings_are_short(folder):
+    words = {name: len(text.split()) for name, text in class_docstrings(folder).items()}
     assert {name: count for name, count in words.items() if count > MOST_WORDS} == {}
+
+
+@pytest.mark.parametrize("folder", PRODUCT)
+def test_class_docstrings_begin_with_a_short_sentence(folder):
+    firsts = {
+        name: re.split(r"(?<=[.?!])\s|\n\n", text)[0]
+        for name, text in class_docstrings(folder).items()
+    }
+    long = {name for name, first in firsts.items() if len(first.split()) > MOST_FIRST_WORDS}
+    assert long == set()
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,9 @@ def to_device(
 
 
 class Columns:
-    """Columns on the device, with ``copies`` pinned ones on the host that take turns: a copy may
-    still be under way while the next one is written.
+    """Columns on the device, with ``copies`` pinned buffers on the host that take turns.
+
+    A copy may still be under way while the next one is written.
     """
 
     def __init__(self, shapes: Shapes, device: torch.device, *, copies: int = 1) -> None:

@@ -31,9 +31,8 @@ class CudaEngine(StepEngine):
     """A step engine over a causal language model of transformers, for targets and drafts.
 
     ``lm`` was made with ``attn_implementation=ATTENTION`` and is on its device. With ``invariant``
-    a row's logits have the same bits in every batch; it costs time where more than 128 tokens are
-    verified at once (docs/adr/0041). Graphs have at most ``graph_tokens`` tokens; ``count(reason)``
-    is called for passes whose graph cannot be captured.
+    a row's logits have the same bits in every batch (its cost: docs/adr/0041). Graphs have at most
+    ``graph_tokens`` tokens; ``count(reason)`` is called where one cannot be captured.
     """
 
     def __init__(

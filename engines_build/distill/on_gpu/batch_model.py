@@ -82,8 +82,10 @@ def lengths_of(answers: Tensor, ends: Tensor) -> Tensor:
 
 
 class BatchModel:
-    """A Llama that answers up to ``rows`` prompts at once; ``taps`` are the layers, counted from 1,
-    whose states are kept, ``ends`` the tokens that end a text.
+    """A Llama that answers up to ``rows`` prompts at once.
+
+    ``taps`` are the layers, counted from 1, whose states are kept, ``ends`` the tokens that end a
+    text.
     """
 
     def __init__(
