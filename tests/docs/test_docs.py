@@ -19,6 +19,7 @@ from tests.docs.english import foreign
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+CARDS = [*(ROOT / "engines_build").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 JARGON = ("arm", "arms", "aloft", "turn", "turns", "warm block", "cold block")
 """Words of this project's own that README does without."""
 
@@ -30,7 +31,7 @@ def text_of(page):
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.name != "CHANGELOG.md"],
+    [page for page in (*PAGES, *CARDS) if page.name != "CHANGELOG.md"],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_pages_are_in_plain_english(page):
