@@ -9,6 +9,9 @@ is quicker after one of as many tokens, that total is often the best.
 The chance is the draft's own confidence, calibrated (``Calibration``). A node may teach only if its
 fate is known whatever the target drew, its parent being the text or verified: of deeper nodes only
 failures are seen, and a draft that is cut short once would be believed less and less.
+
+Drafts claim of a greedy row what they would of one at temperature 1, mostly too little for an
+arg-max. Greedy rows are calibrated apart, and that corrects it.
 """
 
 from __future__ import annotations

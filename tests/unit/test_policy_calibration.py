@@ -58,6 +58,26 @@ def test_a_draft_s_claims_are_distinguished_by_how_much_they_are_off():
     assert map_of(calibration) == pytest.approx(CLAIMS**2, abs=0.05)
 
 
+def test_claims_at_temperature_1_are_corrected_for_the_arg_max_of_paths():
+    rng, calibration = np.random.default_rng(0), Calibration.none(1)
+
+    def path():
+        claims = rng.uniform(0.1, 0.95, 4).cumprod()
+        return claims, claims**0.35
+
+    zeros, greedy = np.zeros(4, np.int64), np.zeros(4, np.bool_)
+    for _ in range(4000):
+        claims, likely = path()
+        chances = likely / np.append(1.0, likely[:-1])
+        drawn = np.logical_and.accumulate(rng.random(4) < chances)
+        calibration = calibration.learnt(zeros, greedy, claims, drawn, zeros)
+    claims, likely = np.concatenate([path() for _ in range(2000)], axis=1)
+    worth = map_of(calibration, claims=claims)
+    for b in np.unique(Calibration.bins(claims)):
+        inside = Calibration.bins(claims) == b
+        assert worth[inside].mean() == pytest.approx(likely[inside].mean(), abs=0.05)
+
+
 def test_the_map_never_falls_whatever_is_seen():
     rng = np.random.default_rng(1)
     for _ in range(200):
