@@ -15,6 +15,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from statistics import median
 from time import perf_counter
@@ -25,7 +26,8 @@ import torch
 from backend.engines.checkpoint import LlamaConfig
 from backend.engines.eagle.engine import EagleEngine
 from backend.engines.eagle.folder import EagleShape
-from backend.engines.eagle.model import EagleModel
+from backend.engines.eagle.model import EagleModel, TorchRows
+from backend.engines.eagle.openvino import OpenvinoRows
 from backend.engines.latency_cases import Case, blocks_for
 from backend.engines.port import HiddenStates
 from backend.engines.torch.engine import TorchEngine
@@ -45,8 +47,10 @@ CONTEXT, DEPTH, CHUNK = 512, 4, 256
 ROWS = (1, 8)
 
 
-def engines(name: str, dtype: torch.dtype) -> tuple[TorchEngine, EagleEngine, EagleShape]:
-    """Return a target and its head, with random weights."""
+def engines(
+    name: str, dtype: torch.dtype
+) -> tuple[TorchEngine, dict[str, EagleEngine], EagleShape]:
+    """Return a target and its head in both number formats, with random weights."""
     config, rows = SHAPES[name]
     layers = (2, config.num_layers // 2, config.num_layers - 3)
     shape = EagleShape(
@@ -64,13 +68,26 @@ def engines(name: str, dtype: torch.dtype) -> tuple[TorchEngine, EagleEngine, Ea
     embedding = weights["model.embed_tokens.weight"]
     tensors = {n: 0.02 * torch.randn(size, dtype=dtype) for n, size in shape.tensors().items()}
     tensors["token_ids"] = torch.arange(rows)
+    for norm in (one for one in tensors if "norm" in one):
+        tensors[norm].fill_(6.0 if norm == "norm.weight" else 1.0)  # few tokens are likely
     cases = [Case(max(ROWS), CONTEXT, length=0), Case(1, CONTEXT, new=CHUNK, run=0)]
     sizes: dict[str, Any] = {"kv_blocks": blocks_for(cases) + 8, "max_context_tokens": 2 * CONTEXT}
     target = TorchEngine.from_weights("target", config, weights, taps=layers, **sizes)
-    model = EagleModel(
-        shape, tensors, embedding=embedding, lm_head=embedding, positions=2048, dtype=dtype
-    )
-    return target, EagleEngine("eagle", model, max_draft_tokens=DEPTH, **sizes), shape
+    precision = "bf16" if dtype == torch.bfloat16 else "f32"
+    int8 = partial(OpenvinoRows, precision=precision, threads=1)
+    heads = {}
+    for form, kernels in (("", TorchRows), (" in int8", int8)):
+        model = EagleModel(
+            shape,
+            tensors,
+            embedding=embedding,
+            lm_head=embedding,
+            positions=2048,
+            dtype=dtype,
+            kernels=kernels,
+        )
+        heads[form] = EagleEngine("eagle", model, max_draft_tokens=DEPTH, **sizes)
+    return target, heads, shape
 
 
 def absorbing(head: EagleEngine, shape: EagleShape, rows: int, tokens: int) -> float:
@@ -96,15 +113,17 @@ def absorbing(head: EagleEngine, shape: EagleShape, rows: int, tokens: int) -> f
 
 def measure(name: str, rounds: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the figures of a shape."""
-    target, head, shape = engines(name, dtype)
-    targets, drafts = (Rig(engine, random.Random(0)) for engine in (target, head))
+    target, heads, shape = engines(name, dtype)
+    targets, head = Rig(target, random.Random(0)), heads[""]
+    rigs = {form: Rig(engine, random.Random(0)) for form, engine in heads.items()}
     arms: dict[str, Callable[[], float]] = {}
     for rows in ROWS:
         step = Case(rows, CONTEXT)
         arms[f"target, {rows} rows"] = lambda case=step: targets.time(case)  # type: ignore[misc]
         arms[f"absorb, {rows} rows"] = lambda n=rows: absorbing(head, shape, n, 1)  # type: ignore[misc]
         depth = Case(rows, CONTEXT, run=DEPTH)
-        arms[f"depth, {rows} rows"] = lambda case=depth: drafts.time(case) / DEPTH  # type: ignore[misc]
+        for form, rig in rigs.items():
+            arms[f"depth{form}, {rows} rows"] = lambda rig=rig, case=depth: rig.time(case) / DEPTH  # type: ignore[misc]
     chunk = Case(1, CONTEXT, new=CHUNK, run=0)
     arms[f"target, {CHUNK} tokens"] = lambda: targets.time(chunk)
     arms[f"absorb, {CHUNK} tokens"] = lambda: absorbing(head, shape, 1, CHUNK)

@@ -11,8 +11,11 @@ from backend.config import PROJECT_ROOT, ConfigError, EngineConfig, PolicyConfig
 from backend.engines.eagle.engine import make
 from backend.engines.eagle.folder import save
 from backend.engines.eagle.kind import footprint, taps
+from backend.engines.eagle.model import RowWeights, TorchRows
+from backend.engines.eagle.openvino import OpenvinoRows
 from backend.engines.registry import Service, module_of
 from backend.kinds import KINDS, automatic
+from backend.machine import machine
 from backend.model_folders import check_pairs, model_path
 from backend.request import GenerationRequest
 from backend.storage.manifest import vocabulary_sha256
@@ -75,8 +78,9 @@ def test_its_memory_is_that_of_its_tensors(tmp_path, own):
     pool = engine._pool.numel() * 4
     assert planned.kv == pytest.approx(pool, rel=0.01)
     model = engine._model
-    matrices = [*model._weights.values(), model._kv, model._qkv_of_rows, model._gate_up]
-    whole = sum(tensor.numel() * 4 for tensor in (*matrices, model._head))
+    weights, rows = model._weights.values(), model._rows._weights
+    matrices = [*weights, model._kv, rows.qkv, rows.o, rows.gate_up, rows.down, rows.head]
+    whole = sum(tensor.numel() * 4 for tensor in matrices)
     whole += model._embedding.numel() * (4 if own else 2)
     assert planned.weights == pytest.approx(whole, rel=0.1)
 
@@ -144,3 +148,42 @@ def test_the_kind_answers_for_latencies():
     assert KINDS["eagle"].measured
     cases = module_of(EngineConfig("eagle")).latency_cases(target=False)
     assert {case.new for case in cases} == {1}
+
+
+def test_a_processor_runs_it_in_int8_where_openvino_is_installed(tmp_path, monkeypatch):
+    head = str(folder(tmp_path, own_embedding=True))
+    raw = {"target": {"engine": "torch", "model": str(TARGET)}, "drafts": [{"model": head}]}
+    raw["drafts"][0]["name"] = "eagle"
+    assert parse_config(raw).drafts[0].dtype == "int8"
+    absent = replace(KINDS["eagle"], int8_package=("no-such-package", "1.0"))
+    with monkeypatch.context() as without:
+        without.setitem(KINDS, "eagle", absent)
+        narrow = "bf16" if machine.multiplies_bf16() else "fp32"
+        assert parse_config(raw).drafts[0].dtype == narrow
+    wide, made = (config(head, raw["target"], dtype=dtype) for dtype in (narrow, "int8"))
+    one, other = (make(c.drafts[0], Service(c, 1, model_path)) for c in (wide, made))
+    assert one._pool.dtype == other._pool.dtype
+    assert footprint(wide.drafts[0], wide, model_path(wide.drafts[0])) == footprint(
+        made.drafts[0], made, model_path(made.drafts[0])
+    )
+
+
+def test_int8_on_openvino_computes_nearly_what_torch_does():
+    generator = torch.Generator().manual_seed(0)
+
+    def weights(*size):
+        return 0.05 * torch.randn(size, generator=generator)
+
+    norms = torch.ones(256), torch.ones(256)
+    products = weights(512, 512), weights(256, 384), weights(1024, 256), weights(256, 512)
+    matrices = RowWeights(*products, weights(1024, 256), *norms, 1e-5)
+    exact, near = TorchRows(matrices), OpenvinoRows(matrices, precision="f32", threads=1)
+    read, attended, residual = (20 * weights(5, width) for width in (512, 384, 256))
+    pairs = [(exact.heads(read), near.heads(read))]
+    pairs += zip(exact.finish(attended, residual), near.finish(attended, residual), strict=True)
+    for wide, narrow in pairs:
+        assert torch.cosine_similarity(wide, narrow).min() > 0.999
+    before, residual[1, 7] = pairs[-1][1].clone(), torch.nan
+    logits = near.finish(attended, residual)[2]
+    assert logits.isfinite().all(1).tolist() == [True, False, True, True, True]
+    torch.testing.assert_close(logits[2], before[2])

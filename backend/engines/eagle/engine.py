@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 from backend.config import ConfigError, EngineConfig
 from backend.engines.checkpoint import DTYPES, load_embeddings
 from backend.engines.eagle.folder import EagleShape, load
-from backend.engines.eagle.model import EagleModel
+from backend.engines.eagle.kind import activations
+from backend.engines.eagle.model import EagleModel, RowProducts, RowWeights, TorchRows
 from backend.engines.eagle.place import made_for
 from backend.engines.eagle.trees import ProposalTree, grow
 from backend.engines.port import Completion, EngineLimits, HiddenStates, Turn
@@ -300,13 +302,24 @@ def make(engine: EngineConfig, service: Service) -> EagleEngine:
         embedding=embedding,
         lm_head=lm_head,
         positions=sizes["max_context_tokens"] + sizes["max_draft_tokens"],
-        dtype=DTYPES[engine.dtype],
+        dtype=DTYPES[activations(engine)],
         device=engine.device,
+        kernels=_kernels(engine, service.threads),
     )
     text = "%s: an EAGLE-3 head of %d tokens on layers %s, %s"
     logger.info(text, engine.name, shape.draft_vocab_size, list(shape.layers), engine.dtype)
     width = engine.tree_width
     return EagleEngine(engine.name, model, **sizes, width=width, count=service.count)
+
+
+def _kernels(engine: EngineConfig, threads: int) -> Callable[[RowWeights], RowProducts]:
+    """Return what multiplies the matrices: int8 is OpenVINO's, which a GPU's machine may lack."""
+    if engine.dtype != "int8":
+        return TorchRows
+    from backend.engines.eagle.openvino import OpenvinoRows
+
+    precision = {"bf16": "bf16", "fp32": "f32"}[activations(engine)]
+    return partial(OpenvinoRows, precision=precision, threads=threads)
 
 
 def _check_fits(folder: Path, shape: EagleShape, target: Path, embedding: Tensor) -> None:

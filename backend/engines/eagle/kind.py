@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from backend.engines.registry import Service
 
 __all__ = [
+    "activations",
     "check_folder",
     "convert",
     "footprint",
@@ -73,11 +74,18 @@ def convert(
     bring_head(folder, path, say, dtype=dtype, device=target.device, free_bytes=free)
 
 
+def activations(engine: EngineConfig) -> str:
+    """Return the dtype of a head's states and KV: int8 rounds the matrices of drafted rows only."""
+    if engine.dtype != "int8":
+        return engine.dtype
+    return "bf16" if machine.multiplies_bf16() else "fp32"
+
+
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
     """Return what a head takes of memory: its weights and, where it has none of its own, a copy of
     the target's embedding; the KV of all blocks; a pass's copies of the KV of all its texts.
     """
-    shape, item, limits = read_shape(folder), _ITEM_BYTES[engine.dtype], config.limits
+    shape, item, limits = read_shape(folder), _ITEM_BYTES[activations(engine)], config.limits
     numbers = sum(map(prod, shape.tensors().values()))
     weights = item * (numbers + (0 if shape.own_head else prod(_head(shape))))
     if not shape.own_embedding:

@@ -6,7 +6,9 @@ these two only: the rows of a text need no attention, and a prompt may come in a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +16,53 @@ from torch.nn import functional
 
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.stepping.rope import rope_tables
+
+
+@dataclass(frozen=True, slots=True)
+class RowWeights:
+    """The weights of what a drafted row goes through besides attention."""
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    head: Tensor
+    mlp_norm: Tensor
+    norm: Tensor
+    eps: float
+
+
+class RowProducts(Protocol):
+    """Multiplies rows by ``RowWeights``. The next call may overwrite what it returns."""
+
+    def heads(self, read: Tensor) -> Tensor:
+        """Return the queries, keys and values [n, columns] of what attention reads."""
+        ...
+
+    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the layer's output, the same normed, and the logits, of attention's output."""
+        ...
+
+
+class TorchRows:
+    """``RowProducts`` by torch, in the dtype of the weights."""
+
+    def __init__(self, weights: RowWeights) -> None:
+        self._weights = weights
+
+    def heads(self, read: Tensor) -> Tensor:
+        """Return queries, keys and values (``RowProducts``)."""
+        return functional.linear(read, self._weights.qkv)
+
+    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return output, normed output and logits (``RowProducts``)."""
+        w = self._weights
+        out = residual + functional.linear(attended, w.o)
+        normed = functional.rms_norm(out, w.mlp_norm.shape, w.mlp_norm, w.eps)
+        gate, up = functional.linear(normed, w.gate_up).chunk(2, -1)
+        out = out + functional.linear(functional.silu(gate) * up, w.down)
+        vectors = functional.rms_norm(out, w.norm.shape, w.norm, w.eps)
+        return out, vectors, functional.linear(vectors, w.head)
 
 
 class EagleModel:
@@ -33,7 +82,10 @@ class EagleModel:
         positions: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        kernels: Callable[[RowWeights], RowProducts] | None = None,
     ) -> None:
+        """``kernels``: what multiplies the matrices of drafted rows; None: torch."""
+        kernels = kernels or TorchRows
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         own = {name: t.to(device, dtype) for name, t in tensors.items() if t.is_floating_point()}
         self.token_ids = tensors["token_ids"].to(device, torch.int64)
@@ -42,10 +94,12 @@ class EagleModel:
         rows = own.pop("lm_head.weight", None)
         if rows is None:
             rows = lm_head[self.token_ids.to(lm_head.device)].to(device, dtype)
-        self._head = rows
         q, k, v = (own.pop(f"self_attn.{name}_proj.weight") for name in "qkv")
-        self._kv, self._qkv_of_rows = torch.cat([k, v]), torch.cat([q, k, v])
-        self._gate_up = torch.cat([own.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up")])
+        self._kv, qkv = torch.cat([k, v]), torch.cat([q, k, v])
+        gate_up = torch.cat([own.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up")])
+        o, down = own.pop("self_attn.o_proj.weight"), own.pop("mlp.down_proj.weight")
+        norms = own["post_attention_layernorm.weight"], own["norm.weight"]
+        self._rows = kernels(RowWeights(qkv, o, gate_up, down, rows, *norms, shape.rms_norm_eps))
         self._cos, self._sin = (
             table[:, None].to(device, dtype) for table in rope_tables(shape, positions)
         )
@@ -82,21 +136,15 @@ class EagleModel:
         """
         shape, (texts, count) = self.shape, tokens.shape
         read, residual = self._read(tokens.flatten(), hidden.flatten(0, 1))
-        heads = functional.linear(read, self._qkv_of_rows).view(len(read), -1, shape.head_dim)
+        heads = self._rows.heads(read).to(self.dtype).view(len(read), -1, shape.head_dim)
         query, keys, values = heads.split([shape.num_heads, *[shape.num_kv_heads] * 2], 1)
         places = positions.flatten()
         new = torch.cat([self._rotated(keys, places, "k"), values], 1)
         pool[:, -count:] = new.view(texts, count, *new.shape[1:])
         query = self._rotated(query, places, "q").view(texts, count, *query.shape[1:])
         attended = self._attend(query, pool, mask).reshape(len(read), -1)
-        out = residual + functional.linear(attended, self._weights["self_attn.o_proj.weight"])
-        normed = self._normed(out, "post_attention_layernorm")
-        gate, up = functional.linear(normed, self._gate_up).chunk(2, -1)
-        inner = functional.silu(gate) * up
-        out = out + functional.linear(inner, self._weights["mlp.down_proj.weight"])
-        vectors = self._normed(out, "norm")
-        logits = functional.linear(vectors, self._head)
-        carried = vectors if shape.norm_output else out
+        out, vectors, logits = self._rows.finish(attended, residual)
+        carried = (vectors if shape.norm_output else out).to(self.dtype)
         return logits.view(texts, count, -1), carried.view(texts, count, -1)
 
     def _attend(self, query: Tensor, pool: Tensor, mask: Tensor) -> Tensor:

@@ -1,0 +1,67 @@
+"""Drafted rows of an EAGLE-3 head on OpenVINO's kernels, in int8."""
+
+from __future__ import annotations
+
+import math
+
+from openvino import Model, Output, Type, opset13
+from torch import Tensor
+
+from backend.engines.eagle.model import RowWeights
+from backend.engines.openvino.paged_attention import check_version
+from backend.engines.openvino.parts import ints, matrix, named, normed, parameter
+from backend.engines.openvino.row_graph import RowGraph
+
+
+class OpenvinoRows:
+    """``RowProducts`` whose matrices are in int8; ``precision`` is that of activations. A row that
+    is no number has logits that are none, and spoils no other.
+    """
+
+    def __init__(self, weights: RowWeights, *, precision: str, threads: int) -> None:
+        check_version()
+        self._heads = RowGraph(_heads(weights), precision, threads)
+        self._finish = RowGraph(_finish(weights), precision, threads)
+
+    def heads(self, read: Tensor) -> Tensor:
+        """Return queries, keys and values (``RowProducts``)."""
+        return self._heads.run(read=_numbers(read, _is_finite(read)))["heads"]
+
+    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return output, normed output and logits (``RowProducts``)."""
+        finite = _is_finite(attended) & _is_finite(residual)
+        inputs = {"attended": attended, "residual": residual}
+        found = self._finish.run(**{name: _numbers(rows, finite) for name, rows in inputs.items()})
+        found["logits"][~finite] = math.nan
+        return found["output"], found["vectors"], found["logits"]
+
+
+def _is_finite(rows: Tensor) -> Tensor:
+    return rows.isfinite().all(1)
+
+
+def _numbers(rows: Tensor, finite: Tensor) -> Tensor:
+    """Return rows, zeros in place of those that are not ``finite``."""
+    return rows.masked_fill(~finite[:, None], 0.0)
+
+
+def _product(values: Output, weight: Tensor) -> Output:
+    return opset13.matmul(values, matrix(weight, rounded=True), False, True).output(0)
+
+
+def _heads(weights: RowWeights) -> Model:
+    read = parameter("read", [-1, weights.qkv.shape[1]], Type.f32)
+    return named({"heads": _product(read.output(0), weights.qkv)}, [read], "heads")
+
+
+def _finish(w: RowWeights) -> Model:
+    attended = parameter("attended", [-1, w.o.shape[1]], Type.f32)
+    residual = parameter("residual", [-1, w.o.shape[0]], Type.f32)
+    after = opset13.add(residual, _product(attended.output(0), w.o)).output(0)
+    both = _product(normed(after, w.mlp_norm, w.eps).output(0), w.gate_up)
+    gate, up = opset13.split(both, ints(-1), 2).outputs()
+    inner = opset13.multiply(opset13.swish(gate), up).output(0)
+    out = opset13.add(after, _product(inner, w.down)).output(0)
+    vectors = normed(out, w.norm, w.eps).output(0)
+    outputs = {"output": out, "vectors": vectors, "logits": _product(vectors, w.head)}
+    return named(outputs, [attended, residual], "finish")
