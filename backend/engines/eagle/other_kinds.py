@@ -8,7 +8,8 @@ from typing import Any
 Config = Mapping[str, Any]
 Names = Collection[str]
 
-_PARALLEL = "which drafts in parallel: only heads that draft token by token are served"
+_INSTEAD = "take an EAGLE-3 head of the same target"
+_PARALLEL = f"which drafts in parallel: {_INSTEAD}"
 _QUANTISED = (".weight_scale", ".input_scale", ".weight_scale_2", ".qweight", ".weight_packed")
 
 
@@ -76,15 +77,15 @@ def _is_first_eagle(config: Config, names: Names) -> bool:
 
 _KINDS: tuple[tuple[Callable[[Config, Names], bool], str], ...] = (
     (_is_lora, "a LoRA of the target together with a head: merge it first"),
-    (_is_medusa, "Medusa's heads"),
+    (_is_medusa, f"Medusa's heads: {_INSTEAD}"),
     (_is_parallel_eagle, f"P-EAGLE, {_PARALLEL}"),
     (_is_dspark, f"DSpark, {_PARALLEL}"),
     (_is_dflash, f"DFlash, {_PARALLEL}"),
-    (_is_mtp, "a layer for multi-token prediction (MTP), which belongs to its target's family"),
-    (_is_mla, "an EAGLE-3 head with latent attention (MLA), whose KV is not what we keep"),
+    (_is_mtp, f"a layer for multi-token prediction (MTP): {_INSTEAD}"),
+    (_is_mla, f"an EAGLE-3 head with latent attention (MLA): {_INSTEAD} without it"),
     (_is_quantised, "a quantised head: take the one in bf16"),
-    (_is_mlp_speculator, "an MLP speculator"),
-    (_is_first_eagle, "an EAGLE-1 or EAGLE-2 head (it has fc, but no hidden_norm)"),
+    (_is_mlp_speculator, f"an MLP speculator: {_INSTEAD}"),
+    (_is_first_eagle, f"an EAGLE-1 or EAGLE-2 head (fc, but no hidden_norm): {_INSTEAD}"),
 )
 
 
