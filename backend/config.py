@@ -427,6 +427,8 @@ def _check_engine(where: str, engine: EngineConfig) -> None:
     if kind.dtypes and engine.dtype not in kind.dtypes:
         names = ", ".join(map(repr, kind.dtypes))
         raise ConfigError(f"{where}.dtype must be one of {names} {what}, got {engine.dtype!r}")
+    if engine.dtype == "int8" and engine.device != "cpu":
+        raise ConfigError(f"{where}.dtype 'int8' needs the device 'cpu', got {engine.device!r}")
     if engine.lookahead and not (kind.looks_ahead and where == "target"):
         able = " or ".join(repr(name) for name, kind in KINDS.items() if kind.looks_ahead)
         raise ConfigError(

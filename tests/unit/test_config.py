@@ -7,6 +7,7 @@ from backend.config import ConfigError, load_config, parse_config, slower_on_cpu
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
 
 TORCH = {"engine": "torch", "model": "m"}
+WRONG = {"device": "cuda:1", "dtype": "int8"}
 
 
 def test_defaults_are_those_of_the_embedded_deployment():
@@ -135,6 +136,16 @@ def test_a_draft_that_reads_the_target_follows_it_to_its_device():
         (
             {"target": {**TORCH, "engine": "openvino", "device": "cuda"}},
             ["target.device", "'cpu'", "'openvino'", "cuda"],
+        ),
+        *(
+            (
+                {
+                    "target": {**TORCH, "device": "cuda"},
+                    "drafts": [{**TORCH, "engine": name, "name": "d", **WRONG}],
+                },
+                ["drafts[0].dtype 'int8' needs the device 'cpu'", "got 'cuda:1'"],
+            )
+            for name in ("head", "eagle")
         ),
         ({"target": {"engine": "lookup"}}, ["target.engine", "lookup"]),
         (
