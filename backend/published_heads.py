@@ -21,7 +21,7 @@ _MARKS = (
 _ARCHITECTURES = ("DFlash", "Eagle", "MLPSpeculator", "Medusa")
 """Parts of the architectures of draft heads."""
 
-_ONLY_IN_HEADS = ("fc.weight", "hidden_norm.weight")
+_ONLY_IN_HEADS = (".fc.weight", ".hidden_norm.weight")
 """Ends of tensor names that a decoder lacks."""
 
 _LONGEST_HEADER = 1 << 26
@@ -39,7 +39,7 @@ def is_published_head(folder: Path, config: Mapping[str, Any]) -> bool:
     files = sorted(folder.glob(SAFETENSORS))
     if not files:  # no decoder that we serve is a pickle
         return "draft_vocab_size" in config and any(folder.glob(PICKLES))
-    return any(name.endswith(_ONLY_IN_HEADS) for file in files for name in _names_in(file))
+    return any(f".{name}".endswith(_ONLY_IN_HEADS) for file in files for name in _names_in(file))
 
 
 def _names_in(file: Path) -> list[str]:

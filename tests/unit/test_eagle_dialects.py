@@ -349,5 +349,7 @@ def test_a_head_that_calls_itself_a_llama_is_one_all_the_same(dialect, architect
 def test_a_llama_is_no_head_nor_is_a_shortlisted_draft(tmp_path):
     assert not is_head(checkpoints.folder(tmp_path, "llama"))
     assert not is_head(checkpoints.folder(tmp_path, "draft", draft_vocab_size=2))
+    folder = write(tmp_path / "starcoder", "flat", {}, {"layers.0.mlp.c_fc.weight": ONES})
+    assert not is_head(folder)
     (tmp_path / "llama" / "model.safetensors").write_bytes(b"damaged!" * 4)
     assert not is_head(tmp_path / "llama")
