@@ -7,12 +7,19 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig, ServingConfig
+from backend.config import (
+    EMBEDDED_MODEL,
+    PROJECT_ROOT,
+    ConfigError,
+    EngineConfig,
+    ServingConfig,
+)
 from backend.engines import memory
 from backend.engines.registry import module_of
+from backend.kinds import KINDS
 from backend.machine import Machine, machine
 from backend.storage import cache
-from backend.storage.manifest import check_pair, read_manifest
+from backend.storage.manifest import check_pair, read_manifest, read_model_config
 from backend.storage.tables import timed_engines
 
 logger = logging.getLogger(__name__)
@@ -68,4 +75,21 @@ def check_folders(config: ServingConfig) -> None:
     keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
     for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
         if engine.kind.model and engine.model != EMBEDDED_MODEL:
+            _check_kind(key, engine)
             module_of(engine).check_folder(f"{key}.model", engine, config, named_folder)
+
+
+def _check_kind(key: str, engine: EngineConfig) -> None:
+    """Raise ConfigError for a published draft head that another kind than its own is to load."""
+    folder = named_folder(engine)
+    try:
+        raw = read_model_config(folder)
+    except ConfigError:
+        return  # the engine's own check says more
+    kind = next((name for name, kind in KINDS.items() if kind.is_own(folder, raw)), engine.engine)
+    if kind == engine.engine:
+        return
+    if key == "target":
+        raise ConfigError(f"target.model: {folder} is a draft head: name it in drafts")
+    text = f"must be {kind!r} or left out for the draft head {folder}"
+    raise ConfigError(f"{key}.engine {text}, got {engine.engine!r}")

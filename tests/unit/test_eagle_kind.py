@@ -16,12 +16,12 @@ from backend.engines.eagle.openvino import OpenvinoRows
 from backend.engines.registry import Service, module_of
 from backend.kinds import KINDS, automatic
 from backend.machine import machine
-from backend.model_folders import check_pairs, model_path
+from backend.model_folders import check_folders, check_pairs, model_path
 from backend.request import GenerationRequest
 from backend.storage.manifest import vocabulary_sha256
 from bench.in_process import generate
 from policy import LatencyTable
-from tests.fakes.eagle import random_head
+from tests.fakes.eagle import published, random_head, write
 
 TARGET = PROJECT_ROOT / "engines_build/drafts/tiny-target"
 TABLES = {
@@ -135,6 +135,15 @@ def test_targets_without_states_for_the_host_are_refused_by_name(tmp_path):
         config(head, cuda | {"lookahead": 1})
     with pytest.raises(ConfigError, match="'eagle' reads the target, whose engine must be"):
         config(head, {"engine": "fake"})
+
+
+def test_a_published_head_is_refused_where_another_kind_is_to_load_it(tmp_path):
+    head = str(write(tmp_path / "head", "flat", *published("flat", *random_head())))
+    with pytest.raises(ConfigError, match=r"target\.model: .*/head is a draft head: name it in dr"):
+        check_folders(parse_config({"target": {"engine": "torch", "model": head}}))
+    words = r"drafts\[0\]\.engine must be 'eagle' or left out for .*/head, got 'torch'"
+    with pytest.raises(ConfigError, match=words):
+        check_folders(config(head, engine="torch"))
 
 
 def test_every_head_may_read_layers_of_its_own(tmp_path):
