@@ -165,7 +165,7 @@ def _key(entry: Any, name: str, key: str) -> int:
 
 
 def _plain(correction: Correction, drafts: Sequence[str]) -> dict[str, Any]:
-    """Return what was learnt of times; its age is left to who knows the time."""
+    """Return what was learnt of times; its caller sets the age."""
     target_factor, overhead_factor, *factors = correction.factor.tolist()
     return {
         "age_s": 0.0,

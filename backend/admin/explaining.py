@@ -1,4 +1,4 @@
-"""Why the last plan is what it is, for those who ask while the service runs."""
+"""Explains the last plan to operators while the service runs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The first message of either side is ``Hello`` with the protocol's version. ``id`` is chosen by the
 stub, unique in its connection. Every ``Submit`` is answered by exactly one ``Final`` or ``Failed``,
 after the ``Chunk``s of a streaming request; every ``Admin``, ``Encode`` and ``Decode`` by one
-``AdminReply``, ``Encoded``, ``Decoded`` or ``Failed``; who sends ``Subscribe`` gets ``Stats``.
+``AdminReply``, ``Encoded``, ``Decoded`` or ``Failed``; a sender of ``Subscribe`` gets ``Stats``.
 """
 
 from __future__ import annotations

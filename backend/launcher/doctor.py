@@ -202,7 +202,7 @@ def disk(machine: Machine, name: str, folder: Path, needed_gb: float, advice: st
 
 
 def ports(settings: launch.Settings) -> list[Finding]:
-    """Say of each port whether it can be listened on, else who does."""
+    """Report for each port whether it is free, or which process listens on it."""
     found = []
     for (name, option, _), port in zip(launch.PORTS, settings.ports, strict=True):
         label = name.lower().replace("_", " ")
@@ -221,7 +221,7 @@ def ports(settings: launch.Settings) -> list[Finding]:
 
 
 def listener(port: int) -> str:
-    """Return who listens on a port, as far as this user may know."""
+    """Return the process that listens on a port, as far as this user may know."""
     inodes = set(_listening(port))
     for handle in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):

@@ -58,7 +58,7 @@ def _keep_small(
         with contextlib.suppress(OSError):  # a full disk is no reason to end a service
             if path.stat().st_size > most_bytes:
                 shutil.copyfile(path, _before(path))
-                os.truncate(path, 0)  # who writes appends, so goes on at the beginning
+                os.truncate(path, 0)  # writers append, so they go on at the beginning
 
 
 def _before(path: Path) -> Path:

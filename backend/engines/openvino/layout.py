@@ -9,7 +9,7 @@ With fewer sequences in a call than threads, none of them a run, attention cuts 
 threads, in other bits again. Such a call has a run of two rows more, of padding.
 
 A run of several tokens clears what lies after it in its last block. In a prompt that may be the KV
-of others, who share its blocks because they begin alike. So a prompt's run has a copy of that
+of others, which share its blocks because they begin alike. So a prompt's run has a copy of that
 block, whose tokens go back after the call, and what follows a prompt there waits for a second call
 (``in_calls``).
 
