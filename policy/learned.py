@@ -22,7 +22,7 @@ from .plan import FloatArray
 from .tenants import Tenants
 from .trim import COUNTS, Calibration
 
-SCHEMA = 12
+SCHEMA = 13
 _FACTORS = (1 / MAX_CORRECTION, MAX_CORRECTION)
 _RANGES = {
     "factor": _FACTORS,
@@ -230,7 +230,7 @@ def _fitted(data: Any, form: Mapping[str, Any], where: str = "") -> dict[str, An
         value, path = data.get(name, part), f"{where}{name}"
         inner = isinstance(part, Mapping)
         fitted[name] = _fitted(value, part, f"{path}.") if inner else _numbers(value, part, path)
-    for name, whole in (("accepted", "reached"), ("matched", "nodes")):
+    for name, whole in (("accepted", "reached"), ("matched", "nodes"), ("likeliest", "nodes")):
         if name in fitted:
             _check(f"{where}{name}", fitted[name], 0.0, fitted[whole] + _SLACK)
     if "claimed" in fitted:

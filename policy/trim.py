@@ -30,7 +30,7 @@ BINS = loops.BINS
 EDGES = loops.BOUNDS[1:-1]
 """Edges of the bins of confidence; each bin holds its lower edge."""
 PLACES = loops.PLACES
-COUNTS = ("nodes", "claimed", "matched", "positions")
+COUNTS = ("nodes", "claimed", "matched", "likeliest")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,14 +48,14 @@ class Calibration:
     """[C, 2, PLACES, BINS] the sum of their confidences."""
     matched: FloatArray
     """[C, 2, PLACES, BINS] how many of them the target drew."""
-    positions: FloatArray
-    """[C, 2, PLACES] the proposals that had nodes there."""
+    likeliest: FloatArray
+    """[C, 2, PLACES, BINS] how many were the likeliest of their proposal at their depth."""
     counts: loops.Counts = field(init=False, repr=False)
     """The same with the map, as the loops take it."""
 
     def __post_init__(self) -> None:
         knots, accepted_at = np.zeros((2, *self.nodes.shape[:2], BINS + 2))
-        columns = self.nodes, self.claimed, self.matched, self.positions
+        columns = self.nodes, self.claimed, self.matched, self.likeliest
         counts = loops.Counts(*columns, knots, accepted_at)
         loops.set_maps(counts)
         object.__setattr__(self, "counts", counts)
@@ -64,7 +64,7 @@ class Calibration:
     def none(cls, drafts: int) -> Calibration:
         """Return what is known before any node: every claim is believed."""
         zero = np.zeros((drafts, 2, PLACES, BINS))
-        return cls(zero, zero, zero, np.zeros((drafts, 2, PLACES)))
+        return cls(zero, zero, zero, zero)
 
     def with_tenants(self, before: int, tenants: int, emptied: list[int]) -> Calibration:
         """Return the calibration of ``before`` tenants for ``tenants``; nothing is known of
@@ -120,7 +120,7 @@ class Calibration:
         after = counts._replace(**{name: getattr(counts, name).copy() for name in COUNTS})
         right = np.ascontiguousarray(accepted, np.bool_)
         loops.learn_nodes(after, proposed, right, present, steps)
-        return Calibration(after.nodes, after.claimed, after.matched, after.positions)
+        return Calibration(after.nodes, after.claimed, after.matched, after.likeliest)
 
 
 def proposed_of(

@@ -11,7 +11,7 @@ from .problem import BATCH, LIMITS, Batch, Limits, build, node_s
 from .search import best_priced
 from .times import TIMES, VERIFY, Times, verify_s
 from .trials import find_trial
-from .trim import COUNTS, PLACES, Counts, expect_kept
+from .trim import COUNTS, PLACES, Counts, Kept, expect_kept
 
 
 class Known(NamedTuple):
@@ -90,8 +90,9 @@ def expect(
     else:
         set_hazards(known.estimates, b.slot, evidence_of(b), hazard)
     nodes = np.empty((k_max, drafts, everyone))
-    columns = len(known.counts.positions)
-    kept, is_known = np.empty((columns, 2, 2, PLACES)), np.zeros((columns, 2), np.int64)
+    of_columns = np.empty((4, len(known.counts.nodes), 2, PLACES))
+    kept = Kept(of_columns[0], of_columns[1], of_columns[2], of_columns[3])
+    is_known = np.zeros(of_columns.shape[1:3], np.int64)
     context = 0
     for i in range(everyone):
         context += b.context[i]
@@ -105,17 +106,17 @@ def expect(
         for c in range(first[i], first[i] + drafts):
             if not is_known[c, drawn[i]]:
                 is_known[c, drawn[i]] = 1
-                expect_kept(known.counts, c, drawn[i], cost, kept[c, drawn[i]])
-    for j in range(k_max):
-        place, before = min(j, PLACES - 1), min(max(j - 1, 0), PLACES - 1)
-        for d in range(drafts):
-            for i in range(everyone):
-                c, s = first[i] + d, drawn[i]
-                share = kept[c, s, 0, place]
-                if j > 0:  # a path goes on from its likeliest node: others end it, kept or not
-                    share /= kept[c, s, 0, before]
-                hazard[j, d, i] = min(hazard[j, d, i] * share, 1.0)
-                nodes[j, d, i] = kept[c, s, 1, place]
+                expect_kept(known.counts, c, drawn[i], cost, kept)
+    for d in range(drafts):
+        for i in range(everyone):
+            at, reached, path = (first[i] + d, drawn[i]), 1.0, 1.0
+            for j in range(k_max):
+                place = min(j, PLACES - 1)
+                share = kept.accepted[at][place]
+                hazard[j, d, i] = min(hazard[j, d, i] * share * path, 1.0)
+                nodes[j, d, i] = reached * kept.nodes[at][place]
+                path = kept.path[at][place] / share
+                reached *= kept.reached[at][place]
     return hazard, nodes
 
 

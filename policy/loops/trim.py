@@ -48,15 +48,17 @@ class Counts(NamedTuple):
     """Likewise, the sum of their confidences."""
     matched: Floats
     """Likewise, how many of them the target drew."""
-    positions: Floats
-    """[C, 2, PLACES] the proposals that had nodes there."""
+    likeliest: Floats
+    """Likewise, the nodes that were the likeliest of their proposal at their depth, from which
+    paths go on.
+    """
     knots: Floats
     """[C, 2, BINS + 2] confidences at which it is known how likely nodes are drawn."""
     accepted_at: Floats
     """[C, 2, BINS + 2] how likely they are there."""
 
 
-COUNTS = record(Counts, *[FLOATS[4]] * 3, *[FLOATS[3]] * 3)
+COUNTS = record(Counts, *[FLOATS[4]] * 4, *[FLOATS[3]] * 2)
 
 
 class Pass(NamedTuple):
@@ -168,7 +170,7 @@ def learn_nodes(
     """
     k, p = counts, proposed
     columns = len(k.nodes)
-    new, positions = np.zeros((3, columns, 2, PLACES, BINS)), np.zeros((columns, 2, PLACES))
+    new = np.zeros((4, columns, 2, PLACES, BINS))
     row, seen = -1, 0
     for q in range(len(p.row)):
         c, drawn, x = p.column[q], 1 if p.drawn[q] else 0, p.confidence[q]
@@ -177,12 +179,12 @@ def learn_nodes(
         if p.row[q] != row:
             row, seen = p.row[q], 0
         place, depth = min(p.depth[q], PLACES - 1), 1 << min(p.depth[q], 62)
-        if not seen & depth:
-            seen |= depth
-            positions[c, drawn, place] += 1.0
         b = 0
         while b < BINS - 1 and x >= BOUNDS[b + 1]:
             b += 1
+        if not seen & depth:
+            seen |= depth
+            new[3, c, drawn, place, b] += 1.0
         new[0, c, drawn, place, b] += 1.0
         new[1, c, drawn, place, b] += x
         new[2, c, drawn, place, b] += 1.0 if accepted[q] else 0.0
@@ -194,43 +196,61 @@ def learn_nodes(
                 keep = _REST_KEEP**steps
             for place in range(PLACES):
                 at = c, drawn, place
-                k.positions[at] = keep * k.positions[at] + positions[at]
                 for b in range(BINS):
                     k.nodes[at][b] = keep * k.nodes[at][b] + new[0][at][b]
                     k.claimed[at][b] = keep * k.claimed[at][b] + new[1][at][b]
                     k.matched[at][b] = keep * k.matched[at][b] + new[2][at][b]
+                    k.likeliest[at][b] = keep * k.likeliest[at][b] + new[3][at][b]
+
+
+class Kept(NamedTuple):
+    """What the trim leaves of proposals at a price, [C, 2, PLACES] each, as shares of 1 but for
+    ``nodes``. A place counts where the node before it was verified, so that shares of places
+    multiply along a path.
+    """
+
+    accepted: Floats
+    """The part that is left of what the nodes of a place would have had accepted."""
+    path: Floats
+    """Likewise, of the likeliest node alone."""
+    nodes: Floats
+    """Nodes that are left."""
+    reached: Floats
+    """How often the likeliest node is left, and the next place is reached."""
 
 
 @helper
-def expect_kept(counts: Counts, c: int, drawn: int, cost: float, kept: Floats) -> None:
+def expect_kept(counts: Counts, c: int, drawn: int, cost: float, kept: Kept) -> None:
     """Compute what the trim leaves of a column's proposals where a node costs ``cost`` tokens:
-    ``kept[2, PLACES]``, which share of what they would have had accepted, and how many nodes.
-
-    Kept are the nodes that are likelier than they cost. A place is taken to be reached as often as
-    a node of the one before it is kept.
+    the nodes that are likelier than they cost.
     """
     k = counts
     edge = np.empty(BINS + 1)
     for b in range(BINS + 1):
         edge[b] = interpolate(k.knots[c, drawn], k.accepted_at[c, drawn], BOUNDS[b])
-    reached = 1.0
     for place in range(PLACES):
-        had, left, nodes = 0.0, 0.0, 0.0
+        had, left, nodes, path, path_left, proposals, reached = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
         for b in range(BINS):
             low, high = edge[b], edge[b + 1]
-            likely, count = k.accepted_at[c, drawn, b + 1], k.nodes[c, drawn, place, b]
-            had += count * likely
+            likely, part, mean = k.accepted_at[c, drawn, b + 1], 0.0, 0.0
             if low >= cost:
-                left += count * likely
-                nodes += count
+                part, mean = 1.0, likely
             elif high > cost:
-                part = count * (high - cost) / (high - low)
-                left += min(part * (cost + high) / 2, count * likely)
-                nodes += part
-        kept[0, place] = (left + _PRIOR_POSITIONS) / (had + _PRIOR_POSITIONS)
-        nodes = (nodes + _PRIOR_POSITIONS) / (k.positions[c, drawn, place] + _PRIOR_POSITIONS)
-        kept[1, place] = reached * nodes
-        reached *= min(nodes, 1.0)
+                part = (high - cost) / (high - low)
+                mean = min((cost + high) / 2, likely / part)
+            count, likeliest = k.nodes[c, drawn, place, b], k.likeliest[c, drawn, place, b]
+            had += count * likely
+            left += count * part * mean
+            nodes += count * part
+            path += likeliest * likely
+            path_left += likeliest * part * mean
+            proposals += likeliest
+            reached += likeliest * part
+        at = c, drawn, place
+        kept.accepted[at] = (left + _PRIOR_POSITIONS) / (had + _PRIOR_POSITIONS)
+        kept.path[at] = (path_left + _PRIOR_POSITIONS) / (path + _PRIOR_POSITIONS)
+        kept.nodes[at] = (nodes + _PRIOR_POSITIONS) / (proposals + _PRIOR_POSITIONS)
+        kept.reached[at] = (reached + _PRIOR_POSITIONS) / (proposals + _PRIOR_POSITIONS)
 
 
 @helper
