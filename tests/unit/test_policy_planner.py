@@ -448,6 +448,19 @@ def test_what_is_cut_off_next_to_a_path_takes_nothing_from_the_places_after_it()
     assert tree / chain == pytest.approx(0.5, abs=0.05)
 
 
+def test_a_path_that_is_cut_short_brings_nothing_at_later_places():
+    """Later nodes are known where those before them were verified, and are better than most."""
+    p = planner(latency((0.1, 0.1), token_s=0.04, free_tokens=1), **certain(0.8))
+    state = p.start()
+    for chance in (0.65, 0.25):
+        state = bushy(state, 0, [chance])
+    state = bushy(state, 0, [0.9], place=1)
+    state.goodput = 8.0
+    problem, _ = p.problem(view(8), state)
+    cut, whole = problem.gain[1, :, 0]
+    assert cut / whole == pytest.approx(0.65 / 0.9, abs=0.05)
+
+
 def test_a_tree_that_is_right_by_its_many_nodes_is_not_drafted_where_they_cost_too_much():
     p = planner(
         latency((0.1, 0.1), token_s=0.04, free_tokens=1), ("small", "large"), **certain(0.6)
