@@ -204,17 +204,16 @@ def learn_nodes(
 
 
 class Kept(NamedTuple):
-    """What the trim leaves of proposals at a price, [C, 2, PLACES] each, as shares of 1 but for
-    ``nodes``. A place counts where the node before it was verified, so that shares of places
-    multiply along a path.
+    """Shares of proposals that the trim leaves at a price, [C, 2, PLACES] each. A place counts where
+    the node before it was verified, so that shares of places multiply along a path.
     """
 
     accepted: Floats
-    """The part that is left of what the nodes of a place would have had accepted."""
+    """Share of what the nodes of a place would have had accepted."""
     path: Floats
     """Likewise, of the likeliest node alone."""
     nodes: Floats
-    """Nodes that are left."""
+    """Nodes that are left of a proposal; not a share."""
     reached: Floats
     """How often the likeliest node is left, and the next place is reached."""
 
