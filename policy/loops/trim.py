@@ -204,8 +204,8 @@ def learn_nodes(
 
 
 class Kept(NamedTuple):
-    """Shares of proposals that the trim leaves at a price, [C, 2, PLACES] each. A place counts where
-    the node before it was verified, so that shares of places multiply along a path.
+    """Shares of proposals that the trim leaves at a price, [C, 2, PLACES] each. A place counts
+    where the node before it was verified, so that shares of places multiply along a path.
     """
 
     accepted: Floats
