@@ -12,14 +12,7 @@ from pathlib import Path
 from time import monotonic
 
 import policy
-from backend.config import (
-    EMBEDDED_MODEL,
-    PROJECT_ROOT,
-    ConfigError,
-    ServingConfig,
-    slower_on_cpus,
-    unused_gpus,
-)
+from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ServingConfig, slower_on_cpus, unused_gpus
 from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
@@ -34,6 +27,7 @@ from backend.ops.switches import SwitchBoard
 from backend.ops.tracing import Tracing
 from backend.request import GenerationRequest
 from backend.sampling.guides import Grammars
+from backend.settings import ConfigError
 from backend.speculation.drafting import Drafting
 from backend.speculation.learned_state import LearnedState, learned_key
 from backend.speculation.policy_factory import check_policy, compile_planner, make_policy

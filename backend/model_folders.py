@@ -7,17 +7,12 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from backend.config import (
-    EMBEDDED_MODEL,
-    PROJECT_ROOT,
-    ConfigError,
-    EngineConfig,
-    ServingConfig,
-)
+from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig, ServingConfig
 from backend.engines import memory
 from backend.engines.registry import module_of
 from backend.kinds import KINDS
 from backend.machine import Machine, machine
+from backend.settings import ConfigError
 from backend.storage import cache
 from backend.storage.manifest import check_pair, read_manifest, read_model_config
 from backend.storage.tables import timed_engines

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from backend.config import ConfigError
 from backend.engines.trtllm.folder import check_draft, check_target, read_engine_folder
+from backend.settings import ConfigError
 from backend.storage.manifest import check_pair, read_manifest
 from engines_build.trtllm.deployment import Deployment, EngineBuild, load_deployment, serving
 from engines_build.trtllm.executor_commands import convert_command, engine_command

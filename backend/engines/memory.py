@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.config import EngineConfig, ServingConfig
 from backend.engines.port import Footprint
 from backend.engines.registry import module_of
 from backend.machine import Machine, machine
+from backend.settings import ConfigError
 
 PROCESS_BYTES = 400 << 20
 """Memory of the process besides its engines: Python, torch's libraries, the tokenizer, the

@@ -10,10 +10,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.config import EngineConfig, ServingConfig
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
 from backend.sequence import BLOCK_TOKENS
+from backend.settings import ConfigError
 
 
 class NotPreparedError(ConfigError):

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.config import ConfigError, ServingConfig, build_settings, parse_config, setting
+from backend.config import ServingConfig, parse_config
+from backend.settings import ConfigError, build_settings, setting
 
 TARGET = "target"
 """The name that the host's engine has in plans, tables and metrics."""

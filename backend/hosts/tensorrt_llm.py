@@ -27,11 +27,11 @@ from tensorrt_llm._torch.pyexecutor.resource_manager import BaseResourceManager
 from tensorrt_llm._torch.speculative.drafter import Drafter
 from tensorrt_llm.llmapi import UserProvidedDecodingConfig
 
-from backend.config import ConfigError
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.settings import TARGET, HostConfig, host_config
 from backend.ops.stats import Stats, StepStats
 from backend.sequence import Proposal
+from backend.settings import ConfigError
 from policy import LatencyTable
 
 logger = logging.getLogger(__name__)

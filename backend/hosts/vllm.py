@@ -29,7 +29,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
-from backend.config import ConfigError
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.calibration import Calibration, Shape, shapes
 from backend.hosts.metrics import Exporter
@@ -43,6 +42,7 @@ from backend.hosts.vllm_config import (
     warn_of_v1,
 )
 from backend.ops.stats import Stats
+from backend.settings import ConfigError
 from policy import LatencyTable
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from typing import Any
 from backend.admin.explaining import explain_last
 from backend.admin.reloading import reload_drafts
 from backend.app import App
-from backend.config import ConfigError, load_config
+from backend.config import load_config
 from backend.core.session import Delta
 from backend.ipc.converting import decoded, encoded
 from backend.ipc.framing import FrameError, Frames, frame
@@ -47,6 +47,7 @@ from backend.ipc.replies import Replies
 from backend.ops.request_trace import Broken, Ended, RequestTrace
 from backend.ops.stats import Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
+from backend.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 

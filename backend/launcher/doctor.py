@@ -17,7 +17,6 @@ from pathlib import Path
 from backend.config import (
     EMBEDDED_MODEL,
     PROJECT_ROOT,
-    ConfigError,
     EngineConfig,
     ServingConfig,
     load_config,
@@ -28,6 +27,7 @@ from backend.kinds import KINDS, automatic
 from backend.launcher import settings as launch
 from backend.launcher.processes import command_line
 from backend.machine import Machine, machine
+from backend.settings import ConfigError
 from backend.storage import cache
 
 OK, WARNING, MISSING = "ok", "warning", "missing"

@@ -8,16 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from backend.config import (
-    EMBEDDED_MODEL,
-    ConfigError,
-    ServingConfig,
-    load_config,
-    parse_config,
-    read_json,
-)
+from backend.config import EMBEDDED_MODEL, ServingConfig, load_config, parse_config
 from backend.kinds import KINDS
 from backend.launcher.settings import LaunchError
+from backend.settings import ConfigError, read_json
 
 MODEL_FREE_DRAFTS = {
     name: {"name": name, "engine": name} for name, kind in KINDS.items() if kind.free

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from backend import lifeline
-from backend.config import ConfigError, ServingConfig
+from backend.config import ServingConfig
 from backend.launcher import example
 from backend.launcher.dynamo import DynamoWorker, import_folder
 from backend.launcher.front_end import FrontEnd
@@ -36,6 +36,7 @@ from backend.launcher.settings import (
     read_settings,
 )
 from backend.launcher.supervisor import supervise
+from backend.settings import ConfigError
 from backend.storage import cache
 from backend.triton_adapter.paths import PROJECT_ROOT
 

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import policy
-from backend.config import ConfigError, EngineConfig, PolicyConfig, ServingConfig
+from backend.config import EngineConfig, PolicyConfig, ServingConfig
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
+from backend.settings import ConfigError
 from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, custom
 from policy.baselines import BASELINES, BaselineSettings

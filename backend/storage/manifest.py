@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.config import EngineConfig, ServingConfig
+from backend.settings import ConfigError
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 

@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from backend.config import ConfigError
 from backend.engines.trtllm.folder import (
     EngineFolder,
     check_draft,
@@ -23,6 +22,7 @@ from backend.engines.trtllm.folder import (
     token_budget,
 )
 from backend.sequence import BLOCK_TOKENS
+from backend.settings import ConfigError
 
 _PARAMETER = re.compile(r'key:\s*"([^"]+)"\s*value:\s*\{\s*string_value:\s*"([^"]*)"', re.S)
 _SETTLED = (

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from backend.config import ConfigError, build_settings, setting
 from backend.engines.trtllm.folder import token_budget
+from backend.settings import ConfigError, build_settings, setting
 
 FAMILIES = ("llama", "qwen")
 """The family whose converter of ``examples/models/core`` is used; Mistral checkpoints are converted

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from backend import kinds
-from backend.config import ConfigError, parse_config, with_auto_resolved
+from backend.config import parse_config, with_auto_resolved
 from backend.engines.checkpoint import CheckpointError, LlamaConfig
 from backend.engines.openvino import llama
 from backend.engines.openvino.engine import OpenvinoEngine, keeps_bits
@@ -30,6 +30,7 @@ from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sampling.distributions import likeliest
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
+from backend.settings import ConfigError
 from policy import NO_DRAFT
 from tests.contract import checks, deployment
 from tests.contract.deployment import (

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from backend.config import ConfigError
+from backend.settings import ConfigError
 from policy import AdaptivePlanner, LatencyCurve, LatencyModel, LatencyTable, PlannerConfig, View
 from tests.contract.fake_tensorrt_llm import Executor, Request, install
 

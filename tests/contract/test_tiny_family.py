@@ -10,8 +10,9 @@ import torch
 
 from backend.admin.reloading import reload_drafts
 from backend.app import build
-from backend.config import PROJECT_ROOT, ConfigError, parse_config
+from backend.config import PROJECT_ROOT, parse_config
 from backend.request import GenerationRequest
+from backend.settings import ConfigError
 from backend.tokenizer import load_tokenizer
 from bench.in_process import Sink, generate
 from bench.micro.hazards import messages

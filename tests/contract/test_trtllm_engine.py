@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backend.config import ConfigError
 from backend.engines.port import Turn
 from backend.engines.trtllm import engine as trtllm
 from backend.engines.trtllm.engine import EngineDiedError, ExecutorSettings, TrtllmEngine
@@ -17,6 +16,7 @@ from backend.engines.trtllm.folder import check_draft, check_target, read_engine
 from backend.engines.trtllm.memory import RESERVE_BYTES, EngineMemory, plan_kv
 from backend.request import SamplingParams
 from backend.sequence import ROOT, Proposal, Sequence
+from backend.settings import ConfigError
 from tests.contract import fake_executor
 from tests.contract.deployment import GREEDY, K_MAX, VOCAB
 from tests.contract.engine_folders import engine_folder

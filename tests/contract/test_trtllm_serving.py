@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from backend import app
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
 from backend.engines.latency_cases import Case
 from backend.engines.trtllm import deployment as trtllm_deployment
 from backend.engines.trtllm import engine as trtllm
@@ -20,6 +20,7 @@ from backend.engines.trtllm.engine import ExecutorSettings, TrtllmEngine
 from backend.engines.trtllm.folder import read_engine_folder
 from backend.request import GenerationRequest
 from backend.sequence import BLOCK_TOKENS
+from backend.settings import ConfigError
 from engines_build.trtllm.measure_executor import (
     _fits,
     measure_executors,

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backend.app import build
-from backend.config import PROJECT_ROOT, ConfigError, parse_config
+from backend.config import PROJECT_ROOT, parse_config
 from backend.engines.checkpoint import CheckpointError
 from backend.model_folders import check_pairs
 from backend.request import GenerationRequest
+from backend.settings import ConfigError
 from bench.in_process import generate
 from bench.micro.hazards import messages
 from policy import LatencyTable

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
 from backend.engines.trtllm.deployment import check_engines
 from backend.sequence import BLOCK_TOKENS
+from backend.settings import ConfigError
 from engines_build.trtllm.adopt import adopt, read_parameters
 from tests.contract.engine_folders import engine_folder
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
+from backend.settings import ConfigError
 from backend.speculation.policy_factory import make_policy
 from bench.simulator.protocol import tuned_arms
 from policy import baselines

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
 from backend.engines.trtllm.folder import read_engine_folder, token_budget
+from backend.settings import ConfigError
 from engines_build.build import BuildError, build, run_program
 from engines_build.trtllm.deployment import load_deployment
 from tests.contract.engine_folders import engine_folder

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle import answering, conversion
 from backend.engines.eagle.answering import PROMPTS, answer
@@ -18,6 +18,7 @@ from backend.engines.eagle.place import made_for, served_folder
 from backend.engines.registry import Service
 from backend.launcher import doctor
 from backend.model_folders import check_folders, check_pairs, model_path
+from backend.settings import ConfigError
 from backend.storage import cache
 from backend.storage.manifest import check_pair, read_manifest, weights_sha256
 from backend.storage.tables import table_file, timed_engines

@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-from backend.config import ConfigError
 from backend.engines.eagle.dialects import read_published
 from backend.published_heads import is_published_head
+from backend.settings import ConfigError
 from tests.fakes import checkpoints
 from tests.fakes.eagle import DIALECTS, TARGET, published, random_head, write
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backend.app import build
-from backend.config import PROJECT_ROOT, ConfigError, EngineConfig, PolicyConfig, parse_config
+from backend.config import PROJECT_ROOT, EngineConfig, PolicyConfig, parse_config
 from backend.engines.eagle.engine import make
 from backend.engines.eagle.folder import save
 from backend.engines.eagle.kind import footprint, taps
@@ -18,6 +18,7 @@ from backend.kinds import KINDS, automatic
 from backend.machine import machine
 from backend.model_folders import check_folders, check_pairs, model_path
 from backend.request import GenerationRequest
+from backend.settings import ConfigError
 from backend.storage.manifest import vocabulary_sha256
 from bench.in_process import generate
 from policy import LatencyTable

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from backend.config import ConfigError
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.calibration import (
     PATIENCE_STEPS,
@@ -17,6 +16,7 @@ from backend.hosts.calibration import (
 )
 from backend.hosts.settings import TARGET, host_config
 from backend.ops.stats import Stats
+from backend.settings import ConfigError
 from policy import LatencyTable
 from policy.evidence import bin_of_match
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from backend import model_folders
-from backend.config import PROJECT_ROOT, ConfigError, EngineConfig, parse_config, with_auto_resolved
+from backend.config import PROJECT_ROOT, EngineConfig, parse_config, with_auto_resolved
 from backend.engines import memory
 from backend.engines.latency_cases import Case
 from backend.engines.port import Footprint
 from backend.engines.registry import Service, make_engine, module_of
 from backend.kinds import KINDS, Kind, automatic
 from backend.launcher import doctor
+from backend.settings import ConfigError
 
 PRODUCT = [
     file
@@ -87,7 +88,7 @@ def test_nothing_compares_kinds_by_name():
 
 
 ANSWERS = """
-from backend.config import ConfigError
+from backend.settings import ConfigError
 from backend.engines.fake import FakeEngine
 from backend.engines.latency_cases import Case
 from backend.engines.port import Footprint

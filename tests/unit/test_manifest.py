@@ -2,9 +2,10 @@ import json
 
 import pytest
 
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
 from backend.kinds import LLAMA_FAMILY
 from backend.model_folders import check_folders
+from backend.settings import ConfigError
 from backend.storage.manifest import check_folder, check_pair, read_manifest
 from tests.fakes.checkpoints import VOCABULARY, folder
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
 from backend.engines import memory
 from backend.engines.checkpoint import read_config
 from backend.engines.cuda.engine import CudaEngine
@@ -24,6 +24,7 @@ from backend.engines.torch.engine import TorchEngine
 from backend.kinds import KINDS
 from backend.model_folders import check_memory, model_path
 from backend.sequence import BLOCK_TOKENS
+from backend.settings import ConfigError
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

@@ -2,9 +2,10 @@ import json
 
 import pytest
 
-from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ConfigError, load_config
+from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, load_config
 from backend.launcher.overrides import Overrides, write_overridden
 from backend.launcher.settings import LaunchError
+from backend.settings import ConfigError
 from tests.fakes.eagle import DIALECTS, published, random_head, write
 
 

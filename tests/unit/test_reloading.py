@@ -9,7 +9,8 @@ import pytest
 
 from backend.admin.reloading import reload_drafts
 from backend.app import build
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
+from backend.settings import ConfigError
 from tests.fakes.apps import ask
 from tests.fakes.checkpoints import VOCABULARY, folder
 

@@ -2,9 +2,10 @@ import json
 
 import pytest
 
-from backend.config import ConfigError, parse_config
+from backend.config import parse_config
 from backend.ops.stats import Stats, StepStats
 from backend.ops.switches import SwitchBoard
+from backend.settings import ConfigError
 from policy import Switches
 
 FAKE = {

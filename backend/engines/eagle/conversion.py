@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend.config import ConfigError
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle import folder as folders
 from backend.engines.eagle.answering import Answer, answer
@@ -18,6 +17,7 @@ from backend.engines.eagle.dialects import PublishedHead, TargetShape, read_publ
 from backend.engines.eagle.place import is_converted, place_of
 from backend.engines.eagle.probe import Score, choose
 from backend.engines.models.configuration import read_decoder_config
+from backend.settings import ConfigError
 from backend.storage import cache
 from backend.storage.manifest import check_vocabulary, vocabulary_sha256, weights_sha256
 

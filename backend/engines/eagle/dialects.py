@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend.config import ConfigError
 from backend.engines.checkpoint import CheckpointError, read_rope
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.eagle.other_kinds import model_type, other_kind
 from backend.engines.eagle.published import read_tensors
 from backend.kinds import ROPE_TYPES
 from backend.published_heads import SAFETENSORS
+from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
 
 DEFAULT_THETA = 10000.0

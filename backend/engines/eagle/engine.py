@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from backend.config import ConfigError, EngineConfig
+from backend.config import EngineConfig
 from backend.engines.checkpoint import DTYPES, load_embeddings
 from backend.engines.eagle.folder import EagleShape, load
 from backend.engines.eagle.kind import activations
@@ -31,6 +31,7 @@ from backend.engines.registry import Service
 from backend.engines.stepping.kv_caches import Cache, Caches
 from backend.sampling.processing import Columns
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
+from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config, weights_sha256
 from policy.evidence import PAST_TRAINED
 

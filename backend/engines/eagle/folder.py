@@ -50,7 +50,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.config import ConfigError
+from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
 
 if TYPE_CHECKING:

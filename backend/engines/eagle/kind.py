@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.config import EngineConfig, ServingConfig
 from backend.engines import latency_cases as cases
 from backend.engines.eagle.folder import EagleShape, read_shape
 from backend.engines.eagle.other_kinds import other_kind
@@ -16,6 +16,7 @@ from backend.engines.latency_cases import Case
 from backend.engines.memory import available_bytes
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
+from backend.settings import ConfigError
 from backend.storage import manifest
 
 if TYPE_CHECKING:

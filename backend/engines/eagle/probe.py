@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from backend.config import ConfigError
 from backend.engines.eagle.answering import Answer
 from backend.engines.eagle.dialects import PublishedHead, default_layers
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.eagle.whole_text import WholeText
+from backend.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 

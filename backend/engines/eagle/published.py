@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.config import ConfigError
 from backend.published_heads import PICKLES, SAFETENSORS
+from backend.settings import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from backend.config import ConfigError, EngineConfig
+from backend.config import EngineConfig
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.head.folder import CONTEXT_ROWS, made_for, read_config
 from backend.engines.head.in_target import HeadInTarget
@@ -23,6 +23,7 @@ from backend.machine import machine
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
 from backend.sequence import Sequence
+from backend.settings import ConfigError
 from backend.storage.manifest import weights_sha256
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from backend.config import ConfigError
 from backend.engines.checkpoint import CheckpointError
+from backend.settings import ConfigError
 from backend.storage import cache
 
 FORMAT = 3

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import ConfigError, EngineConfig, ServingConfig
+from backend.config import EngineConfig, ServingConfig
 from backend.engines.apart import EngineApart
 from backend.engines.port import Engine
 from backend.engines.registry import Service
@@ -21,6 +21,7 @@ from backend.engines.trtllm.folder import (
     token_budget,
 )
 from backend.sequence import BLOCK_TOKENS
+from backend.settings import ConfigError
 from backend.storage.manifest import check_vocabulary
 
 if TYPE_CHECKING:

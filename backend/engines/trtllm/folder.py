@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.config import ConfigError
 from backend.sequence import BLOCK_TOKENS
+from backend.settings import ConfigError
 
 TEXT_TOKENS = 65_536
 """Tokens of text that are in flight at most where an engine is built without saying how many."""

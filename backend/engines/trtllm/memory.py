@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from backend.config import ConfigError
+from backend.settings import ConfigError
 
 RESERVE_BYTES = 2 << 30
 """Kept free on each GPU for the decoder's buffers and CUDA itself, per engine. An estimate: not
