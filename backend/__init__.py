@@ -1,3 +1,5 @@
 """Serving: the wiring, settings and requests; a folder for each room
 (``docs/explanation/how-it-works.md``).
 """
+
+__version__ = "0.3.0"

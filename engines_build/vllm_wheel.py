@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from backend import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "spindle_vllm"
 SOURCES = ("policy", "backend")
@@ -40,7 +42,6 @@ LEFT_OUT = frozenset(
 DEPENDENCIES = ("numpy>=1.26", "numba>=0.60")
 """All that drafts without a model import; vLLM has prometheus_client, torch and transformers."""
 
-_VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 _IMPORT = re.compile(r"^(\s*)(from|import) (policy|backend)\b", re.MULTILINE)
 _MODULE_NAME = re.compile(r"([\"'])((?:policy|backend)(?:\.\w+)+)\1")
 _INIT = '''"""Spindle's planner for vLLM: classes that vLLM's settings name."""
@@ -85,17 +86,16 @@ include = ["spindle_vllm*"]
 
 def write_tree(folder: Path) -> None:
     """Write what the wheel is built from into an empty folder."""
-    version = _VERSION.findall((ROOT / "pyproject.toml").read_text("utf-8"))[0]
     paths = [*_modules()]
     modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths}
     for path in paths:
         copy = folder / NAME / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(_renamed((ROOT / path).read_text("utf-8"), modules), "utf-8")
-    (folder / NAME / "__init__.py").write_text(_INIT.format(version=version), "utf-8")
+    (folder / NAME / "__init__.py").write_text(_INIT.format(version=__version__), "utf-8")
     (folder / "LICENSE").write_bytes((ROOT / "LICENSE").read_bytes())
     dependencies = ", ".join(f'"{one}"' for one in DEPENDENCIES)
-    project = _PROJECT.format(version=version, dependencies=dependencies)
+    project = _PROJECT.format(version=__version__, dependencies=dependencies)
     (folder / "pyproject.toml").write_text(project, "utf-8")
 
 

@@ -13,14 +13,13 @@ until SIGTERM, which ends it once those in flight have ended.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
-from importlib import metadata
 from pathlib import Path
 
 import uvicorn
 
+from backend import __version__
 from backend.config import EMBEDDED_MODEL, load_config
 from backend.launcher.say import say
 from backend.launcher.settings import read_settings
@@ -60,7 +59,7 @@ def main() -> None:
         most_texts=config.limits.max_active_requests,
         api_key=environment.get("OPENAI_API_KEY") or "",
         metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
-        version=version(),
+        version=__version__,
         special_tokens=(
             ByteTokenizer().special_tokens if folder is None else special_tokens(folder)
         ),
@@ -97,19 +96,6 @@ def about_tools(template: ChatTemplate | None) -> str:
             "(tool_choice) come"
         )
     return "the chat template's format of calls is not known: with tool_choice auto they stay text"
-
-
-def version() -> str:
-    """Return the version of the distribution, in a clone that of its pyproject.toml."""
-    try:
-        return metadata.version("spindle")
-    except metadata.PackageNotFoundError:
-        found = re.search(
-            r'^version = "(.+)"$',
-            (PROJECT_ROOT / "pyproject.toml").read_text("utf-8"),
-            re.MULTILINE,
-        )
-        return found[1] if found else "unknown"
 
 
 if __name__ == "__main__":
