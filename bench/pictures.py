@@ -123,15 +123,16 @@ def speed(found: Ratios, theme: dict[str, str]) -> Figure:
         axis.plot(
             [place] * len(own), own, "o", color=theme["line"], markersize=5, alpha=0.55, zorder=4
         )
-        words = f"{means[SPINDLE][place]:.2f}"
+        is_last = place == len(loads) - 1  # the band's names are right of it
         axis.annotate(
-            words,
-            (place, max(own)),
-            (0, 7),
+            f"{means[SPINDLE][place]:.2f}",
+            (place, means[SPINDLE][place]),
+            (-8, 9) if is_last else (8, 3),
             textcoords="offset points",
-            ha="center" if place < len(loads) - 1 else "right",  # the band's names are right of it
+            ha="right" if is_last else "left",
             color=theme["line"],
             weight="bold",
+            zorder=5,
         )
     _frame(axis, loads, theme)
     _labels(axis, means, theme)
@@ -164,7 +165,7 @@ def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
     axis.set_xticks(range(len(loads)), [f"{load} in flight" for load in loads])
     axis.set_xlim(-0.15, len(loads) - 1 + 0.95)
     low, high = axis.get_ylim()
-    axis.set_ylim(low, high + 0.08 * (high - low))  # room for the figures above the dots
+    axis.set_ylim(low, high + 0.08 * (high - low))  # room for the figures
     axis.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     axis.set_ylabel("tokens/s over plain decoding")
     axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
@@ -217,7 +218,7 @@ def comparison(panels: dict[str, Over], theme: dict[str, str]) -> Figure:
             axis.plot(ratio, place, "o", color=colour, markersize=8, zorder=3)
             axis.annotate(
                 f"{ratio:.2f}",
-                (high, place),
+                (max(high, 1), place),  # right of the line of equal speed, too
                 (8, 0),
                 textcoords="offset points",
                 va="center",
