@@ -108,7 +108,7 @@ def said(**values):
             "tiny-head",
             "head",
             said(architectures=["LlamaForCausalLMEagle3"]),
-            "is a LlamaForCausalLMEagle3, which is not supported. Supported are SpindleHead",
+            "must be 'eagle' or left out for the draft head",
         ),
         (
             "tiny-head",

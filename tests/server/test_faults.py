@@ -131,4 +131,4 @@ def test_a_lost_target_costs_every_request_one_error_and_the_process_starts_agai
     for door in DOORS:
         assert ask(faulty, door, "again ", 10) == (reference_text("again ", 10), "")
     assert faulty.health()["pid"] != before
-    assert "the target is lost" in faulty.log.read_text(errors="replace")
+    assert "the target engine is lost" in faulty.log.read_text(errors="replace")
