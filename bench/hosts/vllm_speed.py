@@ -4,13 +4,13 @@ prompts and machine, interleaved, on one CPU.
     make test-vllm && spindle prepare                              # vLLM's environment, the model
     python -m bench.hosts.vllm_speed --out docs/results/vllm.json  # twelve minutes
 
-Arms: plain vLLM, its n-grams with each of ``--ngram`` lengths, and the plug-in as it comes (draft
-``suffix``, at most 8 tokens). vLLM's suffix decoding needs a package that it does not bring, its
-adaptive verification its other model runner: neither can be had here. In each block every arm
-serves the same prompts of five workloads, greedily, at each number in flight, one arm right after
-the other, forwards in even blocks and backwards in odd ones. Tokens per second count prompts; what
-counts are ratios within a block and workload (medians, bootstrap intervals). The plug-in has
-measured its table before the first block.
+Arms: plain vLLM, its n-grams with each of ``--ngram`` lengths, and the plug-in in both modes: as it
+comes (draft ``suffix``, at most 8 tokens), and with planned lengths for vLLM's n-grams. vLLM's
+suffix decoding needs a package that it does not bring, its adaptive verification its other model
+runner: neither can be had here. In each block every arm serves the same prompts of five workloads,
+greedily, at each number in flight, one arm right after the other, forwards in even blocks and
+backwards in odd ones. Tokens per second count prompts; what counts are ratios within a block and
+workload (medians, bootstrap intervals). The plug-in has measured its table before the first block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from bench.paired import abba, median_interval
 
 ENVIRONMENT = PROJECT_ROOT / ".venv-vllm"
 MODEL = "models/smollm2-135m-instruct"
-PLAIN, SPINDLE = "plain", "spindle"
+PLAIN, SPINDLE, LENGTHS = "plain", "spindle", "ngram-planned"
+OURS = (SPINDLE, LENGTHS)
 IN_FLIGHT = (1, 8)
 MAX_PROMPT_CHARACTERS = 900
 K_MAX = 8
@@ -97,18 +98,18 @@ def engines(model: Path, dtype: str, table: Path, ngrams: list[int]) -> dict[str
         "scheduler_cls": "backend.hosts.vllm.SpindleScheduler",
         "additional_config": {"spindle": {"latency_file": str(table)}},
     }
-    theirs = {
-        f"ngram-{k}": {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": k,
-                "prompt_lookup_min": 2,
-                "prompt_lookup_max": 4,
-            }
-        }
-        for k in ngrams
+    ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    arms: dict[str, dict[str, Any]] = {
+        f"ngram-{k}": {"speculative_config": ngram | {"num_speculative_tokens": k}} for k in ngrams
     }
-    return {PLAIN: base, **{name: base | one for name, one in theirs.items()}, SPINDLE: base | ours}
+    arms[SPINDLE] = ours
+    arms[LENGTHS] = {
+        "speculative_config": ngram | {"num_speculative_tokens": K_MAX},
+        "scheduler_cls": "backend.hosts.vllm_lengths.SpindleLengthScheduler",
+        "additional_config": {"spindle": {"latency_file": str(table.with_name("lengths.json"))}},
+        "async_scheduling": False,
+    }
+    return {PLAIN: base, **{name: base | one for name, one in arms.items()}}
 
 
 def texts(model: Path, blocks: int, seed: int) -> dict[str, list[list[int]]]:
@@ -124,22 +125,24 @@ def texts(model: Path, blocks: int, seed: int) -> dict[str, list[list[int]]]:
 
 
 def summary(runs: list[Run], seed: int) -> list[Run]:
-    """Return the plug-in's tokens per second over each other arm's."""
+    """Return the tokens per second of the plug-in's modes over each other arm's."""
     rate = {
         (r["block"], r["workload"], r["in_flight"], r["arm"]): r["tokens"] / r["wall_s"]
         for r in runs
     }
+    arms = sorted({r["arm"] for r in runs})
+    versus = [(ours, other) for ours in OURS for other in arms if ours != other]
     found = []
     for in_flight in IN_FLIGHT:
-        for other in sorted({r["arm"] for r in runs} - {SPINDLE}):
+        for ours, other in versus:
             for workload in (workloads.MIX, *workloads.NAMES):
                 pairs = [
-                    rate[b, w, n, SPINDLE] / rate[b, w, n, other]
+                    rate[b, w, n, ours] / rate[b, w, n, other]
                     for b, w, n, arm in rate
                     if arm == other and n == in_flight and workload in (workloads.MIX, w)
                 ]
                 low, high = median_interval(pairs, seed)
-                row = {"in_flight": in_flight, "over": other, "workload": workload}
+                row = {"in_flight": in_flight, "arm": ours, "over": other, "workload": workload}
                 row |= {"ratio": round(median(pairs), 3), "low": round(low, 3)}
                 found.append(row | {"high": round(high, 3), "pairs": len(pairs)})
     return found

@@ -1,7 +1,8 @@
-"""One of ``bench.hosts.vllm_speed``'s arms, in vLLM's own environment: ``python vllm_worker.py
-ENGINE-JSON``. Writes ``ready``, then answers each JSON line {"prompts", "max_tokens"} with
-{"tokens", "wall_s", "steps": {sum of measured, of predicted seconds}, "texts"}. Greedy; all prompts
-are in flight at once. Imports nothing of the project but what the plug-in is.
+"""An arm of ``bench.hosts.vllm_speed`` or ``vllm_gpu``, in vLLM's own environment:
+``python vllm_worker.py ENGINE-JSON``. Writes ``ready``, then answers each JSON line {"prompts",
+"max_tokens", "ignore_eos": false} with {"tokens", "wall_s", "steps": {sum of measured, of predicted
+seconds}, "texts"}. Greedy; all prompts are in flight at once. Imports nothing of the project but
+what the plug-in is.
 """
 
 from __future__ import annotations
@@ -35,13 +36,19 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    engine = LLM(**json.loads(sys.argv[1])).llm_engine
+    settings = json.loads(sys.argv[1])
+    engine = LLM(**settings).llm_engine
     scheduler, number = engine.engine_core.engine_core.scheduler, 0
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
         before, started_s = step_sums(scheduler), time.perf_counter()
-        params = SamplingParams(temperature=0.0, max_tokens=work["max_tokens"])
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=work["max_tokens"],
+            ignore_eos=work.get("ignore_eos", False),
+            detokenize=not settings.get("skip_tokenizer_init", False),
+        )
         for prompt in work["prompts"]:
             engine.add_request(str(number), TokensPrompt(prompt_token_ids=prompt), params)
             number += 1
