@@ -9,6 +9,8 @@ ADR = Path(__file__).resolve().parents[2] / "docs" / "adr"
 PAGES = sorted(ADR.glob("0*.md"))
 NO_VERB = ("a", "an", "the", "on", "in", "for", "when", "where", "what", "how", "why", "one")
 """First words of titles that name a subject instead of a decision."""
+MOST_WORDS = 400
+"""Words of a page, its tables included."""
 
 
 def title(page):
@@ -35,3 +37,8 @@ def test_the_index_marks_what_was_superseded():
     for page in PAGES:
         gone = "Status: superseded" in page.read_text("utf-8")
         assert gone == (f"({page.name}) (superseded)" in index), page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_decision_is_half_a_page(page):
+    assert len(page.read_text("utf-8").split()) <= MOST_WORDS
