@@ -6,7 +6,7 @@
 # make vllm-wheel  the same as a wheel of one import name, spindle_vllm, into dist
 # make fleet     the environment of the Dynamo worker: .venv-fleet, 0.5 GB, half a minute
 # make docs      the site of docs/ into build/site; index.html opens as a file
-# make bench     the load sweep: ARGS="--quick --out FILE" for eight minutes, else hours
+# make bench     the load sweep: ARGS="--quick --out FILE" for eight minutes, else a day
 # make audit     look the pinned packages up among PyPI's advisories, over the network
 # PYTHON         a Python 3.10, 3.11 or 3.12 with a shared library, for .venv
 
