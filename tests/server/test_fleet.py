@@ -86,7 +86,7 @@ def test_a_replica_joins_and_every_text_survives_the_kill_of_another(fleet, url,
     dying, joining = fleet.replicas[1].process, fleet.add()
     joining.wait()
     until(
-        lambda: ask(url, chat(0, "greedy", 4)).reason and joining.said("request received"),
+        lambda: ask(url, chat(0, "greedy", 4)).reason and joining.count_in_log("request received"),
         "the third worker gets no request",
     )
     answers = ask_all(url, bodies, dying.kill)
