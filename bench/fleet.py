@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from backend.launcher.dynamo import DEFAULT_PYTHON
 from backend.launcher.settings import PORTS
+from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 MODEL = "tiny-target"
@@ -381,6 +382,7 @@ def main() -> None:
             by_kv = fleet.front_end("--router-mode", "kv")
             record: dict[str, Any] = {
                 "command": " ".join(["python -m bench.fleet", *sys.argv[1:]]),
+                "machine": machine.describe(),
                 "replicas": options.replicas,
             }
             parts: dict[str, Callable[[], dict[str, Any]]] = {
