@@ -19,6 +19,7 @@ from numpy.random import Generator as Rng
 from .levels import (
     FIXED,
     LEVELS,
+    NO_LEVEL,
     NONE,
     PLANNED,
     SHORT,
@@ -34,6 +35,7 @@ from .wrappers import Wrapped, Wrapper
 
 _COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment; the rows count where tokens vary
 _SEEN_STEPS = 8  # are taken up at once
+_SETTLING_STEPS = 6  # after an experiment: engines that pad go back to their width in some steps
 _START_STEPS = 1.0  # the credit for the first experiment at a level
 _MOST_CREDIT_STEPS = 8.0
 _HALF_LIFE_S = 3600.0  # of the evidence, while no server runs
@@ -64,9 +66,11 @@ class Open(NamedTuple):
     trial: bool
     """Whether it belongs to an experiment."""
     counted: bool
-    """Whether the step before was planned in the same way."""
+    """Whether the step before was planned in the same way, with as many rows and no prompt."""
     last: bool
     """Whether it ends an experiment."""
+    settles: int = NO_LEVEL
+    """The level of the experiment that it follows so soon that it is part of what that cost."""
 
 
 class Trial(NamedTuple):
@@ -93,8 +97,12 @@ class Memory:
     samples: int = 0
     """The pairs that were compared."""
     block: Block | None = None
-    before: tuple[int, bool] = (PLANNED, False)
-    """The level of the last planned step, and whether it was an experiment's."""
+    before: tuple[int, bool, int] | None = None
+    """The level of the last planned step, whether it was an experiment's, and its rows; None: it
+    had a prompt, or there was none.
+    """
+    settling: tuple[int, int] = (NO_LEVEL, 0)
+    """The level of the last experiment, and the steps for which it may have made a change."""
     open: tuple[Open, ...] = ()
     """The last planned steps. One submission ahead: at most two."""
     next: Open | None = None
@@ -114,6 +122,7 @@ class Memory:
             self.samples,
             self.block,
             self.before,
+            self.settling,
             self.open,
             self.next,
             self.trial,
@@ -161,11 +170,27 @@ class Guard(Wrapper[State]):
             if trial:
                 notes["experiment"] = LEVELS[applied]
             plan = replace(plan, notes={**plan.notes, **notes})
-        counted = memory.before == (applied, trial)
+        counted = memory.before == (applied, trial, rows)
         last = block is not None and block.planned == block.steps
-        step = Open(view.request, rows, applied, trial, counted, last)
-        memory.before, memory.open = (applied, trial), (*memory.open[-1:], step)
+        settles = self._settles(memory, applied if trial else NO_LEVEL, rows, view.prefill_tokens)
+        step = Open(view.request, rows, applied, trial, counted, last, settles)
+        memory.before = None if view.prefill_tokens else (applied, trial, rows)
+        memory.open = (*memory.open[-1:], step)
         return plan, Wrapped(inner, memory)
+
+    @staticmethod
+    def _settles(memory: Memory, tried: int, rows: int, prefill_tokens: int) -> int:
+        """Return the level of the experiment that a step still suffers from, in place; ``tried`` is
+        that of the one which it is part of.
+        """
+        level, left = memory.settling
+        if tried != NO_LEVEL:
+            memory.settling = tried, _SETTLING_STEPS
+            return NO_LEVEL
+        if prefill_tokens or memory.before is None or memory.before[2] != rows:
+            left = 0
+        memory.settling = level, max(left - 1, 0)
+        return level if left else NO_LEVEL
 
     def _planned(
         self, level: int, memory: Memory, view: View, inner: State, now: float, rng: Rng
@@ -186,7 +211,12 @@ class Guard(Wrapper[State]):
     def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
         """Return the policy's answer; False where the next step is plain in any case."""
         memory, rows = state.own, len(request)
-        if _level(memory, rows) == NONE and _block(memory, rows, 0) is None:
+        block = _block(memory, rows, 0)
+        if block is None:
+            is_plain = _level(memory, rows) == NONE
+        else:  # the first step of one is not certain: a prompt may come
+            is_plain = block.level == NONE and block.planned > 1
+        if is_plain:
             return False
         return self._fixed is not None or super().needs_ceilings(request, state)
 
@@ -244,6 +274,10 @@ class Guard(Wrapper[State]):
             memory.credit_s -= bucket.loss * seconds
         if not step.trial or step.level == NONE:
             seconds = bucket.usual_s(rows, seconds)
+        tried = step.level if step.trial else step.settles
+        if tried != NO_LEVEL and is_clean:
+            bucket = bucket.billed(tried, rows, tokens, seconds, experiment=step.trial)
+            memory.buckets = {**memory.buckets, place: bucket}
         if step.trial:
             before = memory.trial if step.counted else _NO_TRIAL
             if step.counted and is_clean:
@@ -256,7 +290,7 @@ class Guard(Wrapper[State]):
             memory.trial = before
             if step.last:
                 self._conclude(step, memory)
-        elif step.level == bucket.level and step.counted and is_clean:
+        elif step.level == bucket.level and tried == NO_LEVEL and step.counted and is_clean:
             length = proposed / (len(lengths) - lengths.count(0)) if proposed else 0.0
             if memory.seen and bucket_of(memory.seen[0].rows) != place:
                 self._take_up(memory)

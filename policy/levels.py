@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from .paired import Comparison, from_data
 
+NO_LEVEL = -1
 PLANNED, SHORT, NONE, FIXED = range(4)
 LEVELS = ("planned", "short", "none", "fixed")
 """The levels that a step can be planned by: the policy, the policy with half its lengths, no
@@ -22,9 +23,9 @@ the policy did not want any; the last are as good as an experiment.
 COST_SHARE, CLEAR_COST_SHARE = 0.005, 0.001
 """The most goodput that experiments may cost, and where the policy's plans are clearly better."""
 SCHEMA = 1
-_LEAST_LOSS = 0.05  # of an experiment's time: what a change of width or graph may cost
-_GAIN_LOSS = 0.02  # the same where the alternative was faster until now
-_UNKNOWN_LOSS = 0.3  # the same before the first sample
+_LEAST_LOSS = 0.02  # of an experiment's time
+_UNKNOWN_LOSS, _UNKNOWN_STEPS = 0.3, 3.0  # the same before the first, which weighs so many steps
+_COST_KEPT = 0.95  # of what experiments cost, with each of them
 _UNKNOWN_PROMISE = 0.2  # of an alternative without samples
 _LONGEST_WAIT = 3  # of an alternative, in experiments by others
 _OTHERS_FADE = 0.98  # of the evidence on one alternative, with a sample of another
@@ -84,6 +85,26 @@ class Side(NamedTuple):
         return enough and now - self.at <= _FRESH_STEPS
 
 
+class Cost(NamedTuple):
+    """What experiments by a level cost, until the engine works as before them; fading, in steps by
+    the level that is applied.
+    """
+
+    lost: float = 0.0
+    spent: float = 0.0
+    """The experiments' own time."""
+
+    @property
+    def share(self) -> float:
+        """The share of its time that an experiment is expected to lose."""
+        lost = _UNKNOWN_LOSS * _UNKNOWN_STEPS + self.lost
+        return max(lost / (_UNKNOWN_STEPS + self.spent), _LEAST_LOSS)
+
+    def faded(self) -> Cost:
+        """Return the cost before another experiment."""
+        return Cost(_COST_KEPT * self.lost, _COST_KEPT * self.spent)
+
+
 class Bucket(NamedTuple):
     """The estimates for a range of numbers of rows; its pairs have the same number exactly."""
 
@@ -98,8 +119,8 @@ class Bucket(NamedTuple):
     """By level, the experiments since it was last tried."""
     next_level: int = NONE
     """That of the next experiment."""
-    loss: float = _UNKNOWN_LOSS
-    """The share of its time that it is expected to lose."""
+    costs: tuple[Cost, ...] = (Cost(),) * len(LEVELS)
+    """By level, what experiments by it cost."""
     share: float = COST_SHARE
     """The share of all time that experiments may lose now."""
 
@@ -112,6 +133,11 @@ class Bucket(NamedTuple):
             for level, comparison in ((PLANNED, planned), (NONE, none))
         )
         return math.exp(planned.mean - none.mean) if measured else math.nan
+
+    @property
+    def loss(self) -> float:
+        """The share of its time that the next experiment is expected to lose."""
+        return self.costs[self.next_level].share
 
     @property
     def short_length(self) -> int:
@@ -129,6 +155,20 @@ class Bucket(NamedTuple):
         """Return what steps by another level are compared with; None: not enough yet."""
         side = self.windows.get((rows, PROPOSING if level == NONE else ALL))
         return side if side is not None and side.is_enough(rows, now) else None
+
+    def billed(
+        self, level: int, rows: int, tokens: int, seconds: float, *, experiment: bool
+    ) -> Bucket:
+        """Return the bucket after a step of an experiment by a level, or one that followed it."""
+        usual = self.windows.get((rows, ALL))
+        if usual is None:
+            return self
+        usual_s = usual.seconds / usual.steps
+        lost = (seconds - tokens / usual.goodput) / usual_s
+        spent = seconds / usual_s if experiment else 0.0
+        costs, cost = list(self.costs), self.costs[level]
+        costs[level] = Cost(cost.lost + lost, cost.spent + spent)
+        return self._replace(costs=tuple(costs))
 
     def with_steps(self, steps: Sequence[Seen], at: int) -> Bucket:
         """Return the bucket with more steps by the level that is applied."""
@@ -167,7 +207,9 @@ class Bucket(NamedTuple):
     def tried(self, level: int) -> Bucket:
         """Return the bucket after an experiment."""
         waits = [0 if other == level else count + 1 for other, count in enumerate(self.waits)]
-        return self._replace(waits=tuple(waits))
+        costs = list(self.costs)
+        costs[level] = costs[level].faded()
+        return self._replace(waits=tuple(waits), costs=tuple(costs))
 
     def alternatives(self, levels: Sequence[int]) -> list[int]:
         """Return the levels that are tried at the bucket's own; half the lengths are where
@@ -177,11 +219,12 @@ class Bucket(NamedTuple):
         return [level for level in levels if level != self.level and (level != SHORT or is_short)]
 
     def moved(self, level: int) -> Bucket:
-        """Return the bucket at another level, with half the evidence."""
+        """Return the bucket at another level, with half the evidence; costs are unknown there."""
         won = self.compared[level]
         known = [c.seen_from(won) if c.weight else c for c in self.compared]
         known[level], known[self.level] = Comparison(), won.reversed()
-        return self._replace(level=level, compared=tuple(known), windows={})
+        costs = (Cost(),) * len(LEVELS)
+        return self._replace(level=level, compared=tuple(known), windows={}, costs=costs)
 
     def prepared(self, levels: Sequence[int]) -> Bucket:
         """Return the bucket with the next experiment: the alternative that may be worth most, or
@@ -191,13 +234,10 @@ class Bucket(NamedTuple):
         level = max(alternatives, key=lambda other: _promise(compared[other]))
         longest = max(alternatives, key=self.waits.__getitem__)
         level = longest if self.waits[longest] >= _LONGEST_WAIT else level
-        mean, loss = compared[level].mean, _UNKNOWN_LOSS
-        if compared[level].weight:
-            loss = _GAIN_LOSS if mean > 0 else max(_LEAST_LOSS, -math.expm1(mean))
         worse = all(compared[other].is_clearly_worse for other in alternatives)
         clear = worse and self.level == PLANNED  # elsewhere the way back is looked for
         share = CLEAR_COST_SHARE if clear else COST_SHARE
-        return self._replace(next_level=level, loss=loss, share=share)
+        return self._replace(next_level=level, share=share)
 
 
 def _promise(comparison: Comparison) -> float:

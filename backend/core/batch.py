@@ -73,8 +73,8 @@ class Batch:
         """Return the decoding rows as the policy sees them. A row that follows a turn in flight is
         as it was before that turn, which emits a token at least.
 
-        Drafts that are not free are asked what they could propose only where the plan for requests
-        of these ids ``needs_ceilings``.
+        Drafts are asked what they could propose where the plan for requests of these ids
+        ``needs_ceilings``, and now and then where it does not (``Drafting.ceilings``).
         """
         rows = self.decoding
         left = [s.remaining - (s.id in self.following) for s in rows]
@@ -83,10 +83,10 @@ class Batch:
             for s, tokens in zip(rows, left, strict=True)
         ]
         request, context, remaining, group, tenant = np.array(numbers, np.int64).reshape(-1, 5).T
-        rests = not needs_ceilings(request)
+        is_plain = not needs_ceilings(request)
         most = [_most(s, k_max, tokens) for s, tokens in zip(rows, left, strict=True)]
         ceiling, unseen, evidence = drafting.ceilings(
-            [s.sequence for s in rows], most, only_free=rests
+            [s.sequence for s in rows], most, is_plain=is_plain
         )
         return View(
             drafts=drafting.names,

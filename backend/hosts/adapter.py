@@ -176,9 +176,9 @@ class Host:
             for row, s in zip(rows, sequences, strict=True)
         ]
         request, context, remaining, most = np.array(numbers, np.int64).T
-        rests = not self.cycle.runner.needs_ceilings(request)
+        is_plain = not self.cycle.runner.needs_ceilings(request)
         ceiling, unseen, evidence = self.cycle.drafting.ceilings(
-            sequences, most.tolist(), only_free=rests
+            sequences, most.tolist(), is_plain=is_plain
         )
         names = self.cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 COOLDOWN_S = 10.0
 """Seconds for which a draft that raised is not asked."""
 
+SCORED_EVERY = 8
+"""Of so many steps that are plain in any case, in one free drafts are asked, to be scored."""
+
 _EVERY_NODE = 256
 """More nodes than any proposal has: those that are not verified are evidence of a draft, too."""
 
@@ -85,20 +88,31 @@ class Drafting:
             (d, draft) for d, draft in enumerate(drafts) if isinstance(draft, ShowsEvidence)
         ]
         self._resting_until_s = dict.fromkeys(self.names, float("-inf"))
+        self._plain_steps = 0
 
     def with_engines(self, drafts: Seq[Engine]) -> Drafting:
         """Return the same with these drafts."""
         return Drafting(drafts, self._stats, self._clock, most_nodes=self._most_nodes)
 
     def ceilings(
-        self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool = False
+        self, sequences: Seq[Sequence], most: Seq[int], *, is_plain: bool = False
     ) -> tuple[IntArray, IntArray, IntArray | None]:
         """Return by sequence and draft how many tokens the draft could propose now, at most
         ``most`` of each sequence, how many committed ones it has not seen, and the evidence that it
         shows or shares (``View.evidence``; None: none shows any), int64[n, D] each.
 
-        The first two are 0 for a draft that rests, and with ``only_free`` for one that is not free.
+        The first two are 0 for a draft that rests. Where the step ``is_plain`` in any case, drafts
+        are asked in one of ``SCORED_EVERY`` such steps, and only free ones.
         """
+        self._plain_steps += is_plain
+        if is_plain and self._plain_steps % SCORED_EVERY != 1:
+            nothing = np.zeros((len(sequences), len(self.engines)), np.int64)
+            return nothing, nothing, nothing if self._showing else None
+        return self._ceilings(sequences, most, only_free=is_plain)
+
+    def _ceilings(
+        self, sequences: Seq[Sequence], most: Seq[int], *, only_free: bool
+    ) -> tuple[IntArray, IntArray, IntArray | None]:
         now = self._clock()
         ceiling, unseen, evidence = np.zeros((3, len(sequences), len(self.engines)), np.int64)
         for d, draft in enumerate(self.engines):
@@ -160,7 +174,7 @@ class Drafting:
         """Add to ``proposals`` what free drafts would have proposed for sequences whose tokens are
         still to be committed, at most ``most`` for each.
         """
-        ceiling, _, evidence = self.ceilings(sequences, most, only_free=True)
+        ceiling, _, evidence = self._ceilings(sequences, most, only_free=True)
         ids = [sequence.id for sequence in sequences]
         bins = dict(zip(ids, _listed(evidence, sequences), strict=True))
         for d, draft in enumerate(self.engines):
