@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ _ARCHITECTURES = ("DFlash", "Eagle", "MLPSpeculator", "Medusa")
 _ONLY_IN_HEADS = (".fc.weight", ".hidden_norm.weight")
 """Ends of tensor names that a decoder lacks."""
 
-_LONGEST_HEADER = 1 << 26
-
 
 def is_published_head(folder: Path, config: Mapping[str, Any]) -> bool:
     """Return whether a folder with this ``config.json`` is that of a published draft head, one that
@@ -44,9 +41,10 @@ def is_published_head(folder: Path, config: Mapping[str, Any]) -> bool:
 
 def _names_in(file: Path) -> list[str]:
     """Return the names of a safetensors file's tensors; none where its header cannot be read."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            return list(json.loads(stream.read(min(length, _LONGEST_HEADER))))
-        except ValueError:
-            return []
+    from safetensors import SafetensorError, safe_open  # `doctor` runs without packages
+
+    try:
+        with safe_open(file, "numpy") as tensors:
+            return list(tensors.keys())
+    except SafetensorError:
+        return []

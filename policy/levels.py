@@ -24,7 +24,7 @@ COST_SHARE, CLEAR_COST_SHARE = 0.005, 0.001
 """The most goodput that experiments may cost, and where the policy's plans are clearly better."""
 SCHEMA = 1
 _LEAST_LOSS = 0.02  # of an experiment's time
-_UNKNOWN_LOSS, _UNKNOWN_STEPS = 0.3, 3.0  # the same before the first, which weighs so many steps
+_UNKNOWN_LOSS, _UNKNOWN_STEPS = 0.3, 3.0  # the same before any, and the steps that this weighs
 _COST_KEPT = 0.95  # of what experiments cost, with each of them
 _UNKNOWN_PROMISE = 0.2  # of an alternative without samples
 _LONGEST_WAIT = 3  # of an alternative, in experiments by others
@@ -86,8 +86,8 @@ class Side(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What experiments by a level cost, until the engine works as before them; fading, in steps by
-    the level that is applied.
+    """The cost of experiments by a level, until the engine works as before them; fading, in steps
+    by the level that is applied.
     """
 
     lost: float = 0.0
@@ -120,7 +120,7 @@ class Bucket(NamedTuple):
     next_level: int = NONE
     """That of the next experiment."""
     costs: tuple[Cost, ...] = (Cost(),) * len(LEVELS)
-    """By level, what experiments by it cost."""
+    """By level, the cost of experiments by it."""
     share: float = COST_SHARE
     """The share of all time that experiments may lose now."""
 

@@ -25,6 +25,7 @@ from backend.config import (
 )
 from backend.kinds import KINDS, automatic
 from backend.launcher import settings as launch
+from backend.launcher.front_end import MODULE as FRONT_END
 from backend.launcher.processes import command_line
 from backend.machine import Machine, machine
 from backend.settings import ConfigError
@@ -202,33 +203,44 @@ def disk(machine: Machine, name: str, folder: Path, needed_gb: float, advice: st
 
 
 def ports(settings: launch.Settings) -> list[Finding]:
-    """Report for each port whether it is free, or which process listens on it."""
+    """Report for each port whether it is free, or which process listens on it. One that a running
+    Spindle has is no fault: it serves.
+    """
     found = []
     for (name, option, _), port in zip(launch.PORTS, settings.ports, strict=True):
         label = name.lower().replace("_", " ")
+        at = f"{port} on {settings.bind}"
         if why := launch.port_trouble(settings.bind, port):
-            text = f"{port} on {settings.bind}: {why}{listener(port)}. Choose another with {option}"
-            found.append(Finding(label, MISSING, text))
+            state, text = MISSING, f"{why}{listener(port)}. Choose another with {option}"
+            if (pid := _listener(port)) and _is_spindle(command_line(pid)):
+                state, text = WARNING, f"Spindle runs there, process {pid}; a second needs {option}"
+            found.append(Finding(label, state, f"{at}: {text}"))
         else:
-            found.append(
-                Finding(
-                    label,
-                    OK,
-                    f"{port} on {settings.bind} is free" if port else "none: no OpenAI front end",
-                )
-            )
+            text = f"{at} is free" if port else "none: no OpenAI front end"
+            found.append(Finding(label, OK, text))
     return found
 
 
 def listener(port: int) -> str:
     """Return the process that listens on a port, as far as this user may know."""
+    if pid := _listener(port):
+        return f", by process {pid} ({' '.join(command_line(pid))[:60]})"
+    return ", by a process that this user cannot see" if [*_listening(port)] else ""
+
+
+def _listener(port: int) -> int:
+    """Return the process that listens on a port; 0: none that this user can see."""
     inodes = set(_listening(port))
     for handle in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             if os.readlink(handle) in inodes:
-                pid = int(handle.parts[2])
-                return f", by process {pid} ({' '.join(command_line(pid))[:60]})"
-    return ", by a process that this user cannot see" if inodes else ""
+                return int(handle.parts[2])
+    return 0
+
+
+def _is_spindle(command: list[str]) -> bool:
+    """Return whether a command is a server's of ours or its front end's."""
+    return FRONT_END in command or any(f"/{launch.RUN_PREFIX}" in word for word in command)
 
 
 def _listening(port: int) -> Iterator[str]:

@@ -15,6 +15,7 @@ from backend.launcher.settings import Settings
 from backend.launcher.side_process import SideProcess
 from backend.triton_adapter.paths import PROJECT_ROOT
 
+MODULE = "backend.openai_frontend"
 STOP_LIMIT_S = 5.0
 
 
@@ -29,7 +30,7 @@ class FrontEnd(SideProcess):
         """
         super().__init__(
             "the OpenAI front end",
-            [python, "-m", "backend.openai_frontend"],
+            [python, "-m", MODULE],
             folder=PROJECT_ROOT,
             environment={"SPINDLE_CONFIG": str(settings.config)},
             stop_limit_s=STOP_LIMIT_S,

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from backend.config import ServingConfig
 from backend.launcher.package import packaged_stub, packaged_triton
-from backend.launcher.settings import LaunchError
+from backend.launcher.settings import RUN_PREFIX, LaunchError
 from backend.machine import Machine, machine
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.paths import PROJECT_ROOT
 from backend.triton_adapter.rendering import render_config
 
-PREFIX = "spindle-run-"
 MOST_SOCKET_PATH_BYTES = 107
 """Linux's limit, less the byte that ends it."""
 
@@ -34,7 +33,7 @@ def run_folder(machine: Machine = machine) -> Iterator[Path]:
     longer locked.
     """
     temporary, shared_memory = machine.temporary_folder(), machine.shared_memory_folder()
-    for folder in temporary.glob(f"{PREFIX}*"):
+    for folder in temporary.glob(f"{RUN_PREFIX}*"):
         if (lock := _locked(folder)) is not None:
             _delete(folder, shared_memory)
             os.close(lock)
@@ -42,7 +41,7 @@ def run_folder(machine: Machine = machine) -> Iterator[Path]:
     while (
         lock is None or not folder.exists()
     ):  # another launcher that starts now may take an unlocked folder for a leftover
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary))
+        folder = Path(tempfile.mkdtemp(prefix=RUN_PREFIX, dir=temporary))
         lock = _locked(folder)
     try:
         yield folder

@@ -23,6 +23,8 @@ from backend.machine import Machine, machine
 MINIMUM_GLIBC = (2, 35)
 PYTHONS = ((3, 10), (3, 12))
 DEFAULT_TRACE_RATE = 1000
+RUN_PREFIX = "spindle-run-"
+"""The names of the folders that running services live in begin with it."""
 PORTS = (
     ("HTTP_PORT", "--port", 8000),
     ("GRPC_PORT", "--grpc-port", 8001),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from backend.openai_frontend.errors import ApiError, invalid_body, path_of
-from backend.openai_frontend.schema import IGNORED
+from backend.openai_frontend.fields import IGNORED
 
 MOST_LEVELS = 500
 """Arrays and objects inside each other; Python's own limit is about 900."""

@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from backend.openai_frontend.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels
+from backend.openai_frontend.conversation import Function
 from backend.openai_frontend.reading import Frame
-from backend.openai_frontend.schema import ChatRequest, Function
+from backend.openai_frontend.schema import ChatRequest
 from backend.openai_frontend.strict import close_objects
 
 NO_ARGUMENTS: dict[str, Any] = {

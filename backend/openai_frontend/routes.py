@@ -12,9 +12,9 @@ from backend.openai_frontend.bodies import parse
 from backend.openai_frontend.choices import CHAT, COMPLETION, Style
 from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
 from backend.openai_frontend.escaping import Escaped
+from backend.openai_frontend.fields import INT32
 from backend.openai_frontend.guides import guide_of
 from backend.openai_frontend.schema import (
-    INT32,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

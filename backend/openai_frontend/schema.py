@@ -6,76 +6,30 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     model_validator,
 )
 
+from backend.openai_frontend.conversation import (
+    Message,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+    Variables,
+)
 from backend.openai_frontend.errors import wrong
-from backend.openai_frontend.literals import as_json
+from backend.openai_frontend.fields import CACHE_CONTROL, INT32, Body, ignored, one_of, refused
 
-INT32 = 2**31 - 1
 MOST_PROMPTS = 256
-IGNORED, REFUSED = "ignored", "refused"
-
-
-def _ignored(does: str) -> Any:
-    """Return a field that is accepted, whatever its value."""
-    return Field(None, description=does, json_schema_extra={"fate": IGNORED}, exclude=True)
-
-
-def _refused(why: str, *neutral: Any) -> Any:
-    """Return a field that is refused, unless its value asks for nothing."""
-    extra: dict[str, Any] = {"fate": REFUSED, "neutral": list(neutral)}
-    return Field(None, description=why, json_schema_extra=extra)
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(
-        extra="ignore"
-    )  # what is unknown is refused below, with its likely name
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_fields(cls, given: Any) -> Any:
-        """Refuse what is unknown or not served; leave out what is null."""
-        if not isinstance(given, dict):
-            return given
-        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-        for name, value in given.items():
-            if name not in fields:
-                near = difflib.get_close_matches(name, fields, 1, 0.75)
-                hint = f" Did you mean '{near[0]}'?" if near else ""
-                raise wrong(f"Unknown parameter: '{name}'.{hint}", name, "unknown_parameter")
-            extra = fields[name].json_schema_extra
-            if isinstance(extra, dict) and extra["fate"] == REFUSED and value is not None:
-                neutral = extra["neutral"]
-                if not isinstance(neutral, list) or value not in neutral:
-                    message = (
-                        f"Unsupported parameter: '{name}' is not served: {fields[name].description}"
-                    )
-                    raise wrong(message, name, "unsupported_parameter")
-        return {name: value for name, value in given.items() if value is not None}
 
 
 def _stop(value: Any) -> Any:
-    return [value] if isinstance(value, str) else _one_of(value, list, "an array of strings")
-
-
-def _one_of(value: Any, kind: type, name: str) -> Any:
-    """Return a value that may also be a string. Raises where it is neither."""
-    if not isinstance(value, kind):
-        raise wrong(f"expected a string or {name}, but got {as_json(value)}", code="invalid_type")
-    return value
+    return [value] if isinstance(value, str) else one_of(value, list, "an array of strings")
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -98,21 +52,18 @@ def _is_ids(value: Any) -> bool:
     )
 
 
-_CACHE_CONTROL = "Anthropic's: prompts that begin alike share KV without it"
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How a stream ends."""
 
     include_usage: bool = Field(False, description="a last chunk with the token counts")
-    include_obfuscation: Any = _ignored("no padding is sent")
-    continuous_usage_stats: Any = _ignored("vLLM's; the counts come with the last chunk only")
+    include_obfuscation: Any = ignored("no padding is sent")
+    continuous_usage_stats: Any = ignored("vLLM's; the counts come with the last chunk only")
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class Options(_Body):
+class Options(Body):
     """Both kinds of completion."""
 
     model: str = Field(description="the name that `/v1/models` has")
@@ -186,17 +137,17 @@ class Options(_Body):
         True,
         description="Spindle's; false: no draft remembers the answer for later requests",
     )
-    no_stop_trim: Any = _refused("SGLang's; a stop text is never part of the output", False)
-    skip_special_tokens: Any = _refused("vLLM's; special tokens are no text", True)
-    return_hidden_states: Any = _refused("SGLang's; hidden states are not returned", False)
-    user: Any = _ignored("labels the caller")
-    metadata: Any = _ignored("labels the request for OpenAI's dashboard")
-    store: Any = _ignored("there is no interface to read answers back; see `remember`")
-    service_tier: Any = _ignored("all requests are of one tier")
-    safety_identifier: Any = _ignored("labels the caller")
-    prompt_cache_key: Any = _ignored("prompts that begin alike share KV without it")
-    prompt_cache_retention: Any = _ignored("KV is kept by last use")
-    cache_control: Any = _ignored(_CACHE_CONTROL)
+    no_stop_trim: Any = refused("SGLang's; a stop text is never part of the output", False)
+    skip_special_tokens: Any = refused("vLLM's; special tokens are no text", True)
+    return_hidden_states: Any = refused("SGLang's; hidden states are not returned", False)
+    user: Any = ignored("labels the caller")
+    metadata: Any = ignored("labels the request for OpenAI's dashboard")
+    store: Any = ignored("there is no interface to read answers back; see `remember`")
+    service_tier: Any = ignored("all requests are of one tier")
+    safety_identifier: Any = ignored("labels the caller")
+    prompt_cache_key: Any = ignored("prompts that begin alike share KV without it")
+    prompt_cache_retention: Any = ignored("KV is kept by last use")
+    cache_control: Any = ignored(CACHE_CONTROL)
 
 
 class CompletionRequest(Options):
@@ -228,8 +179,8 @@ class CompletionRequest(Options):
         description="Spindle's: that many of the prompt's last token ids are text that was "
         "generated before, by any server; what follows is as if it had not been broken off",
     )
-    suffix: Any = _refused("text is only continued", "")
-    best_of: Any = _refused("texts are not ranked", 1)
+    suffix: Any = refused("text is only continued", "")
+    best_of: Any = refused("texts are not ranked", 1)
 
     @model_validator(mode="after")
     def _agree(self) -> CompletionRequest:
@@ -238,218 +189,10 @@ class CompletionRequest(Options):
         return self
 
 
-class ContentPart(_Body):
-    """A part of a message."""
-
-    type: str
-    text: str = ""
-    refusal: str = ""
-    cache_control: Any = _ignored(_CACHE_CONTROL)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if kind not in ("text", "refusal") or kind not in given:
-            raise wrong(f"only content parts of type text are served, got type {kind!r}", "type")
-        return given
-
-
-def _parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    return _one_of(value, list, "an array of content parts")
-
-
-class CalledFunction(_Body):
-    """A function that was called, and its arguments as JSON."""
-
-    name: str
-    arguments: str = "{}"
-
-
-class ToolCall(_Body):
-    """A call in a conversation."""
-
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: Any = _ignored("of a streamed call")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the call as chat templates take it: its arguments as an object if they are one."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except ValueError:
-            arguments = self.function.arguments
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
-
-
-REASONING_NAMES = ("reasoning_content", "reasoning")
-"""Names that templates have for the reasoning of an earlier answer."""
-
-
-class Message(_Body):
-    """A message of a chat. An assistant's may have null content with a refusal or calls."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
-        description="a `developer` message is a `system` message to templates that know no "
-        "developers"
-    )
-    content: Annotated[list[ContentPart], BeforeValidator(_parts)] | None = Field(
-        None, description="a text, or parts of type `text`"
-    )
-    name: str | None = Field(None, description="for the chat template")
-    tool_calls: list[ToolCall] | None = Field(None, description="for the chat template")
-    tool_call_id: str | None = Field(None, description="for the chat template")
-    refusal: str | None = Field(
-        None, description="of an earlier answer: its text where content is null"
-    )
-    reasoning_content: str | None = Field(
-        None, description="of an earlier answer, for the chat template"
-    )
-    reasoning: str | None = Field(None, description="the same by vLLM's name")
-    annotations: Any = _ignored("of an earlier answer")
-    cache_control: Any = _ignored(_CACHE_CONTROL)
-    audio: Any = _refused("there is no audio")
-    function_call: Any = _refused("use tool_calls")
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        others = (self.tool_calls, self.refusal, self.reasoning_content, self.reasoning)
-        is_answer = self.role == "assistant" and any(other is not None for other in others)
-        if self.content is None and not self.tool_calls and not is_answer:
-            raise wrong("content must be a text or parts of type text, got null", "content")
-        return self
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the message as chat templates take it."""
-        given = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
-        if self.tool_calls:
-            given["tool_calls"] = [call.as_dict() for call in self.tool_calls]
-        if reasoning := self.reasoning_content or self.reasoning:
-            given |= dict.fromkeys(REASONING_NAMES, reasoning)
-            if not (self.tool_calls and self.content):  # gpt-oss's template refuses all three
-                given["thinking"] = reasoning
-        parts = (part.text + part.refusal for part in self.content or ())
-        return {
-            **given,
-            "content": (self.refusal or "") if self.content is None else "".join(parts),
-        }
-
-
-def _json_schema(value: Any) -> dict[str, Any] | bool:
-    if not isinstance(value, (dict, bool)):
-        raise wrong("a schema must be an object or a boolean")
-    return value
-
-
-class JsonSchema(_Body):
-    """The schema that a text must keep; ``strict`` closes its objects."""
-
-    name: str = ""
-    description: str | None = None
-    schema_: Annotated[Any, PlainValidator(_json_schema)] = Field(True, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(_Body):
-    """``text``, any JSON object, or one of a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_its_schema(self) -> ResponseFormat:
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            raise wrong(
-                "json_schema must be given with type json_schema, and only with it", "json_schema"
-            )
-        return self
-
-
-class Function(_Body):
-    """A function that the model may call; ``parameters`` is the schema of its arguments, whose
-    objects ``strict`` closes.
-    """
-
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    cache_control: Any = _ignored(_CACHE_CONTROL)
-    strict: bool | None = None
-
-
-class Tool(_Body):
-    """A function as a tool."""
-
-    type: Literal["function"]
-    function: Function
-    cache_control: Any = _ignored(_CACHE_CONTROL)
-
-
-class NamedFunction(_Body):
-    """The name of a function."""
-
-    name: str
-
-
-class ToolChoice(_Body):
-    """Whether the model has to call a function, and which."""
-
-    type: Literal["none", "auto", "required", "function"]
-    function: NamedFunction | None = None
-
-    @model_validator(mode="after")
-    def _names_one(self) -> ToolChoice:
-        if (self.function is None) == (self.type == "function"):
-            raise wrong("function must be given with type function, and only with it", "function")
-        return self
-
-
 def _tool_choice(value: Any) -> Any:
-    return {"type": value} if isinstance(value, str) else _one_of(value, dict, "an object")
+    return {"type": value} if isinstance(value, str) else one_of(value, dict, "an object")
 
 
-_RESERVED = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "bos_token",
-    "eos_token",
-    "chat_template",
-    "tokenize",
-)
-"""Variables of a template, and arguments of its rendering, that no client sets."""
-_VARIABLE_TYPES: dict[str, tuple[type, str]] = {
-    "enable_thinking": (bool, "true or false"),
-    "thinking": (bool, "true or false"),
-    "reasoning_effort": (str, "a string"),
-}
-"""Values of variables in the templates that read them: "false" would switch reasoning on."""
-
-
-def _variables(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables of a template. Raises for one that no template can use."""
-    for name, value in given.items():
-        kind, expected = _VARIABLE_TYPES.get(name, (object, ""))
-        path = f"chat_template_kwargs.{name}"
-        if name in _RESERVED:
-            raise wrong(f"'{path}' is set by the server, got {as_json(value)}", name)
-        if not isinstance(value, kind):
-            message = f"Invalid type for '{path}': expected {expected}, but got {as_json(value)}"
-            raise wrong(message, name)
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            message = f"Invalid value for '{path}': numbers must be finite, got {as_json(value)}"
-            raise wrong(message, name) from None
-    return given
-
-
-Variables = Annotated[dict[str, Any], AfterValidator(_variables)]
 _VARIABLES = "vLLM's: variables of the chat template, such as `enable_thinking`"
 
 
@@ -494,15 +237,15 @@ class ChatRequest(Options):
     include_reasoning: bool = Field(
         True, description="vLLM's; false: reasoning that is apart from the content is left out"
     )
-    stream_reasoning: Any = _refused("SGLang's; reasoning is streamed as it is written", True)
-    continue_final_message: Any = _refused("vLLM's; an answer is begun, not continued", False)
-    prediction: Any = _ignored("how much is guessed is decided without it")
-    functions: Any = _refused("use tools", [])
-    function_call: Any = _refused("use tool_choice", "none")
-    verbosity: Any = _refused("no model here takes how much to say", "medium")
-    modalities: Any = _refused("answers are text", ["text"])
-    audio: Any = _refused("answers are text")
-    web_search_options: Any = _refused("nothing is searched")
+    stream_reasoning: Any = refused("SGLang's; reasoning is streamed as it is written", True)
+    continue_final_message: Any = refused("vLLM's; an answer is begun, not continued", False)
+    prediction: Any = ignored("how much is guessed is decided without it")
+    functions: Any = refused("use tools", [])
+    function_call: Any = refused("use tool_choice", "none")
+    verbosity: Any = refused("no model here takes how much to say", "medium")
+    modalities: Any = refused("answers are text", ["text"])
+    audio: Any = refused("answers are text")
+    web_search_options: Any = refused("nothing is searched")
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
@@ -523,24 +266,24 @@ class ChatRequest(Options):
         return [tool.function.name for tool in self.tools or ()]
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """``POST /tokenize``."""
 
     model: str | None = Field(None, description="the name that `/v1/models` has, if any")
     prompt: str | None = Field(None, description="a text")
     messages: list[Message] | None = Field(None, min_length=1, description="or a conversation")
     tools: list[Tool] | None = Field(None, description="shown to the model with the conversation")
-    continue_final_message: Any = _refused("vLLM's; an answer is begun, not continued", False)
+    continue_final_message: Any = refused("vLLM's; an answer is begun, not continued", False)
     chat_template_kwargs: Variables | None = Field(None, description=_VARIABLES)
 
     @model_validator(mode="after")
-    def _one_of(self) -> TokenizeRequest:
+    def _is_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise wrong("either prompt or messages must be given", "prompt")
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = Field(None, description="the name that `/v1/models` has, if any")

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backend.openai_frontend.channels import Channels
+from backend.openai_frontend.conversation import Message, Tool
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.escaping import Escaped, Escaper
+from backend.openai_frontend.fields import INT32
 from backend.openai_frontend.reading import Frame
 from backend.openai_frontend.reasoning import reasoning_after
-from backend.openai_frontend.schema import INT32, Message, Tool
 from backend.openai_frontend.template import ChatTemplate, RenderError
 
 MIN_BODY_BYTES = 4 * 1024 * 1024

@@ -35,7 +35,7 @@ COOLDOWN_S = 10.0
 """Seconds for which a draft that raised is not asked."""
 
 SCORED_EVERY = 8
-"""Of so many steps that are plain in any case, in one free drafts are asked, to be scored."""
+"""Free drafts are asked in every eighth step that is plain in any case, to be scored."""
 
 _EVERY_NODE = 256
 """More nodes than any proposal has: those that are not verified are evidence of a draft, too."""
@@ -101,8 +101,8 @@ class Drafting:
         ``most`` of each sequence, how many committed ones it has not seen, and the evidence that it
         shows or shares (``View.evidence``; None: none shows any), int64[n, D] each.
 
-        The first two are 0 for a draft that rests. Where the step ``is_plain`` in any case, drafts
-        are asked in one of ``SCORED_EVERY`` such steps, and only free ones.
+        The first two are 0 for a draft that rests. Of steps that are plain in any case, one in
+        ``SCORED_EVERY`` asks the free drafts.
         """
         self._plain_steps += is_plain
         if is_plain and self._plain_steps % SCORED_EVERY != 1:

@@ -38,10 +38,8 @@ import numpy as np
 from tqdm import tqdm
 
 from backend.config import PolicyConfig, parse_config
-from backend.engines.memory import host_bytes
 from backend.machine import machine
 from backend.model_folders import model_path
-from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import workloads
 from bench.paired import abba, repeated_share
 from bench.peers.arms import PEERS, Peers
@@ -64,39 +62,21 @@ from bench.sweep.arms import (
     is_ablation,
     tables,
 )
+from bench.sweep.options import VARIATION, parse
 from bench.sweep.report import write_report
 from engines_build.prepare import prepare
 from policy.simulation.workload import bursty
 
-DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
 MESSAGES = 240
 TUNING_STEP = 4
 """Every fourth message is for choosing, the others are scored."""
 SAVE_S = 20.0
-SERVER_BYTES = 7 << 29
-"""Memory of a server of SmolLM2 with its drafts."""
 FAKE_CHARACTERS = 300
 """Characters of a message that the fake engines get; they read bytes."""
-VARIATION = {"poisson": 1.0, "bursty": 3.0}
-"""Coefficient of variation of the gaps between arrivals."""
 FREE = ("out", "limit_s", "servers", "quick", "config")
 """Options that may differ from those of the command that began the record; the configuration is
 compared by what it says.
 """
-QUICK: dict[str, Any] = {
-    "workloads": ["mix"],
-    "closed": [1, 8],
-    "shares": [0.7],
-    "arrivals": ["poisson"],
-    "lengths": [3],
-    "blocks": 2,
-    "requests": 12,
-    "requests_closed": 4,
-    "rounds": 2,
-    "max_tokens": 24,
-    "active": 8,
-    "limit_s": 480.0,
-}
 
 
 class Sweep:
@@ -421,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = "stopped: the same command goes on"
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(text))  # its servers end with it
     command = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(command)
+    options = parse(command, __doc__ or "")
     record = opened(options)
     record["command"] = ["python", "-m", "bench.sweep.run", *command]
     config = record["settings"]["config"]
@@ -456,126 +436,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"wrote {options.out} and {report}"
         + ("" if whole else "; the time is up: the same command goes on")
     )
-
-
-def parse(command: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; ``--quick`` changes defaults."""
-    parser = argparse.ArgumentParser(
-        prog="spindle bench",
-        description=__doc__,
-        epilog="example: spindle bench --quick --out build/quick.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a few points, small blocks, at most eight minutes"
-    )
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
-    parser.add_argument(
-        "--in-process", action="store_true", help="step the loop here, without Triton"
-    )
-    parser.add_argument(
-        "--workloads",
-        nargs="+",
-        choices=[*workloads.NAMES, workloads.MIX],
-        default=["chat", "summarise", "qa", "sql", "mix"],
-    )
-    parser.add_argument(
-        "--policies",
-        nargs="*",
-        help="besides none and spindle, your own by its dotted path; default: all but those and "
-        "the ablations",
-    )
-    parser.add_argument(
-        "--ablations",
-        action="store_true",
-        help="spindle without each part and draft, or with a part that is off",
-    )
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        default=[],
-        choices=[*PEERS, "all"],
-        help="other stacks, in closed loops only",
-    )
-    parser.add_argument(
-        "--closed", nargs="+", type=int, default=[1, 2, 4, 8, 16, 24], help="requests in flight"
-    )
-    parser.add_argument(
-        "--shares",
-        nargs="*",
-        type=float,
-        default=[0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5],
-        help="of the capacity",
-    )
-    parser.add_argument("--arrivals", nargs="*", choices=list(VARIATION), default=list(VARIATION))
-    parser.add_argument(
-        "--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="of the fixed choices"
-    )
-    parser.add_argument(
-        "--blocks", type=int, default=8, help="warm blocks; a cold one comes before"
-    )
-    parser.add_argument("--requests", type=int, default=40, help="a block of an open loop")
-    parser.add_argument(
-        "--requests-closed",
-        type=int,
-        default=8,
-        help="a block of a closed loop at the least",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=5,
-        help="or as many for each place: where the last ones end, the batch is half empty",
-    )
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="above 0, requests are seeded, so that every policy writes the same text",
-    )
-    parser.add_argument(
-        "--prefix",
-        choices=["cold", "warm"],
-        default="cold",
-        help="warm: the prompts of a run have just been served, for one token each",
-    )
-    parser.add_argument(
-        "--raw", action="store_true", help="send the bare message, without the chat template"
-    )
-    parser.add_argument(
-        "--active",
-        type=int,
-        default=16,
-        help="places of the in-flight batch: with that many in flight it is saturated",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    room = max(2, min(8, host_bytes() // SERVER_BYTES))
-    parser.add_argument(
-        "--servers",
-        type=int,
-        default=room,
-        help="running at once (in process: engines); the least recently used makes room",
-    )
-    parser.add_argument(
-        "--limit-s",
-        type=float,
-        default=math.inf,
-        help="begin no run of a warm block after so long; the same command goes on",
-    )
-    parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "build" / "sweep.json")
-    if "--quick" in command:
-        parser.set_defaults(**QUICK)
-    options = parser.parse_args(command)
-    options.peers = list(PEERS) if "all" in options.peers else options.peers
-    if options.peers and options.shares:
-        parser.error("--peers serve closed loops only: give --shares without a number")
-    if options.peers and options.prefix == "warm":
-        parser.error("--peers keep no prefixes: --prefix must be cold")
-    if options.ablations and options.policies is None:
-        options.policies = []
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    return options
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from backend.openai_frontend import schema
+from backend.openai_frontend.conversation import Message
+from backend.openai_frontend.fields import IGNORED, REFUSED
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 PAGE = PROJECT_ROOT / "docs" / "reference" / "openai.md"
@@ -15,12 +17,12 @@ BODIES: tuple[type[BaseModel], ...] = (
     schema.Options,
     schema.CompletionRequest,
     schema.ChatRequest,
-    schema.Message,
+    Message,
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
 )
 _BEGIN, _END = "<!-- fields: python -m docs.tools.reference -->", "<!-- end -->"
-_FATES = ("served", schema.IGNORED, schema.REFUSED)
+_FATES = ("served", IGNORED, REFUSED)
 
 
 def with_fields(page: str) -> str:

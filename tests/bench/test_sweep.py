@@ -9,6 +9,7 @@ import pytest
 
 from bench import servers as arms
 from bench.servers import Offer, Served
+from bench.sweep import options
 from bench.sweep import run as sweep
 from bench.sweep.arms import (
     ADAPTING,
@@ -496,8 +497,8 @@ def test_a_server_that_is_given_up_while_it_starts_is_ended(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("free_gib", "servers"), [(22, 6), (100, 8), (3, 2)])
 def test_as_many_servers_run_as_fit_into_memory(monkeypatch, free_gib, servers):
-    monkeypatch.setattr(sweep, "host_bytes", lambda: free_gib << 30)
-    assert sweep.parse([]).servers == servers
+    monkeypatch.setattr(options, "host_bytes", lambda: free_gib << 30)
+    assert options.parse([], "").servers == servers
 
 
 def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(tmp_path_factory):

@@ -24,7 +24,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backend.launcher.processes import command_line, descendants
-from backend.launcher.run_folder import PREFIX
+from backend.launcher.settings import RUN_PREFIX
 from backend.triton_adapter.fields import TEXT_INPUTS
 from backend.triton_adapter.paths import PROJECT_ROOT
 
@@ -238,7 +238,7 @@ class Service:
 
     def run_folders(self):
         """Return the run folders in this service's TMPDIR."""
-        return list(self.log.parent.glob(f"{PREFIX}*"))
+        return list(self.log.parent.glob(f"{RUN_PREFIX}*"))
 
     def shared_memory(self):
         """Return the shared memory of the service: Triton's log says what its run folder, and so

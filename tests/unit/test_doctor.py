@@ -142,6 +142,24 @@ def test_a_port_in_use_is_missing_and_says_by_whom(a_good_machine, monkeypatch):
         assert found["http port"].state == "ok"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["tritonserver", "--model-repository", "/tmp/spindle-run-x1/model_repository"],
+        ["python", "-m", "backend.openai_frontend"],
+    ],
+)
+def test_a_port_of_a_running_spindle_is_no_fault(a_good_machine, monkeypatch, command):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("HTTP_PORT", str(port := taken.getsockname()[1]))
+        monkeypatch.setattr(doctor, "command_line", lambda pid: command)
+        found = {finding.name: finding for finding in doctor.findings()}["http port"]
+    assert found.state == "warning"
+    words = f"Spindle runs there, process {os.getpid()}; a second needs --port"
+    assert found.text.startswith(f"{port} on ")
+    assert found.text.endswith(words)
+
+
 def test_too_little_room_is_a_warning_and_a_folder_that_cannot_be_written_is_missing(
     tmp_path,
 ):

@@ -4,8 +4,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from backend.openai_frontend.conversation import Message
 from backend.openai_frontend.escaping import Escaped
-from backend.openai_frontend.schema import Message
 from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate
 

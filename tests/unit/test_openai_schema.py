@@ -5,8 +5,10 @@ from pydantic import ValidationError
 
 from backend.openai_frontend import schema
 from backend.openai_frontend.answers import tensors
+from backend.openai_frontend.conversation import Message
 from backend.openai_frontend.errors import invalid_body, upstream_error
-from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Message
+from backend.openai_frontend.fields import IGNORED, REFUSED
+from backend.openai_frontend.schema import ChatRequest, CompletionRequest
 from docs.tools.openai_page import BODIES, PAGE, with_fields
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -37,7 +39,7 @@ def test_the_page_lists_every_field_as_it_is():
             assert field.description, name
 
 
-@pytest.mark.parametrize(("body", "name"), fields_of(schema.IGNORED))
+@pytest.mark.parametrize(("body", "name"), fields_of(IGNORED))
 def test_what_is_ignored_takes_any_value(body, name):
     for value in ({"a": 1}, "x", 5, [ODD], False):
         made(body, **{name: value})
@@ -64,7 +66,7 @@ def test_what_vllm_router_adds_asks_for_nothing():
     schema.TokenizeRequest(**CHAT, continue_final_message=False)
 
 
-@pytest.mark.parametrize(("body", "name"), fields_of(schema.REFUSED))
+@pytest.mark.parametrize(("body", "name"), fields_of(REFUSED))
 def test_what_is_refused_is_named_but_for_null(body, name):
     made(body, **{name: None})
     with pytest.raises(ValidationError) as raised:
