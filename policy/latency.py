@@ -345,10 +345,12 @@ class LatencyModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Correction:
-    """Corrections of the tables by measured steps: a factor by part, and the target's shape."""
+    """Corrections of the tables by measured steps: a factor by part, the target's shape, and the
+    overhead, which no table has.
+    """
 
     factor: FloatArray
-    """[2 + drafts] measured over predicted time, places as ``VERIFY``."""
+    """[2 + drafts] measured over predicted time, places as ``VERIFY``; the overhead's is 1."""
     log_factor: FloatArray = field(default_factory=lambda: np.zeros(OCTAVES))
     """[OCTAVES] how far the target's curve is off, its factor apart, by octave of tokens."""
     seen: FloatArray = field(default_factory=lambda: np.zeros(OCTAVES))
@@ -357,6 +359,10 @@ class Correction:
     """The shape that is planned with (None: the table's)."""
     age: int = 0
     """Steps since it changed."""
+    overhead_s: FloatArray = field(default_factory=lambda: np.zeros(2))
+    """Seconds of a step besides forwards, of plain steps and of those that speculate; 0: unknown,
+    and the model's are taken.
+    """
 
     @classmethod
     def start(cls, drafts: int) -> Correction:
@@ -367,20 +373,27 @@ class Correction:
         """Return the corrected seconds of a step's parts."""
         applied, (_, _, *tables) = self.applied, model.tables
         target = _target(model.target, None if applied is None else applied.tobytes())
-        return Times._make((*target, *tables[:-1], self.factor))
+        plain_s, speculating_s = self.overhead_s.tolist()
+        overhead_s = plain_s or model.overhead_s
+        more_s = model.speculation_s
+        if plain_s and speculating_s:
+            more_s = max(speculating_s - plain_s, 0.0)
+        return Times._make((*target, *tables[:-3], overhead_s, more_s, self.factor))
 
     def learnt(
         self,
-        learn: Callable[[FloatArray, FloatArray, FloatArray, int], int],
+        learn: Callable[[FloatArray, FloatArray, FloatArray, FloatArray, int], int],
     ) -> Correction:
-        """Return the correction after a step: ``learn`` changes factor, shape and evidence in place
-        and returns the age (``policy.loops.times.learn_times``).
+        """Return the correction after a step: ``learn`` changes factor, shape, evidence and
+        overhead in place and returns the age (``policy.loops.times.learn_step``).
         """
-        factor, log_factor, seen = self.factor.copy(), self.log_factor.copy(), self.seen.copy()
-        age = learn(factor, log_factor, seen, self.age)
-        if age > 0 or (age == 0 and self.age == 0):
-            return Correction(factor, log_factor, seen, self.applied, age)
-        return Correction(factor, log_factor, seen, log_factor if age == 0 else None)
+        columns = self.factor, self.log_factor, self.seen, self.overhead_s
+        factor, log_factor, seen, overhead_s = (column.copy() for column in columns)
+        age = learn(factor, log_factor, seen, overhead_s, self.age)
+        applied = self.applied
+        if age < 0 or (age == 0 and self.age > 0):
+            applied, age = (log_factor if age == 0 else None), 0
+        return Correction(factor, log_factor, seen, applied, age, overhead_s)
 
 
 @lru_cache(maxsize=8)

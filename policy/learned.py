@@ -22,11 +22,10 @@ from .plan import FloatArray
 from .tenants import Tenants
 from .trim import COUNTS, Calibration
 
-SCHEMA = 13
+SCHEMA = 14
 _FACTORS = (1 / MAX_CORRECTION, MAX_CORRECTION)
 _RANGES = {
     "factor": _FACTORS,
-    "overhead_factor": _FACTORS,
     "log_factor": (-MAX_SHAPE, MAX_SHAPE),
     "variance": (MIN_VARIANCE, MAX_VARIANCE),
     "moment": (-sys.float_info.max, sys.float_info.max),
@@ -109,8 +108,9 @@ def restored(
         model.decayed_to(model.with_groups(acceptance, groups, members), now),
         calibration,
         Correction(
-            np.array([target["factor"], target["overhead_factor"], *factors]),
+            np.array([target["factor"], 1.0, *factors]),
             *(target["log_factor"], target["seen"], target["log_factor"]),
+            overhead_s=target["overhead_s"],
         ),
         rows,
     )
@@ -166,12 +166,12 @@ def _key(entry: Any, name: str, key: str) -> int:
 
 def _plain(correction: Correction, drafts: Sequence[str]) -> dict[str, Any]:
     """Return what was learnt of times; its caller sets the age."""
-    target_factor, overhead_factor, *factors = correction.factor.tolist()
+    target_factor, _, *factors = correction.factor.tolist()
     return {
         "age_s": 0.0,
         "target": {
             "factor": target_factor,
-            "overhead_factor": overhead_factor,
+            "overhead_s": correction.overhead_s.tolist(),
             "log_factor": correction.log_factor.tolist(),
             "seen": correction.seen.tolist(),
         },

@@ -292,18 +292,16 @@ class AdaptivePlanner(Policy[PlannerState]):
         self,
         outcome: Outcome,
         state: PlannerState,
-        learnt: tuple[FloatArray, FloatArray, FloatArray, int],
+        learnt: tuple[FloatArray, FloatArray, FloatArray, FloatArray, int],
     ) -> int:
         """Learn from a step's times, in place (``policy.loops.times.learn_step``).
 
-        No prediction contains planning and learning. An engine that times nothing but the whole:
-        all parts share its surprise, which shows no shape.
+        An engine that times nothing but the whole: all parts share its surprise, which shows no
+        shape.
         """
         assert state.view is not None
         parts_s = outcome.times.parts_s
         measured_s = np.array([parts_s.get(name, 0.0) for name in self._parts])
-        own_s = parts_s.get("planning", 0.0) + parts_s.get("learning", 0.0)
-        measured_s[1] = max(measured_s[1] - own_s, 0.0)
         return time_loops.learn_step(
             self.latency.tables,
             self._step(outcome, state.view),
@@ -340,7 +338,9 @@ class AdaptivePlanner(Policy[PlannerState]):
 
     def drift(self, state: PlannerState) -> dict[str, float]:
         """Return measured over predicted time by part of the step; 1: the tables still hold."""
-        return dict(zip(self._parts, state.correction.factor.tolist(), strict=True))
+        factors = dict(zip(self._parts, state.correction.factor.tolist(), strict=True))
+        del factors["overhead"]  # it is measured alone: no table has it
+        return factors
 
     def save(self, state: PlannerState, now: float) -> dict[str, Any]:
         """Return what was learnt, without the requests in flight (``policy.learned``)."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
-from .times import FIRST_DRAFT, OVERHEAD, TIMES, VERIFY, Times, forward_s, verify_each_s, verify_s
+from .times import FIRST_DRAFT, TIMES, VERIFY, Times, forward_s, verify_each_s, verify_s
 
 TIE = 1e-9
 """Relative difference below which the choice with the fewest tokens wins."""
@@ -257,9 +257,8 @@ def build(
                 forward_row_s = f * (t.draft_row_s[d] + t.draft_context_s[d] * tokens)
                 all_row_s[j, d, i] = forward_row_s + nodes[j, d, i] * node_row_s - one_s
     occupied = np.zeros((drafts, k_max), np.int64)
-    fixed_s = t.factor[OVERHEAD] * t.overhead_s
-    fixed_s += factor * (everyone * t.row_s + context * t.context_s)
-    speculation_s = t.factor[OVERHEAD] * t.speculation_s
+    fixed_s = t.overhead_s + factor * (everyone * t.row_s + context * t.context_s)
+    speculation_s = t.speculation_s
     control_tokens, value = 0, float(everyone)
     if n < everyone:
         control_tokens, more, drafting_s = _fix_control(t, b, hazard, all_row_s, occupied)

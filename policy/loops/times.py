@@ -50,7 +50,7 @@ class Times(NamedTuple):
     speculation_s: float
     """A step that speculates, in addition."""
     factor: Floats
-    """[2 + D] measured over predicted time, places as ``VERIFY``."""
+    """[2 + D] measured over predicted time, places as ``VERIFY``; the overhead's is 1."""
 
     def verify_at(self, tokens: int) -> float:
         """Return the seconds of a pass of n tokens, rows and context apart."""
@@ -132,7 +132,7 @@ def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
         node_context += verified * s.context[r]
         deepest = max(deepest, s.length[i])
     parts[:] = 0.0
-    parts[OVERHEAD] = t.factor[OVERHEAD] * (t.overhead_s + (t.speculation_s if deepest else 0.0))
+    parts[OVERHEAD] = t.overhead_s + (t.speculation_s if deepest else 0.0)
     count = np.zeros((drafts, max(deepest, 1)), np.int64)
     for i in range(len(s.row)):
         r, d, k = s.row[i], s.draft[i], s.length[i]
@@ -161,6 +161,8 @@ def _bounded(factor: float) -> float:
 def _learn_factors(factor: Floats, predicted: Floats, measured: Floats) -> None:
     """Move factors, in place: a slow geometric average of clipped surprises."""
     for p in range(len(factor)):
+        if p == OVERHEAD:
+            continue
         if predicted[p] > 0 and measured[p] > 0:
             surprise = measured[p] / (predicted[p] * factor[p])
             surprise = min(max(surprise, 1 / _MAX_SURPRISE), _MAX_SURPRISE)
@@ -266,7 +268,19 @@ def learn_times(
     return 0 if _settle_shape(factor, shape, seen) else -1
 
 
-@entry(*(TIMES, STEP, FLOATS[1], FLOATS[0]), *(FLOATS[1], FLOATS[1], FLOATS[1], INTS[0]))
+@helper
+def _learn_overhead(overhead_s: Floats, speculates: bool, measured_s: float) -> None:
+    """Move the overhead of steps of a kind, in place: a slow average, without pauses."""
+    kind = 1 if speculates else 0
+    if measured_s <= 0:
+        return
+    if overhead_s[kind] == 0:
+        overhead_s[kind] = measured_s
+    measured_s = min(measured_s, _MAX_SURPRISE * overhead_s[kind])
+    overhead_s[kind] += _RATE * (measured_s - overhead_s[kind])
+
+
+@entry(*(TIMES, STEP, FLOATS[1], FLOATS[0]), *(FLOATS[1], FLOATS[1], FLOATS[1], FLOATS[1], INTS[0]))
 def learn_step(
     times: Times,
     step: Step,
@@ -275,11 +289,16 @@ def learn_step(
     factor: Floats,
     shape: Floats,
     seen: Floats,
+    overhead_s: Floats,
     age: int,
 ) -> int:
-    """Learn from the times of a step, in place; see ``learn_times``."""
+    """Learn from the times of a step, in place; see ``learn_times``.
+
+    ``overhead_s[2]`` are those of plain steps and of others.
+    """
     predicted = np.empty(len(factor))
     tokens, base_s = predict(times, step, predicted)
+    _learn_overhead(overhead_s, step.length.max() > 0, measured[OVERHEAD])
     return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)
 
 

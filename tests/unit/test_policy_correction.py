@@ -13,9 +13,12 @@ MODEL = LatencyModel(CURVE, ())
 
 def learnt(correction, tokens, base_s, parts, measured_s, step_s=0.0):
     """The correction after a step of these parts."""
-    return correction.learnt(
-        lambda *state: learn_times(*state, tokens, base_s, parts.copy(), measured_s.copy(), step_s)
-    )
+
+    def learn(factor, shape, seen, overhead_s, age):
+        step = tokens, base_s, parts.copy(), measured_s.copy(), step_s
+        return learn_times(factor, shape, seen, age, *step)
+
+    return correction.learnt(learn)
 
 
 def run(true, tokens, steps=400, noise=0.0, correction=None, seed=0):

@@ -92,7 +92,7 @@ def changed(data, path, value):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("schema", 11, ["schema must be 13", "11"]),
+        ("schema", 11, ["schema must be 14", "11"]),
         ("tenants.0.drafts.small.accepted", [1.0], ["tenants.0.drafts.small.accepted", "shape"]),
         ("tenants.0.drafts.small.accepted", "many", ["tenants.0.drafts.small.accepted", "many"]),
         ("tenants.0.drafts.small.accepted", ..., ["tenants.0.drafts.small.accepted is missing"]),
