@@ -101,8 +101,8 @@ class Drafting:
         ``most`` of each sequence, how many committed ones it has not seen, and the evidence that it
         shows or shares (``View.evidence``; None: none shows any), int64[n, D] each.
 
-        The first two are 0 for a draft that rests. Where ``is_plain``, the step has no proposals
-        in any case: only free drafts are asked, and those in one such step in ``SCORED_EVERY``.
+        The first two are 0 for a draft that rests. If ``is_plain``, the step has no proposals in
+        any case: only free drafts are asked, and those in one such step in ``SCORED_EVERY``.
         """
         self._plain_steps += is_plain
         if is_plain and self._plain_steps % SCORED_EVERY != 1:

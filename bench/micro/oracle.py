@@ -117,7 +117,7 @@ class Instance:
                 + float(view.context.sum()) * target.context_s
             )
             other = self.latency.overhead_s + (self.latency.speculation_s if proposed else 0.0)
-            seconds.append(float(self.correction[0]) * base + float(self.correction[1]) * other)
+            seconds.append(float(self.correction[0]) * base + other)
         return seconds
 
     def forwards_s(self, draft: int, tokens: tuple[int, ...]) -> float:

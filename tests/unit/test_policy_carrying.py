@@ -13,7 +13,7 @@ def saved():
     """Learned state of the drafts small and large, as it is in a file, with a group."""
     data = planner().save(taught(planner()), 59.0)
     data["groups"] = [{"group": 7, "tenant": 0, "drafts": GROUP}]
-    data["target"].update(factor=1.1, overhead_factor=1.2)
+    data["target"].update(factor=1.1, overhead_s=[0.01, 0.02])
     data["drafts"]["small"]["factor"], data["drafts"]["large"]["factor"] = 1.3, 1.4
     data["age_s"] = 0.0
     return json.loads(json.dumps(data))

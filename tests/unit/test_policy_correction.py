@@ -5,7 +5,7 @@ import pytest
 
 from policy import LatencyCurve, LatencyModel
 from policy.latency import Correction
-from policy.loops.times import MAX_SHAPE, OCTAVES, Step, learn_times, predict
+from policy.loops.times import MAX_SHAPE, OCTAVES, Step, learn_step, learn_times, predict
 
 CURVE = LatencyCurve(1.0 + 0.01 * np.arange(513), 0.01)
 MODEL = LatencyModel(CURVE, ())
@@ -150,3 +150,49 @@ def test_seconds_of_several_drafts_are_those_of_each_inside_its_grid_and_beyond(
     second = 3.0 * (curves[1].at(42) + curves[1].at(1))
     assert parts[2:] == pytest.approx([first, second])
     assert parts[0] == pytest.approx(CURVE.at(10))
+
+
+def step_of(length):
+    """A step of rows with these lengths, of one draft."""
+    length = np.array(length)
+    rows = np.arange(len(length))
+    draft = np.where(length > 0, 0, -1)
+    return Step(rows, draft, length, length, 0 * rows, np.zeros((len(rows), 1), np.int64), 0, 0)
+
+
+def after_overheads(seconds, model, steps=200):
+    """The correction after steps that took these seconds besides forwards, by their lengths."""
+    correction = Correction.start(1)
+    for _ in range(steps):
+        for length, overhead_s in seconds.items():
+            measured_s = np.array([1.0, overhead_s, 0.1 * max(length)])
+
+            def learn(*columns, length=length, measured_s=measured_s):
+                step = step_of(length)
+                return learn_step(model.tables, step, measured_s, measured_s.sum(), *columns)
+
+            correction = correction.learnt(learn)
+    return correction
+
+
+def test_the_overhead_is_learnt_with_speculation_and_without():
+    model = LatencyModel(CURVE, (CURVE,), 0.3, 0.2)
+    before = Correction.start(1).times(model)
+    assert (before.overhead_s, before.speculation_s) == (0.3, 0.2)
+    plain = after_overheads({(0, 0): 0.4}, model).times(model)
+    assert (plain.overhead_s, plain.speculation_s) == pytest.approx((0.4, 0.2))
+    both = after_overheads({(0, 0): 0.4, (2, 0): 0.7}, model).times(model)
+    assert (both.overhead_s, both.speculation_s) == pytest.approx((0.4, 0.3))
+    quicker = after_overheads({(0, 0): 0.4, (2, 0): 0.3}, model).times(model)
+    assert (quicker.overhead_s, quicker.speculation_s) == pytest.approx((0.4, 0.0))
+
+
+def test_a_pause_hardly_moves_the_overhead():
+    model = LatencyModel(CURVE, (CURVE,))
+    steady = after_overheads({(0, 0): 0.4}, model)
+    paused = steady.learnt(
+        lambda *columns: learn_step(
+            model.tables, step_of((0, 0)), np.array([1.0, 100.0]), 101.0, *columns
+        )
+    )
+    assert paused.overhead_s[0] < 1.2 * steady.overhead_s[0]

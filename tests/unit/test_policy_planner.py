@@ -252,9 +252,7 @@ def test_measured_times_correct_the_tables_and_the_drift_is_exposed():
         done = outcome(seen, plan, plan.length, parts_s=parts)
         done.rows.scored = np.zeros(1, np.int64)
         state = p.observe(done, state, 0.0)
-    assert p.drift(state) == pytest.approx(
-        {"verify": 1.0, "overhead": 1.0, "draft:small": 4.0}, rel=0.02
-    )
+    assert p.drift(state) == pytest.approx({"verify": 1.0, "draft:small": 4.0}, rel=0.02)
     after, _ = p.plan(seen, state, 0.0, RNG)
     assert 0 < after.length[0] < before.length[0]
 
@@ -270,7 +268,7 @@ def test_a_step_timed_only_as_a_whole_corrects_all_its_parts():
             0.0,
         )
     assert p.drift(state) == pytest.approx(
-        {"verify": 2.0, "overhead": 1.0, "draft:small": 2.0, "draft:large": 1.0}, rel=0.02
+        {"verify": 2.0, "draft:small": 2.0, "draft:large": 1.0}, rel=0.02
     )
 
 

@@ -100,7 +100,7 @@ def test_planning_takes_its_time_in_every_step(hazard):
         run = simulate_closed(
             deployment,
             workload,
-            AdaptivePlanner(("a",), deployment.latency, PlannerConfig(explore_share=0.0)),
+            AdaptivePlanner(("a",), deployment.latency, PlannerConfig(k_max=1, explore_share=0.0)),
             0,
             8,
         )
