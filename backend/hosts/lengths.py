@@ -11,48 +11,14 @@ from time import perf_counter
 
 import numpy as np
 
-from backend.engines.port import Completion, Engine, EngineLimits, Turn
+from backend.engines.in_target import InTarget
+from backend.engines.port import Engine
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.settings import HostConfig
 from backend.ops.stats import Stats
-from backend.sequence import Proposal, Sequence
+from backend.sequence import Proposal
 from backend.speculation.cycle import Step
 from policy import LatencyTable
-
-
-class HostDrafter:
-    """A host's own drafter as a draft of the plan. It proposes in the host's pass, and the tokens
-    are known once they are verified (``Lengths.ran``).
-    """
-
-    def __init__(self, name: str, k_max: int) -> None:
-        self.name = name
-        self.limits = EngineLimits(0, 1 << 30, k_max, k_max, 0, in_target=True)
-
-    def submit(self, turns: Seq[Turn]) -> None:
-        """Raise RuntimeError: it proposes in the host's pass only."""
-        raise RuntimeError(f"{self.name} proposes in the host's pass, got {len(turns)} turns")
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        """Return nothing."""
-        del timeout_s
-        return []
-
-    def cancel(self, sequence_ids: Iterable[int]) -> None:
-        """Do nothing: the host forgets its requests by itself."""
-
-    def unseen(self, sequence: Sequence) -> int:
-        """Return 0: the host's drafter reads along in every pass."""
-        del sequence
-        return 0
-
-    def available(self, sequence: Sequence, length: int) -> int:
-        """Return the length: any may be asked for."""
-        del sequence
-        return length
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Lengths(Host):
@@ -64,7 +30,9 @@ class Lengths(Host):
         self, config: HostConfig, stats: Stats, clock: Callable[[], float] = perf_counter
     ) -> None:
         (drafter,) = config.serving.drafts
-        drafts: list[Engine] = [HostDrafter(drafter.name, config.serving.policy.k_max)]
+        drafts: list[Engine] = [
+            InTarget(drafter.name, max_draft_tokens=config.serving.policy.k_max)
+        ]
         super().__init__(config, stats, clock, drafts=drafts)
         self._name = drafter.name
         self._running: deque[Step | None] = deque()
