@@ -358,16 +358,17 @@ class AcceptanceModel:
         slot: IntArray,
         evidence: IntArray,
         claims: loops.Claims,
-    ) -> FloatArray:
+    ) -> tuple[FloatArray, FloatArray]:
         """Return drafts' claims weighed against what is expected of the requests int64[n]
         whose rows they are of, in these slots, with the ``evidence`` int64[n, D] that the drafts
-        showed (``policy.loops.acceptance.weigh_claims``).
+        showed, and what is expected of their first tokens (``policy.loops.acceptance.weigh_claims``
+        has both).
         """
-        score = np.empty(len(claims.row))
+        score, first = np.empty((2, len(claims.row)))
         known = state.tenant, state.deviation, state.draft_hazard
         other = self.hazards(state, request)
-        loops.weigh_claims(*known, other, slot, evidence, claims, score)
-        return score
+        loops.weigh_claims(*known, other, slot, evidence, claims, score, first)
+        return score, first
 
     def with_drafts(
         self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray

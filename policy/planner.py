@@ -239,7 +239,8 @@ class AdaptivePlanner(Policy[PlannerState]):
         times, request = state.correction.times(self.latency), ints(view.request)
         slot, _ = state.acceptance.find(request)
         claims = _claims(drafted.row, drafted.draft, drafted.depth, drafted.confidence)
-        score = self.estimator.weigh(state.acceptance, request, slot, evidence_of(view), claims)
+        known = state.acceptance, request, slot
+        score, _ = self.estimator.weigh(*known, evidence_of(view), claims)
         column = drafted.draft
         if state.tenants.rows > 1:
             column = np.maximum(state.column(column, slot[drafted.row]), 0)
@@ -261,10 +262,12 @@ class AdaptivePlanner(Policy[PlannerState]):
             column = state.column(step.draft, slot)
             claims = _claims(nodes.row, step.draft[nodes.row], nodes.depth, nodes.confidence)
             evidence = np.repeat(step.evidence[:, None], len(self.drafts), axis=1)
-            score = self.estimator.weigh(state.acceptance, step.request, slot, evidence, claims)
+            before = state.acceptance, step.request, slot
+            score, expected = self.estimator.weigh(*before, evidence, claims)
             known = column[nodes.row], nodes.drawn, score, nodes.accepted
+            place = claims.row, claims.depth, expected
             rest = self._present(state, slot), state.rests + 1
-            after.calibration = state.calibration.learnt(*known, claims.row, claims.depth, *rest)
+            after.calibration = state.calibration.learnt(*known, *place, *rest)
             after.rests = 0
         if state.view is not None and len(rows):
             after.correction = state.correction.learnt(

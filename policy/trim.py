@@ -29,7 +29,7 @@ from .tenants import with_rows
 BINS = loops.BINS
 EDGES = loops.BOUNDS[1:-1]
 """Edges of the bins of confidence; each bin holds its lower edge."""
-PLACES = loops.PLACES
+KINDS, PLACES = loops.KINDS, loops.PLACES
 COUNTS = ("nodes", "claimed", "matched", "likeliest")
 
 
@@ -43,13 +43,13 @@ class Calibration:
     """
 
     nodes: FloatArray
-    """[C, 2, PLACES, BINS] nodes (fading)."""
+    """[C, 2, KINDS, PLACES, BINS] nodes (fading)."""
     claimed: FloatArray
-    """[C, 2, PLACES, BINS] the sum of their confidences."""
+    """[C, 2, KINDS, PLACES, BINS] the sum of their confidences."""
     matched: FloatArray
-    """[C, 2, PLACES, BINS] how many of them the target drew."""
+    """[C, 2, KINDS, PLACES, BINS] how many of them the target drew."""
     likeliest: FloatArray
-    """[C, 2, PLACES, BINS] how many were the likeliest of their proposal at their depth."""
+    """[C, 2, KINDS, PLACES, BINS] how many were the likeliest of their proposal at their depth."""
     counts: loops.Counts = field(init=False, repr=False)
     """The same with the map, as the loops take it."""
 
@@ -63,7 +63,7 @@ class Calibration:
     @classmethod
     def none(cls, drafts: int) -> Calibration:
         """Return what is known before any node: every claim is believed."""
-        zero = np.zeros((drafts, 2, PLACES, BINS))
+        zero = np.zeros((drafts, 2, KINDS, PLACES, BINS))
         return cls(zero, zero, zero, zero)
 
     def with_tenants(self, before: int, tenants: int, emptied: list[int]) -> Calibration:
@@ -100,6 +100,7 @@ class Calibration:
         accepted: BoolArray,
         row: IntArray | None = None,
         depth: IntArray | None = None,
+        expected: FloatArray | None = None,
         present: BoolArray | None = None,
         steps: int = 1,
     ) -> Calibration:
@@ -107,15 +108,16 @@ class Calibration:
         of tenant and draft (-1: unknown).
 
         Nodes of a row follow one another; without rows each has one of its own. ``depth`` is as in
-        ``policy.plan.Drafted``. Knowledge of columns without nodes fades by ``steps`` steps
-        where rows that could have had some were ``present``, bool[C, 2] (None: nowhere).
+        ``policy.plan.Drafted``, ``expected`` as in ``policy.loops.trim.Proposed``. Knowledge of
+        columns without nodes fades by ``steps`` steps where rows that could have had some were
+        ``present``, bool[C, 2] (None: nowhere).
         """
         if present is None:
             if not len(column):
                 return self
             present = np.zeros(self.nodes.shape[:2], np.bool_)
         row = np.arange(len(column)) if row is None else row
-        proposed = proposed_of(row, column, depth, confidence, drawn)
+        proposed = proposed_of(row, column, depth, confidence, drawn, expected)
         counts = self.counts
         after = counts._replace(**{name: getattr(counts, name).copy() for name in COUNTS})
         right = np.ascontiguousarray(accepted, np.bool_)
@@ -129,8 +131,11 @@ def proposed_of(
     depth: IntArray | None,
     confidence: FloatArray,
     drawn: BoolArray,
+    expected: FloatArray | None = None,
 ) -> loops.Proposed:
-    """Return nodes as the loops take them; without a depth the rows have chains, in order."""
+    """Return nodes as the loops take them; without a depth the rows have chains, in order, and
+    without what was ``expected`` of their rows that is as the claims say.
+    """
     if depth is None:
         depth = np.arange(len(row)) - np.searchsorted(row, row)
     return loops.Proposed(
@@ -139,6 +144,7 @@ def proposed_of(
         ints(depth),
         np.ascontiguousarray(confidence, np.float64),
         np.ascontiguousarray(drawn, np.bool_),
+        np.ascontiguousarray(confidence if expected is None else expected, np.float64),
     )
 
 

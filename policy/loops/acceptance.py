@@ -139,7 +139,7 @@ def _odds(probability: float) -> float:
     return max(probability, _LEAST_ODDS) / max(1.0 - probability, _LEAST_ODDS)
 
 
-@entry(INTS[1], FLOATS[2], FLOATS[3], FLOATS[3], INTS[1], INTS[2], CLAIMS, FLOATS[1])
+@entry(INTS[1], FLOATS[2], FLOATS[3], FLOATS[3], INTS[1], INTS[2], CLAIMS, FLOATS[1], FLOATS[1])
 def weigh_claims(
     tenant: Ints,
     deviation: Floats,
@@ -149,9 +149,11 @@ def weigh_claims(
     evidence: Ints,
     claims: Claims,
     score: Floats,
+    first: Floats,
 ) -> None:
     """Compute ``score[q]``: the geometric mean of the odds that the draft claims of a path and of
-    those that are expected of its row, never rising within a row.
+    those that are expected of its row, never rising within a row; and ``first[q]``, how likely the
+    first token of its row's proposal is expected to be accepted.
 
     ``tenant[S], deviation[S, D], level[C, B, K]`` as in ``Estimates``; ``slot[n]`` and the bins
     ``evidence[n, D]`` by row. ``other[K, D, n]`` are hazards instead of these; empty: none.
@@ -174,7 +176,7 @@ def weigh_claims(
         expected = survival[min(p.depth[q], k_max - 1)]
         odds = math.sqrt(_odds(p.confidence[q]) * _odds(expected))
         least = min(least, odds / (1.0 + odds))
-        score[q] = least
+        score[q], first[q] = least, survival[0]
 
 
 @helper

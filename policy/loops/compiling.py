@@ -21,7 +21,7 @@ _config: Any = numba.config
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 FLOATS, INTS, BOOLS = (
-    [dtype] + [types.Array(dtype, axes, "C") for axes in (1, 2, 3, 4)]
+    [dtype] + [types.Array(dtype, axes, "C") for axes in (1, 2, 3, 4, 5)]
     for dtype in (types.float64, types.int64, types.boolean)
 )
 """Types of arguments by the number of axes; the first is that of a scalar."""

@@ -11,7 +11,7 @@ from .problem import BATCH, LIMITS, Batch, Limits, build, node_s
 from .search import best_priced
 from .times import TIMES, VERIFY, Times, verify_s
 from .trials import find_trial
-from .trim import COUNTS, PLACES, Counts, Kept, expect_kept
+from .trim import COUNTS, KINDS, PLACES, Counts, Kept, expect_kept, kind_of
 
 
 class Known(NamedTuple):
@@ -90,26 +90,23 @@ def expect(
     else:
         set_hazards(known.estimates, b.slot, evidence_of(b), hazard)
     nodes = np.empty((k_max, drafts, everyone))
-    of_columns = np.empty((4, len(known.counts.nodes), 2, PLACES))
+    of_columns = np.empty((4, len(known.counts.nodes), 2, KINDS, PLACES))
     kept = Kept(of_columns[0], of_columns[1], of_columns[2], of_columns[3])
-    is_known = np.zeros(of_columns.shape[1:3], np.int64)
+    is_known = np.zeros(of_columns.shape[1:4], np.int64)
     context = 0
     for i in range(everyone):
         context += b.context[i]
     mean = context / max(everyone, 1)
     cost = price * (node_s(times, everyone) + times.factor[VERIFY] * times.node_context_s * mean)
-    first, drawn = np.empty(everyone, np.int64), np.zeros(everyone, np.int64)
     for i in range(everyone):
-        first[i] = max(known.estimates.tenant[b.slot[i]], 0) * drafts
-        if len(b.drawn):
-            drawn[i] = b.drawn[b.rows[i]]
-        for c in range(first[i], first[i] + drafts):
-            if not is_known[c, drawn[i]]:
-                is_known[c, drawn[i]] = 1
-                expect_kept(known.counts, c, drawn[i], cost, kept)
-    for d in range(drafts):
-        for i in range(everyone):
-            at, reached, path = (first[i] + d, drawn[i]), 1.0, 1.0
+        first = max(known.estimates.tenant[b.slot[i]], 0) * drafts
+        drawn = b.drawn[b.rows[i]] if len(b.drawn) else 0
+        for d in range(drafts):
+            at = first + d, drawn, kind_of(hazard[0, d, i]) if k_max else 0
+            if not is_known[at]:
+                is_known[at] = 1
+                expect_kept(known.counts, *at, cost, kept)
+            reached, path = 1.0, 1.0
             for j in range(k_max):
                 place = min(j, PLACES - 1)
                 share = kept.accepted[at][place]

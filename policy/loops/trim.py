@@ -18,6 +18,11 @@ BOUNDS = np.array(
 BINS = len(BOUNDS) - 1
 PLACES = 3
 """Places of a proposal that are distinguished: its first token, its second, and all later ones."""
+KIND_EDGES = np.array([0.3, 0.5, 0.7, 0.85])
+"""Edges of what is expected of a proposal's first token, by which proposals are distinguished: of
+promising ones more is left.
+"""
+KINDS = len(KIND_EDGES) + 1
 _PRIOR_NODES = 8.0  # nodes that a bin's claim counts for
 _PRIOR_POSITIONS = 4.0  # places of a proposal that are taken to keep one node, the right one
 _MEMORY_NODES = 20_000.0  # memory of a column, greedy or sampled: a few thousand steps of a row
@@ -34,16 +39,20 @@ class Proposed(NamedTuple):
     """The tokens before it on its path."""
     confidence: Floats
     drawn: Bools
+    expected: Floats
+    """How likely the first token of its row's proposal was thought to be accepted."""
 
 
-PROPOSED = record(Proposed, INTS[1], INTS[1], INTS[1], FLOATS[1], BOOLS[1])
+PROPOSED = record(Proposed, INTS[1], INTS[1], INTS[1], FLOATS[1], BOOLS[1], FLOATS[1])
 
 
 class Counts(NamedTuple):
     """Fading counts of the nodes that drafts proposed, and what follows."""
 
     nodes: Floats
-    """[C, 2, PLACES, BINS] nodes, by column, greedy or sampled, place and confidence."""
+    """[C, 2, KINDS, PLACES, BINS] nodes, by column, greedy or sampled, what was expected, place and
+    confidence.
+    """
     claimed: Floats
     """Likewise, the sum of their confidences."""
     matched: Floats
@@ -58,7 +67,7 @@ class Counts(NamedTuple):
     """[C, 2, BINS + 2] how likely they are there."""
 
 
-COUNTS = record(Counts, *[FLOATS[4]] * 4, *[FLOATS[3]] * 2)
+COUNTS = record(Counts, *[FLOATS[5]] * 4, *[FLOATS[3]] * 2)
 
 
 class Pass(NamedTuple):
@@ -80,6 +89,15 @@ class Pass(NamedTuple):
 
 
 PASS = record(Pass, *(INTS[1], INTS[0], FLOATS[0], INTS[0], FLOATS[0], INTS[0], INTS[0]))
+
+
+@helper
+def kind_of(expected: float) -> int:
+    """Return the kind of a proposal whose first token is expected to be accepted so often."""
+    kind = 0
+    while kind < KINDS - 1 and expected >= KIND_EDGES[kind]:
+        kind += 1
+    return kind
 
 
 @helper
@@ -170,7 +188,7 @@ def learn_nodes(
     """
     k, p = counts, proposed
     columns = len(k.nodes)
-    new = np.zeros((4, columns, 2, PLACES, BINS))
+    new = np.zeros((4, columns, 2, KINDS, PLACES, BINS))
     row, seen = -1, 0
     for q in range(len(p.row)):
         c, drawn, x = p.column[q], 1 if p.drawn[q] else 0, p.confidence[q]
@@ -178,34 +196,38 @@ def learn_nodes(
             continue
         if p.row[q] != row:
             row, seen = p.row[q], 0
-        place, depth = min(p.depth[q], PLACES - 1), 1 << min(p.depth[q], 62)
+        kind, place = kind_of(p.expected[q]), min(p.depth[q], PLACES - 1)
+        depth = 1 << min(p.depth[q], 62)
         b = 0
         while b < BINS - 1 and x >= BOUNDS[b + 1]:
             b += 1
         if not seen & depth:
             seen |= depth
-            new[3, c, drawn, place, b] += 1.0
-        new[0, c, drawn, place, b] += 1.0
-        new[1, c, drawn, place, b] += x
-        new[2, c, drawn, place, b] += 1.0 if accepted[q] else 0.0
+            new[3, c, drawn, kind, place, b] += 1.0
+        new[0, c, drawn, kind, place, b] += 1.0
+        new[1, c, drawn, kind, place, b] += x
+        new[2, c, drawn, kind, place, b] += 1.0 if accepted[q] else 0.0
     for c in range(columns):
         for drawn in range(2):
             total = new[0, c, drawn].sum()
             keep = math.exp(-total / _MEMORY_NODES)
             if total == 0 and present[c, drawn]:
                 keep = _REST_KEEP**steps
-            for place in range(PLACES):
-                at = c, drawn, place
-                for b in range(BINS):
-                    k.nodes[at][b] = keep * k.nodes[at][b] + new[0][at][b]
-                    k.claimed[at][b] = keep * k.claimed[at][b] + new[1][at][b]
-                    k.matched[at][b] = keep * k.matched[at][b] + new[2][at][b]
-                    k.likeliest[at][b] = keep * k.likeliest[at][b] + new[3][at][b]
+            if total == 0 and keep == 1.0:
+                continue
+            for kind in range(KINDS):
+                for place in range(PLACES):
+                    at = c, drawn, kind, place
+                    for b in range(BINS):
+                        k.nodes[at][b] = keep * k.nodes[at][b] + new[0][at][b]
+                        k.claimed[at][b] = keep * k.claimed[at][b] + new[1][at][b]
+                        k.matched[at][b] = keep * k.matched[at][b] + new[2][at][b]
+                        k.likeliest[at][b] = keep * k.likeliest[at][b] + new[3][at][b]
 
 
 class Kept(NamedTuple):
-    """Shares of proposals that the trim leaves at a price, [C, 2, PLACES] each. A place counts
-    where the node before it was verified, so that shares of places multiply along a path.
+    """Shares of proposals that the trim leaves at a price, [C, 2, KINDS, PLACES] each. A place
+    counts where the node before it was verified, so that shares of places multiply along a path.
     """
 
     accepted: Floats
@@ -219,37 +241,60 @@ class Kept(NamedTuple):
 
 
 @helper
-def expect_kept(counts: Counts, c: int, drawn: int, cost: float, kept: Kept) -> None:
-    """Compute what the trim leaves of a column's proposals where a node costs ``cost`` tokens:
-    the nodes that are likelier than they cost.
+def _kept_at(counts: Counts, at: tuple[int, int, int, int], cost: float, edge: Floats) -> Floats:
+    """Return of the proposals of a kind, at a place: what the nodes have accepted and what the ones
+    that are left have, both of the likeliest node alone, the proposals, the nodes that are left,
+    and the proposals whose likeliest node is left.
+
+    ``edge`` is how likely nodes at the edges of the bins are.
     """
-    k = counts
+    k, (c, drawn, _, _) = counts, at
+    sums = np.zeros(7)
+    for b in range(BINS):
+        low, high = edge[b], edge[b + 1]
+        likely, part, mean = k.accepted_at[c, drawn, b + 1], 0.0, 0.0
+        if low >= cost:
+            part, mean = 1.0, likely
+        elif high > cost:
+            part = (high - cost) / (high - low)
+            mean = min((cost + high) / 2, likely / part)
+        count, likeliest = k.nodes[at][b], k.likeliest[at][b]
+        sums[0] += count * likely
+        sums[1] += count * part * mean
+        sums[2] += likeliest * likely
+        sums[3] += likeliest * part * mean
+        sums[4] += likeliest
+        sums[5] += count * part
+        sums[6] += likeliest * part
+    return sums
+
+
+@helper
+def expect_kept(counts: Counts, c: int, drawn: int, kind: int, cost: float, kept: Kept) -> None:
+    """Compute what the trim leaves of a column's proposals of a kind where a node costs ``cost``
+    tokens: the nodes that are likelier than they cost. What is left of all kinds is the prior.
+    """
+    k, prior = counts, _PRIOR_POSITIONS
     edge = np.empty(BINS + 1)
     for b in range(BINS + 1):
         edge[b] = interpolate(k.knots[c, drawn], k.accepted_at[c, drawn], BOUNDS[b])
     for place in range(PLACES):
-        had, left, nodes, path, path_left, proposals, reached = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-        for b in range(BINS):
-            low, high = edge[b], edge[b + 1]
-            likely, part, mean = k.accepted_at[c, drawn, b + 1], 0.0, 0.0
-            if low >= cost:
-                part, mean = 1.0, likely
-            elif high > cost:
-                part = (high - cost) / (high - low)
-                mean = min((cost + high) / 2, likely / part)
-            count, likeliest = k.nodes[c, drawn, place, b], k.likeliest[c, drawn, place, b]
-            had += count * likely
-            left += count * part * mean
-            nodes += count * part
-            path += likeliest * likely
-            path_left += likeliest * part * mean
-            proposals += likeliest
-            reached += likeliest * part
-        at = c, drawn, place
-        kept.accepted[at] = (left + _PRIOR_POSITIONS) / (had + _PRIOR_POSITIONS)
-        kept.path[at] = (path_left + _PRIOR_POSITIONS) / (path + _PRIOR_POSITIONS)
-        kept.nodes[at] = (nodes + _PRIOR_POSITIONS) / (proposals + _PRIOR_POSITIONS)
-        kept.reached[at] = (reached + _PRIOR_POSITIONS) / (proposals + _PRIOR_POSITIONS)
+        every, own = np.zeros(7), np.zeros(7)
+        for other in range(KINDS):
+            sums = _kept_at(counts, (c, drawn, other, place), cost, edge)
+            every += sums
+            if other == kind:
+                own = sums
+        had, left, path, path_left, proposals, nodes, reached = own
+        at = c, drawn, kind, place
+        share = (every[1] + prior) / (every[0] + prior)
+        kept.accepted[at] = (left + prior * share) / (had + prior)
+        share = (every[3] + prior) / (every[2] + prior)
+        kept.path[at] = (path_left + prior * share) / (path + prior)
+        share = (every[5] + prior) / (every[4] + prior)
+        kept.nodes[at] = (nodes + prior * share) / (proposals + prior)
+        share = (every[6] + prior) / (every[4] + prior)
+        kept.reached[at] = (reached + prior * share) / (proposals + prior)
 
 
 @helper
@@ -287,9 +332,9 @@ def set_maps(counts: Counts) -> None:
         for drawn in range(2):
             for b in range(BINS):
                 prior = _PRIOR_NODES * (BOUNDS[b] + BOUNDS[b + 1]) / 2
-                weight[b] = k.nodes[c, drawn, :, b].sum() + _PRIOR_NODES
-                mean[b] = (k.claimed[c, drawn, :, b].sum() + prior) / weight[b]
-                share[b] = (k.matched[c, drawn, :, b].sum() + prior) / weight[b]
+                weight[b] = k.nodes[c, drawn, :, :, b].sum() + _PRIOR_NODES
+                mean[b] = (k.claimed[c, drawn, :, :, b].sum() + prior) / weight[b]
+                share[b] = (k.matched[c, drawn, :, :, b].sum() + prior) / weight[b]
             _make_rising(share, weight)
             k.knots[c, drawn, 0] = k.accepted_at[c, drawn, 0] = 0.0
             k.knots[c, drawn, 1:-1] = mean
