@@ -404,8 +404,10 @@ def test_a_step_of_nothing_but_prompts_that_end_is_learnt_from():
     assert made.drift(after)["verify"] > 1
 
 
-def bushy(state, column, chances, positions=500, place=0):
-    """The state after trees of one token whose nodes are right as often as they claim."""
+def bushy(state, column, chances, positions=500, place=0, expected=0.6):
+    """The state after trees of one token whose nodes are right as often as they claim; of their
+    rows so much was ``expected``.
+    """
     rng, count = np.random.default_rng(4), len(chances)
     right = rng.choice(count + 1, positions, p=[*chances, 1 - sum(chances)])
     row, depth = np.repeat(np.arange(positions), count), np.full(positions * count, place)
@@ -416,6 +418,7 @@ def bushy(state, column, chances, positions=500, place=0):
         (right[:, None] == np.arange(count)).reshape(-1),
         row,
         depth,
+        np.full(len(row), expected),
     )
     return state
 
@@ -457,6 +460,20 @@ def test_a_path_that_is_cut_short_brings_nothing_at_later_places():
     problem, _ = p.problem(view(8), state)
     cut, whole = problem.gain[1, :, 0]
     assert cut / whole == pytest.approx(0.65 / 0.9, abs=0.05)
+
+
+def test_of_promising_proposals_more_is_left():
+    """Two kinds of rows have one draft: what is cut off the poor ones says nothing of the others."""
+    p = planner(latency((0.1,), token_s=0.04, free_tokens=1), ("small",), **certain(0.6))
+    state = bushy(p.start(), 0, [0.16, 0.15, 0.15, 0.14], expected=0.4)
+    state = bushy(state, 0, [0.8], expected=0.9)
+    state.goodput = 8.0
+    hazard = np.array([0.4, 0.9]).reshape(1, 1, 2)
+    p.estimator.hazards = lambda state, request: hazard
+    problem, _ = p.problem(view(2, drafts=("small",)), state)
+    poor, promising = problem.gain[0, 0] / hazard[0, 0]
+    assert poor < 0.2
+    assert promising > 0.95
 
 
 def test_a_tree_that_is_right_by_its_many_nodes_is_not_drafted_where_they_cost_too_much():
