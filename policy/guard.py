@@ -34,6 +34,7 @@ from .plan import AnyPolicy, Drafted, IntArray, Outcome, Plan, Policy, State, Vi
 from .wrappers import Wrapped, Wrapper
 
 _COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment; the rows count where tokens vary
+_MOST_PLAIN_STEPS = 8  # of an experiment without speculation, until an engine that pads does not
 _SEEN_STEPS = 8  # are taken up at once
 _SETTLING_STEPS = 6  # after an experiment: engines that pad go back to their width in some steps
 _START_STEPS = 1.0  # the credit for the first experiment at a level
@@ -54,6 +55,7 @@ class Block(NamedTuple):
     level: int
     rows: int
     steps: int
+    """The most steps; one without speculation ends with its last counted one."""
     planned: int = 0
 
 
@@ -66,7 +68,9 @@ class Open(NamedTuple):
     trial: bool
     """Whether it belongs to an experiment."""
     counted: bool
-    """Whether the step before was planned in the same way, with as many rows and no prompt."""
+    """Whether the step before was planned in the same way, with as many rows and no prompt; a plain
+    step has the width of the last pass, too.
+    """
     last: bool
     """Whether it ends an experiment."""
     settles: int = NO_LEVEL
@@ -171,6 +175,7 @@ class Guard(Wrapper[State]):
                 notes["experiment"] = LEVELS[applied]
             plan = replace(plan, notes={**plan.notes, **notes})
         counted = memory.before == (applied, trial, rows)
+        counted &= applied != NONE or view.pass_tokens in (0, rows)
         last = block is not None and block.planned == block.steps
         settles = self._settles(memory, applied if trial else NO_LEVEL, rows, view.prefill_tokens)
         step = Open(view.request, rows, applied, trial, counted, last, settles)
@@ -288,7 +293,9 @@ class Guard(Wrapper[State]):
                     before.proposed + proposed,
                 )
             memory.trial = before
-            if step.last:
+            is_enough = step.level == NONE and before.steps == _COUNTED_STEPS
+            if step.last or is_enough:
+                memory.block = None if is_enough else memory.block
                 self._conclude(step, memory)
         elif step.level == bucket.level and tried == NO_LEVEL and step.counted and is_clean:
             length = proposed / (len(lengths) - lengths.count(0)) if proposed else 0.0
@@ -391,7 +398,9 @@ def _block(memory: Memory, rows: int, prefill_tokens: int) -> Block | None:
     if bucket is None or against is None:
         return None
     steps = 1 + _COUNTED_STEPS
-    if bucket.next_level != NONE:  # tokens vary: at few rows, more steps
-        steps = max(steps, 1 + -(-_COUNTED_ROWS // rows))
+    if bucket.next_level == NONE:
+        most = _MOST_PLAIN_STEPS
+    else:  # tokens vary: at few rows, more steps
+        most = steps = max(steps, 1 + -(-_COUNTED_ROWS // rows))
     cost_s = bucket.loss * steps * against.seconds / against.steps
-    return Block(bucket.next_level, rows, steps, 1) if memory.credit_s >= cost_s else None
+    return Block(bucket.next_level, rows, most, 1) if memory.credit_s >= cost_s else None

@@ -20,8 +20,10 @@ ALL, PROPOSING, PLAIN = range(3)
 """Kinds of steps by the level that is applied: all, those with proposals, and those without where
 the policy did not want any; the last are as good as an experiment.
 """
-COST_SHARE, CLEAR_COST_SHARE = 0.005, 0.001
-"""The most goodput that experiments may cost, and where the policy's plans are clearly better."""
+COST_SHARE, CLEAR_COST_SHARE, PROMISING_COST_SHARE = 0.005, 0.001, 0.02
+"""The most goodput that experiments may cost, where the policy's plans are clearly better, and
+until it is certain that another level is better, as it seems.
+"""
 SCHEMA = 1
 _LEAST_LOSS = 0.02  # of an experiment's time
 _UNKNOWN_LOSS, _UNKNOWN_STEPS = 0.3, 3.0  # the same before any, and the steps that this weighs
@@ -159,13 +161,17 @@ class Bucket(NamedTuple):
     def billed(
         self, level: int, rows: int, tokens: int, seconds: float, *, experiment: bool
     ) -> Bucket:
-        """Return the bucket after a step of an experiment by a level, or one that followed it."""
+        """Return the bucket after a step of an experiment by a level, or one that followed it. The
+        latter is as any other, but for its time.
+        """
         usual = self.windows.get((rows, ALL))
         if usual is None:
             return self
-        usual_s = usual.seconds / usual.steps
-        lost = (seconds - tokens / usual.goodput) / usual_s
-        spent = seconds / usual_s if experiment else 0.0
+        usual_s, spent = usual.seconds / usual.steps, 0.0
+        lost = seconds / usual_s - 1
+        if experiment:
+            spent = seconds / usual_s
+            lost = spent - tokens / usual.tokens * usual.steps
         costs, cost = list(self.costs), self.costs[level]
         costs[level] = Cost(cost.lost + lost, cost.spent + spent)
         return self._replace(costs=tuple(costs))
@@ -237,6 +243,8 @@ class Bucket(NamedTuple):
         worse = all(compared[other].is_clearly_worse for other in alternatives)
         clear = worse and self.level == PLANNED  # elsewhere the way back is looked for
         share = CLEAR_COST_SHARE if clear else COST_SHARE
+        if compared[level].is_promising:
+            share = PROMISING_COST_SHARE
         return self._replace(next_level=level, share=share)
 
 

@@ -16,7 +16,9 @@ LEAST_SAMPLES = 6.0
 DECIDES = 3.5
 """Standard errors from zero that a verdict needs."""
 CLEAR_SAMPLES, CLEAR = 2.5, 7.0
-"""The same where the first is clearly worse."""
+"""The same where there is no doubt."""
+PROMISING_SAMPLES, PROMISING = 1.5, 2.0
+"""The same where the first is only promising."""
 MOST = 0.7
 """The largest sample either way, as a logarithm: one odd pair says no more than this."""
 _PRIOR_DEVIATION, _PRIOR_SAMPLES = 0.05, 3.0
@@ -49,12 +51,20 @@ class Comparison(NamedTuple):
     @property
     def is_better(self) -> bool:
         """Whether the first of the two is better by the sequential test."""
-        return self.weight >= LEAST_SAMPLES and self.mean > DECIDES * self.error
+        return self._is_above(LEAST_SAMPLES, DECIDES) or self._is_above(CLEAR_SAMPLES, CLEAR)
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether the first may well be better."""
+        return self._is_above(PROMISING_SAMPLES, PROMISING)
 
     @property
     def is_clearly_worse(self) -> bool:
         """Whether the first is worse by far more than the test needs."""
         return self.weight >= CLEAR_SAMPLES and -self.mean > CLEAR * self.error
+
+    def _is_above(self, samples: float, errors: float) -> bool:
+        return self.weight >= samples and self.mean > errors * self.error
 
     def learnt(self, sample: float) -> Comparison:
         """Return the comparison with one more sample, a logarithm of a ratio."""

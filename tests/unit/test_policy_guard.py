@@ -24,7 +24,7 @@ class World:
     def __init__(self, policy, rows=8, seed=0, noise=0.05, ahead=False):
         self.policy, self.rows, self.noise, self.ahead = policy, rows, noise, ahead
         self.rng, self.state = np.random.default_rng(seed), policy.start()
-        self.prefill_tokens = 0
+        self.prefill_tokens = self.pass_tokens = 0
         self.steps, self.pending = [], []
         self.set()
 
@@ -38,7 +38,13 @@ class World:
 
     def step(self):
         request = np.arange(self.rows)
-        seen = view(self.rows, DRAFTS, request=request, prefill_tokens=self.prefill_tokens)
+        seen = view(
+            self.rows,
+            DRAFTS,
+            request=request,
+            prefill_tokens=self.prefill_tokens,
+            pass_tokens=self.pass_tokens,
+        )
         plan, self.state = self.policy.plan(seen, self.state, 0.0, RNG)
         accepted = self.rng.binomial(plan.length, self.accepted)
         seconds = self.seconds(plan) * math.exp(self.noise * self.rng.standard_normal())
@@ -188,6 +194,27 @@ def test_steps_after_prompts_are_not_compared_with_others():
     assert world.compared("planned").mean == pytest.approx(true, abs=0.04)
 
 
+def test_a_plain_step_counts_once_the_engine_does_not_pad_it_any_more():
+    class Wide(World):
+        """Three plain steps are padded to the width before, and take as long as that."""
+
+        narrower = 0
+
+        def seconds(self, plan):
+            width = self.rows + int(plan.length.sum())
+            self.narrower = self.narrower + 1 if width < self.pass_tokens else 0
+            if 0 < self.narrower <= 3:
+                width = self.pass_tokens
+            self.pass_tokens = width
+            return width / self.rows
+
+    world = Wide(guard(), 64, noise=0.0)
+    world.set(accepted=0.6)  # 3.4 tokens in the time of five
+    world.run(1000)
+    assert world.level == "none"
+    assert world.compared("planned").mean == pytest.approx(math.log(3.4 / 5), abs=0.05)
+
+
 def test_half_the_lengths_are_applied_where_they_pay_and_the_whole_does_not():
     class Steep(World):
         """Tokens beyond the fourth are dear."""
@@ -292,7 +319,7 @@ class Sometimes(Policy):
 
 
 def test_steps_that_the_policy_wants_plain_are_evidence_that_costs_nothing(monkeypatch):
-    for name in ("COST_SHARE", "CLEAR_COST_SHARE"):
+    for name in ("COST_SHARE", "CLEAR_COST_SHARE", "PROMISING_COST_SHARE"):
         monkeypatch.setattr(f"policy.levels.{name}", 0.0)
     monkeypatch.setattr("policy.guard._START_STEPS", 0.0)
     policy = Guard(Sometimes())

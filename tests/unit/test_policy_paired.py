@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from policy.paired import LEAST_SAMPLES, MOST, Comparison, from_data
+from policy.paired import CLEAR_SAMPLES, MOST, Comparison, from_data
 
 
 def samples_until(mean, deviation, most, seed, before=(), odd_share=0.0):
@@ -27,7 +27,7 @@ def samples_until(mean, deviation, most, seed, before=(), odd_share=0.0):
 def test_what_is_better_is_found_soon(mean, deviation, within):
     found = [samples_until(mean, deviation, within, seed) for seed in range(40)]
     assert sum(number is not None for number in found) >= 38
-    assert min(number for number in found if number) >= LEAST_SAMPLES
+    assert min(number for number in found if number) >= CLEAR_SAMPLES
 
 
 @pytest.mark.parametrize(
