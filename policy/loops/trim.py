@@ -272,7 +272,7 @@ def _kept_at(counts: Counts, at: tuple[int, int, int, int], cost: float, edge: F
 @helper
 def expect_kept(counts: Counts, c: int, drawn: int, kind: int, cost: float, kept: Kept) -> None:
     """Compute what the trim leaves of a column's proposals of a kind where a node costs ``cost``
-    tokens: the nodes that are likelier than they cost. What is left of all kinds is the prior.
+    tokens: the nodes that are likelier than they cost. The prior is the share left of all kinds.
     """
     k, prior = counts, _PRIOR_POSITIONS
     edge = np.empty(BINS + 1)

@@ -463,7 +463,7 @@ def test_a_path_that_is_cut_short_brings_nothing_at_later_places():
 
 
 def test_of_promising_proposals_more_is_left():
-    """What is cut off the poor ones says nothing of the others."""
+    """The poor ones lose most nodes, which says nothing of the others."""
     p = planner(latency((0.1,), token_s=0.04, free_tokens=1), ("small",), **certain(0.6))
     state = bushy(p.start(), 0, [0.16, 0.15, 0.15, 0.14], expected=0.4)
     state = bushy(state, 0, [0.8], expected=0.9)
