@@ -39,6 +39,8 @@ RECORDS = (
     *("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2"),
 )
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
+NEWEST = "served-avx512"
+"""The record of the newest commit next to plain decoding and a fixed choice."""
 WORKLOADS = "workloads-amx"
 """The record of each workload by itself."""
 OPEN = "open-amx"
@@ -187,6 +189,26 @@ def headline() -> str:
 def speed(processor: str) -> str:
     """Return Spindle over all of ``OVER``, all that was measured."""
     return _speeds(_sorted(OVER, processor), counts=True)
+
+
+def newest() -> str:
+    """Return the newest commit over plain decoding and over a fixed choice."""
+    found: dict[tuple[str, float], dict[int, str]] = {}
+    for row in _record(NEWEST)["ratios"]:
+        if row["arm"] == "adaptive":
+            ratio, *ends = row["tokens_per_s"]
+            cell = f"{ratio:.2f} ({_interval(ends)}; {row['blocks']})"
+            found.setdefault((row["over"], row["temperature"]), {})[row["in_flight"]] = cell
+    names = {NONE: "plain decoding", "suffix2": "`suffix` with 2 tokens"}
+    loads = sorted({load for cells in found.values() for load in cells})
+    rows = [
+        [
+            f"{names[over]}, {f'temperature {temperature:g}' if temperature else 'greedy'}",
+            *(cells.get(load, "") for load in loads),
+        ]
+        for (over, temperature), cells in sorted(found.items())
+    ]
+    return _table(["Spindle's tokens/s over", *(f"{load} in flight" for load in loads)], *rows)
 
 
 def policies(processor: str) -> str:
@@ -377,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed": partial(speed, HEADLINE),
     "stacks": partial(stacks, HEADLINE),
     "speed-older": partial(speed, OLDER),
+    "newest": newest,
     "policies": partial(policies, HEADLINE),
     "stacks-older": partial(stacks, OLDER),
     "workloads": by_workload,

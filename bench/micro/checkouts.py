@@ -171,7 +171,7 @@ def opened(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     names = ("max_tokens", "prompt_tokens", "requests", "rounds", "seed", "threads")
     settings = {name: getattr(options, name) for name in names}
     settings["arms"] = {
-        arm.name: {"commit": arm.revision(), "config": arm.settings(options.threads)}
+        arm.name: {"commit": arm.revision(), "config": _named(arm.settings(options.threads))}
         for arm in options.arm
     }
     if options.out.exists():
@@ -188,6 +188,16 @@ def opened(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "settings": settings,
         "runs": [],
     }
+
+
+def _named(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the names of its folders instead of where they are here."""
+
+    def named(engine: dict[str, Any]) -> dict[str, Any]:
+        model = engine.get("model", "")
+        return {**engine, "model": Path(model).name} if Path(model).is_absolute() else engine
+
+    return {**config, "target": named(config["target"]), "drafts": [*map(named, config["drafts"])]}
 
 
 def measure(
