@@ -8,7 +8,7 @@
 # make docs      the site of docs/ into build/site; index.html opens as a file
 # make bench     the load sweep: ARGS="--quick --out FILE" for eight minutes, else a day
 # make audit     look the pinned packages up among PyPI's advisories, over the network
-# PYTHON         a Python 3.10, 3.11 or 3.12 with a shared library, for .venv
+# PYTHON         a Python 3.11 or 3.12 with a shared library, for .venv
 
 PYTHON ?= python3
 VENV := .venv
@@ -87,8 +87,8 @@ $(FLEET)/.ready: requirements-fleet.txt | $(BIN)/python
 	@touch $@
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
-		{ echo "spindle: error: Python 3.10, 3.11 or 3.12 is needed, PYTHON=$(PYTHON) is $$($(PYTHON) -V 2>&1): try make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || \
+		{ echo "spindle: error: Python 3.11 or 3.12 is needed, PYTHON=$(PYTHON) is $$($(PYTHON) -V 2>&1): try make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # --strict: a package that could not be looked up is a failure, not silence.

@@ -21,7 +21,7 @@ from backend.launcher.package import packaged_stub
 from backend.machine import Machine, machine
 
 MINIMUM_GLIBC = (2, 35)
-PYTHONS = ((3, 10), (3, 12))
+PYTHONS = ((3, 11), (3, 12))
 DEFAULT_TRACE_RATE = 1000
 RUN_PREFIX = "spindle-run-"
 """The names of the folders that running services live in begin with it."""
@@ -195,7 +195,7 @@ def check_python(machine: Machine) -> str:
     """Return the version of Python and where its shared library is. Raises LaunchError."""
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         raise LaunchError(
-            f"Python 3.10, 3.11 or 3.12 is needed, this is {platform.python_version()}: "
+            f"Python 3.11 or 3.12 is needed, this is {platform.python_version()}: "
             "make an environment with one of these (make PYTHON=python3.11 serve)"
         )
     return f"{platform.python_version()}, its shared library in {python_library_folder(machine)}"
