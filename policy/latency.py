@@ -7,9 +7,8 @@ n_dj its rows at depth j, a step takes, in seconds,
         + sum_d [ sum_{j<=K_d} t_d(n_dj) + catchup_d ] + T_overhead
 
 A ``LatencyTable`` is a file, measured on the machine that serves; T_overhead is measured while
-serving. A ``LatencyModel`` holds the
-curves fitted to the tables, a ``Correction`` what measured steps say of them, and ``Times`` is both
-together: what planning asks.
+serving. A ``LatencyModel`` holds the curves fitted to the tables, a ``Correction`` what measured
+steps say of them, and ``Times`` is both together: what planning asks.
 """
 
 from __future__ import annotations
