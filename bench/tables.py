@@ -1,5 +1,4 @@
-"""The tables of README, docs/benchmarks.md, docs/explanation/policy.md and of the simulator and the
-traces in docs/research: ``python -m bench.tables`` writes them from docs/results.
+"""The tables of the ``PAGES``: ``python -m bench.tables`` writes them from docs/results.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; what is there is replaced.
 A test holds the pages against the records.
@@ -21,12 +20,14 @@ from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, fixed_choice
 from bench.sweep.figures import BEST_FIXED, EVERY, between, interval, is_closed, level, of_spindle
 from bench.traces.arms import FIXED_EAGLE, PLANNER
 from bench.traces.figures import MIXED
+from bench.workloads import MIX
 from policy.baselines import BASELINES, compared
 from policy.simulation.report import load_name
 
 PAGES = (
     PROJECT_ROOT / "README.md",
     PROJECT_ROOT / "docs" / "benchmarks.md",
+    PROJECT_ROOT / "docs" / "how-to" / "use-in-vllm.md",
     PROJECT_ROOT / "docs" / "research" / "simulator.md",
     PROJECT_ROOT / "docs" / "research" / "traces.md",
     PROJECT_ROOT / "docs" / "explanation" / "policy.md",
@@ -94,6 +95,14 @@ PARTS = {
 }
 """The parts in it."""
 
+IN_VLLM = "vllm-plugin"
+"""The record of the plug-in inside vLLM."""
+VLLM_MODES = {"spindle": "the plug-in, `suffix`", "ngram-planned": "n-grams, planned lengths"}
+VLLM_OTHERS = {
+    "plain": "plain vLLM",
+    "ngram-2": "its n-grams, 2 tokens",
+    "ngram-4": "its n-grams, 4 tokens",
+}
 TRACES = "traces"
 """The record of policies over traces."""
 
@@ -209,6 +218,22 @@ def newest() -> str:
         for (over, temperature), cells in sorted(found.items())
     ]
     return _table(["Spindle's tokens/s over", *(f"{load} in flight" for load in loads)], *rows)
+
+
+def in_vllm() -> str:
+    """Return the plug-in's two modes over vLLM's other ways, all workloads together."""
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for row in _record(IN_VLLM)["summary"]:
+        if row["workload"] == MIX and row["over"] not in VLLM_MODES:
+            cell = f"{row['ratio']:.2f} ({_interval((row['low'], row['high']))})"
+            found.setdefault((row["arm"], row["over"]), {})[row["in_flight"]] = cell
+    rows = [
+        [VLLM_MODES[arm], VLLM_OTHERS[over], *(cells[load] for load in sorted(cells))]
+        for arm in VLLM_MODES
+        for over in VLLM_OTHERS
+        if (cells := found[arm, over])
+    ]
+    return _table(["tokens/s of", "over", "1 in flight", "8 in flight"], *rows)
 
 
 def policies(processor: str) -> str:
@@ -407,6 +432,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "simulated": simulated,
     "unmet": unmet,
     "worth": worth,
+    "vllm": in_vllm,
     "traces": over_traces,
     "traces-by-set": traces_by_set,
 }
