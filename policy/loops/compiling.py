@@ -8,10 +8,13 @@ plain Python, about a hundred times as slowly.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, TypeVar, cast
 
 import numba
@@ -26,6 +29,7 @@ FLOATS, INTS, BOOLS = (
 )
 """Types of arguments by the number of axes; the first is that of a scalar."""
 
+_KEPT_S = 30 * 86400.0
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 _entries: list[tuple[Any, tuple[Any, ...]]] = []
 problems: list[str] = []
@@ -67,10 +71,19 @@ def is_cached() -> bool:
 
 @cache
 def compile_all() -> None:
-    """Compile all entries, or load them; later calls with other types raise TypeError."""
+    """Compile all entries, or load them; later calls with other types raise TypeError.
+
+    It removes versions from the cache that have not run for ``_KEPT_S``.
+    """
     for function, signature in _entries:
         function.compile(signature)
         function.disable_compile()
+    with suppress(OSError):
+        os.utime(_folder())
+        oldest_s = time.time() - _KEPT_S
+        for folder in _folder().parent.glob("loops-" + "[0-9a-f]" * 16):
+            if folder.stat().st_mtime < oldest_s:
+                rmtree(folder, ignore_errors=True)
 
 
 def _cached(function: Callable[..., Any]) -> Any:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,25 @@ def test_nothing_is_compiled_for_other_types_once_all_is_compiled():
     compiling.compile_all()
     with pytest.raises(TypeError, match="No matching definition"):
         acceptance.find_all(*np.zeros((4, 2)))
+
+
+def test_the_cache_forgets_versions_that_no_longer_run(tmp_path):
+    stale, used, foreign = (
+        tmp_path / name for name in ("loops-00000000000000aa", "loops-00000000000000bb", "loops-x")
+    )
+    month_ago = time.time() - 31 * 86400
+    for folder in (stale, used, foreign):
+        (folder / "sub").mkdir(parents=True)
+    for folder in (stale, foreign):
+        os.utime(folder, (month_ago, month_ago))
+    code = (
+        "from policy.loops import compiling; compiling._folder().mkdir();"
+        f"import os; os.utime(compiling._folder(), ({month_ago}, {month_ago}));"
+        "compiling.compile_all(); print(compiling._folder().name)"
+    )
+    environment = {"SPINDLE_CACHE": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    own = run(code, NUMBA_DISABLE_JIT="1", **environment).strip()
+    assert {folder.name for folder in tmp_path.iterdir()} == {used.name, foreign.name, own}
 
 
 def test_a_cache_that_cannot_be_written_is_reported_and_costs_no_more():
