@@ -50,9 +50,17 @@ PARTS = {
         120.0,
     ),
     "scripted": Part(
-        "no speculation, every fixed length and the adaptive policy at 1, 8, 32, 64, 128 rows",
+        "no speculation, every fixed length, other policies and the adaptive one at 1 to 128 rows",
         ("bench.cuda.scripted", "--out", "FOLDER/scripted.json"),
         420.0,
+    ),
+    "open": Part(
+        "the same in open loops, at half and nine tenths of the capacity",
+        (
+            *("bench.cuda.scripted", "--loads", "128", "--policies", "none", "large 4", "adaptive"),
+            *("--open", "0.5", "0.9", "--out", "FOLDER/open.json"),
+        ),
+        180.0,
     ),
     "tiny": Part(
         "the tiny family through tritonserver",

@@ -3,14 +3,14 @@
 
 The target is an 8B on the CUDA engine with a turn of lookahead, the drafts are two heads that it
 runs; ``bench.cuda.script`` says which of their nodes are right. Latency tables are measured first,
-by the device's clock; the record is written after every cell. ``--rehearse`` runs small shapes on a
-CPU in half a minute.
+by the device's clock; the record is written after every cell. ``--open 0.5 0.9`` adds open loops
+whose requests arrive as they come, at these shares of what ``none`` serves with all places taken.
+``--rehearse`` runs small shapes on a CPU in half a minute.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import sys
@@ -19,15 +19,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from backend.config import parse_config
-from backend.core.admission import Admission
-from backend.core.kv_ledger import KVLedger
-from backend.core.orchestrator import Orchestrator
-from backend.core.session import Session
 from backend.engine_process import spare_the_collector
 from backend.engines.cuda.lookahead import LookaheadEngine
 from backend.engines.head.folder import HeadConfig
@@ -37,22 +34,19 @@ from backend.engines.latency_cases import Case
 from backend.engines.port import Engine
 from backend.machine import machine
 from backend.ops.stats import Stats, StepStats
-from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS
 from backend.sequence import Sequence as Text
-from backend.speculation.drafting import Drafting
 from backend.speculation.policy_factory import make_policy
 from bench.cuda import PLANNER
 from bench.cuda.exactness_parts import random_llama
+from bench.cuda.request_loops import K_MAX, NEW_TOKENS, SEED, ClosedLoop, OpenLoop
 from bench.cuda.script import Rates, ScriptedProposal, ScriptedSteps
 from bench.cuda.step import SHAPES, Shape
 from engines_build.measure import lower_quartile, tabulate
 from engines_build.timing import Rig, interleave
-from policy import AnyPolicy
 from policy.latency import LatencyTable, Provenance
 from policy.loops.compiling import compile_all
 
-SEED = 0
 TARGET, DRAFTS = "target", ("large", "small")
 ACCEPTANCE = {"large": Rates(0.9, 0.65), "small": Rates(0.85, 0.4)}
 """How often a head's first node is right, at places that are not hard."""
@@ -60,7 +54,7 @@ ACCEPTANCE = {"large": Rates(0.9, 0.65), "small": Rates(0.85, 0.4)}
 HEADS = {"large": (14336, 32000), "small": (4096, 8192)}
 """Inner size and static rows of each head."""
 
-K_MAX, PROMPT_TOKENS, NEW_TOKENS, ACTIVE = 8, 1000, 200, 128
+PROMPT_TOKENS = 1000
 LOADS = (1, 8, 32, 64, 128)
 LENGTHS = {"large": (1, 2, 4, 8), "small": (2, 4)}
 """Lengths of the fixed policies."""
@@ -76,6 +70,7 @@ class Job:
     end_s: float  # on ``time.monotonic``
     loads: Sequence[int]  # requests in flight
     arms: Sequence[str]  # of ``arms``
+    shares: Sequence[float] = ()  # of the capacity, in open loops
     result: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -87,6 +82,11 @@ class Job:
     def shape(self) -> Shape:
         """The target's."""
         return SHAPES["tiny" if self.rehearse else "8b"]
+
+    @property
+    def places(self) -> int:
+        """Requests that run at once."""
+        return 4 if self.rehearse else max(LOADS)
 
     @property
     def prompt_tokens(self) -> int:
@@ -120,7 +120,7 @@ def engines_of(job: Job) -> tuple[ScriptedEngine, list[HeadInTarget]]:
     shape, dtype = job.shape, torch.float32 if job.rehearse else torch.bfloat16
     taps = (1, shape.layers // 2, shape.layers)
     lm = random_llama(shape, job.device, dtype)
-    active = 4 if job.rehearse else ACTIVE
+    active = job.places
     context = job.prompt_tokens + NEW_TOKENS + 4 * K_MAX
     engine = ScriptedEngine(
         TARGET,
@@ -203,120 +203,32 @@ def provenance(job: Job) -> Provenance:
     )
 
 
-class Silent:
-    """A client that reads nothing, and a decoder of tokens without text."""
-
-    def __init__(self) -> None:
-        self.cancelled = self.ended = False
-
-    def chunk(self, delta: Any) -> None:
-        """Ignore."""
-
-    def final(self, delta: Any, reason: Any, usage: Any) -> None:
-        """Note the end."""
-        self.ended = True
-
-    def error(self, code: Any, message: str) -> None:
-        """Note the end; an error of a request that was not cancelled is raised."""
-        self.ended = True
-        if not self.cancelled:
-            raise RuntimeError(f"{code}: {message}")
-
-    def push(self, token_id: int) -> str:
-        """Return no text."""
-        return ""
-
-    def finish(self) -> str:
-        """Return no text."""
-        return ""
-
-
-_ids = itertools.count(1_000_000)
-
-
-class ClosedLoop:
-    """A fixed number of requests in flight, each followed by the next; the n-th has the same prompt
-    for every policy.
-    """
-
-    def __init__(
-        self,
-        target: ScriptedEngine,
-        drafts: list[Engine],
-        policy: AnyPolicy,
-        in_flight: int,
-        prompt_tokens: int,
-    ) -> None:
-        self.tokens = self.steps = 0
-        self.device_s = 0.0
-        """Part of ``run``'s time in which the device was at work, by its own clock."""
-        self._target = target
-        self._in_flight, self._prompt_tokens = in_flight, prompt_tokens
-        self._live = list[tuple[Session, Silent]]()
-        self._numbers = itertools.count(1)
-        step_stats = StepStats(Stats())
-        ledger = KVLedger(
-            {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
-            2 * (K_MAX + 1),
-            guaranteed=True,
-        )
-        self._loop = Orchestrator(
-            target,
-            Drafting(drafts, step_stats, time.monotonic),
-            policy,
-            ledger,
-            Admission(ledger, ACTIVE, ACTIVE),
-            step_stats,
-            time.monotonic,
-            k_max=K_MAX,
-            prefill_chunk_tokens=prompt_tokens,
-            seed=SEED,
-        )
-
-    def run(self, seconds: float) -> float:
-        """Serve for some seconds and return how many it took; ``tokens``, ``steps`` and
-        ``device_s`` are its.
-        """
-        self.device_s = 0.0
-        self.steps, before, ended = 0, sum(session.output_tokens for session, _ in self._live), 0
-        start = time.monotonic()
-        while (now := time.monotonic()) < start + seconds:
-            while len(self._live) < self._in_flight:
-                self._submit()
-            self._loop.step()
-            self.device_s += sum(self._target.parts_s().values())
-            self.steps += 1
-            ended += sum(session.output_tokens for session, sink in self._live if sink.ended)
-            self._live = [pair for pair in self._live if not pair[1].ended]
-        self.tokens = ended + sum(session.output_tokens for session, _ in self._live) - before
-        return now - start
-
-    def _submit(self) -> None:
-        number = next(self._numbers)
-        prompt = [number % 500] * self._prompt_tokens
-        sampling = SamplingParams(seed=number)
-        sequence = Text(next(_ids), prompt, len(prompt), sampling)
-        sink = Silent()
-        request = GenerationRequest("", NEW_TOKENS)
-        self._live.append((Session(sequence, request, frozenset(), sink, sink), sink))
-        self._loop.submit(self._live[-1][0])
-
-    def end(self) -> None:
-        """Let go of every request."""
-        for _, sink in self._live:
-            sink.cancelled = True
-        while self._loop.step():
-            pass
-
-
 def arms() -> dict[str, dict[str, Any]]:
     """Return the policies by name, as ``serving.json`` has them."""
-    fixed = {
+    fixed: dict[str, dict[str, Any]] = {
         f"{draft} {k}": {"kind": "fixed", "draft": draft, "length": k}
         for draft, lengths in LENGTHS.items()
         for k in lengths
     }
-    return {"none": {"kind": "none"}, **fixed, "adaptive": {"kind": "adaptive"}}
+    others: dict[str, dict[str, Any]] = {
+        "SmartSpec": {"kind": "smartspec", "draft": "large"},
+        "SPIN's selection": {"kind": "spin", "length": 4},
+        "adaptive verification": {"kind": "verification", "draft": "large", "length": 8},
+    }
+    return {"none": {"kind": "none"}} | fixed | others | {"adaptive": {"kind": "adaptive"}}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a cell serves: requests in flight, or a share of the capacity in an open loop."""
+
+    in_flight: int = 0
+    share: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """Its name in the summary."""
+        return f"{self.share:g} of the capacity" if self.share else str(self.in_flight)
 
 
 def policies(
@@ -325,17 +237,19 @@ def policies(
     heads: list[HeadInTarget],
     latency: dict[str, LatencyTable],
 ) -> None:
-    """Serve none, each fixed choice and the adaptive policy, in a new order in each of two
-    rounds.
+    """Serve every load with every policy, in a new order in each of two rounds; then open loops,
+    whose shares are of what ``none`` served at the highest load.
     """
-    cells = [(arm, load) for load in job.loads for arm in job.arms]
     rng, rounds = random.Random(SEED), 1 if job.rehearse else 2
+    closed, opened = [Load(n) for n in job.loads], [Load(share=x) for x in job.shares]
     shares = {arm: 2.0 if arm == "adaptive" else 0.1 for arm in job.arms}
-    spans = rounds * (len(cells) + 0.5 * len(job.loads)) + len(job.loads) * sum(shares.values())
+    spans = rounds * len([*closed, *opened]) * (len(job.arms) + 0.5)
+    spans += len(closed) * sum(shares.values())
     each_s = 0.9 * job.left_s / spans
-    for arm, load in cells:  # graphs are captured now; adapting has the most
-        span_s = 0.02 if job.rehearse else shares[arm] * each_s
-        serve(job, engine, heads, arm, load, latency, (0.0, span_s))
+    for load in closed:  # graphs are captured now; adapting has the most
+        for arm in job.arms:
+            span_s = 0.02 if job.rehearse else shares[arm] * each_s
+            serve(job, engine, heads, arm, load, latency, (0.0, span_s))
     warm_s, measured_s = (0.05, 0.2) if job.rehearse else (0.25 * each_s, 0.75 * each_s)
     learning_s = 2.0 * warm_s
     job.result |= {
@@ -346,15 +260,27 @@ def policies(
         "measured_s": round(measured_s, 3),
         "cells": [],
     }
-    for round_ in range(rounds):
-        for arm, load in rng.sample(cells, len(cells)):
-            row = {"round": round_, "policy": arm, "in_flight": load}
-            spans_s = warm_s + learning_s * (arm == "adaptive"), measured_s
-            cell = row | serve(job, engine, heads, arm, load, latency, spans_s)
-            job.result["cells"].append(cell)
-            print(cell, flush=True)
-            job.keep()
+    for loads in (closed, opened):
+        cells = [(arm, load) for load in loads for arm in job.arms]
+        for round_ in range(rounds):
+            for arm, load in rng.sample(cells, len(cells)):
+                row = {"round": round_, "policy": arm, **asdict(load)}
+                spans_s = warm_s + learning_s * (arm == "adaptive"), measured_s
+                cell = row | serve(job, engine, heads, arm, load, latency, spans_s)
+                job.result["cells"].append(cell)
+                print(cell, flush=True)
+                job.keep()
     job.result["summary"] = summary(job.result["cells"])
+
+
+def capacity(job: Job) -> float:
+    """Return the requests a second that ``none`` served at the highest load."""
+    rates = [
+        cell["tokens_per_s"]
+        for cell in job.result["cells"]
+        if cell["policy"] == "none" and cell["in_flight"] == max(job.loads)
+    ]
+    return fmean(rates) / NEW_TOKENS
 
 
 def serve(
@@ -362,7 +288,7 @@ def serve(
     engine: ScriptedEngine,
     heads: list[HeadInTarget],
     arm: str,
-    load: int,
+    load: Load,
     latency: dict[str, LatencyTable],
     spans_s: tuple[float, float],
 ) -> dict[str, float]:
@@ -376,41 +302,54 @@ def serve(
     )
     drafts: list[Engine] = [*heads]
     policy = make_policy(config, drafts, latency, StepStats(Stats()))
-    loop = ClosedLoop(engine, drafts, policy, load, job.prompt_tokens)
+    kind: type[ClosedLoop] = ClosedLoop
+    at = float(load.in_flight)
+    if load.share:
+        kind, at = OpenLoop, load.share * capacity(job)
+    loop = kind(engine, drafts, policy, at, job.prompt_tokens, job.places)
     loop.run(spans_s[0])
     waited_s, graphs = ScriptedSteps.waited_s, engine.graphs
     seconds = loop.run(spans_s[1])
     waited_s = ScriptedSteps.waited_s - waited_s
     loop.end()
-    return {
+    found = {
         "tokens_per_s": round(loop.tokens / seconds, 2),
         "step_ms": round(1e3 * seconds / max(1, loop.steps), 4),
         "device_ms": round(1e3 * loop.device_s / max(1, loop.steps), 4),
         "graphs": engine.graphs - graphs,
         "host_ms": round(1e3 * (seconds - waited_s) / max(1, loop.steps), 4),
-        "tokens_per_step_and_row": round(loop.tokens / max(1, loop.steps) / load, 3),
     }
+    if load.share:
+        ended = len(loop.latencies_s)
+        found |= {"requests_per_s": round(at, 3), "ended": ended}
+        return found | {"latency_s": round(sum(loop.latencies_s) / ended, 4) if ended else 0.0}
+    per_row = loop.tokens / max(1, loop.steps) / load.in_flight
+    return found | {"tokens_per_step_and_row": round(per_row, 3)}
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return by load what adapting serves over none and over the best fixed choice, by means over
-    the rounds.
+    """Return by load what adapting serves over every other policy and over the best fixed choice,
+    by means over the rounds: tokens a second or, in open loops, the inverse of the mean latency.
     """
+    speeds: dict[str, dict[str, list[float]]] = {}
+    for cell in cells:
+        load = Load(cell["in_flight"], cell["share"])
+        if load.share and not cell["ended"]:
+            continue
+        speed = 1 / cell["latency_s"] if load.share else cell["tokens_per_s"]
+        speeds.setdefault(load.label, {}).setdefault(cell["policy"], []).append(speed)
     found = {}
-    for load in sorted({cell["in_flight"] for cell in cells}):
-        rates: dict[str, list[float]] = {}
-        for cell in cells:
-            if cell["in_flight"] == load:
-                rates.setdefault(cell["policy"], []).append(cell["tokens_per_s"])
-        means = {arm: sum(values) / len(values) for arm, values in rates.items()}
-        row: dict[str, Any] = {"tokens_per_s": {arm: round(mean, 2) for arm, mean in means.items()}}
-        found[str(load)] = row
-        fixed = [arm for arm in means if arm not in ("none", "adaptive")]
-        best = max(fixed, key=means.__getitem__, default="")
-        row["best_fixed"] = best
-        for name, other in (("best_fixed", best), ("none", "none")):
-            if "adaptive" in means and other in means:
-                row[f"adaptive_over_{name}"] = round(means["adaptive"] / means[other], 3)
+    for load_name, of_arms in speeds.items():
+        means = {arm: fmean(values) for arm, values in of_arms.items()}
+        row: dict[str, Any] = {"speed": {arm: round(mean, 3) for arm, mean in means.items()}}
+        fixed = {arm: mean for arm, mean in means.items() if arms()[arm]["kind"] == "fixed"}
+        row["best_fixed"] = max(fixed, key=means.__getitem__, default="")
+        if "adaptive" in means:
+            others = {arm: mean for arm, mean in means.items() if arm != "adaptive"}
+            row["adaptive_over"] = {
+                arm: round(means["adaptive"] / mean, 3) for arm, mean in others.items()
+            }
+        found[load_name] = row
     return found
 
 
@@ -423,12 +362,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0, help="for all of it")
     parser.add_argument("--loads", type=int, nargs="+", help=f"in flight, of {LOADS}")
     parser.add_argument("--policies", nargs="+", choices=[*arms()], default=[*arms()])
+    parser.add_argument("--open", type=float, nargs="*", default=[], help="shares of the capacity")
     parser.add_argument("--rehearse", action="store_true", help="small shapes on the CPU")
     args = parser.parse_args()
     loads = args.loads or ((1, 4) if args.rehearse else LOADS)
+    loads = [min(load, 4) for load in loads] if args.rehearse else loads
     end_s = time.monotonic() + (30.0 if args.rehearse else args.seconds)
     device = "cpu" if args.rehearse else "cuda"
-    job = Job(args.out, device, args.rehearse, end_s, loads, args.policies)
+    if args.open and "none" not in args.policies:
+        parser.error("--open: the capacity is that of the policy none, which --policies lacks")
+    job = Job(args.out, device, args.rehearse, end_s, loads, args.policies, args.open)
     torch.set_num_threads(1)  # as the engine process has with a GPU
     command = ["python", "-m", "bench.cuda.scripted", *sys.argv[1:]]
     job.result |= {"command": command, "seed": SEED}

@@ -11,22 +11,30 @@ from backend.config import PROJECT_ROOT
 from backend.engines.cuda.noise import mix
 from bench.cuda.script import HARD_SHARE, Rates, choices_of, tokens_of
 
-ARMS, LOADS = 8, 2
+ARMS, LOADS = 11, 2
 
 
 @pytest.mark.slow
 def test_a_rehearsal_measures_tables_and_serves_every_policy(tmp_path):
     out = tmp_path / "scripted.json"
     command = [sys.executable, "-m", "bench.cuda.scripted", "--rehearse", "--out", str(out)]
+    command += ["--open", "0.5"]
     subprocess.run(command, cwd=PROJECT_ROOT, check=True, timeout=300)
     found = json.loads(out.read_text())
     assert found["tables"].keys() == {"target", "large", "small"}
-    assert len(found["cells"]) == ARMS * LOADS
-    for cell in found["cells"]:
+    closed = [cell for cell in found["cells"] if cell["in_flight"]]
+    opened = [cell for cell in found["cells"] if cell["share"]]
+    assert len(closed) == ARMS * LOADS
+    assert len(opened) == ARMS
+    assert all(cell["requests_per_s"] > 0 for cell in opened)
+    for cell in closed:
         assert cell["tokens_per_s"] > 0
         most = 1 if cell["policy"] == "none" else 9
         assert 0.5 <= cell["tokens_per_step_and_row"] <= most
-    assert all(load["adaptive_over_best_fixed"] > 0 for load in found["summary"].values())
+    for load in ("1", "4"):
+        row = found["summary"][load]
+        assert row["adaptive_over"][row["best_fixed"]] > 0
+        assert len(row["adaptive_over"]) == ARMS - 1
 
 
 @pytest.mark.parametrize("number", [1, 2])
