@@ -32,6 +32,7 @@ from backend.engines.registry import Service, make_engine, module_of
 from backend.machine import Machine, machine
 from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS
+from backend.speculation.learned_state import forget_times, learned_key
 from backend.storage import cache
 from backend.storage.manifest import read_manifest
 from backend.storage.tables import read_table, table_file, timed_engines
@@ -127,6 +128,8 @@ def measure(
         path = table_file(engine, folder, config.threads if engine is config.target else threads)
         cache.publish_file(path, json.dumps(table.to_dict(), indent=1) + "\n")
         logger.info("%s: %s", engine.name, _digest(table))
+    if config.target in engines:
+        forget_times(learned_key(config, folders))
 
 
 def _time_all(

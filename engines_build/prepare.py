@@ -19,6 +19,7 @@ from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_c
 from backend.engine_process import policy_folders
 from backend.engines.registry import NotPreparedError, Service, module_of
 from backend.model_folders import check_folders, model_path, named_folder
+from backend.speculation.learned_state import learned_key, pace
 from backend.speculation.policy_factory import check_policy, compile_planner
 from backend.storage import cache
 from backend.storage.tables import missing_tables, timed_engines
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 CONVERT_S, CACHE_GB, DOWNLOAD_GB = 15, 0.27, 0.2
 """Estimates: to download and convert the embedded model; in the cache; more while it is made."""
+SLOW_PACE = 0.75
+"""Measured over tabulated time of passes below which tables are measured again."""
 MEASURE_S = 95
 """An estimate: loading the engines, choosing the threads, ``measure.BUDGET_S``."""
 
@@ -75,6 +78,8 @@ def prepare(
         folders = {engine.name: model_path(engine) for engine in engines}
         if missing := missing_tables(config, folders):
             measure(config, folders, missing)
+        elif are_slow(config, folders):
+            measure(config, folders, [*folders])
 
 
 def needs_measuring(config: ServingConfig) -> bool:
@@ -84,6 +89,20 @@ def needs_measuring(config: ServingConfig) -> bool:
     except NotPreparedError:
         return True
     return bool(missing_tables(config, folders))
+
+
+def are_slow(config: ServingConfig, folders: Mapping[str, Path]) -> bool:
+    """Return whether the last server's passes took much less than the tables say: these were
+    measured while something else ran, which may have cost the target a thread, too.
+    """
+    if not config.policy.keep_learned or (faster := pace(learned_key(config, folders))) > SLOW_PACE:
+        return False
+    print(
+        f"spindle: passes took {faster:.2f} times what was measured once, on a busy machine: "
+        "measuring again, half a minute",
+        flush=True,
+    )
+    return True
 
 
 def convert_folders(config: ServingConfig) -> None:

@@ -116,6 +116,15 @@ def restored(
     )
 
 
+def without_times(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was saved as if nothing were known of times, for tables that are new. Raises
+    KeyError for data that ``saved`` has not made.
+    """
+    names = [*data["drafts"]]
+    unknown = _plain(Correction.start(len(names)), names)
+    return {**data, "target": unknown["target"], "drafts": unknown["drafts"]}
+
+
 def _tenants(
     data: Mapping[str, Any], start: Learnt, drafts: Sequence[str], most: int
 ) -> dict[int, dict[str, Any]]:

@@ -20,6 +20,7 @@ from backend.ops.stats import StepStats
 from backend.storage import cache
 from backend.storage.manifest import weights_sha256
 from policy import AnyPolicy
+from policy.learned import without_times
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,30 @@ class LearnedState:
     def _run(self) -> None:
         while not self._closed.wait(SAVE_PERIOD_S):
             self.save()
+
+
+def pace(key: str) -> float:
+    """Return measured over tabulated time of the target's passes, as the last server with this key
+    learnt it; 1 if nothing is known.
+    """
+    try:
+        content = json.loads(cache.learned_file(key).read_text("utf-8"))
+        return float(content["state"]["target"]["factor"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 1.0
+
+
+def forget_times(key: str) -> None:
+    """Drop what the file says of times, which are those of other tables now; the rest stays."""
+    file = cache.learned_file(key)
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        content["state"] = without_times(content["state"])
+        cache.publish_file(file, json.dumps(content))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("the learned state cannot be changed: %s: %r", file, error)
 
 
 def learned_key(config: ServingConfig, folders: Mapping[str, Path]) -> str:

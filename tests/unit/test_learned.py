@@ -55,6 +55,23 @@ def test_what_one_process_saves_at_its_end_the_next_one_takes_up():
     assert one.fallbacks() == other.fallbacks() == {}
 
 
+def test_new_tables_begin_without_the_times_of_the_old():
+    key = "a" * 64
+    assert learned.pace(key) == 1.0
+    learned.forget_times(key)  # of nothing
+    one, other = World(taught(planner())), World()
+    one.learned.close()
+    assert learned.pace(key) == one.planning.state.correction.factor[0] != 1.0
+    learned.forget_times(key)
+    assert learned.pace(key) == 1.0
+    other.learned.restore()
+    assert other.fallbacks() == {}
+    assert other.learned.show()["tenants"]
+    cache.learned_file(key).write_text("{}")
+    learned.forget_times(key)
+    assert learned.pace(key) == 1.0
+
+
 def test_it_is_saved_while_it_runs(monkeypatch):
     monkeypatch.setattr(learned, "SAVE_PERIOD_S", 0.01)
     world = World(taught(planner()))

@@ -6,7 +6,7 @@ import pytest
 
 from policy import AcceptanceConfig, NoSpeculation, SwitchedPolicy, Switches
 from policy.evidence import EVIDENCE_BINS
-from policy.learned import LearnedError
+from policy.learned import LearnedError, without_times
 from tests.fakes.policies import RNG, outcome, planner, taught, view
 from tests.property.test_policy_tenants import hazards
 
@@ -35,6 +35,18 @@ def test_what_is_saved_comes_back_in_another_process_s_time():
         planner().plan(newcomer, back, 12.0, RNG)[0].length.tolist()
         == p.plan(newcomer, fresh, 5059.0, RNG)[0].length.tolist()
     )
+
+
+def test_without_times_the_rest_comes_back():
+    p = planner()
+    state = taught(p)
+    data = json.loads(json.dumps(without_times(p.save(state, 0.0))))
+    back = planner().load(data, 0.0, 0.0)
+    assert np.allclose(back.acceptance.draft_accepted, state.acceptance.draft_accepted)
+    assert not np.allclose(state.correction.factor, 1.0)
+    assert np.allclose(back.correction.factor, 1.0)
+    assert not back.correction.log_factor.any()
+    assert not back.correction.overhead_s.any()
 
 
 def test_a_state_of_several_tenants_is_planned_from_after_a_restart():

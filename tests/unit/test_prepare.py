@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from backend.config import EMBEDDED_MODEL, parse_config
+from backend.model_folders import model_path
+from backend.speculation.learned_state import learned_key
 from backend.storage import cache
 from backend.storage.tables import table_file, timed_engines
 from engines_build import prepare, progress
@@ -67,6 +70,34 @@ EMBEDDED = parse_config(
         "drafts": [{"engine": "lookup", "name": "lookup"}],
     }
 )
+
+
+def keep_pace(config, pace):
+    folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
+    state = {"target": {"factor": pace}}
+    file = cache.learned_file(learned_key(config, folders))
+    cache.publish_file(file, json.dumps({"state": state}))
+
+
+def test_tables_of_a_busy_machine_are_measured_again(work, capsys):
+    work.prepare(EMBEDDED)
+    capsys.readouterr()
+    keep_pace(EMBEDDED, 0.9)
+    work.prepare(EMBEDDED)
+    assert capsys.readouterr().out == ""
+    keep_pace(EMBEDDED, 0.6)
+    work.prepare(replace(EMBEDDED, policy=replace(EMBEDDED.policy, keep_learned=False)))
+    assert work.calls == ["convert", "measure"]
+    work.prepare(EMBEDDED)
+    assert work.calls == ["convert", "measure", "measure"]
+    assert "0.60 times" in capsys.readouterr().out
+
+
+def test_a_learned_state_that_cannot_be_read_leaves_tables_alone(work):
+    work.prepare(EMBEDDED)
+    keep_pace(EMBEDDED, [])
+    work.prepare(EMBEDDED)
+    assert work.calls == ["convert", "measure"]
 
 
 def test_what_is_missing_is_converted_then_measured_and_a_second_run_does_nothing(work, capsys):
