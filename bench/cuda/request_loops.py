@@ -115,7 +115,7 @@ class ClosedLoop:
         ``device_s`` and ``latencies_s`` are its.
         """
         self.device_s, self.steps, self.latencies_s = 0.0, 0, []
-        before, ended = self._written(), 0
+        before, ended = self._count_tokens(), 0
         start = time.monotonic()
         while (now := time.monotonic()) < start + seconds:
             self._arrive(now)
@@ -129,10 +129,10 @@ class ClosedLoop:
                 ended += one.session.output_tokens
                 self.latencies_s.append(time.monotonic() - one.since_s)
             self._live = [one for one in self._live if not one.client.ended]
-        self.tokens = ended + self._written() - before
+        self.tokens = ended + self._count_tokens() - before
         return now - start
 
-    def _written(self) -> int:
+    def _count_tokens(self) -> int:
         return sum(one.session.output_tokens for one in self._live)
 
     def _arrive(self, now_s: float) -> None:

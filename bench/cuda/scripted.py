@@ -220,7 +220,7 @@ def arms() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Load:
-    """What a cell serves: requests in flight, or a share of the capacity in an open loop."""
+    """The load of a cell: requests in flight, or a share of the capacity in an open loop."""
 
     in_flight: int = 0
     share: float = 0.0
