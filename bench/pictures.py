@@ -33,6 +33,7 @@ from bench.tables import (
     RECORDS,
     TOKENS,
     TRACES,
+    WITH_PEERS,
     measured,
     over_stacks,
     processor_of,
@@ -194,7 +195,7 @@ def over_policies() -> Over:
 def over_peers() -> dict[str, Over]:
     """Return Spindle over the other servers, by how many requests are in flight."""
     panels: dict[str, Over] = {}
-    for (name, at), speeds in sorted(over_stacks(HEADLINE).items(), key=lambda row: row[0][1]):
+    for (name, at), speeds in sorted(over_stacks(WITH_PEERS).items(), key=lambda row: row[0][1]):
         row = (name, speeds["median"], speeds["interval_95"])
         panels.setdefault(f"{at} in flight", []).append(row)
     return panels
@@ -338,7 +339,7 @@ def how_it_works(theme: dict[str, str]) -> str:
 
 def main() -> None:
     """Write all pictures."""
-    sweep = records.read(RESULTS / "policies-amx.json")
+    sweep = records.read(RESULTS / "policies-avx512.json")
     replayed = records.read(RESULTS / f"{TRACES}.json")
     found = ratios(greedy(HEADLINE))
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})

@@ -32,24 +32,30 @@ PAGES = (
     PROJECT_ROOT / "docs" / "research" / "traces.md",
     PROJECT_ROOT / "docs" / "explanation" / "policy.md",
 )
-PLACE = re.compile(r"(<!-- table: ([a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-HEADLINE, OLDER = "AMX-BF16", "AVX2"
-"""The processor of README's figures, and that of a commit before."""
+PLACE = re.compile(r"(<!-- table: ([a-z0-9-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+HEADLINE, OLDER = "AVX512-BF16", ("AMX-BF16", "AVX2")
+"""The processor of README's figures, and those that earlier commits were measured on."""
 RECORDS = (
+    *("policies-avx512", "sweep-avx512"),
     *("sweep-amx", "policies-amx", "sampled-amx", "long-amx"),
     *("sweep-avx2", "policies-avx2", "plain-avx2", "sampled-avx2"),
 )
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
-NEWEST = "served-avx512"
-"""The record of the newest commit next to plain decoding and a fixed choice."""
+ONE_THREAD = "served-avx512"
+"""The record of one thread, greedy and sampled, next to plain decoding and a fixed choice."""
 WORKLOADS = "workloads-amx"
 """The record of each workload by itself."""
 OPEN = "open-amx"
 """The record of open loops."""
-PEERS = {HEADLINE: ("peers-amx", "peers-int8-amx"), OLDER: ("peers-avx2", "peers-int8-avx2")}
+PEERS = {
+    OLDER[0]: ("peers-amx", "peers-int8-amx"),
+    OLDER[1]: ("peers-avx2", "peers-int8-avx2"),
+}
 """SmolLM2 and other stacks by processor, Spindle's target in the precision that the record
 names.
 """
+WITH_PEERS = OLDER[0]
+"""The processor of the figures next to other stacks."""
 STACKS = {
     "transformers-plain": "transformers",
     "transformers-lookup": "transformers, lookup",
@@ -112,7 +118,6 @@ Kind = tuple[str, float, int, str]
 ON_README = (
     (HEADLINE, 0.0, TOKENS, NONE),
     (HEADLINE, 0.0, TOKENS, BEST_FIXED),
-    (OLDER, 0.0, TOKENS, NONE),
 )
 
 
@@ -200,10 +205,10 @@ def speed(processor: str) -> str:
     return _speeds(_sorted(OVER, processor), counts=True)
 
 
-def newest() -> str:
-    """Return the newest commit over plain decoding and over a fixed choice."""
+def one_thread() -> str:
+    """Return Spindle on one thread over plain decoding and over a fixed choice."""
     found: dict[tuple[str, float], dict[int, str]] = {}
-    for row in _record(NEWEST)["ratios"]:
+    for row in _record(ONE_THREAD)["ratios"]:
         if row["arm"] == "adaptive":
             ratio, *ends = row["tokens_per_s"]
             cell = f"{ratio:.2f} ({_interval(ends)}; {row['blocks']})"
@@ -422,11 +427,12 @@ def _times(ratio: float) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "speed": partial(speed, HEADLINE),
-    "stacks": partial(stacks, HEADLINE),
-    "speed-older": partial(speed, OLDER),
-    "newest": newest,
+    "stacks": partial(stacks, WITH_PEERS),
+    "speed-amx": partial(speed, OLDER[0]),
+    "speed-avx2": partial(speed, OLDER[1]),
+    "one-thread": one_thread,
     "policies": partial(policies, HEADLINE),
-    "stacks-older": partial(stacks, OLDER),
+    "stacks-avx2": partial(stacks, OLDER[1]),
     "workloads": by_workload,
     "open": open_loops,
     "simulated": simulated,

@@ -115,7 +115,7 @@ def test_readme_has_the_figures_of_the_records():
     policies = [ratio for _, ratio, _ in pictures.over_policies()[1:]]
     figures += [min(policies), max(policies)]
     figures.append(min(pictures.mean(r[16]) for name, r in ratios.items() if name != SPINDLE))
-    stacks = tables.over_stacks(tables.HEADLINE)
+    stacks = tables.over_stacks(tables.WITH_PEERS)
     peers = ("vLLM", "transformers", "llama.cpp, 16 bits", "OpenVINO GenAI, 4 bits")
     words = {f"{figure:.2f}" for figure in figures}
     words |= {f"{stacks[name, 1]['median']:.1f}" for name in peers}
