@@ -98,8 +98,8 @@ def are_slow(config: ServingConfig, folders: Mapping[str, Path]) -> bool:
     if not config.policy.keep_learned or (faster := pace(learned_key(config, folders))) > SLOW_PACE:
         return False
     print(
-        f"spindle: passes took {faster:.2f} times what was measured once, on a busy machine: "
-        "measuring again, half a minute",
+        f"spindle: passes took {faster:.2f} times as long as measured: the machine was busy then; "
+        "measuring again (half a minute)",
         flush=True,
     )
     return True
