@@ -8,7 +8,6 @@ plain Python, about a hundred times as slowly.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -80,7 +79,7 @@ def compile_all() -> None:
         function.disable_compile()
     with suppress(OSError):
         os.utime(_folder())
-        oldest_s = time.time() - _KEPT_S
+        oldest_s = _folder().stat().st_mtime - _KEPT_S
         for folder in _folder().parent.glob("loops-" + "[0-9a-f]" * 16):
             if folder.stat().st_mtime < oldest_s:
                 rmtree(folder, ignore_errors=True)

@@ -113,7 +113,7 @@ def test_a_decision_in_a_run_is_the_one_that_is_made_alone(kind):
     new_engine, vocab, likely = KINDS[kind]
     target = new_engine("target")
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.data())
     def holds(data):
         sequence = sequence_of(data, likely, kind in GREEDY_ONLY)
@@ -137,7 +137,7 @@ def test_a_proposal_is_a_tree_along_single_steps_and_its_copy_as_target_accepts_
     new_engine, _, likely = KINDS[kind]
     target, draft = new_engine("target"), new_engine("draft")
 
-    @settings(max_examples=75, deadline=None)
+    @settings(max_examples=75)
     @given(st.data())
     def holds(data):
         sequence = sequence_of(data, likely, kind in GREEDY_ONLY)

@@ -72,7 +72,7 @@ scenarios = st.builds(
 @pytest.mark.medium
 @pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.slow)])
 def test_whatever_is_asked_and_planned_looking_ahead(examples):
-    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     @given(scenarios)
     def holds(scenario):
         exactly_ahead(scenario, *checks.ENDS, checks.blocks_are_of_one_text)
@@ -83,7 +83,7 @@ def test_whatever_is_asked_and_planned_looking_ahead(examples):
 @pytest.mark.medium
 @pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_whatever_is_asked_and_planned(examples):
-    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     @given(scenarios)
     def holds(scenario):
         checks.exact(scenario, *checks.ALL)

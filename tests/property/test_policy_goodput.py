@@ -84,7 +84,7 @@ def is_legal(p, choice):
     ).all()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 3),
@@ -105,7 +105,7 @@ def test_for_one_row_the_choice_is_the_best_there_is(seed, drafts, k_max, price,
     assert result.objective(price) == pytest.approx(brute_force(p, price), abs=1e-6)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 4),
@@ -135,7 +135,7 @@ def test_no_choice_is_out_of_bounds_or_worse_than_plain_decoding(
     assert result.objective(price) >= score(p, nothing).objective(price) - 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(3, 4), st.integers(1, 3), st.floats(0.05, 3.0))
 def test_one_draft_of_constant_cost_is_solved_nearly_to_the_best_on_any_staircase(
     seed, rows, k_max, price

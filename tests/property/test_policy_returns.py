@@ -149,7 +149,7 @@ LIVES = {"history": HISTORIES, "rows": st.integers(1, 4), "seed": st.integers(0,
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(**LIVES)
 def test_where_nothing_is_ever_accepted_again_every_draft_is_still_tried(history, rows, seed):
     planned = lived(history, rows, seed, (0,) * len(DRAFTS))
@@ -157,7 +157,7 @@ def test_where_nothing_is_ever_accepted_again_every_draft_is_still_tried(history
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(**LIVES, draft=st.integers(0, len(DRAFTS) - 1), length=st.integers(1, K_MAX))
 def test_a_draft_that_turns_out_right_for_some_tokens_is_used_for_no_fewer(
     history, rows, seed, draft, length

@@ -77,7 +77,7 @@ def test_from_four_rows_to_eight_it_loses_little(rows, drafts, k_max):
     assert max(losses) < 0.06
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(SEEDS, st.integers(1, 20), st.integers(1, 3), st.integers(1, 6), st.booleans())
 def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_requests_in_any_order(
     seed, rows, drafts, k_max, alike
@@ -126,7 +126,7 @@ def _turns(outcome, order):
     return replace(outcome, rows=rows)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 4), st.integers(1, 8), st.booleans())
 def test_no_choice_exceeds_a_ceiling_or_the_cap_nor_is_worse_than_none(
     seed, rows, drafts, k_max, capped
@@ -146,7 +146,7 @@ def test_no_choice_exceeds_a_ceiling_or_the_cap_nor_is_worse_than_none(
     assert objective(instance, choice) >= nothing - 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS, st.integers(2, 40), st.integers(1, 3), st.integers(1, 6))
 def test_permuting_the_requests_permutes_the_plan(seed, rows, drafts, k_max):
     rng = np.random.default_rng(seed)
@@ -165,7 +165,7 @@ def test_permuting_the_requests_permutes_the_plan(seed, rows, drafts, k_max):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(SEEDS, st.integers(1, 3), st.integers(1, 3))
 def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
     """For a number of steps nothing at all is accepted, or some of it; then new requests come to a

@@ -47,7 +47,7 @@ def learnt(chains):
     return model, state, tenants
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(CHAIN, max_size=40), st.integers(0, 2))
 def test_other_texts_of_other_tenants_change_nothing_that_is_known_of_a_tenant(chains, tenant):
     others = [

@@ -145,5 +145,5 @@ class Reuse(RuleBasedStateMachine):
         assert self.ledger.usage()["used"] == 0
 
 
-Reuse.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Reuse.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestReuse = pytest.mark.medium(Reuse.TestCase)

@@ -128,7 +128,7 @@ tokens = texts.map(lambda parts: [token for part in parts for token in part]).fl
 
 
 @pytest.mark.medium
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     tokens=tokens.filter(bool),
     cuts=st.lists(st.integers(1, 48), max_size=12),

@@ -55,7 +55,7 @@ def in_turn(outstanding, request):
 
 
 @pytest.mark.medium
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     arm=st.sampled_from(ARMS),
     mix=st.sampled_from(sorted(MIXES)),

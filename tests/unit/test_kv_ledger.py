@@ -104,7 +104,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     size=st.integers(1, 40),
     guaranteed=st.booleans(),

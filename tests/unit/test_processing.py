@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.request import IMPOSSIBLE, SamplingParams
@@ -51,7 +51,6 @@ params = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(sampling=params, before=st.lists(tokens, min_size=1, max_size=12), prompt=st.integers(1, 8))
 def test_logits_are_changed_by_the_book(sampling, before, prompt):
     prompt = min(prompt, len(before))
