@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -99,13 +100,13 @@ def test_a_draft_that_is_made_again_does_not_stop_the_loop(tmp_path, apart):
     build_s, sequence = 3.0, Sequence(1, [1, 2], 2, SamplingParams())
 
     def longest_gap(goes_on, begin=lambda: None):
-        last_s, gap_s = time.monotonic(), 0.0
-        begin()
+        times_s = [time.monotonic()]
+        begin()  # a thread may have ended by the time it returns
         while goes_on():
+            times_s.append(time.monotonic())
             time.sleep(0.001)
-            now_s = time.monotonic()
-            last_s, gap_s = now_s, max(gap_s, now_s - last_s)
-        return gap_s
+        times_s.append(time.monotonic())
+        return max(later - earlier for earlier, later in pairwise(times_s))
 
     behaviour = partial(slow_when_made_again, tmp_path / "made", build_s)
     draft = apart(partial(make, folder(tmp_path), behaviour))
