@@ -233,10 +233,9 @@ def in_vllm() -> str:
             cell = f"{row['ratio']:.2f} ({_interval((row['low'], row['high']))})"
             found.setdefault((row["arm"], row["over"]), {})[row["in_flight"]] = cell
     rows = [
-        [VLLM_MODES[arm], VLLM_OTHERS[over], *(cells[load] for load in sorted(cells))]
-        for arm in VLLM_MODES
-        for over in VLLM_OTHERS
-        if (cells := found[arm, over])
+        [mode, other, *(cell for _, cell in sorted(found[arm, over].items()))]
+        for arm, mode in VLLM_MODES.items()
+        for over, other in VLLM_OTHERS.items()
     ]
     return _table(["tokens/s of", "over", "1 in flight", "8 in flight"], *rows)
 

@@ -1,8 +1,8 @@
 """``spindle prepare``: bring what a serving configuration needs and this machine lacks.
 
 It converts the embedded model when a configuration names it and measures a latency table when none
-fits. A file that is there and whole is left alone, so a second run costs the reading of the files;
-what is damaged is made again.
+fits, or when the last server was much faster than its table. Any other file that is there and whole
+is left alone, so a second run costs the reading of the files; what is damaged is made again.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ def needs_measuring(config: ServingConfig) -> bool:
 
 
 def are_slow(config: ServingConfig, folders: Mapping[str, Path]) -> bool:
-    """Return whether the last server's passes took much less than the tables say: these were
-    measured while something else ran, which may have cost the target a thread, too.
+    """Return whether the last server's passes took much less than the tables say, and print it: the
+    tables were measured while something else ran, which may have cost the target a thread, too.
     """
-    if not config.policy.keep_learned or (faster := pace(learned_key(config, folders))) > SLOW_PACE:
+    if not config.policy.keep_learned or (found := pace(learned_key(config, folders))) > SLOW_PACE:
         return False
     print(
-        f"spindle: passes took {faster:.2f} times as long as measured: the machine was busy then; "
+        f"spindle: passes took {found:.2f} times as long as measured: the machine was busy then; "
         "measuring again (half a minute)",
         flush=True,
     )

@@ -369,6 +369,8 @@ def main() -> None:
     loads = [min(load, 4) for load in loads] if args.rehearse else loads
     end_s = time.monotonic() + (30.0 if args.rehearse else args.seconds)
     device = "cpu" if args.rehearse else "cuda"
+    if any(share <= 0 for share in args.open):
+        parser.error(f"--open: shares must be above 0, got {args.open}")
     if args.open and "none" not in args.policies:
         parser.error("--open: the capacity is that of the policy none, which --policies lacks")
     job = Job(args.out, device, args.rehearse, end_s, loads, args.policies, args.open)
