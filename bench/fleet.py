@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from backend.launcher.dynamo import DEFAULT_PYTHON
 from backend.launcher.settings import PORTS
+from backend.loopback import open_url
 from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 
@@ -106,7 +107,7 @@ class Replica:
 
     def counters(self) -> dict[str, float]:
         """Return KV blocks reused and asked for, tokens emitted, and steps of a request."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=20) as reply:
+        with open_url(f"{self.url}/metrics", 20) as reply:
             lines = reply.read().decode().splitlines()
 
         def total(name: str, label: str = "") -> float:
@@ -199,7 +200,7 @@ def until(condition: Callable[[], Value], what: str, limit_s: float = START_LIMI
 
 def models(url: str) -> list[str]:
     """Return the models that a front end serves; none where it does not answer."""
-    with suppress(OSError), urllib.request.urlopen(f"{url}/v1/models", timeout=5) as reply:
+    with suppress(OSError), open_url(f"{url}/v1/models", 5) as reply:
         return [model["id"] for model in json.load(reply)["data"]]
     return []
 
@@ -224,7 +225,7 @@ def ask(url: str, body: dict[str, Any], started: Callable[[], object] = lambda: 
     answer, begun_s = Answer(), time.monotonic()
     last_s = begun_s
     try:
-        with urllib.request.urlopen(request, timeout=180) as reply:
+        with open_url(request, 180) as reply:
             for line in reply:
                 if not line.startswith(b"data: {"):
                     continue

@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2_grpc
 
+from backend.loopback import CHANNEL_OPTIONS
 from tests.server.harness import infer_request
 
 FINAL, CANCELLED, UNANSWERED = "final", "cancelled by client", "unanswered"
@@ -64,6 +65,7 @@ class Served:
 def channel(port: int) -> grpc.aio.Channel:
     """Return a connection of its own, which looks for a restarted server every second."""
     options = [
+        *CHANNEL_OPTIONS,
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import time
-import urllib.request
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import grpc
 import numpy as np
 
 from backend.app import App
+from backend.loopback import open_url
 from backend.ops.stats import Drained
 from backend.request import GenerationRequest
 from backend.triton_adapter.paths import PROJECT_ROOT
@@ -191,9 +191,7 @@ class ServerArm:
         )
 
     def _counts(self) -> Counts:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self._service.metrics}/metrics", timeout=10
-        ) as response:
+        with open_url(f"http://127.0.0.1:{self._service.metrics}/metrics", 10) as response:
             lines = response.read().decode().splitlines()
         series = (line.rpartition(" ") for line in lines if COUNTED.match(line))
         return {name: float(value) for name, _, value in series}

@@ -19,6 +19,7 @@ from dynamo.common.backend.publisher import KvEventSource, ZmqSource
 from dynamo.llm.exceptions import InvalidArgument, StreamIncomplete
 
 from backend.fleet.requests import Array, Chunks, ResponseError, WrongRequestError, tensors_of
+from backend.loopback import CHANNEL_OPTIONS
 from backend.openai_frontend.template import load_template
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,9 @@ class SpindleEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is not in the ma
 
     async def start(self, worker_id: int) -> EngineConfig:  # noqa: ARG002
         """Wait until the server is ready: a worker that is registered gets requests."""
-        self._client = grpcclient.InferenceServerClient(self._replica.address)
+        self._client = grpcclient.InferenceServerClient(
+            self._replica.address, channel_args=CHANNEL_OPTIONS
+        )
         while (health := await self._health()) is None or health["status"] != "ok":
             await asyncio.sleep(PROBE_PERIOD_S)
         self._context_tokens = health["max_context_tokens"]

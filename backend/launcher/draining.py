@@ -14,6 +14,7 @@ from time import sleep
 from typing import Any
 
 from backend.launcher.settings import Settings
+from backend.loopback import open_url
 
 ANSWER_LIMIT_S = 5.0
 POLL_PERIOD_S = 0.1
@@ -42,6 +43,6 @@ def _health(settings: Settings) -> dict[str, Any]:
     request = urllib.request.Request(
         url, b'{"command": "health"}', {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=ANSWER_LIMIT_S) as response:
+    with open_url(request, ANSWER_LIMIT_S) as response:
         reply: dict[str, Any] = json.loads(json.load(response)["reply"])
     return reply

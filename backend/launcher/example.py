@@ -7,6 +7,7 @@ import urllib.request
 from typing import Any
 
 from backend.launcher.settings import Settings
+from backend.loopback import open_url
 
 REQUEST: dict[str, Any] = {
     "text_input": "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",
@@ -20,8 +21,9 @@ LIMIT_S = 60.0
 
 
 def command(settings: Settings) -> str:
-    """Return the command line that sends the request."""
-    return f"curl -s {_url(settings)} -d '{json.dumps(REQUEST)}'"
+    """Return the command line that sends the request; curl would send it to a proxy, too."""
+    direct = " --noproxy '*'" if urllib.request.getproxies().keys() & {"http", "all"} else ""
+    return f"curl -s{direct} {_url(settings)} -d '{json.dumps(REQUEST)}'"
 
 
 def results(settings: Settings) -> list[str]:
@@ -29,7 +31,7 @@ def results(settings: Settings) -> list[str]:
     body, headers = json.dumps(REQUEST).encode(), {"Content-Type": "application/json"}
     request = urllib.request.Request(_url(settings), body, headers)
     try:
-        with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
+        with open_url(request, LIMIT_S) as response:
             return summary(json.load(response))
     except (OSError, ValueError):
         return []

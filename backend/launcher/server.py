@@ -28,6 +28,7 @@ from backend.launcher.processes import (
 from backend.launcher.run_folder import socket_in
 from backend.launcher.say import say
 from backend.launcher.settings import Settings, python_library_folder
+from backend.loopback import open_url
 from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 
@@ -226,7 +227,7 @@ class TritonServer:
             url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as response:
+            with open_url(request, PROBE_TIMEOUT_S) as response:
                 response.read()
                 return True
         except urllib.error.HTTPError:

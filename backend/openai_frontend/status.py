@@ -5,9 +5,9 @@ and asks like any client.
 from __future__ import annotations
 
 import asyncio
-import urllib.request
 from pathlib import Path
 
+from backend.loopback import open_url
 from backend.openai_frontend.errors import ApiError
 
 PAGE = (Path(__file__).parent / "status.html").read_text("utf-8")
@@ -47,7 +47,7 @@ async def fetch_metrics(url: str) -> str:
     """Return Triton's metrics and vLLM's counters. Raises ApiError where Triton does not answer."""
 
     def fetch() -> str:
-        with urllib.request.urlopen(url, timeout=LIMIT_S) as response:
+        with open_url(url, LIMIT_S) as response:
             text: str = response.read().decode()
             return with_vllm_counters(text)
 

@@ -16,6 +16,7 @@ import numpy as np
 import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import InferenceServerException
 
+from backend.loopback import CHANNEL_OPTIONS
 from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
 from backend.openai_frontend.escaping import Escaped
 from backend.triton_adapter.fields import MODELS, NUMPY_TYPES
@@ -81,7 +82,7 @@ class Triton:
         self._special_tokens = special_tokens
         self._letters: dict[str, list[int]] = {}  # of special tokens as plain text
         self._most_texts = most_texts
-        self._client = grpcclient.InferenceServerClient(address)
+        self._client = grpcclient.InferenceServerClient(address, channel_args=CHANNEL_OPTIONS)
         self._model = model
 
     async def close(self) -> None:

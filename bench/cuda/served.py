@@ -23,6 +23,7 @@ from typing import Any
 
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT
 from backend.launcher.log_file import reasons
+from backend.loopback import open_url
 from backend.machine import machine
 
 SEED = 7
@@ -82,7 +83,7 @@ class Server:
         }
         data = json.dumps(body | options).encode()
         request = urllib.request.Request(self._url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with open_url(request, 120) as response:
             reply: dict[str, Any] = json.load(response)
         return reply
 

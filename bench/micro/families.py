@@ -24,6 +24,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backend.config import PROJECT_ROOT, load_config
+from backend.loopback import open_url
 from backend.machine import machine
 from engines_build.measure import measure
 from engines_build.prepare import prepare
@@ -119,7 +120,7 @@ def _ask(port: int, model: str, prompt: str) -> str:
         json.dumps({**body, "ignore_eos": True}).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as reply:
+    with open_url(request, 120) as reply:
         text: str = json.load(reply)["choices"][0]["text"]
     return text
 

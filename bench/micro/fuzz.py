@@ -27,6 +27,7 @@ from typing import Any
 import grpc
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from backend.loopback import CHANNEL_OPTIONS
 from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.micro.fuzzing import (
@@ -110,7 +111,7 @@ def fuzz(service: Service, requests: int, number: int) -> tuple[dict[str, Any], 
     sampling = threading.Thread(target=sample)
     sampling.start()
     before, started_s = sorted(service.tree()), time.perf_counter()
-    with grpc.insecure_channel(f"127.0.0.1:{service.grpc}") as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{service.grpc}", CHANNEL_OPTIONS) as channel:
         doors = [
             Door("http", HTTP_CASES, lambda case: send_http(service, case)),
             Door("grpc", GRPC_CASES, lambda case: send_grpc(channel, case)),

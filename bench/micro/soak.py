@@ -27,10 +27,10 @@ from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import aiohttp
 
+from backend.loopback import open_url
 from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.load import CANCELLED, FINAL, UNANSWERED, Served, channel, percentiles_ms, serve
@@ -76,7 +76,7 @@ class Soak:
 
     async def run(self) -> None:
         """Run everything to the end of the time, then let what is in flight end."""
-        with urlopen(f"http://127.0.0.1:{self.service.openai}/v1/models", timeout=30) as models:
+        with open_url(f"http://127.0.0.1:{self.service.openai}/v1/models", 30) as models:
             self.model = json.load(models)["data"][0]["id"]
         tasks = [asyncio.ensure_future(work()) for work in (self._sample, self._kill)]
         await asyncio.gather(*(self._client(index) for index in range(self.args.streams)))

@@ -25,6 +25,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backend.launcher.processes import command_line, descendants
 from backend.launcher.settings import RUN_PREFIX
+from backend.loopback import CHANNEL_OPTIONS, open_url
 from backend.triton_adapter.fields import TEXT_INPUTS
 from backend.triton_adapter.paths import PROJECT_ROOT
 
@@ -162,7 +163,7 @@ class Service:
             f"http://127.0.0.1:{self.http}{path}", data, {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
+            with open_url(request, timeout) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -183,9 +184,7 @@ class Service:
 
     def metric(self, name, **labels):
         """Return the sum of the series of a metric that have the labels."""
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self.metrics}/metrics", timeout=10
-        ) as response:
+        with open_url(f"http://127.0.0.1:{self.metrics}/metrics", 10) as response:
             lines = response.read().decode().splitlines()
         series = [re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line) for line in lines]
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
@@ -200,7 +199,7 @@ class Service:
     @contextmanager
     def stub(self) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
         """A gRPC client on a channel of its own."""
-        with grpc.insecure_channel(f"127.0.0.1:{self.grpc}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{self.grpc}", CHANNEL_OPTIONS) as channel:
             yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
     # -- processes

@@ -28,7 +28,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def fronted(start_service, tmp_path_factory):
-    """A service with the front end, a key and a chat template."""
+    """A service with the front end, a key and a chat template, where proxies are set."""
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
     (port,) = free_ports(1)
@@ -36,6 +36,8 @@ def fronted(start_service, tmp_path_factory):
         "OPENAI_API_KEY": KEY,
         "OPENAI_CHAT_TEMPLATE": str(template),
         "OPENAI_CORS_ORIGINS": "http://page.example",
+        "http_proxy": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
     }
     service = start_service(OPENAI_PORT=str(port), **variables).wait_ready()
     service.openai = port
