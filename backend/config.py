@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from backend.files import read_json
 from backend.kinds import KINDS, Kind, automatic
 from backend.machine import Machine, machine
-from backend.settings import ConfigError, build_settings, read_json, setting
+from backend.settings import ConfigError, build_settings, setting
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""
@@ -187,7 +188,7 @@ def load_config(path: str | Path, *, plans: bool = True) -> ServingConfig:
     """Read a ``serving.json``. Raises ConfigError naming the file, key and value. A process that
     does not plan leaves the policy to those that do: checking it imports the policy's compiler.
     """
-    raw = read_json(path)
+    raw = read_json(Path(path))
     try:
         return parse_config(raw, plans=plans, folder=Path(path).absolute().parent)
     except ConfigError as error:

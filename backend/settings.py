@@ -5,11 +5,9 @@ an error that names the key and the value.
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 import typing
 from dataclasses import field
-from pathlib import Path
 from typing import Any
 
 
@@ -26,16 +24,6 @@ def setting(
 ) -> Any:
     """Declare a setting and what it may be."""
     return field(default=default, metadata={"low": low, "high": high, "choices": choices})
-
-
-def read_json(path: str | Path) -> Any:
-    """Return what a JSON file holds. Raises ConfigError naming the file."""
-    try:
-        return json.loads(Path(path).read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
 _REMOVED = {

@@ -19,8 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from backend.files import read_object
 from backend.limits import NO_BOUND, TextBound, class_sizes
 from backend.request import ErrorCode, RequestError
+from backend.settings import ConfigError
+from backend.special_tokens import end_ids, special_in
 
 BYTE_VALUES = 256
 _BYTE_TOKEN_LENGTH = len("<0x00>")
@@ -31,7 +34,7 @@ _UNICODE_SHRINKAGE = 4.0
 """The most bytes that Unicode normalisation makes one byte of: four for a mathematical letter."""
 
 
-class TokenizerError(ValueError):
+class TokenizerError(ConfigError):
     """A tokenizer that cannot be used; the message names the file or folder."""
 
 
@@ -48,6 +51,11 @@ class Tokenizer(Protocol):
     @property
     def token_bytes(self) -> Seq[bytes]:
         """The bytes of every token, by id."""
+        ...
+
+    @property
+    def end_id(self) -> int:
+        """The token that the tokenizer itself ends a text by."""
         ...
 
     @property
@@ -109,6 +117,7 @@ class ByteTokenizer:
 
     vocab_size: int = BYTE_VALUES + 1
     token_bytes: tuple[bytes, ...] = (*(bytes([value]) for value in range(BYTE_VALUES)), b"")
+    end_id: int = BYTE_VALUES
     end_ids: frozenset[int] = frozenset({BYTE_VALUES})
     bound: TextBound = _ONE_BYTE
     special_tokens: Mapping[str, int] = field(default_factory=lambda: {"<|end|>": BYTE_VALUES})
@@ -126,6 +135,7 @@ class FolderTokenizer:
     """
 
     token_bytes: tuple[bytes, ...]
+    end_id: int
     end_ids: frozenset[int]
     strips_space: bool
     bound: TextBound
@@ -153,25 +163,26 @@ class FolderTokenizer:
 
 def load_tokenizer(folder: Path) -> FolderTokenizer:
     """Load ``tokenizer.json`` and the end-of-text ids of a checkpoint folder. Raises TokenizerError
-    naming what cannot be used.
+    or ConfigError naming what cannot be used.
     """
     import tokenizers
 
     path = folder / "tokenizer.json"
+    spec = read_object(path)
     try:
-        raw = path.read_bytes()
-        spec = json.loads(raw)
-        library = tokenizers.Tokenizer.from_buffer(raw)
+        library = tokenizers.Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception for a file that it cannot parse
         raise TokenizerError(f"cannot load {path}: {error}") from error
     library.no_truncation()
     library.no_padding()
+    vocabulary = library.get_vocab(with_added_tokens=True)
     try:
-        table, strips_space = _token_bytes(library.get_vocab(with_added_tokens=True), spec)
+        table, strips_space = _token_bytes(vocabulary, spec)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
-    bound, special = text_bound(spec, library), _special_tokens(spec)
-    return FolderTokenizer(table, _end_ids(folder), strips_space, bound, special, library)
+    ends, bound = end_ids(folder, vocabulary), text_bound(spec, library)
+    special = special_in(spec)
+    return FolderTokenizer(table, ends[0], frozenset(ends), strips_space, bound, special, library)
 
 
 def named_token_bytes(tokenizer: Tokenizer) -> tuple[bytes, ...]:
@@ -180,17 +191,6 @@ def named_token_bytes(tokenizer: Tokenizer) -> tuple[bytes, ...]:
     for name, token in tokenizer.special_tokens.items():
         table[token] = name.encode()
     return tuple(table)
-
-
-def special_tokens(folder: Path) -> dict[str, int]:
-    """Return the ids of special tokens by name, of a folder that may have no tokenizer."""
-    path = folder / "tokenizer.json"
-    return _special_tokens(_read_json(path)) if path.is_file() else {}
-
-
-def _special_tokens(spec: dict[str, Any]) -> dict[str, int]:
-    added = spec.get("added_tokens") or ()
-    return {token["content"]: token["id"] for token in added if token["special"]}
 
 
 def _token_bytes(
@@ -370,38 +370,6 @@ def _metaspace(token: str) -> bytes:
         except ValueError:
             pass  # an ordinary token of that shape
     return token.replace(_SPACE_MARK, " ").encode("utf-8")
-
-
-def _end_ids(folder: Path) -> frozenset[int]:
-    """Return ``eos_token_id`` (a number or a list) of generation_config.json, else of config.json;
-    none is an error.
-    """
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if isinstance(value, int):
-            return frozenset({value})
-        if isinstance(value, list) and value:
-            return frozenset(value)
-    raise TokenizerError(
-        f"{folder} has eos_token_id neither in generation_config.json nor in config.json"
-    )
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_read(path))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} is not a JSON object")
-    return value
 
 
 def _utf8(text: str) -> bytes:

@@ -18,7 +18,7 @@ def encoded(
         id=asked.id,
         prompts=[tokenizer.encode(text, add_special_tokens) for text in asked.prompts],
         words=[tokenizer.encode(word, add_special_tokens=False) for word in asked.words],
-        end_id=min(tokenizer.end_ids),
+        end_id=tokenizer.end_id,
         vocab_size=tokenizer.vocab_size,
     )
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import EMBEDDED_MODEL, ServingConfig, load_config, parse_config
+from backend.files import read_json
 from backend.kinds import KINDS
 from backend.launcher.settings import LaunchError
-from backend.settings import ConfigError, read_json
+from backend.settings import ConfigError
 
 MODEL_FREE_DRAFTS = {
     name: {"name": name, "engine": name} for name, kind in KINDS.items() if kind.free

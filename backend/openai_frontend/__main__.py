@@ -27,8 +27,9 @@ from backend.openai_frontend.app import create_app
 from backend.openai_frontend.draining import DrainingServer
 from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
+from backend.special_tokens import special_tokens
 from backend.storage import cache
-from backend.tokenizer import ByteTokenizer, special_tokens
+from backend.tokenizer import ByteTokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 

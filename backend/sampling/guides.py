@@ -46,6 +46,8 @@ class Grammars:
         """
         import llguidance
 
+        # not those that only a model's padded vocabulary has
+        end_ids = frozenset(token for token in end_ids if token < self._tokenizer.vocab_size)
         if not end_ids:
             raise _invalid(
                 "end_id must not be -1 with guided_decoding_guide_type: nothing could end the text"
@@ -189,7 +191,7 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.eos_token_id = min(tokenizer.end_ids)
+        self.eos_token_id = tokenizer.end_id
         self.tokens = [
             token or b"\xff[%d]" % index for index, token in enumerate(tokenizer.token_bytes)
         ]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import EngineConfig, ServingConfig
+from backend.files import read_object
 from backend.settings import ConfigError
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -171,12 +172,12 @@ def vocabulary(tokenizer: Path) -> list[tuple[int, str]]:
     cannot be read.
     """
     try:
-        spec = json.loads(tokenizer.read_text("utf-8"))
+        spec = read_object(tokenizer)
         tokens = {
             **spec["model"]["vocab"],
             **{added["content"]: added["id"] for added in spec.get("added_tokens", ())},
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ConfigError(f"cannot read the vocabulary of {tokenizer}: {error!r}") from error
     return sorted((token_id, token) for token, token_id in tokens.items())
 
@@ -205,15 +206,7 @@ def sampled_sha256(files: list[Path]) -> str:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Return a folder's ``config.json``. Raises ConfigError for a file that is not one."""
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {folder / 'config.json'}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{folder / 'config.json'} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{folder / 'config.json'} is not an object")
-    return config
+    return read_object(folder / "config.json")
 
 
 def _text_config(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.storage.manifest import weights_sha256
+from backend.tokenizer import load_tokenizer
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.evaluation_sets import JUDGED
 from engines_build.distill.generate import GREEDY_SHARE, Generator, Shards, Teacher
@@ -68,7 +69,8 @@ def generate(
             workloads = list(WORKLOADS) if corpus.held_out else args.workloads
             greedy_share, answers = (1.0, 1) if corpus.held_out else (GREEDY_SHARE, args.answers)
             generator = Generator(
-                teacher, tokenizer, corpus, store, greedy_share, workloads, answers
+                *(teacher, tokenizer, corpus, store, greedy_share, workloads, answers),
+                ends=load_tokenizer(args.target).end_ids,
             )
             generator.run(tokens, start + 60 * GENERATE_SHARE * args.minutes)
     if args.keep_answers:

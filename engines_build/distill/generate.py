@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class _Row:
     features: list[Tensor] = field(default_factory=list)
     """States of the prompt's last token and of each one generated but the last."""
 
-    def ended(self, eos: set[int]) -> bool:
+    def ended(self, eos: Set[int]) -> bool:
         """Whether the text is over, full, or repeats its last 8 tokens for the third time in 64 (a
         loop teaches nothing more).
         """
@@ -225,7 +225,8 @@ class Generator:
 
     Prompts are of ``workloads`` (None: all), by their shares in training, in turn on the held-out
     side. ``greedy_share`` of the rows decode greedily, the others sample among the top ``TOP_K``. A
-    prompt gets ``answers`` answers, all but the first sampled: they share its prefill.
+    prompt gets ``answers`` answers, all but the first sampled: they share its prefill. A token of
+    ``ends`` ends one.
     """
 
     def __init__(
@@ -237,6 +238,8 @@ class Generator:
         greedy_share: float,
         workloads: Sequence[str] | None = None,
         answers: int = 1,
+        *,
+        ends: Set[int],
     ):
         self.workloads = [w for w in corpus.workloads if workloads is None or w in workloads]
         self.teacher, self.tokenizer, self.corpus, self.shards, self.greedy_share = (
@@ -247,7 +250,7 @@ class Generator:
             greedy_share,
         )
         self.answers = answers
-        self.eos = eos_token_ids(tokenizer)
+        self.eos = ends
         self.replies: deque[str] = deque(maxlen=64)
         self.asked: deque[_Row] = deque()  # prompts, once for each answer still wanted
         self.noise = torch.Generator().manual_seed(corpus.seed * 1_000_003 + len(shards.paths()))
@@ -388,21 +391,14 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     """
     if prompt.raw or tokenizer.chat_template is None:
         return list(tokenizer(prompt.text)["input_ids"])[:MAX_PROMPT_TOKENS]
-    message = tokenizer.decode(tokenizer(prompt.text)["input_ids"][: MAX_PROMPT_TOKENS - 64])
+    ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+    message = tokenizer.decode(ids[: MAX_PROMPT_TOKENS - 64])
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
     )
-    return list(tokenizer(text)["input_ids"])[:MAX_PROMPT_TOKENS]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])[:MAX_PROMPT_TOKENS]
 
 
 def served_dtype(device: str) -> str:
     """Return the dtype that the target has where it generates: that of serving (``auto``)."""
     return "bf16" if device != "cpu" or machine.multiplies_bf16() else "fp32"
-
-
-def eos_token_ids(tokenizer: Any) -> set[int]:
-    """Tokens that end a text: the tokenizer's own EOS and, where it has one, ``<|endoftext|>``."""
-    ids = {tokenizer.eos_token_id}
-    if "<|endoftext|>" in tokenizer.get_vocab():
-        ids.add(tokenizer.convert_tokens_to_ids("<|endoftext|>"))
-    return ids

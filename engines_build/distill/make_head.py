@@ -16,12 +16,13 @@ import torch
 from transformers import AutoTokenizer
 
 from backend.engines.checkpoint import load
+from backend.tokenizer import load_tokenizer
 from engines_build.distill.arguments import parse
 from engines_build.distill.card import command_line, head_card
 from engines_build.distill.data import claim, first_tokens, generate, unjudged
 from engines_build.distill.evaluation_sets import EvaluationError
 from engines_build.distill.forms import FORMS, run_name
-from engines_build.distill.generate import eos_token_ids, served_dtype
+from engines_build.distill.generate import served_dtype
 from engines_build.distill.head import evaluate_head, load_head_samples
 from engines_build.distill.overlap import OverlapError
 from engines_build.distill.train import Budget, HeadTrainer
@@ -43,7 +44,7 @@ def distil_head(args: argparse.Namespace) -> dict[str, Any]:
     samples = [s for s in samples if s.workload in set(args.workloads)]
     samples = unjudged(args, first_tokens(samples, args.tokens), tokenizer)
     torch.manual_seed(args.seed)
-    unroller = form.begin(samples, embedding, rows, eos_token_ids(tokenizer))
+    unroller = form.begin(samples, embedding, rows, {*load_tokenizer(args.target).end_ids})
     run = args.work / run_name(form, args, len(samples))
     budget = Budget(args.train_tokens, args.batch, args.learning_rate, start + 60 * args.minutes)
     line = HeadTrainer(unroller, samples, args.seed, run).run(budget)

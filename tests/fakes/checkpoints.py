@@ -10,6 +10,9 @@ from typing import Any
 VOCABULARY = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
 """A tokenizer of two tokens."""
 
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00ff\nsize 12345\n"
+"""The content of a file that was cloned without Git LFS."""
+
 
 def folder(
     path: Path,

@@ -50,6 +50,13 @@ def test_a_text_of_the_grammar_is_allowed_token_by_token_and_then_may_end(gramma
     assert not masks[0][END]
 
 
+def test_an_end_that_only_the_model_s_padded_vocabulary_has_is_none_of_the_grammar(grammars):
+    guide = made(grammars, end_ids=BYTES.end_ids | {BYTES.vocab_size + 40})
+    assert guide.mask(list(b"abcdx")).nonzero()[0].tolist() == [END]
+    with pytest.raises(RequestError, match="nothing could end the text"):
+        made(grammars, end_ids=frozenset({BYTES.vocab_size + 40}))
+
+
 def test_after_a_token_that_is_not_allowed_there_is_no_mask(grammars):
     guide = made(grammars)
     assert letters(guide.mask(list(b"ab"))) == "acx"

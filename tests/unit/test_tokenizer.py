@@ -7,7 +7,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from backend.request import RequestError
+from backend.settings import ConfigError
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, TokenizerError, load_tokenizer
+from tests.fakes.checkpoints import LFS_POINTER
 
 TEXTS = [
     "hello world",
@@ -121,27 +123,98 @@ def test_another_decoder_is_refused_by_name(tmp_path):
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(TokenizerError, match=r"absent.tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"absent.tokenizer\.json"):
         load_tokenizer(tmp_path / "absent")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"cannot load .*tokenizer\.json"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(LFS_POINTER)
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json is a Git LFS pointer, .*`git lfs pull`"
+    ):
+        load_tokenizer(tmp_path)
+
+
+END, ADDED = 0, 300
+"""Ids of ``<|end|>`` and ``<plain added>`` in ``byte_level``."""
+
+
+def ends_of(path, config, generation=None, **names):
+    """Return the end ids of a folder with these files, that of the tokenizer first."""
+    folder = folder_of(path, byte_level(), **{"eos_token_id": None, **config})
+    for name, content in {"generation_config": generation, **names}.items():
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.end_id in tokenizer.end_ids
+    return [tokenizer.end_id, *sorted(tokenizer.end_ids - {tokenizer.end_id})]
+
+
+NAMED = {"tokenizer_config": {"eos_token": "<|end|>"}}
 
 
 @pytest.mark.parametrize(
-    ("generation", "expected"),
-    [({"eos_token_id": [3, 4]}, {3, 4}), ({"eos_token_id": 5}, {5}), ({}, {1}), (None, {1})],
+    ("config", "generation", "names", "expected"),
+    [
+        ({"eos_token_id": 1}, {"eos_token_id": [3, 4]}, {}, [3, 4]),
+        ({"eos_token_id": 1}, {"eos_token_id": 5}, {}, [5]),
+        ({"eos_token_id": [1, 2]}, {}, {}, [1, 2]),
+        ({"eos_token_id": 1}, None, {}, [1]),
+        ({"eos_token_id": 1}, None, NAMED, [END, 1]),
+        ({"eos_token_id": 1}, {"eos_token_id": [7, END]}, NAMED, [END, 7]),
+        ({}, None, NAMED, [END]),
+        ({}, {"eos_token_id": []}, NAMED, [END]),
+        ({"eos_token_id": 7}, None, {"special_tokens_map": {"eos_token": "<|end|>"}}, [END, 7]),
+        (
+            {"eos_token_id": 7},
+            None,
+            {"tokenizer_config": {"eos_token": {"content": "<plain added>", "special": False}}},
+            [ADDED, 7],
+        ),
+        ({"eos_token_id": 7}, None, {"tokenizer_config": {"eos_token": "absent"}}, [7]),
+        ({"eos_token_id": 7}, None, {"tokenizer_config": {"eos_token": None}}, [7]),
+        ({"text_config": {"eos_token_id": 7, "vocab_size": 300}}, None, NAMED, [END, 7]),
+        ({"eos_token_id": [320, 8], "vocab_size": 400}, None, {}, [8, 320]),
+    ],
 )
-def test_end_ids_come_from_generation_config_first(tmp_path, generation, expected):
-    folder = folder_of(tmp_path, byte_level())
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert load_tokenizer(folder).end_ids == expected
+def test_the_ends_are_those_of_the_model_and_that_of_the_tokenizer(
+    tmp_path, config, generation, names, expected
+):
+    assert ends_of(tmp_path, config, generation, **names) == expected
 
 
-def test_a_folder_without_end_ids_is_refused(tmp_path):
-    with pytest.raises(TokenizerError, match="eos_token_id"):
-        load_tokenizer(folder_of(tmp_path, byte_level(), eos_token_id=None))
+@pytest.mark.parametrize(
+    ("config", "names", "expected"),
+    [
+        ({"eos_token_id": [3, 99999]}, {}, [3]),
+        ({"eos_token_id": 99999}, NAMED, [END]),
+        ({"eos_token_id": [-1, 3]}, NAMED, [END, 3]),
+        ({"eos_token_id": 320, "vocab_size": 310}, NAMED, [END]),
+        (
+            {"eos_token_id": 3, "vocab_size": 290},
+            {"tokenizer_config": {"eos_token": "<plain added>"}},
+            [3],
+        ),
+    ],
+)
+def test_ends_that_the_model_has_no_row_for_are_left_out(tmp_path, caplog, config, names, expected):
+    assert ends_of(tmp_path, config, **names) == expected
+    if config["eos_token_id"] == 99999:
+        assert "config.json: eos_token_id must be token ids below 301, got 99999" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "names no token that ends a text: neither an eos_token_id in generation_config.json"),
+        ({"eos_token_id": 99999}, r"config\.json: eos_token_id must be token ids below 301, got 9"),
+        ({"eos_token_id": "2"}, r"config\.json: eos_token_id must be token ids, got '2'"),
+        ({"eos_token_id": 320, "vocab_size": 400}, "is one of the tokenizer's"),
+    ],
+)
+def test_a_folder_without_an_end_is_refused(tmp_path, config, words):
+    with pytest.raises(ConfigError, match=words):
+        ends_of(tmp_path, config)
 
 
 def test_special_tokens_are_added_only_on_request(tmp_path):

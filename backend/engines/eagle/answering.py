@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from backend.engines.models.loading import load_decoder
+from backend.tokenizer import load_tokenizer
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -46,11 +47,14 @@ def answer(folder: Path, dtype: str, device: str = "cpu") -> list[Answer]:
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     lm = load_reader(folder, dtype, device)
-    prompts = [_encode(tokenizer, prompt) for prompt in PROMPTS]
+    prompts, ends = (
+        [_encode(tokenizer, prompt) for prompt in PROMPTS],
+        load_tokenizer(folder).end_ids,
+    )
     with torch.inference_mode():
         return [
             Answer(torch.tensor(prompt + new), len(prompt), states_of(lm, prompt + new))
-            for prompt, new in zip(prompts, _generate(lm, prompts), strict=True)
+            for prompt, new in zip(prompts, _generate(lm, prompts, ends), strict=True)
         ]
 
 
@@ -91,10 +95,8 @@ def _encode(tokenizer: Any, prompt: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _generate(lm: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+def _generate(lm: Any, prompts: Sequence[Sequence[int]], ends: Set[int]) -> list[list[int]]:
     """Return greedy answers, each with its end token, of one batch that is padded on the left."""
-    ends = lm.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else {*(ends or ())}
     longest = max(map(len, prompts))
     pads = [longest - len(prompt) for prompt in prompts]
     ids = [[0] * pad + [*prompt] for pad, prompt in zip(pads, prompts, strict=True)]
@@ -104,6 +106,7 @@ def _generate(lm: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         attention_mask=torch.tensor(mask, device=lm.device),
         do_sample=False,
         max_new_tokens=ANSWER_TOKENS,
+        eos_token_id=sorted(ends),
         pad_token_id=0,
         temperature=None,
         top_p=None,
@@ -112,6 +115,6 @@ def _generate(lm: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     return [_until_end(row, ends) for row in written[:, longest:].tolist()]
 
 
-def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
+def _until_end(tokens: list[int], ends: Set[int]) -> list[int]:
     stop = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: stop + 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from backend.engines.checkpoint import CheckpointError
 from backend.kinds import quantization_of
+from backend.storage.manifest import read_model_config
 
 WRAPPERS = (
     "Gemma3ForConditionalGeneration",
@@ -30,7 +30,7 @@ def read_decoder_config(folder: Path) -> PretrainedConfig:
     """Return the configuration of the language model in a folder, of a multimodal one its text
     part. Raises CheckpointError with the reason for a folder that is not served.
     """
-    raw = _read(folder)
+    raw = read_model_config(folder)
     architecture = architecture_of(raw)
     _check_source(folder, raw, architecture)
     try:
@@ -66,19 +66,6 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
 def refuse(folder: Path, architecture: str, reason: str) -> NoReturn:
     """Raise CheckpointError for a folder that is not served."""
     raise CheckpointError(f"{folder}: {architecture} cannot be served: {reason}")
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} is not an object")
-    return raw
 
 
 def _check_source(folder: Path, raw: Mapping[str, Any], architecture: str) -> None:

@@ -15,10 +15,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from backend.storage.manifest import weights_sha256
+from backend.tokenizer import load_tokenizer
 from engines_build.distill import kept
 from engines_build.distill.corpora import WORKLOADS, Corpus
 from engines_build.distill.data import judged_by
-from engines_build.distill.generate import encode, eos_token_ids
+from engines_build.distill.generate import encode
 from engines_build.distill.on_gpu.batch_model import Asked
 
 _MESSAGE = "<<message>>"
@@ -38,9 +39,9 @@ class PlainTokenizer:
         self.plain = Tokenizer.from_file(str(target / "tokenizer.json"))
         self.chat_template = around
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Return the token ids of a text."""
-        return {"input_ids": self.plain.encode(text).ids}
+        return {"input_ids": self.plain.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         """Return the text of tokens."""
@@ -73,7 +74,7 @@ def write_prompts(args: argparse.Namespace) -> None:
     np.save(args.out / "judged.npy", np.array(runs, np.uint64))
     about = {
         "seed": args.seed,
-        "ends": sorted(eos_token_ids(tokenizer)),
+        "ends": sorted(load_tokenizer(args.target).end_ids),
         "around": _around(tokenizer),
     }
     (args.out / "about.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
