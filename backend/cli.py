@@ -21,6 +21,10 @@ DELEGATED_COMMANDS = {
         "engines_build.prepare",
         "bring the models and latency tables that a configuration needs",
     ),
+    "admin": (
+        "backend.launcher.admin",
+        "switch speculation off or on, ask for an explanation, reload drafts",
+    ),
     "measure": ("engines_build.measure", "measure again how fast the engines are here"),
     "simulate": ("policy.simulate", "try policies on a simulated deployment"),
     "replay": ("policy.replay", "read a trace of what the policy saw and decided"),

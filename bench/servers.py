@@ -134,7 +134,7 @@ class ServerArm:
 
     def command(self, command: str) -> None:
         """Give an administrative command."""
-        status, reply = self._service.post("/v2/models/spindle/generate", {"command": command})
+        status, reply = self._service.command(command)
         if status != 200:
             raise RuntimeError(f"{command}: {reply}")
 

@@ -24,6 +24,7 @@ from backend.launcher.dynamo import DynamoWorker
 from backend.launcher.front_end import FrontEnd
 from backend.launcher.say import say
 from backend.launcher.settings import Settings, read_settings
+from backend.triton_adapter.admin_secret import ensure_secret
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 FAILED_PROBES = 3
@@ -35,6 +36,7 @@ STOP_LIMIT_S = 20.0
 def main(arguments: Sequence[str]) -> int:
     """Serve until a signal, tritonserver's end or failed probes; returns the exit status."""
     settings = read_settings(os.environ)
+    ensure_secret()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -5,11 +5,10 @@ It runs where packages are missing too: what needs them is imported once they ar
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +25,7 @@ from backend.config import (
 from backend.kinds import KINDS, automatic
 from backend.launcher import settings as launch
 from backend.launcher.front_end import MODULE as FRONT_END
-from backend.launcher.processes import command_line
+from backend.launcher.processes import command_line, listening_process, listening_sockets
 from backend.machine import Machine, machine
 from backend.settings import ConfigError
 from backend.storage import cache
@@ -212,7 +211,7 @@ def ports(settings: launch.Settings) -> list[Finding]:
         at = f"{port} on {settings.bind}"
         if why := launch.port_trouble(settings.bind, port):
             state, text = MISSING, f"{why}{listener(port)}. Choose another with {option}"
-            if (pid := _listener(port)) and _is_spindle(command_line(pid)):
+            if (pid := listening_process(port)) and _is_spindle(command_line(pid)):
                 state, text = WARNING, f"Spindle runs there, process {pid}; a second needs {option}"
             found.append(Finding(label, state, f"{at}: {text}"))
         else:
@@ -223,34 +222,14 @@ def ports(settings: launch.Settings) -> list[Finding]:
 
 def listener(port: int) -> str:
     """Return the process that listens on a port, as far as this user may know."""
-    if pid := _listener(port):
+    if pid := listening_process(port):
         return f", by process {pid} ({' '.join(command_line(pid))[:60]})"
-    return ", by a process that this user cannot see" if [*_listening(port)] else ""
-
-
-def _listener(port: int) -> int:
-    """Return the process that listens on a port; 0: none that this user can see."""
-    inodes = set(_listening(port))
-    for handle in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(handle) in inodes:
-                return int(handle.parts[2])
-    return 0
+    return ", by a process that this user cannot see" if [*listening_sockets(port)] else ""
 
 
 def _is_spindle(command: list[str]) -> bool:
     """Return whether a command is a server's of ours or its front end's."""
     return FRONT_END in command or any(f"/{launch.RUN_PREFIX}" in word for word in command)
-
-
-def _listening(port: int) -> Iterator[str]:
-    """Yield the sockets that listen on a port, as /proc names them."""
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net", table).read_text("utf-8").splitlines()[1:]:
-                words = line.split()
-                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
-                    yield f"socket:[{words[9]}]"
 
 
 def deployment(path: Path, machine: Machine = machine) -> list[Finding]:

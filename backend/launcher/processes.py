@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -37,6 +37,36 @@ def command_line(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
         return []
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment that a process of this user began with; empty for any other."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    pairs = (variable.partition("=") for variable in variables)
+    return {name: value for name, _, value in pairs if name}
+
+
+def listening_process(port: int) -> int:
+    """Return the process that listens on a port; 0 if this user can see none."""
+    sockets = set(listening_sockets(port))
+    for handle in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(handle) in sockets:
+                return int(handle.parts[2])
+    return 0
+
+
+def listening_sockets(port: int) -> Iterator[str]:
+    """Yield the sockets that listen on a port, as /proc names them."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text("utf-8").splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
+                    yield f"socket:[{words[9]}]"
 
 
 def kill_all(pids: Iterable[int], limit_s: float = 5.0) -> list[int]:

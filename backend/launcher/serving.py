@@ -38,6 +38,7 @@ from backend.launcher.settings import (
 from backend.launcher.supervisor import supervise
 from backend.settings import ConfigError
 from backend.storage import cache
+from backend.triton_adapter.admin_secret import ensure_secret
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 FRONT_END_LIMIT_S = 30.0
@@ -53,6 +54,7 @@ def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, lambda *_: stop.set())
+    ensure_secret()
     os.environ["SPINDLE_CACHE"] = str(cache.root().absolute())  # others have another current folder
     status = 0
     try:

@@ -30,6 +30,7 @@ from backend.openai_frontend.template import ChatTemplate, load_template
 from backend.special_tokens import special_tokens
 from backend.storage import cache
 from backend.tokenizer import ByteTokenizer
+from backend.triton_adapter import admin_secret
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 
@@ -59,6 +60,7 @@ def main() -> None:
         max_body_bytes=max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * context),
         most_texts=config.limits.max_active_requests,
         api_key=environment.get("OPENAI_API_KEY") or "",
+        admin_secret=environment.get(admin_secret.VARIABLE) or "",
         metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
         version=__version__,
         special_tokens=(

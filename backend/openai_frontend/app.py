@@ -29,7 +29,12 @@ def create_app(settings: FrontEnd, draining: threading.Event | None = None) -> F
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.triton = Triton(settings.address, settings.most_texts, settings.special_tokens)
+        app.state.triton = Triton(
+            settings.address,
+            settings.most_texts,
+            settings.special_tokens,
+            admin_secret=settings.admin_secret,
+        )
         yield
         bodies.close()
         await app.state.triton.close()

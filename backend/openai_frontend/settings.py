@@ -41,6 +41,8 @@ class FrontEnd:
     version: str = ""
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     escape_special_tokens: bool = False
+    admin_secret: str = ""
+    """The secret that administrative commands need."""
     split_reasoning: bool = True
     """Whether reasoning is apart from an answer's content."""
 

@@ -76,12 +76,16 @@ class Triton:
         address: str,
         most_texts: int,
         special_tokens: Mapping[str, int],
+        admin_secret: str = "",
         model: str = "tensorrt_llm_bls",
     ) -> None:
-        """``most_texts`` of one body are asked for at once; ``special_tokens`` are ids by name."""
+        """``most_texts`` of one body are asked for at once; ``special_tokens`` are ids by name;
+        ``admin_secret`` is sent with administrative commands.
+        """
         self._special_tokens = special_tokens
         self._letters: dict[str, list[int]] = {}  # of special tokens as plain text
         self._most_texts = most_texts
+        self._admin_secret = admin_secret
         self._client = grpcclient.InferenceServerClient(address, channel_args=CHANNEL_OPTIONS)
         self._model = model
 
@@ -91,7 +95,9 @@ class Triton:
 
     async def command(self, command: str) -> dict[str, Any]:
         """Return the reply to a command of the administrative interface. Raises ApiError."""
-        result = await self._infer("spindle", {"command": [command]})
+        result = await self._infer(
+            "spindle", {"command": [command], "secret": [self._admin_secret]}
+        )
         reply: dict[str, Any] = json.loads(result.as_numpy("reply").item())
         return reply
 

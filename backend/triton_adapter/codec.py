@@ -171,9 +171,13 @@ def asks_to_stop(inputs: Mapping[str, Array]) -> bool:
     return "stop" in inputs and bool(inputs["stop"].any())
 
 
-def decode_command(inputs: Mapping[str, Array]) -> str:
-    """Return the command given to the model ``spindle``."""
-    return str(_values(Field("command", "STRING"), inputs["command"].reshape(1, -1))[0])
+def decode_command(inputs: Mapping[str, Array]) -> tuple[str, str]:
+    """Return the command given to the model ``spindle``, and the secret ('' if there is none)."""
+
+    def text(name: str) -> str:
+        return str(_values(Field(name, "STRING"), inputs[name].reshape(1, -1))[0])
+
+    return text("command"), text("secret") if "secret" in inputs else ""
 
 
 def encode_chunk(deltas: Seq[Chunk], wanted: Wanted) -> dict[str, Array]:

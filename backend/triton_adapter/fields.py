@@ -438,7 +438,15 @@ MODELS: tuple[Model, ...] = (
     Model("postprocessing", POSTPROCESSING_INPUTS, _POSTPROCESSING_OUTPUTS, decoupled=False),
     Model(
         "spindle",
-        (_f("command", "STRING", _ONE, "administration", required=True),),
+        (
+            _f("command", "STRING", _ONE, "administration", required=True),
+            _f(
+                "secret",
+                "STRING",
+                _ONE,
+                "the run's `SPINDLE_ADMIN_SECRET`, which all commands but `health` need",
+            ),
+        ),
         (Field("reply", "STRING"),),
         settings=False,
     ),

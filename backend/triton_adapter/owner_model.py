@@ -25,6 +25,7 @@ from backend.ipc.messages import (
     Subscribe,
 )
 from backend.request import ErrorCode, RequestError
+from backend.triton_adapter.admin_secret import check_secret
 from backend.triton_adapter.codec import decode_command
 from backend.triton_adapter.engine_child import EngineChild
 from backend.triton_adapter.link import EngineLink
@@ -73,7 +74,8 @@ class TritonPythonModel:
             request_id = next(self._ids)
             self._pending[request_id] = Responder(pb_utils, request.get_response_sender())
             try:
-                command = decode_command(inputs_of(request))
+                command, secret = decode_command(inputs_of(request))
+                check_secret(command, secret)
                 self._link.send(Admin(id=request_id, command=command))
             except RequestError as error:
                 self._fail(request_id, error)

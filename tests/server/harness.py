@@ -26,11 +26,13 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from backend.launcher.processes import command_line, descendants
 from backend.launcher.settings import RUN_PREFIX
 from backend.loopback import CHANNEL_OPTIONS, open_url
+from backend.triton_adapter.admin_secret import VARIABLE
 from backend.triton_adapter.fields import TEXT_INPUTS
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 MARK = "SPINDLE_TEST_MARK"
 """An environment variable by which all processes of a service are known."""
+ADMIN_SECRET = "the secret of this run"
 CONFIG = Path(__file__).parent / "serving.json"
 START_LIMIT_S = 60
 STOP_LIMIT_S = 20
@@ -100,6 +102,7 @@ class Service:
             "OPENAI_PORT": "0",
             "SPINDLE_CONFIG": str(config),
             "OMP_NUM_THREADS": "1",
+            VARIABLE: ADMIN_SECRET,
             "TMPDIR": str(log.parent),
             MARK: log.parent.as_posix(),
             **environment,
@@ -176,9 +179,14 @@ class Service:
         status, text = self.post(f"/v2/models/{model}/generate", body)
         return status, json.loads(text)
 
+    def command(self, command, **more):
+        """Return (status, body as text) of an administrative command."""
+        body = {"command": command, "secret": ADMIN_SECRET, **more}
+        return self.post("/v2/models/spindle/generate", body)
+
     def health(self):
         """Return the engine process's health."""
-        status, text = self.post("/v2/models/spindle/generate", {"command": "health"})
+        status, text = self.command("health")
         assert status == 200, text
         return json.loads(json.loads(text)["reply"])
 

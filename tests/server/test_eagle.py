@@ -45,7 +45,7 @@ def service(request, start_service, tmp_path_factory):
 @pytest.fixture
 def command(service):
     def send(text):
-        status, body = service.post("/v2/models/spindle/generate", {"command": text})
+        status, body = service.command(text)
         assert status == 200, body
 
     yield send

@@ -5,17 +5,22 @@ metrics say what they did.
 import json
 import os
 import signal
+import sys
 import threading
+import urllib.error
+import urllib.request
 
 import pytest
 
-from tests.server.harness import CONFIG
+from backend.launcher import admin
+from backend.triton_adapter.admin_secret import VARIABLE
+from tests.server.harness import ADMIN_SECRET, CONFIG
 
 
 @pytest.fixture
 def command(service):
     def send(text, status=200):
-        found, body = service.post("/v2/models/spindle/generate", {"command": text})
+        found, body = service.command(text)
         assert found == status, body
         return json.loads(body)["error"] if status != 200 else json.loads(json.loads(body)["reply"])
 
@@ -79,13 +84,42 @@ def test_a_bad_command_is_answered_with_what_is_wrong(command, text, words):
     assert all(word in message for word in words)
 
 
+def test_a_web_page_commands_nothing(service, command):
+    """A page can have a browser post any text without asking first, but knows no secret."""
+    before = command("switches")
+    url = f"http://127.0.0.1:{service.http}/v2/models/spindle/generate"
+    for guess in ({}, {"secret": ""}, {"secret": "a guess"}):
+        data = json.dumps({"command": "set speculation=off", **guess}).encode()
+        headers = {"Content-Type": "text/plain", "Origin": "http://elsewhere.example"}
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=10)
+        assert "secret" in json.load(error.value)["error"]
+    assert command("switches") == before
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_spindle_admin_sends_the_secret(service, command, monkeypatch, capsys, given):
+    """It takes the environment's, else that of the server on this port."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if given:
+        monkeypatch.setenv(VARIABLE, ADMIN_SECRET)
+    port = ["--port", str(service.http)]
+    monkeypatch.setenv("HTTP_PORT", "")
+    monkeypatch.setattr(sys, "argv", ["admin", "set", "speculation=off", *port])
+    assert admin.main() == 0
+    assert json.loads(capsys.readouterr().out)["speculation"] == "off"
+    monkeypatch.setattr(sys, "argv", ["admin", "set", "speculation=maybe", *port])
+    assert admin.main() == 1
+    assert "switches.speculation" in capsys.readouterr().err
+
+
 def test_the_kill_switch_outlasts_a_crash_of_the_engine_process(service, command):
     command("set speculation=off")
     pid = service.health()["pid"]
     os.kill(pid, signal.SIGKILL)
 
     def restarted():
-        status, body = service.post("/v2/models/spindle/generate", {"command": "health"})
+        status, body = service.command("health")
         return status == 200 and json.loads(json.loads(body)["reply"])["pid"] != pid
 
     service.wait_until(restarted, 30)
@@ -100,7 +134,7 @@ def test_drafts_are_added_and_removed_while_it_serves(start_service, tmp_path, r
 
     def reload(drafts, status=200):
         config.write_text(json.dumps({**settings, "drafts": drafts}))
-        found, body = service.post("/v2/models/spindle/generate", {"command": "reload drafts"})
+        found, body = service.command("reload drafts")
         assert found == status, body
         return json.loads(body)["error"] if status != 200 else json.loads(json.loads(body)["reply"])
 

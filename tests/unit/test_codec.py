@@ -432,8 +432,11 @@ def test_inputs_without_effect_change_nothing():
     ] == GenerationRequest("hi", 4)
 
 
-def test_a_command_is_text():
-    assert decode_command({"command": np.array([b"health"], dtype=object)}) == "health"
+def test_a_command_is_text_and_so_is_its_secret():
+    given = {"command": np.array([b"health"], dtype=object)}
+    assert decode_command(given) == ("health", "")
+    given["secret"] = np.array([b"s"], dtype=object)
+    assert decode_command(given) == ("health", "s")
 
 
 def sent(request):

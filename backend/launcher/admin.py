@@ -1,0 +1,76 @@
+"""``spindle admin COMMAND``: give a server on this machine an administrative command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+
+from backend.launcher.processes import environment_of, listening_process
+from backend.launcher.settings import LaunchError, read_settings
+from backend.loopback import open_url
+from backend.triton_adapter.admin_secret import VARIABLE
+
+ANSWER_LIMIT_S = 120.0
+"""``reload drafts`` loads models."""
+EXAMPLES = """commands:
+  spindle admin health                      what the engine is doing
+  spindle admin set speculation=off         the kill switch; also shadow, canary_share, ...
+  spindle admin switches                    the switches as they are set
+  spindle admin explain                     why each request of the last step got its plan
+  spindle admin learned                     what the policy has learned
+  spindle admin reload drafts               change to the drafts that serving.json names now
+"""
+
+
+def main() -> int:
+    """Send the command and print the reply; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="spindle admin",
+        description="Give a server on this machine an administrative command.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", nargs="+", metavar="WORD")
+    parser.add_argument("--port", help="Triton's HTTP port (HTTP_PORT; 8000)")
+    options = parser.parse_args()
+    if options.port:
+        os.environ["HTTP_PORT"] = options.port
+    try:
+        settings = read_settings(os.environ)
+        url = f"http://{settings.client_host}:{settings.http_port}"
+        reply = ask(url, " ".join(options.command), secret_of(settings.http_port))
+    except LaunchError as error:
+        print(f"spindle: error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(reply, indent=1, ensure_ascii=False))
+    return 0
+
+
+def secret_of(port: int) -> str:
+    """Return the secret of this environment, else that of the process which listens on a port; ''
+    if neither has one.
+    """
+    return os.environ.get(VARIABLE) or environment_of(listening_process(port)).get(VARIABLE, "")
+
+
+def ask(url: str, command: str, secret: str) -> object:
+    """Return the server's reply. Raises LaunchError with the reason for a refusal."""
+    body = json.dumps({"command": command, "secret": secret}).encode()
+    request = urllib.request.Request(
+        f"{url}/v2/models/spindle/generate", body, {"Content-Type": "application/json"}
+    )
+    try:
+        with open_url(request, ANSWER_LIMIT_S) as response:
+            return json.loads(json.load(response)["reply"])
+    except urllib.error.HTTPError as error:
+        raise LaunchError(json.load(error)["error"]) from None
+    except OSError as error:
+        raise LaunchError(f"no answer from {url}: {error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
