@@ -127,9 +127,8 @@ class Answer:
     ) -> Response:
         """Return a stream once it has something: what is wrong with a request has a status."""
         first = await anext(pieces)
-        return StreamingResponse(
-            self._events(first, pieces, choices, head, counts), media_type="text/event-stream"
-        )
+        events = self._events(first, pieces, choices, head, counts)
+        return StreamingResponse(events, headers=_STREAM_HEADERS)
 
     async def _whole(
         self,
@@ -226,6 +225,12 @@ class Counts:
         return len(await self._triton.tokenize(text)) - begin
 
 
+_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+"""Proxies such as nginx pass events on as they come instead of filling a buffer."""
 _LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 """Characters that JSON may have as they are, but readers of lines, such as httpx's, take for the
 end of one.

@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from backend.openai_frontend.edge import REQUEST_ID, Guard, RequestIds
 from backend.openai_frontend.errors import ApiError, handle_errors
@@ -61,6 +62,9 @@ def create_app(settings: FrontEnd, draining: threading.Event | None = None) -> F
     _add_status(app, settings)
     _add_tokens(app, bodies)
     _add_openai(app, settings, bodies)
+    for route in app.routes:
+        if isinstance(route, Route) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")  # the server drops the body
     return app
 
 

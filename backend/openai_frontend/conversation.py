@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 from backend.openai_frontend.errors import wrong
 from backend.openai_frontend.fields import CACHE_CONTROL, Body, ignored, one_of, refused
 from backend.openai_frontend.literals import as_json
+from backend.openai_frontend.parts import arguments_of
 
 
 class ContentPart(Body):
@@ -35,11 +37,28 @@ def _parts(value: Any) -> Any:
     return one_of(value, list, "an array of content parts")
 
 
+def _arguments(value: Any) -> dict[str, Any] | str:
+    """Return the arguments of an earlier call as chat templates take them: an object. A text that
+    is no JSON, as an answer that was cut off has it, stays one, for templates that print it.
+    """
+    try:
+        made = arguments_of(value)
+    except RecursionError:
+        made = None
+    except ValueError:
+        return str(value)
+    if not isinstance(made, dict):
+        raise wrong(f"expected a JSON object, but got {as_json(value)}", code="invalid_type")
+    return made
+
+
 class CalledFunction(Body):
-    """A function that was called, and its arguments as JSON."""
+    """A function that was called, and its arguments: JSON, or the object itself."""
 
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[dict[str, Any] | str, PlainValidator(_arguments)] = Field(
+        default_factory=dict
+    )
 
 
 class ToolCall(Body):
@@ -51,13 +70,8 @@ class ToolCall(Body):
     index: Any = ignored("of a streamed call")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the call as chat templates take it: its arguments as an object if they are one."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except ValueError:
-            arguments = self.function.arguments
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
+        """Return the call as chat templates take it."""
+        return self.model_dump()
 
 
 REASONING_NAMES = ("reasoning_content", "reasoning")
@@ -72,7 +86,7 @@ class Message(Body):
         "developers"
     )
     content: Annotated[list[ContentPart], BeforeValidator(_parts)] | None = Field(
-        None, description="a text, or parts of type `text`"
+        None, description="a text, or parts of type `text`, which are joined by line ends"
     )
     name: str | None = Field(None, description="for the chat template")
     tool_calls: list[ToolCall] | None = Field(None, description="for the chat template")
@@ -106,11 +120,22 @@ class Message(Body):
             given |= dict.fromkeys(REASONING_NAMES, reasoning)
             if not (self.tool_calls and self.content):  # gpt-oss's template refuses all three
                 given["thinking"] = reasoning
-        parts = (part.text + part.refusal for part in self.content or ())
-        return {
-            **given,
-            "content": (self.refusal or "") if self.content is None else "".join(parts),
-        }
+        parts = [part.text + part.refusal for part in self.content or ()]
+        joined = "\n".join(filter(None, parts))
+        return {**given, "content": (self.refusal or "") if self.content is None else joined}
+
+
+def first_broken_call(messages: Iterable[Message]) -> tuple[str, str] | None:
+    """Return the path and the value of the first arguments that are no JSON, None without any."""
+    return next(
+        (
+            (f"messages[{at}].tool_calls[{index}].function.arguments", call.function.arguments)
+            for at, message in enumerate(messages)
+            for index, call in enumerate(message.tool_calls or ())
+            if isinstance(call.function.arguments, str)
+        ),
+        None,
+    )
 
 
 def _json_schema(value: Any) -> dict[str, Any] | bool:

@@ -83,10 +83,10 @@ class ApiError(Exception):
             "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         }
 
-    def response(self) -> Response:
-        """Return it as a response."""
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else None
-        return JSONResponse(self.body(), self.status, headers)
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        """Return it as a response with these headers."""
+        retry = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        return JSONResponse(self.body(), self.status, {**(headers or {}), **retry})
 
 
 def wrong(message: str, field: str = "", code: str = "invalid_value") -> PydanticCustomError:
@@ -208,9 +208,11 @@ def handle_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers=error.headers)  # its Allow is the answer
         if error.status_code in (404, 405):
             message = f"Invalid URL: {request.method} {request.url.path}"
-        return ApiError(error.status_code, message).response()
+        return ApiError(error.status_code, message).response(error.headers)
 
 
 def path_of(parts: Sequence[Any]) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +13,16 @@ class Call:
 
     name: str
     arguments: str
+
+
+def arguments_of(value: Any) -> Any:
+    """Return a call's arguments as a value: JSON is parsed, and nothing, blanks or null are no
+    arguments. Raises ValueError for a text that is no JSON, RecursionError for one nested too
+    deeply.
+    """
+    if isinstance(value, str):
+        value = json.loads(value) if value.strip() else None
+    return {} if value is None else value
 
 
 @dataclass(slots=True)

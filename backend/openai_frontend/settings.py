@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backend.openai_frontend.channels import Channels
-from backend.openai_frontend.conversation import Message, Tool
+from backend.openai_frontend.conversation import Message, Tool, first_broken_call
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.escaping import Escaped, Escaper
 from backend.openai_frontend.fields import INT32
+from backend.openai_frontend.literals import as_json
 from backend.openai_frontend.reading import Frame
 from backend.openai_frontend.reasoning import reasoning_after
 from backend.openai_frontend.template import ChatTemplate, RenderError
@@ -72,7 +73,13 @@ class FrontEnd:
             named = {**self.template.variables(effort), **(variables or {})}
             text = self.template.prompt(given, shown or None, named)
         except RenderError as error:
+            if error.field == "messages" and (broken := first_broken_call(messages)) is not None:
+                field, value = broken
+                message = f"{field}: expected a JSON object, but got {as_json(value)}; {error}"
+                raise ApiError(400, message, field, "invalid_value") from None
             raise ApiError(400, str(error), error.field, error.code) from None
+        except RecursionError:
+            raise ApiError(400, "messages are nested too deeply", "messages") from None
         return escaper.prompt(text) if escaper else text
 
     def frame(self, prompt: str | Escaped, *, splits: bool) -> Frame | None:

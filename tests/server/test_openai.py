@@ -628,6 +628,55 @@ def test_health_needs_no_key_and_the_version_is_the_project_s(fronted):
     assert version == __version__
 
 
+READABLE = ("/", "/health", "/version", "/metrics", "/explain", "/v1/models", "/v1/models/fake")
+WRITABLE = ("/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions/render")
+
+
+def test_head_is_get_without_its_body_and_what_a_path_takes_is_said(fronted):
+    def asked(method, path):
+        with socket.create_connection(("127.0.0.1", fronted.openai)) as connection:
+            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+            connection.sendall(f"{head}Connection: close\r\n\r\n".encode())
+            connection.settimeout(10)
+            text = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+        head, _, body = text.partition("\r\n\r\n")
+        status, *lines = head.split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines)
+        allowed = {*headers.get("allow", "").split(", ")} - {""}
+        return int(status.split()[1]), headers.get("content-length"), allowed, body
+
+    for path in READABLE:
+        status, length, _, body = asked("GET", path)
+        assert (status, len(body.encode())) == (200, int(length))
+        head = asked("HEAD", path)
+        assert (head[0], head[3]) == (200, "")
+        assert head[1] == length or path in ("/metrics", "/explain")  # which change
+        assert asked("DELETE", path)[::2] == (405, {"get", "head"})
+        assert asked("OPTIONS", path)[::2] == (204, {"get", "head"})
+    for path in WRITABLE:
+        for method in ("GET", "HEAD", "PUT"):
+            assert asked(method, path)[::2] == (405, {"post"})
+        assert asked("OPTIONS", path)[::2] == (204, {"post"})
+    assert asked("HEAD", "/v1/models/other")[::3] == (404, "")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/chat/completions", {"messages": HI, "tools": TOOLS, "tool_choice": "required"}),
+    ],
+)
+def test_a_stream_asks_proxies_to_pass_it_on(fronted, path, body):
+    status, text, headers = post(
+        fronted, path, {"model": "fake", "max_tokens": 3, "stream": True, **body}
+    )
+    assert (status, text.endswith("data: [DONE]\n\n")) == (200, True)
+    assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    assert (headers["Cache-Control"], headers["X-Accel-Buffering"]) == ("no-cache", "no")
+
+
 def check_tokens(tokens, text):
     """Tokens of the fake are bytes, and four are equally likely."""
     assert b"".join(bytes(token.bytes) for token in tokens) == text.encode()
