@@ -1,8 +1,9 @@
 """``python -m backend.openai_frontend``: serve on ``OPENAI_PORT``, as the launcher does next to
 tritonserver.
 
-``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: who
-calls must have it; ``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
+``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: the
+key that callers must have, or several separated by commas, one for each tenant;
+``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
 ``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template;
 ``OPENAI_SPEC_DECODE_METRICS``: ``none``, ``summary`` or ``detailed``;
 ``OPENAI_ESCAPE_SPECIAL_TOKENS``: 1 makes special tokens in messages plain text;
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import uvicorn
@@ -25,6 +27,7 @@ from backend.launcher.say import say
 from backend.launcher.settings import read_settings
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.draining import DrainingServer
+from backend.openai_frontend.keys import Keys
 from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
 from backend.special_tokens import special_tokens
@@ -59,7 +62,7 @@ def main() -> None:
         max_context_tokens=context,
         max_body_bytes=max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * context),
         most_texts=config.limits.max_active_requests,
-        api_key=environment.get("OPENAI_API_KEY") or "",
+        keys=Keys(_listed(environment, "OPENAI_API_KEY")),
         admin_secret=environment.get(admin_secret.VARIABLE) or "",
         metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
         version=__version__,
@@ -69,7 +72,7 @@ def main() -> None:
         escape_special_tokens=settings.escape_special_tokens,
         split_reasoning=settings.split_reasoning,
         spec_decode_metrics=settings.spec_decode_metrics,
-        origins=tuple(filter(None, (environment.get("OPENAI_CORS_ORIGINS") or "").split(","))),
+        origins=_listed(environment, "OPENAI_CORS_ORIGINS"),
     )
     draining = threading.Event()
     server = uvicorn.Config(
@@ -83,6 +86,12 @@ def main() -> None:
     )
     signal.signal(signal.SIGUSR1, lambda *_: draining.set())
     DrainingServer(server, draining, config.limits.drain_s).run()
+
+
+def _listed(environment: Mapping[str, str], name: str) -> tuple[str, ...]:
+    """Return what a variable lists, separated by commas."""
+    parts = (part.strip() for part in (environment.get(name) or "").split(","))
+    return tuple(filter(None, parts))
 
 
 def about_tools(template: ChatTemplate | None) -> str:

@@ -17,6 +17,7 @@ from backend.openai_frontend.choices import COMPLETION, Choice, Style
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
 from backend.openai_frontend.escaping import Escaped
 from backend.openai_frontend.hangup import until_gone
+from backend.openai_frontend.keys import tenant_salt
 from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Options
 from backend.openai_frontend.speculation import Speculation
 from backend.openai_frontend.triton import Piece, Triton
@@ -104,7 +105,9 @@ class Answer:
             "model": self.body.model,
         }
         counted = {} if self.spec_decode_metrics == "none" else {"return_perf_metrics": True}
-        pieces = triton.generate(prompts, self.options | counted, fields, self.body.n)
+        salt = tenant_salt(request.state.tenant, self.options.get("cache_salt"))
+        salted = {} if salt is None else {"cache_salt": salt}
+        pieces = triton.generate(prompts, self.options | counted | salted, fields, self.body.n)
         answer = self._streamed if self.body.stream else self._whole
         counts = Counts(triton, self.style.silent)
         return await until_gone(request, answer(pieces, choices, head, counts))

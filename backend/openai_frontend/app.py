@@ -48,7 +48,7 @@ def create_app(settings: FrontEnd, draining: threading.Event | None = None) -> F
         redoc_url=None,
         openapi_url=None,
     )
-    app.add_middleware(Guard, api_key=settings.api_key, draining=draining or threading.Event())
+    app.add_middleware(Guard, keys=settings.keys, draining=draining or threading.Event())
     if settings.origins:
         app.add_middleware(
             CORSMiddleware,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import secrets
@@ -12,14 +11,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backend.openai_frontend.errors import ApiError
+from backend.openai_frontend.keys import Keys
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
-OPEN_PATHS = ("/", "/health")
-"""Paths that need no key: the page has no secrets (what it shows asks for the key), and probes have
-none.
-"""
 _USABLE_ID = re.compile(r"[!-~]{1,200}")
 
 
@@ -47,14 +43,14 @@ class RequestIds:
 
 
 class Guard:
-    """Refuses a request without the key, and any while the server drains, before its body is read;
+    """Refuses a request without a key, and any while the server drains, before its body is read;
     answers one whose route raised. Within CORS, so that the pages of a site that may call can read
     the answers.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str, draining: threading.Event) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, draining: threading.Event) -> None:
         self._app = app
-        self._api_key = api_key.encode()
+        self._keys = keys
         self._draining = draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,10 +58,12 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if not self._is_allowed(scope):
-            refusal = ApiError(401, "the API key is missing or wrong").response()
-            await refusal(scope, receive, send)
+        try:
+            tenant = self._keys.tenant(scope["path"], Headers(scope=scope))
+        except ApiError as error:
+            await error.response()(scope, receive, send)
             return
+        scope.setdefault("state", {})["tenant"] = tenant
         if self._draining.is_set():
             refusal = ApiError(503, "the server is shutting down").response()
             await refusal(scope, receive, send)
@@ -84,10 +82,3 @@ class Guard:
                 raise  # the server closes the connection
             logger.exception("request %s failed", scope["state"]["request_id"])
             await ApiError(500, "internal error").response()(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        if not self._api_key or scope["path"] in OPEN_PATHS:
-            return True
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = values[0].partition(b" ") if values else (b"", b"", b"")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key)

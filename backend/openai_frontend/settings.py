@@ -12,6 +12,7 @@ from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.escaping import Escaped, Escaper
 from backend.openai_frontend.fields import INT32
 from backend.openai_frontend.literals import as_json
+from backend.openai_frontend.keys import Keys
 from backend.openai_frontend.reading import Frame
 from backend.openai_frontend.reasoning import reasoning_after
 from backend.openai_frontend.template import ChatTemplate, RenderError
@@ -32,7 +33,7 @@ class FrontEnd:
     address: str
     model: str
     template: ChatTemplate | None = None
-    api_key: str = ""
+    keys: Keys = field(default_factory=Keys)
     origins: tuple[str, ...] = ()
     most_texts: int = 64
     max_context_tokens: int = INT32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 from backend.openai_frontend.routes import chat_of
@@ -41,6 +42,8 @@ class WritingTriton:
 
 class PatientClient:
     """A request whose client stays."""
+
+    state = SimpleNamespace(tenant="")
 
     async def is_disconnected(self) -> bool:
         """Return False."""

@@ -12,10 +12,11 @@ import openai
 import pytest
 
 from backend import __version__
+from backend.openai_frontend.keys import tenant_of, tenant_salt
 from backend.tokenizer import BYTE_VALUES
 from tests.server.harness import free_ports
 
-KEY = "a-key"
+KEY, OTHER_KEY = "a-key", "another-key"
 REFUSES = "{% if messages[0].content == 'odd' %}{{ raise_exception('odd') }}{% endif %}"
 LLAMA = (
     '{% if tools %}{# {"name": function name, "parameters": '
@@ -33,7 +34,7 @@ def fronted(start_service, tmp_path_factory):
     template.write_text(TEMPLATE)
     (port,) = free_ports(1)
     variables = {
-        "OPENAI_API_KEY": KEY,
+        "OPENAI_API_KEY": f"{KEY}, {OTHER_KEY}",
         "OPENAI_CHAT_TEMPLATE": str(template),
         "OPENAI_CORS_ORIGINS": "http://page.example",
         "http_proxy": "http://127.0.0.1:9",
@@ -1014,6 +1015,26 @@ def test_without_the_key_no_client_is_served(fronted):
         openai.OpenAI(
             base_url=f"http://127.0.0.1:{fronted.openai}/v1", api_key="wrong"
         ).models.list()
+
+
+def test_a_tenant_cannot_tell_what_another_has_asked(fronted):
+    """Equal prompts of two keys share no KV, whatever salts the clients choose."""
+    body = {"model": "fake", "prompt": "a prompt longer than a block of KV. " * 4, "max_tokens": 2}
+
+    def reused_by(key, **more):
+        answered = fronted.metric("spindle_requests_total")
+        before = fronted.metric("spindle_kv_reused_tokens_total")
+        given = {"Authorization": f"Bearer {key}"}
+        status, text, _ = post(fronted, "/v1/completions", {**body, **more}, **given)
+        assert status == 200, text
+        fronted.wait_until(lambda: fronted.metric("spindle_requests_total") > answered, 5)
+        return fronted.metric("spindle_kv_reused_tokens_total") - before
+
+    assert [reused_by(KEY), reused_by(KEY)] == [0, 128]
+    assert [reused_by(OTHER_KEY), reused_by(OTHER_KEY)] == [0, 128]
+    assert reused_by(OTHER_KEY, cache_salt=tenant_salt(tenant_of(KEY), None)) == 0
+    for path in ("/metrics", "/explain"):
+        assert get(fronted, path, Authorization=f"Bearer {OTHER_KEY}")[0] == 403
 
 
 def test_only_the_named_site_s_pages_may_call(fronted):

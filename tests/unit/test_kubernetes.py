@@ -27,8 +27,13 @@ RESOURCES = [
     *documents("serving.yaml"),
     *documents("cache.yaml"),
     *documents("scaling.yaml"),
+    *documents("network.yaml"),
 ]
-FLEET = [*documents("fleet/discovery.yaml"), *documents("fleet/front-end.yaml")]
+FLEET = [
+    *documents("fleet/discovery.yaml"),
+    *documents("fleet/front-end.yaml"),
+    *documents("fleet/network.yaml"),
+]
 KINDS = {resource["kind"]: resource for resource in RESOURCES}
 
 
@@ -74,7 +79,7 @@ def test_the_fleet_is_valid_by_the_schemas(version):
 
 def test_workers_and_front_ends_of_a_fleet_find_each_other():
     (kustomization,) = documents("fleet/kustomization.yaml")
-    assert kustomization["resources"] == ["..", "discovery.yaml", "front-end.yaml"]
+    assert kustomization["resources"] == ["..", "discovery.yaml", "front-end.yaml", "network.yaml"]
     deployment, service = patched()
     front_end = next(resource for resource in FLEET if resource["kind"] == "Deployment")
     pods = [each["spec"]["template"]["spec"] for each in (deployment, front_end)]
@@ -107,6 +112,7 @@ def test_what_is_asked_for_and_selected_is_there():
         "serving.yaml",
         "cache.yaml",
         "scaling.yaml",
+        "network.yaml",
     }
     labels = kustomization["labels"][0]["pairs"]
     pod = KINDS["Deployment"]["spec"]["template"]["spec"]
@@ -126,6 +132,32 @@ def test_what_is_asked_for_and_selected_is_there():
             json.dumps(container[probe]["exec"]["command"]) in dockerfile
         )  # as in its HEALTHCHECK
     assert f"USER {pod['securityContext']['runAsUser']}" in dockerfile
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_service_of_triton_s_ports_is_valid(version):
+    (service,) = documents("triton.yaml")
+    kubernetes_validate.validate(service, version, strict=True)
+
+
+def test_other_pods_reach_what_asks_for_a_key_and_nothing_else():
+    assert [port["port"] for port in KINDS["Service"]["spec"]["ports"]] == [9000]
+    (container,) = KINDS["Deployment"]["spec"]["template"]["spec"]["containers"]
+    key = {each["name"]: each["valueFrom"]["secretKeyRef"] for each in container["env"]}
+    assert not key["OPENAI_API_KEY"].get("optional"), "a pod without a key would serve anyone"
+    policy = KINDS["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert (
+        policy["podSelector"]["matchLabels"]
+        == documents("kustomization.yaml")[0]["labels"][0]["pairs"]
+    )
+    allowed = {port["port"]: rule["from"] for rule in policy["ingress"] for port in rule["ports"]}
+    assert set(allowed) == {port["name"] for port in container["ports"]}
+    anyone = [port for port, peers in allowed.items() if {"podSelector": {}} in peers]
+    assert anyone == ["openai"]
+    # kustomize adds the replicas' label to matchLabels of peers, which would let in replicas alone
+    peers = [peer for peers in allowed.values() for peer in peers]
+    assert not any("matchLabels" in peer.get("podSelector", {}) for peer in peers)
 
 
 def test_a_pod_has_time_to_drain():

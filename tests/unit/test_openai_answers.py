@@ -1,6 +1,7 @@
 """The end of an answer whose client leaves before there is anything to send."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,8 @@ class QueuedTriton:
 
 class LeavingClient:
     """A request whose client leaves once it has been asked for."""
+
+    state = SimpleNamespace(tenant="")
 
     def __init__(self, triton):
         self._triton = triton

@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from backend.openai_frontend.app import create_app
+from backend.openai_frontend.keys import Keys
 from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate
 from tests.server.harness import free_ports
@@ -25,7 +26,7 @@ def client():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     address = f"127.0.0.1:{free_ports(1)[0]}"
     app = create_app(
-        FrontEnd(address, "m", template, api_key=KEY, origins=("http://page.example",))
+        FrontEnd(address, "m", template, keys=Keys((KEY,)), origins=("http://page.example",))
     )
     app.add_api_route("/broken", broken)
     with TestClient(app, raise_server_exceptions=False) as made:
@@ -235,7 +236,7 @@ def test_an_unavailable_service_says_when_to_try_again(client):
 
 def test_a_server_that_drains_takes_no_requests_and_tells_probes():
     draining = threading.Event()
-    app = create_app(FrontEnd("127.0.0.1:1", "m", api_key=KEY), draining)
+    app = create_app(FrontEnd("127.0.0.1:1", "m", keys=Keys((KEY,))), draining)
     with TestClient(app) as client:
         assert client.get("/").status_code == 200
         draining.set()
