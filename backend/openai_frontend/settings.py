@@ -11,8 +11,8 @@ from backend.openai_frontend.conversation import Message, Tool, first_broken_cal
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.escaping import Escaped, Escaper
 from backend.openai_frontend.fields import INT32
-from backend.openai_frontend.literals import as_json
 from backend.openai_frontend.keys import Keys
+from backend.openai_frontend.literals import as_json
 from backend.openai_frontend.reading import Frame
 from backend.openai_frontend.reasoning import reasoning_after
 from backend.openai_frontend.template import ChatTemplate, RenderError
