@@ -19,6 +19,10 @@ IMPOSSIBLE = -1e30
 """The logit of a banned token: finite, so that softmax is defined where all tokens are banned."""
 
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it a temperature counts as 0: logits divided by it would leave the range of fp32."""
+
+
 class ErrorCode(str, Enum):
     """Why a request was refused or failed; the Triton adapter maps these one to one to TritonError
     codes.
@@ -88,6 +92,8 @@ class SamplingParams:
     """This and the next two count a token in prompt and output."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    prompt_ignore_length: int = 0
+    """First tokens of the prompt that those two do not count; beyond it: all of it."""
     min_tokens: int = 0
     """Tokens of the output before which ``end_ids`` are impossible."""
     end_ids: tuple[int, ...] = ()
@@ -213,6 +219,7 @@ class GenerationRequest:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    prompt_ignore_length: int | None = None
     bad_words: tuple[str, ...] = ()
     embedding_bias_words: tuple[str, ...] = ()
     embedding_bias_weights: tuple[float, ...] = ()

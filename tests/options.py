@@ -29,7 +29,9 @@ def processed(
             if scores[token] < 0
             else scores[token] / sampling.repetition_penalty
         )
-        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * tokens.count(
+    counted = tokens[min(prompt_tokens, sampling.prompt_ignore_length) :]
+    for token in set(counted):
+        scores[token] -= sampling.presence_penalty + sampling.frequency_penalty * counted.count(
             token
         )
     if len(tokens) - prompt_tokens < sampling.min_tokens:

@@ -86,10 +86,11 @@ def _processed(
         logits[token] += weight
     logits /= sampling.temperature or 1.0
     if sampling.penalised:
-        counts = np.bincount(context, minlength=VOCAB_SIZE)
-        seen, penalty = counts > 0, sampling.repetition_penalty
+        seen, penalty = np.bincount(context, minlength=VOCAB_SIZE) > 0, sampling.repetition_penalty
         logits = np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
-        logits -= sampling.presence_penalty * seen + sampling.frequency_penalty * counts
+        counted = context[min(sampling.prompt_ignore_length, prompt_tokens) :]
+        counts = np.bincount(np.array(counted, np.int64), minlength=VOCAB_SIZE)
+        logits -= sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
     if len(context) - prompt_tokens < sampling.min_tokens:
         logits[list(sampling.end_ids)] = IMPOSSIBLE
     logits[sampling.banned(context, len(context))] = IMPOSSIBLE

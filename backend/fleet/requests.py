@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backend.triton_adapter.openai_options import as_tensors
+
 Array = NDArray[Any]
 
 OPTIONS = {
@@ -33,7 +35,7 @@ and passes annotations on.
 GUIDES = {"json": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}
 """Our kinds of grammars by Dynamo's."""
 FINISH_REASONS = {"length": "length", "end_id": "stop", "stop_words": "stop"}
-_TYPES = {"seed": np.uint64, "runtime_top_k": np.int32}
+_TYPES = {"seed": np.uint64, "runtime_top_k": np.int32, "prompt_ignore_length": np.int32}
 
 
 class WrongRequestError(ValueError):
@@ -113,16 +115,15 @@ def seed_of(name: str) -> int:
 
 
 def _sampling(options: Mapping[str, Any], name: str) -> dict[str, Array]:
+    """Return the sampling options, which have OpenAI's meaning."""
     given = {
         key: value
         for key, value in options.items()
         if key in OPTIONS and value is not None and not (key == "top_k" and value < 0)
     }
     given.setdefault("seed", seed_of(name))
-    return {
-        OPTIONS[key]: np.array([[value]], _TYPES.get(OPTIONS[key], np.float32))
-        for key, value in given.items()
-    }
+    named = {OPTIONS.get(key, key): value for key, value in as_tensors(given).items()}
+    return {key: np.array([[value]], _TYPES.get(key, np.float32)) for key, value in named.items()}
 
 
 def _ends(stop: Mapping[str, Any]) -> dict[str, Array]:

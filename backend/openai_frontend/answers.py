@@ -22,6 +22,7 @@ from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Optio
 from backend.openai_frontend.speculation import Speculation
 from backend.openai_frontend.triton import Piece, Triton
 from backend.triton_adapter.fields import TEXT_INPUTS
+from backend.triton_adapter.openai_options import as_tensors
 
 _SAME = {field.name for field in TEXT_INPUTS} & {*CompletionRequest.model_fields}
 """Options that are tensors by the same name, and pass as they are unless ``tensors`` says else."""
@@ -63,7 +64,7 @@ def tensors(
         "return_top_log_probs": top,
         "return_prompt_log_probs": True if echo and top is not None else None,
     }
-    return {name: value for name, value in options.items() if value is not None}
+    return as_tensors({name: value for name, value in options.items() if value is not None})
 
 
 @dataclass(slots=True)

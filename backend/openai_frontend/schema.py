@@ -72,7 +72,10 @@ class Options(Body):
         None, ge=0, le=2, description="0: greedy; absent: 1, as OpenAI has it"
     )
     top_p: float | None = Field(
-        None, gt=0, le=1, description="of the likeliest tokens up to this share"
+        None,
+        ge=0,
+        le=1,
+        description="of the likeliest tokens up to this share; 0: the likeliest alone",
     )
     n: int = Field(1, ge=1, le=128, description="texts for every prompt; text i has the seed + i")
     stop: Annotated[list[str], BeforeValidator(_stop)] | None = Field(
@@ -87,10 +90,17 @@ class Options(Body):
         description="the same seed gives the same text; absent: a random one, named in each choice",
     )
     presence_penalty: float | None = Field(
-        None, ge=-2, le=2, description="taken once from tokens that have occurred"
+        None,
+        ge=-2,
+        le=2,
+        description="taken once from the logits of tokens that were written; the prompt does not "
+        "count",
     )
     frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description="taken from them once for each occurrence"
+        None,
+        ge=-2,
+        le=2,
+        description="taken from them once for each time that they were written",
     )
     logit_bias: dict[Annotated[int, Field(ge=0, le=INT32)], Bias] | None = Field(
         None, description="token id -> addend to its logit, -100 to 100"
@@ -121,7 +131,8 @@ class Options(Body):
         None,
         gt=0,
         le=1e6,
-        description="Spindle's: logits of tokens that have occurred are divided by it; 1: off",
+        description="vLLM's: logits of tokens in prompt and text are divided by it, negative ones "
+        "multiplied; 1: off",
     )
     min_tokens: int | None = Field(
         None, ge=0, le=INT32, description="Spindle's: no end token before this many tokens"

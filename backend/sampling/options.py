@@ -6,13 +6,11 @@ import secrets
 from dataclasses import fields
 from typing import Any
 
-from backend.request import IMPOSSIBLE, GenerationRequest, SamplingParams
+from backend.request import IMPOSSIBLE, LEAST_TEMPERATURE, GenerationRequest, SamplingParams
 from backend.tokenizer import Tokenizer
 
 SEED_BITS = 53
 """Bits of a random seed: the reply names it, and readers of JSON that know doubles only keep it."""
-LEAST_TEMPERATURE = 1e-5
-"""Below it a temperature counts as 0: logits divided by it would leave the range of fp32."""
 
 _SAME = {field.name for field in fields(SamplingParams)} & {
     field.name for field in fields(GenerationRequest)

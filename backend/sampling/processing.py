@@ -81,7 +81,7 @@ def process(
         added = torch.tensor(weights, dtype=logits.dtype, device=logits.device)
         logits.index_add_(0, _index(found, logits), added)
     if sampling.penalised:
-        _penalise(logits, sampling, before, columns)
+        _penalise(logits, sampling, before, prompt_tokens, columns)
     if len(before) - prompt_tokens < sampling.min_tokens:
         logits[columns.of(sampling.end_ids)[0]] = IMPOSSIBLE
     if sampling.bad_words:
@@ -94,17 +94,24 @@ def process(
 
 
 def _penalise(
-    logits: torch.Tensor, sampling: SamplingParams, before: Seq[int], columns: Columns
+    logits: torch.Tensor,
+    sampling: SamplingParams,
+    before: Seq[int],
+    prompt_tokens: int,
+    columns: Columns,
 ) -> None:
-    """Lower the logits of the tokens that occur in the text, prompt included."""
-    ids, counts = np.unique(np.array(before, np.int64), return_counts=True)
-    found, places = columns.of(ids.tolist())
-    occurred = torch.from_numpy(counts[places]).to(logits)
-    values = logits[found]
-    factor = sampling.repetition_penalty
-    lowered = torch.where(values < 0, values * factor, values / factor)
-    each = sampling.presence_penalty + sampling.frequency_penalty * occurred
-    logits[found] = lowered - (sampling.temperature or 1.0) * each
+    """Lower the logits of the tokens that occur in the text."""
+    if (factor := sampling.repetition_penalty) != 1.0:
+        found, _ = columns.of(sorted(set(before)))
+        values = logits[found]
+        logits[found] = torch.where(values < 0, values * factor, values / factor)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        counted = before[min(sampling.prompt_ignore_length, prompt_tokens) :]
+        ids, counts = np.unique(np.array(counted, np.int64), return_counts=True)
+        found, places = columns.of(ids.tolist())
+        occurred = torch.from_numpy(counts[places]).to(logits)
+        each = sampling.presence_penalty + sampling.frequency_penalty * occurred
+        logits[found] -= (sampling.temperature or 1.0) * each
 
 
 def _forbid(logits: torch.Tensor, mask: npt.NDArray[np.bool_], columns: Columns) -> None:

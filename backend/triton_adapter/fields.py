@@ -161,6 +161,9 @@ _SHARED_INPUTS = (
        "taken once from the logits of tokens that have occurred; 0: off", range=_CHANGE),
     _f("frequency_penalty", "FP32", _ONE, "taken from them once for each occurrence; 0: off",
        range=_CHANGE),
+    _f("prompt_ignore_length", "INT32", _ONE,
+       "that many first tokens of the prompt do not count for presence_penalty and "
+       "frequency_penalty; beyond the prompt: none of it counts", added=True, range=Range(0)),
     _f("seed", "UINT64", _ONE,
        "the same seed gives the same text, as far as the guarantees say; absent: a random one"),
     _f("return_log_probs", "BOOL", _ONE, "ask for cum_log_probs and output_log_probs"),

@@ -393,6 +393,7 @@ PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.4,
     "presence_penalty": 0.3,
     "frequency_penalty": -0.2,
+    "prompt_ignore_length": 4,
 }
 OPTIONS = SamplingParams(
     1.3, **PENALTIES, min_tokens=2, end_ids=(4,), bad_words=((1, 2), (0, 0)), bias=((0, 0.5),)

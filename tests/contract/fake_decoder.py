@@ -107,14 +107,13 @@ class Decoder:
             scores += np.asarray(request.embedding_bias, np.float64)[: len(scores)]
         scores /= sampling.temperature or 1.0
         factor = sampling.repetition_penalty or 1.0
-        penalised = (
-            sampling.repetition_penalty or sampling.presence_penalty or sampling.frequency_penalty
-        )
-        for token in set(self.tokens) if penalised else ():
+        for token in set(self.tokens) if factor != 1.0 else ():
             scores[token] = scores[token] * factor if scores[token] < 0 else scores[token] / factor
-            scores[token] -= (sampling.presence_penalty or 0.0) + (
-                sampling.frequency_penalty or 0.0
-            ) * self.tokens.count(token)
+        presence, frequency = sampling.presence_penalty or 0.0, sampling.frequency_penalty or 0.0
+        prompt = len(request.input_token_ids)
+        counted = self.tokens[min(prompt, sampling.prompt_ignore_length or 0) :]
+        for token in set(counted) if presence or frequency else ():
+            scores[token] -= presence + frequency * counted.count(token)
         for *head, last in request.bad_words or []:
             if self.tokens[len(self.tokens) - len(head) :] == head:
                 scores[last] = BANNED

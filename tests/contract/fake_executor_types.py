@@ -165,6 +165,10 @@ def _check_sampling(made) -> None:
         made.repetition_penalty is None or made.repetition_penalty > 0,
         f"repetition_penalty {made.repetition_penalty}",
     )
+    _check(
+        made.prompt_ignore_length is None or made.prompt_ignore_length >= 0,
+        f"prompt_ignore_length {made.prompt_ignore_length}",
+    )
 
 
 def _check_draft(made) -> None:

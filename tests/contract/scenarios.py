@@ -170,7 +170,13 @@ CROSSED = (
     SamplingParams(
         min_tokens=4, end_ids=tuple(range(0, VOCAB, 2)), frequency_penalty=0.2, log_probs=True
     ),
-    SamplingParams(min_tokens=5, end_ids=tuple(range(1, VOCAB, 2)), log_probs=True),
+    SamplingParams(
+        min_tokens=5,
+        end_ids=tuple(range(1, VOCAB, 2)),
+        presence_penalty=0.5,
+        prompt_ignore_length=2**31 - 1,
+        log_probs=True,
+    ),
     SamplingParams(0.9, seed=5, log_probs=True),
     SamplingParams(
         1.2,
@@ -178,6 +184,9 @@ CROSSED = (
         top_p=0.9,
         seed=2**63 + 9,
         presence_penalty=0.5,
+        frequency_penalty=0.2,
+        repetition_penalty=1.2,
+        prompt_ignore_length=4,
         bad_words=BIGRAMS[1::3],
         log_probs=True,
     ),

@@ -98,6 +98,7 @@ TURNS = {
             repetition_penalty=1.1,
             presence_penalty=0.5,
             frequency_penalty=0.5,
+            prompt_ignore_length=5,
             bias=((2, 1.0),),
             bad_words=((1, 2),),
             log_probs=True,

@@ -49,6 +49,7 @@ def samplings(draw, likely, greedy_only):
         "repetition_penalty": draw(st.sampled_from([1.0, 0.8, 1.4])),
         "presence_penalty": draw(st.sampled_from([0.0, -0.4, 0.7])),
         "frequency_penalty": draw(st.sampled_from([0.0, 0.3])),
+        "prompt_ignore_length": draw(st.sampled_from([0, 3, 2**31 - 1])),
         "min_tokens": draw(st.integers(0, 6)),
         "end_ids": tuple(draw(st.lists(tokens, max_size=6))),
         "bad_words": tuple(

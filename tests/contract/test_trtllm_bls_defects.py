@@ -94,8 +94,12 @@ def test_a_bias_holds_in_every_turn():
     assert len(executor.requests) > 3
 
 
-def test_penalties_count_the_text_of_all_turns():
-    sampling = SamplingParams(frequency_penalty=0.4, repetition_penalty=1.2)
+@pytest.mark.parametrize("ignored", [0, 2, 2**31 - 1])
+def test_penalties_count_the_text_of_all_turns(ignored):
+    """Also where the prompt does not count: output counts when it is part of a turn's prompt."""
+    sampling = SamplingParams(
+        frequency_penalty=0.4, repetition_penalty=1.2, prompt_ignore_length=ignored
+    )
     made, (session,), _ = served(sampling)
     made.run()
     assert session.sequence.tokens == reference().text(PROMPTS[0], 16, sampling)

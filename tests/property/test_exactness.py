@@ -18,6 +18,7 @@ options = {
     "repetition_penalty": st.sampled_from([1.0, 0.8, 1.3]),
     "presence_penalty": st.sampled_from([0.0, -0.3, 0.6]),
     "frequency_penalty": st.sampled_from([0.0, 0.2]),
+    "prompt_ignore_length": st.sampled_from([0, 3, 2**31 - 1]),
     "min_tokens": st.integers(0, 8),
     "end_ids": st.lists(tokens, max_size=8).map(tuple),
     "bad_words": words,

@@ -111,26 +111,64 @@ def test_options_reach_the_model(client, fronted):
         "options " + text[: text.index(text[10:13])],
         "stop",
     )
-    seeded = {
-        "model": "fake",
-        "prompt": "seed ",
-        "max_tokens": 20,
-        "seed": 5,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "top_p": 0.9,
-    }
-    same = expected(
-        fronted,
-        "seed ",
-        20,
-        temperature=1.0,
-        seed=5,
-        presence_penalty=0.5,
-        frequency_penalty=0.25,
-        top_p=0.9,
-    )[0]
+    seeded = {"model": "fake", "prompt": "seed ", "max_tokens": 20, "seed": 5, "top_p": 0.9}
+    same = expected(fronted, "seed ", 20, temperature=1.0, seed=5, top_p=0.9)[0]
     assert client.completions.create(**seeded).choices[0].text == same
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5])
+def test_penalties_count_what_was_written_and_act_before_the_temperature(
+    client, fronted, temperature
+):
+    asked = {"model": "fake", "prompt": list(b"abcdefghijklm "), "max_tokens": 20, "seed": 5}
+    asked |= {"logprobs": 5, "temperature": temperature}
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": -2}
+
+    def reply(resumed=0, **options):
+        return client.completions.create(
+            **asked, **options, extra_body={"resumed_tokens": resumed}
+        ).choices[0]
+
+    plain, lowered = reply(), reply(**penalties)
+    assert lowered.logprobs.top_logprobs[0] == plain.logprobs.top_logprobs[0]
+    assert lowered.text != plain.text
+    tensors = {name: value / (temperature or 1) for name, value in penalties.items()}
+    assert (
+        lowered.text
+        == expected(
+            fronted,
+            "abcdefghijklm ",
+            20,
+            temperature=temperature,
+            seed=5,
+            prompt_ignore_length=14,
+            **tensors,
+        )[0]
+    )
+    resumed = [reply(14 - 6, **options).logprobs.top_logprobs[0] for options in ({}, penalties)]
+    assert resumed[0] != resumed[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_top_p_0_is_greedy(client, stream):
+    def text(create, prompt, **options):
+        reply = create(model="fake", max_tokens=30, stream=stream, top_p=0, **options, **prompt)
+        choices = [chunk.choices[0] for chunk in reply] if stream else reply.choices
+        parts = [
+            (c.delta.content or "" if stream else c.message.content)
+            if "messages" in prompt
+            else c.text
+            for c in choices
+        ]
+        return "".join(parts)
+
+    for create, prompt in (
+        (client.completions.create, {"prompt": "top "}),
+        (client.chat.completions.create, {"messages": [{"role": "user", "content": "top "}]}),
+    ):
+        greedy = text(create, prompt, temperature=0)
+        assert greedy
+        assert {text(create, prompt, temperature=2, seed=seed) for seed in range(3)} == {greedy}
 
 
 def test_several_prompts_and_several_texts_are_choices_in_order(client, fronted):

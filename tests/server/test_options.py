@@ -34,6 +34,10 @@ CASES = {
     "repetition_penalty": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
     "presence_penalty": ({"presence_penalty": 1.25}, {"presence_penalty": 1.25}),
     "frequency_penalty": ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+    "prompt_ignore_length": (
+        {"presence_penalty": -5.0, "frequency_penalty": 20.0, "prompt_ignore_length": 3},
+        {"presence_penalty": -5.0, "frequency_penalty": 20.0, "prompt_ignore_length": 3},
+    ),
     "embedding_bias": (BIAS, {"bias": ((ord("!"), 29.8), (ord("b"), 14.9), (ord("z"), -0.5))}),
     "end_id": ({"end_id": ord(PLAIN[5])}, {"end_ids": (ord(PLAIN[5]),)}),
     "min_tokens": (

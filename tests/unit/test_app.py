@@ -49,8 +49,10 @@ def params(end_ids=(), **options):
         ({"temperature": 0.7, "top_p": 0.0}, SamplingParams(0.7, seed=5)),
         ({"temperature": 1e-7}, SamplingParams(0.0, seed=5)),
         (
-            {"presence_penalty": -0.5, "frequency_penalty": 0.25},
-            SamplingParams(seed=5, presence_penalty=-0.5, frequency_penalty=0.25),
+            {"presence_penalty": -0.5, "frequency_penalty": 0.25, "prompt_ignore_length": 9},
+            SamplingParams(
+                seed=5, presence_penalty=-0.5, frequency_penalty=0.25, prompt_ignore_length=9
+            ),
         ),
         (
             {"repetition_penalty": 1.2, "return_log_probs": True},
@@ -307,7 +309,8 @@ def test_a_probe_counts_on_being_scored_only_where_every_draft_that_runs_is(scor
 SERVED_BY_TENSORRT_LLM = {
     *("text_input", "max_tokens", "stream", "stop_words", "temperature", "top_k", "top_p", "seed"),
     *("end_id", "pad_id", "exclude_input_in_output", "num_draft_tokens", "min_tokens"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_ignore_length"),
+    *("bad_words", "bias"),
     *("embedding_bias_words", "embedding_bias_weights", "return_log_probs", "cache_salt"),
     *("remember", "fit_max_tokens", "min_p", "stop_token_ids", "skip_special_tokens"),
     *(
@@ -333,6 +336,7 @@ DECLINED = {
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "bad_words"),
     *("bias", "guide", "log_probs", "top_log_probs", "top_p_decay", "min_p"),
     *("top_p_min", "top_p_reset_id"),  # of no effect without a decay
+    "prompt_ignore_length",  # of no effect without penalties
 }
 
 

@@ -100,6 +100,7 @@ def test_every_input_arrives_in_the_request():
         "repetition_penalty": 1.5,
         "presence_penalty": -0.5,
         "frequency_penalty": 0.25,
+        "prompt_ignore_length": 2**31 - 1,
     }
     guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-c]+"}
     flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
@@ -219,6 +220,7 @@ def test_other_parameters_are_the_client_s_own():
         ({"repetition_penalty": math.inf}, ["repetition_penalty", "inf"]),
         ({"presence_penalty": math.nan}, ["presence_penalty", "nan"]),
         ({"frequency_penalty": -math.inf}, ["frequency_penalty", "-inf"]),
+        ({"prompt_ignore_length": -1}, ["prompt_ignore_length", "at least 0", "-1"]),
         ({"bad_words": [b"\x80"]}, ["bad_words", "UTF-8", "0x80"]),
         (
             {"embedding_bias_words": ["a", "b"], "embedding_bias_weights": [1.0]},

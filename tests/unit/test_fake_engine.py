@@ -113,6 +113,7 @@ OPTIONS = {
     "repetition_penalty": 1.3,
     "presence_penalty": 0.4,
     "frequency_penalty": 0.2,
+    "prompt_ignore_length": 3,
     "min_tokens": 9,
     "end_ids": (*b"aeiou", 256),
     "bad_words": (tuple(b"e"), tuple(b"ea"), tuple(b"me "), (*PROMPT[-2:], ord("r"))),
@@ -123,7 +124,7 @@ OPTIONS = {
 def crossed():
     """Sets of options: each alone, then random mixes of them."""
     rng = random.Random(3)
-    mixes = [dict(rng.sample(sorted(OPTIONS.items()), rng.randint(2, 7))) for _ in range(20)]
+    mixes = [dict(rng.sample(sorted(OPTIONS.items()), rng.randint(2, 8))) for _ in range(20)]
     return [{name: value} for name, value in OPTIONS.items()] + mixes
 
 

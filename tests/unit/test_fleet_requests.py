@@ -55,8 +55,9 @@ def test_options_get_our_names():
         "seed": [2**63],
         "temperature": [0.5],
         "runtime_top_p": [0.25],
-        "presence_penalty": [1.0],
-        "frequency_penalty": [2.0],
+        "presence_penalty": [2.0],  # of OpenAI's meaning: before the temperature
+        "frequency_penalty": [4.0],
+        "prompt_ignore_length": [2**31 - 1],
         "repetition_penalty": [1.5],
         "min_tokens": [2],
         "stop_words_list": [[4, 5], [1, 2]],
@@ -64,6 +65,7 @@ def test_options_get_our_names():
         "cache_salt": [b"tenant"],
     }
     assert made(stop_conditions={"ignore_eos": True, "stop_token_ids": [4]})["end_id"] == [-1]
+    assert made(sampling_options={"temperature": 1.0, "top_p": 0.0})["runtime_top_k"] == [1]
 
 
 @pytest.mark.parametrize(

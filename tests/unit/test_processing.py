@@ -26,7 +26,9 @@ def alone(logits, sampling, before, prompt_tokens):
             if row[token] < 0
             else row[token] / sampling.repetition_penalty
         )
-        row[token] -= sampling.presence_penalty + sampling.frequency_penalty * before.count(token)
+    counted = before[min(prompt_tokens, sampling.prompt_ignore_length) :]
+    for token in set(counted):
+        row[token] -= sampling.presence_penalty + sampling.frequency_penalty * counted.count(token)
     banned = set(sampling.end_ids) if len(before) - prompt_tokens < sampling.min_tokens else set()
     banned |= {
         w[-1]
@@ -44,6 +46,7 @@ params = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
     presence_penalty=st.sampled_from([0.0, 0.6, -0.4]),
     frequency_penalty=st.sampled_from([0.0, 0.25]),
+    prompt_ignore_length=st.sampled_from([0, 2, 2**31 - 1]),
     min_tokens=st.integers(0, 6),
     end_ids=st.sampled_from([(), (2,), (2, 5)]),
     bad_words=st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),

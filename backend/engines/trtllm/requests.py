@@ -20,6 +20,7 @@ from backend.engines.trtllm.folder import EngineFolder
 from backend.request import SamplingParams
 from backend.sampling.processing import WHOLE_VOCABULARY, process
 from backend.sampling.randomness import word
+from backend.sequence import Sequence
 
 TOP_K_MAX = 1024
 """The decoder clamps a greater top_k silently (``TOP_K_MAX`` of its sampling layers)."""
@@ -91,7 +92,7 @@ class Requests:
         request = self._trtllm.Request(
             sequence.tokens[: turn.end],
             length,
-            sampling_config=_sampling(self._trtllm, sampling, greedy, seed),
+            sampling_config=_sampling(self._trtllm, sequence, greedy, seed),
             output_config=self._outputs[wants_logits],
             # there would be no row of logits for it: texts are cut after their end here
             end_id=None,
@@ -176,10 +177,11 @@ def _check(turn: Turn) -> None:
         raise TurnError(f"top_k must be at most {TOP_K_MAX}, got {sampling.top_k}")
 
 
-def _sampling(trtllm: Any, sampling: SamplingParams, greedy: bool, seed: int) -> Any:
+def _sampling(trtllm: Any, sequence: Sequence, greedy: bool, seed: int) -> Any:
     """Name what has an unwanted default: with neither top_k nor top_p the decoder is greedy,
     without a seed its seed is 0.
     """
+    sampling = sequence.sampling
     filters = {"top_k": 1} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
     neutral = (
         *(("min_p", 0.0), ("repetition_penalty", 1.0)),
@@ -190,6 +192,8 @@ def _sampling(trtllm: Any, sampling: SamplingParams, greedy: bool, seed: int) ->
     }
     if sampling.temperature > 0.0:
         options["temperature"] = sampling.temperature
+    if ignored := min(sampling.prompt_ignore_length, sequence.prompt_tokens):
+        options["prompt_ignore_length"] = ignored  # output is part of the prompt of later turns
     return trtllm.SamplingConfig(1, seed=seed, **filters, **options)
 
 
