@@ -108,7 +108,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         target.limits.vocab_size,
         max_context,
         lambda request: switches.current().in_control(request),
-        Grammars(tokenizer),
+        Grammars(tokenizer, target.limits.vocab_size),
     )
     return App(
         config=config,

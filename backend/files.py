@@ -14,12 +14,10 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 def read_json(path: Path) -> Any:
     """Return what a JSON file holds. Raises ConfigError naming the file."""
+    text = read_text(path)
     try:
-        return json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        return json.loads(text)
     except ValueError as error:
-        check_content(path)
         raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
@@ -29,6 +27,15 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not an object")
     return value
+
+
+def read_text(path: Path) -> str:
+    """Return what a file of text holds. Raises ConfigError naming the file."""
+    check_content(path)
+    try:
+        return path.read_text("utf-8")
+    except ValueError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from error
 
 
 def check_content(path: Path) -> None:

@@ -256,3 +256,5 @@ class GenerationRequest:
     """Lowers ``max_tokens`` to what fits."""
     skip_special_tokens: bool = True
     """False: special tokens are text by their names."""
+    add_special_tokens: bool | None = None
+    """Whether the prompt gets the tokenizer's special tokens; None: as the deployment says."""

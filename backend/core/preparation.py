@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from backend.config import ServingConfig
@@ -42,9 +42,11 @@ class Preparation:
         self.limits.check(request)
         check_ids(request, self.vocab_size)
         ids = request.input_ids or request.prompt_token_ids
-        prompt = list(ids) if ids else self._encoded(request.text_input)
+        prompt = list(ids) or self.encoded(request.text_input, request.add_special_tokens)
+        self._check_known("text_input", prompt)
         request = self._fitted(request, len(prompt))
-        check_lengths(request, len(prompt), self.max_context_tokens, self.tokenizer.vocab_size)
+        known = min(self.tokenizer.vocab_size, self.vocab_size)
+        check_lengths(request, len(prompt), self.max_context_tokens, known)
         check_bias(request, self.tokenizer.vocab_size, self.vocab_size)
         check_served(request, self.config.target.kind.refuses)
         limit = self.config.limits.max_logits_bytes
@@ -54,6 +56,8 @@ class Preparation:
             end_ids = frozenset({request.end_id} - {NO_END_ID})
         end_ids |= frozenset(request.stop_token_ids)
         sampling = sampling_params(request, self.tokenizer, end_ids)
+        self._check_known("bad_words", itertools.chain.from_iterable(sampling.bad_words))
+        self._check_known("embedding_bias_words", (token for token, _ in sampling.bias))
         if request.guide_type is not None:
             guide = self.grammars.guide(request.guide_type, request.guide or "", end_ids)
             sampling = replace(sampling, guide=guide)
@@ -98,12 +102,32 @@ class Preparation:
         if request.skip_special_tokens:
             decoder = IncrementalDecoder(self.tokenizer.token_bytes)
             return decoder, self.tokenizer.special_tokens
+        return IncrementalDecoder(self._named_tokens()), NO_SPECIAL_TOKENS
+
+    def _named_tokens(self) -> tuple[bytes, ...]:
         if not self._named_token_bytes:
             self._named_token_bytes = named_token_bytes(self.tokenizer)
-        return IncrementalDecoder(self._named_token_bytes), NO_SPECIAL_TOKENS
+        return self._named_token_bytes
 
-    def _encoded(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, self.config.add_special_tokens)
+    def encoded(self, text: str, add_special_tokens: bool | None) -> list[int]:
+        """Return a text's token ids; None: with special tokens if the deployment says so."""
+        default = self.config.add_special_tokens
+        return self.tokenizer.encode(
+            text, default if add_special_tokens is None else add_special_tokens
+        )
+
+    def _check_known(self, name: str, tokens: Iterable[int]) -> None:
+        """Raise RequestError for a token of a text for which the model has no row."""
+        if self.tokenizer.vocab_size <= self.vocab_size:
+            return
+        unknown = next((token for token in tokens if token >= self.vocab_size), None)
+        if unknown is not None:
+            token = self._named_tokens()[unknown].decode("utf-8", "replace")
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"{name} has the token {token!r} of id {unknown}, but the model knows only ids "
+                f"below {self.vocab_size}",
+            )
 
 
 def check_served(request: GenerationRequest, refused: dict[str, str]) -> None:

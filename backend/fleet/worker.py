@@ -214,6 +214,7 @@ class SpindleEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is not in the ma
         inputs = {
             "QUERY": np.array([[text.encode()]], np.object_),
             "REQUEST_OUTPUT_LEN": np.array([[1]], np.int32),
+            "add_special_tokens": np.array([[False]]),
         }
         tensors = [_tensor(name, array) for name, array in inputs.items()]
         result = await self._client.infer("preprocessing", tensors)

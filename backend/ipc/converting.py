@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+from backend.core.preparation import Preparation
 from backend.ipc.messages import Decode, Decoded, Encode, Encoded
-from backend.limits import Limits
 from backend.request import ErrorCode, RequestError
-from backend.tokenizer import Tokenizer
 
 
-def encoded(
-    tokenizer: Tokenizer, asked: Encode, add_special_tokens: bool, limits: Limits
-) -> Encoded:
+def encoded(preparation: Preparation, asked: Encode) -> Encoded:
     """Return the ids of texts and words; words have no special tokens. Raises RequestError."""
+    tokenizer = preparation.tokenizer
     for text in asked.prompts:
-        limits.check_text("QUERY", text)
+        preparation.limits.check_text("QUERY", text)
+    texts = zip(asked.prompts, asked.add_special_tokens, strict=True)
     return Encoded(
         id=asked.id,
-        prompts=[tokenizer.encode(text, add_special_tokens) for text in asked.prompts],
+        prompts=[preparation.encoded(text, special) for text, special in texts],
         words=[tokenizer.encode(word, add_special_tokens=False) for word in asked.words],
         end_id=tokenizer.end_id,
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=min(tokenizer.vocab_size, preparation.vocab_size),
     )
 
 
-def decoded(tokenizer: Tokenizer, asked: Decode, model_vocab_size: int) -> Decoded:
+def decoded(preparation: Preparation, asked: Decode) -> Decoded:
     """Return the texts of ids; those that only the model's padded vocabulary has are no text.
     Raises RequestError.
     """
-    table, texts = tokenizer.token_bytes, []
+    table, rows, texts = preparation.tokenizer.token_bytes, preparation.vocab_size, []
     for tokens in asked.tokens:
-        unknown = next((token for token in tokens if not 0 <= token < model_vocab_size), None)
+        unknown = next((token for token in tokens if not 0 <= token < rows), None)
         if unknown is not None:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
-                f"TOKENS_BATCH must be of token ids below {model_vocab_size}, got {unknown}",
+                f"TOKENS_BATCH must be of token ids below {rows}, got {unknown}",
             )
         data = b"".join(table[token] for token in tokens if token < len(table))
         texts.append(data.decode("utf-8", "replace"))

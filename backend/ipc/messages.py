@@ -62,9 +62,12 @@ class Subscribe(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Encode(Message, frozen=True, kw_only=True, tag=True):
-    """Texts whose token ids are wanted; words get no special tokens."""
+    """Texts whose token ids are wanted, and whether each gets special tokens (None: as the
+    deployment says); words get none.
+    """
 
     prompts: list[str]
+    add_special_tokens: list[bool | None]
     words: list[str]
 
 

@@ -395,14 +395,12 @@ class Server:
         """Answer those who tokenise for themselves (a tokeniser thread)."""
         if connection not in self.connections:
             return
-        tokenizer = self._app.tokenizer
         reply: Message
         try:
             if isinstance(message, Encode):
-                limits, special = self._app.preparation.limits, self._app.config.add_special_tokens
-                reply = encoded(tokenizer, message, special, limits)
+                reply = encoded(self._app.preparation, message)
             else:
-                reply = decoded(tokenizer, message, self._app.preparation.vocab_size)
+                reply = decoded(self._app.preparation, message)
         except RequestError as error:
             reply = Failed(id=message.id, code=error.code, message=error.message)
         except Exception as error:

@@ -81,11 +81,14 @@ class Answer:
 
     async def tokens(self, triton: Triton) -> list[list[int]]:
         """Return the token ids of each prompt. Raises ApiError."""
-        fields = self._fields()
         return [
-            prompt if isinstance(prompt, list) else await triton.tokenize(prompt, fields)
+            prompt if isinstance(prompt, list) else await self._tokenized(triton, prompt)
             for prompt in self.prompts
         ]
+
+    async def _tokenized(self, triton: Triton, prompt: str | Escaped) -> list[int]:
+        special = self.options.get("add_special_tokens")
+        return await triton.tokenize(prompt, self._fields(), add_special_tokens=special)
 
     async def response(self, request: Request, triton: Triton) -> Response:
         """Ask Triton and return its answer. A client that hangs up ends its request. Raises
@@ -93,7 +96,7 @@ class Answer:
         """
         fields = self._fields()
         prompts = [
-            await triton.tokenize(prompt, fields) if isinstance(prompt, Escaped) else prompt
+            await self._tokenized(triton, prompt) if isinstance(prompt, Escaped) else prompt
             for prompt in self.prompts
         ]
         echoed = [await _text(triton, prompt) if self.style.echo else "" for prompt in prompts]
@@ -222,11 +225,8 @@ class Counts:
         return usage
 
     async def _tokens(self, text: str) -> int:
-        """Return how many tokens a text has, without those that begin a prompt."""
-        if not text:
-            return 0
-        begin = len(await self._triton.tokenize("a")) - 1
-        return len(await self._triton.tokenize(text)) - begin
+        """Return how many tokens a text has."""
+        return len(await self._triton.tokenize(text, add_special_tokens=False)) if text else 0
 
 
 _STREAM_HEADERS = {

@@ -97,8 +97,9 @@ def _add_status(app: FastAPI, settings: FrontEnd) -> None:
 def _add_tokens(app: FastAPI, bodies: BodyReader) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        triton, text = request.app.state.triton, await bodies.read(request, text_of)
-        tokens, health = await triton.tokenize(text), await triton.command("health")
+        triton, (text, special) = request.app.state.triton, await bodies.read(request, text_of)
+        tokens = await triton.tokenize(text, add_special_tokens=special)
+        health = await triton.command("health")
         length = health["max_context_tokens"]
         return JSONResponse({"count": len(tokens), "max_model_len": length, "tokens": tokens})
 

@@ -48,7 +48,6 @@ class Escaped:
         places = [place for place, token in enumerate(ids) if token in known]
         if not places:  # the tokenizer takes their names as text anyway
             return ids
-        places = places[len(places) - len(self.tokens) :]  # before them: what begins every text
         if [ids[place] for place in places] != [special_tokens[name] for name, _ in self.tokens]:
             return None
         made, end = list[int](), 0

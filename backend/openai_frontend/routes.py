@@ -62,7 +62,7 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
     options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
     frame = settings.frame(prompt, splits=body.separate_reasoning)
     tool, guide = guide_of(body, frame, settings.special_tokens)
-    options |= guide
+    options |= guide | {"add_special_tokens": False}  # the template writes all of them
     special = frozenset(name.encode() for name in settings.special_tokens)
     parallel = body.parallel_tool_calls
     style = Style(
@@ -99,13 +99,18 @@ def _slim(body: AnyBody) -> AnyBody:
     return type(body).model_construct(**{name: getattr(body, name) for name in fields})
 
 
-def text_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> str | Escaped:
-    """Return the text that a body of ``/tokenize`` is about."""
+def text_of(
+    settings: FrontEnd, data: bytes, headers: Mapping[str, str]
+) -> tuple[str | Escaped, bool | None]:
+    """Return the text that a body of ``/tokenize`` is about, and whether it gets special tokens
+    (None: as the deployment says).
+    """
     body = parse(data, headers, TokenizeRequest)
     settings.check_model(body.model)
     if body.messages is None:
-        return body.prompt or ""
-    return settings.prompt(body.messages, body.tools, body.chat_template_kwargs)
+        return body.prompt or "", body.add_special_tokens
+    prompt = settings.prompt(body.messages, body.tools, body.chat_template_kwargs)
+    return prompt, False
 
 
 def tokens_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> list[int]:

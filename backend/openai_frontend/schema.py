@@ -190,6 +190,11 @@ class CompletionRequest(Options):
         description="Spindle's: that many of the prompt's last token ids are text that was "
         "generated before, by any server; what follows is as if it had not been broken off",
     )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="vLLM's: whether a prompt of text gets the tokenizer's special tokens, such as "
+        "a begin token; absent: as `serving.json` says",
+    )
     suffix: Any = refused("text is only continued", "")
     best_of: Any = refused("texts are not ranked", 1)
 
@@ -250,6 +255,7 @@ class ChatRequest(Options):
     )
     stream_reasoning: Any = refused("SGLang's; reasoning is streamed as it is written", True)
     continue_final_message: Any = refused("vLLM's; an answer is begun, not continued", False)
+    add_special_tokens: Any = refused("vLLM's; the chat template writes all of them", False)
     prediction: Any = ignored("how much is guessed is decided without it")
     functions: Any = refused("use tools", [])
     function_call: Any = refused("use tool_choice", "none")
@@ -284,6 +290,11 @@ class TokenizeRequest(Body):
     prompt: str | None = Field(None, description="a text")
     messages: list[Message] | None = Field(None, min_length=1, description="or a conversation")
     tools: list[Tool] | None = Field(None, description="shown to the model with the conversation")
+    add_special_tokens: bool | None = Field(
+        None,
+        description="vLLM's: whether a prompt gets the tokenizer's special tokens; absent: as "
+        "`serving.json` says; a conversation has those of the chat template alone",
+    )
     continue_final_message: Any = refused("vLLM's; an answer is begun, not continued", False)
     chat_template_kwargs: Variables | None = Field(None, description=_VARIABLES)
 
@@ -291,6 +302,9 @@ class TokenizeRequest(Body):
     def _is_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise wrong("either prompt or messages must be given", "prompt")
+        if self.messages is not None and self.add_special_tokens:
+            text = "add_special_tokens must not be true with messages: the chat template writes all"
+            raise wrong(text, "add_special_tokens")
         return self
 
 

@@ -13,10 +13,12 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from backend.files import read_object, read_text
 from backend.openai_frontend.calls import call_format
 from backend.openai_frontend.channels import has_channels
 from backend.openai_frontend.literals import as_json
 from backend.openai_frontend.reasoning import reasoning_format
+from backend.special_tokens import named_token
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates switch reasoning off and on."""
@@ -53,12 +55,10 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, bos_token: str = "", eos_token: str = "", *, bos_added: bool = False
+        self, source: str, bos_token: str = "", eos_token: str = "", tool_use: str | None = None
     ) -> None:
-        """``bos_added``: the tokenizer begins every text by the begin token, so that the template's
-        own is one too many.
-        """
-        self._made_of = (source, bos_token, eos_token, bos_added)
+        """``tool_use`` is the template for conversations with tools; None: the same."""
+        self._made_of = (source, bos_token, eos_token, tool_use)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -69,9 +69,9 @@ class ChatTemplate:
         environment.filters["tojson"] = (
             _to_json  # jinja2's own writes for HTML: "<" would be "\\u003c"
         )
-        self._template = environment.from_string(source)
+        self._templates = [environment.from_string(one or source) for one in (None, tool_use)]
+        source += tool_use or ""
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._bos_added = bos_added
         self._developers = "developer" in source
         self.shows_tools = "tools" in source
         self.calls = call_format(source)
@@ -82,7 +82,7 @@ class ChatTemplate:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how another process makes it."""
-        return _template, self._made_of
+        return ChatTemplate, self._made_of
 
     def variables(self, effort: str | None) -> dict[str, Any]:
         """Return the variables that a client's ``reasoning_effort`` sets. Raises RenderError
@@ -119,10 +119,13 @@ class ChatTemplate:
             ]
         given = {"messages": messages, "tools": tools, "add_generation_prompt": opens_answer}
         try:
-            text = self._template.render({**given, **self._tokens, **(variables or {})})
+            return self._rendered(given, variables or {})
         except Exception as error:  # a template can compute anything, and fail at it
             raise self._refusal(given, variables or {}, error) from None
-        return text.removeprefix(self._tokens["bos_token"]) if self._bos_added else text
+
+    def _rendered(self, given: dict[str, Any], variables: Mapping[str, Any]) -> str:
+        template = self._templates[bool(given["tools"])]
+        return template.render({**given, **self._tokens, **variables})
 
     def _refusal(
         self, given: dict[str, Any], variables: Mapping[str, Any], error: Exception
@@ -132,7 +135,7 @@ class ChatTemplate:
         """
         if variables:
             try:
-                self._template.render({**given, **self._tokens})
+                self._rendered(given, {})
             except Exception:
                 variables = {}
         reason = str(error) or type(error).__name__
@@ -145,10 +148,6 @@ class ChatTemplate:
             field,
             f"{field}: the model's chat template refuses {as_json(dict(variables))}: {reason}",
         )
-
-
-def _template(source: str, bos_token: str, eos_token: str, bos_added: bool) -> ChatTemplate:
-    return ChatTemplate(source, bos_token, eos_token, bos_added=bos_added)
 
 
 def _to_json(
@@ -172,39 +171,27 @@ def _raise(message: str) -> None:
 
 
 def load_template(folder: Path | None, file: Path | None) -> ChatTemplate | None:
-    """Return the template in ``file``, else that of a checkpoint folder, else None."""
-    config: dict[str, Any] = {}
-    if folder is not None and (folder / "tokenizer_config.json").is_file():
-        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-    source = _source(config.get("chat_template"))
-    for path in (folder / "chat_template.jinja" if folder is not None else None, file):
-        if path is not None and (path == file or path.is_file()):
-            source = path.read_text("utf-8")
-    if not isinstance(source, str):
+    """Return the template in ``file``, else that of a checkpoint folder, else None. Raises
+    ConfigError naming the file that cannot be read.
+    """
+    templates = {} if folder is None else _templates(folder)
+    if file is not None:
+        templates = {"default": read_text(file)}
+    if "default" not in templates:
         return None
-    tokens = [_token(config.get(name)) for name in ("bos_token", "eos_token")]
-    return ChatTemplate(source, *tokens, bos_added=folder is not None and _adds(folder, tokens[0]))
+    names = ("bos_token", "eos_token")
+    begin, end = ("" if folder is None else named_token(folder, name) for name in names)
+    return ChatTemplate(templates["default"], begin, end, templates.get("tool_use"))
 
 
-def _source(value: Any) -> Any:
-    """Return the text of a template; of several by name, that for tools where tools are given."""
-    if not isinstance(value, list):
-        return value
-    named = {item["name"]: item["template"] for item in value}
-    if named.keys() >= {"default", "tool_use"}:
-        tool_use, default = named["tool_use"], named["default"]
-        return f"{{% if tools %}}{tool_use}{{% else %}}{default}{{% endif %}}"
-    return named.get("default")
-
-
-def _token(value: Any) -> str:
-    return str(value.get("content", "")) if isinstance(value, dict) else value or ""
-
-
-def _adds(folder: Path, bos_token: str) -> bool:
-    """Return whether the tokenizer begins a text by the begin token."""
-    from tokenizers import Tokenizer
-
-    library = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    begin = library.token_to_id(bos_token) if bos_token else None
-    return begin is not None and library.encode("a").ids[:1] == [begin]
+def _templates(folder: Path) -> dict[str, str]:
+    """Return a folder's templates by name, where transformers puts them: ``default``, and perhaps
+    ``tool_use`` for conversations with tools.
+    """
+    path = folder / "tokenizer_config.json"
+    value = read_object(path).get("chat_template") if path.is_file() else None
+    named = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    found = {str(item["name"]): item["template"] for item in named if item["template"]}
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in folder.glob("additional_chat_templates/*.jinja")}
+    return found | {name: read_text(file) for name, file in files.items() if file.is_file()}

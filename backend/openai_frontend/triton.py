@@ -101,19 +101,27 @@ class Triton:
         reply: dict[str, Any] = json.loads(result.as_numpy("reply").item())
         return reply
 
-    async def tokenize(self, text: str | Escaped, names: Mapping[str, str] = FIELDS) -> list[int]:
+    async def tokenize(
+        self,
+        text: str | Escaped,
+        names: Mapping[str, str] = FIELDS,
+        *,
+        add_special_tokens: bool | None = None,
+    ) -> list[int]:
         """Return the token ids that a prompt has; ``names`` are what a client calls the inputs.
         Raises ApiError.
         """
         if isinstance(text, Escaped):
-            ids = await self.tokenize(text.text, names)
+            ids = await self.tokenize(text.text, names, add_special_tokens=add_special_tokens)
             for name in text.plain - self._letters.keys():
                 self._letters[name] = await self._letters_of(name)
             if (escaped := text.ids(ids, self._special_tokens, self._letters)) is None:
                 message = "messages have special tokens, which this tokenizer cannot take as text"
                 raise ApiError(400, message, "messages")
             return escaped
-        given = {"QUERY": [[text]], "REQUEST_OUTPUT_LEN": [[1]]}
+        given: dict[str, Any] = {"QUERY": [[text]], "REQUEST_OUTPUT_LEN": [[1]]}
+        if add_special_tokens is not None:
+            given["add_special_tokens"] = [[add_special_tokens]]
         try:
             reply = await self._infer("preprocessing", given)
         except ApiError as error:

@@ -34,10 +34,13 @@ _DEAD_ENDS = ("NoExtension", "NoExtensionBias")
 
 
 class Grammars:
-    """Makes the guides of one tokenizer; its first guide takes half a second."""
+    """Makes the guides of one tokenizer; its first guide takes half a second. ``rows``: the model
+    knows no more token ids than that.
+    """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, rows: int | None = None) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = min(tokenizer.vocab_size, rows or tokenizer.vocab_size)
         self._tokens: llguidance.LLTokenizer | None = None
 
     def guide(self, kind: str, text: str, end_ids: frozenset[int]) -> Guide:
@@ -47,7 +50,7 @@ class Grammars:
         import llguidance
 
         # not those that only a model's padded vocabulary has
-        end_ids = frozenset(token for token in end_ids if token < self._tokenizer.vocab_size)
+        end_ids = frozenset(token for token in end_ids if token < self._vocab_size)
         if not end_ids:
             raise _invalid(
                 "end_id must not be -1 with guided_decoding_guide_type: nothing could end the text"
@@ -66,7 +69,7 @@ class Grammars:
                 f"guided_decoding_guide is no {kind} that can be served: "
                 f"{_one_line(matcher.get_error())}"
             )
-        guide = Guide(matcher, self._tokenizer.vocab_size, end_ids, self._tokens.eos_token)
+        guide = Guide(matcher, self._vocab_size, end_ids, self._tokens.eos_token)
         guide.mask([])  # the first may take a second, which is not to be the loop's
         if (reason := guide.failure) is not None:
             reason = "it allows no text" if reason == _DEAD_END else reason

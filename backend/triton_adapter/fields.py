@@ -145,6 +145,11 @@ _MIN_P = _f(
     "min_p", "FP32", _ONE, added=True, range=_SHARE,
     does="no token less likely than this share of the likeliest, before top_k and top_p; 0: off",
 )
+_ADD_SPECIAL_TOKENS = _f(
+    "add_special_tokens", "BOOL", _ONE, added=True,
+    does="whether the text gets the tokenizer's special tokens, such as a begin token; absent: "
+    "`add_special_tokens` in serving.json",
+)
 _SHARED_INPUTS = (
     _f("end_id", "INT32", _ONE, "token that ends the text; -1: none; absent: the model's own"),
     _f("pad_id", "INT32", _ONE, "checked, without effect: nothing is padded"),
@@ -209,6 +214,7 @@ _TEXT_INPUTS = (
     _f("top_k", "INT32", _ONE, "0: off", range=Range(0)),
     _f("top_p", "FP32", _ONE, "0 or 1: off", range=Range(0, 1, note=" (0 = off)")),
     _MIN_P,
+    _ADD_SPECIAL_TOKENS,
     _f("skip_special_tokens", "BOOL", _ONE,
        "false: special tokens are text by their names, but for the one that ends the text",
        added=True),
@@ -396,6 +402,7 @@ PREPROCESSING_INPUTS: tuple[Field, ...] = (
     _f("EMBEDDING_BIAS_WEIGHTS", "FP32", _ANY, "as many as words"),
     _f("END_ID", "INT32", _ONE, "absent: the model's own"),
     _f("PAD_ID", "INT32", _ONE, "absent: the end id"),
+    _ADD_SPECIAL_TOKENS,
     _no(Reason.ENCODER, "DECODER_QUERY", "STRING", _ONE, ""),
     _no(Reason.MULTIMODAL, "IMAGE_BYTES", "UINT8", (-1, -1, -1, -1)),
     _no(Reason.MULTIMODAL, "IMAGE_URL", "STRING", _ONE, ""),

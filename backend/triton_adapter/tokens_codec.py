@@ -36,7 +36,9 @@ def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Enc
         for name in _WORDS:
             check_words(name, row.get(name, ()))
     words = [word for row in rows for name in _WORDS for word in row.get(name, ())]
-    return rows, Encode(prompts=[row["QUERY"] for row in rows], words=words)
+    special = [row.get("add_special_tokens") for row in rows]
+    prompts = [row["QUERY"] for row in rows]
+    return rows, Encode(prompts=prompts, add_special_tokens=special, words=words)
 
 
 def encode_ids(rows: Seq[dict[str, Any]], reply: Encoded) -> dict[str, Array]:
@@ -131,5 +133,9 @@ def _bias(words: Seq[list[list[int]]], rows: Seq[dict[str, Any]], vocab_size: in
     bias = np.zeros((len(rows), vocab_size), np.float32)
     for at, (row, ids) in enumerate(zip(rows, words, strict=True)):
         for word, weight in zip(ids, row.get("EMBEDDING_BIAS_WEIGHTS", ()), strict=True):
+            if (highest := max(word, default=0)) >= vocab_size:
+                raise invalid(
+                    f"EMBEDDING_BIAS_WORDS must be of token ids below {vocab_size}, got {highest}"
+                )
             np.add.at(bias[at], word, weight)
     return bias

@@ -89,6 +89,8 @@ class TritonPythonModel:
                 responder.fail(message.code, message.message)
             else:
                 responder.send(encode(message), final=True)
+        except RequestError as error:
+            responder.fail(error.code, error.message)
         except Exception as error:  # the link's thread must live on
             logger.exception("a reply could not be sent")
             responder.fail(

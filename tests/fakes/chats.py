@@ -35,9 +35,9 @@ class WritingTriton:
                     yield Piece(prompt, sequence, piece)
                 yield Piece(prompt, sequence, "", self._reason)
 
-    async def tokenize(self, text: str) -> list[int]:
-        """Return a token for each letter, after one that begins a prompt."""
-        return [0, *map(ord, text)]
+    async def tokenize(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """Return a token for each letter, after one that begins a prompt unless it is to have none."""
+        return [*([0] if add_special_tokens is not False else ()), *map(ord, text)]
 
 
 class PatientClient:

@@ -313,6 +313,7 @@ SERVED_BY_TENSORRT_LLM = {
     *("bad_words", "bias"),
     *("embedding_bias_words", "embedding_bias_weights", "return_log_probs", "cache_salt"),
     *("remember", "fit_max_tokens", "min_p", "stop_token_ids", "skip_special_tokens"),
+    "add_special_tokens",
     *(
         "fit_max_tokens",
         "input_ids",

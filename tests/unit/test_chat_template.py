@@ -1,9 +1,11 @@
 import json
+import pickle
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from backend.openai_frontend.template import ChatTemplate, RenderError, load_template
+from backend.settings import ConfigError
+from tests.fakes.checkpoints import LFS_POINTER
 
 SOURCE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if "
@@ -11,15 +13,8 @@ SOURCE = (
 )
 
 
-def checkpoint(folder, *, adds_bos=False, **config):
-    """Write a tokenizer's files."""
-    library = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, "a"))
-    library.pre_tokenizer = pre_tokenizers.Whitespace()
-    if adds_bos:
-        library.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
-        )
-    library.save(str(folder / "tokenizer.json"))
+def checkpoint(folder, **config):
+    """Write a tokenizer's settings."""
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -31,14 +26,16 @@ def test_messages_become_the_prompt_that_the_model_answers():
     assert ChatTemplate(SOURCE, "<s>").prompt(MESSAGES) == "<s>[user]hi[answer]"
 
 
-@pytest.mark.parametrize("token", ["<s>", {"content": "<s>"}])
 @pytest.mark.parametrize(
-    ("adds_bos", "prompt"), [(True, "[user]hi[answer]"), (False, "<s>[user]hi[answer]")]
+    ("token", "prompt"),
+    [
+        ("<s>", "<s>[user]hi[answer]"),
+        ({"content": "<s>", "lstrip": False}, "<s>[user]hi[answer]"),
+        (None, "[user]hi[answer]"),
+    ],
 )
-def test_the_begin_token_comes_once_by_the_template_or_the_tokenizer(
-    tmp_path, token, adds_bos, prompt
-):
-    folder = checkpoint(tmp_path, adds_bos=adds_bos, chat_template=SOURCE, bos_token=token)
+def test_a_template_writes_the_begin_token_of_the_tokenizer_s_settings(tmp_path, token, prompt):
+    folder = checkpoint(tmp_path, chat_template=SOURCE, bos_token=token)
     assert load_template(folder, None).prompt(MESSAGES) == prompt
 
 
@@ -64,6 +61,36 @@ def test_of_templates_by_name_the_one_for_tools_is_taken_where_there_are_some(tm
     assert template.prompt(MESSAGES) == "[user]hi[answer]"
     assert template.prompt(MESSAGES, [{}]) == "1<tool_call>"
     assert template.calls.name == "Hermes"
+
+
+def test_templates_of_files_are_named_as_transformers_names_them(tmp_path):
+    config = [{"name": "default", "template": SOURCE}, {"name": "tool_use", "template": "config"}]
+    folder = checkpoint(tmp_path, chat_template=config)
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    # each is a template of its own: its last line end is none of the text, its macros are its own
+    macro = "{{% macro m() %}}{}{{% endmacro %}}\n{{{{ m() }}}}{}\n".format
+    (folder / "chat_template.jinja").write_text(macro("plain", ""))
+    (more / "tool_use.jinja").write_text(macro("{{ tools | length }}", "<tool_call>"))
+    (more / "rag.jinja").write_text("{{ raise_exception('no') }}")
+    template = load_template(folder, None)
+    assert template.prompt(MESSAGES) == template.prompt(MESSAGES, []) == "plain"
+    assert template.prompt(MESSAGES, [{}]) == "1<tool_call>"
+    assert template.calls.name == "Hermes"
+    again = pickle.loads(pickle.dumps(template))
+    assert again.prompt(MESSAGES, [{}]) == "1<tool_call>"
+    (more / "tool_use.jinja").unlink()
+    assert load_template(folder, None).prompt(MESSAGES, [{}]) == "config"
+    (folder / "given.jinja").write_text("given")
+    assert load_template(folder, folder / "given.jinja").prompt(MESSAGES, [{}]) == "given"
+
+
+def test_a_template_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(LFS_POINTER)
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja is a Git LFS pointer"):
+        load_template(tmp_path, None)
+    with pytest.raises(ConfigError, match=r"cannot read .*absent\.jinja: No such file"):
+        load_template(None, tmp_path / "absent.jinja")
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_every_input_arrives_in_the_request():
     guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-c]+"}
     flags = {"stream": True, "exclude_input_in_output": True, "return_log_probs": True}
     flags |= {"remember": False, "fit_max_tokens": True, "skip_special_tokens": False}
+    flags |= {"add_special_tokens": False}
     lists = {
         "stop_words": ["ab", "", "ü"],
         "stop_token_ids": [3, 9],

@@ -105,11 +105,3 @@ def test_two_texts_make_no_special_token_together(library):
 def test_a_prompt_without_special_tokens_is_as_it_was(library, content):
     message = {"role": "user", "content": content}
     assert rendered(library, message) == rendered(library, message, escapes=False)
-
-
-def test_what_begins_every_text_stays(library):
-    prompt = rendered(library, {"role": "user", "content": "<s>"})
-    special = {name: library.token_to_id(name) for name in NAMES}
-    ids = [special["<s>"], *library.encode(prompt.text).ids]
-    assert prompt.ids(ids, special, {"<s>": [60]})[:2] == [special["<s>"], special["<|im_start|>"]]
-    assert prompt.ids(ids[:-12], special, {"<s>": [60]}) is None

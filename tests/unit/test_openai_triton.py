@@ -1,9 +1,16 @@
 import asyncio
+import json
 
+import numpy as np
 import pytest
 
 from backend.openai_frontend.errors import ApiError
+from backend.openai_frontend.escaping import Escaped
+from backend.openai_frontend.routes import chat_of, completion_of, text_of
+from backend.openai_frontend.settings import FrontEnd
+from backend.openai_frontend.template import ChatTemplate
 from backend.openai_frontend.triton import Triton, _Texts
+from tests.fakes.chats import HEADERS, HI
 from tests.server.harness import free_ports
 
 
@@ -50,3 +57,60 @@ def test_a_text_that_finds_the_queue_full_is_asked_for_again_once_another_has_en
         assert not texts.put_off(1), "nothing of the body is in flight that could make a place"
 
     asyncio.run(ask())
+
+
+FRONT_END = FrontEnd("", "m", ChatTemplate("<s>{{ messages[0].content }}"))
+
+
+class Preprocessing(Triton):
+    """A Triton that lists in ``asked`` what came to ``preprocessing``."""
+
+    def __init__(self):
+        self._special_tokens, self._letters, self.asked = {"<s>": 7}, {}, []
+
+    async def _infer(self, model, values):
+        self.asked.append(values.get("add_special_tokens"))
+        names = {"INPUT_ID": [[7, 8]], "STOP_WORDS_IDS": [[[1, 2], [1, 2]]]}
+        return Reply({name: np.array(value) for name, value in names.items()})
+
+
+class Reply(dict):
+    """Triton's result."""
+
+    as_numpy = dict.get
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"prompt": "a"}, None),
+        ({"prompt": "a", "add_special_tokens": True}, True),
+        ({"prompt": "a", "add_special_tokens": False}, False),
+        ({"messages": HI}, False),
+        ({"messages": HI, "add_special_tokens": False}, False),
+    ],
+)
+def test_only_a_prompt_that_is_no_chat_gets_the_tokenizer_s_special_tokens(body, expected):
+    triton = Preprocessing()
+    text, special = text_of(FRONT_END, json.dumps(body).encode(), HEADERS)
+    asyncio.run(triton.tokenize(text, add_special_tokens=special))
+    route = chat_of if "messages" in body else completion_of
+    answer = route(FRONT_END, json.dumps({"model": "m", **body}).encode(), HEADERS)
+    assert asyncio.run(answer.tokens(triton)) == [[7, 8]]
+    assert answer.options.get("add_special_tokens") is expected
+    assert triton.asked == [expected if expected is None else [[expected]]] * 2
+
+
+def test_special_tokens_of_a_chat_that_are_plain_text_come_without_others():
+    triton = Preprocessing()
+    prompt = Escaped("<s>", (("<s>", True),))
+    assert asyncio.run(triton.tokenize(prompt, add_special_tokens=False)) == [1, 2, 8]
+    assert triton.asked == [[[False]], None]
+
+
+@pytest.mark.parametrize(("route", "more"), [(text_of, {}), (chat_of, {"model": "m"})])
+def test_special_tokens_on_top_of_a_template_s_are_refused(route, more):
+    body = json.dumps({"messages": HI, "add_special_tokens": True, **more}).encode()
+    with pytest.raises(ApiError, match="the chat template writes all") as error:
+        route(FRONT_END, body, HEADERS)
+    assert error.value.param == "add_special_tokens"

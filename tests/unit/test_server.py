@@ -9,9 +9,9 @@ import types
 
 import pytest
 
+from backend.core.preparation import Preparation
 from backend.ipc.messages import Cancel, Chunk, Encode, Submit
 from backend.ipc.server import LONG_TEXT_CHARACTERS, Connection, Server
-from backend.limits import Limits, TextBound
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
 from backend.tokenizer import ByteTokenizer
@@ -112,13 +112,12 @@ class Holding:
         return [1]
 
 
-def converting(server, app, **limits):
-    app.tokenizer = Holding()
-    app.config = types.SimpleNamespace(add_special_tokens=True)
-    app.preparation = types.SimpleNamespace(limits=Limits(**limits))
+def converting(server, app, context=2**31):
+    tokenizer, config = Holding(), types.SimpleNamespace(add_special_tokens=True)
+    app.preparation = Preparation(config, tokenizer, 257, context, lambda _: False, None)
     connection, _far = connected()
     server.connections.add(connection)
-    return connection, app.tokenizer
+    return connection, tokenizer
 
 
 def wait_for(condition):
@@ -130,7 +129,7 @@ def wait_for(condition):
 
 def encode(server, connection, text):
     connection.greeted = True
-    server.receive(connection, Encode(prompts=[text], words=[]))
+    server.receive(connection, Encode(prompts=[text], add_special_tokens=[None], words=[]))
 
 
 def test_a_short_text_does_not_wait_for_a_long_one(server, app):
@@ -144,7 +143,7 @@ def test_a_short_text_does_not_wait_for_a_long_one(server, app):
 
 
 def test_a_text_that_cannot_fit_is_never_tokenised(server, app):
-    connection, tokenizer = converting(server, app, bound=TextBound(1), prompt_tokens=100)
+    connection, tokenizer = converting(server, app, context=101)
     encode(server, connection, "a" * 101)
     wait_for(lambda: connection.frames)
     assert b"QUERY of 101 bytes is over the limit of 100 tokens" in connection.frames[0]
