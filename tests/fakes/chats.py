@@ -36,7 +36,7 @@ class WritingTriton:
                 yield Piece(prompt, sequence, "", self._reason)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
-        """Return a token for each letter, after one that begins a prompt unless it is to have none."""
+        """Return a token for each letter, after one that begins a prompt of special tokens."""
         return [*([0] if add_special_tokens is not False else ()), *map(ord, text)]
 
 
