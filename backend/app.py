@@ -194,7 +194,13 @@ def _loop(
     most_nodes = k_max if target.limits.tree else 0
     return Orchestrator(
         target,
-        Drafting(drafts, stats, monotonic, most_nodes=most_nodes),
+        Drafting(
+            drafts,
+            stats,
+            monotonic,
+            most_nodes=most_nodes,
+            vocab_size=target.limits.vocab_size,
+        ),
         planner,
         ledger,
         admission,

@@ -14,8 +14,15 @@ from backend.kinds import KINDS
 from backend.machine import Machine, machine
 from backend.settings import ConfigError
 from backend.storage import cache
-from backend.storage.manifest import check_pair, read_manifest, read_model_config
+from backend.storage.manifest import (
+    check_pair,
+    check_vocabulary,
+    named,
+    read_manifest,
+    read_model_config,
+)
 from backend.storage.tables import timed_engines
+from backend.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +69,34 @@ def check_pairs(config: ServingConfig) -> None:
     check_folders(config)
     for draft in config.drafts:
         if draft.kind.measured:
-            check_pair(read_manifest(model_path(config.target)), read_manifest(model_path(draft)))
+            target, own = read_manifest(model_path(config.target)), read_manifest(model_path(draft))
+            check_pair(target, own, same_size=draft.kind.reads_target)
 
 
 def check_folders(config: ServingConfig) -> None:
-    """Raise ConfigError for a ``model`` that is not a folder that its engine's kind can serve."""
+    """Raise ConfigError for a ``model`` that is not a folder that its engine's kind can serve, and
+    for a draft with another tokenizer than its target; what is not converted yet is not compared.
+    """
     keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
     for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
         if engine.kind.model and engine.model != EMBEDDED_MODEL:
             _check_kind(key, engine)
             module_of(engine).check_folder(f"{key}.model", engine, config, named_folder)
+    target = named_folder(config.target)
+    for draft in config.drafts if config.target.kind.checkpoint and target.is_dir() else ():
+        if draft.kind.checkpoint and (folder := named_folder(draft)).is_dir():
+            check_vocabulary(target, folder)
+
+
+def check_target(key: str, folder: Path) -> None:
+    """Raise ConfigError, beginning with the setting ``key``, for a target's folder that starting
+    would refuse: its tokenizer cannot be loaded, or its tensors are not its model's.
+    """
+    from backend.engines.checkpoint import check_tensors  # it imports torch
+
+    with named(key):
+        load_tokenizer(folder)
+        check_tensors(folder)
 
 
 def _check_kind(key: str, engine: EngineConfig) -> None:

@@ -112,6 +112,21 @@ class Proposal:
         columns = self.tokens[:nodes], self.parents[:nodes], self.confidence[:nodes]
         return Proposal(self.draft, *columns)
 
+    def below(self, vocab_size: int) -> Proposal:
+        """Return the tree without tokens of this id or a higher one, and without what continues
+        them.
+        """
+        places = {ROOT: ROOT}
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if token < vocab_size and parent in places:
+                places[node] = len(places) - 1
+        if len(places) > len(self.tokens):
+            return self
+        nodes = [node for node in places if node != ROOT]
+        tokens, parents = ([column[n] for n in nodes] for column in (self.tokens, self.parents))
+        confidence = [self.confidence[node] for node in nodes]
+        return Proposal(self.draft, tokens, [places[parent] for parent in parents], confidence)
+
     def spine(self) -> Proposal:
         """Return the chain of each node's best child, for an engine that verifies chains only."""
         at, path = ROOT, []

@@ -82,7 +82,7 @@ def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
             f"{target.max_context_tokens} of {deployment.target.checkpoint}"
         )
     for draft in deployment.drafts:
-        check_pair(target, read_manifest(Path(draft.checkpoint)))
+        check_pair(target, read_manifest(Path(draft.checkpoint)), same_size=True)
 
 
 def check_engines(deployment: Deployment, folders: dict[str, Path]) -> None:
@@ -261,9 +261,7 @@ def build_executors(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Compile the networks of a ``serving.json``."""
-    from backend.engines.checkpoint import (
-        CheckpointError,  # torch and TensorRT, only where they are asked for
-    )
+    # torch and TensorRT, only where they are asked for
     from engines_build.trt_graph.build import Choice, build_all
     from engines_build.trt_graph.library import TrtError
 
@@ -275,7 +273,7 @@ def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             args.out,
             Choice(args.dtype, args.weights_inside, library=args.library),
         )
-    except (CheckpointError, TrtError) as error:
+    except TrtError as error:
         raise BuildError(str(error)) from error
 
 

@@ -18,7 +18,13 @@ from pathlib import Path
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
 from backend.engine_process import policy_folders
 from backend.engines.registry import NotPreparedError, Service, module_of
-from backend.model_folders import check_folders, model_path, named_folder
+from backend.model_folders import (
+    check_folders,
+    check_pairs,
+    check_target,
+    model_path,
+    named_folder,
+)
 from backend.speculation.learned_state import learned_key, pace
 from backend.speculation.policy_factory import check_policy, compile_planner
 from backend.storage import cache
@@ -71,10 +77,13 @@ def prepare(
         embedded = any(engine.model == EMBEDDED_MODEL for engine in engines)
         to_convert = embedded and not embedded_model_is_whole()
         to_measure = to_convert or needs_measuring(config)
+        if to_measure and config.target.kind.checkpoint and config.target.model != EMBEDDED_MODEL:
+            check_target("target.model", named_folder(config.target))
         announce(to_convert=to_convert, to_measure=to_measure)
         if to_convert:
             make_model(cache.model_folder(EMBEDDED_MODEL))
         convert_folders(config)
+        check_pairs(config)
         folders = {engine.name: model_path(engine) for engine in engines}
         if missing := missing_tables(config, folders):
             measure(config, folders, missing)
@@ -169,7 +178,8 @@ def main() -> None:
     sys.path += policy_folders(args.config)
     try:
         config = load_config(args.config)
-        check_policy(config)  # a mistake that needs no minutes of measuring to be said
+        check_policy(config)  # mistakes that need no minutes of measuring to be reported
+        check_folders(config)
         compile_planner(lambda text: print(f"spindle: {text}", flush=True))
         prepare(config)
     except OSError as error:

@@ -4,7 +4,6 @@ the lean forward would get wrong.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -15,6 +14,9 @@ import torch
 
 from backend.engines.quantized import QuantizedError, widen
 from backend.kinds import misfit_of_llama
+from backend.settings import ConfigError
+from backend.storage.manifest import read_model_config
+from backend.storage.weight_files import tensor_shapes, weight_files
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -24,7 +26,11 @@ DTYPES = {
 """Number formats that weights are read in."""
 
 
-class CheckpointError(ValueError):
+_UNUSED = "rotary_emb.inv_freq"
+"""The end of the names of tensors that are computed, not read."""
+
+
+class CheckpointError(ConfigError):
     """A model folder that cannot be served; the message names the file, tensor or setting."""
 
 
@@ -148,12 +154,12 @@ def load(
 def read_weights(folder: Path) -> Weights:
     """Return the tensors of a folder by name, quantised ones widened. Raises CheckpointError."""
     weights: Weights = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         for name, tensor in _read_tensors(file).items():
             if name in weights:
                 raise CheckpointError(f"{file}: tensor {name} is in two files")
             weights[name] = tensor
-    quantization = _read_json(folder / "config.json").get("quantization_config")
+    quantization = read_model_config(folder).get("quantization_config")
     if not quantization:
         return weights
     try:
@@ -174,7 +180,7 @@ def load_embeddings(folder: Path, device: str = "cpu") -> tuple[torch.Tensor, to
         raise CheckpointError(f"{folder} has no embed_tokens.weight")
     embedding = found[place]
     head = found.get(text.get("lm_head.weight", ""))
-    if head is None or _read_json(folder / "config.json").get("tie_word_embeddings"):
+    if head is None or read_model_config(folder).get("tie_word_embeddings"):
         head = embedding
     return embedding.to(device), head.to(device)
 
@@ -183,8 +189,7 @@ def read_config(folder: Path) -> LlamaConfig:
     """Return the configuration in a folder. Raises CheckpointError when it is missing, damaged or
     not supported.
     """
-    path = folder / "config.json"
-    return parse_config(_read_json(path), str(path))
+    return parse_config(read_model_config(folder), str(folder / "config.json"))
 
 
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaConfig:
@@ -223,26 +228,28 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
     return config
 
 
+def check_tensors(folder: Path) -> None:
+    """Raise ConfigError unless a folder's tensors are those of its ``config.json``, by the headers
+    of its files. Quantised weights, and families that transformers builds, are compared when they
+    are loaded.
+    """
+    raw = read_model_config(folder)
+    if misfit_of_llama(raw) or raw.get("quantization_config"):
+        return
+    config = read_config(folder)
+    shapes = {n: s for n, s in tensor_shapes(folder).items() if not n.endswith(_UNUSED)}
+    if config.tied and not config.draft_vocab_size:
+        shapes.pop("lm_head.weight", None)
+    check_shapes(config, shapes, str(folder))
+
+
 def check_weights(
     config: LlamaConfig, weights: Mapping[str, torch.Tensor], where: str = "weights"
 ) -> None:
     """Raise CheckpointError unless the tensors are exactly those of ``config.shapes()`` and the
     head's token ids are of the vocabulary.
     """
-    expected = config.shapes()
-    unexpected = sorted(name for name in weights if name not in expected)
-    if unexpected:
-        raise CheckpointError(
-            f"{where}: unexpected tensor {unexpected[0]} ({len(unexpected)} in all)"
-        )
-    for name, shape in expected.items():
-        if name not in weights:
-            raise CheckpointError(f"{where}: tensor {name} is missing")
-        if tuple(weights[name].shape) != shape:
-            raise CheckpointError(
-                f"{where}: tensor {name} must have shape {list(shape)}, got "
-                f"{list(weights[name].shape)}"
-            )
+    check_shapes(config, {name: tuple(one.shape) for name, one in weights.items()}, where)
     if config.draft_vocab_size:
         ids = weights["lm_head.token_ids"]
         if (
@@ -252,6 +259,23 @@ def check_weights(
         ):
             raise CheckpointError(
                 f"{where}: lm_head.token_ids must be different ids below {config.vocab_size}"
+            )
+
+
+def check_shapes(config: LlamaConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raise CheckpointError unless the tensors are exactly those of ``config.shapes()``."""
+    expected = config.shapes()
+    unexpected = sorted(name for name in shapes if name not in expected)
+    if unexpected:
+        raise CheckpointError(
+            f"{where}: unexpected tensor {unexpected[0]} ({len(unexpected)} in all)"
+        )
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise CheckpointError(f"{where}: tensor {name} is missing")
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{where}: tensor {name} must have shape {list(shape)}, got {list(shapes[name])}"
             )
 
 
@@ -276,28 +300,7 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return rope
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    weight_map = _read_json(index).get("weight_map")
-    if not weight_map:
-        raise CheckpointError(f"{index}: weight_map is missing or empty")
-    return [folder / name for name in sorted(set(weight_map.values()))]
-
-
 def _read_tensors(path: Path) -> Weights:
-    if not path.exists():
-        raise CheckpointError(f"cannot read {path}: no such file")
     from safetensors import (  # not wanted by engines of weights that are in memory
         SafetensorError,
         safe_open,
@@ -308,7 +311,7 @@ def _read_tensors(path: Path) -> Weights:
             return {
                 name: file.get_tensor(name)
                 for name in file.keys()  # noqa: SIM118
-                if not name.endswith("rotary_emb.inv_freq")
+                if not name.endswith(_UNUSED)
             }
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error

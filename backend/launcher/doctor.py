@@ -234,12 +234,14 @@ def _is_spindle(command: list[str]) -> bool:
 
 def deployment(path: Path, machine: Machine = machine) -> list[Finding]:
     """Say whether a configuration can be served, and what of it is prepared."""
-    from backend.model_folders import check_folders
+    from backend.model_folders import check_folders, check_target, named_folder
     from backend.storage.tables import timed_engines
 
     try:
         config = load_config(path)
         check_folders(config)
+        if config.target.kind.checkpoint and config.target.model != EMBEDDED_MODEL:
+            check_target("target.model", named_folder(config.target))
     except ConfigError as error:
         return [Finding("configuration", MISSING, str(error))]
     found = [Finding("configuration", OK, str(path))]

@@ -30,6 +30,8 @@ def findings(model: str, machine: Machine = machine) -> list[Finding]:
     kinds = [name for name, kind in KINDS.items() if kind.checkpoint and kind.target]
     found = [_ask(name, folder, machine) for name in kinds]
     able = [finding.name for finding in found if finding.state == OK]
+    if able and (reason := _refusal(folder)):
+        found, able = [Finding("folder", MISSING, reason)], []
     if able and (method := quantization_of(read_model_config(folder))[0]):
         text = f"quantised ({method}); every engine widens them to bf16 when it loads them"
         found.insert(0, Finding("weights", OK, text))
@@ -41,6 +43,17 @@ def findings(model: str, machine: Machine = machine) -> list[Finding]:
     option = "" if name == chosen.engine else f', with "engine": "{name}" in a --config file'
     text = f"spindle serve --model {folder}{option}: engine {name}"
     return [*found, Finding("serve", OK, text)]
+
+
+def _refusal(folder: Path) -> str:
+    """Return why starting would refuse a folder, whatever the engine; '' where it would not."""
+    from backend.model_folders import check_target
+
+    try:
+        check_target("--model", folder)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _ask(name: str, folder: Path, machine: Machine) -> Finding:

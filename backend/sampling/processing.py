@@ -26,10 +26,11 @@ grammar that is kept.
 @dataclass(frozen=True, slots=True)
 class Columns:
     """Which token each column of a head's logits stands for: the whole vocabulary in order, or a
-    draft's shortlist (``token_ids`` [S]).
+    draft's shortlist (``token_ids`` [S]). A whole vocabulary has ``size`` columns.
     """
 
     token_ids: torch.Tensor | None = None
+    size: int = 2**31 - 1
     numbers: npt.NDArray[np.int64] | None = field(init=False)  # the same, on the host
     _tokens: list[int] = field(init=False)
     _column: dict[int, int] = field(init=False)
@@ -48,12 +49,15 @@ class Columns:
     def of(self, tokens: Seq[int]) -> tuple[list[int], list[int]]:
         """Return the columns of those tokens that have one, and their places in ``tokens``."""
         if self.token_ids is None:
-            return list(tokens), list(range(len(tokens)))
+            if max(tokens, default=0) < self.size:
+                return list(tokens), list(range(len(tokens)))
+            known = [place for place, token in enumerate(tokens) if token < self.size]
+            return [tokens[place] for place in known], known
         known = [place for place, token in enumerate(tokens) if token in self._column]
         return [self._column[tokens[place]] for place in known], known
 
     def __contains__(self, token: int) -> bool:
-        return self.token_ids is None or token in self._column
+        return token < self.size if self.token_ids is None else token in self._column
 
     def more(self, tokens: Seq[int]) -> Columns:
         """Return a shortlist's columns with one more for each of ``tokens``, which have none."""
@@ -118,7 +122,9 @@ def _forbid(logits: torch.Tensor, mask: npt.NDArray[np.bool_], columns: Columns)
     """Forbid what a grammar's ``mask`` [vocab] does not allow."""
     allowed = torch.from_numpy(mask).to(logits.device)
     if columns.token_ids is not None:
-        allowed = allowed[columns.token_ids.long()]
+        ids = columns.token_ids.long().to(logits.device)
+        allowed = allowed[ids.clamp(max=len(allowed) - 1)] & (ids < len(allowed))
+    allowed = allowed[: len(logits)]  # a draft may have fewer columns
     logits[: len(allowed)].masked_fill_(~allowed, UNGRAMMATICAL)
     logits[len(allowed) :] = UNGRAMMATICAL  # a vocabulary padded beyond the tokenizer's
 

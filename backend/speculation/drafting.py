@@ -71,15 +71,19 @@ class Drafting:
         clock: Callable[[], float],
         *,
         most_nodes: int = 0,
+        vocab_size: int | None = None,
     ) -> None:
         """``most_nodes`` is the most nodes of a tree that the target verifies; 0: it verifies
-        chains only.
+        chains only. ``vocab_size`` is the target's: a draft whose vocabulary is padded otherwise
+        proposes no other tokens, and nothing after those that it does not know. None: all have the
+        same.
         """
         self.names = tuple(draft.name for draft in drafts)
         self.engines = tuple(drafts)
         self._stats = stats
         self._clock = clock
-        self._most_nodes = most_nodes
+        self._most_nodes, self._vocab_size = most_nodes, vocab_size
+        self._highest: dict[int, tuple[int, int]] = {}  # by sequence: tokens read, the highest id
         self._reading = [draft for draft in drafts if isinstance(draft, ReadsTarget)]
         with_kv = [draft.name for draft in self._reading if draft.limits.kv_blocks]
         self._sleep = {name: Sleep(name) for name in with_kv}
@@ -92,7 +96,8 @@ class Drafting:
 
     def with_engines(self, drafts: Seq[Engine]) -> Drafting:
         """Return the same with these drafts."""
-        return Drafting(drafts, self._stats, self._clock, most_nodes=self._most_nodes)
+        most, vocab = self._most_nodes, self._vocab_size
+        return Drafting(drafts, self._stats, self._clock, most_nodes=most, vocab_size=vocab)
 
     def ceilings(
         self, sequences: Seq[Sequence], most: Seq[int], *, is_plain: bool = False
@@ -117,7 +122,10 @@ class Drafting:
         ceiling, unseen, evidence = np.zeros((3, len(sequences), len(self.engines)), np.int64)
         for d, draft in enumerate(self.engines):
             if self._resting_until_s[draft.name] <= now and (draft.limits.free or not only_free):
-                asked = list(zip(sequences, most, strict=True))
+                asked = [
+                    (one, k if k > 0 and self._knows(draft, one) else 0)
+                    for one, k in zip(sequences, most, strict=True)
+                ]
                 ceiling[:, d] = [draft.available(one, k) if k > 0 else 0 for one, k in asked]
                 unseen[:, d] = [draft.unseen(one) if k > 0 else 0 for one, k in asked]
         for d, shows in self._showing:
@@ -154,6 +162,8 @@ class Drafting:
             for completion in self._complete(draft, turns, log):
                 row, proposal = proposals[completion.sequence_id], completion.proposal
                 row.scored += [(draft.name, *chain) for chain in completion.scored]
+                if proposal and self._vocab_size is not None and not draft.limits.free:
+                    proposal = proposal.below(self._vocab_size)
                 if not proposal:
                     continue
                 if not self._most_nodes:
@@ -220,8 +230,11 @@ class Drafting:
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Make every draft forget sequences."""
+        gone = [*sequence_ids]
         for draft in self.engines:
-            draft.cancel(sequence_ids)
+            draft.cancel(gone)
+        for sequence_id in gone:
+            self._highest.pop(sequence_id, None)
 
     def ended(self, sequence: Sequence) -> None:
         """Let drafts that remember answers take this one, before it is cancelled."""
@@ -259,6 +272,15 @@ class Drafting:
         holes = {d.name: d.holes() for d in self.engines if isinstance(d, MissesStates)}
         words += [f"{name} has missed states of {n} requests" for name, n in holes.items() if n]
         return words
+
+    def _knows(self, draft: Engine, sequence: Sequence) -> bool:
+        """Return whether a draft has a row for every token of a text."""
+        if self._vocab_size is None or draft.limits.vocab_size >= self._vocab_size:
+            return True
+        read, highest = self._highest.get(sequence.id, (0, 0))
+        highest = max(highest, max(sequence.tokens[read:], default=0))
+        self._highest[sequence.id] = len(sequence.tokens), highest
+        return highest < draft.limits.vocab_size
 
     def _absorb(self, draft: ReadsTarget, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
         try:

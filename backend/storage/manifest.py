@@ -7,14 +7,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from backend.config import EngineConfig, ServingConfig
-from backend.files import read_object
+from backend.files import check_content, read_object
 from backend.settings import ConfigError
+from backend.storage.weight_files import check_weight_files
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 
@@ -41,10 +44,7 @@ def read_manifest(folder: Path) -> Manifest:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ConfigError(f"{folder} has no .safetensors file")
-    tokenizer = folder / "tokenizer.json"
-    vocabulary = (
-        vocabulary_sha256(tokenizer) if tokenizer.exists() else config.get("vocabulary_sha256")
-    )
+    vocabulary = _vocabulary_of(folder)
     if not vocabulary:
         raise ConfigError(
             f"{folder} has neither a tokenizer.json nor a vocabulary_sha256 in its config.json"
@@ -54,7 +54,7 @@ def read_manifest(folder: Path) -> Manifest:
         next(iter(config.get("architectures") or ["unknown"])),
         _positive(config, "vocab_size", folder),
         _positive(config, "max_position_embeddings", folder),
-        str(vocabulary),
+        vocabulary,
         _layout_sha256(weights),
     )
 
@@ -68,9 +68,20 @@ def check_model(
     tokenizer, folder = engine.name == config.target.name, path(engine)
     architectures = () if engine.kind.any_decoder else engine.kind.architectures
     check_folder(key, engine.model, folder, architectures, tokenizer=tokenizer)
+    with named(key):
+        check_weight_files(folder)
     if misfit := engine.kind.misfit(read_model_config(folder)):
         text = f"{key}: {folder} has {misfit}, which the engine {engine.engine!r} cannot run"
         raise ConfigError(f"{text}. Leave engine out, or name another")
+
+
+@contextmanager
+def named(key: str) -> Iterator[None]:
+    """Let an error about a folder begin with the setting that names it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def check_folder(
@@ -86,7 +97,8 @@ def check_folder(
             f"{key}: {folder} has no config.json. Give the folder of a Hugging Face checkpoint: "
             "config.json, tokenizer.json and *.safetensors"
         )
-    architecture = next(iter(read_model_config(folder).get("architectures") or ["none"]))
+    with named(key):
+        architecture = next(iter(read_model_config(folder).get("architectures") or ["none"]))
     if architectures and architecture not in architectures:
         text = f"{key}: {folder} is a {architecture}, which is not supported"
         raise ConfigError(f"{text}. Supported are {', '.join(architectures)}")
@@ -97,6 +109,9 @@ def check_folder(
             f'tokenizer file make it: python -c "from transformers import AutoTokenizer; '
             f'AutoTokenizer.{load}.{save}"'
         )
+    if tokenizer:
+        with named(key):
+            check_content(folder / "tokenizer.json")
 
 
 def _download(model: str) -> str:
@@ -111,75 +126,105 @@ def _download(model: str) -> str:
     return f". If that is a Hugging Face id, download it first: {command}; then give {name}"
 
 
-def check_pair(target: Manifest, draft: Manifest) -> None:
-    """Refuse a draft that does not speak the target's tokens. Raises ConfigError naming both
-    folders and values.
+def check_pair(target: Manifest, draft: Manifest, *, same_size: bool) -> None:
+    """Refuse a draft that does not speak the target's tokens. Without ``same_size`` the two may
+    have different numbers of rows for the same tokens, as models of a family that are padded
+    otherwise. Raises ConfigError naming both folders and values.
     """
-    if draft.vocab_size != target.vocab_size:
+    if same_size and draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"draft {draft.folder} has a vocabulary of {draft.vocab_size} tokens, its target "
             f"{target.folder} {target.vocab_size}"
         )
     if draft.vocabulary_sha256 != target.vocabulary_sha256:
-        raise ConfigError(
-            f"draft {draft.folder} was made for the vocabulary {draft.vocabulary_sha256[:12]}, "
-            f"its target {target.folder} has "
-            f"{target.vocabulary_sha256[:12]}{_first_difference(target.folder, draft.folder)}"
-        )
+        rows = min(draft.vocab_size, target.vocab_size)
+        _check_tokens(target.folder, draft.folder, draft.vocabulary_sha256, rows)
 
 
 def check_vocabulary(target: Path, draft: Path) -> None:
-    """Refuse a draft folder whose ``tokenizer.json`` is not its target's; one that has none is
-    taken at its word. Raises ConfigError.
+    """Refuse a draft folder that says that it has another vocabulary than its target, in its
+    ``tokenizer.json`` or in its ``config.json``; one that says nothing is taken at its word. Raises
+    ConfigError.
     """
-    if difference := _first_difference(target, draft):
-        raise ConfigError(
-            f"draft {draft} does not have the vocabulary of its target {target}{difference}"
-        )
+    sizes = [read_model_config(folder).get("vocab_size") for folder in (target, draft)]
+    rows = min((size for size in sizes if isinstance(size, int)), default=1 << 31)
+    if made_for := _vocabulary_of(draft):
+        _check_tokens(target, draft, made_for, rows)
 
 
-def _first_difference(target: Path, draft: Path) -> str:
-    """Say which is the first token id that means something else; nothing where the draft has no
-    tokenizer.json to look into.
+def _vocabulary_of(folder: Path) -> str:
+    """Return the hash of a folder's vocabulary; empty where it does not say."""
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.exists():
+        return vocabulary_sha256(tokenizer)
+    return str(read_model_config(folder).get("vocabulary_sha256") or "")
+
+
+def _check_tokens(target: Path, draft: Path, made_for: str, rows: int) -> None:
+    """Raise ConfigError unless the ids below ``rows`` mean the same in both folders: a token that
+    was added in one of them may be missing in the other.
     """
     files = [folder / "tokenizer.json" for folder in (target, draft)]
+    if made_for == (has := _vocabulary_of(target)):
+        return
     if not all(file.exists() for file in files):
-        return ""
-    ours, theirs = (dict(vocabulary(file)) for file in files)
-    token_id = min(
-        (i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None
+        raise ConfigError(
+            f"draft {draft} was made for the vocabulary {made_for[:12]}, its target {target} has "
+            f"{has[:12]}"
+        )
+    (ours, our_added), (theirs, their_added) = map(_tokens_by_id, files)
+    wrong = min(
+        (
+            token
+            for token in ours.keys() | theirs.keys()
+            if token < rows
+            and ours.get(token) != theirs.get(token)
+            and not (token not in ours and token in their_added)
+            and not (token not in theirs and token in our_added)
+        ),
+        default=None,
     )
-    if token_id is None:
-        return ""
-    names = [
-        json.dumps(tokens[token_id], ensure_ascii=False) if token_id in tokens else "no token"
-        for tokens in (theirs, ours)
-    ]
-    return f"; first difference: id {token_id} is {names[0]} in the draft, {names[1]} in the target"
+    if wrong is not None:
+        names = [
+            json.dumps(tokens[wrong], ensure_ascii=False) if wrong in tokens else "no token"
+            for tokens in (theirs, ours)
+        ]
+        raise ConfigError(
+            f"draft {draft} does not have the vocabulary of its target {target}; first difference: "
+            f"id {wrong} is {names[0]} in the draft, {names[1]} in the target"
+        )
 
 
 def vocabulary_sha256(tokenizer: Path) -> str:
     """Return a hash of a ``tokenizer.json``'s tokens by id: equal ids mean equal tokens, however
-    the file was written.
+    the file was written. Raises ConfigError for a file that cannot be read.
     """
-    return hashlib.sha256(
-        json.dumps(vocabulary(tokenizer), ensure_ascii=False).encode()
-    ).hexdigest()
+    check_content(tokenizer)
+    stat = tokenizer.stat()
+    return _vocabulary_sha256(tokenizer, stat.st_mtime_ns, stat.st_size)
 
 
-def vocabulary(tokenizer: Path) -> list[tuple[int, str]]:
-    """Return the tokens of a ``tokenizer.json`` by ascending id. Raises ConfigError for a file that
-    cannot be read.
-    """
+@lru_cache(16)
+def _vocabulary_sha256(tokenizer: Path, *stat: int) -> str:
+    del stat  # another one is another file
+    tokens = sorted((number, token) for token, number in _tokens(tokenizer)[0].items())
+    return hashlib.sha256(json.dumps(tokens, ensure_ascii=False).encode()).hexdigest()
+
+
+def _tokens_by_id(tokenizer: Path) -> tuple[dict[int, str], set[int]]:
+    """Return the tokens of a ``tokenizer.json`` by id, and the ids of those that were added."""
+    tokens, added = _tokens(tokenizer)
+    return {number: token for token, number in tokens.items()}, {*added.values()}
+
+
+def _tokens(tokenizer: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the ids of all tokens and of those that were added, by token."""
+    spec = read_object(tokenizer)
     try:
-        spec = read_object(tokenizer)
-        tokens = {
-            **spec["model"]["vocab"],
-            **{added["content"]: added["id"] for added in spec.get("added_tokens", ())},
-        }
+        added = {token["content"]: token["id"] for token in spec.get("added_tokens", ())}
+        return {**spec["model"]["vocab"], **added}, added
     except (KeyError, TypeError) as error:
         raise ConfigError(f"cannot read the vocabulary of {tokenizer}: {error!r}") from error
-    return sorted((token_id, token) for token, token_id in tokens.items())
 
 
 def weights_sha256(folder: Path) -> str:

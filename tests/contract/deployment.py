@@ -263,7 +263,10 @@ class Deployment:
         # admitted too soon, and therefore pre-empted often
         headroom = (max(nodes, K_MAX) + 1) * (1 + self.target.limits.lookahead)
         self.ledger = KVLedger(pools, headroom, growth_blocks=0, target=target)
-        self.drafting = RecordedDrafting(self.drafts, step_stats, clock, most_nodes=nodes)
+        vocab = self.target.limits.vocab_size
+        self.drafting = RecordedDrafting(
+            self.drafts, step_stats, clock, most_nodes=nodes, vocab_size=vocab
+        )
         self.loop = Orchestrator(
             self.target,
             self.drafting,

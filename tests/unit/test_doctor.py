@@ -1,25 +1,29 @@
 import json
 import os
 import re
+import shutil
 import socket
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from backend.cli import main
-from backend.config import DEFAULT_CONFIG
+from backend.config import DEFAULT_CONFIG, PROJECT_ROOT, parse_config
 from backend.launcher import doctor
 from backend.launcher.model_report import report_model
-from tests.fakes.checkpoints import folder
+from backend.settings import ConfigError
+from engines_build.prepare import prepare
+from tests.fakes.checkpoints import LFS_POINTER, folder
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
 from tests.server.harness import free_ports
 
-SHAPE = {
-    "hidden_size": 16,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+
+def tiny(tmp_path, **config):
+    """Copy a tiny model's folder, with changed settings."""
+    model = shutil.copytree(PROJECT_ROOT / "engines_build/drafts/tiny-target", tmp_path / "model")
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | config))
+    return model
 
 
 @pytest.fixture
@@ -183,7 +187,7 @@ def test_a_configuration_that_cannot_be_served_is_missing(a_good_machine, monkey
 
 def on_gpu(tmp_path, *, engine="cuda", **facts):
     """Return what is said of a deployment of a small model on a GPU of such a machine."""
-    model = folder(tmp_path, "model", architectures=["LlamaForCausalLM"], **SHAPE)
+    model = tiny(tmp_path)
     file = tmp_path / "serving.json"
     target = {"engine": engine, "model": str(model), "device": "cuda"}
     file.write_text(json.dumps({"target": target}))
@@ -234,7 +238,7 @@ def test_a_plan_that_a_gpu_has_no_room_for_is_missing(tmp_path):
 
 
 def test_a_folder_is_asked_of_every_engine(tmp_path, capsys):
-    model = folder(tmp_path, "model", **SHAPE)
+    model = tiny(tmp_path)
     machine = FakeMachine(flags=BF16_FLAGS)
     assert report_model(str(model), as_json=True, machine=machine) == 0
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
@@ -246,7 +250,7 @@ def test_a_folder_is_asked_of_every_engine(tmp_path, capsys):
 
 def test_quantised_weights_are_named(tmp_path, capsys):
     quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    model = folder(tmp_path, "model", **SHAPE, **quantized)
+    model = tiny(tmp_path, **quantized)
     assert report_model(str(model), as_json=True, machine=FakeMachine(flags=BF16_FLAGS)) == 0
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert found["weights"]["text"].startswith("quantised (gptq); every engine widens them to bf16")
@@ -260,3 +264,66 @@ def test_a_folder_that_no_engine_serves_has_the_reasons(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.count("has no such model (model_type 'new')") == 2  # of openvino and torch
     assert shown.endswith(f"no engine can serve {model} here\n")
+
+
+def cut(model):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def without_a_tensor(model):
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, model / "model.safetensors")
+
+
+def without_ends(model):
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        raw = json.loads((model / name).read_text())
+        kept = {key: value for key, value in raw.items() if not key.startswith("eos_token")}
+        (model / name).write_text(json.dumps(kept))
+
+
+def with_an_index_of_a_missing_part(model):
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda m: (m / "model.safetensors").rename(m / "pytorch_model.bin"), "is a pickle, which"),
+        (
+            with_an_index_of_a_missing_part,
+            "cannot read .*00001-of-00002.safetensors: No such",
+        ),
+        (lambda m: (m / "model.safetensors").rename(m / "a.safetensors"), "not found without the"),
+        (
+            lambda m: (m / "model.safetensors").write_text(LFS_POINTER),
+            "model.safetensors is a Git LFS",
+        ),
+        (
+            lambda m: (m / "tokenizer.json").write_text(LFS_POINTER),
+            "tokenizer.json is a Git LFS",
+        ),
+        (lambda m: (m / "config.json").write_text(LFS_POINTER), "config.json is a Git LFS pointer"),
+        (cut, "model.safetensors is damaged"),
+        (without_a_tensor, "tensor model.norm.weight is missing"),
+        (without_ends, "names no token that ends a text"),
+        (lambda m: (m / "tokenizer.json").write_text("{}"), r"cannot .* \S*/tokenizer\.json: "),
+    ],
+)
+def test_what_starting_would_refuse_is_refused(tmp_path, monkeypatch, capsys, damage, words):
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
+    damage(model := tiny(tmp_path))
+    assert report_model(str(model), as_json=False, machine=FakeMachine(flags=BF16_FLAGS)) == 1
+    shown = capsys.readouterr().out
+    assert "can, in" not in shown
+    assert re.search(words, shown)
+    assert shown.endswith(f"no engine can serve {model} here\n")
+    (tmp_path / "serving.json").write_text(json.dumps({"target": {"model": str(model)}}))
+    (found,) = doctor.deployment(tmp_path / "serving.json", FakeMachine(flags=BF16_FLAGS))
+    assert (found.state, bool(re.search(words, found.text))) == ("missing", True)
+    config = parse_config({"target": {"model": str(model)}})
+    with pytest.raises(ConfigError, match=words):
+        prepare(config, make_model=None, measure=None)

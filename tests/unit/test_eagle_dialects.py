@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,45 @@ def test_a_head_is_read_as_it_was_published(form, dialect, tmp_path):
     assert found.tensors.keys() == tensors.keys()
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
     assert is_head(folder)
+
+
+ROWS = {
+    "a shortlist": {},
+    "every token": {"draft_vocab_size": None},
+    "every token, the target's rows": {"draft_vocab_size": None, "own_head": False},
+    "its own embedding": {"own_embedding": True},
+}
+
+
+@pytest.mark.parametrize("rows", [90, 102])
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("form", ROWS)
+def test_a_head_whose_vocabulary_is_padded_otherwise_gets_the_target_s_rows(
+    form, dialect, rows, tmp_path
+):
+    sizes = {name: rows if value is None else value for name, value in ROWS[form].items()}
+    shape, tensors = random_head(vocab_size=rows, **sizes)
+    folder = write(tmp_path / "head", dialect, *published(dialect, shape, tensors))
+    found, ids = read_published(folder, replace(TARGET, tokens=88)), tensors["token_ids"]
+    kept = ids < TARGET.vocab_size
+    assert found.tensors["token_ids"].tolist() == ids[kept].tolist()
+    assert (found.shape.vocab_size, found.shape.draft_vocab_size) == (96, int(kept.sum()))
+    if shape.own_head:
+        assert torch.equal(found.tensors["lm_head.weight"], tensors["lm_head.weight"][kept])
+    if shape.own_embedding:
+        embedding, shared = found.tensors["embed_tokens.weight"], min(rows, 96)
+        assert torch.equal(embedding[:shared], tensors["embed_tokens.weight"][:shared])
+        assert not embedding[shared:].any()
+    assert {name: list(size) for name, size in found.shape.tensors().items()} == {
+        name: list(tensor.shape) for name, tensor in found.tensors.items()
+    }
+
+
+def test_a_head_with_fewer_rows_than_the_target_has_tokens_is_refused(tmp_path):
+    shape, tensors = random_head(vocab_size=90)
+    folder = write(tmp_path, "flat", *published("flat", shape, tensors))
+    with pytest.raises(ConfigError, match="vocab_size is 90, its target's 96"):
+        read_published(folder, replace(TARGET, tokens=91))
 
 
 def test_names_of_other_writers_are_the_same_tensors(tmp_path):
@@ -175,7 +215,7 @@ REFUSALS = {
         {"tensors": {"fc.weight": torch.ones(32, 100)}},
         r"fc\.weight reads 100 numbers, no multiple of its target's hidden_size 32",
     ),
-    "vocabulary": ({"config": {"vocab_size": 128}}, "vocab_size is 128, its target's 96"),
+    "vocabulary": ({"config": {"vocab_size": 2000}}, "vocab_size is 2000, its target's 96"),
     "number of layers": (
         {"config": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4]}}},
         r"it reads the layers \[2, 4\]; fc\.weight is for 3 layers, of a target of 8",
@@ -315,7 +355,19 @@ def test_code_in_a_pickle_does_not_run(tmp_path, monkeypatch):
     [
         ("", b"", r"has neither \*\.safetensors nor pytorch_model\*\.bin"),
         ("pytorch_model.bin", b"cut", r"pytorch_model\.bin"),
-        ("model.safetensors", b"cut", r"cannot read .*model\.safetensors"),
+        ("model.safetensors", b"cut", r"model\.safetensors is damaged"),
+        ("model.safetensors", checkpoints.LFS_POINTER.encode(), "safetensors is a Git LFS pointer"),
+        ("pytorch_model.bin", checkpoints.LFS_POINTER.encode(), "model.bin is a Git LFS pointer"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"fc.weight": "absent.safetensors"}}',
+            r"cannot read .*absent\.safetensors: No such file",
+        ),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"fc.weight": "../x.safetensors"}}',
+            r"weight_map names '\.\./x\.safetensors', which is outside the folder",
+        ),
     ],
 )
 def test_missing_and_damaged_weights_are_named(name, content, text, tmp_path):

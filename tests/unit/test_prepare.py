@@ -119,11 +119,9 @@ def test_a_damaged_model_is_converted_again(work, caplog):
     cache.check(cache.model_folder(EMBEDDED_MODEL), hashes=True)
 
 
-def test_a_model_in_a_folder_is_measured_but_not_converted(work, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MANIFEST))
-    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
-    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    work.prepare(parse_config({"target": {"engine": "torch", "model": str(tmp_path)}}))
+def test_a_model_in_a_folder_is_measured_but_not_converted(work):
+    model = PROJECT_ROOT / "engines_build" / "drafts" / "tiny-target"
+    work.prepare(parse_config({"target": {"engine": "torch", "model": str(model)}}))
     assert work.calls == ["measure"]
 
 

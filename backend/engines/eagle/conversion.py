@@ -20,6 +20,7 @@ from backend.engines.models.configuration import read_decoder_config
 from backend.settings import ConfigError
 from backend.storage import cache
 from backend.storage.manifest import check_vocabulary, vocabulary_sha256, weights_sha256
+from backend.tokenizer import load_tokenizer
 
 _WIDENING = {"bf16": 1, "fp32": 2}
 """Bytes in memory for a byte of the target's files, which are mostly in bf16."""
@@ -71,9 +72,10 @@ def convert(
     of the target, the head is taken by what its ``config.json`` says.
     """
     config: Any = read_decoder_config(target)
-    shape = TargetShape(config.hidden_size, config.vocab_size, config.num_hidden_layers)
-    head = read_published(published, shape)
     check_vocabulary(target, published)
+    tokens = load_tokenizer(target).vocab_size
+    sizes = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    head = read_published(published, TargetShape(*sizes, tokens))
     embedding, rows = load_embeddings(target)
     head = _shared(head, embedding, rows)
     scores: list[Score] = []

@@ -41,6 +41,9 @@ _RENAMES = (
 _UNUSED = re.compile(r"(^|\.)(verifier_|rotary_emb\.)")
 """Tensors that training or other readers need."""
 
+MOST_PADDING = 1024
+"""Rows by which two models of one tokenizer differ at most, as Qwen2.5's of 3B and 7B by 128."""
+
 _LISTED = 40
 """Names that a refusal lists at most, of a dialect that is not known."""
 
@@ -52,6 +55,8 @@ class TargetShape:
     hidden_size: int
     vocab_size: int
     num_layers: int
+    tokens: int = 0
+    """Ids that its tokenizer has; its vocabulary may be padded beyond them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +120,10 @@ def read_published(folder: Path, target: TargetShape) -> PublishedHead:
     _check_fit(own, tensors, target, read)
     heads = own.number("num_attention_heads")
     head_dim = own.number("head_dim", q.shape[0] // heads)
-    vocab = own.number("vocab_size", target.vocab_size)
-    if vocab != target.vocab_size:
-        raise own.refuse(f"vocab_size is {vocab}, its target's {target.vocab_size}")
-    draft_vocab = own.number("draft_vocab_size", vocab)
-    tensors["token_ids"] = _token_ids(own, tensors, draft_vocab, vocab)
-    _check_shared(own, tensors, target)
+    draft_vocab = _fit_rows(own, tensors, target)
     residual = own.stated("norm_before_residual")
     shape = EagleShape(
-        vocab_size=vocab,
+        vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,
         hidden_size=hidden,
         target_hidden_size=read,
@@ -200,16 +200,40 @@ def _check_fit(own: _Folder, tensors: Mapping[str, Tensor], target: TargetShape,
         raise own.refuse(text)
 
 
-def _check_shared(own: _Folder, tensors: Mapping[str, Tensor], target: TargetShape) -> None:
+def _fit_rows(own: _Folder, tensors: dict[str, Tensor], target: TargetShape) -> int:
+    """Give a head as many rows as the target has, whose vocabulary may be padded otherwise; return
+    how many tokens it proposes. Refuse one of another vocabulary.
+    """
+    vocab = own.number("vocab_size", target.vocab_size)
+    least = min(vocab, target.vocab_size)
+    if abs(vocab - target.vocab_size) > MOST_PADDING or least < target.tokens:
+        raise own.refuse(f"vocab_size is {vocab}, its target's {target.vocab_size}")
+    rows = own.number("draft_vocab_size", vocab)
+    ids = _token_ids(own, tensors, rows, vocab)
+    _check_shared(own, tensors, target, shares_rows=rows == vocab)
+    known, head = ids < target.vocab_size, tensors.get("lm_head.weight")
+    if head is not None and len(head) == len(ids):
+        tensors["lm_head.weight"] = head[known]
+    tensors["token_ids"] = ids[known]
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is not None and len(embedding) == vocab:
+        padding = embedding.new_zeros(target.vocab_size - least, embedding.shape[1])
+        tensors["embed_tokens.weight"] = torch.cat([embedding[:least], padding])
+    return len(tensors["token_ids"])
+
+
+def _check_shared(
+    own: _Folder, tensors: Mapping[str, Tensor], target: TargetShape, *, shares_rows: bool
+) -> None:
     """Refuse a head without a matrix for which the target's cannot stand in."""
-    hidden, rows = tensors["fc.weight"].shape[0], len(tensors["token_ids"])
+    hidden = tensors["fc.weight"].shape[0]
     for name in ("lm_head.weight", "embed_tokens.weight"):
         if name not in tensors and hidden != target.hidden_size:
             wide = f"the target's is {target.hidden_size} wide, not {hidden}"
             raise own.refuse(f"{name} is missing, and {wide}")
-    if "lm_head.weight" not in tensors and rows != target.vocab_size:
-        text = f"lm_head.weight is missing, and draft_vocab_size {rows} is not the target's"
-        raise own.refuse(f"{text} {target.vocab_size}")
+    if "lm_head.weight" not in tensors and not shares_rows:
+        text = f"draft_vocab_size {own.number('draft_vocab_size')} is not the target's"
+        raise own.refuse(f"lm_head.weight is missing, and {text} {target.vocab_size}")
 
 
 def _stated_layers(own: _Folder) -> list[int] | None:

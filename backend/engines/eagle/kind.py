@@ -12,12 +12,14 @@ from backend.engines import latency_cases as cases
 from backend.engines.eagle.folder import EagleShape, read_shape
 from backend.engines.eagle.other_kinds import other_kind
 from backend.engines.eagle.place import is_ours, served_folder
+from backend.engines.eagle.published import files_of
 from backend.engines.latency_cases import Case
 from backend.engines.memory import available_bytes
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
 from backend.settings import ConfigError
 from backend.storage import manifest
+from backend.storage.weight_files import shapes_in
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
@@ -48,14 +50,18 @@ def make(engine: EngineConfig, service: Service) -> Engine:
 def check_folder(
     key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
 ) -> None:
-    """Raise ConfigError beginning with the setting ``key`` for what is no folder, and for a head
-    whose ``config.json`` alone says that it is of another kind.
+    """Raise ConfigError beginning with the setting ``key`` for what is no folder, for files that
+    are not there or damaged, and for a head that by its ``config.json`` and the names of its
+    tensors is of another kind.
     """
     del config
     folder = path(engine)
     manifest.check_folder(key, engine.model, folder, (), tokenizer=False)
-    if what := other_kind(manifest.read_model_config(folder), ()):
-        raise ConfigError(f"{key}: {folder} cannot be served: it is {what}")
+    with manifest.named(key):
+        files = [file for file in files_of(folder) if file.suffix == ".safetensors"]
+        names = [] if is_ours(folder) else [name for file in files for name in shapes_in(file)]
+        if what := other_kind(manifest.read_model_config(folder), names):
+            raise ConfigError(f"{folder} cannot be served: it is {what}")
 
 
 def convert(

@@ -15,6 +15,7 @@ from backend.engines.checkpoint import DTYPES, CheckpointError, read_weights
 from backend.engines.models.attention import ATTENTION
 from backend.engines.models.configuration import read_decoder_config
 from backend.storage.manifest import read_model_config
+from backend.storage.weight_files import weight_files
 
 _TEXT_PART = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
@@ -32,12 +33,13 @@ def load_decoder(
     """Return a folder's language model in ``dtype`` (one of ``DTYPES``), ready for inference, whose
     attention is ``ATTENTION``. ``options`` are more of ``from_pretrained``.
 
-    Raises CheckpointError for a folder that is not served, a damaged file, and tensors that are
-    missing, left over or of another shape.
+    Raises ConfigError for a folder that is not served, a file that is missing or damaged, and
+    tensors that are missing, left over or of another shape.
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config = read_decoder_config(folder)
+    weight_files(folder)  # transformers does not look where an index leads
     logging.disable_progress_bar()
     experts = {"experts_implementation": "eager"} if dtype == "fp64" else {}  # others have no fp64
     quantized = bool(read_model_config(folder).get("quantization_config"))

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from backend.engines.checkpoint import CheckpointError
-from backend.settings import ConfigError
+from backend.files import read_text
 from backend.storage import cache
+from backend.storage.manifest import named
 
 FORMAT = 3
 """Raised when the same folder would have other sizes."""
@@ -37,13 +37,10 @@ class DecoderShape:
 
 
 def shape_of_decoder(folder: Path) -> DecoderShape:
-    """Return the sizes of a folder's decoder. Raises CheckpointError with the reason for one that
-    is not served.
+    """Return the sizes of a folder's decoder. Raises ConfigError with the reason for one that is
+    not served.
     """
-    try:
-        config = (folder / "config.json").read_text("utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder / 'config.json'}: {error.strerror}") from error
+    config = read_text(folder / "config.json")
     key = json.dumps([FORMAT, metadata.version("transformers"), config])
     file = cache.shape_file(hashlib.sha256(key.encode()).hexdigest()[:32])
     with suppress(OSError, ValueError, TypeError):
@@ -56,10 +53,8 @@ def shape_of_decoder(folder: Path) -> DecoderShape:
 
 def check_decoder(key: str, folder: Path) -> DecoderShape:
     """Return the same. Raises ConfigError beginning with the setting ``key``."""
-    try:
+    with named(key):
         return shape_of_decoder(folder)
-    except CheckpointError as error:
-        raise ConfigError(f"{key}: {error}") from error
 
 
 def _probed(folder: Path) -> DecoderShape:

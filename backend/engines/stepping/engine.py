@@ -94,7 +94,7 @@ class StepEngine:
         self.name, self.limits = name, limits
         self._max_positions = limits.max_context_tokens + limits.max_draft_tokens
         self._model = model
-        self._columns = Columns(model.token_ids)
+        self._columns = Columns(model.token_ids, limits.vocab_size)
         self._caches = Caches(name, limits.kv_blocks, model.device)
         self._turns: list[Turn] = []
         self._rows_to_score = SCORED_ROWS  # left in this submission
