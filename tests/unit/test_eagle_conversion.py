@@ -41,7 +41,7 @@ def a_cache_of_its_own(tmp_path, monkeypatch):
 def head_for(target, **changes):
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
     sizes = {"hidden_size": 64, "target_hidden_size": 64, "head_dim": 16, "layers": (1, 2)}
-    return random_head(vocab_size=vocab, **sizes | changes)
+    return random_head(**{"vocab_size": vocab, **sizes, **changes})
 
 
 def folder_of(path, head, dialect="flat", **config):
@@ -76,6 +76,14 @@ def test_a_converted_head_is_paired_with_its_target(target, tmp_path):
     check_pair(read_manifest(target), read_manifest(tmp_path / "out"), same_size=True)
     assert made_for(tmp_path / "out") == weights_sha256(target)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dialect"] == "flat"
+
+
+def test_a_head_that_is_padded_otherwise_is_paired_with_its_target(target, tmp_path):
+    vocab = json.loads((target / "config.json").read_text())["vocab_size"]
+    head = head_for(target, vocab_size=vocab + 8, own_embedding=True)
+    convert(folder_of(tmp_path / "head", head), target, tmp_path / "out")
+    check_pair(read_manifest(target), read_manifest(tmp_path / "out"), same_size=True)
+    assert load(tmp_path / "out")[1]["embed_tokens.weight"].shape[0] == vocab
 
 
 def test_a_folder_with_the_tokens_of_another_target_is_refused(target, tmp_path):
