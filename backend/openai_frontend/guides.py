@@ -9,21 +9,19 @@ from typing import Any
 
 from backend.openai_frontend.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels
 from backend.openai_frontend.conversation import Function
+from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.reading import Frame
 from backend.openai_frontend.schema import ChatRequest
 from backend.openai_frontend.strict import close_objects
+from backend.sampling.schemas import BLANKS, prepare_schema
 
-NO_ARGUMENTS: dict[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-}
-"""The parameters of a function that names none: ``{}``, in exactly these letters."""
+NO_ARGUMENTS = "{}"
+"""The arguments of a function that names no parameters."""
 
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 _ANNOTATIONS = {"$schema", "title", "description", "type", "properties", "required"}
-_BLANKS = r"BLANKS: /[ \n\r\t]+/"
+_TERMINALS = [rf"BLANKS: /{BLANKS}/", r"GAP: /[ \n\r\t]{1,4}/"]
+"""White space in a call, and around reasoning, where two line ends are usual."""
 
 
 def guide_of(
@@ -49,12 +47,22 @@ def guide_of(
     return None, grammars.schema(close_objects(asked.schema_) if asked.strict else asked.schema_)
 
 
-def arguments_schema(function: Function) -> Any:
-    """Return the schema of a function's arguments."""
+def _arguments(functions: list[Function], index: int) -> str:
+    """Return the rule of a function's arguments. Raises ApiError."""
+    function = functions[index]
     given = function.parameters or {}
     if not given or (given.keys() <= _ANNOTATIONS and given.get("properties") == {}):
-        return NO_ARGUMENTS
-    return close_objects(given) if function.strict else given
+        return json.dumps(NO_ARGUMENTS)
+    schema = close_objects(given) if function.strict else given
+    return f"%json {_schema_text(schema, f'tools[{index}].function.parameters')}"
+
+
+def _schema_text(schema: Any, field: str) -> str:
+    """Return a schema as the parser reads it. Raises ApiError."""
+    try:
+        return json.dumps(prepare_schema(schema))
+    except ValueError as error:
+        raise ApiError(400, f"{field} is no schema that can be served: {error}", field) from None
 
 
 class _Grammars:
@@ -71,7 +79,7 @@ class _Grammars:
 
     def schema(self, schema: dict[str, Any] | bool) -> dict[str, str]:
         """Return the guide of content by a schema."""
-        text = json.dumps(schema)
+        text = _schema_text(schema, "response_format")
         if self._frame is None:
             return _guide("json_schema", text)
         header = self._header("final") if isinstance(self._frame, Channels) else ""
@@ -81,25 +89,19 @@ class _Grammars:
         """Return the guide of a call of one function: its arguments, or in a channel all of it."""
         if isinstance(self._frame, Channels):
             return self.call(functions, index)
-        text = json.dumps(arguments_schema(functions[index]))
-        if self._frame is None:
-            return _guide("json_schema", text)
-        return self._after_reasoning([*[""] * index, f"answer: %json {text}"])
+        return self._after_reasoning([*[""] * index, f"answer: {_arguments(functions, index)}"])
 
     def call(self, functions: list[Function], only: int | None = None) -> dict[str, str]:
         """Return the guide of a call of one of the functions, or ``only`` of this one."""
-        schemas = [
-            f"arguments_{index}: %json {json.dumps(arguments_schema(function))}"
-            if only in (None, index)
-            else ""
-            for index, function in enumerate(functions)
-        ]
-        calls = [
-            f"{self._call(function.name)} arguments_{index} {self._call_end}"
-            for index, function in enumerate(functions)
-            if only in (None, index)
-        ]
-        return self._after_reasoning([*schemas, "answer: " + " | ".join(calls)])
+        chosen = [*range(len(functions))] if only is None else [only]
+        rules = [""] * len(functions)
+        for index in chosen:
+            rules[index] = f"arguments_{index}: {_arguments(functions, index)}"
+        calls = (
+            f"{self._call(functions[index].name)} arguments_{index} {self._call_end}"
+            for index in chosen
+        )
+        return self._after_reasoning([*rules, "answer: " + " | ".join(calls)])
 
     def _call(self, name: str) -> str:
         """Return what is before a call's arguments."""
@@ -126,10 +128,10 @@ class _Grammars:
             ]
         else:
             opening = self._mark(self._frame.form.opening)
-            begins = "anything BLANKS?" if self._frame.is_open else None
-            begins = begins or f"(BLANKS? {opening} anything BLANKS?)?"
+            begins = "anything GAP?" if self._frame.is_open else None
+            begins = begins or f"(GAP? {opening} anything GAP?)?"
             rules = [*rules, *self._up_to(self._frame.form.closing), f"start: {begins} answer"]
-        return _guide("ebnf_grammar", "\n".join([*rules, _BLANKS]))
+        return _guide("ebnf_grammar", "\n".join([*rules, *_TERMINALS]))
 
     def _header(self, *parts: str) -> str:
         return " ".join(map(self._mark, (CHANNEL, *parts, MESSAGE)))

@@ -7,12 +7,9 @@ neither ``additionalProperties`` nor ``unevaluatedProperties`` allows no others.
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import unquote
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values are schemas by name."""
-_DATA = ("const", "enum", "default", "example", "examples", "required")
-"""Keywords whose values are no schemas."""
+from backend.sampling.schemas import DATA, MAPS, of_kind, resolve
+
 _PARTS = ("allOf", "anyOf", "oneOf")
 _DECLARED_OPEN = ("additionalProperties", "unevaluatedProperties")
 
@@ -32,7 +29,7 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     except RecursionError:  # far deeper than the parser takes: it refuses the schema
         return schema
     if isinstance(closed, dict) and closer.opened:
-        closed["$defs"] = {**_of_kind(dict, closed, "$defs"), **closer.opened}
+        closed["$defs"] = {**of_kind(dict, closed, "$defs"), **closer.opened}
     return closed
 
 
@@ -62,9 +59,9 @@ class _Closer:
         return {key: self._close_value(key, value) for key, value in schema.items()}
 
     def _close_value(self, key: str, value: Any) -> Any:
-        if key in _DATA:
+        if key in DATA:
             return value
-        if key in _MAPS and isinstance(value, dict):
+        if key in MAPS and isinstance(value, dict):
             return {name: self.close(inner) for name, inner in value.items()}
         if isinstance(value, list):
             return [self.close(inner) for inner in value]
@@ -79,7 +76,7 @@ class _Closer:
         for key in ("properties", "patternProperties"):
             others = {name: True for kind, name in names if kind == key}
             if others:
-                opened[key] = {**others, **_of_kind(dict, opened, key)}
+                opened[key] = {**others, **of_kind(dict, opened, key)}
         return {**opened, "additionalProperties": False}
 
     def _open(self, schema: Any) -> Any:
@@ -92,7 +89,7 @@ class _Closer:
             else self._close_value(key, value)
             for key, value in schema.items()
         }
-        if (target := self._resolve(schema.get("$ref"))) is not None:
+        if (target := resolve(self._root, schema.get("$ref"))) is not None:
             opened["$ref"] = f"#/$defs/{self._open_reference(schema['$ref'], target)}"
         return opened
 
@@ -114,9 +111,9 @@ class _Closer:
         names: _Names = {
             (key, name): None
             for key in ("properties", "patternProperties")
-            for name in _of_kind(dict, schema, key)
+            for name in of_kind(dict, schema, key)
         }
-        inner = [self._names(part) for key in _PARTS for part in _of_kind(list, schema, key)]
+        inner = [self._names(part) for key in _PARTS for part in of_kind(list, schema, key)]
         if "$ref" in schema:
             inner.append(self._names_of(schema["$ref"]))
         for more in inner:
@@ -131,30 +128,9 @@ class _Closer:
             return None
         if reference not in self._known_names:
             self._known_names[reference] = None
-            target = self._resolve(reference)
+            target = resolve(self._root, reference)
             self._known_names[reference] = None if target is None else self._names(target)
         return self._known_names[reference]
-
-    def _resolve(self, reference: Any) -> Any:
-        """Return what a JSON pointer into the schema points to; None for any other reference."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            return None
-        place = self._root
-        for part in reference.split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(place, list) and name in map(str, range(len(place))):
-                place = place[int(name)]
-            elif isinstance(place, dict) and name in place:
-                place = place[name]
-            else:
-                return None
-        return place
-
-
-def _of_kind(kind: type[dict[str, Any]] | type[list[Any]], schema: dict[str, Any], key: str) -> Any:
-    """Return the value of a keyword, empty where it is not of its kind: the parser refuses it."""
-    value = schema.get(key)
-    return value if isinstance(value, kind) else kind()
 
 
 def _is_object(schema: dict[str, Any]) -> bool:
@@ -173,6 +149,6 @@ def _is_put_together(schema: dict[str, Any]) -> bool:
         "$ref" in schema,
         "anyOf" in schema,
         "oneOf" in schema,
-        *(True for _ in _of_kind(list, schema, "allOf")),
+        *(True for _ in of_kind(list, schema, "allOf")),
     ]
     return sum(places) > 1

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backend.request import ErrorCode, RequestError
+from backend.sampling.schemas import prepare_schema
 from backend.tokenizer import Tokenizer
 
 # imported where it is needed: TensorRT-LLM's container has another version, and guides are refused
@@ -62,18 +63,14 @@ class Grammars:
         try:
             grammar = _grammar(kind, text)
         except Exception as error:  # the converters raise what they like
-            raise _invalid(f"guided_decoding_guide is no {kind}: {_one_line(error)}") from None
+            raise _unserved(kind, _one_line(error)) from None
         matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
-            raise _invalid(
-                f"guided_decoding_guide is no {kind} that can be served: "
-                f"{_one_line(matcher.get_error())}"
-            )
+            raise _unserved(kind, _one_line(matcher.get_error()))
         guide = Guide(matcher, self._vocab_size, end_ids, self._tokens.eos_token)
         guide.mask([])  # the first may take a second, which is not to be the loop's
         if (reason := guide.failure) is not None:
-            reason = "it allows no text" if reason == _DEAD_END else reason
-            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {reason}")
+            raise _unserved(kind, "it allows no text" if reason == _DEAD_END else reason)
         return guide
 
 
@@ -220,7 +217,7 @@ def _grammar(kind: str, text: str) -> str:
         schema = json.loads(text) if kind == "json_schema" else {}
         if not isinstance(schema, (dict, bool)):
             raise ValueError("a schema must be an object or a boolean")
-        return matcher.grammar_from_json_schema(json.dumps(schema))
+        return matcher.grammar_from_json_schema(json.dumps(prepare_schema(schema)))
     return (
         matcher.grammar_from_regex(text)
         if kind == "regex"
@@ -240,6 +237,10 @@ def _one_line(error: object) -> str:
         if len(line) <= MOST_REASON_CHARACTERS
         else f"{line[: MOST_REASON_CHARACTERS // 2]} ... {line[-MOST_REASON_CHARACTERS // 2 :]}"
     )
+
+
+def _unserved(kind: str, reason: str) -> RequestError:
+    return _invalid(f"guided_decoding_guide is no {kind} that can be served: {reason}")
 
 
 def _invalid(message: str) -> RequestError:

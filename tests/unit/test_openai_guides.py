@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from backend.openai_frontend.errors import TOOL_FIELDS, upstream_error
+from backend.openai_frontend.errors import TOOL_FIELDS, ApiError, upstream_error
 from backend.openai_frontend.guides import guide_of
 from backend.openai_frontend.schema import ChatRequest
 from backend.request import RequestError
@@ -216,6 +216,20 @@ def test_a_schema_that_cannot_be_served_is_named_by_its_tool():
     )
 
 
+def test_alternatives_that_may_both_hold_are_named_by_field_and_place():
+    either = {"properties": {"x": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}
+    for body, field in (
+        (chat(tools=[tool(NESTED), tool(either, "g")], tool_choice="required"), "tools[1]"),
+        (chat(response_format=form(either)), "response_format"),
+    ):
+        with pytest.raises(
+            ApiError, match="oneOf at #/properties/x: alternatives 1 and 2"
+        ) as error:
+            guide_of(body)
+        assert error.value.status == 400
+        assert error.value.param.startswith(field)
+
+
 def test_a_response_format_is_its_own_grammar():
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": TREE}}
     assert allows(chat(response_format=form), '{"v": 1, "child": null}')
@@ -330,7 +344,7 @@ def doubling(levels):
     ],
 )
 def test_a_strict_schema_that_is_none_is_refused_like_any(schema):
-    with pytest.raises(RequestError, match="guided_decoding_guide"):
+    with pytest.raises((RequestError, ApiError), match=r"guided_decoding_guide|response_format"):
         allows(chat(response_format=form(schema, strict=True)), "")
 
 
