@@ -58,6 +58,7 @@ VARIABLES = {
     "openai_port": "OPENAI_PORT",
     "dynamo": "DYNAMO_NAMESPACE",
     "kv_events": "KV_EVENTS",
+    "served_model_name": "SERVED_MODEL_NAME",
 }
 """The environment variable that each of these options takes the place of."""
 
@@ -74,8 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     for name, variable in VARIABLES.items():
         if (value := getattr(options, name, None)) is not None:
-            paths = name in ("config", "cache")
-            os.environ[variable] = str(Path(value).expanduser().absolute()) if paths else value
+            if name in ("config", "cache"):
+                value = str(Path(value).expanduser().absolute())
+            os.environ[variable] = ",".join(value) if isinstance(value, list) else value
     if options.command == "doctor":
         if options.model:
             from backend.launcher.model_report import report_model
@@ -130,6 +132,12 @@ def _parser() -> argparse.ArgumentParser:
         "--drafts", help="none, or a list of name=FOLDER, lookup, suffix, names in the file"
     )
     serve.add_argument("--dtype", help="of the target: auto, bf16, int8, fp32, fp64")
+    serve.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        help="names of the model for OpenAI clients (SERVED_MODEL_NAME; the folder's)",
+    )
     serve.add_argument("--policy", metavar="KIND", help="policy.kind: adaptive, none, ...")
     serve.add_argument("--verbose", action="store_true", help="print the log: no file is written")
     doctor = commands.add_parser(
@@ -171,7 +179,11 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="converted models and tables (SPINDLE_CACHE; ~/.cache/spindle)",
     )
-    parser.add_argument("--bind", metavar="ADDRESS", help="BIND; 127.0.0.1; everywhere: 0.0.0.0")
+    parser.add_argument(
+        "--bind",
+        metavar="ADDRESS",
+        help="address or name of this machine (BIND; 127.0.0.1; everywhere: 0.0.0.0 or ::)",
+    )
     parser.add_argument("--port", help="HTTP (HTTP_PORT; 8000)")
     parser.add_argument("--grpc-port", metavar="PORT", help="gRPC (GRPC_PORT; 8001)")
     parser.add_argument("--metrics-port", metavar="PORT", help="metrics (METRICS_PORT; 8002)")

@@ -1,5 +1,5 @@
 """``python -m backend.engine_process --config FILE --socket PATH``: load, warm up, serve the socket
-until SIGTERM. After SIGUSR1 it refuses new requests.
+until SIGTERM. After SIGUSR1 it refuses new requests; a second one ends the others at once.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
     def drain(number: int, _frame: FrameType | None) -> None:
-        server.drain(config.limits.drain_s, ends=number == signal.SIGTERM)
+        is_second = number == signal.SIGUSR1 and server.drains
+        server.drain(0.0 if is_second else config.limits.drain_s, ends=number == signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, drain)
     signal.signal(signal.SIGUSR1, drain)

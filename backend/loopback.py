@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
+from collections.abc import Mapping
 from http.client import HTTPResponse
 
 CHANNEL_OPTIONS = (
@@ -13,6 +14,7 @@ CHANNEL_OPTIONS = (
 """Options of a gRPC channel to a local server; its messages may have any size, as with
 ``tritonclient``.
 """
+_HOSTS = ("localhost", "127.0.0.1", "::1")
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -20,3 +22,9 @@ def open_url(request: urllib.request.Request | str, timeout_s: float) -> HTTPRes
     """Send a request and return the open response. Raises OSError, HTTPError included."""
     response: HTTPResponse = _OPENER.open(request, timeout=timeout_s)
     return response
+
+
+def no_proxy(environment: Mapping[str, str]) -> str:
+    """Return the variable ``no_proxy`` with which other libraries reach this machine directly."""
+    given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    return given if given == "*" else ",".join(filter(None, [given, *_HOSTS]))

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sysconfig
@@ -217,6 +218,14 @@ class Machine:
     def free_disk_bytes(self, folder: Path) -> int:
         """Return how much room a folder's disk has."""
         return shutil.disk_usage(folder).free
+
+    def is_noexec(self, folder: Path) -> bool:
+        """Return whether programs and libraries in a folder cannot be run."""
+        return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
+
+    def open_files(self) -> tuple[int, int]:
+        """Return how many files this process may open, and how many it may ask for."""
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def can_write(self, folder: Path) -> bool:
         """Return whether this user may make files in a folder."""

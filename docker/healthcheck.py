@@ -72,9 +72,17 @@ def without_stub() -> list[str]:
     return sorted(models - served) if served else []
 
 
+def url() -> str:
+    """Return where the service listens, by ``BIND`` and ``HTTP_PORT``."""
+    bind = os.environ.get("BIND") or "127.0.0.1"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind).strip("[]")
+    port = os.environ.get("HTTP_PORT") or 8000
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def main() -> None:
     """Ask the service on this machine."""
-    if found := trouble(f"http://127.0.0.1:{os.environ.get('HTTP_PORT') or 8000}"):
+    if found := trouble(url()):
         sys.exit(found)
     if dead := without_stub():
         sys.exit(f"no stub process serves {', '.join(dead)}")

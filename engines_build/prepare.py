@@ -174,13 +174,15 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print what was measured")
     args = parser.parse_args()
     set_up_messages(verbose=args.verbose)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was begun is cleared away
     sys.path += policy_folders(args.config)
     try:
         config = load_config(args.config)
         check_policy(config)  # mistakes that need no minutes of measuring to be reported
         check_folders(config)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the compiler swallows exceptions
         compile_planner(lambda text: print(f"spindle: {text}", flush=True))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)  # what is begun is cleared away
         prepare(config)
     except OSError as error:
         text = f"the cache {cache.root()} cannot be read or written: {error}"

@@ -187,12 +187,17 @@ class Server:
         """Take the trace of a request that has ended (any thread)."""
         self._app.tracing.finish(trace)
 
+    @property
+    def drains(self) -> bool:
+        """Whether new requests are refused."""
+        return self._drain_until_s is not None
+
     def drain(self, limit_s: float, *, ends: bool) -> None:
-        """Refuse new requests; the others have ``limit_s`` to end, from the first call on. With
-        ``ends``, ``serve`` returns when they have.
+        """Refuse new requests; the others have ``limit_s`` to end, from the first call on. A call
+        with a shorter limit shortens it. With ``ends``, ``serve`` returns when they have.
         """
-        if self._drain_until_s is None:
-            self._drain_until_s = monotonic() + limit_s
+        until_s = monotonic() + limit_s
+        self._drain_until_s = min(self._drain_until_s or until_s, until_s)
         self._ends = self._ends or ends
 
     def serve(self) -> bool:
@@ -357,7 +362,7 @@ class Server:
         trace = self._app.tracing.begin(message.trace)
         ticket = Ticket(self, connection, message.id, trace)
         connection.tickets[message.id] = ticket
-        if self._drain_until_s is not None:
+        if self.drains:
             ticket.error(ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
         else:
             request = message.request

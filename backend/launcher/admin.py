@@ -41,7 +41,7 @@ def main() -> int:
         os.environ["HTTP_PORT"] = options.port
     try:
         settings = read_settings(os.environ)
-        url = f"http://{settings.client_host}:{settings.http_port}"
+        url = f"http://{settings.at(settings.http_port)}"
         reply = ask(url, " ".join(options.command), secret_of(settings.http_port))
     except LaunchError as error:
         print(f"spindle: error: {error}", file=sys.stderr)

@@ -19,9 +19,11 @@ from time import monotonic
 
 from backend import lifeline
 from backend.config import load_config
-from backend.launcher.draining import drain
+from backend.launcher.draining import Stop, drain
 from backend.launcher.dynamo import DynamoWorker
+from backend.launcher.flags import flags
 from backend.launcher.front_end import FrontEnd
+from backend.launcher.processes import end
 from backend.launcher.say import say
 from backend.launcher.settings import Settings, read_settings
 from backend.triton_adapter.admin_secret import ensure_secret
@@ -37,9 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until a signal, tritonserver's end or failed probes; returns the exit status."""
     settings = read_settings(os.environ)
     ensure_secret()
-    stop = threading.Event()
+    stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, stop.signalled)
     worker = None
     if settings.dynamo_namespace:
         worker = DynamoWorker(settings, load_config(settings.config, plans=False), PROJECT_ROOT)
@@ -55,13 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         front_end.refuse()
     if worker is not None:
         worker.leave()
-    drain(settings)
-    server.terminate()
-    try:
-        status = server.wait(STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        status = 1
+    drain(settings, stop.at_once)
+    status = end(server, STOP_LIMIT_S)
     if front_end is not None:
         front_end.stop()
     if worker is not None:
@@ -70,14 +67,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _command(settings: Settings, arguments: Sequence[str]) -> list[str]:
-    http, grpc, metrics, _ = map(str, settings.ports)
     return [
         os.environ.get("TRITONSERVER") or "tritonserver",
         f"--model-repository={PROJECT_ROOT / 'model_repository'}",
         "--disable-auto-complete-config",
-        f"--http-port={http}",
-        f"--grpc-port={grpc}",
-        f"--metrics-port={metrics}",
+        *flags(settings),
         *arguments,
     ]
 

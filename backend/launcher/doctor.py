@@ -23,6 +23,7 @@ from backend.config import (
     why_not,
 )
 from backend.kinds import KINDS, automatic
+from backend.launcher import checks
 from backend.launcher import settings as launch
 from backend.launcher.front_end import MODULE as FRONT_END
 from backend.launcher.processes import command_line, listening_process, listening_sockets
@@ -70,15 +71,17 @@ def findings(machine: Machine = machine) -> list[Finding]:
     """Look at everything."""
     installed = packages(machine, pinned())
     found = [
-        _checked("system", lambda: launch.check_system(machine)),
-        _checked("python", lambda: launch.check_python(machine)),
-        _checked("tritonserver", launch.check_triton),
+        _checked("system", lambda: checks.check_system(machine)),
+        _checked("python", lambda: checks.check_python(machine)),
+        _checked("tritonserver", checks.check_triton),
         installed,
         processor(machine),
         kernels(),
         memory(machine),
+        _checked("open files", lambda: checks.check_open_files(machine)),
         gpu(machine),
         *disks(machine),
+        _checked("run folder", lambda: checks.check_temporary(machine)),
     ]
     try:
         settings = launch.read_settings(os.environ)

@@ -10,6 +10,7 @@ from time import sleep
 from typing import IO
 
 from backend.config import ServingConfig
+from backend.launcher.names import model_names
 from backend.launcher.settings import LaunchError, Settings
 from backend.launcher.side_process import SideProcess
 from backend.sequence import BLOCK_TOKENS
@@ -46,9 +47,9 @@ class DynamoWorker(SideProcess):
 
         model, limits = model_path(config.target), config.limits
         options = {
-            "address": f"{settings.client_host}:{settings.grpc_port}",
+            "address": settings.at(settings.grpc_port),
             "folder": model,
-            "name": model.name,
+            "name": model_names(settings, config)[0],
             "namespace": settings.dynamo_namespace,
             "block-tokens": BLOCK_TOKENS,
             "kv-blocks": limits.kv_cache_tokens // BLOCK_TOKENS,

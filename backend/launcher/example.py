@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import urllib.request
 from typing import Any
 
@@ -23,7 +24,7 @@ LIMIT_S = 60.0
 def command(settings: Settings) -> str:
     """Return the command line that sends the request; curl would send it to a proxy, too."""
     direct = " --noproxy '*'" if urllib.request.getproxies().keys() & {"http", "all"} else ""
-    return f"curl -s{direct} {_url(settings)} -d '{json.dumps(REQUEST)}'"
+    return f"curl -s{direct} {shlex.quote(_url(settings))} -d '{json.dumps(REQUEST)}'"
 
 
 def results(settings: Settings) -> list[str]:
@@ -53,4 +54,4 @@ def summary(reply: dict[str, Any]) -> list[str]:
 
 
 def _url(settings: Settings) -> str:
-    return f"http://{settings.client_host}:{settings.http_port}/v2/models/ensemble/generate"
+    return f"http://{settings.at(settings.http_port)}/v2/models/ensemble/generate"

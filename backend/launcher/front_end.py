@@ -32,7 +32,11 @@ class FrontEnd(SideProcess):
             "the OpenAI front end",
             [python, "-m", MODULE],
             folder=PROJECT_ROOT,
-            environment={"SPINDLE_CONFIG": str(settings.config)},
+            environment={
+                "SPINDLE_CONFIG": str(settings.config),
+                "SERVED_MODEL_NAME": ",".join(settings.model_names),
+                "BIND": settings.bind,
+            },
             stop_limit_s=STOP_LIMIT_S,
             output=output,
         )
@@ -47,7 +51,7 @@ class FrontEnd(SideProcess):
     @property
     def url(self) -> str:
         """The address of the status page; the API is below it."""
-        return f"http://{self._settings.client_host}:{self._settings.openai_port}"
+        return f"http://{self._settings.at(self._settings.openai_port)}"
 
     @property
     def listens(self) -> bool:

@@ -1,14 +1,23 @@
-"""The process tree as /proc has it."""
+"""Processes: children and their ends, and the tree as /proc has it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic, sleep
+
+from backend import lifeline
+from backend.triton_adapter.paths import PROJECT_ROOT
+
+STOP_LIMIT_S = 5.0
+"""Seconds that a command has to clear away what it began; the next start can do that, too."""
 
 
 def is_running(pid: int) -> bool:
@@ -67,6 +76,25 @@ def listening_sockets(port: int) -> Iterator[str]:
                 words = line.split()
                 if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
                     yield f"socket:[{words[9]}]"
+
+
+def run(command: Sequence[str], stop: threading.Event) -> int:
+    """Run a Python command of ours to its end, or until ``stop`` is set; return its status."""
+    process = lifeline.start(sys.executable, command, cwd=PROJECT_ROOT)
+    while process.poll() is None:
+        if stop.wait(0.1):
+            end(process, STOP_LIMIT_S)
+    return process.wait()
+
+
+def end(process: subprocess.Popen[bytes], limit_s: float) -> int:
+    """End a child by SIGTERM, kill it after ``limit_s``; return its status."""
+    process.terminate()
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def kill_all(pids: Iterable[int], limit_s: float = 5.0) -> list[int]:

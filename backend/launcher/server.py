@@ -17,7 +17,9 @@ from time import monotonic
 from typing import IO, Any
 
 from backend import lifeline
-from backend.launcher.draining import drain
+from backend.launcher.checks import python_library_folder
+from backend.launcher.draining import Stop, drain
+from backend.launcher.flags import flags
 from backend.launcher.package import packaged_libraries, packaged_triton
 from backend.launcher.processes import (
     command_line,
@@ -27,8 +29,8 @@ from backend.launcher.processes import (
 )
 from backend.launcher.run_folder import socket_in
 from backend.launcher.say import say
-from backend.launcher.settings import Settings, python_library_folder
-from backend.loopback import open_url
+from backend.launcher.settings import Settings
+from backend.loopback import no_proxy, open_url
 from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 
@@ -45,12 +47,6 @@ SILENCE_LIMIT_S = 30.0
 by the model ``spindle``.
 """
 
-GRPC_PING_PERIOD_S = 30
-GRPC_PING_TIMEOUT_S = 20
-"""A client that is frozen or unreachable answers no ping: its connection is closed, which frees the
-responses that wait for it.
-"""
-
 
 class TritonServer:
     """A tritonserver process and its tree, from ``start`` to ``stop`` or ``kill``."""
@@ -60,9 +56,11 @@ class TritonServer:
         settings: Settings,
         folder: Path,
         arguments: Sequence[str],
+        stop: Stop,
         output: IO[bytes] | None = None,
     ) -> None:
         """Run it with further ``arguments``; its log goes to ``output``, else to the terminal."""
+        self._at_once = stop.at_once
         self._settings = settings
         self._folder = folder
         self._socket = socket_in(folder)
@@ -72,6 +70,7 @@ class TritonServer:
         self._stubs: dict[int, str] = {}
         self._shm_prefix = ""
         self._answered_s = 0.0
+        self._last_probe = ""
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -108,6 +107,10 @@ class TritonServer:
         threading.Thread(target=self._keep_probing, name="probe", daemon=True).start()
         return True
 
+    def waits_for(self) -> str:
+        """Return what keeps a server that starts from being ready, as far as it shows."""
+        return self._last_probe or "tritonserver has not been asked yet"
+
     def trouble(self) -> str | None:
         """Return what is wrong with the service, None when nothing is."""
         assert self._process is not None
@@ -127,7 +130,7 @@ class TritonServer:
         process = self._process
         if process is None:
             return
-        drain(self._settings)
+        drain(self._settings, self._at_once)
         tree = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -153,34 +156,24 @@ class TritonServer:
         self._process, self._stubs = None, {}
 
     def _command(self) -> list[str]:
-        settings, triton = self._settings, packaged_triton()
+        triton = packaged_triton()
         options = {
             "model-repository": self._folder / "model_repository",
             "backend-directory": self._folder / "backends",
             "cache-directory": triton / "caches",
             "exit-timeout-secs": EXIT_TIMEOUT_S,
-            "http-address": settings.bind,
-            "grpc-address": settings.bind,
-            "metrics-address": settings.bind,
-            "http-port": settings.http_port,
-            "grpc-port": settings.grpc_port,
-            "metrics-port": settings.metrics_port,
-            "grpc-keepalive-time": 1000 * GRPC_PING_PERIOD_S,
-            "grpc-keepalive-timeout": 1000 * GRPC_PING_TIMEOUT_S,
-            "grpc-http2-max-pings-without-data": 0,
         }
         backend = (
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             "--backend-config=python,stub-timeout-seconds=120",
         )
-        flags = (f"--{name}={value}" for name, value in options.items())
         server = [
             str(triton / "bin" / "tritonserver"),
-            *flags,
+            *(f"--{name}={value}" for name, value in options.items()),
             *backend,
             "--disable-auto-complete-config",
         ]
-        return [*server, *trace_flags(self._settings), *self._arguments]
+        return [*server, *flags(self._settings), *self._arguments]
 
     def _environment(self) -> dict[str, str]:
         """Return the server's environment: the stub finds its virtual environment through
@@ -201,6 +194,7 @@ class TritonServer:
             "SPINDLE_CONFIG": str(self._settings.config),
             "SPINDLE_SOCKET": str(self._socket),
             "KV_EVENTS": self._settings.kv_events,
+            "no_proxy": no_proxy(old),  # a collector of traces may be on this machine
             "SPINDLE_PYTHON": old.get("SPINDLE_PYTHON") or sys.executable,
             **(
                 {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self._settings.trace_url}
@@ -222,17 +216,25 @@ class TritonServer:
 
     def _post(self, path: str, body: dict[str, Any]) -> bool | None:
         """Return whether the server answers a POST well; None when it does not answer."""
-        url = f"http://{self._settings.client_host}:{self._settings.http_port}{path}"
+        at = self._settings.at(self._settings.http_port)
         request = urllib.request.Request(
-            url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"http://{at}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
         try:
             with open_url(request, PROBE_TIMEOUT_S) as response:
                 response.read()
                 return True
-        except urllib.error.HTTPError:
+        except urllib.error.HTTPError as error:
+            self._last_probe = f"tritonserver answers {error.code}: {error.read(200).decode()}"
             return False
-        except OSError:
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ConnectionRefusedError):
+                self._last_probe = f"tritonserver loads the models, {at} is not open yet"
+            else:
+                self._last_probe = f"tritonserver runs, but does not answer on {at}: {reason}"
             return None
 
 
@@ -251,10 +253,3 @@ def _model_of_stub(pid: int) -> str | None:
         ),
         "unknown",
     )
-
-
-def trace_flags(settings: Settings) -> list[str]:
-    """Return tritonserver's options for traces: none where they go nowhere."""
-    url, rate = settings.trace_url, settings.trace_rate
-    traces = "mode=opentelemetry", "level=TIMESTAMPS", f"rate={rate}", f"opentelemetry,url={url}"
-    return [f"--trace-config={setting}" for setting in traces] if url else []

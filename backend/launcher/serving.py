@@ -11,14 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from backend import lifeline
 from backend.config import ServingConfig
 from backend.launcher import example
+from backend.launcher.checks import check_machine, check_ports, raise_open_files
+from backend.launcher.draining import Stop
 from backend.launcher.dynamo import DynamoWorker, import_folder
 from backend.launcher.front_end import FrontEnd
 from backend.launcher.gguf import folder_of
 from backend.launcher.log_file import log_path, open_log, reasons
+from backend.launcher.names import model_names
 from backend.launcher.overrides import DEFAULT_DRAFT, Overrides, write_overridden
+from backend.launcher.processes import run
 from backend.launcher.run_folder import (
     run_folder,
     socket_in,
@@ -27,19 +30,11 @@ from backend.launcher.run_folder import (
 )
 from backend.launcher.say import give_up_unwritten, say
 from backend.launcher.server import TritonServer
-from backend.launcher.settings import (
-    LaunchError,
-    Settings,
-    check_machine,
-    check_ports,
-    policy_path,
-    read_settings,
-)
+from backend.launcher.settings import LaunchError, Settings, policy_path, read_settings
 from backend.launcher.supervisor import supervise
 from backend.settings import ConfigError
 from backend.storage import cache
 from backend.triton_adapter.admin_secret import ensure_secret
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 FRONT_END_LIMIT_S = 30.0
 
@@ -50,10 +45,10 @@ class StoppedError(Exception):
 
 def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
     """Serve until a signal ends it; ``arguments`` are tritonserver's. Returns the exit status."""
-    stop = threading.Event()
+    stop = Stop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, stop.signalled)
     ensure_secret()
     os.environ["SPINDLE_CACHE"] = str(cache.root().absolute())  # others have another current folder
     status = 0
@@ -70,14 +65,17 @@ def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
     return status
 
 
-def _run(stop: threading.Event, overrides: Overrides, arguments: list[str], verbose: bool) -> None:
+def _run(stop: Stop, overrides: Overrides, arguments: list[str], verbose: bool) -> None:
     """Serve until ``stop`` is set. Raises StoppedError, LaunchError or ConfigError."""
     settings = read_settings(os.environ)
     os.environ["SPINDLE_POLICY_PATH"] = policy_path(settings)
     check_machine()
     check_ports(settings)
-    if overrides.model:
-        overrides = replace(overrides, model=folder_of(overrides.model, stop))
+    raise_open_files()
+    if overrides.model and (model := folder_of(overrides.model, stop)) != overrides.model:
+        names = settings.model_names or (Path(overrides.model).stem,)  # the folder's has a hash
+        settings = replace(settings, model_names=names)
+        overrides = replace(overrides, model=model)
     if stop.is_set():
         raise StoppedError
     with run_folder() as folder:
@@ -131,15 +129,11 @@ def _prepare(
     command = [sys.executable, "-m", "engines_build.prepare", "--config", str(settings.config)]
     if verbose:
         command.append("--verbose")
-    process = lifeline.start(sys.executable, command, cwd=PROJECT_ROOT)
-    while process.poll() is None:
-        if stop.wait(0.1):
-            process.terminate()
-            process.wait()
-    if stop.is_set() or process.returncode == 1:  # it has said why
+    status = run(command, stop)
+    if stop.is_set() or status == 1:  # it has said why
         raise StoppedError
-    if process.returncode != 0:
-        text = f"preparing the models ended with status {process.returncode}"
+    if status != 0:
+        text = f"preparing the models ended with status {status}"
         raise LaunchError(f"{text}: the lines above say why")
 
 
@@ -148,11 +142,11 @@ def _supervise(
     config: ServingConfig,
     folder: Path,
     arguments: list[str],
-    stop: threading.Event,
+    stop: Stop,
     output: IO[bytes] | None,
 ) -> None:
     say("starting" if output is None else f"starting; the log is {output.name}")
-    server = TritonServer(settings, folder, arguments, output)
+    server = TritonServer(settings, folder, arguments, stop, output)
     front_end = FrontEnd(settings, output)
     worker = None
     if settings.dynamo_namespace:
@@ -194,9 +188,9 @@ def announce(
     first: bool,
 ) -> None:
     """Say that the service answers and how to ask it; at its ``first`` start show an answer."""
-    target = config.target.engine
+    target = ", ".join(model_names(settings, config))
     if config.target.model:
-        target = f"{Path(config.target.model).name} in {config.target.dtype}"
+        target += f" in {config.target.dtype}"
     drafts = ", ".join(draft.name for draft in config.drafts) or "none"
     shown = example.results(settings) if first and config.target.kind.model else []
     say(f"ready after {start_s:.1f} s: {target}, drafts {drafts}")

@@ -4,25 +4,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import platform
 import re
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from backend.config import DEFAULT_CONFIG
-from backend.launcher.package import packaged_stub
-from backend.machine import Machine, machine
 
-MINIMUM_GLIBC = (2, 35)
-PYTHONS = ((3, 11), (3, 12))
 DEFAULT_TRACE_RATE = 1000
+DAY_S = 86_400
+DEFAULT_KEEP_ALIVE_S = 75
+"""Seconds; more than the 60 after which most proxies and clients close an idle connection."""
 RUN_PREFIX = "spindle-run-"
 """The names of the folders that running services live in begin with it."""
 PORTS = (
@@ -42,21 +38,27 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Addresses to listen on, the model to serve, and the receiver of traces ('' = nowhere).
-    ``openai_port`` 0: no OpenAI front end.
-    """
+    """Addresses to listen on, the model to serve, and how its front end answers."""
 
     bind: str
+    """Numeric address to listen on."""
     http_port: int
     grpc_port: int
     metrics_port: int
+    openai_port: int
+    """0: no OpenAI front end."""
     config: Path
     trace_url: str = ""
+    """Receiver of traces; empty: none."""
     trace_rate: int = DEFAULT_TRACE_RATE
-    openai_port: int = 0
+    """One in this many requests is traced; 0: only those that send a ``traceparent``."""
+    model_names: tuple[str, ...] = ()
+    """Public names of the model, the first in answers; empty: the name of its folder."""
     spec_decode_metrics: str = SPEC_DECODE_METRICS[0]
     escape_special_tokens: bool = False
     split_reasoning: bool = True
+    keep_alive_s: int = DEFAULT_KEEP_ALIVE_S
+    """Seconds after which the front end closes an idle connection."""
     kv_events: str = ""
     """The ZeroMQ endpoint at which the engine publishes KV events; empty: none."""
     dynamo_namespace: str = ""
@@ -65,7 +67,12 @@ class Settings:
     @property
     def client_host(self) -> str:
         """The address by which this machine reaches the service."""
-        return "127.0.0.1" if self.bind in ("", "0.0.0.0", "::") else self.bind
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind, self.bind)
+
+    def at(self, port: int) -> str:
+        """Return where this machine reaches a port of the service, as in a URL."""
+        host = self.client_host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -75,8 +82,8 @@ class Settings:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG``,
-    ``OPENAI_SPEC_DECODE_METRICS``, ``OPENAI_ESCAPE_SPECIAL_TOKENS``, ``OPENAI_SPLIT_REASONING``,
-    ``KV_EVENTS``, ``DYNAMO_NAMESPACE`` and ``TRACE_*``. Raises LaunchError.
+    ``SERVED_MODEL_NAME``, ``OPENAI_*``, ``KV_EVENTS``, ``DYNAMO_NAMESPACE`` and ``TRACE_*``.
+    Raises LaunchError.
     """
     ports = [
         _port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS
@@ -87,15 +94,13 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
             f"HTTP_PORT, GRPC_PORT, METRICS_PORT and OPENAI_PORT must differ, got {http}, "
             f"{grpc}, {metrics} and {openai}"
         )
-    config = Path(environment.get("SPINDLE_CONFIG") or DEFAULT_CONFIG).absolute()
-    trace = _trace(environment.get("TRACE_URL") or "", environment.get("TRACE_RATE") or "")
+    trace_url, trace_rate = _trace(
+        environment.get("TRACE_URL") or "", environment.get("TRACE_RATE") or ""
+    )
     level = environment.get("OPENAI_SPEC_DECODE_METRICS") or SPEC_DECODE_METRICS[0]
     if level not in SPEC_DECODE_METRICS:
         choices = ", ".join(SPEC_DECODE_METRICS)
         raise LaunchError(f"OPENAI_SPEC_DECODE_METRICS must be one of {choices}, got {level!r}")
-    escape = _switch(environment, "OPENAI_ESCAPE_SPECIAL_TOKENS", "0")
-    split = _switch(environment, "OPENAI_SPLIT_REASONING", "1")
-    bind = environment.get("BIND") or "127.0.0.1"
     namespace = environment.get("DYNAMO_NAMESPACE") or ""
     if namespace and not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", namespace):
         raise LaunchError(
@@ -107,8 +112,62 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
             f"KV_EVENTS (--kv-events) must be an endpoint like tcp://*:5557, got {events!r}"
         )
     return Settings(
-        bind, http, grpc, metrics, config, *trace, openai, level, escape, split, events, namespace
+        bind=_address(environment.get("BIND") or "127.0.0.1"),
+        http_port=http,
+        grpc_port=grpc,
+        metrics_port=metrics,
+        openai_port=openai,
+        config=Path(environment.get("SPINDLE_CONFIG") or DEFAULT_CONFIG).absolute(),
+        trace_url=trace_url,
+        trace_rate=trace_rate,
+        model_names=_names(environment.get("SERVED_MODEL_NAME") or ""),
+        spec_decode_metrics=level,
+        escape_special_tokens=_switch(environment, "OPENAI_ESCAPE_SPECIAL_TOKENS", "0"),
+        split_reasoning=_switch(environment, "OPENAI_SPLIT_REASONING", "1"),
+        keep_alive_s=_keep_alive(environment.get("OPENAI_KEEP_ALIVE_S") or ""),
+        kv_events=events,
+        dynamo_namespace=namespace,
     )
+
+
+def _address(bind: str) -> str:
+    """Return a numeric address of this machine for a number or a name, IPv4 before IPv6."""
+    text = f"BIND (--bind) must be an address or a name of this machine, got {bind!r}"
+    host = bind[1:-1] if re.fullmatch(r"\[.*:.*\]", bind) else bind
+    try:
+        found = [info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(f"{text}: {getattr(error, 'strerror', None) or error}") from None
+    addresses = sorted((ip_address(each) for each in found), key=lambda each: each.version)
+    trouble = ""
+    for address in addresses:
+        plain = getattr(address, "ipv4_mapped", None) or address
+        if plain.version == 6 and plain.is_link_local:
+            trouble = trouble or "tritonserver takes no link-local address"
+        elif plain.is_multicast or str(plain) == "255.255.255.255":
+            trouble = trouble or "it is the address of a group"
+        elif why := port_trouble(str(plain), 0):
+            trouble = trouble or why
+        else:
+            return str(plain)
+    raise LaunchError(f"{text}: {trouble}")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Return public names, which commas separate."""
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    if not all(name and name.isprintable() for name in names):
+        raise LaunchError(
+            f"SERVED_MODEL_NAME (--served-model-name) must be names, with commas between them, "
+            f"got {text!r}"
+        )
+    return tuple(dict.fromkeys(names))
+
+
+def _keep_alive(value: str) -> int:
+    if value and not (value.isascii() and value.isdigit() and 1 <= int(value) <= DAY_S):
+        raise LaunchError(f"OPENAI_KEEP_ALIVE_S must be 1 to {DAY_S} seconds, got {value!r}")
+    return int(value) if value else DEFAULT_KEEP_ALIVE_S
 
 
 def _switch(environment: Mapping[str, str], name: str, default: str) -> bool:
@@ -139,6 +198,12 @@ def _trace(url: str, rate: str) -> tuple[str, int]:
 def _port(name: str, option: str, value: str) -> int:
     if name == "OPENAI_PORT" and value == "0":
         return 0
+    if re.match(r"(tcp|udp|sctp)://", value):
+        service = name.removesuffix("_PORT").lower()
+        raise LaunchError(
+            f"{name} ({option}) is {value!r}, which Kubernetes sets for a Service named "
+            f"{service}: set enableServiceLinks: false for the pod, or {name} to a port"
+        )
     if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 65535):
         raise LaunchError(f"{name} ({option}) must be a port from 1 to 65535, got {value!r}")
     return int(value)
@@ -147,14 +212,6 @@ def _port(name: str, option: str, value: str) -> int:
 def policy_path(settings: Settings) -> str:
     """Return where a user's policy may lie: next to ``serving.json``, and in the current folder."""
     return os.pathsep.join([str(settings.config.absolute().parent), os.getcwd()])
-
-
-def check_ports(settings: Settings) -> None:
-    """Raise LaunchError when a port is in use or the address is not this machine's."""
-    for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
-        if why := port_trouble(settings.bind, port):
-            text = f"{name} {port} cannot be used on BIND {settings.bind}: {why}"
-            raise LaunchError(f"{text}. Choose another with {option}")
 
 
 def port_trouble(bind: str, port: int) -> str:
@@ -167,62 +224,3 @@ def port_trouble(bind: str, port: int) -> str:
         except OSError as error:
             return error.strerror or str(error)
     return ""
-
-
-def check_machine(machine: Machine = machine) -> None:
-    """Raise LaunchError unless the packaged tritonserver runs here."""
-    check_system(machine)
-    check_python(machine)
-    check_triton()
-
-
-def check_system(machine: Machine) -> str:
-    """Return the system and its glibc. Raises LaunchError where tritonserver does not run."""
-    if machine.system() != ("Linux", "x86_64"):
-        system = " on ".join(machine.system())
-        raise LaunchError(f"the packaged tritonserver needs Linux on x86-64, this is {system}")
-    version = machine.glibc()
-    parts = version.split(".")
-    if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) < MINIMUM_GLIBC:
-        raise LaunchError(
-            f"the packaged tritonserver needs glibc 2.35 or newer (Ubuntu 22.04, Debian 12), "
-            f"this machine has {version}"
-        )
-    return f"Linux on x86-64, glibc {version}"
-
-
-def check_python(machine: Machine) -> str:
-    """Return the version of Python and where its shared library is. Raises LaunchError."""
-    if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
-        raise LaunchError(
-            f"Python 3.11 or 3.12 is needed, this is {platform.python_version()}: "
-            "make an environment with one of these (make PYTHON=python3.11 serve)"
-        )
-    return f"{platform.python_version()}, its shared library in {python_library_folder(machine)}"
-
-
-def check_triton() -> str:
-    """Return the tritonserver's package. Raises LaunchError where it, or its stub, is missing."""
-    if importlib.util.find_spec("pytriton") is None:
-        text = "the package nvidia-pytriton, which holds tritonserver, is not installed"
-        raise LaunchError(f"{text}: pip install nvidia-pytriton==0.7.0")
-    if not packaged_stub().is_file():
-        text = "nvidia-pytriton has no stub for this Python"
-        raise LaunchError(f"{text}: {packaged_stub()} is missing")
-    return f"nvidia-pytriton {metadata.version('nvidia-pytriton')}, with its stub for this Python"
-
-
-def python_library_folder(machine: Machine = machine) -> Path:
-    """Return the folder of this Python's shared library, which Triton's stub loads. Raises
-    LaunchError when there is none.
-    """
-    name = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
-    folder = machine.library_folder(name)
-    if folder is None:
-        raise LaunchError(
-            f"{name} is missing: Triton needs a Python with a shared library (on Debian and "
-            f"Ubuntu the package "
-            f"libpython{sys.version_info[0]}.{sys.version_info[1]}; with pyenv, "
-            f"PYTHON_CONFIGURE_OPTS=--enable-shared)"
-        )
-    return folder

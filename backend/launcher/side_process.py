@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from backend import lifeline
+from backend.launcher.processes import end
 from backend.launcher.say import say
 
 BACKOFF_S = 1.0
@@ -59,11 +60,7 @@ class SideProcess:
         """End it by SIGTERM; kill it after its time."""
         self._ended.set()
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(self._stop_limit_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+            end(self._process, self._stop_limit_s)
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -13,6 +13,8 @@ from backend.launcher.settings import LaunchError
 
 WATCH_PERIOD_S = 0.5
 START_LIMIT_S = 600.0
+REPORT_PERIOD_S = 15.0
+"""Seconds between two lines about a start that goes on."""
 STABLE_S = 60.0
 """A service that ran this long has not failed quickly."""
 QUICK_FAILURES = 5
@@ -31,7 +33,7 @@ def supervise(
     """
     failures, was_ready = 0, False
     while not stop.is_set():
-        ready_s, trouble = _run_once(server, stop, on_ready)
+        ready_s, trouble = _run_once(server, stop, on_ready, say)
         if trouble is None:
             break
         server.kill()
@@ -46,24 +48,35 @@ def supervise(
         backoff_s = FIRST_BACKOFF_S * 2 ** (failures - 1)
         say(f"{trouble}: starting again in {backoff_s:g} s")
         stop.wait(backoff_s)
-    say("stopping: requests in flight may end")
+    say("stopping: running requests may finish; a second signal ends them at once")
     server.stop()
 
 
 def _run_once(
-    server: TritonServer, stop: threading.Event, on_ready: Callable[[float], None]
+    server: TritonServer,
+    stop: threading.Event,
+    on_ready: Callable[[float], None],
+    say: Callable[[str], None],
 ) -> tuple[float | None, str | None]:
     """Start the service and watch it; return when it became ready (seconds) and its trouble, None
     when asked to stop.
     """
     server.start()
     started_s, ready_s = monotonic(), None
+    report_s = started_s + REPORT_PERIOD_S
     while not stop.wait(WATCH_PERIOD_S if ready_s is not None else 0.1):
         if (trouble := server.trouble()) is not None:
             return ready_s, trouble
         if ready_s is None and server.is_ready():
             ready_s = monotonic()
             on_ready(ready_s - started_s)
-        if ready_s is None and monotonic() - started_s > START_LIMIT_S:
-            return None, f"the service was not ready after {START_LIMIT_S:.0f} s"
+        if ready_s is not None:
+            continue
+        passed_s = monotonic() - started_s
+        if passed_s > START_LIMIT_S:
+            limit = f"the service was not ready after {START_LIMIT_S:.0f} s"
+            return None, f"{limit} ({server.waits_for()})"
+        if monotonic() >= report_s:
+            report_s += REPORT_PERIOD_S
+            say(f"still starting after {passed_s:.0f} s: {server.waits_for()}")
     return ready_s, None

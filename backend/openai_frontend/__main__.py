@@ -7,24 +7,29 @@ key that callers must have, or several separated by commas, one for each tenant;
 ``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template;
 ``OPENAI_SPEC_DECODE_METRICS``: ``none``, ``summary`` or ``detailed``;
 ``OPENAI_ESCAPE_SPECIAL_TOKENS``: 1 makes special tokens in messages plain text;
-``OPENAI_SPLIT_REASONING``: 0 leaves reasoning in the content. SIGUSR1: new requests are refused
-until SIGTERM, which ends it once those in flight have ended.
+``OPENAI_SPLIT_REASONING``: 0 leaves reasoning in the content; ``OPENAI_KEEP_ALIVE_S``: seconds
+until an idle connection is closed; ``SERVED_MODEL_NAME``: the model's names. SIGUSR1: new requests
+are refused until SIGTERM, which ends it once those in flight have ended.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from backend import __version__
 from backend.config import EMBEDDED_MODEL, load_config
+from backend.launcher.names import model_names
 from backend.launcher.say import say
-from backend.launcher.settings import read_settings
+from backend.launcher.settings import Settings, read_settings
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.draining import DrainingServer
 from backend.openai_frontend.keys import Keys
@@ -56,15 +61,15 @@ def main() -> None:
     if template is not None and template.reasoning is not None and settings.split_reasoning:
         say(f"reasoning ends in {template.reasoning.closing} and is apart from the content")
     front_end = FrontEnd(
-        address=f"{settings.client_host}:{settings.grpc_port}",
-        model=Path(model).name or "fake",
+        address=settings.at(settings.grpc_port),
+        models=model_names(settings, config),
         template=template,
         max_context_tokens=context,
         max_body_bytes=max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * context),
         most_texts=config.limits.max_active_requests,
         keys=Keys(_listed(environment, "OPENAI_API_KEY")),
         admin_secret=environment.get(admin_secret.VARIABLE) or "",
-        metrics_url=f"http://{settings.client_host}:{settings.metrics_port}/metrics",
+        metrics_url=f"http://{settings.at(settings.metrics_port)}/metrics",
         version=__version__,
         special_tokens=(
             ByteTokenizer().special_tokens if folder is None else special_tokens(folder)
@@ -75,17 +80,31 @@ def main() -> None:
         origins=_listed(environment, "OPENAI_CORS_ORIGINS"),
     )
     draining = threading.Event()
-    server = uvicorn.Config(
-        create_app(front_end, draining),
-        host=settings.bind,
-        port=settings.openai_port,
+    server = server_config(create_app(front_end, draining), settings)
+    signal.signal(signal.SIGUSR1, lambda *_: draining.set())
+    listener = listen(settings.bind, settings.openai_port)
+    DrainingServer(server, draining, config.limits.drain_s).run([listener])
+
+
+def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """Return how connections are served."""
+    return uvicorn.Config(
+        app,
         log_level="warning",
         access_log=False,
         server_header=False,
+        timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=1,
     )
-    signal.signal(signal.SIGUSR1, lambda *_: draining.set())
-    DrainingServer(server, draining, config.limits.drain_s).run()
+
+
+def listen(bind: str, port: int) -> socket.socket:
+    """Return a socket that listens; on ``::`` it takes IPv4 connections, too."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    try:
+        return socket.create_server((bind, port), family=family, dualstack_ipv6=bind == "::")
+    except OSError as error:
+        sys.exit(f"spindle: error: OPENAI_PORT {port} on BIND {bind}: {error.strerror}")
 
 
 def _listed(environment: Mapping[str, str], name: str) -> tuple[str, ...]:

@@ -112,17 +112,17 @@ def _add_tokens(app: FastAPI, bodies: BodyReader) -> None:
 def _add_openai(app: FastAPI, settings: FrontEnd, bodies: BodyReader) -> None:
     created = int(time.time())
 
-    def model() -> dict[str, Any]:
-        return {"id": settings.model, "object": "model", "created": created, "owned_by": "spindle"}
+    def model(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": created, "owned_by": "spindle"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model()]}
+        return {"object": "list", "data": [model(name) for name in settings.models]}
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
         settings.check_model(name)
-        return model()
+        return model(name)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

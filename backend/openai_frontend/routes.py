@@ -34,7 +34,7 @@ DEFAULT_MAX_TOKENS = 16
 def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:
     """Return the answer to a body of ``/v1/completions``. Raises ApiError, as all of these do."""
     body = parse(data, headers, CompletionRequest)
-    settings.check_model(body.model)
+    body.model = settings.check_model(body.model)
     _check_stop(body)
     for ids in (prompt for prompt in body.prompt if isinstance(prompt, list)):
         if len(ids) >= (context := settings.max_context_tokens):
@@ -53,7 +53,7 @@ def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -
 def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:
     """Return the answer to a body of ``/v1/chat/completions``."""
     body = parse(data, headers, ChatRequest)
-    settings.check_model(body.model)
+    body.model = settings.check_model(body.model)
     _check_stop(body)
     called = body.tool_choice is None or body.tool_choice.type != "none"
     tools, effort = body.tools if called else None, body.reasoning_effort

@@ -24,14 +24,14 @@ BODY_BYTES_PER_TOKEN = 32
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """Settings: where Triton's gRPC is, the model's public name, its chat template, and who may
+    """Settings: where Triton's gRPC is, the model's public names, its chat template, and who may
     call ('': anyone; (): no site). ``most_texts`` of one body are generated at once.
     ``special_tokens`` are the model's ids by name; ``escape_special_tokens`` makes them plain text
     where messages spell them.
     """
 
     address: str
-    model: str
+    models: tuple[str, ...]
     template: ChatTemplate | None = None
     keys: Keys = field(default_factory=Keys)
     origins: tuple[str, ...] = ()
@@ -48,11 +48,13 @@ class FrontEnd:
     split_reasoning: bool = True
     """Whether reasoning is apart from an answer's content."""
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError for another model's name."""
-        if name not in (None, self.model):
-            message = f"The model {name!r} does not exist; there is {self.model!r}"
+    def check_model(self, name: str | None) -> str:
+        """Return the name of the model that answers have. Raises ApiError for another model's."""
+        if name is not None and name not in self.models:
+            there = " and ".join(map(repr, self.models))
+            message = f"The model {name!r} does not exist; there is {there}"
             raise ApiError(404, message, "model", "model_not_found")
+        return self.models[0]
 
     def prompt(
         self,

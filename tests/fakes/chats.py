@@ -63,7 +63,7 @@ def chat(
     """
     reason = body.pop("reason", "end_id")
     triton = WritingTriton(text, letters, reason)
-    front_end = FrontEnd("", "m", ChatTemplate(template), **(settings or {}))
+    front_end = FrontEnd("", ("m",), ChatTemplate(template), **(settings or {}))
     data = json.dumps({"model": "m", "messages": HI, **body}).encode()
 
     async def ask() -> Any:

@@ -45,6 +45,9 @@ class FakeMachine(Machine):
     """Temporary files and shared memory."""
     disk_bytes: int | None = None
     writable: bool | None = None
+    runs_no_programs: bool = False
+    """Whether folders are mounted noexec."""
+    most_open_files: int | None = None
 
     def cpu_info(self) -> str:
         if self.flags is None:
@@ -93,6 +96,13 @@ class FakeMachine(Machine):
 
     def free_disk_bytes(self, folder: Path) -> int:
         return super().free_disk_bytes(folder) if self.disk_bytes is None else self.disk_bytes
+
+    def is_noexec(self, folder: Path) -> bool:
+        return self.runs_no_programs or super().is_noexec(folder)
+
+    def open_files(self) -> tuple[int, int]:
+        most = self.most_open_files
+        return super().open_files() if most is None else (most, most)
 
     def can_write(self, folder: Path) -> bool:
         return super().can_write(folder) if self.writable is None else self.writable

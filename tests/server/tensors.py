@@ -77,10 +77,13 @@ class Client:
 
 
 @contextmanager
-def connected(service: Service) -> Iterator[Client]:
+def connected(
+    service: Service, keepalive: grpcclient.KeepAliveOptions | None = None
+) -> Iterator[Client]:
     """Open a stream to a service."""
     replies: Replies = queue.SimpleQueue()
-    with grpcclient.InferenceServerClient(f"127.0.0.1:{service.grpc}") as made:
+    address = f"127.0.0.1:{service.grpc}"
+    with grpcclient.InferenceServerClient(address, keepalive_options=keepalive) as made:
         made.start_stream(lambda result, error: replies.put((result, error)))
         try:
             yield Client(made, replies)

@@ -132,3 +132,18 @@ def test_a_lost_target_costs_every_request_one_error_and_the_process_starts_agai
         assert ask(faulty, door, "again ", 10) == (reference_text("again ", 10), "")
     assert faulty.health()["pid"] != before
     assert "the target engine is lost" in faulty.log.read_text(errors="replace")
+
+
+def test_a_second_signal_ends_what_runs_by_an_error_at_every_door(faulty):
+    with ThreadPoolExecutor(len(DOORS)) as pool:
+        replies = [
+            pool.submit(ask, faulty, door, f"{number} ", 1900) for number, door in enumerate(DOORS)
+        ]
+        faulty.wait_until(lambda: faulty.health()["active"] == len(DOORS), 20)
+        faulty.process.send_signal(signal.SIGTERM)
+        faulty.wait_until(lambda: faulty.health()["status"] == "draining", 10)
+        assert faulty.health()["active"] == len(DOORS)
+        faulty.process.send_signal(signal.SIGTERM)
+        ended = [reply.result(timeout=30) for reply in replies]
+    assert all("the server is shutting down" in error for _, error in ended), ended
+    assert faulty.process.wait(20) == 0

@@ -1,14 +1,17 @@
 import asyncio
 import json
 import re
+import socket
+import struct
 from collections import Counter
 
 import grpc
 import pytest
-from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc import KeepAliveOptions, service_pb2_grpc
 
 from backend.config import load_config
 from tests.server.harness import CONFIG, infer_request, text_of
+from tests.server.tensors import END, connected
 
 NAMES = ("ensemble", "tensorrt_llm_bls")
 
@@ -54,6 +57,39 @@ def test_the_reply_says_which_drafts_proposed_how_much(service):
 def listed(value):
     """A tensor's values; ``/generate`` writes a list of one as a number."""
     return value if isinstance(value, list) else [value]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_client_that_pings_gets_the_text_of_a_silent_request(service, reference_text, idle):
+    options = KeepAliveOptions(
+        keepalive_time_ms=1000,
+        keepalive_permit_without_calls=idle,
+        http2_max_pings_without_data=0,
+    )
+    inputs = {"text_input": [["ping "]], "max_tokens": [[1400]], "num_draft_tokens": [[0]]}
+    with connected(service, options) as client:
+        (reply,) = client.ask("ensemble", **inputs, **END, exclude_input_in_output=[[True]])
+    assert reply["text_output"].item().decode() == reference_text("ping ", 1400)
+
+
+def test_many_pings_are_answered_and_no_reason_to_hang_up(service):
+    def frame(kind, flags=0, payload=b""):
+        return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + payload
+
+    ping, settings, go_away, ack = 6, 4, 7, 1
+    with (
+        socket.create_connection(("127.0.0.1", service.grpc), timeout=30) as connection,
+        connection.makefile("rb") as reader,
+    ):
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(settings))
+        for number in range(10):
+            connection.sendall(frame(ping, payload=bytes(8)))
+            kind = flags = 0
+            while (kind, flags & ack) != (ping, ack):
+                assert kind != go_away, f"the server hangs up at ping {number}"
+                length, kind, flags = struct.unpack(">3sBB4x", reader.read(9))
+                reader.read(int.from_bytes(length, "big"))
 
 
 def test_no_draft_tokens_means_no_speculation(service):

@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -174,6 +175,26 @@ def test_too_little_room_is_a_warning_and_a_folder_that_cannot_be_written_is_mis
     assert short.state == "warning"
     assert short.text.endswith("0.4 GB free, 0.5 GB may be needed: choose another")
     assert doctor.disk(locked, "cache", tmp_path, 0.0, "choose another").state == "missing"
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "words"),
+    [
+        (FakeMachine(folder=Path("/tmp/a b")), "run folder", "TMPDIR '/tmp/a b' cannot hold"),
+        (FakeMachine(folder=Path("/tmp/é")), "run folder", "TMPDIR '/tmp/é' cannot hold"),
+        (FakeMachine(runs_no_programs=True), "run folder", "is mounted noexec"),
+        (FakeMachine(most_open_files=64), "open files", "the limit of open files .* is 64"),
+    ],
+)
+def test_what_hinders_a_start_is_missing(a_good_machine, machine, name, words):
+    (found,) = [each for each in doctor.findings(machine) if each.name == name]
+    assert found.state == "missing"
+    assert re.search(words, found.text)
+
+
+def test_an_address_that_is_none_of_this_machine_is_missing(a_good_machine, monkeypatch):
+    monkeypatch.setenv("BIND", "no-such-host.invalid")
+    assert states()["ports"] == "missing"
 
 
 def test_a_configuration_that_cannot_be_served_is_missing(a_good_machine, monkeypatch, tmp_path):

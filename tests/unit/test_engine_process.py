@@ -249,6 +249,29 @@ def test_a_drain_refuses_what_is_new_and_ends_what_outlasts_it(start):
     assert process.wait(10) == 0
 
 
+def test_a_second_drain_ends_what_runs_at_once(start):
+    process, path = start({"target": {"engine": "fake", "step_s": 0.05}})
+    client, watcher = Client(path), Client(path)
+
+    def health():
+        watcher.send(Admin(id=9, command="health"))
+        return watcher.until(AdminReply).reply
+
+    client.submit(1, "abc", 1900, end_id=-1)
+    while not health()["active"]:
+        pass
+    process.send_signal(signal.SIGUSR1)
+    while health()["status"] != "draining":
+        pass
+    assert health()["active"] == 1
+    process.send_signal(signal.SIGUSR1)
+    ending = client.until(Final, Failed)
+    assert (ending.id, ending.code) == (1, ErrorCode.UNAVAILABLE)
+    assert health()["unanswered"] == 0
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+
+
 def test_another_protocol_version_is_turned_away(start):
     _, path = start()
     client = Client(path, version=99)

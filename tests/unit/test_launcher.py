@@ -1,4 +1,7 @@
 import os
+import re
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -9,29 +12,36 @@ from pathlib import Path
 import pytest
 
 from backend.config import parse_config
-from backend.launcher import example, serving, supervisor
+from backend.launcher import draining, example, serving, supervisor
 from backend.launcher import run_folder as run_folder_module
+from backend.launcher.checks import (
+    check_machine,
+    check_ports,
+    check_temporary,
+    python_library_folder,
+    raise_open_files,
+)
+from backend.launcher.draining import Stop
+from backend.launcher.flags import trace_flags
 from backend.launcher.gguf import folder_of
 from backend.launcher.log_file import open_log, reasons
 from backend.launcher.overrides import Overrides
 from backend.launcher.processes import (
     command_line,
     descendants,
+    end,
     is_running,
     kill_all,
 )
+from backend.launcher.processes import run as run_command
 from backend.launcher.run_folder import (
     run_folder,
     write_backend,
     write_model_repository,
 )
-from backend.launcher.server import trace_flags
 from backend.launcher.settings import (
     DEFAULT_CONFIG,
     LaunchError,
-    check_machine,
-    check_ports,
-    python_library_folder,
     read_settings,
 )
 from backend.triton_adapter.fields import MODELS
@@ -101,7 +111,7 @@ def test_trace_settings_that_cannot_work_are_refused(variables, words):
 
 def test_an_open_service_is_reached_by_loopback():
     assert read_settings({"BIND": "0.0.0.0"}).client_host == "127.0.0.1"
-    assert read_settings({"BIND": "10.1.2.3"}).client_host == "10.1.2.3"
+    assert read_settings({"BIND": "127.0.0.2"}).client_host == "127.0.0.2"
 
 
 @pytest.mark.parametrize("value", ["0", "65536", "-1", "http", "80.5"])
@@ -131,11 +141,36 @@ def test_a_port_in_use_is_refused_by_name():
         (FakeMachine(glibc_version="2.31"), "glibc 2.35 or newer .* has 2.31"),
         (FakeMachine(glibc_version="unknown"), "has unknown"),
         (FakeMachine(has_python_library=False), r"libpython3\.\d+\.so\.1\.0 is missing"),
+        (FakeMachine(folder=Path("/tmp/a b")), "TMPDIR '/tmp/a b' cannot hold .*stubs"),
+        (FakeMachine(folder=Path("/tmp/é")), "TMPDIR '/tmp/é' cannot hold .*stubs"),
+        (FakeMachine(folder=Path("/tmp/$HOME")), r"TMPDIR '/tmp/\$HOME' cannot hold .*stubs"),
+        (FakeMachine(folder=Path("/tmp/it's")), "TMPDIR .* cannot hold .*stubs"),
+        (FakeMachine(runs_no_programs=True), "TMPDIR .* is mounted noexec"),
+        (FakeMachine(most_open_files=64), r"open files \(ulimit -n\) is 64, .* 256 or more"),
     ],
 )
 def test_an_unfit_machine_is_refused_in_a_sentence(machine, words):
     with pytest.raises(LaunchError, match=words):
         check_machine(machine)
+
+
+def test_a_folder_with_usual_letters_holds_stubs():
+    for folder in ("/tmp", "/var/tmp/user_1/a.b-c", "/run/user/1000/t+=,@%:~#1"):
+        machine = FakeMachine(folder=Path(folder))
+        machine.is_noexec = lambda folder: False
+        assert folder in check_temporary(machine)
+
+
+def test_as_many_files_are_opened_as_are_allowed():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, before[1]))
+        raise_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(before[1], 65_536), before[1])
+        raise_open_files(FakeMachine(most_open_files=1 << 30))  # enough: it stays
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_shared_library_of_this_python_is_found():
@@ -242,6 +277,50 @@ def test_the_process_tree_is_found_and_killed():
     parent.wait()
 
 
+def test_a_child_that_takes_no_notice_is_killed():
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+    command = [sys.executable, "-c", f"{code}; time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert end(child, 0.01) == -signal.SIGKILL
+
+
+def test_a_command_ends_when_the_service_is_to_stop():
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    assert run_command([sys.executable, "-c", "import time; time.sleep(60)"], stop) != 0
+    assert run_command([sys.executable, "-c", "raise SystemExit(3)"], threading.Event()) == 3
+
+
+class FakeEngine:
+    """Answers the launcher's questions for health: requests run until the engine is hurried."""
+
+    def __init__(self, monkeypatch, stop, *, second_after):
+        self.signals = []
+        self._stop, self._second_after, self._asked = stop, second_after, 0
+        monkeypatch.setattr(draining, "_health", self.health)
+        monkeypatch.setattr(draining.os, "kill", lambda pid, number: self.signals.append(number))
+
+    def health(self, _settings):
+        self._asked += 1
+        if self._asked == self._second_after:
+            self._stop.signalled()
+        left = 0 if len(self.signals) > 1 or self._asked > 5 else 1
+        return {"pid": 1, "unanswered": left, "drains_for_s": 30.0}
+
+
+@pytest.mark.parametrize(("second_after", "signals"), [(3, 2), (0, 1)])
+def test_a_second_signal_has_the_engine_end_what_runs(monkeypatch, capsys, second_after, signals):
+    stop = Stop()
+    stop.signalled()
+    assert stop.is_set()
+    assert not stop.at_once.is_set()
+    engine = FakeEngine(monkeypatch, stop, second_after=second_after)
+    draining.drain(read_settings({}), stop.at_once)
+    assert engine.signals == [signal.SIGUSR1] * signals
+    assert ("at once" in capsys.readouterr().out) == (signals == 2)
+
+
 class FakeServer:
     """Plays a script: each start is (becomes ready, the trouble it then has); the last one runs
     until it is asked to stop.
@@ -265,6 +344,9 @@ class FakeServer:
 
     def trouble(self):
         return self._trouble if self._seen_ready or not self._ready else None
+
+    def waits_for(self):
+        return "tritonserver does not answer on 127.0.0.1:8000"
 
     def stop(self):
         self.calls.append("stop")
@@ -387,6 +469,16 @@ def test_a_server_that_never_was_ready_is_an_error(run):
     with pytest.raises(LaunchError, match="ended with status 1 before it was ready"):
         run([(False, "tritonserver ended with status 1")])
     assert run.calls == ["start", "kill"]
+
+
+def test_a_start_that_goes_on_says_what_it_waits_for(run, monkeypatch):
+    monkeypatch.setattr(supervisor, "REPORT_PERIOD_S", 0.01)
+    monkeypatch.setattr(supervisor, "START_LIMIT_S", 0.2)
+    waits = r"tritonserver does not answer on 127\.0\.0\.1:8000"
+    with pytest.raises(LaunchError, match=rf"was not ready after 0 s \({waits}\)"):
+        run([(False, None)])
+    assert len(run.said) > 2
+    assert all(re.fullmatch(rf"still starting after 0 s: {waits}", line) for line in run.said)
 
 
 def test_a_crash_loop_is_given_up(run):

@@ -15,7 +15,7 @@ import pytest
 
 from backend.launcher import example
 from backend.launcher.settings import read_settings
-from backend.loopback import open_url
+from backend.loopback import no_proxy, open_url
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.status import fetch_metrics
 from backend.openai_frontend.triton import Triton
@@ -100,6 +100,19 @@ def test_the_health_check_asks_without_a_proxy(local_url):
         check, env={**os.environ, **proxies}, capture_output=True, text=True, check=False
     )
     assert "the engine answered 503" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "localhost,127.0.0.1,::1"),
+        ({"no_proxy": "a.example"}, "a.example,localhost,127.0.0.1,::1"),
+        ({"NO_PROXY": "a.example"}, "a.example,localhost,127.0.0.1,::1"),
+        ({"no_proxy": "*"}, "*"),
+    ],
+)
+def test_other_libraries_reach_this_machine_directly(environment, expected):
+    assert no_proxy(environment) == expected
 
 
 def test_the_printed_command_has_curl_pass_a_proxy_by(monkeypatch):

@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.keys import Keys
+from backend.openai_frontend.routes import completion_of
 from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate
 from tests.server.harness import free_ports
@@ -26,7 +27,7 @@ def client():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     address = f"127.0.0.1:{free_ports(1)[0]}"
     app = create_app(
-        FrontEnd(address, "m", template, keys=Keys((KEY,)), origins=("http://page.example",))
+        FrontEnd(address, ("m",), template, keys=Keys((KEY,)), origins=("http://page.example",))
     )
     app.add_api_route("/broken", broken)
     with TestClient(app, raise_server_exceptions=False) as made:
@@ -236,7 +237,7 @@ def test_an_unavailable_service_says_when_to_try_again(client):
 
 def test_a_server_that_drains_takes_no_requests_and_tells_probes():
     draining = threading.Event()
-    app = create_app(FrontEnd("127.0.0.1:1", "m", keys=Keys((KEY,))), draining)
+    app = create_app(FrontEnd("127.0.0.1:1", ("m",), keys=Keys((KEY,))), draining)
     with TestClient(app) as client:
         assert client.get("/").status_code == 200
         draining.set()
@@ -244,6 +245,27 @@ def test_a_server_that_drains_takes_no_requests_and_tells_probes():
             assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
             assert reply.json()["error"]["message"] == "the server is shutting down"
         assert client.post("/v1/completions").status_code == 401
+
+
+def test_a_model_answers_to_each_of_its_names():
+    with TestClient(create_app(FrontEnd("127.0.0.1:1", ("org/m", "m")))) as client:
+        listed = [model["id"] for model in client.get("/v1/models").json()["data"]]
+        assert listed == ["org/m", "m"]
+        for name in listed:
+            assert client.get(f"/v1/models/{name}").json()["id"] == name
+            reply = client.post("/v1/completions", json={"model": name, "prompt": "a"})
+            assert reply.status_code == 503  # the model is right, Triton is not there
+        refused = client.post("/v1/completions", json={"model": "0123", "prompt": "a"})
+        assert refused.status_code == 404
+        text = "The model '0123' does not exist; there is 'org/m' and 'm'"
+        assert refused.json()["error"]["message"] == text
+
+
+def test_an_answer_has_the_first_name_of_its_model():
+    settings = FrontEnd("", ("org/m", "m"))
+    body = b'{"model": "m", "prompt": "a"}'
+    answer = completion_of(settings, body, {"content-type": "application/json"})
+    assert answer.body.model == "org/m"
 
 
 def test_a_fault_is_answered_logged_and_readable_by_the_site_s_page(client, caplog):

@@ -32,7 +32,7 @@ def library():
 def front_end(library, template=CHATML, *, escapes=True):
     special = {name: library.token_to_id(name) for name in NAMES}
     return FrontEnd(
-        "", "m", ChatTemplate(template), special_tokens=special, escape_special_tokens=escapes
+        "", ("m",), ChatTemplate(template), special_tokens=special, escape_special_tokens=escapes
     )
 
 

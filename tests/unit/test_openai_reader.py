@@ -18,7 +18,7 @@ from backend.openai_frontend.template import ChatTemplate
 pytestmark = pytest.mark.medium
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-SETTINGS = FrontEnd("", "m", ChatTemplate(TEMPLATE, "<s>"))
+SETTINGS = FrontEnd("", ("m",), ChatTemplate(TEMPLATE, "<s>"))
 HELLO = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 HEADERS = {"content-type": "application/json"}

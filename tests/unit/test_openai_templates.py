@@ -70,7 +70,7 @@ def conversation(**function):
 
 
 def rendered(source, messages, **settings):
-    front_end = FrontEnd("", "m", ChatTemplate(source), **settings)
+    front_end = FrontEnd("", ("m",), ChatTemplate(source), **settings)
     return text_of(front_end, json.dumps({"messages": messages}).encode(), HEADERS)
 
 

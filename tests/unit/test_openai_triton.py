@@ -59,7 +59,7 @@ def test_a_text_that_finds_the_queue_full_is_asked_for_again_once_another_has_en
     asyncio.run(ask())
 
 
-FRONT_END = FrontEnd("", "m", ChatTemplate("<s>{{ messages[0].content }}"))
+FRONT_END = FrontEnd("", ("m",), ChatTemplate("<s>{{ messages[0].content }}"))
 
 
 class Preprocessing(Triton):
