@@ -219,7 +219,7 @@ class Counts:
         }
         if any(choice.splits_reasoning for choice in choices):
             with suppress(ApiError):
-                counted = [await self._tokens(choice.reasoning) for choice in choices]
+                counted = [await self._tokens("".join(choice.reasoning)) for choice in choices]
                 tokens = min(sum(counted), self._output)
                 usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
         return usage

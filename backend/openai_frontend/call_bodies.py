@@ -10,10 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from backend.openai_frontend.parts import Call
+from backend.openai_frontend.parts import Call, arguments_of
 
 Functions = Mapping[str, Any]
 """The schemas of functions' parameters, by the functions' names."""
+_NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors of a text that is no call."""
+_BLANKS, _NAME = re.compile(r"\s*"), re.compile(r"[^\s\[{]*")
+_DECODER = json.JSONDecoder()
+_NAMESPACES = ("functions.", "default_api.")
+"""Names that models write before those of functions."""
 
 
 class Notation(Protocol):
@@ -24,45 +30,136 @@ class Notation(Protocol):
         ...
 
 
+class Cursor:
+    """A text that is read from its beginning; blanks between what is read do not count."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._move(0)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all of the text has been read."""
+        return self._at == len(self._text)
+
+    def skip(self, *literals: str) -> str:
+        """Return the first of the literals that is next, and move past it; '' where none is."""
+        literal = next((each for each in literals if self._text.startswith(each, self._at)), "")
+        self._move(self._at + len(literal))
+        return literal
+
+    def until(self, literal: str) -> str:
+        """Return the text before a literal, and move past both. Raises ValueError without one."""
+        end = self._text.index(literal, self._at)
+        text = self._text[self._at : end]
+        self._move(end + len(literal))
+        return text.strip()
+
+    def word(self) -> str:
+        """Return the letters that can be a function's name, and move past them."""
+        found = _NAME.match(self._text, self._at)
+        name = found[0] if found else ""
+        self._move(self._at + len(name))
+        return name
+
+    def value(self) -> Any:
+        """Return the JSON value that is next, and move past it. Raises ValueError without one."""
+        value, end = _DECODER.raw_decode(self._text, self._at)
+        self._move(end)
+        return value
+
+    def rest(self) -> str:
+        """Return what has not been read."""
+        return self._text[self._at :]
+
+    def _move(self, at: int) -> None:
+        found = _BLANKS.match(self._text, at)
+        self._at = found.end() if found else at
+
+
 @dataclass(frozen=True, slots=True)
 class JsonNotation:
     """One object with ``name`` and ``arguments`` (or ``parameters``), several, or a list."""
 
+    fence: str = ""
+    """Text that may follow them."""
+
     def calls(self, text: str, functions: Functions) -> list[Call] | None:
         """Return the calls that a text is, None for any other text."""
-        values, text = list[Any](), text.strip()
+        cursor, values = Cursor(text), list[Any]()
         try:
-            while text:
-                value, end = json.JSONDecoder().raw_decode(text)
+            while not cursor.is_at_end:
+                value = cursor.value()
                 values += value if isinstance(value, list) else [value]
-                text = text[end:].lstrip(" \t\r\n;,")
+                while cursor.skip(";", ",", self.fence):
+                    pass
             return [_json_call(value, functions) for value in values] or None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except _NO_CALL:
             return None
 
 
 @dataclass(frozen=True, slots=True)
 class TagNotation:
-    """A name, and then every argument in tags of its own, strings without quotes."""
+    """A name, and then every argument in tags of its own, strings without quotes, or else all of
+    them in JSON. An argument without its closing tag ends where the next begins.
+    """
 
-    name: re.Pattern[str]
-    argument: re.Pattern[str]
-    """Its groups are an argument's name and value."""
-    end: str = ""
+    name_end: str
+    key: str
+    """Text before the name of an argument."""
+    value: str
+    """Text between its name and its value."""
+    end: str
+    """Text after its value."""
+    key_end: str = ""
+    """Text after its name; it may be missing."""
+    has_lines: bool = False
+    """A line end on either side of a value is no part of it."""
 
     def calls(self, text: str, functions: Functions) -> list[Call] | None:
         """Return the one call that a text is, None for any other text."""
-        found = self.name.match(text)
-        if found is None or found[1] not in functions:
-            return None
-        properties = _properties(functions[found[1]])
-        at, arguments = found.end(), dict[str, Any]()
-        while (pair := self.argument.match(text, at)) is not None:
-            arguments[pair[1]] = typed(pair[2], properties.get(pair[1]))
-            at = pair.end()
-        if text[at:].strip() != self.end:
-            return None
-        return [Call(found[1], _dumped(arguments))]
+        head, *parts = text.split(self.key)
+        name, mark, rest = head.strip().partition(self.name_end)
+        if (not mark and self.name_end != "\n") or (parts and rest.strip()):
+            return JSON.calls(text, functions)
+        try:
+            name = _name_of(name.strip(), functions)
+            arguments: Any = rest
+            if parts:
+                properties = _properties(functions[name])
+                texts = self._arguments(parts, properties)
+                arguments = {key: typed(texts[key], properties.get(key)) for key in texts}
+            return [_call(name, arguments, functions)]
+        except _NO_CALL:
+            return JSON.calls(text, functions)
+
+    def _arguments(self, parts: list[str], properties: Mapping[str, Any]) -> dict[str, str]:
+        """Return the texts of arguments by name. A key's tag in a value is part of it where no
+        argument of that name is due.
+        """
+        pieces, is_open = dict[str, list[str]](), False
+        key = ""
+        for part in parts:
+            head, value_tag, value = part.partition(self.value)
+            name = head.strip().removesuffix(self.key_end).strip()
+            is_due = name not in pieces and (name in properties or not properties)
+            if is_open and not (value_tag and is_due):
+                pieces[key].append(self.key + part)
+            else:
+                if not value_tag or not name or "\n" in name:
+                    raise ValueError("no argument")
+                key, pieces[name] = name, [value]
+            is_open = self.end not in part
+        return {key: self._value("".join(pieces[key])) for key in pieces}
+
+    def _value(self, text: str) -> str:
+        value, end, rest = text.partition(self.end)
+        if rest.strip():
+            raise ValueError("text after an argument")
+        if self.has_lines:
+            value = value.removeprefix("\n")
+        return value.removesuffix("\n") if self.has_lines or not end else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,42 +179,60 @@ class PythonNotation:
                 calls += [_python_call(node, functions) for node in several]
             if calls:
                 return calls
-        except (SyntaxError, ValueError, KeyError, TypeError, RecursionError, MemoryError):
+        except (SyntaxError, MemoryError, *_NO_CALL):
             pass
         return JSON.calls(text, functions)
 
 
 @dataclass(frozen=True, slots=True)
-class NamedNotation:
-    """A name and then the arguments in JSON, as often as there are calls."""
-
-    name: re.Pattern[str]
-    """Text before the arguments; the group that matches is a function's name."""
-    end: re.Pattern[str]
-    """Text after them."""
+class DeepSeekNotation:
+    """Calls between marks: a name and the arguments in JSON, in a block of code or not."""
 
     def calls(self, text: str, functions: Functions) -> list[Call] | None:
         """Return the calls that a text is, None for any other text."""
-        at, calls = 0, list[Call]()
+        cursor, calls = Cursor(text), list[Call]()
         try:
-            while at < len(text):
-                named = self.name.match(text, at)
-                if named is None:
+            while not cursor.is_at_end:
+                cursor.skip("<｜tool▁call▁begin｜>")
+                name = cursor.until("<｜tool▁sep｜>")
+                if name == "function":
+                    name = cursor.word()
+                cursor.skip("```json", "```")
+                calls.append(_call(name, cursor.value(), functions))
+                cursor.skip("```")
+                if not cursor.skip("<｜tool▁call▁end｜>") and not cursor.is_at_end:
                     return None
-                arguments, at = json.JSONDecoder().raw_decode(text, named.end())
-                name = next(group for group in named.groups() if group)
-                calls.append(_json_call({"name": name, "arguments": arguments}, functions))
-                if (ended := self.end.match(text, at)) is None:
-                    return None
-                at = ended.end()
-        except (ValueError, RecursionError):
+        except _NO_CALL:
+            return None
+        return calls or None
+
+
+@dataclass(frozen=True, slots=True)
+class MistralNotation:
+    """Names before arguments in JSON, as often as there are calls, or else JSON alone."""
+
+    def calls(self, text: str, functions: Functions) -> list[Call] | None:
+        """Return the calls that a text is, None for any other text."""
+        cursor, calls = Cursor(text), list[Call]()
+        try:
+            while not cursor.is_at_end:
+                cursor.skip("[TOOL_CALLS]")
+                if name := cursor.word():
+                    if cursor.skip("[CALL_ID]"):
+                        cursor.word()
+                    cursor.skip("[ARGS]")
+                    calls.append(_call(name, cursor.value(), functions))
+                else:
+                    value = cursor.value()
+                    several = value if isinstance(value, list) else [value]
+                    calls += [_json_call(each, functions) for each in several]
+        except _NO_CALL:
             return None
         return calls or None
 
 
 _ESCAPE = "<escape>"
-_GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
-_BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_]\w*)\s*:")
+_STRING_OR_KEY = re.compile(r'"(?:[^"\\]|\\.)*"?|([{,]\s*)([A-Za-z_]\w*)\s*:', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,38 +241,59 @@ class FunctionGemmaNotation:
 
     def calls(self, text: str, functions: Functions) -> list[Call] | None:
         """Return the one call that a text is, None for any other text."""
-        if (found := _GEMMA_CALL.fullmatch(text)) is None:
+        mark, _, call = text.partition("call:")
+        name, brace, rest = call.partition("{")
+        if mark.strip() or not brace:
             return None
-        parts = found[2].split(_ESCAPE)  # every second one is a string
-        parts[::2] = [_BARE_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
+        parts = f"{{{rest}".split(_ESCAPE)  # every second one is a string
+        parts[::2] = [_STRING_OR_KEY.sub(_quoted_key, part) for part in parts[::2]]
         parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-        call = arguments_call(found[1], "".join(parts), functions)
-        return None if call is None else [call]
+        made = arguments_call(name.strip(), "".join(parts), functions)
+        return None if made is None else [made]
+
+
+def _quoted_key(found: re.Match[str]) -> str:
+    return f'{found[1]}"{found[2]}":' if found[2] else found[0]
 
 
 def arguments_call(name: str, text: str, functions: Functions) -> Call | None:
     """Return the call of a function with arguments in JSON, None where it is none."""
     try:
-        return _json_call({"name": name, "arguments": json.loads(text)}, functions)
-    except (ValueError, RecursionError):
+        return _call(name, text, functions)
+    except _NO_CALL:
         return None
 
 
 def _json_call(value: dict[str, Any], functions: Functions) -> Call:
-    """Return the call of a JSON value. Raises an error for any other value."""
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if value["name"] not in functions or not isinstance(arguments, dict):
-        raise ValueError("no call")
-    return Call(str(value["name"]), _dumped(arguments))
+    """Return the call of a JSON value, OpenAI's own form too. Raises an error for any other."""
+    function = value.get("function")
+    if isinstance(function, dict):
+        value = function
+    name = value.get("name", function)
+    return _call(name, value.get("arguments", value.get("parameters")), functions)
+
+
+def _call(name: Any, arguments: Any, functions: Functions) -> Call:
+    """Return the call of a function. Raises an error where it is none."""
+    made = arguments_of(arguments)
+    if not isinstance(made, dict):
+        raise ValueError("arguments are an object")
+    return Call(_name_of(name, functions), dumped(made))
+
+
+def _name_of(name: str, functions: Functions) -> str:
+    """Return the name of a function. Raises KeyError for an unknown one."""
+    for prefix in ("", *_NAMESPACES):
+        if (bare := name.removeprefix(prefix)) in functions:
+            return bare
+    raise KeyError(name)
 
 
 def _python_call(node: ast.expr | None, functions: Functions) -> Call:
     """Return the call of a Python expression. Raises an error for any other expression."""
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
-    name = ast.unparse(node.func)
+    name = _name_of(ast.unparse(node.func), functions)
     names = list(_properties(functions[name]))
     if len(node.args) > len(names):
         raise ValueError("more arguments than parameters")
@@ -166,11 +302,19 @@ def _python_call(node: ast.expr | None, functions: Functions) -> Call:
         if keyword.arg is None or keyword.arg in arguments:
             raise ValueError("no argument of its own")
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    return Call(name, _dumped(arguments))
+    return _call(name, arguments, functions)
 
 
-def _dumped(arguments: dict[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+def dumped(arguments: Any) -> str:
+    """Return arguments as JSON that is text, also with half a surrogate pair. Raises ValueError for
+    what is none.
+    """
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(arguments, allow_nan=False)
+    return text
 
 
 def _properties(schema: Any) -> Mapping[str, Any]:

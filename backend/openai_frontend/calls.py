@@ -7,20 +7,23 @@ is needed.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+from itertools import pairwise
 
 from backend.openai_frontend.call_bodies import (
     JSON,
+    Cursor,
+    DeepSeekNotation,
     FunctionGemmaNotation,
     Functions,
-    NamedNotation,
+    JsonNotation,
+    MistralNotation,
     Notation,
     PythonNotation,
     TagNotation,
 )
 from backend.openai_frontend.parts import Call
-from backend.openai_frontend.reasoning import without_start_of
+from backend.openai_frontend.scanning import Blanks, Scanner, marks
 
 _OTHER_NOTATION = "<function="
 """A mark of templates that write a known mark and another notation after it."""
@@ -33,21 +36,23 @@ class CallFormat:
     name: str
     marks: tuple[str, ...]
     """A template of the format has one of these."""
-    opening: str = ""
-    """Text before a call. Without ``closing`` it may be missing, as it is often a special
-    token, which is no text.
+    openings: tuple[str, ...] = ()
+    """Texts before calls; several may follow one another."""
+    closings: tuple[str, ...] = ()
+    """Texts that end calls, as the end of the text does."""
+    trailing: tuple[str, ...] = ()
+    """Texts that may follow a call and its closing."""
+    begins: tuple[str, ...] = ()
+    """How a text begins, blanks aside, that is all calls; an opening may be missing, as it is often
+    a special token, which is no text.
     """
-    closing: str = ""
-    """Text after a call; '': calls are all of the text."""
-    begins: str = ""
-    """How a text begins that is all calls."""
-    fence: str = ""
-    """Text that may end a text which is all calls."""
+    begins_with_name: bool = False
+    """Such a text may also begin with a function's name and ``(``."""
     notation: Notation = JSON
     also: str = ""
     """A template of the format has this, too."""
     must_close: bool = False
-    """Without ``closing`` a call may be incomplete."""
+    """Without a closing, a text that was cut has no call: some of its arguments may be missing."""
 
 
 _JSON_OF_LLAMA = '"parameters": dictionary of argument name'
@@ -55,74 +60,76 @@ FORMATS = (
     CallFormat(
         "GLM 4.5",
         ("<arg_key>",),
-        "<tool_call>",
-        "</tool_call>",
-        notation=TagNotation(
-            re.compile(r"\s*([^\s<]+)\s*"),
-            re.compile(
-                r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
-            ),
-        ),
+        ("<tool_call>",),
+        ("</tool_call>",),
+        notation=TagNotation("\n", "<arg_key>", "<arg_value>", "</arg_value>", "</arg_key>"),
         must_close=True,
     ),
     CallFormat(
         "Qwen3-Coder",
         ("<parameter=",),
-        "<tool_call>",
-        "</tool_call>",
-        notation=TagNotation(
-            re.compile(r"\s*<function=([^>\n]+)>\s*"),
-            re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL),
-            end="</function>",
-        ),
+        ("<tool_call>", "<seed:tool_call>", "<function="),
+        ("</function>", "</tool_call>", "</seed:tool_call>"),
+        ("</tool_call>", "</seed:tool_call>"),
+        notation=TagNotation(">", "<parameter=", ">", "</parameter>", has_lines=True),
         also="<function=",
+        must_close=True,
     ),
-    CallFormat("Hermes", ("<tool_call>",), "<tool_call>", "</tool_call>"),
+    CallFormat("Hermes", ("<tool_call>",), ("<tool_call>",), ("</tool_call>",)),
     CallFormat(
         "DeepSeek",
         ("<｜tool▁call▁begin｜>",),
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-        notation=NamedNotation(
-            re.compile(
-                r"\s*<｜tool▁call▁begin｜>"
-                r"(?:function<｜tool▁sep｜>([^\n<]+)\n```json\n|([^\n<]+)<｜tool▁sep｜>)\s*"
-            ),
-            re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>\s*"),
+        (
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁calls｜>",
+            "<｜tool_calls_begin｜>",
+            "<｜tool calls begin｜>",
+            "<｜tool\\_calls\\_begin｜>",  # as distilled models write it
         ),
-        must_close=True,
+        ("<｜tool▁calls▁end｜>",),
+        notation=DeepSeekNotation(),
     ),
     CallFormat(
         "Mistral, names before arguments",
         ("[ARGS]",),
-        "[TOOL_CALLS]",
-        "</s>",
-        notation=NamedNotation(
-            re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([^\s\[{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*"),
-            re.compile(r"\s*"),
-        ),
+        ("[TOOL_CALLS]",),
+        notation=MistralNotation(),
         also="[TOOL_CALLS]",
     ),
     CallFormat(
         "FunctionGemma",
         ("<start_function_call>",),
-        "<start_function_call>",
-        "<end_function_call>",
+        ("<start_function_call>",),
+        ("<end_function_call>",),
         notation=FunctionGemmaNotation(),
-        must_close=True,
     ),
-    CallFormat("Mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", begins='[{"'),
-    CallFormat("Gemma 3 code", ("tool_code",), "```tool_code", "```", notation=PythonNotation()),
-    CallFormat("Pythonic", ("func_name1(",), begins="[", notation=PythonNotation()),
+    CallFormat(
+        "Mistral",
+        ("[TOOL_CALLS]",),
+        ("[TOOL_CALLS]",),
+        begins=('[{"', '{"'),
+        notation=MistralNotation(),
+    ),
+    CallFormat(
+        "Gemma 3 code", ("tool_code",), ("```tool_code",), ("```",), notation=PythonNotation()
+    ),
+    CallFormat(
+        "Pythonic",
+        ("func_name1(",),
+        begins=("[", '{"'),
+        begins_with_name=True,
+        notation=PythonNotation(),
+    ),
     CallFormat(
         "Gemma 3 JSON",
         (_JSON_OF_LLAMA,),
-        "```json",
-        begins='{"',
-        fence="```",
+        ("```json",),
+        begins=('{"',),
+        notation=JsonNotation(fence="```"),
         also="<start_of_turn>",
     ),
-    CallFormat("Llama 3", ("<|python_tag|>", _JSON_OF_LLAMA), "<|python_tag|>", begins='{"'),
+    CallFormat("Llama 3", ("<|python_tag|>", _JSON_OF_LLAMA), ("<|python_tag|>",), begins=('{"',)),
 )
 
 
@@ -133,7 +140,7 @@ def call_format(template: str) -> CallFormat | None:
     if "tools" not in template:
         return None
     form = next((form for form in FORMATS if _is_taught(form, template)), None)
-    is_json = form is not None and form.notation is JSON
+    is_json = form is not None and isinstance(form.notation, JsonNotation)
     return None if is_json and _OTHER_NOTATION in template else form
 
 
@@ -151,59 +158,101 @@ class CallReader:
     def __init__(self, form: CallFormat, functions: Functions) -> None:
         self._form = form
         self._functions = functions
-        self._withheld = ""
-        self._called = False
-        self._plain = False  # of a format whose calls are all of the text: this one has none
+        self._openings, self._closings = marks(*form.openings), marks(*form.closings)
+        self._after_call = marks(*form.openings, *form.trailing)
+        self._scanner = Scanner()
+        self._blanks = Blanks()  # which are no content before a call
+        self._early: list[str] = []  # until the first letters say whether all may be calls
+        self._start = ""  # the first letters, without blanks
+        names = functions if form.begins_with_name else ()
+        self._begins = (*form.begins, *(f"{name}(" for name in names))
+        self._has_begun = not self._begins
+        self._is_in_block = False
+        self._block: list[str] = []  # what may be calls, so far
+        self._called = self._has_just_called = False
+        self._content: list[str] = []  # of this piece
+        self._calls: list[Call] = []
 
-    def read(self, text: str, *, ended: bool) -> tuple[str, list[Call]]:
-        """Return the content and the calls that are certain with this piece."""
-        self._withheld += text
-        if self._plain or not self._form.closing:
-            return self._whole(ended)
-        content, calls = "", list[Call]()
-        while (found := self._next(ended)) is not None:
-            before, call, after = found
-            made = self._form.notation.calls(call, self._functions)
-            if made is None:
-                content += self._withheld[: len(self._withheld) - len(after)]
-            else:
-                content += before.rstrip()
-                calls += made
-                self._called = True
-            self._withheld = after
-        safe = len(self._withheld) if ended else self._safe()
-        rest, self._withheld = self._withheld[:safe], self._withheld[safe:]
-        return content + (rest.rstrip() if self._called else rest), calls
-
-    def _next(self, ended: bool) -> tuple[str, str, str] | None:
-        """Return what is before the first call, the call and what is after it; None where none is
-        complete.
+    def read(self, text: str, *, ended: bool, cut: bool = False) -> tuple[str, list[Call]]:
+        """Return the content and the calls that are certain with this piece. ``cut``: the text
+        ended before it was whole.
         """
-        before, opening, rest = self._withheld.partition(self._form.opening)
-        call, closing, after = rest.partition(self._form.closing)
-        is_complete = closing or (ended and not self._form.must_close)
-        return (before, call, after) if opening and is_complete else None
+        self._content, self._calls = [], []
+        if not self._has_begun:
+            text = self._begin(text, ended)
+        self._scanner.feed(text)
+        while self._reads_block(ended, cut) if self._is_in_block else self._reads_content(ended):
+            pass
+        if ended and not self._called:
+            self._content.append(self._blanks.take())
+        return "".join(self._content), self._calls
 
-    def _safe(self) -> int:
-        """Return how much of the text can be no part of a call, nor blanks before one."""
-        opening = self._form.opening
-        at = self._withheld.find(opening)
-        before = without_start_of(opening, self._withheld) if at < 0 else self._withheld[:at]
-        return len(before.rstrip())
+    def _begin(self, text: str, ended: bool) -> str:
+        """Return the text so far once its first letters say whether all of it may be calls."""
+        self._early.append(text)
+        self._start += "".join(text.split())
+        if self._start.startswith(self._begins):
+            self._is_in_block, self._closings = True, marks()
+        elif not ended and any(each.startswith(self._start) for each in self._begins):
+            return ""
+        self._has_begun = True
+        return "".join(self._early)
 
-    def _whole(self, ended: bool) -> tuple[str, list[Call]]:
-        opening, begins = self._form.opening, self._form.begins
-        text = self._withheld.strip().removeprefix(opening)
-        if ended and self._form.fence:
-            text = text.removesuffix(self._form.fence)
-        start = "".join(text.split())
-        if not self._plain and ended:
-            if (calls := self._form.notation.calls(text, self._functions)) is not None:
-                return "", calls
-        elif not self._plain and (
-            start.startswith(begins) or begins.startswith(start) or opening.startswith(text)
-        ):
-            return "", []
-        self._plain = True
-        content, self._withheld = self._withheld, ""
-        return content, []
+    def _reads_content(self, ended: bool) -> bool:
+        """Take content up to the next mark; return whether there is one."""
+        wanted = self._after_call if self._has_just_called else self._openings
+        before, mark = self._scanner.take(wanted, ended=ended)
+        self._add(before)
+        if mark in self._form.openings:
+            self._is_in_block, self._block = True, [mark]
+        elif mark and self._has_just_called:
+            self._blanks.take()
+        else:
+            self._add(mark)
+        return bool(mark)
+
+    def _reads_block(self, ended: bool, cut: bool) -> bool:
+        """Take what may be calls up to its closing; return whether there is one."""
+        before, closing = self._scanner.take(self._closings, ended=ended)
+        self._block.append(before)
+        if not closing and not ended:
+            return False
+        text, self._block = "".join(self._block), []
+        self._is_in_block = False
+        if not self._is_call(text, closing, cut):
+            self._add_segments(text, closing, cut)
+        return bool(closing)
+
+    def _add_segments(self, block: str, closing: str, cut: bool) -> None:
+        """Read each part of a block that begins with an opening by itself."""
+        starts, end = [0], 0
+        for found in self._openings.pattern.finditer(block):
+            if block[end : found.start()].strip():
+                starts.append(found.start())
+            end = found.end()
+        for low, high in pairwise([*starts, len(block)]):
+            text, mark = block[low:high], closing if high == len(block) else ""
+            is_new = len(starts) > 1
+            if not (is_new and self._is_call(text, mark, cut and high == len(block))):
+                self._add(text + mark)
+
+    def _is_call(self, text: str, closing: str, cut: bool) -> bool:
+        """Return whether a text is calls, and add them."""
+        if cut and not closing and self._form.must_close:
+            return False
+        cursor = Cursor(text)
+        while cursor.skip(*self._form.openings):
+            pass
+        calls = self._form.notation.calls(cursor.rest(), self._functions)
+        if calls is None:
+            return False
+        self._blanks.take()
+        self._calls += calls
+        self._called = self._has_just_called = True
+        return True
+
+    def _add(self, text: str) -> None:
+        """Add content."""
+        if certain := self._blanks.add(text):
+            self._content.append(certain)
+            self._has_just_called = False

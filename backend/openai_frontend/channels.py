@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from backend.openai_frontend.call_bodies import Functions, arguments_call
-from backend.openai_frontend.parts import Parts
+from backend.openai_frontend.parts import Call, Parts
+from backend.openai_frontend.scanning import Scanner, marks
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CONSTRAIN = "<|constrain|>"
@@ -19,8 +20,9 @@ _LONGEST_HEADER = 200
 _MARKED = r"(?:<\|\w+\|>|to=)(?:[\w\s=.\-]|<\|\w+\|>)*"
 _HEADER = re.compile(rf"\s*(?:{_MARKED})?")
 _HEADER_START = re.compile(rf"\s*(?:{_MARKED}|to?)?(?:<(?:\|(?:\w+\|?)?)?)?")
-_BODY_END = re.compile(r"<\|(end|call|return|start|channel)\|>")
-_MARK_START = re.compile(r"<(?:\|(?:\w{1,9}\|?)?)?\Z")
+_NEXT = (START, CHANNEL)
+"""Marks that begin the next message."""
+_BODY_ENDS = marks(END, "<|call|>", "<|return|>", *_NEXT)
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.\-]+)")
 _ON_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -56,31 +58,36 @@ class ChannelReader:
         """Read calls of ``functions``; with ``splits`` false reasoning is content, too."""
         self._functions = functions
         self._splits = splits
-        self._waiting = ""
+        self._scanner = Scanner()
         self._header = ""
         self._body: _Body | None = None  # None: in a header
+        self._arguments: list[str] = []  # of the call that has begun
         self._begun = set[_Body]()  # kinds of messages that have some text
         self._is_new = True  # the message has no text yet
+        self._texts: dict[_Body, list[str]] = {}  # of this piece
+        self._calls: list[Call] = []
 
-    def read(self, text: str, *, ended: bool) -> Parts:
-        """Return what is certain with this piece."""
-        self._waiting += text
-        parts = Parts()
-        while self._takes_header(ended) if self._body is None else self._takes_body(parts, ended):
+    def read(self, text: str, *, ended: bool, cut: bool = False) -> Parts:
+        """Return what is certain with this piece. ``cut``: the text ended before it was whole."""
+        self._scanner.feed(text)
+        self._texts, self._calls = {_Body.REASONING: [], _Body.CONTENT: []}, []
+        while self._takes_header(ended) if self._body is None else self._takes_body(ended, cut):
             pass
-        return parts
+        reasoning, content = map("".join, self._texts.values())
+        return Parts(reasoning, content, self._calls)
 
     def _takes_header(self, ended: bool) -> bool:
         """Return whether a body is next; at the end, what may be a header is dropped."""
-        header, mark, rest = self._waiting.partition(MESSAGE)
-        if mark and _is_header(header):
-            self._header, self._waiting = header + mark, rest
+        self._is_new = True
+        text = self._scanner.peek(_LONGEST_HEADER + len(MESSAGE))
+        header, mark, _ = text.partition(MESSAGE)
+        if mark and _HEADER.fullmatch(header):
+            self._header = self._scanner.skip(len(header + mark))
             self._body = self._kind_of(header)
-        elif _may_be_header(self._waiting):
-            self._waiting = "" if ended else self._waiting
+        elif len(text) < _LONGEST_HEADER + len(MESSAGE) and _HEADER_START.fullmatch(text):
+            self._scanner.skip(len(text) if ended else 0)
         else:
             self._header, self._body = "", _Body.CONTENT
-        self._is_new = True
         return self._body is not None
 
     def _kind_of(self, header: str) -> _Body:
@@ -90,36 +97,36 @@ class ChannelReader:
         is_reasoning = self._splits and channels[-1:] == ["analysis"]
         return _Body.REASONING if is_reasoning else _Body.CONTENT
 
-    def _takes_body(self, parts: Parts, ended: bool) -> bool:
+    def _takes_body(self, ended: bool, cut: bool) -> bool:
         """Add what is certain of a message; return whether its end is."""
-        text, kind = self._waiting, self._body
-        # a mark that begins a text without a header is part of it
-        end = _BODY_END.search(text, 0 if self._header or not self._is_new else 1)
-        if kind is _Body.CALL and end is None and not ended:
-            return False
-        unsure = None if end is not None or ended else _MARK_START.search(text)
-        at = end.start() if end else unsure.start() if unsure else len(text)
-        if kind is _Body.CALL:
-            self._add_call(parts, text[:at], end[0] if end else "")
-        elif kind is not None:
-            self._add(parts, kind, text[:at])
-        if end is None:
-            self._waiting = text[at:]
-            return False
-        self._waiting = text[at:] if end[0] in (START, CHANNEL) else text[end.end() :]
-        self._body = None
-        return True
-
-    def _add_call(self, parts: Parts, arguments: str, end: str) -> None:
-        recipient = _RECIPIENT.search(self._header)
-        call = arguments_call(recipient[1], arguments, self._functions) if recipient else None
-        if call is not None:
-            parts.calls.append(call)
+        if self._is_new and not self._header:  # a mark that begins such a text is part of it
+            self._add(_Body.CONTENT, self._scanner.skip(1))
+        text, end = self._scanner.take(_BODY_ENDS, ended=ended)
+        if self._body is not _Body.CALL:
+            self._add(self._body or _Body.CONTENT, text)
         else:
-            end = "" if end in (START, CHANNEL) else end
-            self._add(parts, _Body.CONTENT, self._header + arguments + end)
+            self._arguments.append(text)
+            if end or ended:
+                self._add_call(end, cut=cut and not end)
+        if end:
+            self._body = None
+            if end in _NEXT:
+                self._scanner.skip(-len(end))
+        return bool(end)
 
-    def _add(self, parts: Parts, kind: _Body, text: str) -> None:
+    def _add_call(self, end: str, *, cut: bool) -> None:
+        arguments, self._arguments = "".join(self._arguments), []
+        recipient = _RECIPIENT.search(self._header)
+        is_missing = cut and not arguments.strip()
+        call = None
+        if recipient is not None and not is_missing:
+            call = arguments_call(recipient[1], arguments, self._functions)
+        if call is not None:
+            self._calls.append(call)
+        else:
+            self._add(_Body.CONTENT, self._header + arguments + ("" if end in _NEXT else end))
+
+    def _add(self, kind: _Body, text: str) -> None:
         """Add a text; messages of one kind are lines."""
         if not text:
             return
@@ -127,17 +134,4 @@ class ChannelReader:
             text = "\n" + text
         self._is_new = False
         self._begun.add(kind)
-        if kind is _Body.REASONING:
-            parts.reasoning += text
-        else:
-            parts.content += text
-
-
-def _is_header(text: str) -> bool:
-    return len(text) <= _LONGEST_HEADER and _HEADER.fullmatch(text) is not None
-
-
-def _may_be_header(text: str) -> bool:
-    """Return whether a text may become a header with its mark."""
-    longest = _LONGEST_HEADER + len(MESSAGE) - 1
-    return len(text) <= longest and _HEADER_START.fullmatch(text) is not None
+        self._texts[kind].append(text)

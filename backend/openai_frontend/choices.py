@@ -63,8 +63,8 @@ class Style:
             marks |= {CHANNEL, MESSAGE}
         elif self.frame is not None:
             marks |= {self.frame.form.opening, self.frame.form.closing}
-        if self.calls is not None and self.calls.closing:
-            marks |= {self.calls.opening, self.calls.closing}
+        if self.calls is not None:
+            marks |= {*self.calls.openings, *self.calls.closings}
         return marks
 
     def reader(self) -> Reader | ChannelReader | None:
@@ -88,8 +88,8 @@ class Choice:
     style: Style
     index: int
     text: str = ""
-    reasoning: str = ""
-    """All reasoning so far, also where the client does not get it."""
+    reasoning: list[str] = field(default_factory=list)
+    """All reasoning so far, in pieces, also where the client does not get it."""
     reason: str | None = None
     seed: int | None = None
     tokens: list[Token] = field(default_factory=list)
@@ -203,8 +203,8 @@ class Choice:
         text, self.text = self.text, ""
         if self._reader is None:
             return Parts(content=text)
-        parts = self._reader.read(text, ended=self.reason is not None)
-        self.reasoning += parts.reasoning
+        parts = self._reader.read(text, ended=self.reason is not None, cut=self.reason == "length")
+        self.reasoning.append(parts.reasoning)
         if not self.style.shows_reasoning:
             parts.reasoning = ""
         if not self.style.parallel:

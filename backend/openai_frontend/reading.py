@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from backend.openai_frontend.call_bodies import dumped
 from backend.openai_frontend.calls import CallReader
 from backend.openai_frontend.channels import Channels
 from backend.openai_frontend.parts import Call, Parts
@@ -20,23 +21,23 @@ class ForcedCallReader:
 
     def __init__(self, tool: str) -> None:
         self._tool = tool
-        self._text = ""
+        self._pieces: list[str] = []
 
-    def read(self, text: str, *, ended: bool) -> tuple[str, list[Call]]:
+    def read(self, text: str, *, ended: bool, cut: bool = False) -> tuple[str, list[Call]]:
         """Return the call at the end, or as content what names no function, as a text that was cut
         may.
         """
-        self._text += text
+        del cut  # the arguments of a call that was cut are what has come of them
+        self._pieces.append(text)
         if not ended:
             return "", []
-        text, self._text = self._text, ""
+        text, self._pieces = "".join(self._pieces), []
         if self._tool and text:
             return "", [Call(self._tool, text)]
         try:
             call = json.loads(text)
-            arguments = json.dumps(call["parameters"], ensure_ascii=False)
-            return "", [Call(call["name"], arguments)]
-        except (ValueError, KeyError, TypeError):
+            return "", [Call(call["name"], dumped(call["parameters"]))]
+        except (ValueError, KeyError, TypeError, RecursionError):
             return text, []
 
 
@@ -51,11 +52,11 @@ class Reader:
         self._reasoning = None if reasoning is None else ReasoningReader(reasoning)
         self._answer = answer
 
-    def read(self, text: str, *, ended: bool) -> Parts:
-        """Return what is certain with this piece."""
+    def read(self, text: str, *, ended: bool, cut: bool = False) -> Parts:
+        """Return what is certain with this piece. ``cut``: the text ended before it was whole."""
         reasoning = ""
         if self._reasoning is not None:
             reasoning, text = self._reasoning.read(text, ended=ended)
         if self._answer is None:
             return Parts(reasoning, text)
-        return Parts(reasoning, *self._answer.read(text, ended=ended))
+        return Parts(reasoning, *self._answer.read(text, ended=ended, cut=cut))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
+from backend.openai_frontend.scanning import Blanks, Scanner, marks
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
@@ -65,46 +67,48 @@ class ReasoningReader:
         self._form = reasoning.form
         self._is_open = reasoning.is_open
         self._place = _Place.START
-        self._waiting = ""
+        self._scanner = Scanner()
+        self._blanks = Blanks()
+        self._start = ""  # the text's first letters, without blanks before them
         self._has_reasoning = False
 
     def read(self, text: str, *, ended: bool) -> tuple[str, str]:
         """Return the reasoning and the answer that are certain with this piece."""
-        self._waiting += text
         if self._place is _Place.START:
-            self._enter(ended)
+            text = self._enter(text, ended)
+        self._scanner.feed(text)
         reasoning = self._inside(ended) if self._place is _Place.INSIDE else ""
-        if self._place is _Place.AFTER and (answer := self._waiting.lstrip()):
-            self._waiting, self._place = answer, _Place.ANSWER
-        if self._place is not _Place.ANSWER:
+        if self._place not in (_Place.AFTER, _Place.ANSWER):
             return reasoning, ""
-        answer, self._waiting = self._waiting, ""
+        answer = self._scanner.rest()
+        if self._place is _Place.AFTER and (answer := answer.lstrip()):
+            self._place = _Place.ANSWER
         return reasoning, answer
 
-    def _enter(self, ended: bool) -> None:
-        """Go inside or to the answer, once the text's beginning says which."""
-        opening, begun = self._form.opening, self._waiting.lstrip()
-        if begun.startswith(opening):
-            self._waiting, self._place = begun.removeprefix(opening), _Place.INSIDE
-        elif ended or not opening.startswith(begun):
-            self._place = _Place.INSIDE if self._is_open else _Place.ANSWER
+    def _enter(self, text: str, ended: bool) -> str:
+        """Go inside or to the answer, once the text's beginning says which; return the text from
+        there on.
+        """
+        opening, solid = self._form.opening, text if self._start else text.lstrip()
+        if not self._start:
+            self._blanks.add(text[: len(text) - len(solid)])
+        self._start += solid
+        if self._start.startswith(opening):
+            self._blanks.take()
+            self._place = _Place.INSIDE
+            return self._start.removeprefix(opening)
+        if not ended and opening.startswith(self._start):
+            return ""
+        self._place = _Place.INSIDE if self._is_open else _Place.ANSWER
+        return self._blanks.take() + self._start
 
     def _inside(self, ended: bool) -> str:
         """Return what is certain to be reasoning."""
-        reasoning, closing, rest = self._waiting.partition(self._form.closing)
+        before, closing = self._scanner.take(marks(self._form.closing), ended=ended)
+        certain = self._blanks.add(before)
         if closing:
-            self._waiting, self._place = rest, _Place.AFTER
-        certain = reasoning if closing or ended else without_start_of(self._form.closing, reasoning)
-        certain = certain.rstrip()
-        if not closing:
-            self._waiting = "" if ended else self._waiting[len(certain) :]
+            self._place = _Place.AFTER
         if not self._has_reasoning:
             certain = certain.lstrip()
             self._has_reasoning = bool(certain)
         return certain
-
-
-def without_start_of(mark: str, text: str) -> str:
-    """Return a text without an end that may become the mark."""
-    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
-    return text[: len(text) - next((size for size in sizes if text.endswith(mark[:size])), 0)]
