@@ -71,7 +71,8 @@ def conversation(**function):
 
 def rendered(source, messages, **settings):
     front_end = FrontEnd("", ("m",), ChatTemplate(source), **settings)
-    return text_of(front_end, json.dumps({"messages": messages}).encode(), HEADERS)
+    text, _ = text_of(front_end, json.dumps({"messages": messages}).encode(), HEADERS)
+    return text
 
 
 def prompt(construct, messages, **settings):
