@@ -221,6 +221,8 @@ class Outcome:
     free: FreeChains = field(default_factory=FreeChains)
     nodes: StepNodes = field(default_factory=StepNodes)
     prefill_tokens: int = 0
+    pass_tokens: int = 0
+    """The tokens that the target's pass had, with those that padded it; 0: as many as it needed."""
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """The requests that are over."""
 

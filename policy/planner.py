@@ -325,6 +325,9 @@ class AdaptivePlanner(Policy[PlannerState]):
             catchup=ints(view.catchup),
             prefill_tokens=int(outcome.prefill_tokens),
             padded_tokens=self._limits.padded_tokens,
+            pass_tokens=int(outcome.pass_tokens),
+            last_tokens=int(view.pass_tokens),
+            change_tokens=int(view.change_tokens),
         )
 
     def predicted(self, times: Times, outcome: Outcome, view: View) -> FloatArray:

@@ -67,6 +67,8 @@ def batch_of(view: View, rows: IntArray, slot: IntArray) -> Batch:
         int(view.prefill_tokens),
         int(view.prefilling),
         float(view.cap_s),
+        int(view.pass_tokens),
+        int(view.change_tokens),
     )
 
 

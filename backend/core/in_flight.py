@@ -9,7 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from backend.core.isolation import run_again
-from backend.engines.port import AFTER, Completion, Engine, EngineLostError, LooksAhead, Turn
+from backend.engines.port import (
+    AFTER,
+    Completion,
+    Engine,
+    EngineLostError,
+    KeepsWidth,
+    LooksAhead,
+    Turn,
+)
 from backend.ops.stats import StepStats
 from backend.speculation.cycle import Step
 
@@ -79,6 +87,8 @@ class InFlight:
                 completions = self._target.poll(timeout_s=1.0)
             if self._target.limits.lookahead and isinstance(self._target, LooksAhead):
                 log.parts_s.update(self._target.parts_s())
+            if isinstance(self._target, KeepsWidth):
+                log.pass_tokens, _ = self._target.width()
             return submission, completions, False
         except EngineLostError:
             raise

@@ -148,6 +148,36 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         ("part",),
     ),
     Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),
+    Family(
+        "spindle_drafted_steps_total",
+        _C,
+        "Steps in which drafts proposed, by the nodes that the target verified of all of them: 0, "
+        "1 or more. Below 2 they were drafted in vain",
+        ("verified",),
+    ),
+    Family(
+        "spindle_promised_seconds_total",
+        _C,
+        "What plans promised of their steps, without prompts, by rows; against "
+        "spindle_planned_step_seconds_total",
+        ("rows",),
+    ),
+    Family(
+        "spindle_planned_step_seconds_total", _C, "Measured time of these steps, by rows", ("rows",)
+    ),
+    Family(
+        "spindle_promised_tokens_total",
+        _C,
+        "Tokens that plans promised of these steps, by rows; against "
+        "spindle_planned_step_tokens_total",
+        ("rows",),
+    ),
+    Family(
+        "spindle_planned_step_tokens_total",
+        _C,
+        "Tokens that these steps emitted, by rows",
+        ("rows",),
+    ),
     Family("spindle_planning_seconds", _H, "Time spent planning a step", (), _PLANNING_BUCKETS_S),
     Family(
         "spindle_time_to_first_token_seconds",

@@ -18,7 +18,7 @@ from backend.ops.metric_names import Labelled
 from backend.ops.nvidia_metrics import MODEL, Latest
 from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Plan, StepNodes, StepRows, Switches
 from policy.guard import Verdict
-from policy.levels import LEVELS
+from policy.levels import LEVELS, bucket_of, rows_of
 from policy.trim import EDGES, Calibration
 
 Labels = tuple[tuple[str, str], ...]
@@ -280,6 +280,12 @@ class StepStats:
         self._stats.observe("spindle_step_seconds", outcome.times.measured_s)
         if plan.predicted_s:  # else nothing was predicted
             self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
+            if not outcome.prefill_tokens:
+                self._promise(plan, outcome)
+        if (verified := outcome.rows.verified[outcome.rows.length > 0]).size:
+            nodes = int(verified.sum())
+            label = str(nodes) if nodes < 2 else "more"
+            self._stats.count("spindle_drafted_steps_total", verified=label)
         self._stats.observe("spindle_planning_seconds", outcome.times.parts_s.get("planning", 0.0))
         parts_s = exclusive_parts(outcome.times.parts_s).items()
         self._stats.count_all(
@@ -303,6 +309,15 @@ class StepStats:
             self._draft(name, arm, outcome.rows, which)
         if len(outcome.nodes):
             self._nodes(draft[outcome.nodes.row], outcome.nodes, drafts)
+
+    def _promise(self, plan: Plan, outcome: Outcome) -> None:
+        """Count what a plan promised and what its step brought, by rows."""
+        rows = rows_of(bucket_of(len(plan.length)))
+        tokens, seconds = float(outcome.rows.emitted.sum()), outcome.times.measured_s
+        self._stats.count("spindle_promised_seconds_total", plan.predicted_s, rows=rows)
+        self._stats.count("spindle_planned_step_seconds_total", seconds, rows=rows)
+        self._stats.count("spindle_promised_tokens_total", plan.predicted_tokens, rows=rows)
+        self._stats.count("spindle_planned_step_tokens_total", tokens, rows=rows)
 
     def _nodes(self, draft: IntArray, judged: StepNodes, drafts: tuple[str, ...]) -> None:
         """Count nodes, and those that were accepted, by the confidence that was claimed of them."""

@@ -67,6 +67,8 @@ class StepLog:
     batch_size: int = 0
     decoding: int = 0
     prefill_tokens: int = 0
+    pass_tokens: int = 0
+    """As ``policy.Outcome``."""
     parts_s: dict[str, float] = field(default_factory=dict)
     """Wall times by part; ``planning``, and ``learning`` from the step before, are overhead."""
     rows: list[LoggedRow] = field(default_factory=list)
@@ -163,6 +165,7 @@ class StepLog:
             FreeChains(*_columns(self.free, len(LoggedChain._fields))),
             _nodes(self.nodes),
             prefill_tokens=self.prefill_tokens,
+            pass_tokens=self.pass_tokens,
             finished=np.array(self.finished, np.int64) if self.finished else _NONE,
         )
 

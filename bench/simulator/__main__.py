@@ -131,7 +131,7 @@ def fleet_command(options: argparse.Namespace, runner: Runner) -> dict[str, Any]
 def guard_command(options: argparse.Namespace, runner: Runner) -> dict[str, Any]:
     """Simulate the guard at the factors and loads asked for."""
     cases = [
-        (deployments()[name], presets.MIXED, factor, in_flight, seed)
+        (deployments()[name], presets.MIXED, factor, in_flight, seed, options.change_tokens)
         for name in options.deployments
         for factor in options.factors
         for in_flight in options.in_flight
@@ -176,6 +176,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     guard.add_argument("--factors", type=float, nargs="*", default=[1.0, 1.3, 1.8])
     guard.add_argument("--in-flight", type=int, nargs="*", default=[1, 4, 16])
     guard.add_argument("--seeds", type=seeds, default="3,4,5")
+    about = "what a pass of another width costs, in tokens"
+    guard.add_argument("--change-tokens", type=int, default=0, help=about)
     return parser.parse_args(arguments)
 
 

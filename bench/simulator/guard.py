@@ -1,5 +1,5 @@
 """The guard's worth where tables are wrong: passes with proposals that are dearer than any
-table says, on a closed loop.
+table says, on a closed loop; and what it costs that a pass of another width takes longer.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ import numpy as np
 from policy.simulation.arms import make_policy
 from policy.simulation.deployment import Deployment, perturbed
 from policy.simulation.fleet import simulate_closed
+from policy.simulation.replica import Step
 from policy.simulation.workload import Drift, Mix, backlog, draw
 
 ARMS = "none", "adaptive", "guarded"
 _TABLE_ERROR, _NOISE = 0.1, 0.05
 _REQUESTS = 24  # for each in flight
 _LEAST_REQUESTS = 60
+MOST_IN_VAIN = 1  # nodes of the whole batch: a step that drafted and verified no more
 
 
 def guard_row(
-    deployment: Deployment, mix: Mix, factor: float, in_flight: int, seed: int
+    deployment: Deployment, mix: Mix, factor: float, in_flight: int, seed: int, change_tokens: int
 ) -> dict[str, Any]:
     """Return tokens per second by arm where the decoding rows of a pass with proposals take
-    ``factor`` times what the table says, with the steps that a guarded run took.
+    ``factor`` times what the table says, and ``change_tokens`` are as in ``Deployment``; with the
+    steps that a guarded run took, and the share of those with a draft that were drafted in vain.
     """
-    deployment = replace(deployment, proposing_factor=factor, noise=_NOISE)
+    deployment = replace(
+        deployment, proposing_factor=factor, noise=_NOISE, change_tokens=change_tokens
+    )
     requests = max(_LEAST_REQUESTS, _REQUESTS * in_flight)
     drift = Drift.none(len(mix.categories), len(deployment.drafts))
     arrivals = backlog(requests)
@@ -37,10 +42,17 @@ def guard_row(
     for arm in ARMS:
         policy = make_policy(arm, deployment, mix, work, read, seed)
         run = simulate_closed(deployment, work, policy, seed, in_flight)
-        seconds = sum(step.seconds for step in run.steps)
-        row[arm] = round(sum(step.emitted for step in run.steps) / seconds, 3)
+        row[arm] = _goodput(run.steps)
+        row[f"{arm}_first_third"] = _goodput(run.steps[: len(run.steps) // 3])
         row["steps"] = len(run.steps)
+        drafted = [step.verified for step in run.steps if step.drafted]
+        in_vain = sum(verified <= MOST_IN_VAIN for verified in drafted)
+        row[f"{arm}_in_vain"] = round(in_vain / len(drafted), 3) if drafted else 0.0
     return row
+
+
+def _goodput(steps: list[Step]) -> float:
+    return round(sum(step.emitted for step in steps) / sum(step.seconds for step in steps), 3)
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -56,6 +68,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "adaptive_over_none": _mean(found, "adaptive", "none"),
             "guarded_over_none": _mean(found, "guarded", "none"),
             "guarded_over_adaptive": _mean(found, "guarded", "adaptive"),
+            "first_third": _mean(found, "guarded_first_third", "none_first_third"),
+            "in_vain": round(float(np.mean([row["guarded_in_vain"] for row in found])), 3),
             "steps": int(np.mean([row["steps"] for row in found])),
         }
         for cell, found in cells.items()

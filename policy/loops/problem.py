@@ -13,7 +13,7 @@ import numpy as np
 
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
-from .times import FIRST_DRAFT, TIMES, VERIFY, Times, forward_s, verify_each_s, verify_s
+from .times import FIRST_DRAFT, TIMES, VERIFY, Times, forward_s, price_passes, verify_s
 
 TIE = 1e-9
 """Relative difference below which the choice with the fewest tokens wins."""
@@ -106,9 +106,16 @@ class Batch(NamedTuple):
     prefilling: int
     """Requests in prefill, which wait for the step."""
     cap_s: float
+    pass_tokens: int
+    """As ``policy.plan.View``, like ``change_tokens``."""
+    change_tokens: int
 
 
-BATCH = record(Batch, *[INTS[1]] * 4, *[INTS[2]] * 3, *[INTS[1]] * 3, INTS[0], INTS[0], FLOATS[0])
+BATCH = record(
+    Batch,
+    *(*[INTS[1]] * 4, *[INTS[2]] * 3, *[INTS[1]] * 3),
+    *(INTS[0], INTS[0], FLOATS[0], INTS[0], INTS[0]),
+)
 
 
 class Limits(NamedTuple):
@@ -269,7 +276,7 @@ def build(
     plain = b.prefill_tokens + everyone + control_tokens
     undrafted_s = np.zeros(n * k_max + 1)
     if plain:
-        verify_each_s(t, plain, undrafted_s)
+        price_passes(t, plain, b.pass_tokens, b.change_tokens, undrafted_s)
     undrafted_s += fixed_s
     if limits.padded_tokens:
         padded_s = verify_s(t, plain + limits.padded_tokens * everyone) - verify_s(t, plain)

@@ -23,6 +23,7 @@ _IDLE_FACTOR, _IDLE_KEEP = 1.5, 0.9995  # an unused draft's slowdown decays, or 
 _MAX_SHAPE_SURPRISE = 0.25  # of one step
 _SHAPE_PRIOR = 2.0  # steps that the table is worth
 _FADING = 0.998  # share of the evidence by octave that a step leaves
+_SMALL_CHANGE = 0.05  # share of a pass that a change of width may take if the pass teaches
 _ENOUGH = 1.0  # evidence below which an octave is as its neighbours are
 
 
@@ -73,13 +74,27 @@ def verify_s(times: Times, tokens: int) -> float:
 
 
 @helper
-def verify_each_s(times: Times, first: int, seconds: Floats) -> None:
-    """Compute ``verify_s`` of passes of ``first`` tokens and up, into ``seconds[m]``."""
+def price_passes(
+    times: Times, first: int, last_tokens: int, change_tokens: int, seconds: Floats
+) -> None:
+    """Compute the seconds of passes of ``first`` tokens and up, into ``seconds[m]``, as plan and
+    trim charge them; rows and context apart.
+
+    On an engine that prefers to keep its width, a pass of another number of tokens than the
+    ``last_tokens`` of the one before takes as long as ``change_tokens`` more of them (0: no
+    longer). A narrower pass is padded to that width if this is quicker.
+    """
     target_s, slope_s, factor = times.target_s, times.target_slope_s, times.factor[VERIFY]
     last = len(target_s) - 1
+    same_s = verify_s(times, last_tokens)
+    change_s = verify_s(times, last_tokens + change_tokens) - same_s
     for m in range(len(seconds)):
         over = max(first + m - last, 0)
         seconds[m] = factor * (target_s[first + m - over] + slope_s * over)
+        if change_tokens:
+            seconds[m] += change_s
+            if first + m <= last_tokens:
+                seconds[m] = min(seconds[m], same_s)
 
 
 @helper
@@ -107,15 +122,21 @@ class Step(NamedTuple):
     prefill_tokens: int
     padded_tokens: int
     """Nodes of every row if any has one, as on an engine that pads; 0: as many as it has."""
+    pass_tokens: int
+    """As ``policy.plan.Outcome``."""
+    last_tokens: int
+    """Tokens of the pass before, like ``policy.plan.View.pass_tokens``."""
+    change_tokens: int
+    """As ``policy.plan.View``."""
 
 
-STEP = record(Step, *(INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[2], INTS[0], INTS[0]))
+STEP = record(Step, *[INTS[1]] * 5, INTS[2], *[INTS[0]] * 5)
 
 
 @entry(TIMES, STEP, FLOATS[1])
 def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
-    """Compute what a step should have taken, ``parts[2 + D]``; return the target's tokens and the
-    seconds of its curve at them.
+    """Compute what a step should have taken, ``parts[2 + D]``, without a change of width; return
+    the tokens of the target's pass and the seconds of its curve at them.
     """
     t, s = times, step
     drafts = len(t.draft_row_s)
@@ -145,7 +166,7 @@ def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
     for d in range(drafts):
         for j in range(deepest):
             parts[FIRST_DRAFT + d] += forward_s(t, d, count[d, j])
-    tokens = nodes + rows + s.prefill_tokens
+    tokens = max(nodes + rows + s.prefill_tokens, s.pass_tokens)
     base_s = verify_s(t, tokens)
     other_s = rows * t.row_s + context * t.context_s + node_context * t.node_context_s
     parts[VERIFY] = base_s + t.factor[VERIFY] * other_s
@@ -294,10 +315,16 @@ def learn_step(
 ) -> int:
     """Learn from the times of a step, in place; see ``learn_times``.
 
-    ``overhead_s[2]`` are those of plain steps and of others.
+    ``overhead_s[2]`` are those of plain steps and of others. A pass whose width changed says
+    nothing of what its tokens take, unless a change is small beside them.
     """
     predicted = np.empty(len(factor))
     tokens, base_s = predict(times, step, predicted)
+    if step.change_tokens and tokens != step.last_tokens:
+        change_s = verify_s(times, step.last_tokens + step.change_tokens)
+        change_s -= verify_s(times, step.last_tokens)
+        if change_s > _SMALL_CHANGE * base_s:
+            measured[VERIFY] = 0.0
     _learn_overhead(overhead_s, step.length.max() > 0, measured[OVERHEAD])
     return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)
 

@@ -9,7 +9,7 @@ from .arrays import Bools, Floats, Ints
 from .compiling import BOOLS, FLOATS, INTS, entry, helper, record
 from .problem import TIE
 from .search import descending
-from .times import TIMES, VERIFY, Times, verify_s
+from .times import TIMES, VERIFY, Times, price_passes
 
 BOUNDS = np.array(
     [0.0, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98, 1.0]
@@ -83,9 +83,8 @@ class Pass(NamedTuple):
     spare_s: float
     """Seconds that a pass may be longer than the plan's; inf: any."""
     last_tokens: int
-    """Tokens of the last pass."""
+    """As ``policy.plan.View.pass_tokens``."""
     change_tokens: int
-    """Tokens that another number of tokens than the last one is as dear as; 0: none."""
 
 
 PASS = record(Pass, *(INTS[1], INTS[0], FLOATS[0], INTS[0], FLOATS[0], INTS[0], INTS[0]))
@@ -143,22 +142,15 @@ def trim(times: Times, counts: Counts, step: Pass, proposed: Proposed, nodes: In
     knots, accepted_at = counts.knots, counts.accepted_at
     t, s, p = times, step, proposed
     count = len(p.row)
-    pass_s = np.empty(count + 1)
-    for m in range(count + 1):
-        pass_s[m] = verify_s(t, s.tokens + m)
+    pass_s = np.empty(max(count, s.longest_tokens) + 1)
+    price_passes(t, s.tokens, s.last_tokens, s.change_tokens, pass_s)
+    last = count + 1
     if s.spare_s < np.inf:
-        longest_s = (verify_s(t, s.tokens + s.longest_tokens) + s.spare_s) * (1 + TIE)
+        longest_s = (pass_s[s.longest_tokens] + s.spare_s) * (1 + TIE)
         last = 1
         while last <= count and pass_s[last] <= longest_s:
             last += 1
-        pass_s = pass_s[:last]
-    if s.change_tokens:
-        same_s = verify_s(t, s.last_tokens)
-        change_s = verify_s(t, s.last_tokens + s.change_tokens) - same_s
-        for m in range(len(pass_s)):
-            pass_s[m] += change_s
-            if s.tokens + m <= s.last_tokens:
-                pass_s[m] = min(pass_s[m], same_s)
+    pass_s = pass_s[:last]
     node_s = t.factor[VERIFY] * t.node_context_s
     worth = np.empty(count)
     for q in range(count):

@@ -42,6 +42,10 @@ class Deployment:
     """Standard deviation of the logarithm of a step's time."""
     planning_s: tuple[tuple[int, float], ...] = ()
     """(Rows, seconds) in order: what planning and learning add to a planned step."""
+    change_tokens: int = 0
+    """A pass of another width than the last one takes as much longer as these tokens do; 0: the
+    engine has no width to keep.
+    """
     full_information: bool = False
     """Lets policies learn in every step how each draft would have guessed; no server can."""
 
@@ -70,6 +74,34 @@ class Work:
     prefill_tokens: int = 0
     free_rows: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def tokens(self) -> int:
+        """The tokens that the target's pass needs room for."""
+        return len(self.length) + int(self.verified.sum()) + self.prefill_tokens
+
+
+@dataclass(slots=True)
+class Width:
+    """The tokens of passes on an engine that prepares its operations again when their number
+    changes: a slightly smaller pass is padded to the width of the last one, until the padding has
+    cost more than a change does (as ``backend.engines.openvino.width``).
+    """
+
+    change_tokens: int
+    tokens: int = 0
+    """Of the last pass."""
+    padded: int = 0
+    """Tokens of padding since the last change."""
+
+    def widen(self, tokens: int) -> bool:
+        """Set the width of a pass that needs room for some tokens; return whether it changed."""
+        more = self.tokens - tokens
+        changed = more < 0 or self.padded + more > self.change_tokens
+        if changed:
+            self.tokens, more = tokens, 0
+        self.padded = self.padded + more if more else 0
+        return changed
+
 
 def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> dict[str, float]:
     """Return the seconds of a step by part, in the names of ``StepTimes.parts_s``.
@@ -78,8 +110,7 @@ def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> di
     token per row still drafting; the target verifies everything with the prompts' chunks in one
     pass. ``rows`` and ``context_tokens`` include those of the chunks.
     """
-    tokens = len(work.length) + int(work.verified.sum()) + work.prefill_tokens
-    parts = {"verify": latency.target.seconds(tokens, work.rows, work.context_tokens)}
+    parts = {"verify": latency.target.seconds(work.tokens, work.rows, work.context_tokens)}
     parts["overhead"] = latency.overhead_s + latency.speculation_s * bool(work.length.any())
     for d, rows in work.free_rows.items():
         parts[f"draft:{drafts[d]}"] = latency.drafts[d].seconds(rows, rows)
@@ -93,9 +124,14 @@ def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> di
     return parts
 
 
-def step_time(deployment: Deployment, view: View, work: Work) -> dict[str, float]:
-    """Return the seconds of a step by part."""
+def step_time(deployment: Deployment, view: View, work: Work, width: Width) -> dict[str, float]:
+    """Return the seconds of a step by part, and set the width of its pass."""
     parts_s, latency = step_parts(deployment.latency, work, view.drafts), deployment.latency
+    if width.change_tokens:
+        last = width.tokens
+        paid = width.change_tokens if width.widen(work.tokens) and last else 0
+        target = latency.target
+        parts_s["verify"] += target.at(width.tokens + paid) - target.at(work.tokens)
     parts_s["verify"] += latency.target.node_context_s * int(work.verified @ view.context)
     if deployment.proposing_factor != 1 and work.verified.any():
         tokens, context = len(view) + int(work.verified.sum()), int(view.context.sum())

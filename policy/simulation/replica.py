@@ -25,7 +25,7 @@ from policy.plan import (
     View,
 )
 
-from .deployment import BLOCK_TOKENS, Deployment, Work, blocks, step_time
+from .deployment import BLOCK_TOKENS, Deployment, Width, Work, blocks, step_time
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
@@ -48,6 +48,10 @@ class Step(NamedTuple):
     emitted: int
     prefill_tokens: int
     queued: int
+    verified: int
+    """Nodes that the target verified."""
+    drafted: bool
+    """Whether a draft with a model proposed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +126,7 @@ class Replica:
         self._all_found = bool((workload.acceptance.found == 1).all())
         self._free = np.array(deployment.free, np.bool_)
         self._scored = self._free | deployment.full_information
+        self._width = Width(deployment.change_tokens)
         self.outstanding = 0
         self.preemptions = 0
 
@@ -230,7 +235,16 @@ class Replica:
         if self._showing.any():
             shown = workload.acceptance.evidence(rows, emitted, self._showing, now)
             evidence = np.where(ceiling > 0, shown, 0)
-        return View(names, *columns, *prefill, group=group, tenant=tenant, evidence=evidence)
+        return View(
+            names,
+            *columns,
+            *prefill,
+            group=group,
+            tenant=tenant,
+            evidence=evidence,
+            pass_tokens=self._width.tokens,
+            change_tokens=self._width.change_tokens,
+        )
 
     def _begin(self, now: float) -> _Pending:
         ended, prefill_tokens, prefill_rows, prefill_context = self._chunks()
@@ -252,7 +266,7 @@ class Replica:
             free_rows={d: rows for d, rows in free_rows.items() if rows},
         )
         noise = float(np.exp(self._deployment.noise * self._noise_rng.standard_normal()))
-        parts_s = step_time(self._deployment, view, work)
+        parts_s = step_time(self._deployment, view, work, self._width)
         parts_s = {part: noise * s for part, s in parts_s.items()}
         step_s = sum(parts_s.values())
         planning_s = self._deployment.planned_s(n) if self._plans else 0.0
@@ -335,10 +349,13 @@ class Replica:
                 accepted=(depth < matched[:, None])[known],
             ),
             prefill_tokens=view.prefill_tokens,
+            pass_tokens=self._width.tokens,
             finished=np.concatenate([rows[over[0]], first[over[1]]]),
         )
         figures = int(length.sum()), int(accepted.sum()), int(outcome.rows.emitted.sum())
-        self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, len(self._queue)))
+        queue, by_model = len(self._queue), (plan.draft >= 0) & ~self._free[plan.draft]
+        drafted = int(verified.sum()), bool((length * by_model).any())
+        self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, queue, *drafted))
         return _Pending(outcome, rows, plan)
 
     def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> FreeChains:

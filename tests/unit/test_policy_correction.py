@@ -144,7 +144,7 @@ def test_seconds_of_several_drafts_are_those_of_each_inside_its_grid_and_beyond(
     catchup = np.array([[1, 0], [9, 0], [0, 2], [0, 40]])
     draft, length = np.array([0, 0, 1, 1]), np.array([1, 2, 2, 1])
     parts = np.empty(4)
-    step = Step(np.arange(4), draft, length, length, np.zeros(4, np.int64), catchup, 0, 0)
+    step = Step(np.arange(4), draft, length, length, np.zeros(4, np.int64), catchup, *[0] * 5)
     predict(times, step, parts)
     first = 2.0 * (curves[0].at(10) + curves[0].at(1) + 3 * 0.1)
     second = 3.0 * (curves[1].at(42) + curves[1].at(1))
@@ -152,12 +152,13 @@ def test_seconds_of_several_drafts_are_those_of_each_inside_its_grid_and_beyond(
     assert parts[0] == pytest.approx(CURVE.at(10))
 
 
-def step_of(length):
+def step_of(length, **more):
     """A step of rows with these lengths, of one draft."""
     length = np.array(length)
     rows = np.arange(len(length))
     draft = np.where(length > 0, 0, -1)
-    return Step(rows, draft, length, length, 0 * rows, np.zeros((len(rows), 1), np.int64), 0, 0)
+    catchup = np.zeros((len(rows), 1), np.int64)
+    return Step(rows, draft, length, length, 0 * rows, catchup, *[0] * 5)._replace(**more)
 
 
 def after_overheads(seconds, model, steps=200):
@@ -196,3 +197,28 @@ def test_a_pause_hardly_moves_the_overhead():
         )
     )
     assert paused.overhead_s[0] < 1.2 * steady.overhead_s[0]
+
+
+@pytest.mark.parametrize(("change_tokens", "learns"), [(0, True), (1, True), (4, False)])
+def test_a_pass_whose_width_changed_teaches_nothing_unless_a_change_is_cheap(change_tokens, learns):
+    """A change takes what so many tokens more do, 1 % of a pass each here."""
+    model = LatencyModel(LatencyCurve(1 + 0.01 * np.arange(400), 0.01), (CURVE,))
+    widths = {"last_tokens": 9, "change_tokens": 2 * change_tokens}
+
+    def learnt(pass_tokens):
+        step = step_of((0,) * 3, **widths, pass_tokens=pass_tokens)
+        measured_s = np.array([3.0, 0.1, 0.0])
+        once = Correction.start(1)
+        return once.learnt(
+            lambda *columns: learn_step(model.tables, step, measured_s, 3.1, *columns)
+        )
+
+    assert (learnt(3).factor[0] > 1) == learns
+    assert learnt(9).factor[0] > 1
+
+
+def test_a_padded_pass_teaches_what_its_width_takes():
+    model, step = LatencyModel(CURVE, (CURVE,)), step_of((0, 0), pass_tokens=9)
+    parts = np.empty(3)
+    tokens, base_s = predict(model.tables, step, parts)
+    assert (tokens, base_s) == (9, pytest.approx(CURVE.at(9)))

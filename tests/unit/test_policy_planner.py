@@ -217,6 +217,27 @@ def test_a_node_pays_for_the_context_that_it_reads():
     assert lengths[0] > lengths[1] > 0
 
 
+@pytest.mark.parametrize("hazard", [0.3, 0.6, 0.9])
+def test_what_the_trim_would_not_verify_for_the_width_of_the_pass_is_not_drafted(hazard):
+    """After a plain step, 16 rows wide, a wider pass costs as much as many tokens more."""
+    p = planner(latency((0.01, 0.02), token_s=0.02, free_tokens=1), **certain(hazard))
+    state = p.start()
+
+    def planned(change_tokens, pass_tokens=16):
+        seen = view(16, pass_tokens=pass_tokens, change_tokens=change_tokens)
+        return p.plan(seen, state, 0.0, RNG)[0]
+
+    assert planned(0).length.sum() > 0
+    assert planned(10_000).length.sum() == 0
+    lengths = [int(planned(tokens).length.sum()) for tokens in (0, 20, 40, 80, 160, 320, 640)]
+    drafted = [total for total in lengths if total]
+    assert drafted, "a dear change was never worth it"
+    assert lengths[len(drafted) :] == [0] * (len(lengths) - len(drafted))
+    as_wide = planned(10_000, pass_tokens=40)
+    assert as_wide.length.sum() == 24  # the room that the last pass leaves, which costs nothing
+    assert as_wide.predicted_s < planned(10_000, pass_tokens=15).predicted_s
+
+
 def test_prefill_in_the_step_does_not_lengthen_chains():
     """Prefill makes the step long; V / T of the step alone would then speculate more."""
     p = planner(latency(free_tokens=1), **certain(0.7))

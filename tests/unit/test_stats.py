@@ -69,6 +69,24 @@ def test_a_step_s_rows_are_counted_by_draft_and_arm():
     assert seen["spindle_step_predicted_seconds",] == [0.02]
 
 
+@pytest.mark.parametrize(("verified", "label"), [(0, "0"), (1, "1"), (2, "more")])
+def test_what_was_drafted_in_vain_is_counted(verified, label):
+    stats = Stats()
+    outcome = step([0, NO_DRAFT], [3, 0], [0, 0])
+    outcome.rows.verified = np.array([verified, 0])
+    plan = Plan(outcome.rows.draft, outcome.rows.length, 0.02, 2.5)
+    StepStats(stats).step(plan, outcome, DRAFTS, [False] * 2)
+    seen = figures(stats)
+    assert seen["spindle_drafted_steps_total", label] == 1
+    promised = {key[0]: n for key, n in seen.items() if key[1:] == ("2",)}
+    assert promised == {
+        "spindle_promised_seconds_total": 0.02,
+        "spindle_promised_tokens_total": 2.5,
+        "spindle_planned_step_seconds_total": outcome.times.measured_s,
+        "spindle_planned_step_tokens_total": 2,
+    }
+
+
 def test_nodes_are_counted_by_what_was_claimed_of_them():
     stats, none = Stats(), np.zeros(2, np.int64)
     nodes = StepNodes(
