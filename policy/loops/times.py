@@ -316,7 +316,7 @@ def learn_step(
     """Learn from the times of a step, in place; see ``learn_times``.
 
     ``overhead_s[2]`` are those of plain steps and of others. A pass whose width changed says
-    nothing of what its tokens take, unless a change is small beside them.
+    nothing about what its tokens take, unless a change takes little of it.
     """
     predicted = np.empty(len(factor))
     tokens, base_s = predict(times, step, predicted)

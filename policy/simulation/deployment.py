@@ -82,14 +82,15 @@ class Work:
 
 @dataclass(slots=True)
 class Width:
-    """The tokens of passes on an engine that prepares its operations again when their number
-    changes: a slightly smaller pass is padded to the width of the last one, until the padding has
-    cost more than a change does (as ``backend.engines.openvino.width``).
+    """The width of passes on an engine that prefers to keep it.
+
+    A slightly smaller pass is padded to the width of the last one, until the padding has cost more
+    than a change does (as ``backend.engines.openvino.width``).
     """
 
     change_tokens: int
     tokens: int = 0
-    """Of the last pass."""
+    """The width of the last pass."""
     padded: int = 0
     """Tokens of padding since the last change."""
 

@@ -201,7 +201,7 @@ def test_a_pause_hardly_moves_the_overhead():
 
 @pytest.mark.parametrize(("change_tokens", "learns"), [(0, True), (1, True), (4, False)])
 def test_a_pass_whose_width_changed_teaches_nothing_unless_a_change_is_cheap(change_tokens, learns):
-    """A change takes what so many tokens more do, 1 % of a pass each here."""
+    """A change takes what two, or eight, more tokens do: 1 % of a pass each."""
     model = LatencyModel(LatencyCurve(1 + 0.01 * np.arange(400), 0.01), (CURVE,))
     widths = {"last_tokens": 9, "change_tokens": 2 * change_tokens}
 
