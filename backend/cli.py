@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,9 @@ DELEGATED_COMMANDS = {
     "bench": ("bench.sweep.run", "load the server and compare policies (in a clone only)"),
 }
 """Commands that have an option parser of their own: where, and what they do."""
+
+_DOTTED = re.compile(r"(?:^|[,=])[^\W\d]\w*(?:\.[^\W\d]\w*)+(?:$|[,:])")
+"""The path of a user's policy among arguments."""
 
 EXAMPLES = """examples:
   spindle serve                             the embedded model on HTTP 8000, gRPC 8001, OpenAI 9000
@@ -98,7 +102,8 @@ def _delegate(command: str, arguments: list[str]) -> int:
     module, _ = DELEGATED_COMMANDS[command]
     if str(PROJECT_ROOT) not in sys.path:
         sys.path.insert(0, str(PROJECT_ROOT))
-    sys.path.append(os.getcwd())  # a policy of the user's
+    if any(map(_DOTTED.search, arguments)):
+        sys.path.append(os.getcwd())  # a policy of the user's
     if not PROJECT_ROOT.joinpath(*module.split(".")).with_suffix(".py").is_file():
         where = "is not in the installed package. It runs in a clone of the source: make bench"
         print(f"spindle: error: `spindle {command}` {where}", file=sys.stderr)

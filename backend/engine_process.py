@@ -16,7 +16,7 @@ from time import perf_counter
 from types import FrameType
 
 from backend.app import App, build
-from backend.config import LogConfig, load_config
+from backend.config import LogConfig, ServingConfig, load_config
 from backend.core.session import Delta
 from backend.ipc.messages import SWITCHES_SUFFIX
 from backend.ipc.server import Server
@@ -80,13 +80,17 @@ def spare_the_collector() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-def policy_folders(config: Path) -> list[str]:
-    """Return the last folders on sys.path where a user's policy may be: none can shadow a module.
+def policy_folders(config: ServingConfig, file: Path) -> list[str]:
+    """Return the last folders on sys.path where a user's policy may be; none without such a policy,
+    so that no other module is found there.
 
-    Next to ``serving.json``, and where the launcher was started (``SPINDLE_POLICY_PATH``).
+    Next to the configuration's ``file``, and where the launcher was started
+    (``SPINDLE_POLICY_PATH``).
     """
+    if not config.policy.is_custom:
+        return []
     from_launcher = os.environ.get("SPINDLE_POLICY_PATH", "").split(os.pathsep)
-    folders = dict.fromkeys([str(config.absolute().parent), *filter(None, from_launcher)])
+    folders = dict.fromkeys([str(file.absolute().parent), *filter(None, from_launcher)])
     return [folder for folder in folders if folder not in sys.path]
 
 
@@ -103,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal's Ctrl-C reaches the whole group; the parent decides
-    sys.path += policy_folders(arguments.config)
     started = perf_counter()
     try:
         config = load_config(arguments.config)
+        sys.path += policy_folders(config, arguments.config)
         set_up_logging("engine", config.log)
         app = build(config)
         app.switches.keep_in(arguments.socket.with_suffix(SWITCHES_SUFFIX))

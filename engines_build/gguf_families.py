@@ -44,12 +44,12 @@ def write_folder(gguf_file: Path, fields: dict[str, Any], folder: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     where: dict[str, Any] = {"gguf_file": gguf_file.name, "local_files_only": True}
-    config = AutoConfig.from_pretrained(gguf_file.parent, **where)
+    config = AutoConfig.from_pretrained(gguf_file.parent, trust_remote_code=False, **where)
     head_dim = fields.get(f"{fields['general.architecture']}.attention.key_length")
     if head_dim:  # transformers takes the family's usual one
         config.head_dim = head_dim
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
+        lm = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     read = load_gguf_checkpoint(
         str(gguf_file), return_tensors=True, model_to_load=lm, torch_dtype=torch.bfloat16
     )
@@ -62,6 +62,6 @@ def write_folder(gguf_file: Path, fields: dict[str, Any], folder: Path) -> None:
     config.architectures, config.dtype = [type(lm).__name__], torch.bfloat16
     config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, **where)
+    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, trust_remote_code=False, **where)
     tokenizer.chat_template = fields.get("tokenizer.chat_template")
     tokenizer.save_pretrained(folder)

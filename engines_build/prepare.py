@@ -174,9 +174,9 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print what was measured")
     args = parser.parse_args()
     set_up_messages(verbose=args.verbose)
-    sys.path += policy_folders(args.config)
     try:
         config = load_config(args.config)
+        sys.path += policy_folders(config, args.config)
         check_policy(config)  # mistakes that need no minutes of measuring to be reported
         check_folders(config)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the compiler swallows exceptions

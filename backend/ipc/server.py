@@ -121,7 +121,7 @@ class Ticket:
 
     def error(self, code: ErrorCode, message: str) -> None:
         """Send the error that ends the request."""
-        self._close(Failed(id=self._id, code=code, message=message), Broken(code.value, message))
+        self._close(Failed(id=self._id, code=code, message=message), Broken(code.value))
 
     def _close(self, message: Final | Failed, ending: Ended | Broken) -> None:
         if self._connection.tickets.pop(self._id, None) is not None:

@@ -57,10 +57,9 @@ class Ended(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """A request that was not: an error's code and its sentence."""
+    """A request that was not: an error's code. Its sentence may quote the prompt."""
 
     code: str
-    message: str
 
 
 @dataclass(slots=True)

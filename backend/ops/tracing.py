@@ -164,7 +164,7 @@ def _mark_error(span: Any, ending: Ended | Broken | None) -> None:
     from opentelemetry.trace import Status, StatusCode
 
     if isinstance(ending, Broken):
-        span.set_status(Status(StatusCode.ERROR, ending.message))
+        span.set_status(Status(StatusCode.ERROR, ending.code))
 
 
 def _request_attributes(trace: RequestTrace) -> dict[str, Any]:

@@ -261,7 +261,8 @@ def _text_config(folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig  # takes seconds
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = whole.get_text_config()
     except Exception:  # any configuration's own; what is missing is named
         return {}
     names = ("vocab_size", "max_position_embeddings")

@@ -79,7 +79,7 @@ def read(
     Raises ValueError, naming the flag and the file, for what ``read_again`` refuses.
     """
     try:
-        with np.load(path) as file:
+        with np.load(path, allow_pickle=False) as file:
             kept = {name: file[name] for name in file.files}
         whose, next_prompt = str(kept["target_sha256"]), int(kept["next_prompt"])
         ends = np.cumsum(kept["lengths"].astype(np.int64))

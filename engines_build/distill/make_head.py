@@ -32,7 +32,7 @@ def distil_head(args: argparse.Namespace) -> dict[str, Any]:
     """Run all stages as ``parse`` says. Returns the report that the model card shows."""
     start = time.monotonic()
     claim(args.work, args.target)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=False)
     config, weights = load(args.target, served_dtype("cpu"), "cpu")
     form = FORMS[args.form](args, config)
     layers = form.kept_layers

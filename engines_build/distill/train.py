@@ -167,7 +167,7 @@ class HeadTrainer:
                 "tokens": 0,
                 "line": {"loss": math.nan, "agreement": math.nan, "tokens": 0},
             }
-        saved = torch.load(self.checkpoint, map_location=self.device)
+        saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         self.network.load_state_dict(saved["draft"])
         for optimiser, theirs in zip(optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(theirs)

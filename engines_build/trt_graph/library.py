@@ -9,7 +9,7 @@ import importlib.util
 from types import ModuleType
 from typing import Any
 
-LIBRARIES = ("tensorrt_rtx", "tensorrt")
+from backend.engines.trt_graph import LIBRARIES
 
 
 class TrtError(Exception):

@@ -243,16 +243,18 @@ def test_a_wrong_path_is_an_error_of_the_setting(module):
 
 
 def test_it_lies_next_to_serving_json_or_where_the_launcher_was_started(tmp_path, monkeypatch):
+    own = settings("my_package.Mine")
     monkeypatch.delenv("SPINDLE_POLICY_PATH", raising=False)
-    assert policy_folders(tmp_path / "serving.json") == [str(tmp_path)]
+    assert policy_folders(own, tmp_path / "serving.json") == [str(tmp_path)]
     (tmp_path / "start").mkdir()
     monkeypatch.chdir(tmp_path / "start")
-    settings = read_settings({"SPINDLE_CONFIG": str(tmp_path / "serving.json")})
-    monkeypatch.setenv("SPINDLE_POLICY_PATH", policy_path(settings))
-    folders = policy_folders(tmp_path / "run" / "serving.json")
+    read = read_settings({"SPINDLE_CONFIG": str(tmp_path / "serving.json")})
+    monkeypatch.setenv("SPINDLE_POLICY_PATH", policy_path(read))
+    folders = policy_folders(own, tmp_path / "run" / "serving.json")
     assert folders == [str(tmp_path / "run"), str(tmp_path), str(tmp_path / "start")]
+    assert policy_folders(settings("adaptive"), tmp_path / "run" / "serving.json") == []
     monkeypatch.syspath_prepend(tmp_path)
-    assert policy_folders(tmp_path / "serving.json") == [str(tmp_path / "start")]
+    assert policy_folders(own, tmp_path / "serving.json") == [str(tmp_path / "start")]
 
 
 # -- the simulator

@@ -3,22 +3,44 @@ and checkpoints are read.
 """
 
 import ast
+import contextlib
+import importlib
 import json
+import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from backend.engines.checkpoint import CheckpointError, load
+from backend import cli, engine_process
+from backend.engines.checkpoint import load
+from backend.engines.models.configuration import read_decoder_config
 from backend.ipc.messages import Chunk
+from backend.settings import ConfigError
+from backend.storage.manifest import read_manifest
 from backend.triton_adapter.codec import load_arrays
+from engines_build import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "engines_build" / "drafts" / "tiny-target"
 SERVED = [
     path
     for folder in ("backend", "policy", "model_repository")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
+BUILT = sorted((ROOT / "engines_build").rglob("*.py"))
+COMPUTED = {
+    "backend/cli.py": "a command's module, of its own table",
+    "backend/engines/cuda/prompts.py": "one of its own table",
+    "backend/engines/registry.py": "a kind's module, of its own table",
+    "backend/engines/trt_graph/runtime.py": "a library of its own list",
+    "policy/baselines/registry.py": "a module in its own folder",
+    "policy/custom.py": "the user's policy: code that serving.json names",
+    "engines_build/trt_graph/library.py": "a library of its own list",
+}
+"""Files that import modules whose names are computed."""
 MODULES = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
 CALLS = {
     "eval",
@@ -32,6 +54,9 @@ CALLS = {
     "yaml.load",
     "yaml.unsafe_load",
 }
+
+
+COMPUTES = "imports a module of a computed name"
 
 
 def wrong_in(tree):
@@ -55,13 +80,23 @@ def wrong_in(tree):
                 or options.get("trust_remote_code") == "True"
             ):
                 yield node.lineno, name
+            elif (
+                re.fullmatch(r"Auto\w+\.from_\w+", name)
+                and options.get("trust_remote_code") != "False"
+            ):
+                yield node.lineno, f"{name} without trust_remote_code=False"
+            elif name.endswith("import_module") and not isinstance(node.args[0], ast.Constant):
+                yield node.lineno, COMPUTES
             elif name in ("np.load", "numpy.load") and options.get("allow_pickle") != "False":
                 yield node.lineno, f"{name} without allow_pickle=False"
 
 
-@pytest.mark.parametrize("path", SERVED, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_that_is_served_unpickles_evaluates_or_starts_a_shell(path):
-    assert list(wrong_in(ast.parse(path.read_text("utf-8")))) == []
+@pytest.mark.parametrize("path", [*SERVED, *BUILT], ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_that_is_served_or_built_runs_code_from_files(path):
+    wrong = [what for _, what in wrong_in(ast.parse(path.read_text("utf-8")))]
+    computes = wrong.count(COMPUTES)
+    assert bool(computes) == (str(path.relative_to(ROOT)) in COMPUTED)
+    assert len(wrong) == computes
 
 
 @pytest.mark.parametrize(
@@ -75,6 +110,10 @@ def test_nothing_that_is_served_unpickles_evaluates_or_starts_a_shell(path):
         "np.load(p)",
         "run(a, shell=True)",
         "f(trust_remote_code=True)",
+        "AutoConfig.from_pretrained(f)",
+        "AutoTokenizer.from_pretrained(f, trust_remote_code=trust)",
+        "import_module(name)",
+        "importlib.import_module(manifest.library)",
     ],
 )
 def test_what_must_not_be_is_recognised(code):
@@ -93,9 +132,9 @@ class Trap:
 
 def test_pickled_weights_are_refused_and_not_opened(tmp_path):
     sprung = tmp_path / "sprung"
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    shutil.copyfile(TINY / "config.json", tmp_path / "config.json")
     torch.save(Trap(sprung), tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError):
+    with pytest.raises(ConfigError, match="is a pickle, which is not read"):
         load(tmp_path, "fp32", "cpu")
     assert not sprung.exists()
     torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
@@ -110,3 +149,88 @@ def test_logits_files_are_read_without_unpickling(tmp_path):
     with pytest.raises(ValueError, match="allow_pickle"):
         load_arrays(Chunk(context_logits=str(tmp_path / "a.npy")))
     assert not sprung.exists()
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """Plant a module where a user's policy may lie: next to serving.json and where the command was
+    started. Return a function that writes serving.json, and what shows that the module ran.
+    """
+    sprung = tmp_path / "sprung"
+    for place in ("config", "start"):
+        (tmp_path / place).mkdir()
+        trap = f"from pathlib import Path\nPath({str(sprung)!r}).touch()\nclass Mine: pass\n"
+        (tmp_path / place / "planted_optional.py").write_text(trap)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setenv("SPINDLE_POLICY_PATH", str(tmp_path / "start"))
+    monkeypatch.chdir(tmp_path / "start")
+
+    def serving(kind):
+        file = tmp_path / "config" / "serving.json"
+        raw = {"target": {"engine": "fake"}, "drafts": [], "policy": {"kind": kind}}
+        file.write_text(json.dumps(raw))
+        return file
+
+    return serving, sprung
+
+
+class EndedError(RuntimeError):
+    """Everything was imported that is looked for."""
+
+
+def look_for_an_optional_module(*_):
+    """Import what a library may use if it is installed."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("planted_optional")
+    raise EndedError
+
+
+def start_engine(file, monkeypatch):
+    monkeypatch.setattr(engine_process, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(engine_process, "build", look_for_an_optional_module)
+    assert engine_process.main(["--config", str(file), "--socket", "socket"]) == 1
+
+
+def start_preparation(file, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["prepare", "--config", str(file)])
+    monkeypatch.setattr(prepare, "set_up_messages", lambda **_: None)
+    monkeypatch.setattr(prepare.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(prepare, "check_policy", look_for_an_optional_module)
+    with pytest.raises(EndedError):
+        prepare.main()
+
+
+def start_command(file, monkeypatch):
+    del file
+    monkeypatch.setitem(cli.DELEGATED_COMMANDS, "simulate", ("policy.simulate", ""))
+    monkeypatch.setattr("policy.simulate.main", look_for_an_optional_module)
+    with pytest.raises(EndedError):
+        cli.main(["simulate", "compare", "--rates", "0.5,8", "--arms", "none,fixed:eagle:2"])
+
+
+@pytest.mark.parametrize("start", [start_engine, start_preparation, start_command])
+def test_a_planted_module_does_not_run(start, planted, monkeypatch):
+    serving, sprung = planted
+    start(serving("adaptive"), monkeypatch)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("start", [start_engine, start_preparation])
+def test_a_policy_of_the_user_s_own_is_found(start, planted, monkeypatch):
+    serving, sprung = planted
+    start(serving("planted_optional.Mine"), monkeypatch)
+    assert sprung.exists()
+
+
+@pytest.mark.parametrize("read", [read_manifest, read_decoder_config])
+def test_a_folder_with_code_asks_nothing_on_the_terminal(read, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "n")
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Mine"]}))
+    (tmp_path / "mine.py").write_text("raise SystemExit('the code of the folder ran')\n")
+    with pytest.raises(ConfigError):
+        read(tmp_path)
+    assert not asked

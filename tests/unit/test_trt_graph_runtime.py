@@ -3,6 +3,8 @@ the GPU is missing.
 """
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,9 +88,20 @@ def test_another_version_of_the_library_is_an_error(folder):
         _library(NetworkManifest.read(folder))
 
 
-def test_a_library_that_is_missing_is_an_error(folder):
-    (folder / "trt_graph.json").write_text(json.dumps({**MANIFEST, "library": "tensorrt_absent"}))
+def test_a_library_that_is_missing_is_an_error(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(
-        TrtGraphError, match=r"needs tensorrt_absent 1.7.1.116, which cannot be imported"
+        TrtGraphError, match=r"needs tensorrt_rtx 1.7.1.116, which cannot be imported"
     ):
         _library(NetworkManifest.read(folder))
+
+
+def test_a_folder_names_no_other_module(folder, tmp_path, monkeypatch):
+    (planted := tmp_path / "evil").mkdir()
+    (planted / "__init__.py").write_text("from pathlib import Path; Path('sprung').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (folder / "trt_graph.json").write_text(json.dumps({**MANIFEST, "library": "evil"}))
+    with pytest.raises(TrtGraphError, match="must be one of tensorrt_rtx, tensorrt: 'evil'"):
+        _library(NetworkManifest.read(folder))
+    assert not Path("sprung").exists()

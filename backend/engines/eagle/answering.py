@@ -45,7 +45,9 @@ def answer(folder: Path, dtype: str, device: str = "cpu") -> list[Answer]:
     """Return the answers of the target in a folder. Raises CheckpointError for a folder that cannot
     be served.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     lm = load_reader(folder, dtype, device)
     prompts, ends = (
         [_encode(tokenizer, prompt) for prompt in PROMPTS],

@@ -105,6 +105,7 @@ def _run(config: PretrainedConfig) -> tuple[Any, list[AttentionSpec]]:
         lm: Any = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
             attn_implementation=ATTENTION,
+            trust_remote_code=False,
             experts_implementation="batched_mm",  # the other forms look at numbers
         ).eval()
         ids = torch.zeros(1, _ROWS, dtype=torch.int64)

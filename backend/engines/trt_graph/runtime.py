@@ -22,6 +22,7 @@ from backend.config import EngineConfig
 from backend.engines.checkpoint import DTYPES, Weights, load
 from backend.engines.port import Engine
 from backend.engines.registry import Service
+from backend.engines.trt_graph import LIBRARIES
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import GREEDY, Tensors
 
@@ -225,6 +226,9 @@ class _Network:
 
 def _library(manifest: NetworkManifest) -> Any:
     """Import what compiled the engines: they are read by the same library and version only."""
+    if manifest.library not in LIBRARIES:
+        known = ", ".join(LIBRARIES)
+        raise TrtGraphError(f"library in {MANIFEST} must be one of {known}: {manifest.library!r}")
     try:
         library = importlib.import_module(manifest.library)
     except (ImportError, OSError) as error:

@@ -38,7 +38,7 @@ _RAW_SHARE = 0.35
 
 @cache
 def _tools(target: Path, prompts: Path) -> tuple[PlainTokenizer, Grams]:
-    judged = frozenset(np.load(prompts / "judged.npy").tolist())
+    judged = frozenset(np.load(prompts / "judged.npy", allow_pickle=False).tolist())
     return PlainTokenizer(target, read_about(prompts)["around"]), judged
 
 

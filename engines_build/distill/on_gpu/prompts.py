@@ -60,7 +60,7 @@ def write_prompts(args: argparse.Namespace) -> None:
     args.held_out, corpus = (
         Corpus(args.sources, args.corpora, held_out, args.seed) for held_out in (True, False)
     )
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=False)
     kinds = args.held_out.workloads
     for name, prompts in (
         ("held_out", (args.held_out.prompt(n, kinds[n % len(kinds)]) for n in range(args.judging))),
