@@ -34,6 +34,7 @@ class Letters:
 
     vocab_size: int = VOCAB
     token_bytes: tuple = (*(bytes([ord("a") + n]) for n in range(VOCAB - 1)), b"")
+    end_id: int = END
     end_ids: frozenset = frozenset({END})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

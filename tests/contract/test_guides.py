@@ -46,6 +46,7 @@ def test_the_first_three_tokens_follow_the_target_s_distribution_under_the_gramm
     tokens = Letters(
         checks.SAMPLED_VOCAB,
         (*(bytes([ord("a") + n]) for n in range(checks.SAMPLED_VOCAB - 1)), b""),
+        checks.SAMPLED_VOCAB - 1,
         frozenset({checks.SAMPLED_VOCAB - 1}),
     )
     made = Grammars(tokens).guide("regex", "(a[bc]|b[a-c]*d|c)+", tokens.end_ids)
