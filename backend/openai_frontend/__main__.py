@@ -35,6 +35,7 @@ from backend.openai_frontend.draining import DrainingServer
 from backend.openai_frontend.keys import Keys
 from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
+from backend.settings import ConfigError
 from backend.special_tokens import special_tokens
 from backend.storage import cache
 from backend.tokenizer import ByteTokenizer
@@ -56,7 +57,10 @@ def main() -> None:
             else PROJECT_ROOT / os.path.expanduser(model)
         )
     file = environment.get("OPENAI_CHAT_TEMPLATE")
-    template = load_template(folder, Path(file) if file else None)
+    try:
+        template = load_template(folder, Path(file) if file else None)
+    except ConfigError as error:
+        sys.exit(f"spindle: error: the OpenAI front end cannot start: {error}")
     say(about_tools(template))
     if template is not None and template.reasoning is not None and settings.split_reasoning:
         say(f"reasoning ends in {template.reasoning.closing} and is apart from the content")

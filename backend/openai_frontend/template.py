@@ -18,6 +18,7 @@ from backend.openai_frontend.calls import call_format
 from backend.openai_frontend.channels import has_channels
 from backend.openai_frontend.literals import as_json
 from backend.openai_frontend.reasoning import reasoning_format
+from backend.settings import ConfigError
 from backend.special_tokens import named_token
 
 SWITCHES = ("enable_thinking", "thinking")
@@ -172,7 +173,7 @@ def _raise(message: str) -> None:
 
 def load_template(folder: Path | None, file: Path | None) -> ChatTemplate | None:
     """Return the template in ``file``, else that of a checkpoint folder, else None. Raises
-    ConfigError naming the file that cannot be read.
+    ConfigError for one that cannot be read.
     """
     templates = {} if folder is None else _templates(folder)
     if file is not None:
@@ -181,7 +182,11 @@ def load_template(folder: Path | None, file: Path | None) -> ChatTemplate | None
         return None
     names = ("bos_token", "eos_token")
     begin, end = ("" if folder is None else named_token(folder, name) for name in names)
-    return ChatTemplate(templates["default"], begin, end, templates.get("tool_use"))
+    try:
+        return ChatTemplate(templates["default"], begin, end, templates.get("tool_use"))
+    except TemplateError as error:
+        text = f"the chat template of {file or folder} cannot be read: {error}"
+        raise ConfigError(text) from error
 
 
 def _templates(folder: Path) -> dict[str, str]:

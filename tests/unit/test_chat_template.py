@@ -91,6 +91,9 @@ def test_a_template_that_cannot_be_read_is_named(tmp_path):
         load_template(tmp_path, None)
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.jinja: No such file"):
         load_template(None, tmp_path / "absent.jinja")
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match=r"the chat template of .* cannot be read: Expected an"):
+        load_template(tmp_path, None)
 
 
 @pytest.mark.parametrize(
