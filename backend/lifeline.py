@@ -93,13 +93,26 @@ def die() -> NoReturn:
 
 def watch_parent() -> None:
     """End this process, a stub, once its parent has gone or its interpreter is stuck."""
-    arguments = Path("/proc/self/cmdline").read_text("utf-8", errors="replace").split("\0")
-    region, parent = arguments[2], int(arguments[5])
+    region, parent = _stub_arguments()
     _limit_stuckness()  # now: the thread may never get the lock again, once it has let go of it
     threading.Thread(target=_watch, args=(parent, region), name="lifeline", daemon=True).start()
 
 
-def _watch(parent: int, region: str) -> NoReturn:
+def close_memory() -> None:
+    """Close this stub's shared memory, which prompts and answers pass through, to other users:
+    tritonserver makes it readable, whatever the umask. Raises OSError.
+    """
+    region, _ = _stub_arguments()
+    region.chmod(0o600)
+
+
+def _stub_arguments() -> tuple[Path, int]:
+    """Return the shared memory and the parent that tritonserver tells a stub."""
+    arguments = Path("/proc/self/cmdline").read_text("utf-8", errors="replace").split("\0")
+    return SHARED_MEMORY / arguments[2], int(arguments[5])
+
+
+def _watch(parent: int, region: Path) -> NoReturn:
     """Wait for the parent's end; ``faulthandler`` ends a process that cannot.
 
     Calls into the server (a metric, ``is_cancelled``) hold the interpreter lock while they wait for
@@ -112,7 +125,7 @@ def _watch(parent: int, region: str) -> NoReturn:
         _limit_stuckness()
         ended.poll(1000 * WATCH_PERIOD_S)
     with contextlib.suppress(OSError):
-        (SHARED_MEMORY / region).unlink()  # tritonserver would have done it
+        region.unlink()  # tritonserver would have done it
     die()
 
 

@@ -24,6 +24,11 @@ PLAIN_PATH = re.compile(r"[\w./+=,@%:~#-]+", re.ASCII)
 """A path that Triton can start its stubs from: by a shell line without quotes, with a Python whose
 paths are ASCII.
 """
+OPEN_TRITON = (
+    "opens Triton's ports to other machines: this Triton (24.10) has known flaws, and clients need "
+    "no key. Let others reach the OpenAI port alone (SECURITY.md)"
+)
+"""A warning about the packaged tritonserver, after the address."""
 
 
 def check_ports(settings: Settings) -> None:

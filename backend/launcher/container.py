@@ -10,6 +10,7 @@ front end's interpreter (empty: no front end), ``START_LIMIT_S`` and ``PROBE_PER
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def _command(settings: Settings, arguments: Sequence[str]) -> list[str]:
         os.environ.get("TRITONSERVER") or "tritonserver",
         f"--model-repository={PROJECT_ROOT / 'model_repository'}",
         "--disable-auto-complete-config",
-        *flags(settings),
+        *flags(settings, secrets.token_urlsafe()),
         *arguments,
     ]
 

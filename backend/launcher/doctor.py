@@ -90,6 +90,7 @@ def findings(machine: Machine = machine) -> list[Finding]:
     return [
         *found,
         *ports(settings),
+        exposure(settings),
         *(deployment(settings.config, machine) if installed.state == OK else []),
     ]
 
@@ -221,6 +222,13 @@ def ports(settings: launch.Settings) -> list[Finding]:
             text = f"{at} is free" if port else "none: no OpenAI front end"
             found.append(Finding(label, OK, text))
     return found
+
+
+def exposure(settings: launch.Settings) -> Finding:
+    """Say whether other machines may reach Triton."""
+    if settings.is_open:
+        return Finding("exposure", WARNING, f"BIND {settings.bind} {checks.OPEN_TRITON}")
+    return Finding("exposure", OK, f"only this machine reaches {settings.bind}")
 
 
 def listener(port: int) -> str:

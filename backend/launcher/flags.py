@@ -11,8 +11,16 @@ responses that wait for it.
 """
 
 
-def flags(settings: Settings) -> list[str]:
-    """Return tritonserver's options for its addresses, its gRPC connections and traces."""
+CLOSED_APIS = "shared-memory,model-repository,logging,trace"
+"""Those that no client needs; flaws of Triton before 25.07 need the first (SECURITY.md)."""
+API_HEADER = "spindle-run"
+"""The header with which the launcher calls them."""
+
+
+def flags(settings: Settings, api_secret: str) -> list[str]:
+    """Return tritonserver's options for its addresses, its gRPC connections and traces, and those
+    that close APIs to requests without a secret in ``API_HEADER``.
+    """
     is_ipv6 = ":" in settings.bind
     http_address = f"ipv6:{settings.bind}" if is_ipv6 else settings.bind
     options = {
@@ -26,6 +34,8 @@ def flags(settings: Settings) -> list[str]:
         "grpc-keepalive-timeout": 1000 * GRPC_PING_TIMEOUT_S,
         "grpc-http2-max-pings-without-data": 0,
         "grpc-http2-max-ping-strikes": 0,  # clients may ping as often as they want to
+        "http-restricted-api": f"{CLOSED_APIS}:{API_HEADER}={api_secret}",
+        "grpc-restricted-protocol": f"{CLOSED_APIS}:{API_HEADER}={api_secret}",
     }
     return [*(f"--{name}={value}" for name, value in options.items()), *trace_flags(settings)]
 

@@ -4,7 +4,9 @@ engine's socket.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -61,22 +63,22 @@ def socket_in(folder: Path) -> Path:
 
 def _locked(folder: Path) -> int | None:
     """Return an open handle that locks the folder until this process ends; None when another
-    process holds it, or it is another user's.
+    process has locked it, or it is another user's.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
-    try:
+    with contextlib.suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
+        if os.fstat(handle).st_uid == os.geteuid():
+            return handle
+    os.close(handle)
+    return None
 
 
 def _delete(folder: Path, shared_memory: Path) -> None:
-    for region in shared_memory.glob(f"{folder.name}_*"):
+    for region in shared_memory.glob(f"{glob.escape(folder.name)}_*"):
         region.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

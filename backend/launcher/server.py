@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import IO, Any
 from backend import lifeline
 from backend.launcher.checks import python_library_folder
 from backend.launcher.draining import Stop, drain
-from backend.launcher.flags import flags
+from backend.launcher.flags import API_HEADER, flags
 from backend.launcher.package import packaged_libraries, packaged_triton
 from backend.launcher.processes import (
     command_line,
@@ -65,6 +66,7 @@ class TritonServer:
         self._folder = folder
         self._socket = socket_in(folder)
         self._arguments = arguments
+        self._api_secret = secrets.token_urlsafe()
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._stubs: dict[int, str] = {}
@@ -173,7 +175,7 @@ class TritonServer:
             *backend,
             "--disable-auto-complete-config",
         ]
-        return [*server, *flags(self._settings), *self._arguments]
+        return [*server, *flags(self._settings, self._api_secret), *self._arguments]
 
     def _environment(self) -> dict[str, str]:
         """Return the server's environment: the stub finds its virtual environment through
@@ -220,7 +222,7 @@ class TritonServer:
         request = urllib.request.Request(
             f"http://{at}{path}",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", API_HEADER: self._api_secret},
         )
         try:
             with open_url(request, PROBE_TIMEOUT_S) as response:

@@ -13,7 +13,7 @@ from typing import IO
 
 from backend.config import ServingConfig
 from backend.launcher import example
-from backend.launcher.checks import check_machine, check_ports, raise_open_files
+from backend.launcher.checks import OPEN_TRITON, check_machine, check_ports, raise_open_files
 from backend.launcher.draining import Stop
 from backend.launcher.dynamo import DynamoWorker, import_folder
 from backend.launcher.front_end import FrontEnd
@@ -196,6 +196,8 @@ def announce(
     say(f"ready after {start_s:.1f} s: {target}, drafts {drafts}")
     http, grpc, metrics, _ = settings.ports
     say(f"HTTP {http}, gRPC {grpc}, metrics {metrics} on {settings.bind}")
+    if settings.is_open:
+        say(f"warning: BIND {settings.bind} {OPEN_TRITON}")
     if settings.openai_port:
         late = "" if front_end.listens else " (still starting)"
         say(f"OpenAI API {front_end.url}/v1, status page {front_end.url}{late}")

@@ -65,6 +65,11 @@ class Settings:
     """Namespace of NVIDIA Dynamo's fleet that this server is a replica of; empty: none."""
 
     @property
+    def is_open(self) -> bool:
+        """Whether other machines may reach the service."""
+        return not ip_address(self.bind).is_loopback
+
+    @property
     def client_host(self) -> str:
         """The address by which this machine reaches the service."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind, self.bind)

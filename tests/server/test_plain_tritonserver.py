@@ -86,6 +86,7 @@ def plain(tmp_path):
 
 def test_the_committed_repository_serves_without_the_launcher(plain, reference_text):
     plain.wait_until(plain.answers)
+    assert {region.stat().st_mode & 0o777 for region in plain.shared_memory()} == {0o600}
     for model in ("ensemble", "tensorrt_llm_bls"):
         assert plain.generate("plain ", 20, model)[1]["text_output"] == "plain " + reference_text(
             "plain ", 20

@@ -9,6 +9,7 @@ import pytest
 from backend.cli import main
 from backend.config import parse_config
 from backend.launcher import example
+from backend.launcher.doctor import exposure
 from backend.launcher.flags import flags
 from backend.launcher.names import model_names, name_of
 from backend.launcher.settings import PORTS, LaunchError, port_trouble, read_settings
@@ -36,10 +37,19 @@ def test_an_address_is_written_as_each_program_reads_it(bind, address, at, http,
         pytest.skip("this machine has no IPv6")
     settings = read_settings({"BIND": bind})
     assert (settings.bind, settings.at(8000)) == (address, at)
-    given = dict(flag.removeprefix("--").split("=", 1) for flag in flags(settings))
+    given = dict(flag.removeprefix("--").split("=", 1) for flag in flags(settings, "secret"))
     assert given["http-address"] == given["metrics-address"] == http
     assert given["grpc-address"] == grpc
     assert f"http://{at}/v2/models" in example.command(settings)
+
+
+@pytest.mark.parametrize(
+    ("bind", "is_open"),
+    [("127.0.0.1", False), ("127.0.0.2", False), ("localhost", False), ("0.0.0.0", True)],
+)
+def test_an_address_that_others_reach_is_open(bind, is_open):
+    assert read_settings({"BIND": bind}).is_open is is_open
+    assert (exposure(read_settings({"BIND": bind})).state == "warning") is is_open
 
 
 def test_a_name_of_this_machine_is_served_by_its_number():

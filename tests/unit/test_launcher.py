@@ -213,6 +213,31 @@ def test_a_run_folder_goes_with_its_shared_memory(tmp_path):
     assert list(tmp_path.iterdir()) == [other]
 
 
+def test_a_leftover_folder_of_an_odd_name_takes_no_other_service_s_memory_along(tmp_path):
+    (tmp_path / "spindle-run-*").mkdir()
+    region = tmp_path / "spindle-run-alive_17_ensemble"
+    region.touch()
+    with run_folder(FakeMachine(folder=tmp_path)):
+        assert region.exists()
+        assert not (tmp_path / "spindle-run-*").exists()
+
+
+def test_another_user_s_folder_is_neither_taken_nor_deleted(tmp_path, monkeypatch):
+    theirs = tmp_path / "spindle-run-theirs"
+    theirs.mkdir()
+    number, seen = theirs.stat().st_ino, os.fstat
+
+    def fstat(handle):
+        facts = seen(handle)
+        is_theirs = facts.st_ino == number
+        return os.stat_result((*facts[:4], facts.st_uid + is_theirs, *facts[5:]))
+
+    monkeypatch.setattr(run_folder_module.os, "fstat", fstat)
+    with run_folder(FakeMachine(folder=tmp_path)) as folder:
+        assert folder != theirs
+        assert theirs.is_dir()
+
+
 def test_what_a_killed_launcher_left_goes_at_the_next_start_and_what_is_in_use_stays(tmp_path):
     code = "import time; from backend.launcher.run_folder import run_folder; made = run_folder()"
     command = [sys.executable, "-c", f"{code}; print(made.__enter__(), flush=True); time.sleep(60)"]
