@@ -57,6 +57,8 @@ class Settings:
     spec_decode_metrics: str = SPEC_DECODE_METRICS[0]
     escape_special_tokens: bool = False
     split_reasoning: bool = True
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, besides addresses and ``localhost``, by which the front end may be called."""
     keep_alive_s: int = DEFAULT_KEEP_ALIVE_S
     """Seconds after which the front end closes an idle connection."""
     kv_events: str = ""
@@ -129,6 +131,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         spec_decode_metrics=level,
         escape_special_tokens=_switch(environment, "OPENAI_ESCAPE_SPECIAL_TOKENS", "0"),
         split_reasoning=_switch(environment, "OPENAI_SPLIT_REASONING", "1"),
+        allowed_hosts=_hosts(environment.get("OPENAI_ALLOWED_HOSTS") or ""),
         keep_alive_s=_keep_alive(environment.get("OPENAI_KEEP_ALIVE_S") or ""),
         kv_events=events,
         dynamo_namespace=namespace,
@@ -167,6 +170,17 @@ def _names(text: str) -> tuple[str, ...]:
             f"got {text!r}"
         )
     return tuple(dict.fromkeys(names))
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, (name.strip() for name in text.split(","))))
+    for name in names:
+        if name != "*" and not re.fullmatch(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", name):
+            raise LaunchError(
+                f"OPENAI_ALLOWED_HOSTS must be names such as llm.example.com or *.example.com, "
+                f"with commas between them, or *, got {name!r}"
+            )
+    return names
 
 
 def _keep_alive(value: str) -> int:

@@ -3,7 +3,8 @@ tritonserver.
 
 ``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: the
 key that callers must have, or several separated by commas, one for each tenant;
-``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
+``OPENAI_ALLOWED_HOSTS``: names of this server, besides addresses and ``localhost``, where there is
+no key; ``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
 ``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template;
 ``OPENAI_SPEC_DECODE_METRICS``: ``none``, ``summary`` or ``detailed``;
 ``OPENAI_ESCAPE_SPECIAL_TOKENS``: 1 makes special tokens in messages plain text;
@@ -14,6 +15,7 @@ are refused until SIGTERM, which ends it once those in flight have ended.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import socket
@@ -31,7 +33,9 @@ from backend.launcher.names import model_names
 from backend.launcher.say import say
 from backend.launcher.settings import Settings, read_settings
 from backend.openai_frontend.app import create_app
+from backend.openai_frontend.connections import Connection
 from backend.openai_frontend.draining import DrainingServer
+from backend.openai_frontend.hosts import Hosts
 from backend.openai_frontend.keys import Keys
 from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
@@ -64,6 +68,7 @@ def main() -> None:
     say(about_tools(template))
     if template is not None and template.reasoning is not None and settings.split_reasoning:
         say(f"reasoning ends in {template.reasoning.closing} and is apart from the content")
+    keys = Keys(_listed(environment, "OPENAI_API_KEY"))
     front_end = FrontEnd(
         address=settings.at(settings.grpc_port),
         models=model_names(settings, config),
@@ -71,7 +76,8 @@ def main() -> None:
         max_context_tokens=context,
         max_body_bytes=max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * context),
         most_texts=config.limits.max_active_requests,
-        keys=Keys(_listed(environment, "OPENAI_API_KEY")),
+        keys=keys,
+        hosts=hosts_of(settings, environment, keys),
         admin_secret=environment.get(admin_secret.VARIABLE) or "",
         metrics_url=f"http://{settings.at(settings.metrics_port)}/metrics",
         version=__version__,
@@ -90,10 +96,22 @@ def main() -> None:
     DrainingServer(server, draining, config.limits.drain_s).run([listener])
 
 
+def hosts_of(settings: Settings, environment: Mapping[str, str], keys: Keys) -> Hosts:
+    """Return by which names requests may call: by any where they need a key, which no foreign page
+    has.
+    """
+    if keys.keys:
+        return Hosts()
+    names = (*settings.allowed_hosts, environment.get("BIND") or "")
+    return Hosts(names, is_open=not ipaddress.ip_address(settings.bind).is_loopback)
+
+
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return how connections are served."""
     return uvicorn.Config(
         app,
+        http=Connection,
+        ws="none",
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -36,6 +36,7 @@ def create_app(settings: FrontEnd, draining: threading.Event | None = None) -> F
             settings.special_tokens,
             admin_secret=settings.admin_secret,
         )
+        bodies.start()
         yield
         bodies.close()
         await app.state.triton.close()
@@ -48,7 +49,9 @@ def create_app(settings: FrontEnd, draining: threading.Event | None = None) -> F
         redoc_url=None,
         openapi_url=None,
     )
-    app.add_middleware(Guard, keys=settings.keys, draining=draining or threading.Event())
+    app.add_middleware(
+        Guard, keys=settings.keys, hosts=settings.hosts, draining=draining or threading.Event()
+    )
     if settings.origins:
         app.add_middleware(
             CORSMiddleware,

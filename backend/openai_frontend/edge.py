@@ -1,4 +1,6 @@
-"""Checks that every request passes before its route: the id of its answer, and the key."""
+"""Checks that every request passes before its route: the id of its answer, the name
+that it calls, and the key.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backend.openai_frontend.errors import ApiError
+from backend.openai_frontend.hosts import Hosts
 from backend.openai_frontend.keys import Keys
 
 logger = logging.getLogger(__name__)
@@ -43,14 +46,17 @@ class RequestIds:
 
 
 class Guard:
-    """Refuses a request without a key, and any while the server drains, before its body is read;
-    answers one whose route raised. Within CORS, so that the pages of a site that may call can read
-    the answers.
+    """Refuses requests before their bodies are read: by a foreign name, without a key, or while the
+    server drains.
+
+    It also answers one whose route raised. It is within CORS, so that the pages of a site that may
+    call can read the answers.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, draining: threading.Event) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, hosts: Hosts, draining: threading.Event) -> None:
         self._app = app
         self._keys = keys
+        self._hosts = hosts
         self._draining = draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,8 +64,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            tenant = self._keys.tenant(scope["path"], Headers(scope=scope))
+            self._hosts.check(headers.get("host", ""))
+            tenant = self._keys.tenant(scope["path"], headers)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return

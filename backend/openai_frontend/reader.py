@@ -1,22 +1,26 @@
-"""Reads bodies: small ones in the event loop, large ones in a process of their own.
+"""Reads bodies in processes of their own, so that none holds up the event loop.
 
-A body of 4 MiB can take seconds to validate and render (50,000 messages: 2 s). A thread would
-share Python's lock with the loop: measured gaps of up to 3 s for the other clients.
+A body of 4 MiB can take seconds to validate and render (50,000 messages: 2 s), and a small one as
+long as its chat template likes. A thread would share Python's lock with the loop: measured gaps of
+up to 3 s for the other clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from queue import LifoQueue
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from backend import lifeline
 from backend.openai_frontend.errors import ApiError
@@ -24,9 +28,19 @@ from backend.openai_frontend.settings import FrontEnd
 
 logger = logging.getLogger(__name__)
 
+PROCESSES = 3
 LARGE_BODY_BYTES = 32 * 1024
-LONGEST_READ_S = 60.0
-"""Time after which a large body is given up, and its process killed."""
+"""Bodies over this size take all processes but one at most: small ones never wait for them."""
+LONGEST_READ_S = 5.0
+"""Time after which a body is given up, and its process killed."""
+READ_BYTES_PER_S = 256 * 1024
+"""More time for a body by its size: a second for each of these."""
+MOST_WAITING = 1024
+"""Bodies that are read or wait for that."""
+MOST_WAITING_BYTES = 256 * 1024 * 1024
+"""Their bytes."""
+MOST_MEMORY_BYTES = 2 * 1024 * 1024 * 1024
+"""Memory of a process: a template may make a text of any length."""
 _HEADERS = ("content-type", "content-encoding")
 
 T = TypeVar("T")
@@ -34,70 +48,111 @@ Read = Callable[[FrontEnd, bytes, Mapping[str, str]], T]
 
 
 class BodyReader:
-    """Runs the functions of ``routes`` on the bodies of requests. Its process starts with the first
-    large body, reads one at a time, and starts again after it has died.
+    """Runs the functions of ``routes`` on the bodies of requests. A process starts when one is
+    wanted and all others are busy, reads one body at a time, and is replaced after it has died.
     """
 
-    def __init__(self, settings: FrontEnd, large_bytes: int = LARGE_BODY_BYTES) -> None:
-        """Read bodies of more than ``large_bytes`` in the process."""
+    def __init__(self, settings: FrontEnd) -> None:
         self.longest_s = LONGEST_READ_S
-        self._large_bytes, self._settings = large_bytes, settings
-        self._thread = ThreadPoolExecutor(1, "large-bodies")
-        self._child: _Child | None = None
+        self.most_waiting = MOST_WAITING
+        self._settings = settings
+        self._children: LifoQueue[_Child | None] = LifoQueue()  # idle ones; None: one to start
+        for _ in range(PROCESSES):
+            self._children.put(None)
+        self._small = ThreadPoolExecutor(PROCESSES, "bodies")
+        self._large = ThreadPoolExecutor(PROCESSES - 1, "large-bodies")
+        self._waiting = self._waiting_bytes = 0
+        self._running: set[_Child] = set()
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the first process, so that the first body does not wait for it."""
+        self._small.submit(self._start_one)
 
     async def read(self, request: Request, read: Read[T]) -> T:
         """Return what ``read`` makes of a request's body. Raises ApiError."""
-        data = await request.body()
+        try:
+            data = await request.body()
+        except ClientDisconnect:
+            raise ApiError(499, "the client has gone") from None
+        size = len(data)
+        if self._waiting >= self.most_waiting or self._waiting_bytes + size > MOST_WAITING_BYTES:
+            raise ApiError(503, f"{self._waiting} bodies wait to be read: try again later")
         headers = {name: request.headers.get(name, "") for name in _HEADERS}
-        if len(data) <= self._large_bytes:
-            return read(self._settings, data, headers)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._ask, read, data, headers)
+        threads = self._small if size <= LARGE_BODY_BYTES else self._large
+        self._waiting += 1
+        self._waiting_bytes += size
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(threads, self._ask, read, data, headers)
+        finally:
+            self._waiting -= 1
+            self._waiting_bytes -= size
 
     @property
-    def has_process(self) -> bool:
-        """Whether the process for large bodies has started."""
-        return self._child is not None
+    def pids(self) -> set[int | None]:
+        """The processes that run."""
+        return {child.process.pid for child in tuple(self._running)}
 
     def close(self) -> None:
-        """End the process."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._child is not None:
-            self._child.process.kill()
+        """End the processes."""
+        self._is_closed = True
+        for threads in (self._small, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
+        for child in tuple(self._running):
+            child.process.kill()
+
+    def _start_one(self) -> None:
+        child = self._children.get()
+        try:
+            child = child or self._start_child()
+        finally:
+            self._children.put(child)
+
+    def _start_child(self) -> _Child:
+        child = _Child(*lifeline.spawn(serve, (self._settings,), "bodies"))
+        self._running.add(child)
+        if self._is_closed:
+            child.process.kill()
+        return child
 
     def _ask(self, read: Read[T], data: bytes, headers: Mapping[str, str]) -> T:
-        child = self._child = self._child or _start(self._settings)
+        child, limit_s = self._children.get(), self.longest_s + len(data) / READ_BYTES_PER_S
         try:
+            child = child or self._start_child()
             child.pipe.send((read, data, headers))
-            if not child.pipe.poll(self.longest_s):
-                raise TimeoutError(f"no answer within {self.longest_s:g} s")
+            if not child.pipe.poll(limit_s):
+                raise TimeoutError(f"no answer within {limit_s:.3g} s")
             result, error = child.pipe.recv()
         except (EOFError, OSError) as failure:
             logger.error("a body of %d bytes could not be read: %r", len(data), failure)
-            child.process.kill()
-            self._child = None
+            if child is not None:
+                child.process.kill()
+                self._running.discard(child)
+                child = None
             raise ApiError(503, "the body could not be read: try again later") from None
+        finally:
+            self._children.put(child)
         if error is not None:
             raise error
         answer: T = result
         return answer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Child:
-    """The process and its pipe."""
+    """A process and its pipe."""
 
     process: BaseProcess
     pipe: Connection
 
 
-def _start(settings: FrontEnd) -> _Child:
-    return _Child(*lifeline.spawn(serve, (settings,), "large-bodies"))
-
-
 def serve(pipe: Connection, settings: FrontEnd) -> None:
     """Read the bodies that come through the pipe (the child's only function)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent decides
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if most == resource.RLIM_INFINITY or most > MOST_MEMORY_BYTES:
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY_BYTES, most))
     while True:
         read, data, headers = pipe.recv()
         pipe.send(_outcome(read, settings, data, headers))

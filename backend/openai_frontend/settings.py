@@ -11,6 +11,7 @@ from backend.openai_frontend.conversation import Message, Tool, first_broken_cal
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.escaping import Escaped, Escaper
 from backend.openai_frontend.fields import INT32
+from backend.openai_frontend.hosts import Hosts
 from backend.openai_frontend.keys import Keys
 from backend.openai_frontend.literals import as_json
 from backend.openai_frontend.reading import Frame
@@ -34,6 +35,7 @@ class FrontEnd:
     models: tuple[str, ...]
     template: ChatTemplate | None = None
     keys: Keys = field(default_factory=Keys)
+    hosts: Hosts = field(default_factory=Hosts)
     origins: tuple[str, ...] = ()
     most_texts: int = 64
     max_context_tokens: int = INT32

@@ -42,7 +42,7 @@ ROLES = {
     "launcher": "backend.cli serve",
     "preparation": "engines_build.prepare",
     "download": "-m pip ",
-    "reader of large bodies": "multiprocessing.spawn",
+    "reader of bodies": "multiprocessing.spawn",
     "tritonserver": "bin/tritonserver --",
     "engine": "backend.engine_process",
     "front end": "backend.openai_frontend",

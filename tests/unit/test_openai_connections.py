@@ -1,8 +1,11 @@
 """Connections of the front end's server: how long idle ones stay, and where it listens."""
 
+import json
+import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from http.client import HTTPConnection
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from backend.launcher.settings import port_trouble, read_settings
 from backend.openai_frontend.__main__ import listen, server_config
 from backend.openai_frontend.app import create_app
+from backend.openai_frontend.connections import Connection
 from backend.openai_frontend.draining import DrainingServer
 from backend.openai_frontend.settings import FrontEnd
 from tests.server.harness import free_ports
@@ -81,3 +85,109 @@ def test_a_port_that_is_taken_is_named():
     (port,) = free_ports(1)
     with listen("127.0.0.1", port), pytest.raises(SystemExit, match=f"OPENAI_PORT {port} on BIND"):
         listen("127.0.0.1", port)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def connected(port):
+    return closing(socket.create_connection(("127.0.0.1", port), timeout=30))
+
+
+def rest(connection):
+    """Return all that a server sends until it closes."""
+    return b"".join(iter(partial(connection.recv, 65536), b"")).decode()
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", ""),
+        (b"GET /", "HTTP/1.1 408 "),
+        (HEAD, "HTTP/1.1 408 "),
+        (HEAD + b"Content-Length: 9\r\n\r\n", "HTTP/1.1 408 "),
+        (HEAD + b"Content-Length: 9\r\n\r\n{", "HTTP/1.1 408 "),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", "HTTP/1.1 408 "),
+    ],
+)
+def test_a_request_that_does_not_come_in_time_ends(monkeypatch, sent, answer):
+    monkeypatch.setattr(Connection, "head_s", 0.2)
+    monkeypatch.setattr(Connection, "body_s", 0.2)
+    with front_end() as port, connected(port) as connection:
+        connection.sendall(sent)
+        text = rest(connection)
+        assert text.startswith(answer)
+        assert bool(text) == bool(answer)
+        if answer:
+            error = json.loads(text.partition("\r\n\r\n")[2])["error"]
+            assert error["type"] == "invalid_request_error"
+            assert "did not come in time" in error["message"]
+
+
+def test_a_request_that_trickles_has_no_more_time_and_an_idle_connection_has(monkeypatch):
+    monkeypatch.setattr(Connection, "head_s", 0.5)
+    with front_end() as port:
+        with connected(port) as connection, suppress(OSError):
+            for letter in b"GET /version HTTP/1.1\r\nX: " + b"x" * 3000:
+                connection.sendall(bytes([letter]))
+                time.sleep(0.01)
+            pytest.fail("a head may take as long as it likes")
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        assert status(connection) == 200
+        time.sleep(1)
+        assert status(connection) == 200
+        connection.sock.sendall(b"GET /")
+        assert rest(connection.sock).startswith("HTTP/1.1 408 ")
+        connection.close()
+
+
+def test_a_body_that_comes_fast_enough_has_time(monkeypatch):
+    monkeypatch.setattr(Connection, "body_s", 0.2)
+    part = b" " * 32768  # two seconds' worth
+    with front_end() as port, connected(port) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (5 * len(part) + 2))
+        for _ in range(5):
+            connection.sendall(part)
+            time.sleep(0.2)
+        connection.sendall(b"{}")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
+def test_silent_connections_give_way_to_requests(monkeypatch):
+    monkeypatch.setattr(Connection, "most", 20)
+    with front_end() as port, ExitStack() as stack:
+        silent = [stack.enter_context(connected(port)) for _ in range(200)]
+        for connection in silent[::2]:
+            with suppress(OSError):  # it may have given way
+                connection.sendall(b"GET /")
+        for _ in range(30):
+            connection = HTTPConnection("127.0.0.1", port, timeout=30)
+            stack.callback(connection.close)
+            assert status(connection) == 200
+        assert silent[0].recv(1) == b"", "it has waited longest"
+
+
+def test_connections_that_are_all_in_use_are_kept(monkeypatch):
+    monkeypatch.setattr(Connection, "most", 3)
+    with front_end() as port, ExitStack() as stack:
+        busy = [stack.enter_context(connected(port)) for _ in range(3)]
+        for connection in busy:
+            connection.sendall(HEAD + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 100 ")
+        with connected(port) as refused:
+            assert rest(refused).startswith("HTTP/1.1 503 ")
+        for connection in busy:
+            connection.sendall(b"{}")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        stack.callback(connection.close)
+        assert status(connection) == 200
+
+
+def test_an_upgrade_that_is_not_served_is_answered(monkeypatch):
+    with front_end() as port, connected(port) as connection:
+        connection.sendall(
+            b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\n"
+            b"Upgrade: websocket\r\nSec-WebSocket-Key: eA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")

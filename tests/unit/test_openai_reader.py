@@ -1,23 +1,31 @@
-"""Large bodies are read by a process of their own, with the same answers as small ones."""
+"""Bodies are read by processes of their own: none holds up the others, or the server."""
 
 import asyncio
 import json
 import os
 import signal
+import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from backend.launcher.processes import is_running
+from backend.openai_frontend import reader as reader_module
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.reader import LARGE_BODY_BYTES, BodyReader
+from backend.openai_frontend.reader import LARGE_BODY_BYTES, PROCESSES, BodyReader
 from backend.openai_frontend.routes import chat_of, completion_of, text_of, tokens_of
 from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate
 
 pytestmark = pytest.mark.medium
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+ENDLESS = (
+    "{% if messages[0].content == 'endless' %}{% for a in range(99999) %}{% for b in range(99999) "
+    "%}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}{% endif %}"
+)
+TEMPLATE = ENDLESS + "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
 SETTINGS = FrontEnd("", ("m",), ChatTemplate(TEMPLATE, "<s>"))
 HELLO = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -34,21 +42,24 @@ class Request:
         return self._body
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def bodies():
     with closing(BodyReader(SETTINGS)) as reader:
         yield reader
 
 
-@pytest.fixture
-def every_body():
-    """A reader to which no body is small."""
-    with closing(BodyReader(SETTINGS, large_bytes=0)) as reader:
-        yield reader
-
-
 def read(bodies, work, body):
     return asyncio.run(bodies.read(Request(body), work))
+
+
+def outcomes(bodies, works):
+    """Return what comes of some bodies at once: pairs of what reads it, and a body."""
+
+    async def all_of_them():
+        tasks = [bodies.read(Request(body), work) for work, body in works]
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    return asyncio.run(all_of_them())
 
 
 def pid_of(settings, data, headers):
@@ -63,11 +74,21 @@ def end(settings, data, headers):
     os._exit(1)
 
 
-def test_only_a_large_body_leaves_the_process(bodies):
-    assert read(bodies, pid_of, {}) == os.getpid()
-    assert not bodies.has_process
-    first, second = read(bodies, pid_of, LARGE), read(bodies, pid_of, LARGE)
-    assert first == second != os.getpid()
+def wait(settings, data, headers):
+    signal.pause()
+
+
+def wait_for_file(settings, data, headers):
+    while not Path(json.loads(data)["file"]).exists():
+        time.sleep(0.01)
+
+
+def make_file(settings, data, headers):
+    Path(json.loads(data)["file"]).touch()
+
+
+def take_memory(settings, data, headers):
+    return len(bytearray(8 * 2**30))
 
 
 @pytest.mark.parametrize(
@@ -83,20 +104,22 @@ def test_only_a_large_body_leaves_the_process(bodies):
         (tokens_of, {"tokens": [1, 2]}),
     ],
 )
-def test_a_large_body_means_the_same_as_a_small_one(bodies, every_body, work, body):
-    body = {"model": "m", **body}
-    assert read(every_body, work, body) == read(bodies, work, body)
-    assert every_body.has_process
+@pytest.mark.parametrize("more", [{}, LARGE])
+def test_a_body_means_the_same_in_the_process(bodies, work, body, more):
+    if more and work in (text_of, tokens_of):
+        more = {}  # which have no metadata
+    body = {"model": "m", **body, **more}
+    assert read(bodies, work, body) == work(SETTINGS, json.dumps(body).encode(), HEADERS)
 
 
 @pytest.mark.parametrize("body", [{"model": "other"}, {"model": "m", "top_k": -5}, {"modell": 1}])
-def test_it_is_refused_for_the_same_reason(bodies, every_body, body):
-    refusals = []
-    for reader in (bodies, every_body):
-        with pytest.raises(ApiError) as raised:
-            read(reader, chat_of, {"messages": [HELLO], **body})
-        refusals.append((raised.value.status, raised.value.body()))
-    assert refusals[0] == refusals[1]
+def test_it_is_refused_for_the_same_reason(bodies, body):
+    body = {"messages": [HELLO], **body}
+    with pytest.raises(ApiError) as here:
+        chat_of(SETTINGS, json.dumps(body).encode(), HEADERS)
+    with pytest.raises(ApiError) as there:
+        read(bodies, chat_of, body)
+    assert (there.value.status, there.value.body()) == (here.value.status, here.value.body())
 
 
 def test_what_an_answer_does_not_need_stays_in_the_process():
@@ -105,27 +128,81 @@ def test_what_an_answer_does_not_need_stays_in_the_process():
     assert len(str(answer.body)) < 1000
 
 
-def test_a_fault_is_an_error_and_a_death_a_restart(bodies):
+@pytest.mark.parametrize("more", [{}, LARGE])
+def test_a_fault_is_an_error_and_a_death_a_restart(bodies, more):
     with pytest.raises(ApiError, match="internal error"):
-        read(bodies, fail, LARGE)
-    first = read(bodies, pid_of, LARGE)
-    with pytest.raises(ApiError, match="try again later") as raised:
-        read(bodies, end, LARGE)
-    assert raised.value.status == 503
-    assert read(bodies, pid_of, LARGE) not in (first, os.getpid())
+        read(bodies, fail, more)
+    before = set(outcomes(bodies, [(pid_of, more)] * PROCESSES))
+    results = outcomes(bodies, [(end, more)] * PROCESSES)
+    assert {(str(error), error.status) for error in results} == {
+        ("the body could not be read: try again later", 503)
+    }
+    assert not {os.getpid(), *before} & {*outcomes(bodies, [(pid_of, more)] * PROCESSES)}
 
 
-def test_a_body_that_takes_too_long_is_given_up(bodies):
-    first = read(bodies, pid_of, LARGE)
-    usual_s, bodies.longest_s = bodies.longest_s, 0.05
-    with pytest.raises(ApiError, match="try again later"):
-        read(bodies, wait, LARGE)
+def test_a_template_without_end_is_given_up_and_the_loop_goes_on_meanwhile(bodies):
+    usual_s, bodies.longest_s = bodies.longest_s, 0.3
+    endless = {"model": "m", "messages": [{"role": "user", "content": "endless"}]}
+
+    async def both():
+        task = asyncio.create_task(bodies.read(Request(endless), chat_of))
+        turns = 0
+        while not task.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        with pytest.raises(ApiError, match="try again later") as raised:
+            await task
+        return turns, raised.value.status
+
+    turns, status = asyncio.run(both())
     bodies.longest_s = usual_s
-    assert read(bodies, pid_of, LARGE) not in (first, os.getpid())
+    assert turns > 3
+    assert status == 503
 
 
-def wait(settings, data, headers):
-    signal.pause()
+def test_a_template_may_not_take_all_memory(bodies):
+    with pytest.raises(ApiError):
+        read(bodies, take_memory, {})
+    assert read(bodies, pid_of, {}) != os.getpid()
+
+
+def test_large_bodies_leave_a_process_for_small_ones(bodies, tmp_path):
+    body = {"file": str(tmp_path / "file")}
+    large = [(wait_for_file, {**body, **LARGE})] * 2 * PROCESSES
+    assert outcomes(bodies, [*large, (make_file, body)]) == [None] * (len(large) + 1)
+
+
+def test_bodies_beyond_those_that_may_wait_are_refused_at_once(bodies, monkeypatch):
+    most = bodies.most_waiting
+    bodies.most_waiting = 4
+    results = outcomes(bodies, [(pid_of, {})] * 9)
+    refused = [error for error in results if isinstance(error, ApiError)]
+    assert len(refused) == 5
+    assert refused[0].response().headers["retry-after"] == "1"
+    bodies.most_waiting = most
+    monkeypatch.setattr(reader_module, "MOST_WAITING_BYTES", 2.5 * LARGE_BODY_BYTES)
+    results = outcomes(bodies, [(pid_of, LARGE)] * 3)
+    assert [isinstance(each, ApiError) for each in results] == [False, False, True]
+    monkeypatch.undo()
+    assert not any(isinstance(each, ApiError) for each in outcomes(bodies, [(pid_of, LARGE)] * 3))
+
+
+def test_at_the_end_no_process_is_left_and_none_is_waited_for():
+    bodies = BodyReader(SETTINGS)
+
+    async def close_meanwhile():
+        task = asyncio.create_task(bodies.read(Request({}), wait))
+        while not bodies.pids:
+            await asyncio.sleep(0.01)
+        pids = bodies.pids
+        bodies.close()
+        with pytest.raises(ApiError):
+            await task
+        return pids
+
+    for pid in asyncio.run(close_meanwhile()):
+        while is_running(pid):
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

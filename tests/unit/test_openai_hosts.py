@@ -1,0 +1,71 @@
+"""By which names the front end may be called: a page on the web whose name resolves to this machine
+gets nothing.
+"""
+
+import socket
+
+import pytest
+from starlette.testclient import TestClient
+
+from backend.launcher.settings import LaunchError, read_settings
+from backend.openai_frontend.__main__ import hosts_of
+from backend.openai_frontend.app import create_app
+from backend.openai_frontend.hosts import Hosts
+from backend.openai_frontend.keys import Keys
+from backend.openai_frontend.settings import FrontEnd
+
+ALWAYS = ["127.0.0.1", "127.0.0.1:9000", "10.2.3.4:80", "[::1]:9000", "[fd00::5]", "localhost"]
+ALWAYS += ["LOCALHOST:9000", "localhost.", "a.localhost:1", "", socket.gethostname()]
+NEVER = ["evil.example", "evil.example:9000", "127.0.0.1.evil.example", "localhost.evil.example"]
+NEVER += ["evil.example.", "127.0.0.1@evil.example", "evil.example#localhost", "xlocalhost.de"]
+PRIVATE = ["spindle", "spindle:9000", "gpu.lan", "gpu.local", "spindle.ns.svc", "a.internal"]
+PRIVATE += ["spindle.ns.svc.cluster.local:9000"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "allowed", "refused"),
+    [
+        ({}, ALWAYS, NEVER + PRIVATE),
+        ({"BIND": "0.0.0.0"}, ALWAYS + PRIVATE, NEVER),
+        (
+            {"OPENAI_ALLOWED_HOSTS": "LLM.example.com, *.example.org"},
+            [*ALWAYS, "llm.example.com:80", "a.example.org", "a.b.example.org"],
+            [*NEVER, *PRIVATE, "x.llm.example.com", "example.org", "xexample.org", "example.com"],
+        ),
+        ({"OPENAI_ALLOWED_HOSTS": "*"}, ALWAYS + NEVER + PRIVATE, []),
+        ({"OPENAI_API_KEY": "key"}, ALWAYS + NEVER + PRIVATE, []),
+    ],
+)
+def test_the_names_of_a_server_depend_on_where_it_listens(environment, allowed, refused):
+    keys = Keys(tuple(filter(None, [environment.get("OPENAI_API_KEY")])))
+    hosts = hosts_of(read_settings(environment), environment, keys)
+    assert [name for name in allowed if not hosts.allow(name)] == []
+    assert [name for name in refused if hosts.allow(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *(("GET", path) for path in ("/", "/health", "/explain", "/metrics", "/v1/models")),
+        *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize")),
+        ("OPTIONS", "/v1/completions"),
+    ],
+)
+@pytest.mark.parametrize("origins", [(), ("http://evil.example",)])
+def test_a_page_with_a_name_of_its_own_gets_nothing(method, path, origins):
+    front_end = FrontEnd("127.0.0.1:1", ("m",), hosts=Hosts(("llm.example",)), origins=origins)
+    client = TestClient(create_app(front_end))
+    reply = client.request(method, path, headers={"host": "evil.example:9000"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) == (403, "invalid_request_error")
+    assert 'Host "evil.example"' in error["message"]
+    assert "OPENAI_ALLOWED_HOSTS" in error["message"]
+    served = client.get("/v1/models", headers={"host": "llm.example"})
+    assert served.status_code == 200
+
+
+@pytest.mark.parametrize("names", ["http://a.example", "a.example:80", "*.*", "a b", "[::1]"])
+def test_a_name_that_is_none_is_refused_by_setting_and_value(names):
+    with pytest.raises(LaunchError, match="OPENAI_ALLOWED_HOSTS must be names") as raised:
+        read_settings({"OPENAI_ALLOWED_HOSTS": f"ok.example,{names}"})
+    assert repr(names) in str(raised.value)
