@@ -192,7 +192,6 @@ def announce(
     if config.target.model:
         target += f" in {config.target.dtype}"
     drafts = ", ".join(draft.name for draft in config.drafts) or "none"
-    shown = example.results(settings) if first and config.target.kind.model else []
     say(f"ready after {start_s:.1f} s: {target}, drafts {drafts}")
     http, grpc, metrics, _ = settings.ports
     say(f"HTTP {http}, gRPC {grpc}, metrics {metrics} on {settings.bind}")
@@ -203,6 +202,7 @@ def announce(
         say(f"OpenAI API {front_end.url}/v1, status page {front_end.url}{late}")
     if settings.dynamo_namespace:
         say(f"Dynamo worker in the namespace {settings.dynamo_namespace}")
+    shown = example.results(settings) if first and config.target.kind.model else []
     say(f"try: {example.command(settings)}")
     for line in shown:
         say(line)

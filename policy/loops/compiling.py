@@ -64,8 +64,9 @@ def entry(*signature: Any) -> Callable[[Function], Function]:
 
 
 def is_cached() -> bool:
-    """Return whether an earlier process has compiled this source on this machine."""
-    return all(any(_folder().rglob(f"*.{f.__name__}-*.nbi")) for f, _ in _entries)
+    """Return whether an earlier process has compiled this source at this place, as numba asks."""
+    places = ((Path(f.stats.cache_path or os.devnull), f.__name__) for f, _ in _entries)
+    return all(any(place.glob(f"*.{name}-*.nbi")) for place, name in places)
 
 
 @cache

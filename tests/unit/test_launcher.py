@@ -449,6 +449,10 @@ def test_a_gguf_file_is_converted_once_and_other_models_are_as_they_are(tmp_path
     assert folder_of(str(file), stop) == str(folder)
     assert (folder / "mark").exists()
     assert folder_of(str(folder), stop) == str(folder)
+    link = tmp_path / "snapshots" / "linked.gguf"  # a hub's cache calls the file itself by its hash
+    link.parent.mkdir()
+    link.symlink_to(file.rename(tmp_path / "0123abcd"))
+    assert Path(folder_of(str(link), stop)).name.startswith("linked-")
 
 
 def test_a_log_that_grows_long_is_moved_and_begun_again_under_its_writers(tmp_path):

@@ -71,6 +71,22 @@ def test_the_cache_forgets_versions_that_no_longer_run(tmp_path):
     assert {folder.name for folder in tmp_path.iterdir()} == {used.name, foreign.name, own}
 
 
+def test_what_another_clone_has_compiled_is_not_in_the_cache(tmp_path):
+    code = """
+from pathlib import Path
+from policy.loops import compiling, step
+functions = [function for function, _ in compiling._entries]
+elsewhere = [compiling._folder() / "another_clone"] * len(functions)
+here = [Path(function.stats.cache_path) for function in functions]
+for places in (elsewhere, here):
+    for place, function in zip(places, functions, strict=True):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"module.{function.__name__}-1.py311.nbi").touch()
+    print(compiling.is_cached())
+"""
+    assert run(code, SPINDLE_CACHE=str(tmp_path), NUMBA_CACHE_DIR="") == "False\nTrue\n"
+
+
 def test_a_cache_that_cannot_be_written_is_reported_and_costs_no_more():
     code = "from policy.loops import compiling, step; print(compiling.problems)"
     assert run(code, NUMBA_CACHE_DIR="/proc/nowhere").startswith(

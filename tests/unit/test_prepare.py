@@ -3,6 +3,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -159,6 +160,33 @@ def test_a_policy_that_is_not_there_is_said_before_anything_is_made(tmp_path, mo
     ):
         prepare.main()
     assert not cache.root().exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_compiler_that_swallows_exceptions_ends_with_a_signal(tmp_path, number):
+    code = """
+import time
+from engines_build import prepare
+def compile_planner(say):
+    print("compiles", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+prepare.compile_planner = compile_planner
+prepare.main()
+"""
+    config = tmp_path / "serving.json"
+    config.write_text('{"target": {"engine": "fake"}}')
+    command = [sys.executable, "-c", code, "--config", str(config)]
+    with subprocess.Popen(command, cwd=PROJECT_ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"compiles\n"
+        process.send_signal(number)
+        try:
+            assert process.wait(30) == -number
+        finally:
+            process.kill()
 
 
 def test_a_bad_setting_ends_the_command_with_one_sentence(tmp_path):
