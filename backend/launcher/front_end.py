@@ -36,6 +36,7 @@ class FrontEnd(SideProcess):
                 "SPINDLE_CONFIG": str(settings.config),
                 "SERVED_MODEL_NAME": ",".join(settings.model_names),
                 "BIND": settings.bind,
+                "OPENAI_ALLOWED_HOSTS": ",".join(settings.allowed_hosts),
             },
             stop_limit_s=STOP_LIMIT_S,
             output=output,

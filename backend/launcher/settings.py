@@ -28,6 +28,7 @@ PORTS = (
     ("OPENAI_PORT", "--openai-port", 9000),
 )
 """Environment variable, option of the command line and default of each port."""
+HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 SPEC_DECODE_METRICS = ("summary", "detailed", "none")
 """Levels of ``metrics.speculative_decoding`` in OpenAI responses; the first is the default."""
 
@@ -118,8 +119,11 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         raise LaunchError(
             f"KV_EVENTS (--kv-events) must be an endpoint like tcp://*:5557, got {events!r}"
         )
+    bind = environment.get("BIND") or "127.0.0.1"
+    address = _address(bind)
+    is_name = bind != address and HOST_NAME.fullmatch(bind)
     return Settings(
-        bind=_address(environment.get("BIND") or "127.0.0.1"),
+        bind=address,
         http_port=http,
         grpc_port=grpc,
         metrics_port=metrics,
@@ -131,7 +135,9 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         spec_decode_metrics=level,
         escape_special_tokens=_switch(environment, "OPENAI_ESCAPE_SPECIAL_TOKENS", "0"),
         split_reasoning=_switch(environment, "OPENAI_SPLIT_REASONING", "1"),
-        allowed_hosts=_hosts(environment.get("OPENAI_ALLOWED_HOSTS") or ""),
+        allowed_hosts=_hosts(
+            (environment.get("OPENAI_ALLOWED_HOSTS") or "", bind if is_name else "")
+        ),
         keep_alive_s=_keep_alive(environment.get("OPENAI_KEEP_ALIVE_S") or ""),
         kv_events=events,
         dynamo_namespace=namespace,
@@ -172,10 +178,10 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _hosts(text: str) -> tuple[str, ...]:
-    names = tuple(filter(None, (name.strip() for name in text.split(","))))
+def _hosts(lists: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(filter(None, (name.strip() for text in lists for name in text.split(","))))
     for name in names:
-        if name != "*" and not re.fullmatch(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", name):
+        if name != "*" and not HOST_NAME.fullmatch(name.removeprefix("*.")):
             raise LaunchError(
                 f"OPENAI_ALLOWED_HOSTS must be names such as llm.example.com or *.example.com, "
                 f"with commas between them, or *, got {name!r}"

@@ -15,7 +15,6 @@ are refused until SIGTERM, which ends it once those in flight have ended.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
 import socket
@@ -77,7 +76,7 @@ def main() -> None:
         max_body_bytes=max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * context),
         most_texts=config.limits.max_active_requests,
         keys=keys,
-        hosts=hosts_of(settings, environment, keys),
+        hosts=hosts_of(settings, keys),
         admin_secret=environment.get(admin_secret.VARIABLE) or "",
         metrics_url=f"http://{settings.at(settings.metrics_port)}/metrics",
         version=__version__,
@@ -96,14 +95,13 @@ def main() -> None:
     DrainingServer(server, draining, config.limits.drain_s).run([listener])
 
 
-def hosts_of(settings: Settings, environment: Mapping[str, str], keys: Keys) -> Hosts:
+def hosts_of(settings: Settings, keys: Keys) -> Hosts:
     """Return by which names requests may call: by any where they need a key, which no foreign page
     has.
     """
     if keys.keys:
         return Hosts()
-    names = (*settings.allowed_hosts, environment.get("BIND") or "")
-    return Hosts(names, is_open=not ipaddress.ip_address(settings.bind).is_loopback)
+    return Hosts(settings.allowed_hosts, is_open=settings.is_open)
 
 
 def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:

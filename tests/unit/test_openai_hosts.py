@@ -7,6 +7,7 @@ import socket
 import pytest
 from starlette.testclient import TestClient
 
+from backend.launcher.front_end import FrontEnd as Process
 from backend.launcher.settings import LaunchError, read_settings
 from backend.openai_frontend.__main__ import hosts_of
 from backend.openai_frontend.app import create_app
@@ -38,9 +39,19 @@ PRIVATE += ["spindle.ns.svc.cluster.local:9000"]
 )
 def test_the_names_of_a_server_depend_on_where_it_listens(environment, allowed, refused):
     keys = Keys(tuple(filter(None, [environment.get("OPENAI_API_KEY")])))
-    hosts = hosts_of(read_settings(environment), environment, keys)
+    hosts = hosts_of(read_settings(environment), keys)
     assert [name for name in allowed if not hosts.allow(name)] == []
     assert [name for name in refused if hosts.allow(name)] == []
+
+
+def test_the_name_to_listen_on_is_one_of_the_server_s(monkeypatch):
+    loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
+    settings = read_settings({"BIND": "llm.example", "OPENAI_ALLOWED_HOSTS": "other.example"})
+    assert settings.bind == "127.0.0.1"
+    assert all(map(hosts_of(settings, Keys()).allow, ("llm.example:9000", "other.example")))
+    again = read_settings(Process(settings)._environment)  # as the front end's process reads it
+    assert (again.bind, again.allowed_hosts) == (settings.bind, settings.allowed_hosts)
 
 
 @pytest.mark.parametrize(
