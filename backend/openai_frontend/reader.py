@@ -11,12 +11,14 @@ import asyncio
 import logging
 import resource
 import signal
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from queue import LifoQueue
+from threading import Semaphore
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -48,17 +50,16 @@ Read = Callable[[FrontEnd, bytes, Mapping[str, str]], T]
 
 
 class BodyReader:
-    """Runs the functions of ``routes`` on the bodies of requests. A process starts when one is
-    wanted and all others are busy, reads one body at a time, and is replaced after it has died.
+    """Runs the functions of ``routes`` on the bodies of requests. A process reads one body at a
+    time; the last one starts when the others are busy.
     """
 
     def __init__(self, settings: FrontEnd) -> None:
         self.longest_s = LONGEST_READ_S
         self.most_waiting = MOST_WAITING
         self._settings = settings
-        self._children: LifoQueue[_Child | None] = LifoQueue()  # idle ones; None: one to start
-        for _ in range(PROCESSES):
-            self._children.put(None)
+        self._places = Semaphore(PROCESSES)  # of processes that read
+        self._idle: deque[_Child] = deque()
         self._small = ThreadPoolExecutor(PROCESSES, "bodies")
         self._large = ThreadPoolExecutor(PROCESSES - 1, "large-bodies")
         self._waiting = self._waiting_bytes = 0
@@ -66,8 +67,9 @@ class BodyReader:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start the first process, so that the first body does not wait for it."""
-        self._small.submit(self._start_one)
+        """Start a process and a spare, so that no body waits for the start of one."""
+        for _ in range(2):
+            self._small.submit(self._start_spare)
 
     async def read(self, request: Request, read: Read[T]) -> T:
         """Return what ``read`` makes of a request's body. Raises ApiError."""
@@ -102,12 +104,16 @@ class BodyReader:
         for child in tuple(self._running):
             child.process.kill()
 
-    def _start_one(self) -> None:
-        child = self._children.get()
+    def _start_spare(self) -> None:
+        with self._places:
+            if len(self._running) < PROCESSES:
+                self._idle.append(self._start_child())
+
+    def _take(self) -> _Child:
         try:
-            child = child or self._start_child()
-        finally:
-            self._children.put(child)
+            return self._idle.pop()
+        except IndexError:
+            return self._start_child()
 
     def _start_child(self) -> _Child:
         child = _Child(*lifeline.spawn(serve, (self._settings,), "bodies"))
@@ -117,26 +123,31 @@ class BodyReader:
         return child
 
     def _ask(self, read: Read[T], data: bytes, headers: Mapping[str, str]) -> T:
-        child, limit_s = self._children.get(), self.longest_s + len(data) / READ_BYTES_PER_S
-        try:
-            child = child or self._start_child()
-            child.pipe.send((read, data, headers))
-            if not child.pipe.poll(limit_s):
-                raise TimeoutError(f"no answer within {limit_s:.3g} s")
-            result, error = child.pipe.recv()
-        except (EOFError, OSError) as failure:
-            logger.error("a body of %d bytes could not be read: %r", len(data), failure)
-            if child is not None:
-                child.process.kill()
-                self._running.discard(child)
-                child = None
-            raise ApiError(503, "the body could not be read: try again later") from None
-        finally:
-            self._children.put(child)
+        limit_s = self.longest_s + len(data) / READ_BYTES_PER_S
+        with self._places:
+            child = None
+            try:
+                child = self._take()
+                child.pipe.send((read, data, headers))
+                if not child.pipe.poll(limit_s):
+                    raise TimeoutError(f"no answer within {limit_s:.3g} s")
+                result, error = child.pipe.recv()
+            except (EOFError, OSError) as failure:
+                logger.error("a body of %d bytes could not be read: %r", len(data), failure)
+                self._replace(child)
+                raise ApiError(503, "the body could not be read: try again later") from None
+            self._idle.append(child)
         if error is not None:
             raise error
         answer: T = result
         return answer
+
+    def _replace(self, child: _Child | None) -> None:
+        if child is not None:
+            child.process.kill()
+            self._running.discard(child)
+        with suppress(RuntimeError):  # it is being closed
+            self._small.submit(self._start_spare)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
