@@ -50,8 +50,10 @@ Read = Callable[[FrontEnd, bytes, Mapping[str, str]], T]
 
 
 class BodyReader:
-    """Runs the functions of ``routes`` on the bodies of requests. A process reads one body at a
-    time; the last one starts when the others are busy.
+    """Runs the functions of ``routes`` on the bodies of requests.
+
+    A process reads one body at a time. One more than are busy waits for the next, up to the limit:
+    no body waits for the start of one.
     """
 
     def __init__(self, settings: FrontEnd) -> None:
@@ -67,8 +69,8 @@ class BodyReader:
         self._is_closed = False
 
     def start(self) -> None:
-        """Start a process and a spare, so that no body waits for the start of one."""
-        for _ in range(2):
+        """Start a process in the background."""
+        with suppress(RuntimeError):  # it is being closed
             self._small.submit(self._start_spare)
 
     async def read(self, request: Request, read: Read[T]) -> T:
@@ -111,9 +113,12 @@ class BodyReader:
 
     def _take(self) -> _Child:
         try:
-            return self._idle.pop()
+            child = self._idle.pop()
         except IndexError:
-            return self._start_child()
+            child = self._start_child()
+        if not self._idle and len(self._running) < PROCESSES:
+            self.start()
+        return child
 
     def _start_child(self) -> _Child:
         child = _Child(*lifeline.spawn(serve, (self._settings,), "bodies"))
@@ -134,20 +139,15 @@ class BodyReader:
                 result, error = child.pipe.recv()
             except (EOFError, OSError) as failure:
                 logger.error("a body of %d bytes could not be read: %r", len(data), failure)
-                self._replace(child)
+                if child is not None:
+                    child.process.kill()
+                    self._running.discard(child)
                 raise ApiError(503, "the body could not be read: try again later") from None
             self._idle.append(child)
         if error is not None:
             raise error
         answer: T = result
         return answer
-
-    def _replace(self, child: _Child | None) -> None:
-        if child is not None:
-            child.process.kill()
-            self._running.discard(child)
-        with suppress(RuntimeError):  # it is being closed
-            self._small.submit(self._start_spare)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

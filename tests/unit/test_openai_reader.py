@@ -128,6 +128,12 @@ def test_what_an_answer_does_not_need_stays_in_the_process():
     assert len(str(answer.body)) < 1000
 
 
+def test_one_process_more_than_are_busy_is_ready(bodies):
+    read(bodies, pid_of, {})
+    while len(bodies.pids) < 2:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("more", [{}, LARGE])
 def test_a_fault_is_an_error_and_a_death_a_restart(bodies, more):
     with pytest.raises(ApiError, match="internal error"):
