@@ -27,6 +27,7 @@ from backend.ops.switches import SwitchBoard
 from backend.ops.tracing import Tracing
 from backend.request import GenerationRequest
 from backend.sampling.guides import Grammars
+from backend.sampling.reading import GrammarProcess
 from backend.settings import ConfigError
 from backend.speculation.drafting import Drafting
 from backend.speculation.learned_state import LearnedState, learned_key
@@ -96,8 +97,11 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         planner, orchestrator.cycle.runner, step_stats, key, keep=config.policy.keep_learned
     )
 
+    reader = GrammarProcess(target.limits.vocab_size)
+
     def close() -> None:
         tracing.close()
+        reader.close()
         for engine in (target, *drafts):
             engine.close()
 
@@ -108,7 +112,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         target.limits.vocab_size,
         max_context,
         lambda request: switches.current().in_control(request),
-        Grammars(tokenizer, target.limits.vocab_size),
+        Grammars(tokenizer, target.limits.vocab_size, reader.read),
     )
     return App(
         config=config,

@@ -20,7 +20,7 @@ from backend.core.session import Session
 from backend.engines.port import AFTER, Completion, Engine, EngineLostError
 from backend.log_format import fields
 from backend.ops.stats import StepStats
-from backend.request import ErrorCode, RequestError
+from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.speculation.cycle import Cycle, Step
 from backend.speculation.drafting import Drafting
 from backend.speculation.step_log import StepLog
@@ -28,6 +28,7 @@ from policy import AnyPolicy
 
 logger = logging.getLogger(__name__)
 
+CANCELLED = "Request cancelled by client"
 MAX_FAILURES = 3
 """Failures in a row (a step that raises, or a submission in which nothing succeeds) after which the
 loop ends, to be started again.
@@ -39,7 +40,8 @@ class Orchestrator:
     from the loop's thread only.
 
     ``alive_s`` is the time of the clock at which ``run`` last began a step or looked for work, at
-    least once a second while idle.
+    least once a second while idle; ``preparing`` tells how many requests wait elsewhere, for their
+    grammar to be read.
     """
 
     def __init__(
@@ -72,18 +74,33 @@ class Orchestrator:
         self._active: dict[int, Session] = {}
         self._in_flight = InFlight(target, stats, self.cycle.void)
         self._failures = 0
+        self.preparing: Callable[[], int] = int
         self.alive_s = clock()
 
-    def submit(self, session: Session) -> None:
-        """Hand over a session; it will get exactly one final reply."""
-        session.arrived_s = self._clock()
+    def submit(self, session: Session, arrived_s: float | None = None) -> None:
+        """Hand over a session, which arrived at that time of the clock (None: now); it will get
+        exactly one final reply.
+        """
+        session.arrived_s = self._clock() if arrived_s is None else arrived_s
         session.k_max = self._k_max
-        limit_s = session.request.timeout_s
-        session.deadline_s = session.arrived_s + (
-            self._max_request_s if limit_s is None else min(limit_s, self._max_request_s)
-        )
+        session.deadline_s = session.arrived_s + self.longest_s(session.request)
         self._inbox.append(session)
         self._work.set()
+
+    def longest_s(self, request: GenerationRequest) -> float:
+        """Return how long a request may live."""
+        own_s = request.timeout_s
+        return self._max_request_s if own_s is None else min(own_s, self._max_request_s)
+
+    def lateness(self, request: GenerationRequest) -> str:
+        """Count a request that has lived too long and return the sentence of its error."""
+        own_s = request.timeout_s
+        if own_s is not None and own_s < self._max_request_s:
+            limit = f"its timeout, {own_s:g} s"
+        else:
+            self._stats.fallback("deadline")
+            limit = f"limits.max_request_s, {self._max_request_s:g} s"
+        return f"the request has not ended within {limit}"
 
     def between_steps(self, change: Callable[[], None]) -> Future[None]:
         """Run ``change`` in the loop's thread once no turn is in flight (any thread); the future
@@ -108,7 +125,8 @@ class Orchestrator:
 
     def counts(self) -> tuple[int, int]:
         """Return (active, waiting) requests."""
-        return len(self._active), len(self._admission) + len(self._inbox)
+        waiting = len(self._admission) + len(self._inbox) + self.preparing()
+        return len(self._active), waiting
 
     @property
     def in_flight(self) -> int:
@@ -226,7 +244,7 @@ class Orchestrator:
             if session.sink.cancelled:
                 self._cancelled(session)
             else:
-                self._late(session)
+                self._fail(session, ErrorCode.UNAVAILABLE, self.lateness(session.request))
         for session in self._admission.make_room(self._active.values()):
             self._forget(session)
             self._stats.preemption()
@@ -354,17 +372,8 @@ class Orchestrator:
             if delta.text or delta.tokens:
                 session.sink.chunk(delta)
 
-    def _late(self, session: Session) -> None:
-        own_s = session.request.timeout_s
-        if own_s is not None and own_s < self._max_request_s:
-            limit = f"its timeout, {own_s:g} s"
-        else:
-            self._stats.fallback("deadline")
-            limit = f"limits.max_request_s, {self._max_request_s:g} s"
-        self._fail(session, ErrorCode.UNAVAILABLE, f"the request has not ended within {limit}")
-
     def _cancelled(self, session: Session) -> None:
-        self._fail(session, ErrorCode.CANCELLED, "Request cancelled by client")
+        self._fail(session, ErrorCode.CANCELLED, CANCELLED)
 
     def _fail(self, session: Session, code: ErrorCode, message: str) -> None:
         self._release(session)

@@ -58,10 +58,10 @@ class Preparation:
         sampling = sampling_params(request, self.tokenizer, end_ids)
         self._check_known("bad_words", itertools.chain.from_iterable(sampling.bad_words))
         self._check_known("embedding_bias_words", (token for token, _ in sampling.bias))
-        if request.guide_type is not None:
-            guide = self.grammars.guide(request.guide_type, request.guide or "", end_ids)
-            sampling = replace(sampling, guide=guide)
         number, salt = next(self._ids), request.cache_salt or ""
+        if request.guide_type is not None:
+            guide = self.grammars.guide(request.guide_type, request.guide or "", end_ids, salt)
+            sampling = replace(sampling, guide=guide)
         alone = request.return_context_logits or request.return_prompt_log_probs
         if alone:  # KV that was found would have no logits
             salt = f"{salt}/{number}/{secrets.token_hex(8)}"

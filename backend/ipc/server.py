@@ -23,9 +23,11 @@ from backend.admin.explaining import explain_last
 from backend.admin.reloading import reload_drafts
 from backend.app import App
 from backend.config import load_config
+from backend.core.orchestrator import CANCELLED
 from backend.core.session import Delta
 from backend.ipc.converting import decoded, encoded
 from backend.ipc.framing import FrameError, Frames, frame
+from backend.ipc.guided_queue import GuidedQueue
 from backend.ipc.messages import (
     Admin,
     AdminReply,
@@ -57,11 +59,6 @@ STUCK_LIMIT_S = 120.0
 """Seconds in one step, after which the loop is taken to hang."""
 LONG_TEXT_CHARACTERS = 32 * 1024
 """Longer texts are prepared by a thread of their own: short ones do not wait."""
-DEEP_STACK_BYTES = 256 * 1024 * 1024
-"""Address space for the stack of a thread that reads grammars, by recursion: rules that refer to
-each other overflow the usual 8 MiB from a depth of 1,000 on, which ends the process. The longest
-grammar took 100 MB.
-"""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """Bytes that a connection may owe before it is closed: a stub that stopped reading must not grow
 this process.
@@ -105,6 +102,7 @@ class Ticket:
         self, server: Server, connection: Connection, request_id: int, trace: RequestTrace | None
     ) -> None:
         self.cancelled = False
+        self.arrived_s = monotonic()
         self.trace = trace
         self._server = server
         self._connection = connection
@@ -129,17 +127,6 @@ class Ticket:
             if self.trace is not None:
                 self.trace.end(ending)
                 self._server.ended(self.trace)
-
-
-def _deep_thread(name: str) -> ThreadPoolExecutor:
-    """Return an executor whose one thread has a stack of ``DEEP_STACK_BYTES``."""
-    usual = threading.stack_size(DEEP_STACK_BYTES)
-    try:
-        pool = ThreadPoolExecutor(1, name)
-        pool.submit(int).result()  # the thread starts now
-    finally:
-        threading.stack_size(usual)
-    return pool
 
 
 class Server:
@@ -170,7 +157,7 @@ class Server:
         self.connections: set[Connection] = set()
         self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
         self._long_texts = ThreadPoolExecutor(1, "long-texts")
-        self._grammars = _deep_thread("grammars")  # a short one may take two seconds
+        self._guided: GuidedQueue[Ticket] = GuidedQueue(app, self._tokenise)
         self._started_s = monotonic()
         self._drain_until_s: float | None = None
         self._ends = False
@@ -210,6 +197,7 @@ class Server:
         loop = threading.Thread(
             target=self._app.orchestrator.run, args=(stop,), name="loop", daemon=True
         )
+        self._app.orchestrator.preparing = self._guided.__len__
         loop.start()
         next_stats_s = monotonic()
         while not self._is_done() and self._is_well(loop):
@@ -220,13 +208,15 @@ class Server:
                 next_stats_s = monotonic() + STATS_PERIOD_S
                 self._send_stats()
                 self._end_late_requests()
+                self._guided.end_over()
         well = self._is_well(loop)
         self._path.unlink(missing_ok=True)
         listener.close()
         stop.set()
         self._app.orchestrator.wake()
         loop.join(timeout=5.0)
-        for threads in (self._tokenizers, self._long_texts, self._grammars):
+        self._guided.close()
+        for threads in (self._tokenizers, self._long_texts):
             threads.shutdown(wait=False, cancel_futures=True)
         self._send_stats()
         self._flush_dirty()
@@ -364,11 +354,11 @@ class Server:
         connection.tickets[message.id] = ticket
         if self.drains:
             ticket.error(ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
+        elif self._guided.takes(message.request):
+            self._guided.add(ticket, message.request)
         else:
-            request = message.request
-            threads = self._threads(len(request.text_input))
-            threads = threads if request.guide_type is None else self._grammars
-            threads.submit(self._tokenise, ticket, request)
+            threads = self._threads(len(message.request.text_input))
+            threads.submit(self._tokenise, ticket, message.request)
 
     def _threads(self, characters: int) -> ThreadPoolExecutor:
         """Return where texts of this many characters are prepared."""
@@ -378,7 +368,7 @@ class Server:
         """Make a session of a request and hand it to the loop (a tokeniser thread)."""
         try:
             if ticket.cancelled:  # with its client, or with a request of the same body
-                raise RequestError(ErrorCode.CANCELLED, "Request cancelled by client")
+                raise RequestError(ErrorCode.CANCELLED, CANCELLED)
             session = self._app.session(request, ticket)
             if ticket.trace is not None:
                 session.trace = ticket.trace
@@ -387,7 +377,7 @@ class Server:
                     "spindle.control": session.control,
                 }
                 session.trace.enter("queue")
-            self._app.orchestrator.submit(session)
+            self._app.orchestrator.submit(session, ticket.arrived_s)
         except RequestError as error:
             ticket.error(error.code, error.message)
         except Exception as error:

@@ -7,16 +7,19 @@ never depends on what was proposed.
 
 from __future__ import annotations
 
-import json
-import re
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from backend.request import ErrorCode, RequestError
-from backend.sampling.schemas import prepare_schema
+from backend.sampling import reading
+from backend.sampling.reading import Read, TryAgainError, one_line
 from backend.tokenizer import Tokenizer
 
 # imported where it is needed: TensorRT-LLM's container has another version, and guides are refused
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
 
 BoolArray = npt.NDArray[np.bool_]
 
-MOST_REASON_CHARACTERS = 300
+KNOWN_GRAMMARS = 16
+"""Grammars that are kept, in order of their last use."""
+COPIED_FROM_S = 0.005
+"""Processor time from which on a grammar is compiled once for several requests."""
 _KEPT_MASKS = 64
 _TOO_LARGE = "it is too large"
 _DEAD_END = "no token may come next"
@@ -34,44 +40,99 @@ _DEAD_ENDS = ("NoExtension", "NoExtensionBias")
 """llguidance's names for it."""
 
 
-class Grammars:
-    """Makes the guides of one tokenizer; its first guide takes half a second. ``rows``: the model
-    knows no more token ids than that.
+@dataclass(slots=True)
+class _Known:
+    """A grammar that has been read, or the ``reason`` why it cannot be served."""
+
+    grammar: str = ""
+    reason: str = ""
+    matcher: llguidance.LLMatcher | None = None
+    """At its beginning, to copy from; only of a grammar that takes long to compile, because copies
+    share the parser's limits.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rows: int | None = None) -> None:
+
+class Grammars:
+    """Makes the guides of one tokenizer; its first guide takes half a second. ``rows``: the model
+    knows no more token ids than that. ``read`` reads what has not been read lately.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, rows: int | None = None, read: Read = reading.convert
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = min(tokenizer.vocab_size, rows or tokenizer.vocab_size)
+        self._read = read
         self._tokens: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str, str], _Known] = OrderedDict()
 
-    def guide(self, kind: str, text: str, end_ids: frozenset[int]) -> Guide:
-        """Return the guide of one request, whose text may end by ``end_ids``. Raises RequestError
-        naming what is wrong with a grammar.
+    def knows(self, kind: str, text: str, salt: str = "") -> bool:
+        """Return whether a guide would be made at once."""
+        return (kind, text, salt) in self._known
+
+    def guide(self, kind: str, text: str, end_ids: frozenset[int], salt: str = "") -> Guide:
+        """Return the guide of one request, whose text may end by ``end_ids``; only requests of one
+        ``salt`` share anything. Raises RequestError naming what is wrong with a grammar.
         """
-        import llguidance
-
         # not those that only a model's padded vocabulary has
         end_ids = frozenset(token for token in end_ids if token < self._vocab_size)
         if not end_ids:
             raise _invalid(
                 "end_id must not be -1 with guided_decoding_guide_type: nothing could end the text"
             )
-        if self._tokens is None:
-            self._tokens = llguidance.LLTokenizer(
-                llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
-            )
-        try:
-            grammar = _grammar(kind, text)
-        except Exception as error:  # the converters raise what they like
-            raise _unserved(kind, _one_line(error)) from None
-        matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
-        if matcher.is_error():
-            raise _unserved(kind, _one_line(matcher.get_error()))
-        guide = Guide(matcher, self._vocab_size, end_ids, self._tokens.eos_token)
-        guide.mask([])  # the first may take a second, which is not to be the loop's
-        if (reason := guide.failure) is not None:
-            raise _unserved(kind, "it allows no text" if reason == _DEAD_END else reason)
+        key = kind, text, salt
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            known = self._reading(kind, text)
+        with self._lock:
+            self._known[key] = known
+            self._known.move_to_end(key)
+            if len(self._known) > KNOWN_GRAMMARS:
+                self._known.popitem(last=False)
+        matcher = None if known.reason else self._matcher(kind, known)
+        if matcher is None or self._tokens is None:
+            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {known.reason}")
+        guide = Guide(matcher, self._vocab_size, end_ids, self._tokens.eos_token, known)
+        guide.mask([])
         return guide
+
+    def _reading(self, kind: str, text: str) -> _Known:
+        try:
+            return _Known(self._read(kind, text))
+        except ValueError as error:
+            return _Known(reason=str(error))
+        except TryAgainError as error:
+            raise RequestError(ErrorCode.UNAVAILABLE, str(error)) from None
+
+    def _matcher(self, kind: str, known: _Known) -> llguidance.LLMatcher | None:
+        """Return a matcher at the beginning of a grammar; None, with the reason, where there is
+        none.
+        """
+        import llguidance
+
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
+                )
+            if (matcher := known.matcher) is not None:
+                return matcher.deep_copy()
+        begin_s, limits = thread_time(), reading.limits(kind)
+        matcher = llguidance.LLMatcher(self._tokens, known.grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            known.reason = one_line(matcher.get_error())
+            return None
+        matcher.compute_bitmask()  # it may take a while, which is not to be the loop's
+        if matcher.is_error():
+            reason = _reason(matcher)
+            known.reason = "it allows no text" if reason == _DEAD_END else reason
+            return None
+        if thread_time() - begin_s < COPIED_FROM_S:
+            return matcher
+        known.matcher = matcher
+        return matcher.deep_copy()
 
 
 class _ParserError(Exception):
@@ -84,9 +145,15 @@ class Guide:
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocab_size: int, end_ids: frozenset[int], end_bit: int
+        self,
+        matcher: llguidance.LLMatcher,
+        vocab_size: int,
+        end_ids: frozenset[int],
+        end_bit: int,
+        known: _Known,
     ) -> None:
         self.failure: str | None = None
+        self._known = known
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._end_ids = end_ids
@@ -102,7 +169,7 @@ class Guide:
             try:
                 return self._mask() if self._move_after(output) else None
             except _ParserError as error:
-                self.failure = str(error)
+                self._fail(error)
         ends = np.zeros(self._vocab_size, np.bool_)
         ends[list(self._end_ids)] = True
         return ends
@@ -114,8 +181,12 @@ class Guide:
         try:
             return self._allowed(output, proposed) if self.failure is None else 0
         except _ParserError as error:
-            self.failure = str(error)
+            self._fail(error)
             return 0
+
+    def _fail(self, error: _ParserError) -> None:
+        self.failure = str(error)
+        self._known.matcher = None  # its copies have reached the limits, too
 
     def _allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
         if not self._move_after(output):
@@ -161,8 +232,7 @@ class Guide:
     def _check(self) -> None:
         """Raise _ParserError where the matcher has given up, which is for good."""
         if self._matcher.is_error():
-            line = _one_line(self._matcher.get_error())
-            raise _ParserError(_DEAD_END if line in _DEAD_ENDS else f"{_TOO_LARGE}: {line}")
+            raise _ParserError(_reason(self._matcher))
 
     def _mask(self) -> BoolArray:
         place = len(self._trail)
@@ -207,40 +277,10 @@ class _Vocabulary:
         )
 
 
-def _grammar(kind: str, text: str) -> str:
-    """Return what llguidance makes of a guide."""
-    import llguidance
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    matcher = llguidance.LLMatcher
-    if kind in ("json", "json_schema"):
-        schema = json.loads(text) if kind == "json_schema" else {}
-        if not isinstance(schema, (dict, bool)):
-            raise ValueError("a schema must be an object or a boolean")
-        return matcher.grammar_from_json_schema(json.dumps(prepare_schema(schema)))
-    return (
-        matcher.grammar_from_regex(text)
-        if kind == "regex"
-        else matcher.grammar_from_lark(any_to_lark(text))
-    )
-
-
-def _one_line(error: object) -> str:
-    """Return an error in one line, without the excerpts of source and state below it.
-
-    The reason often comes last, so that a long one is cut in its middle.
-    """
-    reason, *_ = re.split(r"^\s*\d+ \| |<state>", str(error), maxsplit=1, flags=re.MULTILINE)
-    line = " ".join(reason.split()) or type(error).__name__
-    return (
-        line
-        if len(line) <= MOST_REASON_CHARACTERS
-        else f"{line[: MOST_REASON_CHARACTERS // 2]} ... {line[-MOST_REASON_CHARACTERS // 2 :]}"
-    )
-
-
-def _unserved(kind: str, reason: str) -> RequestError:
-    return _invalid(f"guided_decoding_guide is no {kind} that can be served: {reason}")
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """Return why a matcher has given up, which is for good."""
+    line = one_line(matcher.get_error())
+    return _DEAD_END if line in _DEAD_ENDS else f"{_TOO_LARGE}: {line}"
 
 
 def _invalid(message: str) -> RequestError:

@@ -49,8 +49,8 @@ BEHAVIOUR = """\
   over 32 MiB. Where a tokenizer drops text, so that no such bound holds, the limit is 1 MiB or 64
   bytes a token, whichever is more.
 - Limits whatever the model: 256 stop words; 1,024 characters of a word and 65,536 of a list of
-  words; 1,024 of a `cache_salt`; 262,144 of a grammar; 2,097,152 elements of a tensor; 64 MiB of a
-  request.
+  words; 1,024 of a `cache_salt`; 262,144 of a grammar, which must be read within 5 s of processor
+  time; 2,097,152 elements of a tensor; 64 MiB of a request.
 - `output_log_probs` has as many entries as `num_output_tokens`, an end token included; over several
   responses, text may come later than its tokens. `/generate` writes a list of one as a number.
 - `context_logits` and `generation_logits` are the model's own, before every option. They stay in

@@ -43,6 +43,7 @@ ROLES = {
     "preparation": "engines_build.prepare",
     "download": "-m pip ",
     "reader of bodies": "multiprocessing.spawn",
+    "reader of grammars": "-m backend.sampling.reading",
     "tritonserver": "bin/tritonserver --",
     "engine": "backend.engine_process",
     "front end": "backend.openai_frontend",

@@ -4,6 +4,7 @@ text and for token ids.
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -147,3 +148,24 @@ def test_an_empty_guide_asks_for_nothing(service):
     assert (
         service.generate("ab", 12, guided_decoding_guide_type="", guided_decoding_guide="") == plain
     )
+
+
+@pytest.mark.slow
+def test_a_grammar_that_takes_long_to_read_delays_no_other_request(service):
+    endless = json.dumps({"type": "integer", "multipleOf": 99_999_989})
+    bomb = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": endless}
+    assert service.generate("ab", 40, **GUIDE)[0] == 200
+    with ThreadPoolExecutor(9) as pool:
+        bombs = [pool.submit(service.generate, "ab", 4, end_id=256, **bomb) for _ in range(8)]
+        answered = 0
+        while not any(reply.done() for reply in bombs):
+            assert service.generate("ab", 4)[0] == 200
+            assert service.generate("ab", 40, **GUIDE)[0] == 200  # its grammar is known
+            answered += 1
+        assert answered > 20
+        for reply in bombs:  # it was read once
+            status, answer = reply.result()
+            assert status == 400
+            assert "it takes over 5 s to read" in answer["error"]
+    new = {**GUIDE, "guided_decoding_guide": "[ab]{3}"}
+    assert service.generate("ab", 40, **new)[0] == 200

@@ -24,7 +24,7 @@ from tests.server.harness import (
 
 REAL = pytest.param(DEFAULT_CONFIG, id="real", marks=pytest.mark.slow)
 FAKE = pytest.param(CONFIG, id="fake")
-SERVING = set(ROLES) - {"preparation", "download", "reader of bodies"}
+SERVING = set(ROLES) - {"preparation", "download", "reader of bodies", "reader of grammars"}
 TERMINAL = (sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])")
 
 
@@ -54,13 +54,18 @@ def wait_ready(service, starts=1):
     service.wait_for_front_end()
 
 
-def send_body(service):
-    """Have the front end start the process that reads bodies."""
+def start_readers(service):
+    """Have the front end start the process that reads bodies, and the engine that for
+    grammars.
+    """
     body = json.dumps({"model": "any", "prompt": "a" * 100_000}).encode()
     url = f"http://127.0.0.1:{service.openai}/v1/completions"
     with pytest.raises(urllib.error.HTTPError):
         urllib.request.urlopen(urllib.request.Request(url, body), timeout=30)
     assert service.pids("reader of bodies")
+    guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+"}
+    assert service.generate("a", 2, end_id=0, **guide)[0] == 200
+    assert service.pids("reader of grammars")
 
 
 def kill_launcher(service):
@@ -79,7 +84,7 @@ def generates(service):
 def test_a_killed_launcher_leaves_no_process_and_its_files_until_the_next_start(start, config):
     service = start(config)
     wait_ready(service)
-    send_body(service)
+    start_readers(service)
     assert all(service.pids(role) for role in SERVING)
     kill_launcher(service)
     assert service.left() == {}
@@ -123,7 +128,7 @@ def test_a_launcher_ends_with_its_terminal(start, config):
 def test_what_dies_serves_again_and_ends_with_the_launcher(start, config, role):
     service = start(config)
     wait_ready(service)
-    send_body(service)
+    start_readers(service)
     (victim,) = service.pids(role)
     os.kill(victim, signal.SIGKILL)
     starts = 1 if role in ("engine", "front end") else 2

@@ -3,11 +3,14 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 
 from backend.request import ErrorCode, RequestError
-from backend.sampling.guides import Grammars
+from backend.sampling import guides, reading
+from backend.sampling.guides import KNOWN_GRAMMARS, Grammars
+from backend.sampling.reading import TryAgainError, convert
 from backend.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -160,3 +163,113 @@ def test_a_matcher_that_is_rolled_back_from_its_limits_never_lets_a_text_leave_t
 def test_a_grammar_without_a_text_is_refused_in_plain_words(grammars, kind, text):
     with pytest.raises(RequestError, match=r"can be served: it allows no text$"):
         grammars.guide(kind, text, BYTES.end_ids)
+
+
+class Counting:
+    """Reads grammars and keeps count."""
+
+    def __init__(self):
+        self.texts = []
+
+    def __call__(self, kind, text):
+        self.texts.append(text)
+        return convert(kind, text)
+
+
+@pytest.mark.parametrize("copied_from_s", [0.0, 60.0])
+def test_a_grammar_is_read_once_for_all_its_requests(monkeypatch, copied_from_s):
+    """One that takes long to compile is compiled once, too, as for ``n`` texts of one body."""
+    monkeypatch.setattr(guides, "COPIED_FROM_S", copied_from_s)
+    compiled, limits = [], reading.limits
+    monkeypatch.setattr(reading, "limits", lambda kind: compiled.append(kind) or limits(kind))
+    count = Counting()
+    grammars = Grammars(BYTES, read=count)
+    assert not grammars.knows("regex", "[ab]+")
+    first, *others = (grammars.guide("regex", "[ab]+", BYTES.end_ids) for _ in range(128))
+    assert grammars.knows("regex", "[ab]+")
+    assert (count.texts, len(compiled)) == (["[ab]+"], 128 if copied_from_s else 1)
+    assert first.mask(list(b"ab")) is not None
+    assert first.mask(list(b"abc")) is None
+    assert all(letters(guide.mask([])) == "ab" for guide in others)
+    ended = grammars.guide("regex", "[ab]+", frozenset({7}))
+    assert ended.mask(list(b"a"))[7]
+    assert not others[0].mask(list(b"a"))[7]
+
+
+def test_tenants_share_no_grammar():
+    count = Counting()
+    grammars = Grammars(BYTES, read=count)
+    for salt in ("", "a", "b", "a"):
+        grammars.guide("regex", "x", BYTES.end_ids, salt)
+    assert count.texts == ["x"] * 3
+    assert not grammars.knows("regex", "x", "c")
+
+
+def test_a_request_that_reaches_the_limits_leaves_later_ones_theirs(monkeypatch):
+    monkeypatch.setattr(guides, "COPIED_FROM_S", 0.0)
+    grammars = Grammars(BYTES)
+    for _ in range(3):
+        guide = grammars.guide("regex", "(a{1,1000}){1,1000}", BYTES.end_ids)
+        assert guide.mask(list(b"a" * 50))[ord("a")]
+        assert guide.mask(list(b"a" * 200)).nonzero()[0].tolist() == [END]
+        assert guide.failure
+
+
+def test_what_cannot_be_served_is_read_once_too():
+    count = Counting()
+    grammars = Grammars(BYTES, read=count)
+    for _ in range(3):
+        with pytest.raises(RequestError, match=r"guided_decoding_guide is no regex that can"):
+            grammars.guide("regex", "[ab", BYTES.end_ids)
+    assert count.texts == ["[ab"]
+
+
+def test_few_grammars_are_kept_the_last_ones():
+    count = Counting()
+    grammars = Grammars(BYTES, read=count)
+    grammars.guide("regex", "x", BYTES.end_ids)
+    for number in range(KNOWN_GRAMMARS):
+        grammars.guide("regex", f"{number}", BYTES.end_ids)
+        grammars.guide("regex", "x", BYTES.end_ids)
+    assert count.texts == ["x", *map(str, range(KNOWN_GRAMMARS))]
+    assert grammars.knows("regex", "x")
+    assert not grammars.knows("regex", "0")
+
+
+def test_a_failure_that_is_not_the_grammar_s_is_none_for_the_next_request():
+    def read(kind, text, failures=[1]):  # noqa: B006
+        if failures:
+            failures.pop()
+            raise TryAgainError("try again later")
+        return convert(kind, text)
+
+    grammars = Grammars(BYTES, read=read)
+    with pytest.raises(RequestError, match="try again later") as raised:
+        grammars.guide("regex", "a", BYTES.end_ids)
+    assert raised.value.code == ErrorCode.UNAVAILABLE
+    assert letters(grammars.guide("regex", "a", BYTES.end_ids).mask([])) == "a"
+
+
+WORDS = [bytes(word) for word in product(range(ord("a"), ord("z") + 1), repeat=3)]
+MANY = ByteTokenizer(
+    vocab_size=BYTES.vocab_size + len(WORDS), token_bytes=(*BYTES.token_bytes, *WORDS)
+)
+"""Words as tokens, as a model has them: a mask looks at each."""
+AMBIGUOUS = (
+    "root ::= s\ns ::= s s | [a-z ]",
+    'root ::= s\ns ::= s s s | s s | [a-z ] | ""',
+    'root ::= s\ns ::= s s s s | t t | ""\nt ::= s [a-z ] s | s "." s',
+)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("text", AMBIGUOUS)
+def test_an_ambiguous_grammar_ends_before_its_masks_take_long(text):
+    """It ends by a number of the parser's items, so that a text is always the same."""
+    guide = Grammars(MANY).guide("ebnf_grammar", text, MANY.end_ids)
+    word = MANY.token_bytes.index(b"aaa")
+    length = next(n for n in range(120) if guide.mask([word] * n)[END] and guide.failure)
+    assert "Current row has" in guide.failure
+    again = Grammars(MANY).guide("ebnf_grammar", text, MANY.end_ids)
+    assert again.mask([word] * (length - 1))[word]
+    assert again.failure is None

@@ -1,5 +1,6 @@
 """Messages that the engine process's IO thread must never lose, without a process around it."""
 
+import itertools
 import json
 import select
 import socket
@@ -24,6 +25,9 @@ def app():
         orchestrator=None,
         tokenizer=ByteTokenizer(),
         tracing=types.SimpleNamespace(begin=lambda trace: None),
+        config=types.SimpleNamespace(
+            limits=types.SimpleNamespace(max_queued_requests=2, max_active_requests=1)
+        ),
     )
 
 
@@ -112,9 +116,32 @@ class Holding:
         return [1]
 
 
+class Loop:
+    """An idle loop, which takes no session and lets no request live longer than its own time."""
+
+    def __init__(self, server):
+        self._server = server
+
+    def counts(self):
+        return 0, len(self._server._guided)
+
+    def longest_s(self, request):
+        return request.timeout_s or 600.0
+
+    def lateness(self, request):
+        return "late"
+
+    def wake(self):
+        pass
+
+
 def converting(server, app, context=2**31):
     tokenizer, config = Holding(), types.SimpleNamespace(add_special_tokens=True)
-    app.preparation = Preparation(config, tokenizer, 257, context, lambda _: False, None)
+    grammars = Grammars(ByteTokenizer())
+    app.preparation = Preparation(config, tokenizer, 257, context, lambda _: False, grammars)
+    app.orchestrator = Loop(server)
+    app.refused = []
+    app.step_stats = types.SimpleNamespace(request=app.refused.append)
     connection, _far = connected()
     server.connections.add(connection)
     return connection, tokenizer
@@ -180,7 +207,6 @@ def test_requests_cancelled_while_they_waited_are_not_tokenised(server, app):
         raise RequestError(ErrorCode.INVALID_ARGUMENT, "too long")
 
     app.session = session
-    app.orchestrator = types.SimpleNamespace(wake=lambda: None)
     connection.greeted = True
     for number in range(3):
         server.receive(connection, Submit(id=number, request=GenerationRequest(f"{number}", 1)))
@@ -201,9 +227,9 @@ def test_a_deep_grammar_does_not_overflow_the_stack(server, app, links):
         for link in range(links)
     }
     schema = {"$ref": "#/$defs/d0", "$defs": {**schemas, f"d{links}": {"type": "string"}}}
-    connection, _far = connected()
+    connection, _tokenizer = converting(server, app)
     connection.greeted = True
-    grammars, made = Grammars(ByteTokenizer()), []
+    grammars, made = app.preparation.grammars, []
 
     def session(request, ticket):
         made.append(grammars.guide("json_schema", request.guide, ByteTokenizer().end_ids))
@@ -215,3 +241,77 @@ def test_a_deep_grammar_does_not_overflow_the_stack(server, app, links):
     wait_for(lambda: made)
     (guide,) = made
     assert guide.mask(list(b'{"a')) is not None
+
+
+def guided(text, guide="a", **more):
+    return GenerationRequest(text, 1, guide_type="regex", guide=guide, **more)
+
+
+class Reading:
+    """A server whose first grammar is being read until ``go_on`` is set."""
+
+    def __init__(self, server, app):
+        self.connection, _tokenizer = converting(server, app)
+        self.connection.greeted = True
+        self.prepared, self.go_on = [], threading.Event()
+        self._server, self._numbers = server, itertools.count()
+        app.session = self._session
+        self.submit(guided("bomb", guide="b"))
+        wait_for(lambda: self.prepared)
+
+    def submit(self, *requests):
+        for request in requests:
+            submit = Submit(id=next(self._numbers), request=request)
+            self._server.receive(self.connection, submit)
+
+    def _session(self, request, ticket):
+        self.prepared.append(request.text_input)
+        assert request.text_input != "bomb" or self.go_on.wait(30)
+        raise RequestError(ErrorCode.INVALID_ARGUMENT, "no session")
+
+
+def test_requests_that_wait_for_a_grammar_have_the_room_of_the_queue(server, app):
+    reading = Reading(server, app)
+    reading.submit(*(guided(f"{n}", guide=f"{n}") for n in range(4)))
+    assert len(server._guided) == 3  # one place in the batch, two in the queue
+    assert app.refused == ["unavailable"] * 2
+    assert b"Exceeds maximum queue size 2" in reading.connection.frames[0]
+    reading.go_on.set()
+    wait_for(lambda: not server._guided)
+    assert reading.prepared == ["bomb", "0", "1"]
+
+
+def test_a_request_whose_grammar_is_known_waits_for_no_other(server, app):
+    reading = Reading(server, app)
+    app.preparation.grammars.guide("regex", "a", ByteTokenizer().end_ids)
+    reading.submit(guided("known"))
+    wait_for(lambda: reading.prepared == ["bomb", "known"])
+    reading.go_on.set()
+
+
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_request_that_waits_for_its_grammar_ends_in_time(server, app, at_work):
+    reading = Reading(server, app)
+    late = guided("late", guide="c", timeout_s=1e-9)
+    reading.submit(guided("waits", guide="d"), *([] if at_work else [late]))
+    if at_work:
+        next(iter(server._guided._waiting)).arrived_s = -1e9
+    server._guided.end_over()
+    assert app.refused == ["unavailable"]
+    assert b"late" in reading.connection.frames[0]
+    reading.go_on.set()
+    wait_for(lambda: not server._guided)
+    assert reading.prepared == ["bomb", "waits"]
+    wait_for(lambda: len(reading.connection.frames) == (2 if at_work else 3))
+
+
+def test_a_request_that_is_cancelled_gives_its_place_in_the_queue_back(server, app):
+    reading = Reading(server, app)
+    reading.submit(guided("1", guide="1"), guided("2", guide="2"))
+    server.receive(reading.connection, Cancel(id=1))
+    server._guided.end_over()
+    assert len(server._guided) == 2
+    assert app.refused == ["cancelled"]
+    reading.go_on.set()
+    wait_for(lambda: not server._guided)
+    assert reading.prepared == ["bomb", "2"]
