@@ -4,7 +4,7 @@ import json
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.openai_frontend.call_bodies import PythonNotation, typed
@@ -192,6 +192,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_a_text_has_the_same_calls_however_it_comes(form, text, content, calls, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))

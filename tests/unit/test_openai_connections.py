@@ -124,6 +124,7 @@ def test_a_request_that_does_not_come_in_time_ends(monkeypatch, sent, answer):
             assert "did not come in time" in error["message"]
 
 
+@pytest.mark.medium
 def test_a_request_that_trickles_has_no_more_time_and_an_idle_connection_has(monkeypatch):
     monkeypatch.setattr(Connection, "head_s", 0.5)
     with front_end() as port:
@@ -141,6 +142,7 @@ def test_a_request_that_trickles_has_no_more_time_and_an_idle_connection_has(mon
         connection.close()
 
 
+@pytest.mark.medium
 def test_a_body_that_comes_fast_enough_has_time(monkeypatch):
     monkeypatch.setattr(Connection, "body_s", 0.2)
     part = b" " * 32768  # two seconds' worth

@@ -71,6 +71,7 @@ CALLS = ['{"name": "f"}', '[{"name": "g", "arguments": {"a": "1"}}]', "f()", 'g(
 LETTERS = [" ", "\n", "\t", "f", "g", "a", '"', "\\", "{", "}", "[", "]", "(", ":", ",", "<", "é"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", READERS)
 @given(data=st.data())
 def test_every_cut_of_any_text_is_read_the_same(name, data):
