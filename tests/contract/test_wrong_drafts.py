@@ -165,4 +165,4 @@ def test_a_head_that_is_never_right_is_left_out_and_the_metrics_say_so(tmp_path)
     # SpindleDraftNeverRight asks for, 200 nodes.
     assert nodes["draft"] > 20
     assert accepted["draft"] < 0.005 * nodes["draft"]
-    assert emitted[1]["draft"] < 0.05 * emitted[1].total()
+    assert emitted[1]["draft"] < 0.1 * emitted[1].total()

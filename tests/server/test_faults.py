@@ -110,6 +110,7 @@ def test_requests_at_every_door_get_an_error_when_the_engine_dies_and_all_doors_
         os.kill(faulty.health()["pid"], signal.SIGKILL)
         ended = [reply.result(timeout=30) for reply in replies]
     assert all("engine process has ended" in error for _, error in ended), ended
+    faulty.wait_until(lambda: faulty.command("health")[0] == 200, 60)
     for door in DOORS:
         assert ask(faulty, door, "again ", 10) == (reference_text("again ", 10), "")
 

@@ -339,6 +339,9 @@ def test_metrics_count_the_steps(service):
     service.wait_until(lambda: service.metric("spindle_emitted_tokens_total") >= before + 50, 5)
     assert service.metric("spindle_step_seconds_count") > 0
     for draft in ("good", "poor"):
-        drafted = service.metric("spindle_draft_tokens_total", draft=draft)
-        assert 0 < service.metric("spindle_accepted_tokens_total", draft=draft) < drafted
-        assert drafted == service.metric("spindle_draft_tokens_by_position_total", draft=draft)
+
+        def drafted(by="", draft=draft):
+            return service.metric(f"spindle_draft_tokens{by}_total", draft=draft)
+
+        service.wait_until(lambda drafted=drafted: drafted() == drafted("_by_position"), 5)
+        assert 0 < service.metric("spindle_accepted_tokens_total", draft=draft) < drafted()
