@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -67,9 +68,13 @@ def ask(url: str, command: str, secret: str) -> object:
         with open_url(request, ANSWER_LIMIT_S) as response:
             return json.loads(json.load(response)["reply"])
     except urllib.error.HTTPError as error:
-        raise LaunchError(json.load(error)["error"]) from None
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            raise LaunchError(json.load(error)["error"]) from None
+        raise LaunchError(f"{url} is no Spindle server: it answers {error.code}") from None
     except OSError as error:
         raise LaunchError(f"no answer from {url}: {error}") from None
+    except (ValueError, KeyError, TypeError):
+        raise LaunchError(f"{url} is no Spindle server") from None
 
 
 if __name__ == "__main__":
