@@ -353,7 +353,7 @@ class Replica:
             finished=np.concatenate([rows[over[0]], first[over[1]]]),
         )
         figures = int(length.sum()), int(accepted.sum()), int(outcome.rows.emitted.sum())
-        queue, by_model = len(self._queue), (plan.draft >= 0) & ~self._free[plan.draft]
+        queue, by_model = len(self._queue), np.append(~self._free, False)[plan.draft]
         drafted = int(verified.sum()), bool((length * by_model).any())
         self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, queue, *drafted))
         return _Pending(outcome, rows, plan)

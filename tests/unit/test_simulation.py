@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from backend.engines.openvino import width as engine
 from backend.sequence import Proposal
 from backend.speculation.step_log import StepLog
 from policy import (
@@ -18,7 +19,7 @@ from policy import (
 )
 from policy.baselines import BASELINES
 from policy.simulation.arms import WITHOUT, Oracle, arm_of, make_policy
-from policy.simulation.deployment import Deployment, Work, perturbed, step_parts
+from policy.simulation.deployment import Deployment, Width, Work, perturbed, step_parts
 from policy.simulation.experiments import Scenario, Task, run_once
 from policy.simulation.fleet import least_outstanding, simulate, simulate_closed
 from policy.simulation.presets import (
@@ -234,6 +235,16 @@ def test_a_step_costs_the_catch_up_of_its_rows_each_depth_once_and_speculation_o
     work = Work(draft, length, length, unseen, rows=4, context_tokens=0, prefill_tokens=7)
     parts = step_parts(model, work, ("a", "b"))
     assert parts == {"verify": 4 + 6 + 7, "overhead": 0.75, "draft:a": 3 + 1 + 1, "draft:b": 10 + 1}
+
+
+@pytest.mark.parametrize("change_tokens", [1, 4, 16])
+def test_passes_are_as_wide_as_the_engine_makes_them(change_tokens):
+    simulated, real = Width(change_tokens), engine.Width(change_tokens)
+    for tokens in np.random.default_rng(change_tokens).integers(1, 40, 2000).tolist():
+        last = simulated.tokens
+        changed = simulated.widen(tokens)
+        assert simulated.tokens == real.of(tokens)
+        assert changed == (simulated.tokens != last)
 
 
 def test_what_is_read_is_off_by_at_most_the_error_and_still_monotone():
