@@ -343,5 +343,6 @@ def test_metrics_count_the_steps(service):
         def drafted(by="", draft=draft):
             return service.metric(f"spindle_draft_tokens{by}_total", draft=draft)
 
-        service.wait_until(lambda drafted=drafted: drafted() == drafted("_by_position"), 5)
+        # Positions count what was proposed; the trim verifies a part of it.
+        service.wait_until(lambda drafted=drafted: 0 < drafted() <= drafted("_by_position"), 5)
         assert 0 < service.metric("spindle_accepted_tokens_total", draft=draft) < drafted()

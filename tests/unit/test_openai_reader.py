@@ -71,6 +71,7 @@ def fail(settings, data, headers):
 
 
 def end(settings, data, headers):
+    Path(json.loads(data)["file"]).write_text(str(os.getpid()))
     os._exit(1)
 
 
@@ -137,15 +138,18 @@ def test_one_process_more_than_are_busy_is_ready(bodies):
 
 
 @pytest.mark.parametrize("more", [{}, LARGE])
-def test_a_fault_is_an_error_and_a_death_a_restart(bodies, more):
+def test_a_fault_is_an_error_and_a_death_a_restart(bodies, more, tmp_path):
     with pytest.raises(ApiError, match="internal error"):
         read(bodies, fail, more)
-    before = set(outcomes(bodies, [(pid_of, more)] * PROCESSES))
-    results = outcomes(bodies, [(end, more)] * PROCESSES)
+    files = [tmp_path / str(index) for index in range(PROCESSES)]
+    results = outcomes(bodies, [(end, {"file": str(file), **more}) for file in files])
     assert {(str(error), error.status) for error in results} == {
         ("the body could not be read: try again later", 503)
     }
-    assert not {os.getpid(), *before} & {*outcomes(bodies, [(pid_of, more)] * PROCESSES)}
+    dead = {int(file.read_text()) for file in files}
+    assert len(dead) == PROCESSES
+    assert not dead & bodies.pids
+    assert not {os.getpid(), *dead} & {*outcomes(bodies, [(pid_of, more)] * PROCESSES)}
 
 
 def test_a_template_without_end_is_given_up_and_the_loop_goes_on_meanwhile(bodies):
