@@ -113,6 +113,13 @@ class LatencyTable:
         ones, zeros = (1,) * len(tokens), (0,) * len(tokens)
         return cls(engine, ones, tokens, zeros, tuple(seconds[t] for t in tokens))
 
+    def width_of(self, tokens: IntArray) -> IntArray:
+        """Return the width at which passes of these counts run; beyond the widest, the count."""
+        if not self.widths:
+            return tokens
+        place = np.searchsorted(self.widths, tokens).clip(max=len(self.widths) - 1)
+        return np.maximum(np.array(self.widths)[place], tokens)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON-able data, the inverse of ``from_dict``."""
         columns = {name: list(getattr(self, name)) for name, *_ in _COLUMNS}
@@ -195,9 +202,9 @@ class LatencyCurve:
         A base that never falls is a sum of steps >= 0 at the measured counts, so that isotonic
         regression and the coefficients are one problem. Between counts the base is linear. A term
         that never varies at equal tokens cannot be separated from the base: it is 0. With widths a
-        count takes what the next width does.
+        cell counts at the width it ran at, and any other count takes what its own width does.
         """
-        tokens, seconds = np.array(table.tokens), np.array(table.seconds)
+        tokens, seconds = table.width_of(np.array(table.tokens)), np.array(table.seconds)
         knots = np.unique(tokens)
         columns = [(tokens[:, None] >= knots).astype(float)]
         for values in (table.rows, table.context_tokens, table.node_context_tokens):
@@ -206,10 +213,7 @@ class LatencyCurve:
             columns.append((term * varies)[:, None])
         matrix = np.hstack(columns) / seconds[:, None]
         solution = nonnegative_least_squares(matrix, np.ones(len(seconds)))
-        counts = np.arange(knots[-1] + 1)
-        if table.widths:
-            place = np.searchsorted(table.widths, counts)
-            counts = np.append(table.widths, knots[-1])[place]
+        counts = table.width_of(np.arange(knots[-1] + 1))
         base = np.interp(counts, knots, np.cumsum(solution[:-3]))
         last = len(base) - 1
         start = max(last // 2, int(knots[0]))  # the chord over the last octave averages stairs

@@ -106,6 +106,15 @@ def test_a_count_takes_what_the_next_width_does():
         replace(table, widths=(4, 1))
 
 
+def test_a_cell_counts_at_the_width_that_ran():
+    # 3 tokens ran 4 wide and 40 tokens 64 wide; 80 tokens are wider than any width.
+    table = LatencyTable.synthetic("e", {1: 1.0, 3: 2.0, 40: 8.0, 80: 9.0})
+    curve = LatencyCurve.fit(replace(table, widths=(1, 4, 64)))
+    assert [curve.at(count) for count in (1, 2, 4, 5, 64, 80)] == pytest.approx(
+        [1.0, 2.0, 2.0, 8.0, 8.0, 9.0]
+    )
+
+
 def test_a_table_without_widths_is_of_an_engine_that_pads_nothing():
     data = LatencyTable.synthetic("e", {1: 1.0}).to_dict()
     del data["widths"]
