@@ -1,9 +1,10 @@
-"""Records of measurements: JSON files, the large ones packed by gzip."""
+"""Records of measurements: JSON files, the large ones packed by gzip; each says its commit."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,3 +20,12 @@ def read(path: Path) -> dict[str, Any]:
         text = path.read_text("utf-8")
     record: dict[str, Any] = json.loads(text)
     return record
+
+
+def commit() -> str:
+    """Return the commit that is run, "-changed" where files differ from it; empty: unknown."""
+    command = ["git", "-C", str(RESULTS), "describe", "--always", "--abbrev=12", "--dirty=-changed"]
+    try:
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

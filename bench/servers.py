@@ -41,6 +41,7 @@ FLAGS = {
 }
 COUNTED = re.compile(
     r"spindle_((steps|fallback|preemptions|emitted_tokens|draft_tokens|accepted_tokens|step_part_seconds)_total"
+    r"|(drafted_steps|promised_seconds|promised_tokens|planned_step_seconds|planned_step_tokens)_total"
     r"|(draft|accepted)_tokens_by_position_total|(step|planning|step_predicted)_seconds_(sum|count)|batch_size_(sum|count))"
 )
 """The counters, and sums and counts of histograms, that a run is described by."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from backend.app import App, build
@@ -163,9 +164,17 @@ class Servers:
     theirs).
     """
 
-    def __init__(self, config: dict[str, Any], active: int, folder: Path, most: int) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        active: int,
+        folder: Path,
+        most: int,
+        environments: Mapping[str, dict[str, str]] = MappingProxyType({}),
+    ) -> None:
         self.tuning = Tuning()
         self._config, self._active, self._folder, self._most = config, active, folder, most
+        self._environments = environments  # by arm, besides this process's own
         self._running: OrderedDict[str, ServerArm] = OrderedDict()
         self._starts = 0
 
@@ -178,7 +187,9 @@ class Servers:
                 self._running.popitem(last=False)[1].close()
             self._starts += 1
             self._running[key] = ServerArm(
-                self._serving(key), self._folder / f"{self._starts}-{key}"
+                self._serving(key),
+                self._folder / f"{self._starts}-{key}",
+                **self._environments.get(key, {}),
             )
         self._running.move_to_end(key)
         server = self._running[key]
@@ -187,6 +198,11 @@ class Servers:
                 "set canary_share=0 fixed_draft={} fixed_length={}".format(*fixed_choice(name))
             )
         return server, fresh
+
+    def end(self, name: str) -> None:
+        """End an arm's server, if it runs: when next asked for, it begins again."""
+        if (server := self._running.pop(name, None)) is not None:
+            server.close()
 
     def close(self) -> None:
         """End all servers."""

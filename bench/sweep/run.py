@@ -149,7 +149,7 @@ class Sweep:
                 progress.set_postfix_str(
                     f"block {block}, {workload} {load}, {policy}", refresh=False
                 )
-                self._record["runs"].append(self._block(workload, load, block, policy))
+                self._record["runs"].append(self.serve_block(workload, load, block, policy))
                 if time.monotonic() > saved_s + SAVE_S:
                     save()
                     saved_s = time.monotonic()
@@ -171,7 +171,8 @@ class Sweep:
                 for policy in abba(self.policies, block + number):
                     yield workload, load, block, policy
 
-    def _block(self, workload: str, load: str, block: int, policy: str) -> dict[str, Any]:
+    def serve_block(self, workload: str, load: str, block: int, policy: str) -> dict[str, Any]:
+        """Serve a block of a point by a policy and return its figures."""
         arm, fresh = (self._peers if policy in PEERS else self._roster).arm(policy)
         if fresh and block:
             arm.run(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from backend.machine import machine
 from bench.pictures import THEMES
+from bench.records import commit
 from bench.traces.arms import known_arms
 from bench.traces.costs import Costs
 from bench.traces.figures import MIXED, TOKENS, cell, summary, table
@@ -68,19 +68,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _commit() -> str:
-    """Return the commit that was run, "-changed" where files differ from it; empty: unknown."""
-    root = Path(__file__).resolve().parents[2]
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=-changed"]
-    try:
-        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything that was asked for. Raises TraceError, LatencyError or ValueError."""
-    commit, world = _commit(), World.read(options.data, options.cache)
+    revision, world = commit(), World.read(options.data, options.cache)
     costs = Costs.measured(options.costs) if options.costs else Costs.authors()
     arms = options.arms or (QUICK_ARMS if options.quick else ())
     sets = options.sets or ((MIXED,) if options.quick else (MIXED, *world.sets))
@@ -97,7 +87,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "traces",
         "command": f"python -m bench.traces {' '.join(sys.argv[1:])}",
-        "commit": commit,
+        "commit": revision,
         "machine": machine.describe(),
         "versions": machine.versions(),
         "seed": options.seed,
