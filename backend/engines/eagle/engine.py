@@ -297,6 +297,7 @@ def make(engine: EngineConfig, service: Service) -> EagleEngine:
     embedding, lm_head = load_embeddings(target, engine.device)
     _check_fits(folder, shape, target, embedding)
     sizes = service.sizes
+    torch.set_num_threads(service.threads)
     model = EagleModel(
         shape,
         tensors,

@@ -275,6 +275,7 @@ def make(engine: EngineConfig, service: Service) -> HeadEngine | HeadInTarget:
 def _kernels(engine: EngineConfig, threads: int) -> Callable[[HeadNetwork, torch.Tensor], Head]:
     """Return what runs a head here: int8 is OpenVINO's, which a GPU's machine may lack."""
     if engine.dtype != "int8":
+        torch.set_num_threads(threads)
         return TorchHead
     from backend.engines.head.openvino import OpenvinoHead
 

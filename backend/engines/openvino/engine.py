@@ -58,7 +58,7 @@ class OpenvinoEngine(StepEngine):
         Raises CheckpointError for a folder that cannot be served, VersionError for another OpenVINO
         than is known.
         """
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)  # between passes it only moves rows: waking a thread takes longer
         if not misfit_of_llama(read_model_config(folder)):
             stored = "bf16" if dtype == "bf16" else "fp32"
             config, weights = load(folder, stored)
