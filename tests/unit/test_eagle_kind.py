@@ -8,9 +8,8 @@ import torch
 
 from backend.app import build
 from backend.config import PROJECT_ROOT, EngineConfig, PolicyConfig, parse_config
-from backend.engines.eagle.engine import make
 from backend.engines.eagle.folder import save
-from backend.engines.eagle.kind import footprint, taps
+from backend.engines.eagle.kind import footprint, make, taps
 from backend.engines.eagle.model import RowWeights, TorchRows
 from backend.engines.eagle.openvino import OpenvinoRows
 from backend.engines.registry import Service, module_of

@@ -9,8 +9,8 @@ from backend.config import EngineConfig, ServingConfig
 from backend.engines.checkpoint import DTYPES, LlamaConfig, read_config
 from backend.engines.cuda.forward import most_graph_tokens
 from backend.engines.cuda.pages import PAGE
+from backend.engines.models import footprint as planning
 from backend.engines.port import Footprint
-from backend.engines.stepping import footprint as stepping
 
 RUNTIME_BYTES = 512 << 20
 """Bytes of CUDA graphs, cuBLAS's workspaces and compiled kernels on a GPU; a guess, not measured.
@@ -23,7 +23,7 @@ _SLOT_BYTES = 48
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
     """Return what an engine takes of memory."""
     limits = config.limits
-    planned = stepping.footprint(engine, config, folder, scratch_tokens=PAGE)
+    planned = planning.footprint(engine, config, folder, scratch_tokens=PAGE)
     shape, item = read_config(folder), DTYPES[engine.dtype].itemsize
     passes = planned.passes + _prompt_bytes(shape, config, item)
     if engine.lookahead:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, ServingConfig
+from backend.engines.models.kind import check_folder, latency_cases
 from backend.engines.port import Engine, Footprint
-from backend.engines.stepping.kind import check_folder, latency_cases
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service

@@ -9,33 +9,20 @@ Only texts have rows in blocks. A proposal is computed apart from them, so nothi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from backend.config import EngineConfig
-from backend.engines.checkpoint import DTYPES, load_embeddings
-from backend.engines.eagle.folder import EagleShape, load
-from backend.engines.eagle.kind import activations
-from backend.engines.eagle.model import EagleModel, RowProducts, RowWeights, TorchRows
-from backend.engines.eagle.place import made_for
+from backend.engines.eagle.model import EagleModel
 from backend.engines.eagle.trees import ProposalTree, grow
 from backend.engines.port import Completion, EngineLimits, HiddenStates, Turn
-from backend.engines.registry import Service
 from backend.engines.stepping.kv_caches import Cache, Caches
 from backend.sampling.processing import Columns
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
-from backend.settings import ConfigError
-from backend.storage.manifest import read_model_config, weights_sha256
 from policy.evidence import PAST_TRAINED
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -286,64 +273,3 @@ class EagleEngine:
             tokens = len(turn.sequence.tokens)
             return f"{name}: the target has not given the states of all its {tokens} tokens"
         return ""
-
-
-def make(engine: EngineConfig, service: Service) -> EagleEngine:
-    """Make an engine of this kind (``backend.engines.registry``). Raises ConfigError for a head
-    that does not fit the target.
-    """
-    folder, target = service.path(engine), service.path(service.config.target)
-    shape, tensors = load(folder)
-    embedding, lm_head = load_embeddings(target, engine.device)
-    _check_fits(folder, shape, target, embedding)
-    sizes = service.sizes
-    torch.set_num_threads(service.threads)
-    model = EagleModel(
-        shape,
-        tensors,
-        embedding=embedding,
-        lm_head=lm_head,
-        positions=sizes["max_context_tokens"] + sizes["max_draft_tokens"],
-        dtype=DTYPES[activations(engine)],
-        device=engine.device,
-        kernels=_kernels(engine, service.threads),
-    )
-    text = "%s: an EAGLE-3 head of %d tokens on layers %s, %s"
-    logger.info(text, engine.name, shape.draft_vocab_size, list(shape.layers), engine.dtype)
-    width = engine.tree_width
-    return EagleEngine(engine.name, model, **sizes, width=width, count=service.count)
-
-
-def _kernels(engine: EngineConfig, threads: int) -> Callable[[RowWeights], RowProducts]:
-    """Return what multiplies the matrices: int8 is OpenVINO's, which a GPU's machine may lack."""
-    if engine.dtype != "int8":
-        return TorchRows
-    from backend.engines.eagle.openvino import OpenvinoRows
-
-    precision = {"bf16": "bf16", "fp32": "f32"}[activations(engine)]
-    return partial(OpenvinoRows, precision=precision, threads=threads)
-
-
-def _check_fits(folder: Path, shape: EagleShape, target: Path, embedding: Tensor) -> None:
-    """Raise ConfigError for a head of another target; warn of one whose weights have changed."""
-    raw = read_model_config(target)
-    layers = raw.get("num_hidden_layers") or raw.get("text_config", {}).get("num_hidden_layers", 0)
-    pairs = [
-        ("vocab_size", shape.vocab_size, embedding.shape[0]),
-        ("target_hidden_size", shape.target_hidden_size, embedding.shape[1]),
-    ]
-    if not shape.own_embedding:
-        pairs.append(("hidden_size", shape.hidden_size, embedding.shape[1]))
-    for name, own, theirs in pairs:
-        if own != theirs:
-            raise ConfigError(f"draft {folder}: {name} is {own}, its target {target} has {theirs}")
-    if max(shape.layers) > layers:
-        text = f"layers go to {max(shape.layers)}, its target {target} has {layers}"
-        raise ConfigError(f"draft {folder}: {text}")
-    prepared, weights = made_for(folder), weights_sha256(target)
-    if prepared not in ("", weights):
-        logger.warning(
-            "draft %s was prepared for a target of the weights %s, %s has %s: its proposals may be "
-            "accepted less often",
-            *(folder, prepared[:12], target, weights[:12]),
-        )

@@ -50,6 +50,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backend.config import EngineConfig
+from backend.machine import machine
 from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
 
@@ -199,3 +201,10 @@ def check_tensors(shape: EagleShape, tensors: Mapping[str, Tensor], where: str) 
     if len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= shape.vocab_size:
         text = f"token_ids must be different ids below {shape.vocab_size}"
         raise ConfigError(f"{where}: {text}")
+
+
+def activations(engine: EngineConfig) -> str:
+    """Return the dtype of a head's states and KV: int8 rounds the matrices of drafted rows only."""
+    if engine.dtype != "int8":
+        return engine.dtype
+    return "bf16" if machine.multiplies_bf16() else "fp32"

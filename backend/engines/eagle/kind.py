@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines import latency_cases as cases
-from backend.engines.eagle.folder import EagleShape, read_shape
+from backend.engines.eagle.folder import EagleShape, activations, read_shape
 from backend.engines.eagle.other_kinds import other_kind
-from backend.engines.eagle.place import is_ours, served_folder
+from backend.engines.eagle.place import is_ours, made_for, served_folder
 from backend.engines.eagle.published import files_of
 from backend.engines.latency_cases import Case
 from backend.engines.memory import available_bytes
@@ -22,10 +24,14 @@ from backend.storage import manifest
 from backend.storage.weight_files import shapes_in
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from backend.engines.eagle.model import RowProducts, RowWeights
     from backend.engines.registry import Service
 
+logger = logging.getLogger(__name__)
+
 __all__ = [
-    "activations",
     "check_folder",
     "convert",
     "footprint",
@@ -37,14 +43,38 @@ __all__ = [
 
 _ITEM_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 _LOGIT_BYTES = 28
-"""Bytes of each logit, while candidates are chosen (``stepping.footprint``)."""
+"""Bytes of each logit, while candidates are chosen (``models.footprint``)."""
 
 
 def make(engine: EngineConfig, service: Service) -> Engine:
-    """Load a head. Raises ConfigError for one that was made for another target."""
-    from backend.engines.eagle import engine as eagle
+    """Load a head. Raises ConfigError for one that does not fit the target."""
+    import torch
 
-    return eagle.make(engine, service)
+    from backend.engines.checkpoint import DTYPES, load_embeddings
+    from backend.engines.eagle.engine import EagleEngine
+    from backend.engines.eagle.folder import load
+    from backend.engines.eagle.model import EagleModel
+
+    folder, target = service.path(engine), service.path(service.config.target)
+    shape, tensors = load(folder)
+    embedding, lm_head = load_embeddings(target, engine.device)
+    _check_fits(folder, shape, target, embedding)
+    sizes = service.sizes
+    torch.set_num_threads(service.threads)
+    model = EagleModel(
+        shape,
+        tensors,
+        embedding=embedding,
+        lm_head=lm_head,
+        positions=sizes["max_context_tokens"] + sizes["max_draft_tokens"],
+        dtype=DTYPES[activations(engine)],
+        device=engine.device,
+        kernels=_kernels(engine, service.threads),
+    )
+    text = "%s: an EAGLE-3 head of %d tokens on layers %s, %s"
+    logger.info(text, engine.name, shape.draft_vocab_size, list(shape.layers), engine.dtype)
+    width = engine.tree_width
+    return EagleEngine(engine.name, model, **sizes, width=width, count=service.count)
 
 
 def check_folder(
@@ -81,13 +111,6 @@ def convert(
     bring_head(folder, path, say, dtype=dtype, device=target.device, free_bytes=free)
 
 
-def activations(engine: EngineConfig) -> str:
-    """Return the dtype of a head's states and KV: int8 rounds the matrices of drafted rows only."""
-    if engine.dtype != "int8":
-        return engine.dtype
-    return "bf16" if machine.multiplies_bf16() else "fp32"
-
-
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
     """Return what a head takes of memory: its weights and, where it has none of its own, a copy of
     the target's embedding; the KV of all blocks; a pass's copies of the KV of all its texts.
@@ -118,3 +141,40 @@ def taps(folder: Path) -> tuple[int, ...]:
 
 def _head(shape: EagleShape) -> tuple[int, int]:
     return shape.draft_vocab_size, shape.hidden_size
+
+
+def _kernels(engine: EngineConfig, threads: int) -> Callable[[RowWeights], RowProducts]:
+    """Return what multiplies the matrices: int8 is OpenVINO's, which a GPU's machine may lack."""
+    if engine.dtype != "int8":
+        from backend.engines.eagle.model import TorchRows
+
+        return TorchRows
+    from backend.engines.eagle.openvino import OpenvinoRows
+
+    precision = {"bf16": "bf16", "fp32": "f32"}[activations(engine)]
+    return partial(OpenvinoRows, precision=precision, threads=threads)
+
+
+def _check_fits(folder: Path, shape: EagleShape, target: Path, embedding: Tensor) -> None:
+    """Raise ConfigError for a head of another target; warn of one whose weights have changed."""
+    raw = manifest.read_model_config(target)
+    layers = raw.get("num_hidden_layers") or raw.get("text_config", {}).get("num_hidden_layers", 0)
+    pairs = [
+        ("vocab_size", shape.vocab_size, embedding.shape[0]),
+        ("target_hidden_size", shape.target_hidden_size, embedding.shape[1]),
+    ]
+    if not shape.own_embedding:
+        pairs.append(("hidden_size", shape.hidden_size, embedding.shape[1]))
+    for name, own, theirs in pairs:
+        if own != theirs:
+            raise ConfigError(f"draft {folder}: {name} is {own}, its target {target} has {theirs}")
+    if max(shape.layers) > layers:
+        text = f"layers go to {max(shape.layers)}, its target {target} has {layers}"
+        raise ConfigError(f"draft {folder}: {text}")
+    prepared, weights = made_for(folder), manifest.weights_sha256(target)
+    if prepared not in ("", weights):
+        logger.warning(
+            "draft %s was prepared for a target of the weights %s, %s has %s: its proposals may be "
+            "accepted less often",
+            *(folder, prepared[:12], target, weights[:12]),
+        )

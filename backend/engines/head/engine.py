@@ -6,25 +6,16 @@ import logging
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-from backend.config import EngineConfig
-from backend.engines.checkpoint import load_embeddings
-from backend.engines.head.folder import CONTEXT_ROWS, made_for, read_config
-from backend.engines.head.in_target import HeadInTarget
-from backend.engines.head.network import Head, HeadNetwork, TorchHead, load
+from backend.engines.head.folder import CONTEXT_ROWS
+from backend.engines.head.network import Head, HeadNetwork, TorchHead
 from backend.engines.port import Completion, EngineLimits, HiddenStates, Turn
-from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES, Spine
-from backend.engines.stepping.footprint import shape_of
-from backend.machine import machine
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
 from backend.sequence import Sequence
-from backend.settings import ConfigError
-from backend.storage.manifest import weights_sha256
 
 logger = logging.getLogger(__name__)
 
@@ -233,51 +224,3 @@ class HeadEngine:
         if not len(job.text.rows):
             return static[row : row + 1]
         return torch.cat([static[row], (job.text.rows @ vectors[row]).float()])[None]
-
-
-def make(engine: EngineConfig, service: Service) -> HeadEngine | HeadInTarget:
-    """Make an engine of this kind (``backend.engines.registry``). Raises ConfigError for a head
-    that was made for another target.
-    """
-    folder, target = service.path(engine), service.path(service.config.target)
-    config, whole = read_config(folder), shape_of(target)
-    for name, own, theirs in (
-        ("hidden_size", config.hidden_size, whole.hidden_size),
-        ("vocab_size", config.vocab_size, whole.vocab_size),
-    ):
-        if own != theirs:
-            raise ConfigError(f"draft {folder}: {name} is {own}, its target's {theirs}")
-    if config.layers[-1] > whole.num_layers:
-        text = f"layers go to {config.layers[-1]}, its target has {whole.num_layers}"
-        raise ConfigError(f"draft {folder}: {text}")
-    trained_on, weights = made_for(folder), weights_sha256(target)
-    if trained_on not in ("", weights):
-        raise ConfigError(
-            f"draft {folder} was trained on the weights {trained_on[:12]}, its target {target} has "
-            f"{weights[:12]}: train a head for it, or, if the target was tuned from these weights, "
-            "remove target_sha256 from the head's config.json"
-        )
-    network, token_ids = load(folder, engine.dtype, engine.device)
-    logger.info("%s: a head of %d rows, %s", engine.name, len(token_ids), engine.dtype)
-    most = service.sizes["max_draft_tokens"]
-    if service.config.target.lookahead:
-        return HeadInTarget(engine.name, network, token_ids, max_draft_tokens=most)
-    return HeadEngine(
-        engine.name,
-        network,
-        token_ids,
-        *load_embeddings(target, engine.device),
-        max_draft_tokens=most,
-        kernels=_kernels(engine, service.threads),
-    )
-
-
-def _kernels(engine: EngineConfig, threads: int) -> Callable[[HeadNetwork, torch.Tensor], Head]:
-    """Return what runs a head here: int8 is OpenVINO's, which a GPU's machine may lack."""
-    if engine.dtype != "int8":
-        torch.set_num_threads(threads)
-        return TorchHead
-    from backend.engines.head.openvino import OpenvinoHead
-
-    precision = "bf16" if machine.multiplies_bf16() else "f32"
-    return partial(OpenvinoHead, precision=precision, threads=threads)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from backend.config import EngineConfig
 from backend.engines.checkpoint import LlamaConfig, Weights, load
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.graph_cache import bring_graph
@@ -25,7 +24,6 @@ from backend.engines.openvino.llama import (
 )
 from backend.engines.openvino.paged_attention import check_version
 from backend.engines.port import Completion, Turn
-from backend.engines.registry import Service
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
 from backend.kinds import misfit_of_llama
@@ -223,22 +221,3 @@ def keeps_sums(sums: Iterable[int], dtype: str) -> bool:
     if dtype == "bf16":
         return all(terms % AMX_TERMS == 0 and terms > AMX_TERMS for terms in sums)
     return dtype != "int8"
-
-
-def make(engine: EngineConfig, service: Service) -> OpenvinoEngine:
-    """Make an engine of this kind (``backend.engines.registry``)."""
-    target = engine.name == service.config.target.name
-    logger.info("%s: %s on %s", engine.name, engine.dtype, machine.processor())
-    made = OpenvinoEngine(
-        engine.name,
-        service.path(engine),
-        dtype=engine.dtype,
-        threads=service.threads,
-        invariant=engine.invariant,
-        verifies=target,
-        taps=service.taps if target else (),
-        **service.sizes,
-    )
-    if target and engine.invariant and not made.limits.invariant:
-        logger.warning("%s: in %s texts may differ with load", engine.name, engine.dtype)
-    return made

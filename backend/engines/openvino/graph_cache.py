@@ -52,7 +52,7 @@ def bring_graph(
     """
     place = graph_folder(folder, dtype, taps)
     if not has_graph(place):
-        from backend.engines.models.conversion import convert_folder  # it imports transformers
+        from backend.engines.openvino.conversion import convert_folder  # it imports transformers
 
         provenance = {"folder": str(folder), "dtype": dtype, "taps": list(taps)}
         with cache.publish(place, provenance) as fresh:

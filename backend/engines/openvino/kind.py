@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, ServingConfig
+from backend.engines.models import kind
+from backend.engines.models.kind import check_any_decoder as check_folder
+from backend.engines.models.kind import latency_cases
 from backend.engines.port import Engine, Footprint
-from backend.engines.stepping import kind
-from backend.engines.stepping.kind import check_any_decoder as check_folder
-from backend.engines.stepping.kind import latency_cases
 from backend.kinds import misfit_of_llama
+from backend.machine import machine
 from backend.storage.manifest import read_model_config
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
 
-__all__ = ["check_folder", "convert", "footprint", "latency_cases", "make"]
+logger = logging.getLogger(__name__)
 
-SCRATCH_TOKENS = 128 * 32
-"""KV besides the ledger's: copies of prompts' last blocks and of branches."""
+__all__ = ["check_folder", "convert", "footprint", "latency_cases", "make"]
 
 WEIGHT_BYTES = {"fp32": (4, 8, 8), "bf16": (4, 6, 6), "int8": (4, 2, 6)}
 """By dtype, of a weight that is looked up, of one that is multiplied, and of one in an expert: as
@@ -30,9 +31,23 @@ read, and as packed.
 
 def make(engine: EngineConfig, service: Service) -> Engine:
     """Load an engine."""
-    from backend.engines.openvino import engine as openvino
+    from backend.engines.openvino.engine import OpenvinoEngine
 
-    return openvino.make(engine, service)
+    target = engine.name == service.config.target.name
+    logger.info("%s: %s on %s", engine.name, engine.dtype, machine.processor())
+    made = OpenvinoEngine(
+        engine.name,
+        service.path(engine),
+        dtype=engine.dtype,
+        threads=service.threads,
+        invariant=engine.invariant,
+        verifies=target,
+        taps=service.taps if target else (),
+        **service.sizes,
+    )
+    if target and engine.invariant and not made.limits.invariant:
+        logger.warning("%s: in %s texts may differ with load", engine.name, engine.dtype)
+    return made
 
 
 def convert(
@@ -48,6 +63,8 @@ def convert(
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
     """Return what an engine takes of memory."""
+    from backend.engines.openvino.layout import SCRATCH_TOKENS
+
     return kind.footprint(
         engine,
         config,

@@ -35,6 +35,9 @@ from backend.sequence import BLOCK_TOKENS, ROOT
 
 Blocks = npt.NDArray[np.int32]
 
+SCRATCH_TOKENS = 128 * 32
+"""KV besides the ledger's: copies of prompts' last blocks and of branches."""
+
 
 class Layout:
     """The inputs of one pass."""

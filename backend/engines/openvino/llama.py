@@ -16,8 +16,7 @@ from openvino import Model, Type
 from backend.engines.checkpoint import CheckpointError, LlamaConfig, Weights
 from backend.engines.openvino.converted import Converted
 from backend.engines.openvino.graph import build
-from backend.engines.openvino.kind import SCRATCH_TOKENS
-from backend.engines.openvino.layout import Blocks, Layout, in_calls
+from backend.engines.openvino.layout import SCRATCH_TOKENS, Blocks, Layout, in_calls
 from backend.engines.openvino.paged_attention import Heads, VersionError, check_version
 from backend.engines.openvino.parts import Floats, compiled
 from backend.engines.openvino.width import Width, price_of_change

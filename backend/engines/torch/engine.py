@@ -8,13 +8,10 @@ from pathlib import Path
 
 import torch
 
-from backend.config import EngineConfig
 from backend.engines.checkpoint import LlamaConfig, Weights, load
-from backend.engines.registry import Service
 from backend.engines.stepping.engine import StepEngine, step_limits
 from backend.engines.torch.llama import Llama
 from backend.kinds import misfit_of_llama
-from backend.machine import machine
 from backend.storage.manifest import read_model_config
 
 logger = logging.getLogger(__name__)
@@ -107,25 +104,3 @@ class TorchEngine(StepEngine):
         logger.info(text, name, spec.architecture, difference)
         limits = step_limits(spec, kv_blocks, max_context_tokens, max_draft_tokens)
         super().__init__(name, model, limits)
-
-
-def make(engine: EngineConfig, service: Service) -> TorchEngine:
-    """Make an engine of this kind (``backend.engines.registry``)."""
-    on_cpu = engine.device == "cpu"
-    where = machine.processor() if on_cpu else engine.device
-    logger.info("%s: %s on %s", engine.name, engine.dtype, where)
-    if engine.dtype == "bf16" and on_cpu and not machine.multiplies_bf16():
-        logger.warning(
-            "%s: dtype 'bf16' is slow on a processor without products in bf16; 'auto' is what is "
-            "fast here",
-            engine.name,
-        )
-    return TorchEngine(
-        engine.name,
-        service.path(engine),
-        dtype=engine.dtype,
-        device=engine.device,
-        threads=service.threads,
-        taps=service.taps if engine.name == service.config.target.name else (),
-        **service.sizes,
-    )

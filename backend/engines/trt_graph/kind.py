@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, ServingConfig
+from backend.engines.models.kind import footprint, latency_cases
 from backend.engines.port import Engine
-from backend.engines.stepping.kind import footprint, latency_cases
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
@@ -18,9 +18,10 @@ __all__ = ["check_folder", "footprint", "latency_cases", "make"]
 
 def make(engine: EngineConfig, service: Service) -> Engine:
     """Load an engine."""
-    from backend.engines.trt_graph import runtime
+    from backend.engines.trt_graph.runtime import open_engine
 
-    return runtime.make(engine, service)
+    device = "cuda" if engine.device == "cpu" else engine.device
+    return open_engine(engine.name, service.path(engine), device, **service.sizes)
 
 
 def check_folder(

@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 
-from backend.config import EngineConfig
 from backend.engines.checkpoint import DTYPES, Weights, load
-from backend.engines.port import Engine
-from backend.engines.registry import Service
 from backend.engines.trt_graph import LIBRARIES
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import GREEDY, Tensors
@@ -258,9 +255,3 @@ def _torch_dtype(library: Any, dtype: Any) -> torch.dtype:
 def _gpu(device: torch.device) -> str:
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
-
-
-def make(engine: EngineConfig, service: Service) -> Engine:
-    """Make an engine of this kind (``backend.engines.registry``)."""
-    device = "cuda" if engine.device == "cpu" else engine.device
-    return open_engine(engine.name, service.path(engine), device, **service.sizes)

@@ -23,10 +23,10 @@ from backend.engines.checkpoint import CheckpointError
 from backend.engines.memory import PROCESS_BYTES, host_bytes
 from backend.engines.models.attention import AttentionSpec, attending_by
 from backend.engines.models.comparison import BLOCKS, TOKENS, compare
-from backend.engines.models.experts import EXPERTS
 from backend.engines.models.loading import load_decoder
 from backend.engines.models.probe import DecoderSpec, check_taps, probe
 from backend.engines.openvino.converted import complete
+from backend.engines.openvino.experts import EXPERTS
 from backend.engines.openvino.llama import OpenvinoConverted
 from backend.engines.openvino.marks import Attended, AttentionMark, mark
 from backend.engines.openvino.passes import narrow, side_by_side

@@ -29,7 +29,7 @@ def check_any_decoder(
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path, **own: Any) -> Footprint:
-    """Return what a step engine takes of memory (``stepping.footprint``)."""
-    from backend.engines.stepping import footprint as planning  # it imports torch
+    """Return what a step engine takes of memory (``models.footprint``)."""
+    from backend.engines.models import footprint as planning  # it imports torch
 
     return planning.footprint(engine, config, folder, **own)
