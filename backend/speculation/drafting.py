@@ -15,6 +15,7 @@ from backend.engines.port import (
     Completion,
     DeviceProposal,
     Engine,
+    EngineLostError,
     HiddenStates,
     MissesStates,
     ReadsTarget,
@@ -300,7 +301,7 @@ class Drafting:
 
     def _complete(self, draft: Engine, turns: list[Turn], log: StepLog) -> list[Completion]:
         """Run turns until all are complete, as verification needs all; drop failed ones, with a
-        metric.
+        metric. Raises EngineLostError.
         """
         if not turns:
             return []
@@ -310,6 +311,8 @@ class Drafting:
                 draft.submit(turns)
                 while len(completions) < len(turns):
                     completions += draft.poll(timeout_s=1.0)
+        except EngineLostError:
+            raise
         except Exception:
             logger.exception("draft %s failed; disabled for %s s", draft.name, COOLDOWN_S)
             self._stats.fallback("draft_error")

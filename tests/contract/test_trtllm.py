@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 
+from backend.engines.port import EngineLostError
 from tests.contract import checks
+from tests.contract.deployment import Deployment, Scripted, tiny_engine
 from tests.contract.fake_executor import Behaviour
-from tests.contract.scenarios import BUSY, MIXED, Scenario
-from tests.contract.trtllm_deployment import serve_with_trtllm
+from tests.contract.scenarios import BUSY, MIXED, PROMPTS, Scenario
+from tests.contract.trtllm_deployment import serve_with_trtllm, trtllm_engine
 
 BEHAVIOURS = {
     "in order": Behaviour,
@@ -79,3 +81,12 @@ def test_a_copy_of_the_target_is_never_rejected(monkeypatch):
     """Its texts are greedy, for so are its proposals."""
     serve_with_trtllm(monkeypatch)
     checks.a_copy_of_the_target_is_rejected_for_its_tail_only(GREEDY["options"])
+
+
+def test_a_dead_draft_ends_the_loop_as_a_dead_target_does():
+    draft = trtllm_engine(tiny_engine("twin"), target=False, behaviour=Behaviour(dies_at=12))
+    target = trtllm_engine(tiny_engine(), target=True)
+    deployment = Deployment(target, [draft], Scripted([(0, 3)]))
+    deployment.submit(PROMPTS[0], 30)
+    with pytest.raises(EngineLostError):
+        list(iter(deployment.step, False))

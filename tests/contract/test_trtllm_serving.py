@@ -35,9 +35,6 @@ from tests.contract.trtllm_folders import TOKENIZER, folder, settings
 def faked(monkeypatch):
     monkeypatch.setattr(trtllm, "load_bindings", lambda: fake_executor)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda gpu: (40 << 30, 80 << 30))
-    monkeypatch.setattr(
-        trtllm_deployment, "EngineApart", lambda name, make, **options: make(options["count"])
-    )  # see test_apart
     trtllm_deployment._kv_plan.cache_clear()
 
 

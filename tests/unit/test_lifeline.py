@@ -57,6 +57,32 @@ def test_all_children_die_with_a_killed_parent(command):
     wait_until(lambda: not any(map(is_running, children)))
 
 
+SPAWN = """
+import ctypes, os, time
+from backend import lifeline
+def hang(pipe):
+    print(os.getpid(), flush=True)
+    ctypes.PyDLL(None).sleep(60)
+if __name__ == "__main__":
+    child = lifeline.spawn(hang, (), "child")
+    time.sleep(60)
+"""
+
+
+def test_a_spawned_child_in_native_code_dies_with_its_parent(tmp_path):
+    (tmp_path / "spawn.py").write_text(SPAWN)
+    parent = subprocess.Popen(
+        [sys.executable, tmp_path / "spawn.py"],
+        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(parent.stdout.readline())
+    kill(parent)
+    wait_until(lambda: not is_running(child))
+    parent.stdout.close()
+
+
 def test_children_of_children_die_too():
     parent = python(START, sys.executable, "-c", START, "sleep", "60")
     wait_until(lambda: len(running(parent.pid, ["sleep", "60"])) == 4)

@@ -5,12 +5,11 @@ they fit each other, GPUs and memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, ServingConfig
-from backend.engines.apart import EngineApart
 from backend.engines.port import Engine
 from backend.engines.registry import Service
 from backend.engines.trtllm.folder import (
@@ -25,7 +24,6 @@ from backend.settings import ConfigError
 from backend.storage.manifest import check_vocabulary
 
 if TYPE_CHECKING:
-    from backend.engines.trtllm.engine import ExecutorSettings, TrtllmEngine
     from backend.engines.trtllm.memory import KVPlan
 
 
@@ -94,13 +92,11 @@ def check_engines(
 
 
 def make(engine: EngineConfig, service: Service) -> Engine:
-    """Create an engine's executor, with its part of the memory: a draft's in a process of its
-    own (``backend.engines.registry``). Raises ConfigError.
-    """
-    config, path, count = service.config, service.path, service.count
-    from backend.engines.trtllm.engine import GRACE_S, ExecutorSettings
+    """Create an engine's executor, with its part of the memory. Raises ConfigError."""
+    from backend.engines.trtllm.engine import ExecutorSettings, TrtllmEngine
 
-    folders = check_engines(config, path)
+    config = service.config
+    folders = check_engines(config, service.path)
     plan = _kv_plan(tuple(trtllm_engines(config)), tuple(folders.values()))
     settings = ExecutorSettings(
         gpus=engine.gpus,
@@ -113,33 +109,13 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     usable = config.limits.max_active_requests * -(
         -(context + config.policy.k_max + 1) // BLOCK_TOKENS
     )  # more could never be filled
-    made = partial(
-        _engine,
+    return TrtllmEngine(
         engine.name,
         folders[engine.name],
         settings,
-        context,
-        min(usable, plan.tokens // BLOCK_TOKENS),
-    )
-    if engine is config.target:
-        return made(count)
-    return EngineApart(
-        engine.name, made, answer_within_s=engine.turn_timeout_s + 2 * GRACE_S, count=count
-    )
-
-
-def _engine(
-    name: str,
-    folder: EngineFolder,
-    settings: ExecutorSettings,
-    context: int,
-    kv_blocks: int,
-    count: Callable[..., None] | None,
-) -> TrtllmEngine:
-    from backend.engines.trtllm.engine import TrtllmEngine
-
-    return TrtllmEngine(
-        name, folder, settings, max_context_tokens=context, kv_blocks=kv_blocks, count=count
+        max_context_tokens=context,
+        kv_blocks=min(usable, plan.tokens // BLOCK_TOKENS),
+        count=service.count,
     )
 
 

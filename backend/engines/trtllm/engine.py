@@ -24,10 +24,10 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any
 
-from backend.engines.port import Completion, EngineLimits, Turn
-from backend.engines.seen import Seen
+from backend.engines.port import Completion, EngineLimits, EngineLostError, Turn
 from backend.engines.trtllm.folder import EngineFolder
 from backend.engines.trtllm.requests import Ask, Requests, TurnError, completion
+from backend.engines.trtllm.seen import Seen
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,8 @@ WAIT_S = 0.5
 """The longest wait for answers before late turns are looked for."""
 
 
-class EngineDiedError(RuntimeError):
-    """The executor is gone (a rank crashed, or it answers nothing): every turn in flight is
-    void.
-    """
+class EngineDiedError(EngineLostError):
+    """The executor is gone (a rank crashed, or it answers nothing): the process restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +51,7 @@ class ExecutorSettings:
     ranks in processes of their own (MPI).
 
     ``kv_fraction`` is of the memory that is free when it is created
-    (``backend.engines.trtllm.memory``). An executor's death ends its process: a target's that of
-    the loop, which is started again with everything in it, a draft's its own
-    (``backend.engines.apart``).
+    (``backend.engines.trtllm.memory``).
     """
 
     gpus: tuple[int, ...] = (0,)
