@@ -105,6 +105,7 @@ def misfit_of_llama(config: Mapping[str, Any]) -> str:
     for setting, is_there in (
         ("sliding_window", config.get("use_sliding_window", not qwen2)),
         ("mlp_bias", True),
+        ("draft_vocab_size", True),
         ("quantization_config", bool(quantization_of(config)[1])),
     ):
         if is_there and config.get(setting):
@@ -125,8 +126,6 @@ def _misfit_of_pages(config: Mapping[str, Any]) -> str:
     """Return why the CUDA engine's kernels cannot run a model of this ``config.json``."""
     if misfit := misfit_of_llama(config):
         return misfit
-    if config.get("draft_vocab_size"):
-        return "a head for a part of the vocabulary"
     heads = config.get("num_attention_heads") or 1
     columns = config.get("head_dim") or config.get("hidden_size", heads) // heads
     return f"attention heads of {columns} columns, no power of two" if columns & columns - 1 else ""

@@ -36,8 +36,7 @@ class CheckpointError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """The shape of a model. ``draft_vocab_size`` S > 0: the head has S rows, for the tokens that
-    ``lm_head.token_ids`` [S] names.
+    """The shape of a model.
 
     ``rope`` holds ``rope_type`` and its parameters in the names of transformers'
     ``rope_parameters``.
@@ -57,7 +56,6 @@ class LlamaConfig:
     tied: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
-    draft_vocab_size: int = 0
 
     @property
     def weights(self) -> int:
@@ -100,12 +98,7 @@ class LlamaConfig:
             "model.embed_tokens.weight": (self.vocab_size, hidden),
             "model.norm.weight": (hidden,),
         }
-        if self.draft_vocab_size:
-            shapes |= {
-                "lm_head.weight": (self.draft_vocab_size, hidden),
-                "lm_head.token_ids": (self.draft_vocab_size,),
-            }
-        elif not self.tied:
+        if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         for index in range(self.num_layers):
             at = f"model.layers.{index}."
@@ -145,7 +138,7 @@ def load(
     folder = Path(folder)
     config = read_config(folder)
     weights = read_weights(folder)
-    if config.tied and not config.draft_vocab_size:
+    if config.tied:
         weights.pop("lm_head.weight", None)  # some writers store the tied head again
     check_weights(config, weights, str(folder))
     return config, {name: _convert(tensor, dtype, device) for name, tensor in weights.items()}
@@ -216,7 +209,6 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> LlamaCon
             tied=raw.get("tie_word_embeddings", False),
             qkv_bias=qwen2 or raw.get("attention_bias", False),
             output_bias=not qwen2 and raw.get("attention_bias", False),
-            draft_vocab_size=raw.get("draft_vocab_size", 0),
         )
     except KeyError as error:
         raise CheckpointError(f"{where}: {error.args[0]} is missing") from None
@@ -238,7 +230,7 @@ def check_tensors(folder: Path) -> None:
         return
     config = read_config(folder)
     shapes = {n: s for n, s in tensor_shapes(folder).items() if not n.endswith(_UNUSED)}
-    if config.tied and not config.draft_vocab_size:
+    if config.tied:
         shapes.pop("lm_head.weight", None)
     check_shapes(config, shapes, str(folder))
 
@@ -246,20 +238,8 @@ def check_tensors(folder: Path) -> None:
 def check_weights(
     config: LlamaConfig, weights: Mapping[str, torch.Tensor], where: str = "weights"
 ) -> None:
-    """Raise CheckpointError unless the tensors are exactly those of ``config.shapes()`` and the
-    head's token ids are of the vocabulary.
-    """
+    """Raise CheckpointError unless the tensors are exactly those of ``config.shapes()``."""
     check_shapes(config, {name: tuple(one.shape) for name, one in weights.items()}, where)
-    if config.draft_vocab_size:
-        ids = weights["lm_head.token_ids"]
-        if (
-            int(ids.min()) < 0
-            or int(ids.max()) >= config.vocab_size
-            or len(set(ids.tolist())) != len(ids)
-        ):
-            raise CheckpointError(
-                f"{where}: lm_head.token_ids must be different ids below {config.vocab_size}"
-            )
 
 
 def check_shapes(config: LlamaConfig, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:

@@ -79,11 +79,7 @@ def build_folder(
     )
     model, weights = load(source, "fp32" if dtype == "fp16" else dtype)
     if dtype == "fp16":
-        weights = {
-            name: tensor.half() if tensor.is_floating_point() else tensor
-            for name, tensor in weights.items()
-        }
-    weights.pop("lm_head.token_ids", None)
+        weights = {name: tensor.half() for name, tensor in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
     k_max, context = max(1, config.policy.k_max), config.limits.max_context_tokens

@@ -142,10 +142,9 @@ class Decoder:
         all flattened.
         """
         chosen = hidden.reshape(-1, self._config.hidden_size).take(wanted)
-        tied = self._config.tied and not self._config.draft_vocab_size
         return self._graph.linear(
             self._norm(chosen, "model.norm.weight"),
-            "model.embed_tokens.weight" if tied else "lm_head.weight",
+            "model.embed_tokens.weight" if self._config.tied else "lm_head.weight",
         )
 
     def _norm(self, hidden: Tensor, name: str) -> Tensor:

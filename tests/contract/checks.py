@@ -219,7 +219,7 @@ def free_rows(outcome: Outcome) -> list[tuple[int, ...]]:
 @cache
 def fresh() -> dict[str, Reference]:
     """By name engines that have just read whatever they are asked about."""
-    names = ("target", "twin", "near", "fp32", "short")
+    names = ("target", "twin", "near", "fp32", "shallow")
     engines = [tiny_engine(), *new_drafts()]
     return {
         engine.name: Reference(engine)
@@ -411,23 +411,20 @@ def well_read() -> SuffixEngine:
 
 SAMPLED_DRAFTS: dict[str, Callable[[], Engine]] = {
     "other": lambda: wide_engine("other", seed=1, noise=1.5),
-    "short": lambda: wide_engine("short", seed=2, noise=1.0, shortlist=3),
     "fp32": lambda: wide_engine("fp32", seed=3, noise=1.0, dtype=torch.float32),
     "lookup": lambda: LookupEngine(
         "lookup", max_draft_tokens=K_MAX, vocab_size=SAMPLED_VOCAB, min_ngram=1
     ),
     "suffix": well_read,
 }
-"""Drafts unlike the target: one as precise, one with a shortlist, one in fp32, and two without a
-model; one of the two has read the texts before.
+"""Drafts unlike the target: one as precise, one in fp32, and two without a model; one of the two
+has read the texts before.
 """
 
 
-def wide_engine(name: str = "target", shortlist: int = 0, **options) -> TorchEngine:
+def wide_engine(name: str = "target", **options) -> TorchEngine:
     """An engine whose distribution is wide, on a vocabulary that can be enumerated."""
-    return tiny_engine(
-        name, config=tiny_config(SAMPLED_VOCAB, layers=1, shortlist=shortlist), scale=0.4, **options
-    )
+    return tiny_engine(name, config=tiny_config(SAMPLED_VOCAB, layers=1), scale=0.4, **options)
 
 
 def texts_follow_the_target_s_distribution(

@@ -57,19 +57,16 @@ def _replay_by_running(
 def on_cuda_engine(
     *scenarios: Scenario, padded: bool = False, lookahead: bool = False
 ) -> Iterator[None]:
-    """Make every engine of weights a CUDA engine, but for drafts with a shortlisted head; what is
-    compared with has been made on torch before. ``padded`` runs passes at the sizes of graphs;
+    """Make every engine of weights a CUDA engine; what is compared with has been made on
+    torch before. ``padded`` runs passes at the sizes of graphs;
     with ``lookahead`` the target decides on its device.
     """
     for scenario in scenarios:
         for ask in scenario.asks:
             plain_text(ask)
     fresh()
-    original = TorchEngine.from_weights
 
     def made(name: str, config: LlamaConfig, weights: Weights, **sizes: Any) -> Engine:
-        if config.draft_vocab_size:
-            return original(name, config, weights, **sizes)
         sizes.pop("attention", None)
         with torch.inference_mode(False):
             lm = llama(config, weights)

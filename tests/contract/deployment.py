@@ -43,11 +43,9 @@ TAPS = (1, 2)
 numbers = itertools.count(1)
 
 
-def tiny_config(vocab: int = VOCAB, *, layers: int = 2, shortlist: int = 0) -> LlamaConfig:
-    """A Llama of a few hundred weights with grouped heads; a ``shortlist`` cuts the head to that
-    many tokens.
-    """
-    return LlamaConfig(vocab, 16, 24, layers, 4, 2, 4, draft_vocab_size=shortlist)
+def tiny_config(vocab: int = VOCAB, *, layers: int = 2) -> LlamaConfig:
+    """A Llama of a few hundred weights with grouped heads."""
+    return LlamaConfig(vocab, 16, 24, layers, 4, 2, 4)
 
 
 def tiny_engine(
@@ -65,19 +63,16 @@ def tiny_engine(
     """
     config = config or tiny_config()
     common, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
-    full = tiny_config(config.vocab_size, layers=config.num_layers).shapes()
     weights = {
         key: torch.randn(shape, generator=common, dtype=torch.float64)
-        for key, shape in full.items()
+        for key, shape in config.shapes().items()
     }
     weights = {
-        key: scale * (w + noise * torch.randn(w.shape, generator=own, dtype=torch.float64))
+        key: (scale * (w + noise * torch.randn(w.shape, generator=own, dtype=torch.float64))).to(
+            dtype
+        )
         for key, w in weights.items()
     }
-    if config.draft_vocab_size:
-        ids = torch.randperm(config.vocab_size, generator=own)[: config.draft_vocab_size]
-        weights |= {"lm_head.weight": weights["lm_head.weight"][ids], "lm_head.token_ids": ids}
-    weights = {key: w if key.endswith("token_ids") else w.to(dtype) for key, w in weights.items()}
     return TorchEngine.from_weights(
         name,
         config,

@@ -11,7 +11,6 @@ tokens, against which every context counts whole, found or not.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import time
 from collections import OrderedDict, deque
@@ -58,7 +57,6 @@ class Behaviour:
     dies_at: int | None = None  # iteration from which on every call raises
     mute: bool = False  # requests are taken and never answered
     iteration_s: float = 0.0
-    build_s: float = 0.0  # in which the constructor lets no other thread of its process run
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,10 +114,6 @@ class Executor:
         self.model_path = Path(model_path)
         self._model = self.models[str(model_path)]
         self._behaviour = self._model.behaviour
-        if self._behaviour.build_s:
-            ctypes.PyDLL(None).usleep(
-                int(1e6 * self._behaviour.build_s)
-            )  # a PyDLL keeps the interpreter's lock
         self.external = self.build["speculative_decoding_mode"] == DRAFT_TOKENS_EXTERNAL
         reuse = (
             executor_config.kv_cache_config.enable_block_reuse

@@ -25,9 +25,8 @@ class OnnxRuntime:
 
     def __init__(self, config: LlamaConfig, weights: Weights, max_positions: int) -> None:
         weights = dict(weights)
-        self.token_ids = weights.pop("lm_head.token_ids", None)
         self.device, self.dtype = torch.device("cpu"), weights["model.norm.weight"].dtype
-        self.verifies = config.draft_vocab_size == 0
+        self.verifies = True
         self.ran: dict[str, int] = {}
         self._config, self._positions, self._weights = config, max_positions, weights
         self._sessions: dict[str, Any] = {}

@@ -16,11 +16,11 @@ from tests.contract.deployment import VOCAB
 from tests.contract.scenarios import Scenario, plain_text
 
 
-def heads_of_sixteen(vocab: int = VOCAB, *, layers: int = 2, shortlist: int = 0) -> LlamaConfig:
+def heads_of_sixteen(vocab: int = VOCAB, *, layers: int = 2) -> LlamaConfig:
     """OpenVINO's attention has no heads of 4, and perhaps none of 8; sums of whole tiles keep their
     bits on AMX.
     """
-    return LlamaConfig(vocab, 64, 96, layers, 4, 2, 16, draft_vocab_size=shortlist)
+    return LlamaConfig(vocab, 64, 96, layers, 4, 2, 16)
 
 
 @contextmanager

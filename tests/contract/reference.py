@@ -33,7 +33,6 @@ class Reference:
     def __init__(self, engine: StepEngine) -> None:
         self._model: Any = engine._model
         self._model.__class__ = PRISTINE
-        self._vocab_size = engine.limits.vocab_size
         self._table = KVTable(range(engine.limits.kv_blocks), "cpu")
         self._logits: dict[tuple[int, ...], np.ndarray] = {}
         self._kv: dict[tuple[int, ...], torch.Tensor] = {}
@@ -45,9 +44,6 @@ class Reference:
             with torch.inference_mode():
                 row = self._model.forward([Chunk(list(key), 0, self._table, 1)])[0].double().numpy()
             self._logits[key] = row
-            if self._model.token_ids is not None:  # a token that it does not have has no chance
-                self._logits[key] = np.full(self._vocab_size, -np.inf)
-                self._logits[key][self._model.token_ids.numpy()] = row
         return self._logits[key]
 
     def kv(self, tokens: Seq[int]) -> torch.Tensor:

@@ -25,7 +25,6 @@ class Model:
         self.vocab_size = config.vocab_size
         with torch.inference_mode():
             self._llama = Llama(config, weights, kv_blocks=rows * blocks, max_positions=MAX_TOKENS)
-        self.token_ids = self._llama.token_ids
         self._tables = [
             KVTable(list(range(row * blocks, (row + 1) * blocks)), "cpu") for row in range(rows)
         ]
@@ -34,16 +33,10 @@ class Model:
     def logits(self, tokens: list[int], first: int) -> torch.Tensor:
         """Return the logits after every prefix of ``tokens`` from that of ``first`` tokens on, the
         whole left out: [n - first, vocab].
-
-        A shortlisted draft has -inf for what it cannot propose.
         """
-        found = self._llama.forward(
+        return self._llama.forward(
             [Chunk(tokens[:-1], 0, self._tables[0], len(tokens) - first)]
         ).float()
-        if self.token_ids is None:
-            return found
-        whole = found.new_full((len(found), self.vocab_size), -torch.inf)
-        return whole.index_copy_(1, self.token_ids, found)
 
     @torch.inference_mode()
     def answers(

@@ -47,8 +47,8 @@ PROMPTS += (
     ALPHABET[: 2 * BLOCK_TOKENS],
 )  # one beginning of two blocks
 SHORT = range(6)
-DRAFTS = ("twin", "near", "short", "fp32", "lookup", "liar", "oracle", "bushy", "suffix")
-"""The columns that a script may name: a copy of the target; others with noise, a shortlist, in
+DRAFTS = ("twin", "near", "shallow", "fp32", "lookup", "liar", "oracle", "bushy", "suffix")
+"""The columns that a script may name: a copy of the target; others with noise, fewer layers, in
 fp32; lookup; wrong tokens; right ones; trees that have them somewhere; what was answered before.
 """
 
@@ -234,7 +234,7 @@ def new_drafts() -> list[Engine]:
     return [
         tiny_engine("twin"),
         tiny_engine("near", seed=1, noise=0.05),
-        tiny_engine("short", config=tiny_config(shortlist=15), seed=2, noise=0.05),
+        tiny_engine("shallow", config=tiny_config(layers=1), seed=2, noise=0.05),
         tiny_engine("fp32", seed=3, noise=0.05, dtype=torch.float32),
         LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=VOCAB),
         ForetoldDraft("liar", lies=True),

@@ -49,7 +49,6 @@ def test_drafts_of_other_shapes_come_and_go_in_every_step():
     reference = Reference(tiny_engine("reference"))
     engines = [
         tiny_engine("shallow", config=tiny_config(layers=1), seed=1, noise=0.2),
-        tiny_engine("short", config=tiny_config(shortlist=9), seed=2),
         LookupEngine("lookup", max_draft_tokens=K_MAX, vocab_size=24),
         tiny_engine("sure"),
     ]

@@ -32,7 +32,7 @@ SAMPLINGS = {
 }
 DRAFTS = {
     "near": lambda: tiny_engine("draft", seed=1, noise=0.06),
-    "short": lambda: tiny_engine("draft", config=tiny_config(shortlist=15), seed=2, noise=0.05),
+    "shallow": lambda: tiny_engine("draft", config=tiny_config(layers=1), seed=2, noise=0.05),
 }
 
 

@@ -13,8 +13,8 @@ from tests.contract.deployment import MAX_CONTEXT_TOKENS, tiny_config, tiny_engi
 VOCAB, KV_BLOCKS = 40, 24
 
 
-def new_engine(name="target", shortlist=0):
-    return tiny_engine(name, config=tiny_config(VOCAB, shortlist=shortlist), kv_blocks=KV_BLOCKS)
+def new_engine(name="target"):
+    return tiny_engine(name, config=tiny_config(VOCAB), kv_blocks=KV_BLOCKS)
 
 
 @pytest.fixture
@@ -135,9 +135,8 @@ def test_free_runs_of_different_lengths_share_their_passes(engine):
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(0.9, seed=3)], ids=["greedy", "sampled"]
 )
-@pytest.mark.parametrize("shortlist", [0, 15])
-def test_a_draft_s_tree_is_its_free_run_with_its_next_choices_around_it(sampling, shortlist):
-    draft = new_engine("draft", shortlist)
+def test_a_draft_s_tree_is_its_free_run_with_its_next_choices_around_it(sampling):
+    draft = new_engine("draft")
     (run,) = step(draft, Turn(new_sequence(sampling=sampling, name="draft"), 5, run=3))
     turn = Turn(new_sequence(sampling=sampling, name="draft", blocks=(5, 6)), 5, run=3, nodes=99)
     (drafted,) = step(draft, turn)
@@ -271,14 +270,6 @@ def test_a_turn_that_makes_no_sense_is_an_error_that_says_why(engine, turn, mess
     (completion,) = step(engine, Turn(new_sequence(), **{"end": 5} | turn))
     assert message in completion.error
     assert completion.tokens == []
-
-
-def test_a_shortlisted_draft_cannot_verify():
-    engine = new_engine("short", 7)
-    (completion,) = step(
-        engine, Turn(new_sequence(name="short"), 5, proposal=Proposal.chain("d", [1]))
-    )
-    assert "shortlisted" in completion.error
 
 
 def test_two_turns_of_one_sequence_are_refused(engine):

@@ -46,7 +46,6 @@ DEPLOYMENTS = {
     "a reduced distribution": lambda: checks.texts_follow_the_target_s_distribution(
         checks.SHARP, ["other", "fp32"]
     ),
-    "a shortlist": lambda: checks.texts_follow_the_target_s_distribution(checks.WIDE, ["short"]),
     "lookup": lambda: checks.texts_follow_the_target_s_distribution(checks.WIDE, ["lookup"]),
 }
 

@@ -184,21 +184,6 @@ def test_a_tied_head_needs_no_tensor_and_a_stored_copy_is_ignored(tmp_path):
     assert "lm_head.weight" not in weights
 
 
-def test_a_draft_s_shortlisted_head_is_read_and_checked(tmp_path):
-    config = CONFIG | {"tie_word_embeddings": True, "draft_vocab_size": 3}
-    ids = torch.tensor([4, 0, 10], dtype=torch.int32)
-    read, weights = load(write(tmp_path, config, **{"lm_head.token_ids": ids}))
-    assert read.draft_vocab_size == 3
-    assert weights["lm_head.token_ids"].tolist() == [4, 0, 10]
-    for bad in ([4, 0, 11], [4, 4, 1], [-1, 0, 1]):
-        with pytest.raises(CheckpointError, match="different ids below 11"):
-            load(
-                write(
-                    tmp_path, config, **{"lm_head.token_ids": torch.tensor(bad, dtype=torch.int32)}
-                )
-            )
-
-
 def test_shapes_cover_every_parameter_of_transformers_model():
     transformers = pytest.importorskip("transformers")
     model = transformers.LlamaForCausalLM(

@@ -68,7 +68,7 @@ def test_auto_is_the_engine_of_gpus_where_that_can_run(machine, device, expected
         ({"hidden_size": 4096, "num_attention_heads": 32}, "cuda", ""),
         ({"hidden_size": 3200, "num_attention_heads": 32}, "torch", "heads of 100 columns"),
         ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 96}, "torch", "of 96 columns"),
-        ({"draft_vocab_size": 500}, "torch", "a part of the vocabulary"),
+        ({"draft_vocab_size": 500}, "torch", "draft_vocab_size 500"),
     ],
 )
 def test_auto_asks_the_model_folder(tmp_path, shape, engine, reason):

@@ -9,7 +9,7 @@ import torch
 from backend.request import SamplingParams
 from backend.sampling.distributions import arg_max, target_probs
 from backend.sampling.draw import draw
-from backend.sampling.processing import WHOLE_VOCABULARY
+from backend.sampling.processing import WHOLE_VOCABULARY, Columns
 from backend.sampling.randomness import word
 from backend.sampling.verification import Row, candidates, verify
 from backend.sequence import Proposal, Sequence
@@ -74,6 +74,18 @@ def test_a_draft_s_first_candidate_is_what_a_target_like_it_draws(sampling):
         chances = [chance for _, chance in row]
         assert chances == sorted(chances, reverse=True)
         assert sum(chances) <= 1 + 1e-9
+
+
+def test_a_shortlist_s_candidates_are_those_of_the_whole_vocabulary():
+    ids = torch.randperm(300, generator=torch.Generator().manual_seed(1))[:200]
+    shortlisted, whole = 2 * torch.randn(50, 200), torch.full((50, 300), -torch.inf)
+    whole[:, ids] = shortlisted
+    places = [Row(SamplingParams(0.9, seed=n), 5 + n) for n in range(50)]
+    columns = Columns(ids)
+    found = candidates(shortlisted, places, 1, columns)
+    assert [columns.token(best[0]) for (best,) in found] == [
+        best[0] for (best,) in candidates(whole, places, 1)
+    ]
 
 
 def test_a_request_takes_a_proposal_s_nodes_and_refuses_what_is_no_tree():

@@ -36,8 +36,6 @@ class Shape(Protocol):
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
     @property
-    def draft_vocab_size(self) -> int: ...  # noqa: D102
-    @property
     def hidden_size(self) -> int: ...  # noqa: D102
     @property
     def num_layers(self) -> int: ...  # noqa: D102
@@ -69,7 +67,7 @@ def weight_bytes(
     multiplied and of one in an expert. ``packs_head``: a tied embedding is copied to be multiplied
     by.
     """
-    copied = packs_head and shape.tied and not shape.draft_vocab_size
+    copied = packs_head and shape.tied
     others = shape.weights - shape.looked_up - shape.experts
     others += shape.vocab_size * shape.hidden_size if copied else 0
     experts = in_experts * shape.experts
@@ -96,7 +94,7 @@ def footprint(
     prob_rows = 0 if target else limits.max_active_requests * k_max
     logit_rows += 0 if target else SCORED_ROWS
     shape, item = shape_of(folder), activation_bytes(engine.dtype)
-    vocab = shape.draft_vocab_size or shape.vocab_size
+    vocab = shape.vocab_size
     kept_rows = min(limits.prefill_chunk_tokens, limits.max_logits_bytes // (4 * vocab)) * target
     weights = weight_bytes(shape, *(weight_sizes or 3 * (item,)), packs_head=packs_head)
     passes = rows * shape.row_width * item + vocab * (

@@ -43,8 +43,6 @@ class DecoderSpec:
     """Whether the head is a matrix of embeddings."""
     row_width: int
     """Numbers that the widest layer makes of a token."""
-    draft_vocab_size: int = 0
-    """Tokens of a head for a part of the vocabulary; none has one."""
 
     @property
     def kv_width(self) -> int:

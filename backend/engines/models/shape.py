@@ -33,7 +33,6 @@ class DecoderShape:
     row_width: int
     softcap: float
     """The largest bound of a layer's scores; 0: none."""
-    draft_vocab_size: int = 0
 
 
 def shape_of_decoder(folder: Path) -> DecoderShape:

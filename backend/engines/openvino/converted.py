@@ -27,8 +27,6 @@ class Converted:
     """Terms of the sums in its products."""
     has_experts: bool
     """Whether rows choose their matrices."""
-    draft_vocab_size: int = 0
-    """None: a shortlisted head is a Llama's."""
 
 
 def read(file: Path) -> Model:

@@ -101,7 +101,7 @@ class OpenvinoEngine(StepEngine):
         precision = precision_of(dtype)
         invariant = invariant and keeps_bits(config, dtype)
         limits = step_limits(
-            config, kv_blocks, max_context_tokens, max_draft_tokens, invariant=invariant
+            config.vocab_size, kv_blocks, max_context_tokens, max_draft_tokens, invariant=invariant
         )
         model = self._llama = OpenvinoLlama(
             config,
@@ -112,7 +112,7 @@ class OpenvinoEngine(StepEngine):
             int8=dtype == "int8",
             threads=threads,
             invariant=invariant,
-            trees=limits.tree and verifies,
+            trees=verifies,
             best=0 if verifies else CANDIDATES,
             taps=taps,
         )
@@ -154,7 +154,11 @@ class OpenvinoEngine(StepEngine):
         )
         self._branches_left = self._most_branches = most_branches(max_draft_tokens)
         limits = step_limits(
-            converted, kv_blocks, max_context_tokens, max_draft_tokens, invariant=invariant
+            converted.vocab_size,
+            kv_blocks,
+            max_context_tokens,
+            max_draft_tokens,
+            invariant=invariant,
         )
         super().__init__(name, model, limits)
 

@@ -75,13 +75,12 @@ class OpenvinoDecoder:
         repeats: bool = True,
         ranks: bool = False,
         taps: Seq[int] = (),
-        token_ids: torch.Tensor | None = None,
     ) -> None:
         """Compile the graph. Raises CheckpointError for heads whose size its attention gets wrong,
         and for a precision that the processor lacks.
         """
         check_heads(layers)
-        self.taps, self.token_ids = tuple(taps), token_ids
+        self.taps = tuple(taps)
         self.hidden_states: torch.Tensor | None = None
         self._invariant, self._threads, self._ranks = invariant, threads, ranks
         self._repeats = repeats
@@ -304,7 +303,6 @@ class OpenvinoLlama(OpenvinoDecoder):
         heads = Heads(config.num_kv_heads, config.head_dim, config.head_dim)
         check_heads([heads])
         check_precision(precision)
-        token_ids = weights.get("lm_head.token_ids")
         graph = build(
             config,
             weights,
@@ -319,13 +317,12 @@ class OpenvinoLlama(OpenvinoDecoder):
         super().__init__(
             graph,
             [heads] * config.num_layers,
-            vocab_size=config.draft_vocab_size or config.vocab_size,
+            vocab_size=config.vocab_size,
             precision=precision,
             invariant=invariant,
             repeats=trees or invariant,
             ranks=best > 0,
             taps=taps,
-            token_ids=token_ids,
             **sizes,
         )
 

@@ -28,8 +28,6 @@ class Model(Protocol):
     """A decoder with its KV pool."""
 
     device: torch.device
-    token_ids: torch.Tensor | None
-    """int64[S], the tokens of a shortlisted head's columns."""
     taps: tuple[int, ...]
     """The layers, counted from 1, whose output drafts read."""
     hidden_states: torch.Tensor | None
@@ -94,7 +92,7 @@ class StepEngine:
         self.name, self.limits = name, limits
         self._max_positions = limits.max_context_tokens + limits.max_draft_tokens
         self._model = model
-        self._columns = Columns(model.token_ids, limits.vocab_size)
+        self._columns = Columns(size=limits.vocab_size)
         self._caches = Caches(name, limits.kv_blocks, model.device)
         self._turns: list[Turn] = []
         self._rows_to_score = SCORED_ROWS  # left in this submission
@@ -220,8 +218,6 @@ class StepEngine:
             return f"run must be 1 and nodes 0 after a proposal, got {run} and {turn.nodes}"
         if turn.nodes and not run:
             return "run must be 1 or more where nodes are asked for, got 0"
-        if proposed and self._columns.token_ids is not None:
-            return f"engine {self.name!r} has a shortlisted vocabulary and cannot verify"
         if not 0 <= run <= self.limits.max_run_tokens:
             return f"run must be in 0..{self.limits.max_run_tokens}, got {run}"
         return None
@@ -347,9 +343,8 @@ class StepEngine:
         """
         places, most = [job.request for job in jobs], max(job.turn.nodes for job in jobs)
         found = self._candidates(logits, places, min(CANDIDATES, most))
-        token = self._columns.token
         for job, ones in zip(jobs, found, strict=True):
-            job.spine.extend((token(column), p) for column, p in ones)
+            job.spine.extend(ones)
 
     def _candidates(
         self, logits: torch.Tensor, places: Seq[Row], most: int
@@ -360,7 +355,7 @@ class StepEngine:
         """Note the tokens that a verdict emits."""
         job.path = verdict.path
         job.tokens += [job.request.tokens[node] for node in verdict.path]
-        job.tokens.append(self._columns.token(verdict.column))
+        job.tokens.append(verdict.column)
         job.log_probs += verdict.log_probs
         job.top += verdict.top
 
@@ -398,38 +393,22 @@ class StepEngine:
         return HiddenStates(job.chunk.start, self._model.taps, rows)
 
 
-class Vocabulary(Protocol):
-    """Fields of a model's configuration that the limits need."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that the model knows."""
-        ...
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that its head proposes; 0: all."""
-        ...
-
-
 def step_limits(
-    config: Vocabulary,
+    vocab_size: int,
     kv_blocks: int,
     max_context_tokens: int,
     max_draft_tokens: int,
     *,
     invariant: bool = False,
 ) -> EngineLimits:
-    """Return the limits of an engine that runs whole steps; with a shortlist in its head
-    it is a draft and verifies no trees.
-    """
+    """Return the limits of an engine that runs whole steps."""
     return EngineLimits(
-        vocab_size=config.vocab_size,
+        vocab_size=vocab_size,
         max_context_tokens=max_context_tokens,
         max_draft_tokens=max_draft_tokens,
         max_run_tokens=max(1, max_draft_tokens),
         kv_blocks=kv_blocks,
-        tree=config.draft_vocab_size == 0,
+        tree=True,
         scores=True,
         invariant=invariant,
     )

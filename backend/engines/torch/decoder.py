@@ -35,7 +35,6 @@ class Decoder:
         self.lm = lm
         self.device: torch.device = self.lm.device
         self.dtype: torch.dtype = self.lm.dtype
-        self.token_ids: torch.Tensor | None = None
         self.taps = tuple(taps)
         self.hidden_states: torch.Tensor | None = None
         slots = kv_blocks * BLOCK_TOKENS

@@ -67,7 +67,7 @@ class TorchEngine(StepEngine):
         max_draft_tokens: int = 8,
         taps: Seq[int] = (),
     ) -> None:
-        limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens)
+        limits = step_limits(config.vocab_size, kv_blocks, max_context_tokens, max_draft_tokens)
         with torch.inference_mode():
             model = Llama(
                 config,
@@ -102,5 +102,5 @@ class TorchEngine(StepEngine):
         difference = compare(lm, model.forward, f"{name}: {folder}")
         text = "%s: a %s of transformers, %.1g standard deviations from its own forward"
         logger.info(text, name, spec.architecture, difference)
-        limits = step_limits(spec, kv_blocks, max_context_tokens, max_draft_tokens)
+        limits = step_limits(spec.vocab_size, kv_blocks, max_context_tokens, max_draft_tokens)
         super().__init__(name, model, limits)

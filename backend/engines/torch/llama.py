@@ -72,7 +72,6 @@ class Llama:
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self._norm = weights["model.norm.weight"]
         self._head = Linear(weights.get("lm_head.weight", self._embedding))
-        self.token_ids = weights.get("lm_head.token_ids")
         shape = (
             config.num_layers,
             kv_blocks * BLOCK_TOKENS,
@@ -119,7 +118,7 @@ class Llama:
             self._hidden(chunks)
             return torch.empty(
                 0,
-                self.config.draft_vocab_size or self.config.vocab_size,
+                self.config.vocab_size,
                 device=self.device,
                 dtype=self.dtype,
             )

@@ -52,7 +52,6 @@ class Runtime(Protocol):
     dtype: torch.dtype
     verifies: bool
     passes: Seq[Shapes]
-    token_ids: torch.Tensor | None
 
     def run(self, network: str, tensors: Tensors) -> Tensors:
         """Run a network by its name; inputs, pools too, and outputs are on the device."""
@@ -70,12 +69,7 @@ class CompiledModel:
     def __init__(self, config: LlamaConfig, runtime: Runtime, kv_blocks: int) -> None:
         self.taps: tuple[int, ...] = ()
         self.hidden_states: torch.Tensor | None = None
-        self.config, self.device, self.dtype, self.token_ids = (
-            config,
-            runtime.device,
-            runtime.dtype,
-            runtime.token_ids,
-        )
+        self.config, self.device, self.dtype = config, runtime.device, runtime.dtype
         self._runtime, self._nowhere = runtime, kv_blocks * BLOCK_TOKENS
         self._longest = runtime.passes[-1].queries
         shape = (config.num_layers, self._nowhere + 1, 2 * config.num_kv_heads, config.head_dim)
@@ -229,7 +223,7 @@ class TrtGraphEngine(StepEngine):
     ) -> None:
         with torch.inference_mode():
             self._compiled = CompiledModel(config, runtime, kv_blocks)
-        limits = step_limits(config, kv_blocks, max_context_tokens, max_draft_tokens)
+        limits = step_limits(config.vocab_size, kv_blocks, max_context_tokens, max_draft_tokens)
         super().__init__(name, self._compiled, limits)
         self._verifies = runtime.verifies
 

@@ -81,7 +81,6 @@ class TrtRuntime:
         self.device, self.dtype = torch.device(device), DTYPES[manifest.dtype]
         self.verifies = GREEDY in manifest.engines
         self.passes: Seq[Shapes] = manifest.passes
-        self.token_ids = weights.pop("lm_head.token_ids", None)
         self._weights: Weights = weights if manifest.shared else {}
         self._logger = self._trt.Logger(self._trt.Logger.WARNING)
         self._runtime = self._trt.Runtime(self._logger)

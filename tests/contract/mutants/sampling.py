@@ -207,16 +207,6 @@ def race_for_a_head_that_depends_on_the_batch(patch: Patch) -> None:
 
 
 @killed_by(checks.proposals, BUSY)
-def race_for_columns_of_a_shortlist(patch: Patch) -> None:
-    """Costs acceptance, never exactness."""
-
-    def finishers(original, probs, words, most, token_ids=None):
-        return original(probs, words, most)
-
-    wrap(patch, verification, "finishers", finishers)
-
-
-@killed_by(checks.proposals, BUSY)
 def propose_with_noise_of_its_own(patch: Patch) -> None:
     """Costs acceptance, never exactness."""
 
