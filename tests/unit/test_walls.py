@@ -39,7 +39,7 @@ def copy(tmp_path):
 
 
 def lint(tree: Path):
-    """What import-linter says of a tree, empty where it is content."""
+    """The errors of import-linter in a tree; none: it is content."""
     run = subprocess.run(
         [sys.executable, "-c", LINT], cwd=tree, capture_output=True, check=False, text=True
     )
