@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from backend.request import ErrorCode, GenerationRequest, RequestError
 
 MOST_TEXT_BYTES = 32 * 1024 * 1024
 """Bytes of one text, whatever the context: half a frame of the socket."""
-UNBOUNDED_BYTES_PER_TOKEN = 64
-UNBOUNDED_TEXT_BYTES = 1024 * 1024
-"""Bytes of a text (at least the second) where the tokenizer has no bound."""
+BYTES_PER_TOKEN = 16
+"""Bytes of a text for each token of the context; English has 4 to 5 a token."""
+LEAST_TEXT_BYTES = 64 * 1024
+"""Bytes that a text may have in any context: tokenising that many digits takes about 0.2 s."""
 MOST_STOP_WORDS = 256
 """Stop words, or stop tokens, of a request: each is searched for after every token."""
 MOST_WORD_LENGTH = 1024
@@ -25,85 +25,18 @@ MOST_GUIDE_CHARACTERS = 256 * 1024
 MOST_SALT_CHARACTERS = 1024
 MOST_ELEMENTS = 2 * 1024 * 1024
 """Elements of one tensor of a request: a context of a million tokens, padded."""
-_WHITE_SPACE = (
-    "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
-    "\u2028\u2029\u202f\u205f\u3000"
-)
-"""Unicode's White_Space, which is what the ``tokenizers`` library strips."""
-
-
-_CLASSES = (
-    range(0x21),  # white space and control characters
-    range(0x80, 0x100),  # parts of characters beyond ASCII
-    b"0123456789",
-    b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz",
-    b"!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~\x7f",
-)
-_OTHERS = tuple(bytes(set(range(256)) - set(members)) for members in _CLASSES)
-
-
-@dataclass(frozen=True, slots=True)
-class TextBound:
-    """The most bytes of a text that one token can stand for.
-
-    A text with more bytes than a context of such tokens is refused without tokenising it.
-    """
-
-    bytes_per_token: float
-    """Infinite where the tokenizer may drop text, or make one unknown token of any amount of it."""
-    class_bytes_per_token: tuple[float, ...] = ()
-    """The same by kind of byte (``class_sizes``), where the normaliser leaves ASCII as it is: the
-    longest tokens are white space or rules, those of digits and letters much shorter.
-    """
-    shrinkage: float = 1.0
-    """The most bytes that the normaliser makes one of, in text beyond ASCII."""
-    dropped: bytes = b""
-    """Byte values without a token, which the tokenizer leaves out."""
-    skips_white_space: bool = False
-    """There are tokens that swallow the white space next to them."""
-
-    def fits(self, text: str, tokens: float) -> bool:
-        """Return False where the text is certainly more than this number of tokens."""
-        data = text.encode("utf-8", "surrogatepass")
-        if len(data) <= tokens or math.isinf(self.bytes_per_token):
-            return True
-        if self.dropped:
-            data = data.translate(None, self.dropped)
-        size, shrinkage = len(data), 1.0 if text.isascii() else self.shrinkage
-        if self.skips_white_space:
-            size -= sum(text.count(blank) * len(blank.encode()) for blank in _WHITE_SPACE)
-        if size > tokens * self.bytes_per_token * shrinkage:
-            return False
-        if shrinkage > 1.0 or not self.class_bytes_per_token:
-            return True
-        sizes = zip(class_sizes(data), self.class_bytes_per_token, strict=True)
-        checked = islice(sizes, 2 if self.skips_white_space else 0, None)
-        return all(size <= tokens * most for size, most in checked)
-
-
-def class_sizes(data: bytes) -> list[int]:
-    """Return how many bytes of a text are white space or control characters, parts of characters
-    beyond ASCII, digits, letters, punctuation.
-    """
-    return [len(data.translate(None, others)) for others in _OTHERS]
-
-
-NO_BOUND = TextBound(math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes that follow from the served model: its tokenizer's bound and the tokens of a prompt."""
+    """Sizes that follow from the served model: the most tokens of a prompt."""
 
-    bound: TextBound = NO_BOUND
     prompt_tokens: float = float("inf")
 
     @staticmethod
     def from_info(info: dict[str, Any]) -> Limits:
         """Return the limits that an engine's hello has; no limits where there was no hello yet."""
-        if "text_bound" not in info:
-            return Limits()
-        return Limits(TextBound(**info["text_bound"]), info["max_context_tokens"] - 1)
+        return Limits(info.get("max_context_tokens", math.inf) - 1)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError for a request whose prompt cannot fit into the context."""
@@ -116,14 +49,11 @@ class Limits:
                 raise _over(f"{name} of {len(ids)} tokens", f"{self.prompt_tokens}")
 
     def check_text(self, name: str, text: str) -> None:
-        """Raise RequestError for a text that cannot fit into the context."""
-        size, most = byte_size(text), MOST_TEXT_BYTES
-        if math.isinf(self.bound.bytes_per_token) and math.isfinite(self.prompt_tokens):
-            by_context = int(UNBOUNDED_BYTES_PER_TOKEN * self.prompt_tokens)
-            most = min(most, max(UNBOUNDED_TEXT_BYTES, by_context))
-        if size > most:
-            raise _over(f"{name} of {size} bytes", f"{most} bytes")
-        if not self.bound.fits(text, self.prompt_tokens):
+        """Raise RequestError for a text with too many bytes for the context."""
+        size = byte_size(text)
+        if size > MOST_TEXT_BYTES:
+            raise _over(f"{name} of {size} bytes", f"{MOST_TEXT_BYTES} bytes")
+        if size > max(LEAST_TEXT_BYTES, BYTES_PER_TOKEN * self.prompt_tokens):
             raise _over(f"{name} of {size} bytes", f"{self.prompt_tokens} tokens")
 
 

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import codecs
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from backend.files import read_object
-from backend.limits import NO_BOUND, TextBound, class_sizes
 from backend.request import ErrorCode, RequestError
 from backend.settings import ConfigError
 from backend.special_tokens import end_ids, special_in
@@ -28,10 +26,6 @@ from backend.special_tokens import end_ids, special_in
 BYTE_VALUES = 256
 _BYTE_TOKEN_LENGTH = len("<0x00>")
 _SPACE_MARK = "▁"
-_NEVER_IN_UTF8 = bytes([0xC0, 0xC1, *range(0xF5, BYTE_VALUES)])
-_ONE_BYTE = TextBound(1.0)
-_UNICODE_SHRINKAGE = 4.0
-"""The most bytes that Unicode normalisation makes one byte of: four for a mathematical letter."""
 
 
 class TokenizerError(ConfigError):
@@ -61,11 +55,6 @@ class Tokenizer(Protocol):
     @property
     def end_ids(self) -> frozenset[int]:
         """Token ids that end a text."""
-        ...
-
-    @property
-    def bound(self) -> TextBound:
-        """The bytes that a token can stand for."""
         ...
 
     @property
@@ -119,7 +108,6 @@ class ByteTokenizer:
     token_bytes: tuple[bytes, ...] = (*(bytes([value]) for value in range(BYTE_VALUES)), b"")
     end_id: int = BYTE_VALUES
     end_ids: frozenset[int] = frozenset({BYTE_VALUES})
-    bound: TextBound = _ONE_BYTE
     special_tokens: Mapping[str, int] = field(default_factory=lambda: {"<|end|>": BYTE_VALUES})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -138,7 +126,6 @@ class FolderTokenizer:
     end_id: int
     end_ids: frozenset[int]
     strips_space: bool
-    bound: TextBound
     special_tokens: Mapping[str, int]
     _library: Any
 
@@ -180,9 +167,9 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
         table, strips_space = _token_bytes(vocabulary, spec)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from None
-    ends, bound = end_ids(folder, vocabulary), text_bound(spec, library)
+    ends = end_ids(folder, vocabulary)
     special = special_in(spec)
-    return FolderTokenizer(table, ends[0], frozenset(ends), strips_space, bound, special, library)
+    return FolderTokenizer(table, ends[0], frozenset(ends), strips_space, special, library)
 
 
 def named_token_bytes(tokenizer: Tokenizer) -> tuple[bytes, ...]:
@@ -232,107 +219,6 @@ def _metaspace_steps(decoder: dict[str, Any]) -> list[str] | None:
     ):
         return [step["type"] for step in steps]
     return None
-
-
-def text_bound(spec: dict[str, Any], library: Any) -> TextBound:
-    """Return how many bytes a token can stand for, by a ``tokenizer.json`` and what it loads as."""
-    shrinks = [_shrinkage(step) for step in _steps(spec.get("normalizer"), "normalizers")]
-    dropped = _dropped_bytes(spec) if _keeps_text(spec.get("pre_tokenizer")) else None
-    if dropped is None or None in shrinks or (dropped and shrinks):
-        return NO_BOUND
-    factor, other_factor = (math.prod(column) for column in zip((1.0, 1.0), *shrinks, strict=True))
-    tokens = list(_meanings(spec, library))
-    classes = tuple(float(max(sizes)) for sizes in zip(*map(class_sizes, tokens), strict=True))
-    return TextBound(
-        max(map(len, tokens)) * factor,
-        classes if all(map(_keeps_ascii, _steps(spec.get("normalizer"), "normalizers"))) else (),
-        other_factor / factor,
-        dropped,
-        any(token["lstrip"] or token["rstrip"] for token in spec.get("added_tokens") or ()),
-    )
-
-
-def _meanings(spec: dict[str, Any], library: Any) -> Iterator[bytes]:
-    """Yield the texts that tokens stand for, the longest where there are several."""
-    pieces = spec["model"]["vocab"]
-    if spec["model"]["type"] == "Unigram":
-        pieces = [piece for piece, _ in pieces]
-    if _is_byte_level(spec):
-        yield from map(_byte_level, pieces)
-    else:
-        yield from (bytes([value]) for value in range(BYTE_VALUES))  # of byte tokens
-        for piece in pieces:
-            yield piece.encode()
-            yield piece.replace(_SPACE_MARK, " ").encode()
-    for token in spec.get("added_tokens") or ():
-        yield token["content"].encode()
-        if library.normalizer is not None:
-            yield library.normalizer.normalize_str(token["content"]).encode()
-
-
-def _shrinkage(normalizer: dict[str, Any]) -> tuple[float, float] | None:
-    """Return the most bytes of ASCII text, and of any text, that become one byte; None where that
-    is not known.
-    """
-    match normalizer:
-        case {"type": "Prepend" | "ByteLevel"}:
-            return 1.0, 1.0
-        case {"type": "NFC" | "NFD" | "NFKC" | "NFKD"}:
-            return 1.0, _UNICODE_SHRINKAGE
-        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if new:
-            factor = max(1.0, len(old.encode()) / len(new.encode()))
-            return factor, factor
-    return None
-
-
-def _keeps_ascii(normalizer: dict[str, Any]) -> bool:
-    """Return whether ASCII text stays as it is, but for spaces that become marks."""
-    if normalizer["type"] != "Replace":
-        return True
-    is_mark: bool = (
-        normalizer["pattern"] == {"String": " "} and normalizer["content"] == _SPACE_MARK
-    )
-    return is_mark
-
-
-def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Return a normalizer or pre-tokenizer as a list of its steps."""
-    if part is None:
-        return []
-    return [s for step in part[key] for s in _steps(step, key)] if key in part else [part]
-
-
-def _keeps_text(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Return whether a pre-tokenizer cuts text without dropping any."""
-    return all(
-        step["type"] in ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
-        or (step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed")
-        for step in _steps(pre_tokenizer, "pretokenizers")
-    )
-
-
-def _is_byte_level(spec: dict[str, Any]) -> bool:
-    return "ByteLevel" in (
-        *(step["type"] for step in _steps(spec.get("normalizer"), "normalizers")),
-        *(step["type"] for step in _steps(spec.get("pre_tokenizer"), "pretokenizers")),
-    )
-
-
-def _dropped_bytes(spec: dict[str, Any]) -> bytes | None:
-    """Return the byte values of text that have no token and are left out; None where any amount of
-    text can become one unknown token.
-    """
-    model = spec["model"]
-    affixes = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
-    if model.get("type") == "BPE" and _is_byte_level(spec) and not any(affixes):
-        missing = bytes(_ALPHABET[c] for c in _ALPHABET.keys() - model["vocab"].keys())
-        missing = missing.translate(None, _NEVER_IN_UTF8)
-        return missing if model.get("unk_token") is None or not missing else None
-    if model.get("type") not in ("BPE", "Unigram") or any(affixes):
-        return None
-    known = set(model["vocab"] if model["type"] == "BPE" else (p for p, _ in model["vocab"]))
-    fallback = {f"<0x{value:02X}>" for value in range(BYTE_VALUES) if value not in _NEVER_IN_UTF8}
-    return b"" if model.get("byte_fallback") and fallback <= known else None
 
 
 def _byte_level_alphabet() -> dict[str, int]:

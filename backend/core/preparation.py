@@ -94,8 +94,8 @@ class Preparation:
 
     @property
     def limits(self) -> Limits:
-        """The sizes that the tokenizer and the context allow."""
-        return Limits(self.tokenizer.bound, self.max_context_tokens - 1)
+        """The sizes that the context allows."""
+        return Limits(self.max_context_tokens - 1)
 
     def _decoding(self, request: GenerationRequest) -> tuple[IncrementalDecoder, Mapping[str, int]]:
         """Return what makes text of tokens, and the special tokens that are no text of it."""

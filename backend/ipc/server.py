@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -482,7 +481,6 @@ class Server:
             "drafts": [draft.name for draft in config.drafts],
             "policy": config.policy.kind,
             "max_context_tokens": self._app.max_context_tokens,
-            "text_bound": asdict(self._app.tokenizer.bound),
             "max_request_s": config.limits.max_request_s,
         }
 

@@ -134,7 +134,7 @@ def _context_exceeded(message: str, field: str, names: Mapping[str, str]) -> str
         why = (
             "and at least one must be left for the completion"
             if unit == "tokens"
-            else "which are certainly more tokens"
+            else "which are too many for it"
         )
         return (
             f"This model's maximum context length is {int(most) + 1} tokens. However, the {prompt} "

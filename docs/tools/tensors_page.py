@@ -43,11 +43,8 @@ BEHAVIOUR = """\
   Words are tokenised alone, without special tokens; one without tokens has no effect. Weights and
   penalties are at most 1e6 in size. Where other options ban all that a grammar allows, the grammar
   wins.
-- A prompt that cannot fit into the context is refused by its size, before it is tokenised: more
-  bytes than the context's tokens times the bytes of the longest token, or more digits, letters,
-  white space, punctuation or bytes beyond ASCII than that number of tokens can have; in any case
-  over 32 MiB. Where a tokenizer drops text, so that no such bound holds, the limit is 1 MiB or 64
-  bytes a token, whichever is more.
+- A prompt of more bytes than 16 a token of the context, and of more than 64 KiB, is refused by its
+  size, before it is tokenised; in any case one of over 32 MiB.
 - Limits whatever the model: 256 stop words; 1,024 characters of a word and 65,536 of a list of
   words; 1,024 of a `cache_salt`; 262,144 of a grammar, which must be read within 5 s of processor
   time; 2,097,152 elements of a tensor; 64 MiB of a request.

@@ -402,7 +402,7 @@ BAD_CHATS = [
     (
         {"messages": [{"role": "user", "content": "x" * 2100}]},
         "messages",
-        "the messages have 2117 bytes, which are certainly more tokens",
+        "the messages have 2117 tokens",
     ),
 ]
 

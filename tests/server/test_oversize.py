@@ -19,7 +19,7 @@ NEARLY_4_MIB = "1" * 3_900_000
 BYTES_OVER = "of 8000000 bytes is over the limit of 2047 tokens"
 SENTENCE = (
     "This model's maximum context length is 2048 tokens. However, the {} 3900000 bytes, which are "
-    "certainly more tokens. Please reduce the length of the {}."
+    "too many for it. Please reduce the length of the {}."
 )
 USER = {"role": "user", "content": "hi"}
 

@@ -227,7 +227,7 @@ def test_max_tokens_may_be_lowered_to_what_fits(prompt_tokens, max_tokens, limit
     [(reason, usage)] = sink.ends
     assert (reason, usage.output_tokens) == (FinishReason.LENGTH, most)
     context = limits["max_context_tokens"]
-    with pytest.raises(RequestError, match=f"is over the limit of {context - 1}"):
+    with pytest.raises(RequestError, match=f"over the limit of {context - 1}"):
         app.session(replace(request, text_input="x" * context), sink)
 
 

@@ -155,7 +155,7 @@ def test_a_cancelled_request_gets_one_error_and_a_closed_connection_frees_its_re
         ({"text_input": "", "max_tokens": 5}, "text_input has no tokens"),
         (
             {"text_input": "x" * 600, "max_tokens": 5},
-            "text_input of 600 bytes is over the limit of 511 tokens",
+            "text_input of 600 tokens is over the limit of 511",
         ),
         (
             {"text_input": "abc", "max_tokens": 600},

@@ -1,23 +1,19 @@
-from dataclasses import asdict
-
 import pytest
 
 from backend.limits import (
+    LEAST_TEXT_BYTES,
     MOST_GUIDE_CHARACTERS,
     MOST_SALT_CHARACTERS,
     MOST_STOP_WORDS,
     MOST_TEXT_BYTES,
     MOST_WORD_LENGTH,
     MOST_WORDS_LENGTH,
-    NO_BOUND,
-    UNBOUNDED_TEXT_BYTES,
     Limits,
-    TextBound,
     check_sizes,
 )
 from backend.request import ErrorCode, GenerationRequest, RequestError
 
-LIMITS = Limits(TextBound(10, shrinkage=4), 100)
+LIMITS = Limits(100)
 
 
 def refusal(check, *arguments):
@@ -27,55 +23,28 @@ def refusal(check, *arguments):
     return raised.value.message
 
 
-def test_a_text_of_more_bytes_than_the_context_can_have_is_refused():
-    LIMITS.check(GenerationRequest("a" * 1000, 1))
-    assert refusal(LIMITS.check, GenerationRequest("a" * 1001, 1)) == (
-        "text_input of 1001 bytes is over the limit of 100 tokens"
+def test_a_text_of_more_bytes_than_the_context_is_given_is_refused():
+    limits = Limits(10_000)
+    limits.check(GenerationRequest("\u00e9" * 80_000, 1))
+    assert refusal(limits.check, GenerationRequest("\u00e9" * 80_001, 1)) == (
+        "text_input of 160002 bytes is over the limit of 10000 tokens"
     )
-    LIMITS.check(GenerationRequest("\u00e9" * 2000, 1))
-    assert "4002 bytes" in refusal(LIMITS.check, GenerationRequest("\u00e9" * 2001, 1))
 
 
 def test_a_lone_surrogate_does_not_hide_the_size():
-    assert "6003 bytes" in refusal(LIMITS.check_text, "QUERY", "\ud83d" * 2001)
+    assert "165000 bytes" in refusal(LIMITS.check_text, "QUERY", "\ud83d" * 55_000)
 
 
-def test_white_space_counts_only_where_no_token_swallows_it():
-    text = "a" * 1000 + " \t\n\u3000" * 500
-    assert not TextBound(10).fits(text, 100)
-    assert TextBound(10, skips_white_space=True).fits(text, 100)
-    assert not TextBound(10, skips_white_space=True).fits(text + "a", 100)
-
-
-def test_bytes_that_the_tokenizer_leaves_out_do_not_count():
-    text = "a" * 1000 + "\x04\U00040000" * 500
-    bound = TextBound(10, dropped=b"\x04\xf1")
-    assert not TextBound(10).fits(text, 250)
-    assert bound.fits(text, 250)
-    assert not bound.fits(text + "a", 250)
-
-
-def test_without_a_bound_any_text_may_fit_but_one_over_the_fixed_limit():
-    limits = Limits(NO_BOUND, 100)
-    limits.check_text("QUERY", "a" * UNBOUNDED_TEXT_BYTES)
-    message = refusal(limits.check_text, "QUERY", "a" * (UNBOUNDED_TEXT_BYTES + 1))
-    assert message == f"QUERY of 1048577 bytes is over the limit of {UNBOUNDED_TEXT_BYTES} bytes"
-    Limits(NO_BOUND, 20_000).check_text("QUERY", "a" * (UNBOUNDED_TEXT_BYTES + 1))
+def test_a_short_text_is_left_to_the_tokenizer():
+    LIMITS.check_text("QUERY", "a" * LEAST_TEXT_BYTES)
+    refusal(LIMITS.check_text, "QUERY", "a" * (LEAST_TEXT_BYTES + 1))
 
 
 def test_no_text_may_be_longer_than_the_socket_takes():
-    limits = Limits(TextBound(10), 10**9)
+    limits = Limits(10**9)
     limits.check_text("QUERY", "a" * MOST_TEXT_BYTES)
-    assert "bytes" in refusal(limits.check_text, "QUERY", "a" * (MOST_TEXT_BYTES + 1))
-
-
-def test_each_kind_of_byte_is_counted_by_itself():
-    bound = TextBound(10, (10, 6, 1, 4, 5))
-    fits = {" ": 1000, "\u00e9": 300, "1": 100, "a": 400, "-": 500}
-    for character, most in fits.items():
-        assert bound.fits(character * most, 100)
-        assert not bound.fits(character * (most + 1), 100)
-    assert bound.fits("".join(character * (most // 5) for character, most in fits.items()), 100)
+    message = refusal(limits.check_text, "QUERY", "a" * (MOST_TEXT_BYTES + 1))
+    assert message == f"QUERY of 33554433 bytes is over the limit of {MOST_TEXT_BYTES} bytes"
 
 
 @pytest.mark.parametrize("name", ["input_ids", "prompt_token_ids"])
@@ -86,9 +55,8 @@ def test_more_token_ids_than_the_context_holds_are_refused(name):
 
 
 def test_a_hello_carries_the_limits():
-    info = {"text_bound": asdict(LIMITS.bound), "max_context_tokens": 101}
-    assert Limits.from_info(info) == LIMITS
-    Limits.from_info({}).check(GenerationRequest("a" * 10_000, 1))
+    assert Limits.from_info({"max_context_tokens": 101}) == LIMITS
+    Limits.from_info({}).check(GenerationRequest("a" * 100_000, 1))
 
 
 @pytest.mark.parametrize(

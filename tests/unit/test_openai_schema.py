@@ -185,7 +185,7 @@ def test_a_message_of_an_answer_is_a_message_of_the_next_request():
             "text_input of 900 bytes is over the limit of 15 tokens",
             {"text_input": "prompt"},
             "This model's maximum context length is 16 tokens. However, the prompt has 900 bytes, "
-            "which are certainly more tokens. Please reduce the length of the prompt.",
+            "which are too many for it. Please reduce the length of the prompt.",
             "prompt",
             "context_length_exceeded",
         ),

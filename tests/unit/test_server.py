@@ -171,9 +171,9 @@ def test_a_short_text_does_not_wait_for_a_long_one(server, app):
 
 def test_a_text_that_cannot_fit_is_never_tokenised(server, app):
     connection, tokenizer = converting(server, app, context=101)
-    encode(server, connection, "a" * 101)
+    encode(server, connection, "a" * 100_000)
     wait_for(lambda: connection.frames)
-    assert b"QUERY of 101 bytes is over the limit of 100 tokens" in connection.frames[0]
+    assert b"QUERY of 100000 bytes is over the limit of 100 tokens" in connection.frames[0]
     assert tokenizer.texts == []
 
 
