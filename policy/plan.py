@@ -90,6 +90,10 @@ class Plan:
     """Figures and reasons for traces."""
     shadow: Plan | None = None
     """The policy's own choice where another one is executed."""
+    nodes: int = 0
+    """The nodes of the batch to be verified, by a target that chooses the likeliest itself; 0: as
+    many as the lengths add up to.
+    """
 
     @classmethod
     def nothing(cls, rows: int) -> Plan:

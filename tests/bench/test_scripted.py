@@ -9,7 +9,8 @@ import torch
 
 from backend.config import PROJECT_ROOT
 from backend.engines.cuda.noise import mix
-from bench.cuda.script import HARD_SHARE, Rates, choices_of, tokens_of
+from bench.cuda.script import HARD_SHARE, SECOND_SHARE, Rates, choices_of, tokens_of
+from bench.simulator import device_step
 
 ARMS, LOADS = 11, 2
 
@@ -35,6 +36,10 @@ def test_a_rehearsal_measures_tables_and_serves_every_policy(tmp_path):
         row = found["summary"][load]
         assert row["adaptive_over"][row["best_fixed"]] > 0
         assert len(row["adaptive_over"]) == ARMS - 1
+
+
+def test_virtual_time_has_the_same_script():
+    assert (device_step.HARD_SHARE, device_step.SECOND_SHARE) == (HARD_SHARE, SECOND_SHARE)
 
 
 @pytest.mark.parametrize("number", [1, 2])
