@@ -338,9 +338,10 @@ class AcceptanceModel:
         step: loops.Chains,
         emitted: IntArray,
         free: loops.Chains,
+        steps: int = 1,
     ) -> tuple[AcceptanceState, IntArray]:
         """Return the state after the rows of a step, with the tokens ``emitted`` for each, and the
-        slots of these rows.
+        slots of these rows. ``steps`` have passed, all but the last one plain.
 
         Positions after the first rejection were not reached and are no evidence; a row that did not
         speculate has draft -1 and 0 scored. ``free`` are chains that the step scored for free.
@@ -348,7 +349,7 @@ class AcceptanceModel:
         after = _copied(state, _LEARNT)
         slot = np.empty(len(step.request), np.int64)
         known = after.request, after.slot
-        loops.learn(after.estimates, self.constants, *known, step, emitted, free, slot)
+        loops.learn(after.estimates, self.constants, *known, step, emitted, free, steps, slot)
         return after, slot
 
     def weigh(

@@ -168,16 +168,11 @@ class Guard(Wrapper[State]):
         level = _level(memory, rows)
         memory.block = block = _block(memory, rows, view.prefill_tokens)
         applied, trial = (level, False) if block is None else (block.level, True)
-        was_plain = memory.before is not None and memory.before[0] == NONE
-        widens = applied != NONE and was_plain
-        seen = _free_to_widen(view) if widens else view
-        plan, inner = self._planned(applied, memory, seen, state.inner, now, rng)
-        if level != PLANNED or trial or widens:
+        plan, inner = self._planned(applied, memory, view, state.inner, now, rng)
+        if level != PLANNED or trial:
             notes: dict[str, Any] = {"guard": LEVELS[level]}
             if trial:
                 notes["experiment"] = LEVELS[applied]
-            if widens:
-                notes["widens"] = True
             plan = replace(plan, notes={**plan.notes, **notes})
         counted = memory.before == (applied, trial, rows)
         counted &= applied != NONE or view.pass_tokens in (0, rows)
@@ -235,8 +230,6 @@ class Guard(Wrapper[State]):
         level = plan.notes.get("experiment") or plan.notes.get("guard")
         if level in ("none", "fixed"):
             return plan.length
-        if plan.notes.get("widens"):
-            view = _free_to_widen(view)
         return super().trim(view, plan, drafted, state)
 
     # -- after a step
@@ -384,15 +377,6 @@ def guard_in(policy: AnyPolicy) -> tuple[Guard[Any], int] | None:
             return policy, depth
         policy, depth = policy.policy, depth + 1
     return None
-
-
-def _free_to_widen(view: View) -> View:
-    """Return a view in which another width of the pass costs nothing.
-
-    After plain steps the policy would else stay plain, for no single step pays for the change. The
-    first step after them is not counted.
-    """
-    return replace(view, change_tokens=0)
 
 
 def _level(memory: Memory, rows: int) -> int:

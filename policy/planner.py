@@ -36,6 +36,8 @@ from .problem import batch_of, evidence_of, ints
 from .tenants import NO_TENANT, Tenants
 from .trim import Calibration, trimmed
 
+_LEARN_PLAIN = 8
+"""Plain steps from one that is learnt from to the next: they teach times and let evidence fade."""
 _MOST_RESTS = 15
 """Steps without nodes after which what is known of drafts that rest fades by all of them."""
 
@@ -81,6 +83,8 @@ class PlannerState:
     tenants: Tenants = field(default_factory=Tenants)
     rests: int = 0
     """Steps since nodes were last learnt from."""
+    plain: int = 0
+    """Plain steps since the last one that showed anything of drafts."""
     view: View | None = None
     """The last batch that was planned for."""
     goodput: float = 0.0
@@ -98,6 +102,7 @@ class PlannerState:
             self.calibration,
             self.tenants,
             self.rests,
+            self.plain,
             self.view,
             self.goodput,
             self.trial_budget_s,
@@ -251,11 +256,17 @@ class AdaptivePlanner(Policy[PlannerState]):
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance, times, what confidences are worth and what became of proposals."""
-        after, rows, free = state.copy(), outcome.rows, outcome.free
+        after, rows, free, nodes = state.copy(), outcome.rows, outcome.free, outcome.nodes
+        is_plain = not (len(free) or len(nodes) or rows.length.any())
+        after.plain = state.plain + (len(rows) > 0) if is_plain else 0
+        if is_plain and state.plain % _LEARN_PLAIN and not len(outcome.finished):
+            after.rests += len(rows) > 0
+            return after
+        skipped = (state.plain - 1) % _LEARN_PLAIN if state.plain else 0
         acceptance = self.estimator.decayed_to(state.acceptance, now)
         step, others = _chains(rows), _chains(free)
-        acceptance, slot = self.estimator.observe(acceptance, step, ints(rows.emitted), others)
-        nodes = outcome.nodes
+        passed = ints(rows.emitted), others, 1 + skipped
+        acceptance, slot = self.estimator.observe(acceptance, step, *passed)
         if not len(nodes) and state.rests < _MOST_RESTS:
             after.rests += len(rows) > 0
         else:

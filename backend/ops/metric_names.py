@@ -151,8 +151,8 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_drafted_steps_total",
         _C,
-        "Steps in which drafts proposed, by the nodes that the target verified of all of them: 0, "
-        "1 or more. Below 2 they were drafted in vain",
+        "Steps in which drafts proposed more than 4 tokens, by the nodes that the target verified "
+        "of all of them: 0, 1 or more. Below 2 they were drafted in vain",
         ("verified",),
     ),
     Family(

@@ -25,6 +25,8 @@ Labels = tuple[tuple[str, str], ...]
 
 MAX_OBSERVATIONS = 4096
 """Observations kept of one series between two drains; beyond that they are dropped and counted."""
+SMALL_PROPOSAL_TOKENS = 4
+"""Tokens drafted for a batch of which it does not matter whether any is verified."""
 
 _CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 
@@ -282,8 +284,8 @@ class StepStats:
             self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
             if not outcome.prefill_tokens:
                 self._promise(plan, outcome)
-        if (verified := outcome.rows.verified[outcome.rows.length > 0]).size:
-            nodes = int(verified.sum())
+        if int(outcome.rows.length.sum()) > SMALL_PROPOSAL_TOKENS:
+            nodes = int(outcome.rows.verified.sum())
             label = str(nodes) if nodes < 2 else "more"
             self._stats.count("spindle_drafted_steps_total", verified=label)
         self._stats.observe("spindle_planning_seconds", outcome.times.parts_s.get("planning", 0.0))

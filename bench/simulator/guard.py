@@ -19,7 +19,10 @@ ARMS = "none", "adaptive", "guarded"
 _TABLE_ERROR, _NOISE = 0.1, 0.05
 _REQUESTS = 24  # for each in flight
 _LEAST_REQUESTS = 60
-MOST_IN_VAIN = 1  # nodes of the whole batch: a step that drafted and verified no more
+SMALL_TOKENS, MOST_IN_VAIN = 4, 1
+"""A step that drafts more tokens than the first, for the whole batch, and verifies no more nodes
+than the second has drafted in vain.
+"""
 
 
 def guard_row(
@@ -45,7 +48,7 @@ def guard_row(
         row[arm] = _goodput(run.steps)
         row[f"{arm}_first_third"] = _goodput(run.steps[: len(run.steps) // 3])
         row["steps"] = len(run.steps)
-        drafted = [step.verified for step in run.steps if step.drafted]
+        drafted = [step.verified for step in run.steps if step.drafted > SMALL_TOKENS]
         in_vain = sum(verified <= MOST_IN_VAIN for verified in drafted)
         row[f"{arm}_in_vain"] = round(in_vain / len(drafted), 3) if drafted else 0.0
     return row

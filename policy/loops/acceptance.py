@@ -261,9 +261,10 @@ CHAINS = record(Chains, *[INTS[1]] * 5)
 
 @helper
 def _fade(
-    estimates: Estimates, constants: Constants, slot: Ints, draft: Ints, emitted: Ints
+    estimates: Estimates, constants: Constants, slot: Ints, draft: Ints, emitted: Ints, steps: int
 ) -> None:
-    """Let evidence fade by a step of some slots: that of each request, and its tenant's levels.
+    """Let evidence fade by the last steps of some slots: that of each request, and its tenant's
+    levels. All but the last one were plain.
 
     If no row used a ``draft``, levels below the prior fade faster and others do not: nothing
     else could show that one pays again.
@@ -271,17 +272,17 @@ def _fade(
     e = estimates
     drafts, tenants = e.deviation.shape[1], len(e.requests)
     rows = np.zeros(tenants)
-    keep = math.exp(-1.0 / constants.request_memory_steps)
+    keep = math.exp(-steps / constants.request_memory_steps)
     idle = len(draft) > 0 and draft.max() < 0
     for i in range(len(slot)):
         s = slot[i]
         if tenants == 1:
-            rows[0] += 1
+            rows[0] += steps
         if s < 0:
             continue
         if tenants > 1:
-            rows[e.tenant[s]] += 1
-        e.request_tokens[s] += emitted[i]
+            rows[e.tenant[s]] += steps
+        e.request_tokens[s] += emitted[i] + steps - 1
         for d in range(drafts):
             e.information[s, d, 0] *= keep
             e.information[s, d, 1] *= keep
@@ -349,7 +350,7 @@ def _learn_chains(
         deviation[s, d] = (information[s, d, 1] + prior[s, d, 1]) / total
 
 
-@entry(ESTIMATES, CONSTANTS, INTS[1], INTS[1], CHAINS, INTS[1], CHAINS, INTS[1])
+@entry(ESTIMATES, CONSTANTS, INTS[1], INTS[1], CHAINS, INTS[1], CHAINS, INTS[0], INTS[1])
 def learn(
     estimates: Estimates,
     constants: Constants,
@@ -358,12 +359,13 @@ def learn(
     step: Chains,
     emitted: Ints,
     free: Chains,
+    steps: int,
     slot: Ints,
 ) -> None:
     """Learn, in place, from the rows of a step and from ``free`` chains; ``slot`` becomes the
     slots of the rows.
 
-    A step passes for its rows, with the tokens that they ``emitted``. A request without a slot
+    ``steps`` pass for its rows, the last one with the tokens that they ``emitted``. A request without a slot
     teaches its draft's level alone, and only where there is one tenant. Levels learn from what
     surprises in view of the request: late positions are reached by easy requests, which says
     nothing about the draft. At first, while it is not known how requests differ, all is attributed
@@ -374,7 +376,7 @@ def learn(
     drafts = e.deviation.shape[1]
     for i in range(len(slot)):
         slot[i] = find(known, slots, step.request[i])
-    _fade(e, constants, slot, step.draft, emitted)
+    _fade(e, constants, slot, step.draft, emitted, steps)
     sums = np.zeros((columns, bins, 3, k_max))
     _learn_chains(e, known, slots, step, sums)
     _learn_chains(e, known, slots, free, sums)

@@ -9,7 +9,7 @@ from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
 from .problem import BATCH, LIMITS, Batch, Limits, build, node_s
 from .search import best_priced
-from .times import TIMES, VERIFY, Times, verify_s
+from .times import TIMES, VERIFY, Times, change_left_s, verify_s
 from .trials import find_trial
 from .trim import COUNTS, KINDS, PLACES, Counts, Kept, expect_kept, kind_of
 
@@ -179,4 +179,7 @@ def choose(
     for place in range(n):
         i = chosen[place]
         draft[b.rows[i]], length[b.rows[i]] = drafts[place], lengths[place]
+    fixed = np.maximum(b.control_length, 0).sum()
+    tokens = b.prefill_tokens + everyone + fixed + lengths.sum()
+    step_s += change_left_s(times, tokens, b.pass_tokens, b.change_tokens)
     return price, goodput, value, step_s, gain, credit_s, next_trial_s, trying

@@ -15,6 +15,7 @@ OCTAVES = 15
 MAX_CORRECTION = 8.0  # either way
 MAX_SHAPE = math.log(2.0)  # either way
 LAST_PLACE = OCTAVES - 1 - 1e-9
+WIDTH_STEPS = 8.0  # passes that keep a width, on average: about as often prompts change it
 APPLY_STEPS = 8  # steps from one curve to the next: making one takes as long as a plan
 
 _RATE = 0.05  # share of a step's surprise that moves a factor
@@ -82,12 +83,13 @@ def price_passes(
 
     On an engine that prefers to keep its width, a pass of another number of tokens than the
     ``last_tokens`` of the one before takes as long as ``change_tokens`` more of them (0: no
-    longer). A narrower pass is padded to that width if this is quicker.
+    longer). That is spread over the passes that keep the new width: charged to one, it would hold
+    the batch at any width it ever had. A narrower pass is padded to that width if this is quicker.
     """
     target_s, slope_s, factor = times.target_s, times.target_slope_s, times.factor[VERIFY]
     last = len(target_s) - 1
     same_s = verify_s(times, last_tokens)
-    change_s = verify_s(times, last_tokens + change_tokens) - same_s
+    change_s = (verify_s(times, last_tokens + change_tokens) - same_s) / WIDTH_STEPS
     for m in range(len(seconds)):
         over = max(first + m - last, 0)
         seconds[m] = factor * (target_s[first + m - over] + slope_s * over)
@@ -95,6 +97,20 @@ def price_passes(
             seconds[m] += change_s
             if first + m <= last_tokens:
                 seconds[m] = min(seconds[m], same_s)
+
+
+@helper
+def change_left_s(times: Times, tokens: int, last_tokens: int, change_tokens: int) -> float:
+    """Return the seconds that a pass of n tokens really takes beyond what ``price_passes`` charges
+    to it: the rest of a change of width.
+    """
+    if change_tokens == 0 or tokens == last_tokens:
+        return 0.0
+    same_s = verify_s(times, last_tokens)
+    change_s = verify_s(times, last_tokens + change_tokens) - same_s
+    if tokens < last_tokens and same_s <= verify_s(times, tokens) + change_s / WIDTH_STEPS:
+        return 0.0  # it is padded
+    return change_s * (1 - 1 / WIDTH_STEPS)
 
 
 @helper

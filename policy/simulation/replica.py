@@ -50,8 +50,8 @@ class Step(NamedTuple):
     queued: int
     verified: int
     """Nodes that the target verified."""
-    drafted: bool
-    """Whether a draft with a model proposed."""
+    drafted: int
+    """Tokens that drafts with a model proposed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -354,7 +354,7 @@ class Replica:
         )
         figures = int(length.sum()), int(accepted.sum()), int(outcome.rows.emitted.sum())
         queue, by_model = len(self._queue), np.append(~self._free, False)[plan.draft]
-        drafted = int(verified.sum()), bool((length * by_model).any())
+        drafted = int(verified.sum()), int((length * by_model).sum())
         self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, queue, *drafted))
         return _Pending(outcome, rows, plan)
 

@@ -209,37 +209,6 @@ def test_a_plain_step_counts_once_the_engine_does_not_pad_it_any_more():
     assert world.compared("planned").mean == pytest.approx(math.log(3.4 / 5), abs=0.05)
 
 
-def test_the_policy_may_widen_the_pass_after_plain_steps_of_the_guard():
-    """The planner does not draft where a change of width costs more than one step brings."""
-
-    class Stays(FixedLength):
-        def plan(self, view, state, now, rng):
-            changes = view.change_tokens and view.pass_tokens == len(view.request)
-            plan, state = super().plan(view, state, now, rng)
-            return (Plan.nothing(len(view)) if changes else plan), state
-
-    class Keeping(World):
-        """Tokens are cheap; a change of width takes a second."""
-
-        width = 8
-
-        def seconds(self, plan):
-            before, self.width = self.width, self.rows + int(plan.length.sum())
-            self.pass_tokens = self.width
-            return super().seconds(plan) + (before != self.width)
-
-    world = Keeping(Guard(Stays("small", 4)))
-    world.set(token_s=0.3, accepted=0.05)
-    world.run(1500)
-    assert world.level == "none"
-    world.change_tokens = 16
-    world.set(token_s=0.05, accepted=0.7)
-    notes = world.run(6000)
-    assert world.level == "planned"
-    assert any("widens" in note for note in notes)
-    assert world.step().length.tolist() == [4] * 8
-
-
 def test_half_the_lengths_are_applied_where_they_pay_and_the_whole_does_not():
     class Steep(World):
         """Tokens beyond the fourth are dear."""

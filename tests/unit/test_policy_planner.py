@@ -238,6 +238,19 @@ def test_what_the_trim_would_not_verify_for_the_width_of_the_pass_is_not_drafted
     assert as_wide.predicted_s < planned(10_000, pass_tokens=15).predicted_s
 
 
+@pytest.mark.parametrize("pass_tokens", [16, 19, 43, 300])
+def test_no_width_of_the_last_pass_keeps_a_batch_from_what_is_best_for_long(pass_tokens):
+    """Passes are as wide as tiles of 16 tokens; a change of width takes as long as one tile."""
+    tiles = {t: 0.03 + 0.01 * ((t - 1) // 16) for t in (1, 16, 17, 32, 33, 48, 49, 64, 65, 80, 512)}
+    draft = LatencyTable.synthetic("d0", {1: 1e-4, 128: 1e-4})
+    model = LatencyModel.from_tables(LatencyTable.synthetic("target", tiles), {"d0": draft})
+    for hazard, drafts in ((0.25, False), (0.9, True)):
+        p = planner(model, ["d0"], **certain(hazard))
+        seen = view(16, drafts=("d0",), pass_tokens=pass_tokens, change_tokens=16)
+        plan = p.plan(seen, p.start(), 0.0, RNG)[0]
+        assert (plan.length.sum() > 0) == drafts
+
+
 def test_prefill_in_the_step_does_not_lengthen_chains():
     """Prefill makes the step long; V / T of the step alone would then speculate more."""
     p = planner(latency(free_tokens=1), **certain(0.7))

@@ -16,6 +16,7 @@ from policy import (
     StepNodes,
 )
 from policy.latency import Correction
+from policy.loops.times import WIDTH_STEPS
 from policy.plan import Drafted, Plan
 from policy.trim import Calibration, best_first, trimmed
 from tests.fakes.outcomes import outcome_of
@@ -170,11 +171,11 @@ def test_a_pass_is_as_wide_as_the_last_one_where_that_is_worth_it():
     rng, token_s, rows = np.random.default_rng(7), 0.05, 3
     for _ in range(400):
         confidence = np.cumprod(rng.random(12) ** 0.3)
-        last, change, price = rng.integers(1, 20), int(rng.integers(1, 9)), rng.exponential(4.0)
+        last, change, price = rng.integers(1, 20), int(rng.integers(1, 65)), rng.exponential(4.0)
         seen = view(rows, pass_tokens=int(last), change_tokens=change)
 
         def pass_s(tokens, last=last, change=change):
-            changed_s = 1 + token_s * (tokens + change)
+            changed_s = 1 + token_s * (tokens + change / WIDTH_STEPS)
             same_s = 1 + token_s * last
             return min(same_s, changed_s) if tokens <= last else changed_s
 
@@ -192,7 +193,7 @@ def test_a_pass_is_as_wide_as_the_last_one_where_that_is_worth_it():
     ("pass_tokens", "nodes"), [(0, 2), (2, 1), (3, 2), (5, 4), (6, 5), (9, 2), (300, 2)]
 )
 def test_few_nodes_more_fill_a_pass_and_few_less_keep_it_as_narrow(pass_tokens, nodes):
-    seen = view(pass_tokens=pass_tokens, change_tokens=3)
+    seen = view(pass_tokens=pass_tokens, change_tokens=3 * int(WIDTH_STEPS))
     proposed = drafted([0.9, 0.7, 0.45, 0.4, 0.35])
     assert trim(line(1.0, 0.5), seen, planned([4]), proposed) == [nodes]
 

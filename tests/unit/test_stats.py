@@ -72,7 +72,7 @@ def test_a_step_s_rows_are_counted_by_draft_and_arm():
 @pytest.mark.parametrize(("verified", "label"), [(0, "0"), (1, "1"), (2, "more")])
 def test_what_was_drafted_in_vain_is_counted(verified, label):
     stats = Stats()
-    outcome = step([0, NO_DRAFT], [3, 0], [0, 0])
+    outcome = step([0, NO_DRAFT], [5, 0], [0, 0])
     outcome.rows.verified = np.array([verified, 0])
     plan = Plan(outcome.rows.draft, outcome.rows.length, 0.02, 2.5)
     StepStats(stats).step(plan, outcome, DRAFTS, [False] * 2)

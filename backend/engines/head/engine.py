@@ -133,18 +133,17 @@ class HeadEngine:
         return max(0, min(length, self.limits.max_draft_tokens))
 
     def absorb(self, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
-        """Keep the last of each sequence's states (``port.ReadsTarget``)."""
-        with torch.inference_mode():
-            last = torch.stack([one.of(self._config.layers)[-1] for _, one in states])
-            rows = last.to(self._device, self._dtype).unbind()
-        for (sequence, one), row in zip(states, rows, strict=True):
-            self._states[sequence.id] = _State(one.end + 1, row)
+        """Keep the last of each sequence's states (``port.ReadsTarget``), as they are: most are
+        never drafted from.
+        """
+        layers = self._config.layers
+        for sequence, one in states:
+            self._states[sequence.id] = _State(one.end + 1, one.of(layers)[-1])
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
         """For measuring only: take the target as having given its state, and the text as read."""
         del tokens
         state = self._embedding.new_zeros(len(self._config.layers), self._config.hidden_size)
-        state = state.to(self._device, self._dtype)
         self._states[sequence.id] = _State(len(sequence.tokens), state)
         self._text(sequence)
 
@@ -187,7 +186,7 @@ class HeadEngine:
     def _run(self, jobs: list[_Job]) -> None:
         """Grow every job's spine, one pass for each of its places."""
         states = torch.stack([self._states[job.turn.sequence.id].row for job in jobs])
-        state = self._head.begin(states)
+        state = self._head.begin(states.to(self._device, self._dtype))
         running = jobs
         while running:
             last = torch.tensor([job.place.before_last for job in running])
