@@ -13,7 +13,8 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from backend.config import EngineConfig
-from backend.engines.port import Completion, EngineLimits, Turn
+from backend.engines.port import EngineLimits, Turn
+from backend.engines.proposer import UNLIMITED, Proposer
 from backend.engines.registry import Service
 from backend.sequence import ROOT, Proposal, Sequence
 from policy.evidence import MATCH_EDGES, bin_of_match
@@ -24,8 +25,6 @@ DOUBT = 2
 """Votes for a token that no match has (fitted)."""
 LONGEST_MATCH = MATCH_EDGES[-1]
 """Tokens of a match that are counted."""
-
-_UNLIMITED = 2**31 - 1
 
 
 class Match(NamedTuple):
@@ -43,10 +42,8 @@ class Path(NamedTuple):
     tokens: list[int]
 
 
-class LookupEngine:
-    """A draft over n-gram matches; it keeps no KV and can verify nothing."""
-
-    KIND = "lookup"
+class LookupEngine(Proposer):
+    """A draft over n-gram matches; it keeps no KV."""
 
     def __init__(
         self,
@@ -55,49 +52,18 @@ class LookupEngine:
         max_draft_tokens: int,
         min_ngram: int = 2,
         max_ngram: int = 4,
-        vocab_size: int = _UNLIMITED,
+        vocab_size: int = UNLIMITED,
     ) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"min_ngram must be from 1 to max_ngram {max_ngram}, got {min_ngram}")
-        self.name = name
         most = max_draft_tokens, max_draft_tokens
-        self.limits = EngineLimits(vocab_size, _UNLIMITED, *most, kv_blocks=0, free=True)
+        super().__init__(name, EngineLimits(vocab_size, UNLIMITED, *most, kv_blocks=0, free=True))
         self._ngrams = (min_ngram, max_ngram)
         self._indices: dict[int, _Index] = {}
-        self._completions: list[Completion] = []
-
-    def submit(self, turns: Seq[Turn]) -> None:
-        """Look up what every turn asks for; one with a proposal to verify gets an error."""
-        for turn in turns:
-            proposal = self._propose(turn) if turn.nodes else None
-            error = None
-            if turn.proposal is not None:
-                error = f"engine {self.name!r} ({self.KIND}) cannot verify a proposal"
-            done = Completion(turn.sequence.id, [], proposal=proposal, error=error)
-            self._completions.append(done)
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        """Return the completions of everything submitted."""
-        del timeout_s  # a step engine never waits
-        completions, self._completions = self._completions, []
-        return completions
-
-    def cancel(self, sequence_ids: Iterable[int]) -> None:
-        """Forget the sequences' indices and turns."""
-        gone = set(sequence_ids)
-        for sequence_id in gone:
-            self._indices.pop(sequence_id, None)
-        self._completions = [c for c in self._completions if c.sequence_id not in gone]
-
-    def unseen(self, sequence: Sequence) -> int:
-        """Return 0: looking up costs no forward pass, however much text is new."""
-        del sequence
-        return 0
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return ``length``, at most ``max_draft_tokens``, where the end has a match, else 0."""
-        most = min(length, self.limits.max_draft_tokens)
-        return most if most and self._has_match(sequence) else 0
+        return super().available(sequence, length) if self._has_match(sequence) else 0
 
     def evidence(self, sequence: Sequence) -> int:
         """Return the bin of the longest match's tokens, and of whether all places with as long an
@@ -114,8 +80,12 @@ class LookupEngine:
 
     def close(self) -> None:
         """Forget everything."""
+        super().close()
         self._indices.clear()
-        self._completions.clear()
+
+    def _forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._indices.pop(sequence_id, None)
 
     def _index(self, sequence: Sequence) -> _Index:
         index = self._indices.get(sequence.id)
@@ -131,7 +101,10 @@ class LookupEngine:
         tokens, matches = sequence.tokens, self._index(sequence).matches(sequence.tokens)
         return [Path(m.size, 1, continuation(tokens, m.position, length)) for m in matches]
 
-    def _propose(self, turn: Turn) -> Proposal:
+    def _propose(self, turns: Seq[Turn]) -> Iterable[Proposal | None]:
+        return map(self._proposal, turns)
+
+    def _proposal(self, turn: Turn) -> Proposal:
         sequence, length = turn.sequence, min(turn.run, self.limits.max_draft_tokens)
         paths = self._paths(sequence, length)
         if (guide := sequence.sampling.guide) is not None:

@@ -57,12 +57,10 @@ class _Matches:
 
 
 class SuffixEngine(LookupEngine):
-    """A draft over all that was answered to a tenant; it keeps no KV and can verify nothing.
+    """A draft over all that was answered to a tenant; it keeps no KV.
 
     ``count`` counts kept and forgotten tokens. With a ``file`` what is kept outlasts the engine.
     """
-
-    KIND = "suffix"
 
     def __init__(
         self,
@@ -95,13 +93,12 @@ class SuffixEngine(LookupEngine):
         tokens = sequence.tokens[sequence.prompt_tokens - context :]
         self._keep(Text(self._tenant(sequence), tokens, context))
 
-    def cancel(self, sequence_ids: Iterable[int]) -> None:
-        """Forget the sequences' indices and turns; answers that were kept stay."""
-        gone = list(sequence_ids)
-        for sequence_id in gone:
+    def _forget(self, sequence_ids: Iterable[int]) -> None:
+        """Forget the sequences' indices; answers that were kept stay."""
+        for sequence_id in sequence_ids:
             self._matched.pop(sequence_id, None)
             self._tenants.pop(sequence_id, None)
-        super().cancel(gone)
+        super()._forget(sequence_ids)
 
     def evidence(self, sequence: Sequence) -> int:
         """Return the bin of the longest match's tokens, in the text itself or in an answer, and of

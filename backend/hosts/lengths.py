@@ -11,8 +11,8 @@ from time import perf_counter
 
 import numpy as np
 
-from backend.engines.in_target import InTarget
 from backend.engines.port import Engine
+from backend.engines.proposer import InTarget
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.settings import HostConfig
 from backend.ops.stats import Stats

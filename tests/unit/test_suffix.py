@@ -148,7 +148,7 @@ def test_nothing_is_available_without_room_and_nothing_is_verified():
     seq = sequence(1, [9, 3, 4])
     assert [suffix.available(seq, length) for length in (0, 2, 3, 9)] == [0, 2, 3, 3]
     suffix.submit([Turn(seq, 3, run=1, proposal=Proposal.chain("other", [3]))])
-    assert "(suffix) cannot verify" in suffix.poll(0.0)[0].error
+    assert "cannot verify" in suffix.poll(0.0)[0].error
 
 
 # -- between tenants

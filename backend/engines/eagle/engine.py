@@ -18,7 +18,8 @@ from torch import Tensor
 
 from backend.engines.eagle.model import EagleModel
 from backend.engines.eagle.trees import ProposalTree, grow
-from backend.engines.port import Completion, EngineLimits, HiddenStates, Turn
+from backend.engines.port import EngineLimits, HiddenStates, Turn
+from backend.engines.proposer import Proposer
 from backend.engines.stepping.kv_caches import Cache, Caches
 from backend.sampling.processing import Columns
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
@@ -81,7 +82,7 @@ class _Places:
         self.last.append(self.states - 1)
 
 
-class EagleEngine:
+class EagleEngine(Proposer):
     """A draft that reads the target's hidden states (``port.ReadsTarget``)."""
 
     def __init__(
@@ -98,19 +99,13 @@ class EagleEngine:
         """``width``: the likeliest paths that a proposal goes on with at each depth; ``count`` is
         that of ``Service``.
         """
-        self.name, self._model, self._width, self._count = name, model, width, count
-        shape = model.shape
-        self.limits = EngineLimits(
-            shape.vocab_size,
-            max_context_tokens,
-            max_draft_tokens,
-            max_draft_tokens,
-            kv_blocks=kv_blocks,
-        )
+        self._model, self._width, self._count = model, width, count
+        shape, most = model.shape, (max_draft_tokens, max_draft_tokens)
+        limits = EngineLimits(shape.vocab_size, max_context_tokens, *most, kv_blocks=kv_blocks)
+        super().__init__(name, limits)
         self._columns = Columns(model.token_ids.cpu())
         self._caches = Caches(name, kv_blocks, model.device)
         self._texts: dict[int, _Text] = {}
-        self._turns: list[Turn] = []
         rows = (kv_blocks + 1) * BLOCK_TOKENS  # the last block is no sequence's, and stays zero
         self._pool = torch.zeros(
             rows, 2 * shape.num_kv_heads, shape.head_dim, dtype=model.dtype, device=model.device
@@ -186,57 +181,29 @@ class EagleEngine:
 
     # -- proposals
 
-    def submit(self, turns: Seq[Turn]) -> None:
-        """Queue turns, which run at the next ``poll``."""
-        self._turns.extend(turns)
-
-    def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (it never waits)
-        """Propose for all queued turns; one that asks for something else completes with an
-        error.
-        """
-        turns, self._turns = self._turns, []
+    def _propose(self, turns: Seq[Turn]) -> Iterable[Proposal | None]:
         trees: list[ProposalTree] = []
-        completions: list[Completion] = []
         for turn in turns:
-            if error := self._refusal(turn):
-                completions.append(Completion(turn.sequence.id, [], error=error))
-            elif turn.nodes:
-                text = self._texts[turn.sequence.id]
-                assert text.state is not None
-                trees.append(ProposalTree(turn, text.cache.blocks, text.state))
-            else:
-                completions.append(Completion(turn.sequence.id, []))
-        if trees:
-            with torch.inference_mode():
-                grow(trees, self._model, self._pool, self._columns, self._width)
-        for tree in trees:
-            proposal = Proposal.best(self.name, tree.nodes, tree.turn.nodes)
-            completions.append(Completion(tree.turn.sequence.id, [], proposal=proposal))
-        return completions
+            text = self._texts[turn.sequence.id]
+            assert text.state is not None
+            trees.append(ProposalTree(turn, text.cache.blocks, text.state))
+        with torch.inference_mode():
+            grow(trees, self._model, self._pool, self._columns, self._width)
+        return [Proposal.best(self.name, tree.nodes, tree.turn.nodes) for tree in trees]
 
-    def cancel(self, sequence_ids: Iterable[int]) -> None:
-        """Forget sequences and their queued turns; their blocks may still be shared."""
-        gone = set(sequence_ids)
-        self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
-        for sequence_id in gone:
+    def _forget(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences; their blocks may still be shared."""
+        for sequence_id in sequence_ids:
             text = self._texts.pop(sequence_id, None)
             if text is not None:
                 self._caches.matching_in(text.cache, text.sequence)
-        self._caches.forget(gone)
+        self._caches.forget(sequence_ids)
 
-    def unseen(self, sequence: Sequence) -> int:
-        """Return 0: it catches up with every pass of the target."""
-        del sequence
-        return 0
-
-    def available(self, sequence: Sequence, length: int) -> int:
-        """Return ``length``, at most ``max_draft_tokens``, where the states of all tokens but the
-        last have come, else 0.
-        """
-        text = self._texts.get(sequence.id)
-        if text is None or text.has_hole or not 0 < len(text.cache.ran) == len(sequence.tokens) - 1:
-            return 0
-        return max(0, min(length, self.limits.max_draft_tokens))
+    def _missing(self, sequence: Sequence) -> str:
+        text, tokens = self._texts.get(sequence.id), len(sequence.tokens)
+        if text is None or text.has_hole or not 0 < len(text.cache.ran) == tokens - 1:
+            return f"the target has not given the states of all its {tokens} tokens"
+        return ""
 
     def holes(self) -> int:
         """Return how many texts have states missing (``port.MissesStates``)."""
@@ -258,18 +225,7 @@ class EagleEngine:
 
     def close(self) -> None:
         """Forget everything; the engine is of no use afterwards."""
+        super().close()
         self._texts.clear()
-        self._turns.clear()
         self._caches.clear()
         del self._model, self._pool, self._ends
-
-    def _refusal(self, turn: Turn) -> str:
-        name = f"turn of sequence {turn.sequence.id}"
-        if turn.proposal is not None:
-            return f"{name}: engine {self.name!r} (eagle) cannot verify a proposal"
-        if turn.nodes and not 1 <= turn.run <= self.limits.max_run_tokens:
-            return f"{name}: run must be in 1..{self.limits.max_run_tokens}, got {turn.run}"
-        if turn.nodes and not self.available(turn.sequence, 1):
-            tokens = len(turn.sequence.tokens)
-            return f"{name}: the target has not given the states of all its {tokens} tokens"
-        return ""

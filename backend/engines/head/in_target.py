@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from backend.engines.head.network import HeadNetwork
-from backend.engines.in_target import InTarget
+from backend.engines.proposer import InTarget
 
 
 class HeadInTarget(InTarget):
