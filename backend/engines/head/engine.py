@@ -11,15 +11,15 @@ import torch
 
 from backend.engines.head.folder import CONTEXT_ROWS
 from backend.engines.head.network import Head, HeadNetwork, TorchHead
-from backend.engines.port import Completion, EngineLimits, HiddenStates, Turn
+from backend.engines.port import EngineLimits, HiddenStates, Turn
+from backend.engines.proposer import UNLIMITED, Proposer
 from backend.engines.spine import CANDIDATES, Spine
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
-from backend.sequence import Sequence
+from backend.sequence import Proposal, Sequence
 
 logger = logging.getLogger(__name__)
 
-_UNLIMITED = 2**31 - 1
 _NONE = torch.zeros(0, dtype=torch.int64)
 
 
@@ -54,7 +54,7 @@ class _Job:
         return len(self.spine.tokens) < self.turn.run and not self.spine.ended
 
 
-class HeadEngine:
+class HeadEngine(Proposer):
     """A draft without KV: it goes on from the target's state at the token before the last."""
 
     def __init__(
@@ -72,10 +72,8 @@ class HeadEngine:
         hidden] are the target's; ``kernels`` run the network.
         """
         config = self._config = network.config
-        self.name = name
-        self.limits = EngineLimits(
-            config.vocab_size, _UNLIMITED, max_draft_tokens, max_draft_tokens, kv_blocks=0
-        )
+        most = max_draft_tokens, max_draft_tokens
+        super().__init__(name, EngineLimits(config.vocab_size, UNLIMITED, *most, kv_blocks=0))
         weight = network.join.weight
         self._device, self._dtype = weight.device, weight.dtype
         self._embedding, self._lm_head = embedding, lm_head
@@ -83,54 +81,6 @@ class HeadEngine:
         self._head = kernels(network, self._rows_of(token_ids))
         self._texts: dict[int, _Text] = {}
         self._states: dict[int, _State] = {}
-        self._turns: list[Turn] = []
-
-    def submit(self, turns: Seq[Turn]) -> None:
-        """Queue turns, which run at the next ``poll``."""
-        self._turns.extend(turns)
-
-    def poll(self, timeout_s: float) -> list[Completion]:  # noqa: ARG002 (it never waits)
-        """Propose for all queued turns; one that asks for something else completes with an
-        error.
-        """
-        turns, self._turns = self._turns, []
-        jobs, completions = [], []
-        for turn in turns:
-            if error := self._refusal(turn):
-                completions.append(Completion(turn.sequence.id, [], error=error))
-            elif turn.nodes:
-                jobs.append(_Job(turn, self._text(turn.sequence), Row.of(turn.sequence, None)))
-            else:
-                completions.append(Completion(turn.sequence.id, []))
-        if jobs:
-            with torch.inference_mode():
-                self._run(jobs)
-        for job in jobs:
-            proposal = job.spine.proposal(self.name, job.turn.nodes)
-            completions.append(Completion(job.turn.sequence.id, [], proposal=proposal))
-        return completions
-
-    def cancel(self, sequence_ids: Iterable[int]) -> None:
-        """Forget sequences and their queued turns."""
-        gone = set(sequence_ids)
-        self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
-        for sequence_id in gone:
-            self._texts.pop(sequence_id, None)
-            self._states.pop(sequence_id, None)
-
-    def unseen(self, sequence: Sequence) -> int:
-        """Return 0: there is nothing to catch up on."""
-        del sequence
-        return 0
-
-    def available(self, sequence: Sequence, length: int) -> int:
-        """Return ``length``, at most ``max_draft_tokens``, where the target has given its state at
-        the text's last token, else 0.
-        """
-        state = self._states.get(sequence.id)
-        if state is None or state.tokens != len(sequence.tokens):
-            return 0
-        return max(0, min(length, self.limits.max_draft_tokens))
 
     def absorb(self, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
         """Keep the last of each sequence's states (``port.ReadsTarget``), as they are: most are
@@ -149,21 +99,28 @@ class HeadEngine:
 
     def close(self) -> None:
         """Forget everything; the engine is of no use afterwards."""
+        super().close()
         self._texts.clear()
         self._states.clear()
-        self._turns.clear()
         del self._embedding, self._lm_head, self._head
 
-    def _refusal(self, turn: Turn) -> str:
-        name = f"turn of sequence {turn.sequence.id}"
-        if turn.proposal is not None:
-            return f"{name}: engine {self.name!r} (head) cannot verify a proposal"
-        if turn.nodes and not 1 <= turn.run <= self.limits.max_run_tokens:
-            return f"{name}: run must be in 1..{self.limits.max_run_tokens}, got {turn.run}"
-        if turn.nodes and not self.available(turn.sequence, 1):
-            return (
-                f"{name}: the target has given no state of its {len(turn.sequence.tokens)} tokens"
-            )
+    def _propose(self, turns: Seq[Turn]) -> Iterable[Proposal | None]:
+        jobs = [
+            _Job(turn, self._text(turn.sequence), Row.of(turn.sequence, None)) for turn in turns
+        ]
+        with torch.inference_mode():
+            self._run(jobs)
+        return [job.spine.proposal(self.name, job.turn.nodes) for job in jobs]
+
+    def _forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._texts.pop(sequence_id, None)
+            self._states.pop(sequence_id, None)
+
+    def _missing(self, sequence: Sequence) -> str:
+        state, tokens = self._states.get(sequence.id), len(sequence.tokens)
+        if state is None or state.tokens != tokens:
+            return f"the target has given no state of its {tokens} tokens"
         return ""
 
     def _rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
