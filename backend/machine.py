@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.util
 import os
 import platform
@@ -16,10 +17,12 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import threading
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from time import perf_counter, process_time
 
 _INSTRUCTIONS = (
     ("AMX-BF16", {"amx_bf16"}),
@@ -33,6 +36,8 @@ _INSTRUCTIONS = (
 _INT8 = {"avx_vnni", "avx512_vnni", "amx_int8"}
 
 _PACKAGES = ("torch", "openvino", "numpy", "tokenizers", "tritonclient", "nvidia-pytriton")
+
+_QUIET_SHARE = 0.9
 
 _NVIDIA_SMI_LIMIT_S = 20.0
 _NVIDIA_SMI_QUERY = "index,name,memory.total,driver_version,compute_cap"
@@ -114,6 +119,28 @@ class Machine:
         if hasattr(os, "sched_getaffinity"):
             return len(os.sched_getaffinity(0))
         return os.cpu_count() or 1
+
+    def free_share(self, seconds: float = 0.2) -> float:
+        """Return the share of its cores that this process gets now, by keeping all of them busy for
+        some seconds: below 1 where other programs run.
+        """
+        until_s, data = perf_counter() + seconds, bytes(1 << 20)
+
+        def work() -> None:
+            while perf_counter() < until_s:
+                hashlib.sha256(data)  # without Python's lock
+
+        threads = [threading.Thread(target=work) for _ in range(self.cores())]
+        wall_s, cpu_s = perf_counter(), process_time()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return (process_time() - cpu_s) / (perf_counter() - wall_s) / len(threads)
+
+    def is_busy(self) -> bool:
+        """Return whether other programs take a part of the cores that changes measured times."""
+        return self.free_share() < _QUIET_SHARE
 
     def memory_bytes(self) -> int:
         """Return how much memory there is."""

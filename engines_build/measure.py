@@ -2,12 +2,12 @@
 engines_build.measure --config FILE``.
 
 Every engine of a configuration is timed through its port on fabricated sequences, all cases
-interleaved; the lower quartiles are the cells of a ``policy.latency`` table. Other processes only
-ever add time, and whatever slows down all of serving is corrected online, so the quartile tells an
-engine's own cost better than the median. A pass of the target is timed right after
-one alike, for most are when serving; a draft right after a pass of the target, which leaves it the
-processor caches that it will find there. With ``threads`` auto the faster of 1 and all cores is
-found first, on a few of the cases.
+interleaved; the least times are the cells of a ``policy.latency`` table. Other processes only ever
+add time, and whatever slows down all of serving is corrected online. A table says whether other
+programs took a part of the processor; the next start on a quiet machine measures again. A pass of
+the target is timed right after one alike, for most are when serving; a draft right after a pass of
+the target, which leaves it the processor caches that it will find there. With ``threads`` auto the
+faster of 1 and all cores is found first, on a few of the cases.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import quantiles
-from time import perf_counter, process_time
 
 from backend.config import DEFAULT_CONFIG, EngineConfig, ServingConfig, load_config
 from backend.engines.latency_cases import BASE_CONTEXT, Case, blocks_for
@@ -49,7 +47,6 @@ MIN_THREAD_GAIN = 0.9
 """All cores are used where they take at most this share of one thread's time."""
 
 _SEED = 0
-_QUIET_SHARE = 0.9
 
 
 def probe_cases() -> list[Case]:
@@ -60,11 +57,6 @@ def probe_cases() -> list[Case]:
         Case(8, BASE_CONTEXT, length=1),
         Case(1, BASE_CONTEXT, new=64, run=0),
     ]
-
-
-def lower_quartile(seconds: Sequence[float]) -> float:
-    """Return the time that a quarter of the samples stayed below."""
-    return quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def tabulate(
@@ -112,17 +104,21 @@ def measure(
         engine.name: module_of(engine).latency_cases(target=engine is config.target)
         for engine in engines
     }
+    is_busy = config.target.device == "cpu" and machine.is_busy()
     with stage(f"measuring {', '.join(cases)}") as progress:
         measured = config.target not in engines
         threads = _threads_of(config, folders, machine, measured=measured)
         seconds, widths = _time_all(config, engines, folders, cases, threads, budget_s, progress)
+    if is_busy or (config.target.device == "cpu" and machine.is_busy()):
+        is_busy = True
+        logger.warning("the machine is busy: the next start on a quiet one measures again")
     for engine in engines:
         own, folder = cases[engine.name], folders[engine.name]
         table = tabulate(
             engine.name,
             own,
             [seconds[engine.name, case] for case in own],
-            _provenance(engine, folder, threads),
+            _provenance(engine, folder, threads, is_busy=is_busy),
             widths[engine.name],
         )
         path = table_file(engine, folder, config.threads if engine is config.target else threads)
@@ -157,20 +153,13 @@ def _time_all(
             return rigs[target.name].time_in_target(rigs[name].engine, case)
         return rigs[name].time(case)
 
-    wall_s, cpu_s = perf_counter(), process_time()
     samples = interleave(
         [lambda name=name, case=case: time(name, case) for name, case in work],  # type: ignore[misc]
         budget_s=budget_s,
         rng=rng,
         report=progress,
     )
-    share = (process_time() - cpu_s) / (perf_counter() - wall_s)
-    if target.device == "cpu" and share < _QUIET_SHARE:
-        text = (
-            "the machine is busy: measuring had %.0f%% of a core. Once it is quiet: spindle measure"
-        )
-        logger.warning(text, 100 * share)
-    seconds = {item: lower_quartile(times) for item, times in zip(work, samples, strict=True)}
+    seconds = {item: min(times) for item, times in zip(work, samples, strict=True)}
     return seconds, {name: rig.engine.limits.widths for name, rig in rigs.items()}
 
 
@@ -199,7 +188,7 @@ def probe_s(config: ServingConfig, folders: Mapping[str, Path], threads: int) ->
         report=lambda _done_s, _all_s: None,
         most=7,
     )
-    return sum(lower_quartile(seconds) for seconds in samples)
+    return sum(map(min, samples))
 
 
 def choose_threads(
@@ -245,7 +234,7 @@ def _rig(
     return Rig(made, rng)
 
 
-def _provenance(engine: EngineConfig, folder: Path, threads: int) -> Provenance:
+def _provenance(engine: EngineConfig, folder: Path, threads: int, *, is_busy: bool) -> Provenance:
     return Provenance(
         machine=f"{machine.processor()}, {machine.cores()} cores",
         device=engine.device,
@@ -255,6 +244,7 @@ def _provenance(engine: EngineConfig, folder: Path, threads: int) -> Provenance:
         threads=threads,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         torch_version=machine.versions()["torch"],
+        busy=is_busy,
     )
 
 

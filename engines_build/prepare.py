@@ -18,6 +18,7 @@ from pathlib import Path
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
 from backend.engine_process import policy_folders
 from backend.engines.registry import NotPreparedError, Service, module_of
+from backend.machine import Machine, machine
 from backend.model_folders import (
     check_folders,
     check_pairs,
@@ -28,7 +29,7 @@ from backend.model_folders import (
 from backend.speculation.learned_state import learned_key, pace
 from backend.speculation.policy_factory import check_policy, compile_planner
 from backend.storage import cache
-from backend.storage.tables import missing_tables, timed_engines
+from backend.storage.tables import load_tables, missing_tables, timed_engines
 from engines_build.convert import convert, embedded_gguf
 from engines_build.progress import set_up_messages
 
@@ -87,7 +88,7 @@ def prepare(
         folders = {engine.name: model_path(engine) for engine in engines}
         if missing := missing_tables(config, folders):
             measure(config, folders, missing)
-        elif are_slow(config, folders):
+        elif are_slow(config, folders) or were_busy(config, folders):
             measure(config, folders, [*folders])
 
 
@@ -109,6 +110,23 @@ def are_slow(config: ServingConfig, folders: Mapping[str, Path]) -> bool:
     print(
         f"spindle: passes took {found:.2f} times as long as measured: the machine was busy then; "
         "measuring again (half a minute)",
+        flush=True,
+    )
+    return True
+
+
+def were_busy(
+    config: ServingConfig, folders: Mapping[str, Path], machine: Machine = machine
+) -> bool:
+    """Return whether the tables were measured next to other programs, which do not run now, and
+    print it.
+    """
+    if not any(table.provenance.busy for table in load_tables(config, folders)[0].values()):
+        return False
+    if machine.is_busy():
+        return False
+    print(
+        "spindle: the machine was busy when it was measured: measuring again (half a minute)",
         flush=True,
     )
     return True

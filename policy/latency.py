@@ -47,14 +47,19 @@ class Provenance:
     threads: int
     date: str
     torch_version: str
+    busy: bool = False
+    """Whether other programs took a part of the processor meanwhile."""
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, kind = getattr(self, item.name), int if item.name == "threads" else str
-            if not isinstance(value, kind) or isinstance(value, bool):
+            value, kind = getattr(self, item.name), _KINDS.get(item.name, str)
+            if type(value) is not kind:
                 raise LatencyError(
                     f"provenance.{item.name} must be of type {kind.__name__}, got {value!r}"
                 )
+
+
+_KINDS = {"threads": int, "busy": bool}
 
 
 SYNTHETIC = Provenance("none", "none", "none", "none", "none", 0, "1970-01-01", "none")
@@ -143,6 +148,7 @@ class LatencyTable:
         provenance = data["provenance"]
         if not isinstance(provenance, Mapping):
             raise LatencyError(f"provenance must be an object, got {provenance!r}")
+        provenance = {"busy": False, **provenance}  # tables of before 0.4 do not say it
         _check_keys("provenance", provenance, {item.name for item in fields(Provenance)})
         columns = {name: data[name] for name, *_ in _COLUMNS}
         for name, column in columns.items():

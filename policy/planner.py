@@ -37,7 +37,9 @@ from .tenants import NO_TENANT, Tenants
 from .trim import Calibration, trimmed
 
 _LEARN_PLAIN = 8
-"""Plain steps from one that is learnt from to the next: they teach times and let evidence fade."""
+"""Plain steps that are learnt from one by one; after them, one in as many. They teach times and let
+evidence fade.
+"""
 _MOST_RESTS = 15
 """Steps without nodes after which what is known of drafts that rest fades by all of them."""
 
@@ -259,10 +261,12 @@ class AdaptivePlanner(Policy[PlannerState]):
         after, rows, free, nodes = state.copy(), outcome.rows, outcome.free, outcome.nodes
         is_plain = not (len(free) or len(nodes) or rows.length.any())
         after.plain = state.plain + (len(rows) > 0) if is_plain else 0
-        if is_plain and state.plain % _LEARN_PLAIN and not len(outcome.finished):
+        is_known = state.plain > _LEARN_PLAIN and state.plain % _LEARN_PLAIN
+        is_known = is_known and state.rests < _MOST_RESTS and not len(outcome.finished)
+        if is_plain and is_known:
             after.rests += len(rows) > 0
             return after
-        skipped = (state.plain - 1) % _LEARN_PLAIN if state.plain else 0
+        skipped = (state.plain - 1) % _LEARN_PLAIN if state.plain > _LEARN_PLAIN else 0
         acceptance = self.estimator.decayed_to(state.acceptance, now)
         step, others = _chains(rows), _chains(free)
         passed = ints(rows.emitted), others, 1 + skipped

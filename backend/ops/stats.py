@@ -26,7 +26,7 @@ Labels = tuple[tuple[str, str], ...]
 MAX_OBSERVATIONS = 4096
 """Observations kept of one series between two drains; beyond that they are dropped and counted."""
 SMALL_PROPOSAL_TOKENS = 4
-"""Tokens drafted for a batch of which it does not matter whether any is verified."""
+"""Tokens drafted for a batch that cost too little to matter if none is verified."""
 
 _CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 

@@ -42,7 +42,7 @@ from bench.cuda.exactness_parts import random_llama
 from bench.cuda.request_loops import K_MAX, NEW_TOKENS, SEED, ClosedLoop, OpenLoop
 from bench.cuda.script import Rates, ScriptedProposal, ScriptedSteps
 from bench.cuda.step import SHAPES, Shape
-from engines_build.measure import lower_quartile, tabulate
+from engines_build.measure import tabulate
 from engines_build.timing import Rig, interleave
 from policy.latency import LatencyTable, Provenance
 from policy.loops.compiling import compile_all
@@ -182,7 +182,7 @@ def tables(job: Job, engine: ScriptedEngine, heads: list[HeadInTarget]) -> dict[
         name: tabulate(
             name,
             own,
-            [lower_quartile(found[name, case]) for case in own],
+            [min(found[name, case]) for case in own],
             provenance(job),
             engine.limits.widths if name == TARGET else (),
         )

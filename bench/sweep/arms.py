@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from backend.app import App, build
-from backend.config import ServingConfig, parse_config
+from backend.config import PROJECT_ROOT, ServingConfig, parse_config
 from backend.model_folders import model_path
 from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
@@ -189,6 +189,7 @@ class Servers:
             self._running[key] = ServerArm(
                 self._serving(key),
                 self._folder / f"{self._starts}-{key}",
+                PROJECT_ROOT,
                 **self._environments.get(key, {}),
             )
         self._running.move_to_end(key)

@@ -26,7 +26,7 @@ from backend.machine import machine
 from backend.model_folders import model_path
 from backend.sequence import BLOCK_TOKENS, Sequence
 from backend.storage import cache
-from engines_build.measure import lower_quartile, tabulate
+from engines_build.measure import tabulate
 from engines_build.timing import Rig, interleave
 from policy.latency import LatencyTable, Provenance
 
@@ -80,7 +80,7 @@ def measure_executors(
             table = tabulate(
                 engine.name,
                 cases,
-                [lower_quartile(times) for times in samples],
+                [min(times) for times in samples],
                 _provenance(engine),
             )
             file = model_path(engine) / engine.kind.table_file

@@ -365,11 +365,11 @@ def learn(
     """Learn, in place, from the rows of a step and from ``free`` chains; ``slot`` becomes the
     slots of the rows.
 
-    ``steps`` pass for its rows, the last one with the tokens that they ``emitted``. A request without a slot
-    teaches its draft's level alone, and only where there is one tenant. Levels learn from what
-    surprises in view of the request: late positions are reached by easy requests, which says
-    nothing about the draft. At first, while it is not known how requests differ, all is attributed
-    to the draft.
+    ``steps`` pass for its rows, the last one with the tokens that they ``emitted``. A request
+    without a slot teaches its draft's level alone, and only where there is one tenant. Levels learn
+    from what surprises in view of the request: late positions are reached by easy requests, which
+    says nothing about the draft. At first, while it is not known how requests differ, all is
+    attributed to the draft.
     """
     e = estimates
     columns, bins, k_max = e.draft_hazard.shape

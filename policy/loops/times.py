@@ -25,6 +25,8 @@ _MAX_SHAPE_SURPRISE = 0.25  # of one step
 _SHAPE_PRIOR = 2.0  # steps that the table is worth
 _FADING = 0.998  # share of the evidence by octave that a step leaves
 _SMALL_CHANGE = 0.05  # share of a pass that a change of width may take if the pass teaches
+_LEAST_OCTAVES = 3.0  # octaves that what they have in common holds for all of
+_NEIGHBOUR = 0.5  # share of an octave's shape that the next one has, which was not seen
 _ENOUGH = 1.0  # evidence below which an octave is as its neighbours are
 
 
@@ -239,17 +241,21 @@ def _learn_shape(
 
 @helper
 def _settle_shape(factor: Floats, shape: Floats, seen: Floats) -> bool:
-    """Make what all octaves have in common the target's factor, and let those that were not seen
-    take after their neighbours, in place; return False where none was seen.
+    """Make what octaves have in common the target's factor, and let those that were not seen take
+    after their neighbours, in place; return False where none was seen.
+
+    Few octaves say little about the others: a first server sees prompts alone, whose passes may be
+    slow where those of a few tokens are as the table says.
     """
     weight, common = 0.0, 0.0
     for octave in range(OCTAVES):
         if seen[octave] >= _ENOUGH:
-            weight += seen[octave]
-            common += seen[octave] * shape[octave]
+            known = seen[octave] / (seen[octave] + _SHAPE_PRIOR)
+            weight += known
+            common += known * shape[octave]
     if weight == 0:
         return False
-    common /= weight
+    common /= max(weight, _LEAST_OCTAVES)
     factor[VERIFY] = _bounded(factor[VERIFY] * math.exp(common))
     before = -1
     for octave in range(OCTAVES):
@@ -257,12 +263,14 @@ def _settle_shape(factor: Floats, shape: Floats, seen: Floats) -> bool:
             continue
         shape[octave] -= common
         for between in range(before + 1, octave):
-            start = shape[before] if before >= 0 else shape[octave]
-            share = (between - before) / (octave - before) if before >= 0 else 0.0
-            shape[between] = start + share * (shape[octave] - start)
+            if before < 0:
+                shape[between] = shape[octave] * _NEIGHBOUR ** (octave - between)
+                continue
+            share = (between - before) / (octave - before)
+            shape[between] = shape[before] + share * (shape[octave] - shape[before])
         before = octave
     for octave in range(before + 1, OCTAVES):
-        shape[octave] = shape[before]
+        shape[octave] = shape[before] * _NEIGHBOUR ** (octave - before)
     for octave in range(OCTAVES):
         shape[octave] = min(max(shape[octave], -MAX_SHAPE), MAX_SHAPE)
     return True
@@ -341,7 +349,8 @@ def learn_step(
         change_s -= verify_s(times, step.last_tokens)
         if change_s > _SMALL_CHANGE * base_s:
             measured[VERIFY] = 0.0
-    _learn_overhead(overhead_s, step.length.max() > 0, measured[OVERHEAD])
+    if step.prefill_tokens == 0:  # taking requests in is no cost of a plan
+        _learn_overhead(overhead_s, step.length.max() > 0, measured[OVERHEAD])
     return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)
 
 

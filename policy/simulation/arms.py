@@ -55,9 +55,14 @@ class _Known(AcceptanceModel):
         return replace(state, now=now)
 
     def observe(
-        self, state: AcceptanceState, step: Chains, emitted: IntArray, free: Chains
+        self,
+        state: AcceptanceState,
+        step: Chains,
+        emitted: IntArray,
+        free: Chains,
+        steps: int = 1,
     ) -> tuple[AcceptanceState, IntArray]:
-        del emitted, free
+        del emitted, free, steps
         return state, np.full(len(step.request), -1)
 
     def hazards(self, state: AcceptanceState, request: IntArray) -> FloatArray:

@@ -95,11 +95,6 @@ def deployment(tmp_path, monkeypatch):
     return config, folders
 
 
-def test_slow_samples_of_a_busy_machine_do_not_move_a_cell():
-    assert measure.lower_quartile([1.0, 1.1, 9.0, 8.0, 7.0]) == 1.1
-    assert measure.lower_quartile([2.0, 2.0, 2.0]) == 2.0
-
-
 def test_a_chain_of_passes_counts_as_one_pass_of_its_share():
     table = measure.tabulate(
         "e",

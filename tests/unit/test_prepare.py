@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from backend.config import EMBEDDED_MODEL, parse_config
+from backend.machine import Machine
 from backend.model_folders import model_path
 from backend.speculation.learned_state import learned_key
 from backend.storage import cache
@@ -92,6 +93,21 @@ def test_tables_of_a_busy_machine_are_measured_again(work, capsys):
     work.prepare(EMBEDDED)
     assert work.calls == ["convert", "measure", "measure"]
     assert "0.60 times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_busy_now", [False, True])
+def test_tables_measured_next_to_other_programs_are_measured_again_without_them(
+    work, capsys, monkeypatch, is_busy_now
+):
+    work.prepare(EMBEDDED)
+    file = next(cache.table_file("x").parent.glob("*.json"))
+    table = json.loads(file.read_text())
+    table["provenance"]["busy"] = True
+    cache.publish_file(file, json.dumps(table))
+    monkeypatch.setattr(Machine, "is_busy", lambda self: is_busy_now)
+    work.prepare(EMBEDDED)
+    assert work.calls == ["convert", "measure"] + ["measure"] * (not is_busy_now)
+    assert ("busy when it was measured" in capsys.readouterr().out) is not is_busy_now
 
 
 def test_a_learned_state_that_cannot_be_read_leaves_tables_alone(work):
