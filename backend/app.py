@@ -18,7 +18,7 @@ from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.preparation import Preparation
 from backend.core.session import ReplySink, Session
-from backend.engines.port import Engine
+from backend.engines.port import Engine, Prepares
 from backend.engines.registry import Service, make_engine
 from backend.kinds import KINDS, automatic
 from backend.model_folders import check_memory, check_pairs, model_path
@@ -83,6 +83,9 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     service = Service(config, threads, model_path, stats.count)
     target = make_engine(config.target, service)
     drafts = [make_engine(draft, service) for draft in config.drafts]
+    for engine in (target, *drafts):
+        if isinstance(engine, Prepares):
+            engine.prepare(drafts, config.limits.max_active_requests)
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=_cpu_only(config))
     _report_slow_kernels(config, step_stats)
     compile_planner(logger.info, step_stats)

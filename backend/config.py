@@ -340,6 +340,14 @@ def why_not(name: str, engine: EngineConfig, machine: Machine = machine) -> str:
         if least.capability < kind.least_capability:
             text = f"{least.name} has compute capability {least.capability}"
             return f"{text}, below {kind.least_capability}"
+    return _misfit(kind, engine)
+
+
+def _misfit(kind: Kind, engine: EngineConfig) -> str:
+    """Return why a kind cannot run an engine's model where it runs others."""
+    on_gpu = kind.gpu_dtypes if engine.device != "cpu" else ()
+    if on_gpu and engine.dtype not in ("auto", *on_gpu):
+        return f"it does not run {engine.dtype} on a GPU"
     model = _model_config(engine.model)
     misfit = kind.misfit(model) if model else ""
     return f"its model has {misfit}" if misfit else ""
@@ -397,9 +405,11 @@ def _check_engine(where: str, engine: EngineConfig) -> None:
         raise ConfigError(f"{where}.engine {engine.engine!r} needs {kind.missing}")
     if kind.cpu_only and engine.device != "cpu":
         raise ConfigError(f"{where}.device must be 'cpu' {what}, got {engine.device!r}")
-    if kind.dtypes and engine.dtype not in kind.dtypes:
-        names = ", ".join(map(repr, kind.dtypes))
-        raise ConfigError(f"{where}.dtype must be one of {names} {what}, got {engine.dtype!r}")
+    dtypes = kind.gpu_dtypes if engine.device != "cpu" and kind.gpu_dtypes else kind.dtypes
+    if dtypes and engine.dtype not in dtypes:
+        names = ", ".join(map(repr, dtypes))
+        on = f" on {engine.device}" if dtypes is kind.gpu_dtypes else ""
+        raise ConfigError(f"{where}.dtype must be one of {names} {what}{on}, got {engine.dtype!r}")
     if engine.dtype == "int8" and engine.device != "cpu":
         raise ConfigError(f"{where}.dtype 'int8' needs the device 'cpu', got {engine.device!r}")
     if engine.lookahead and not (kind.looks_ahead and where == "target"):

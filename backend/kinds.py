@@ -148,6 +148,7 @@ class Kind:
     gpu_package: str = ""  # without which it cannot run on one
     cpu_only: bool = False
     dtypes: tuple[str, ...] = ()  # that it runs; none: its folder decides
+    gpu_dtypes: tuple[str, ...] = ()  # those of them that it runs on a GPU; none: all
     package: Package | None = None  # without which it cannot run
     int8_package: Package | None = None  # on CPUs with it, ``dtype`` auto is int8
     token_bytes: int = 0  # of host memory for each of ``remembered_tokens``
@@ -224,8 +225,9 @@ KINDS = {
         least_capability=8.0,
         gpu_package="triton",
         dtypes=("bf16", "fp32", "fp64"),
+        gpu_dtypes=("bf16",),
         gives_states=True,
-        behaviour=1,
+        behaviour=2,
         looks_ahead=True,
         most_ahead=256,
     ),

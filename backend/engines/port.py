@@ -245,6 +245,15 @@ class LooksAhead(Protocol):
 
 
 @runtime_checkable
+class Prepares(Protocol):
+    """An engine that has something to do before the first request, so that none waits for it."""
+
+    def prepare(self, drafts: Seq[Engine], rows: int) -> None:
+        """Make ready for up to ``rows`` requests at once, with these drafts of the deployment."""
+        ...
+
+
+@runtime_checkable
 class KeepsWidth(Protocol):
     """A target whose pass is quicker where the one before had as many tokens."""
 

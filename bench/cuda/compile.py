@@ -1,16 +1,17 @@
-"""Compile the CUDA engine's kernels for an H100 on a machine without a GPU:
-``python -m bench.cuda.compile``.
+"""Compile the CUDA engine's kernels on a machine without a GPU, for an H100 or another one:
+``python -m bench.cuda.compile [CAPABILITY]``, 90 or, say, 120.
 
 Steps of an 8B call their kernels as they do in serving, and each launch is compiled by the ptxas of
 Triton's wheel instead of run. Code that it refuses is found before GPU minutes are spent; a line
-for each kernel has its registers, and the bytes that it keeps in local memory because they are too
-few.
+for each kernel has its registers, the bytes that it keeps in local memory because they are too few,
+and the shared memory that a launch asks for.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,6 @@ from triton.runtime.jit import JITFunction
 
 from backend.engines.cuda import attention, bounds, candidates, draw, layers, trees
 
-TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -51,9 +51,7 @@ def steps() -> None:
     q, kv, table = of(bf16, tokens, 32, 128), of(bf16, 2, 2, 8, 32, 128), of(i32, rows, pages)
     start, first, words = of(i32, rows), of(i32, rows + 1), of(i64, tokens)
     for most in (1, 5, 17):
-        attention.attention(
-            q, kv, table, start, first, words, most=most, keys=2048, scale=128**-0.5
-        )
+        attention.attention(q, kv, table, start, first, words, most=most, scale=128**-0.5)
     x, weight, place = of(bf16, tokens, 4096), of(bf16, 4096), of(i32, tokens)
     layers.add_rms_norm(x, x, weight, 1e-5, x)
     qkv, angles = of(bf16, tokens, 48 * 128), of(bf16, tokens, 128)
@@ -70,10 +68,11 @@ def steps() -> None:
     trees.move(kv.expand(32, *kv.shape), table, start, path, count)
 
 
-def compile_launches(launch: Callable[[], None]) -> list[tuple[str, str]]:
+def compile_launches(launch: Callable[[], None], capability: int) -> list[tuple[str, str]]:
     """Return the kernels that ``launch`` launches and what ptxas says of each. Raises what Triton
     does for a kernel that cannot be compiled.
     """
+    target = GPUTarget("cuda", capability, 32)
     found: dict[tuple[Any, ...], tuple[str, str]] = {}
 
     def instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -96,8 +95,9 @@ def compile_launches(launch: Callable[[], None]) -> list[tuple[str, str]]:
                 if types.get(name, "").startswith("*")
             },
         )
-        compiled = triton.compile(source, target=TARGET, options=options)
-        found[key] = kernel.fn.__name__, resources(compiled.asm["cubin"])
+        compiled = triton.compile(source, target=target, options=options)
+        used = f"{resources(compiled.asm['cubin'])}, launch {compiled.metadata.shared}"
+        found[key] = kernel.fn.__name__, used
 
     original = JITFunction.run
     JITFunction.run = instead
@@ -131,7 +131,8 @@ def resources(cubin: bytes) -> str:
 
 def main() -> None:
     """Compile everything and print a line for each kernel."""
-    for name, used in compile_launches(steps):
+    capability = int(sys.argv[1]) if sys.argv[1:] else 90
+    for name, used in compile_launches(steps, capability):
         print(f"{name}: {used}")
 
 

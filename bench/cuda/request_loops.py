@@ -25,6 +25,7 @@ from policy import AnyPolicy
 
 SEED = 0
 K_MAX, NEW_TOKENS = 8, 200
+PREFILL_CHUNK_TOKENS = 2048
 _MOST_QUEUED = 100_000
 
 
@@ -88,7 +89,7 @@ class ClosedLoop:
         self.device_s = 0.0
         """Part of ``run``'s time in which the device was at work, by its own clock."""
         self._target = target
-        self._load, self._prompt_tokens = load, prompt_tokens
+        self.load, self._prompt_tokens = load, prompt_tokens
         self._live = list[InFlight]()
         self._numbers = itertools.count(1)
         step_stats = StepStats(Stats())
@@ -106,7 +107,7 @@ class ClosedLoop:
             step_stats,
             time.monotonic,
             k_max=K_MAX,
-            prefill_chunk_tokens=prompt_tokens,
+            prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
             seed=SEED,
         )
 
@@ -136,12 +137,13 @@ class ClosedLoop:
         return sum(one.session.output_tokens for one in self._live)
 
     def _arrive(self, now_s: float) -> None:
-        while len(self._live) < self._load:
+        while len(self._live) < self.load:
             self._submit(now_s)
 
     def _submit(self, since_s: float) -> None:
         number = next(self._numbers)
-        prompt = [number % 500] * self._prompt_tokens
+        vocab = self._target.limits.vocab_size
+        prompt = random.Random(number).choices(range(vocab), k=self._prompt_tokens)
         sampling = SamplingParams(seed=number)
         sequence = Text(next(_ids), prompt, len(prompt), sampling)
         client = Silent()
@@ -156,6 +158,7 @@ class ClosedLoop:
             one.client.cancelled = True
         while self._loop.step():
             pass
+        self._live.clear()
 
 
 class OpenLoop(ClosedLoop):
@@ -171,4 +174,4 @@ class OpenLoop(ClosedLoop):
     def _arrive(self, now_s: float) -> None:
         while self._next_s <= now_s:
             self._submit(self._next_s)
-            self._next_s += self._gaps.expovariate(self._load)
+            self._next_s += self._gaps.expovariate(self.load)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 
 from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.engines.cuda.engine import CudaEngine
-from backend.engines.cuda.forward import PagedForward
 from backend.engines.cuda.lookahead import LookaheadEngine
+from backend.engines.cuda.stream import Stream
 from backend.engines.models.attention import ATTENTION
 from backend.engines.port import Engine
 from backend.engines.torch.engine import TorchEngine
@@ -46,13 +46,6 @@ def llama(config: LlamaConfig, weights: Weights) -> LlamaForCausalLM:
     return lm
 
 
-def _replay_by_running(
-    forward: PagedForward, run: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-    del forward
-    return run
-
-
 @contextmanager
 def on_cuda_engine(
     *scenarios: Scenario, padded: bool = False, lookahead: bool = False
@@ -73,11 +66,10 @@ def on_cuda_engine(
         looks_ahead = lookahead and name == "target"
         kind = partial(LookaheadEngine, sequences=6) if looks_ahead else CudaEngine
         engine = kind(name, lm, vocab_size=config.vocab_size, **sizes)
-        model: Any = engine._model
-        model._captures = padded
+        engine._model.graphs.captures = padded
         return engine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PagedForward, "_record", _replay_by_running)
+        patch.setattr(Stream, "capture", lambda _, run: run)
         patch.setattr(TorchEngine, "from_weights", made)
         yield

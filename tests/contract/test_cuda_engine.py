@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend.engines.cuda.forward import PagedForward
 from backend.engines.cuda.lookahead import LookaheadEngine, _Submission
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.in_target import HeadInTarget
@@ -129,19 +128,3 @@ def test_it_is_exact_with_lookahead(name: str, monkeypatch: pytest.MonkeyPatch) 
     if name in ("options", "plain", "little KV"):
         expected.add("by host")
     assert {way for way, times in ways.items() if times} >= expected, ways
-
-
-def test_a_size_whose_graph_cannot_be_captured_runs_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reasons: list[str] = []
-
-    def fail(forward: PagedForward, run: object) -> None:
-        forward._count = reasons.append
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    with on_cuda_engine(BUSY, padded=True):
-        monkeypatch.setattr(PagedForward, "_record", fail)
-        checks.exact(BUSY, checks.texts)
-    assert reasons
-    assert {*reasons} == {"cuda_graph"}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from backend.engines.cuda.ancestors import ancestor_words
+from backend.engines.cuda.pages import ancestor_words
 
 
 class PagedCase(NamedTuple):

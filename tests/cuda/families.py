@@ -56,5 +56,5 @@ def models(family: str) -> tuple[nn.Module, PagedModel]:
         else:
             nn.init.normal_(weight, mean=0.7, std=0.1)
     made[1].load_state_dict(made[0].state_dict())
-    paged = PagedModel(made[1], plain_kernels(), blocks=64)
+    paged = PagedModel(made[1], plain_kernels(), blocks=64, row_pages=16)
     return made[0], paged

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 
-from backend.engines.cuda.device import MOST_PLACES, DeviceSteps
+from backend.engines.cuda.device import DeviceSteps
+from backend.engines.cuda.forward import PagedForward
 from backend.engines.cuda.heads import DeviceHead
 from backend.engines.cuda.kernels import plain_kernels
 from backend.engines.cuda.model import PagedModel
@@ -32,7 +36,7 @@ OPTIONS = [
 def steps() -> DeviceSteps:
     torch.manual_seed(1)
     lm = models("llama")[1].lm
-    model = PagedModel(lm, plain_kernels(), blocks=64, taps=TAPS)
+    model = PagedModel(lm, plain_kernels(), blocks=64, row_pages=4, taps=TAPS)
     network = HeadNetwork(HeadConfig(VOCAB, HIDDEN, 32, TAPS, rows=60))
     network.norm.data.fill_(3.0)
     network.requires_grad_(requires_grad=False)
@@ -41,10 +45,25 @@ def steps() -> DeviceSteps:
     )
     token_ids = torch.randperm(VOCAB)[:60].sort().values
     heads = {"head": DeviceHead("head", network, token_ids, embedding, head)}
-    made = DeviceSteps(model, heads, slots=8, blocks=4, most=9, own=OWN, states=(len(TAPS), HIDDEN))
+    forward, states = PagedForward(model, most=9), (len(TAPS), HIDDEN)
+    made = DeviceSteps(forward, heads, slots=8, most=9, own=OWN, states=states)
     for slot in range(len(OPTIONS)):
         made.place_blocks(slot, 0, [4 * slot + at for at in range(4)])
     return made
+
+
+@pytest.fixture(autouse=True)
+def current(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the device of each ``DeviceSteps`` current, as the engine does."""
+    with ExitStack() as stack:
+        made = DeviceSteps.__init__
+
+        def enter(self: DeviceSteps, *args: object, **options: object) -> None:
+            made(self, *args, **options)  # type: ignore[arg-type]
+            stack.enter_context(self.stream.current())
+
+        monkeypatch.setattr(DeviceSteps, "__init__", enter)
+        yield
 
 
 def row_of(number: int, text: list[int], *, follows: bool = False) -> DeviceRow:
@@ -128,26 +147,38 @@ def test_more_updates_than_a_step_has_room_for_are_written_in_their_order() -> N
 
 
 @torch.inference_mode()
-def test_buckets_share_the_graphs_that_do_not_differ() -> None:
+def test_steps_of_as_many_rows_and_tokens_share_a_pass() -> None:
     run = steps()
+    sizes = run._forward._passes
 
     def launch(places: int, budget: int, *, heat: int = 0, length: int = 1) -> None:
         row = row_of(heat, [5] * length)
         row.head, row.places, row.room, row.budget = "head" * (places > 0), places, ROOM, budget
         run.collect(run.launch([row]))
 
-    launch(3, 4)
     counts = []
-    for other in ((3, 5), (3, 9), (4, 9), (4, 9), (0, 0)):
-        launch(*other)
-        counts.append((len(run._proposals), len(run._verifications), len(run._columns)))
-    # more nodes, as many tokens; more tokens; another depth; the same; nothing proposed
-    assert counts == [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 1), (3, 3, 2)]
-    launch(4, 9, heat=2)
-    assert (len(run._proposals), len(run._verifications)) == (4, 4)
-    run.set_head(run.heads["head"])
-    assert len(run._proposals) == 1
-    assert len(run._verifications) == 4
+    for places, budget in ((3, 4), (3, 5), (3, 9), (4, 9), (0, 0)):
+        launch(places, budget)
+        counts.append((len(sizes), len(run._proposals)))
+    # more nodes, as many tokens; more tokens; another depth; nothing proposed
+    assert counts == [(2, 1), (2, 1), (3, 1), (3, 2), (3, 2)]
+    launch(4, 9, heat=2, length=60)  # longer, and with top-k and top-p
+    assert (len(sizes), len(run._proposals)) == (3, 3)
+
+
+@torch.inference_mode()
+def test_a_server_that_captured_before_it_was_ready_captures_nothing_more() -> None:
+    run = steps()
+    run.capture(4)
+    before = run.graphs
+    for places, budget, heat in itertools.product((0, 1, 8), (0, 1, 5), range(len(OPTIONS))):
+        row = row_of(heat, [5])
+        row.head, row.places, row.room, row.budget = "head" * (places > 0), places, 8, budget
+        for count in (1, 3, 4):
+            rows = [row, *(row_of(n, [5]) for n in range(5) if n != heat)]
+            run.collect(run.launch(rows[:count]))
+    assert run.graphs == before
+    assert before < 200
 
 
 def test_more_heads_than_there_is_room_for_are_refused() -> None:
@@ -167,10 +198,7 @@ def test_a_step_verifies_at_most_the_nodes_of_its_largest_size() -> None:
     rows = [row_of(0, [5]) for _ in range(256)]
     for row in rows:
         row.budget, row.room, row.places, row.head = 8, 8, 4, "head"
-    assert run._bucket(rows).tokens == 1024
-    rows[0].places = MOST_PLACES
-    assert run._bucket(rows).columns == 63
-    assert MOST_PLACES == 15
+    assert run._bucket(rows).size == (256, 1024)
 
 
 def test_a_step_of_too_many_rows_names_them() -> None:

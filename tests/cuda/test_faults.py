@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from backend.engines.cuda import device, faults, graphs
+from backend.engines.cuda import stream
 from backend.engines.cuda.engine import CudaEngine
-from backend.engines.cuda.faults import NO_NUMBERS
 from backend.engines.cuda.lookahead import LookaheadEngine
+from backend.engines.cuda.stream import NO_NUMBERS
 from backend.engines.port import AFTER, Completion, EngineLostError, Turn
 from backend.request import SamplingParams
 from backend.sequence import Proposal, Sequence
@@ -22,6 +22,7 @@ from tests.cuda.families import models
 
 pytestmark = pytest.mark.slow
 PROMPT = [7, 8, 9, 10, 11]
+Capture = Callable[[Callable[[], object]], Callable[[], object]]
 KINDS = pytest.mark.parametrize("lookahead", [False, True], ids=["by the host", "lookahead"])
 
 
@@ -93,7 +94,7 @@ def test_a_broken_context_loses_the_engine_and_sequences_can_be_cancelled(
         with pytest.raises(RuntimeError, match="illegal memory access") as caught:
             step(target, [text])
         assert not isinstance(caught.value, EngineLostError)
-        patch.setattr(faults, "context_error", lambda _: "CUDA error: an illegal memory access")
+        patch.setattr(stream, "context_error", lambda _: "CUDA error: an illegal memory access")
         with pytest.raises(EngineLostError, match="target: CUDA's context on cpu is broken"):
             step(target, [text])
         target.cancel([0])
@@ -114,31 +115,62 @@ def texts_of(target: CudaEngine) -> list[list[int]]:
     return [text.tokens for text in texts]
 
 
-@pytest.mark.parametrize("failing", [1, 2], ids=["proposals", "verification"])
-def test_a_step_that_cannot_be_captured_runs_without_graphs_and_is_counted(
+def on_graphs(target: CudaEngine, monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
+    """Let an engine run in graphs as on a GPU, captured by ``capture``."""
+    target._model.graphs.captures = True
+    if isinstance(target, LookaheadEngine):
+        target._steps._parts.captures = True
+    monkeypatch.setattr(stream.Stream, "capture", lambda _, run: capture(run))
+
+
+@pytest.mark.parametrize("failing", [2, 3, 4], ids=["pass", "update", "decision"])
+def test_a_size_that_cannot_be_captured_runs_without_a_graph_is_counted_and_tried_again(
     failing: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reasons: list[str] = []
-    captured: list[Callable[[], object]] = []
+    tried: list[object] = []
 
-    def capture(_: torch.device, run: Callable[[], object]) -> tuple[object, object]:
-        captured.append(run)
-        if len(captured) == failing:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return run(), run
+    def capture(run: Callable[[], object]) -> Callable[[], object]:
+        tried.append(run)
+        if len(tried) == failing:
+            raise OutOfResources
+        run()
+        return run
 
     expected = texts_of(engine(lookahead=True))
     target = engine(lookahead=True, reasons=reasons)
-    target._steps._captures = True  # type: ignore[attr-defined]
-    monkeypatch.setattr(device, "capture", capture)
+    on_graphs(target, monkeypatch, capture)
     assert texts_of(target) == expected
     assert reasons == ["cuda_graph"]
-    assert "operation not permitted when stream is capturing" in caplog.text
-    assert len(captured) > failing
+    assert "OutOfResources" in caplog.text or "too large" in caplog.text
+    assert len(tried) == target._steps.graphs + 1  # type: ignore[attr-defined]
 
 
-def fake_cuda(monkeypatch: pytest.MonkeyPatch, graph: Callable[..., object]) -> torch.device:
-    """Put a ``torch.cuda`` that captures nothing in place; return a device to capture on."""
+class OutOfResources(Exception):
+    def __str__(self) -> str:
+        return "too large"
+
+
+def test_a_size_is_tried_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[str] = []
+
+    def fail(run: object) -> Callable[[], object]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    target = engine(lookahead=False, reasons=reasons)
+    on_graphs(target, monkeypatch, fail)
+    text = sequence(0)
+    for _ in range(5):
+        step(target, [text])
+    alone = sequence(1)
+    for _ in range(5):
+        step(engine(lookahead=False), [alone])
+    assert len(reasons) == 4  # that of the prompt once, that of a token at its first three
+    assert text.tokens[:5] == alone.tokens[:5]
+
+
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, graph: Callable[..., object]) -> stream.Stream:
+    """Put a ``torch.cuda`` that captures nothing in place; return a stream to capture on."""
 
     class Stream:
         def __init__(self, _: object) -> None: ...
@@ -157,11 +189,10 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, graph: Callable[..., object]) -> 
         "current_stream": Stream,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(graphs, "_shared", {})
-    return torch.device("cuda", 7)
+    return stream.Stream(torch.device("cuda", 7))
 
 
-def test_graphs_are_captured_on_one_stream_until_a_capture_fails(
+def test_all_graphs_have_one_pool_and_one_stream_also_after_one_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used: list[tuple[object, object]] = []
@@ -170,23 +201,38 @@ def test_graphs_are_captured_on_one_stream_until_a_capture_fails(
         used.append((pool, stream))
         return nullcontext()
 
-    where = fake_cuda(monkeypatch, graph)
-    graphs.capture(where, lambda: 1)
-    graphs.capture(where, lambda: 2)
-    assert used[0] == used[1]
+    there = fake_cuda(monkeypatch, graph)
+    there.capture(lambda: 1)
     calls = iter([0, 1])
     with pytest.raises(ZeroDivisionError):
-        graphs.capture(where, lambda: 1 / (1 - next(calls)))
-    graphs.capture(where, lambda: 3)
-    assert used[-1][0] is not used[0][0]
-    assert used[-1][1] is not used[0][1]
+        there.capture(lambda: 1 / (1 - next(calls)))
+    there.capture(lambda: 3)
+    assert len(used) == 3
+    assert len({*used}) == 1
+
+
+def test_kernels_and_events_are_those_of_the_engines_own_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there, current = fake_cuda(monkeypatch, lambda *_, **__: nullcontext()), list[int]()
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        current.append(which.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    with there.serving("target"):
+        assert current == [7]
+    assert current == []
 
 
 def test_a_captured_graph_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, lambda *_, **__: nullcontext())
+    there = fake_cuda(monkeypatch, lambda *_, **__: nullcontext())
     read = torch.zeros(1)  # a graph knows only its address
     alive = weakref.ref(read)
-    _, replay = graphs.capture(torch.device("cuda", 7), partial(len, read))
+    replay = there.capture(partial(len, read))
     del read
     assert alive() is not None
     del replay

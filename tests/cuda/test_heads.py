@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from backend.engines.cuda.forward import Pass, Size
 from backend.engines.cuda.heads import DeviceHead, HeadProposal
 from backend.engines.cuda.kernels import plain_kernels
 from backend.engines.cuda.model import PagedModel
@@ -44,7 +45,7 @@ def case() -> Case:
     torch.manual_seed(1)
     _, model = models("llama")
     lm = model.lm
-    model = PagedModel(lm, plain_kernels(), blocks=64, taps=TAPS)
+    model = PagedModel(lm, plain_kernels(), blocks=64, row_pages=4, taps=TAPS)
     network = HeadNetwork(HeadConfig(VOCAB, HIDDEN, 32, TAPS, rows=60))
     network.norm.data.fill_(3.0)
     network.requires_grad_(requires_grad=False)
@@ -60,17 +61,10 @@ def case() -> Case:
         slots.temperature[row] = options.temperature
         slots.top_k[row], slots.top_p[row] = options.top_k, options.top_p
         slots.min_p[row] = options.min_p
-    step = VerifyStep(
-        model,
-        slots,
-        ROWS,
-        DEPTH * CANDIDATES,
-        tokens=ROWS + 14,
-        most=DEPTH + 1,
-        keys=128,
-        bounded=True,
-    )
-    proposal = HeadProposal(DeviceHead("head", network, token_ids, embedding, head), step, DEPTH)
+    target = Pass(model, Size(ROWS, ROWS + 14), DEPTH * CANDIDATES + 1)
+    step = VerifyStep(target, slots, DEPTH * CANDIDATES, most=DEPTH + 1)
+    on_device = DeviceHead("head", network, token_ids, embedding, head)
+    proposal = HeadProposal(on_device, step, DEPTH, bounded=True)
     host = HeadEngine("head", network, token_ids, embedding, head, max_draft_tokens=DEPTH)
     return Case(proposal, step, host)
 
@@ -115,7 +109,9 @@ def test_proposals_are_the_hosts_and_texts_those_of_plain_decoding() -> None:
     accepted = 0
     texts = [[row + 6] for row in range(ROWS)]
     start(with_head.step, texts)
-    with_head.step.run()  # nothing is proposed yet: the states of the last token are missing
+    with_head.step.run(
+        bounded=True
+    )  # nothing is proposed yet: the states of the last token are missing
     extend(texts, with_head.step)
     while min(map(len, texts)) < 20:
         slots = with_head.step.slots
@@ -130,7 +126,7 @@ def test_proposals_are_the_hosts_and_texts_those_of_plain_decoding() -> None:
             theirs = host_nodes(with_head.host, row, text, states[row])
             assert [path for path, _ in mine] == [path for path, _ in theirs]
             assert [p for _, p in mine] == pytest.approx([p for _, p in theirs], rel=1e-4)
-        with_head.step.run()
+        with_head.step.run(bounded=True)
         extend(texts, with_head.step)
         accepted += int(with_head.step.count.sum()) - ROWS
     for text, plain in zip(texts, decoded, strict=True):
@@ -154,6 +150,6 @@ def plain_texts() -> list[list[int]]:
     texts = [[row + 6] for row in range(ROWS)]
     start(plain, texts)
     for _ in range(20):
-        plain.run()
+        plain.run(bounded=True)
         extend(texts, plain)
     return texts

@@ -11,15 +11,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from backend.engines.cuda import linear as products
 from backend.engines.cuda import plain
-from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
-from backend.engines.cuda.attention import attention
+from backend.engines.cuda.attention import TILE_TOKENS, attention
 from backend.engines.cuda.bounds import bounds
 from backend.engines.cuda.candidates import candidates
 from backend.engines.cuda.draw import draw
 from backend.engines.cuda.kernels import triton_kernels
 from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
 from backend.engines.cuda.linear import Tiling, linear, tiling_for
+from backend.engines.cuda.pages import MAX_NEW_TOKENS, ancestor_words, split_tokens
 from backend.request import SamplingParams
 from backend.sampling.distributions import target_probs
 from backend.sampling.draw import HEAD
@@ -52,7 +53,6 @@ def attend(case: PagedCase, tile: int = 32, most: int = 0, **options: float) -> 
     return attention(
         *case.tensors,
         most=most or case.most,
-        keys=256,
         scale=0.125,
         split=64,
         tile=tile,
@@ -97,6 +97,25 @@ def test_attention_within_a_window_and_with_capped_scores() -> None:
     wanted = attention_reference(case, 0.125, window=48, softcap=2.0)
     assert relative_error(out, wanted) < FP32_ERROR
     assert relative_error(out, attention_reference(case, 0.125)) > 0.01
+
+
+def test_where_our_own_product_does_not_run_cublas_multiplies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "linear", None)
+    x, weight = torch.randn(3, 64), torch.randn(128, 64)
+    multiply = triton_kernels(invariant=True, own_product=False).linear
+    assert torch.equal(multiply(x, weight, None), torch.nn.functional.linear(x, weight))
+    with pytest.raises(TypeError):
+        triton_kernels(invariant=True).linear(x, weight, None)
+
+
+@pytest.mark.parametrize("context", [2048, 32768, 131072])
+def test_a_context_is_cut_into_few_pieces_of_whole_tiles(context: int) -> None:
+    split = split_tokens(context)
+    assert split % TILE_TOKENS == 0
+    assert -(-context // split) <= 64
+    assert split == 512 or context > 32768
 
 
 def test_ancestor_words() -> None:

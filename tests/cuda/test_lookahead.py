@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from backend.engines.cuda.lookahead import LookaheadEngine
+from backend.engines.cuda.step_columns import StepColumns
 from backend.engines.port import AFTER, Completion, DeviceProposal, Turn
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
@@ -85,18 +87,18 @@ def test_more_sequences_than_slots_take_the_hosts_path() -> None:
             poll(target, *own)
     assert [text.tokens for text in texts] == [text.tokens for text in others]
     few.cancel([0])
-    assert not few.can_follow(texts[1])
-    decode(few, texts[1], 1)
-    assert few.can_follow(texts[1])
+    for _ in range(2):
+        few.submit([turn(texts[1])])
+        assert few.can_follow(texts[1])
+        poll(few, texts[1])
+        assert not few.can_follow(texts[1])  # nothing of it is in flight
 
 
 def test_a_cancelled_sequence_leaves_its_slot_though_a_turn_of_it_runs() -> None:
     target, gone, next_one = engine(sequences=1), sequence(0), sequence(1)
     target.submit([turn(gone)])
-    target.submit([Turn(gone, AFTER)])
     target.cancel([0])
     target.submit([turn(next_one)])
-    assert target.poll(0.0) == []
     assert target.poll(0.0) == []
     poll(target, next_one)
     alone = sequence(2)
@@ -122,14 +124,17 @@ def test_an_error_voids_what_is_in_flight_and_the_text_goes_on(
     decode(engine(), alone, 6)
     decode(target, text, 2)
     target.submit([turn(text)])
-    run = target._steps.launch
-    monkeypatch.setattr(target._steps, "launch", lambda _: nn.Module()())
+    text.blocks["target"] += [8, 9]  # the first submission that brings them to the device fails
+    fetch = StepColumns.fetch
+    monkeypatch.setattr(StepColumns, "fetch", lambda _: nn.Module()())
     with pytest.raises(NotImplementedError):
         target.submit([Turn(text, AFTER)])
-    monkeypatch.setattr(target._steps, "launch", run)
+    monkeypatch.setattr(StepColumns, "fetch", fetch)
+    target._steps.slots.table.zero_()  # as if nothing of it had run
     assert target.poll(0.0) == []
     decode(target, text, 4)
     assert text.tokens == alone.tokens
+    assert target._steps.slots.table[target._slots[0].number, :4].tolist() == [0, 1, 8, 9]
 
 
 def test_a_head_proposes_at_most_the_longest_path_that_a_step_has_room_for() -> None:
@@ -141,6 +146,37 @@ def test_a_head_proposes_at_most_the_longest_path_that_a_step_has_room_for() -> 
     target._steps.place_states(target._slots[0].number, torch.zeros(0, 0))
     row = target._row(target._job(turn_of_head, []))
     assert (row.places, row.budget) == (15, 40)
+
+
+def test_heads_propose_the_last_tokens_of_a_text_that_have_no_row() -> None:
+    target, text = engine(taps=(1,), own=4), sequence(0)
+    target.submit([turn(text)])
+    slot = target._slots[0]
+
+    def placed(*new: int) -> set[int]:
+        text.tokens += new
+        target._place_own(slot, text)
+        target.poll(0.0)
+        target.submit([turn(text)])
+        return {*target._steps.slots.own[slot.number].tolist()}
+
+    target._heads["none is static"] = SimpleNamespace(is_static=lambda _: False)  # type: ignore[assignment]
+    assert placed() == {8, 9, 10, 11}
+    assert placed(20) == {9, 10, 11, 20}
+    assert placed(20, 21, 22) == {11, 20, 21, 22}
+    assert placed(*range(30, 50)) == {46, 47, 48, 49}
+    assert placed(7, 46) == {47, 48, 49, 7}
+
+
+def test_a_node_without_numbers_is_not_seen_by_the_rest_of_its_row() -> None:
+    target, text, alone = engine(), sequence(0), sequence(1)
+    decode(target, text, 1)
+    decode(target, alone, 2)
+    target._lm.get_input_embeddings().weight.data[150] = torch.nan
+    tree = Proposal("d", [text.tokens[-1] + 1, 150], [-1, -1], [0.9, 0.8])
+    target.submit([turn(text, proposal=tree)])
+    poll(target, text)
+    assert text.tokens[: len(alone.tokens)] == alone.tokens
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from backend.engines.cuda.ancestors import ancestor_words
-from backend.engines.cuda.pages import PAGE, Layout
+from backend.engines.cuda.pages import PAGE, Layout, ancestor_words
 from backend.engines.cuda.prompts import Prompts
 from tests.cuda.families import ALL_FUSED, FAMILIES, models
 
@@ -44,7 +44,6 @@ def rows(texts: list[tuple[list[int], int, list[int], list[int]]]) -> tuple[Any,
         torch.tensor(words),
         torch.tensor(place, dtype=torch.int32),
         max(b - a for a, b in itertools.pairwise(first)),
-        128,
         Prompts(spans, table, firsts) if max(new for _, new in spans) > 63 else None,
     )
     return torch.tensor(ids), torch.tensor(position), layout, first
@@ -90,3 +89,22 @@ def test_family(family: str, fused: bool) -> None:
     check(logits[first[1] :], [*texts[1], 5, 6, 8])
     for node, path in enumerate(([0], [1], [0, 2], [0, 3], [1, 4])):
         check(logits[1 + node][None], [*texts[0], 7, *(nodes[n] for n in path)])
+
+
+def test_a_leaf_whose_kernel_is_too_large_for_the_gpu_stays_as_it_is() -> None:
+    class OutOfResources(Exception):  # Triton's is neither a RuntimeError nor a ValueError
+        pass
+
+    def too_large(*_: object) -> None:
+        raise OutOfResources
+
+    plain_model, paged = models("llama")
+    paged.kernels = replace(paged.kernels, gated=too_large)
+    paged.fuse()
+    assert paged.fused["units"] == 0
+    assert paged.fused["attentions"] == 4
+    ids, position, layout, _ = rows([([5, 6, 7], 0, [1], [])])
+    with torch.inference_mode():
+        wanted = plain_model(ids[None], use_cache=False).logits[0]
+        found = paged.run(ids, position, layout)
+    assert float((found - wanted).norm() / wanted.norm()) < 2e-5

@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from backend.engines.cuda import plain, trees
-from backend.engines.cuda.ancestors import ancestor_words
+from backend.engines.cuda.forward import Pass, Size
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.noise import mix
+from backend.engines.cuda.pages import ancestor_words
 from backend.engines.cuda.step import Slots, VerifyStep
 from backend.sampling.randomness import seed_word, word
 from tests.cuda.families import models
@@ -31,9 +32,9 @@ WIDE = [-1, -1, -1, 0, 0, 1, 1, 3, 5, 5, 8]
 
 def prepared(model: PagedModel, temperature: float) -> Slots:
     """Return slots with a text of one token each, in shuffled blocks of their own."""
-    slots = Slots(ROWS + 1, 4, model.device)
+    slots = Slots(ROWS + 1, model.row_pages, model.device)
     order = torch.randperm(60, generator=torch.Generator().manual_seed(2)).int()
-    slots.table.copy_(order[: 4 * (ROWS + 1)].view(ROWS + 1, 4))
+    slots.table[:, :4] = order[: 4 * (ROWS + 1)].view(ROWS + 1, 4)
     slots.last.copy_(torch.arange(ROWS + 1) + 5)
     seeds = [seed_word(seed) for seed in range(ROWS + 1)]
     slots.seed.copy_(torch.tensor([seed - (seed >> 63 << 64) for seed in seeds]))
@@ -47,7 +48,7 @@ Proposer = Callable[[VerifyStep, list[list[int]]], None]
 
 
 def texts(
-    model: PagedModel, slots: Slots, step: VerifyStep, propose: Proposer | None = None
+    slots: Slots, step: VerifyStep, propose: Proposer | None = None, *, bounded: bool
 ) -> tuple[torch.Tensor, int]:
     """Return the texts of ``TOKENS`` tokens and the steps taken."""
     step.slot.copy_(torch.arange(ROWS) + 1)
@@ -56,7 +57,7 @@ def texts(
     while min(map(len, found)) < TOKENS:
         if propose is not None:
             propose(step, found)
-        step.run()
+        step.run(bounded=bounded)
         steps += 1
         for row, count in enumerate(step.count.tolist()):
             found[row] += step.emitted[row, :count].tolist()
@@ -72,10 +73,10 @@ def verified(
     _, model = models("llama")
     model.fuse()
     slots = prepared(model, temperature)
-    step = VerifyStep(
-        model, slots, ROWS, columns, tokens=tokens, most=6, keys=128, bounded=temperature > 0.0
-    )
-    return texts(model, slots, step, propose)
+    target = Pass(model, Size(ROWS, tokens), columns + 1)
+    step = VerifyStep(target, slots, columns, most=6)
+    with model.stream.current():
+        return texts(slots, step, propose, bounded=temperature > 0.0)
 
 
 def chains(guess: torch.Tensor) -> Proposer:

@@ -62,6 +62,12 @@ def test_auto_is_the_engine_of_gpus_where_that_can_run(machine, device, expected
     assert bool(found) is bool(reason)
 
 
+def test_auto_is_torch_for_a_number_format_that_the_engine_of_gpus_lacks():
+    config = parse_config({"target": {"model": "m", "device": "cuda", "dtype": "fp32"}}, GPU)
+    assert config.target.engine == "torch"
+    assert unused_gpus(config, GPU)["target"] == "it does not run fp32 on a GPU"
+
+
 @pytest.mark.parametrize(
     ("shape", "engine", "reason"),
     [
@@ -133,6 +139,10 @@ def test_a_draft_that_reads_the_target_follows_it_to_its_device():
         (
             {"target": {**TORCH, "dtype": "int8"}},
             ["target.dtype", "int8", "'bf16', 'fp32', 'fp64'", "'torch'"],
+        ),
+        (
+            {"target": {**TORCH, "engine": "cuda", "device": "cuda:1", "dtype": "fp32"}},
+            ["target.dtype must be one of 'bf16'", "'cuda' on cuda:1, got 'fp32'"],
         ),
         (
             {"target": {**TORCH, "engine": "openvino", "device": "cuda"}},

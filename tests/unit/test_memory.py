@@ -10,8 +10,8 @@ from backend.config import parse_config
 from backend.engines import memory
 from backend.engines.checkpoint import read_config
 from backend.engines.cuda.engine import CudaEngine
-from backend.engines.cuda.footprint import RUNTIME_BYTES
 from backend.engines.cuda.forward import ROW_SIZES
+from backend.engines.cuda.kind import RUNTIME_BYTES
 from backend.engines.head import folder as heads
 from backend.engines.head.folder import HeadConfig, config_json
 from backend.engines.memory import PROCESS_BYTES
@@ -164,7 +164,12 @@ def test_a_gpu_s_plan_has_graphs_and_slots_that_grow_with_what_may_be_verified(t
     on_host = cuda(path, max_active_requests=64, device="cpu")
     assert few.passes > RUNTIME_BYTES
     captured = 64 * (1 + 5) * 2 * (4 * 16 + 2 * 32 + 3 * 40 + 2 * 300)
-    assert many.passes - on_host.passes == RUNTIME_BYTES + captured
+    partials = 5 * 64 * (1 + 5) * 4 * (4 + 1) * 4  # a context of 2,048 and drafts in 5 pieces
+    assert many.passes - on_host.passes == RUNTIME_BYTES + captured + partials
+    long = cuda(path, max_active_requests=64, max_context_tokens=131072)
+    # At most 64 pieces, of twice 512 tokens each: a bit more than 128 times as many tokens.
+    others = long.passes - many.passes - 60 * partials // 5
+    assert 0 < others < 2**24
     slots = cuda(path, max_active_requests=64, lookahead=1).passes - many.passes
     assert 65 * 4 * (2048 // BLOCK_TOKENS) < slots < 65 * 4 * (2048 // BLOCK_TOKENS + 20)
 

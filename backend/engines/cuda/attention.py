@@ -5,8 +5,9 @@ committed keys of its row (positions below ``start[r]``) and, among the row's ne
 whose bit is set in its 64-bit ancestor word: itself and its ancestors.
 
 Contexts are cut into splits of a fixed number of tokens, so a row's partial results, and the order
-they are merged in, do not depend on the rest of the batch. All lengths are read from device memory:
-one launch serves every step that fits the bucket, and may be captured in a CUDA graph.
+they are merged in, do not depend on the rest of the batch. All lengths are read from device memory,
+and the grid has room for the longest context that the table can name: one launch serves every step
+of as many rows and tokens, and may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from backend.engines.cuda.pages import split_tokens
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -124,18 +127,22 @@ def _merge_splits(
     start_ptr,
     first_ptr,
     partial_rows,
+    rows,
+    ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    row, token, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = tl.load(first_ptr + row)
-    count = tl.load(first_ptr + row + 1) - first
-    if token >= count:
-        return
+    token, head = tl.program_id(0), tl.program_id(1)
+    other = tl.arange(0, ROWS)
+    ends = tl.load(first_ptr + 1 + other, mask=other < rows, other=2147483647)
+    row = tl.sum((ends <= token).to(tl.int32), 0)
+    if row >= rows:
+        return  # a token of no row
+    count = tl.load(first_ptr + row + 1) - tl.load(first_ptr + row)
     keys = tl.load(start_ptr + row) + count
     columns = tl.arange(0, DIM)
-    query_row = (first + token).to(tl.int64) * HEADS + head
+    query_row = token.to(tl.int64) * HEADS + head
     best = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     out = tl.zeros((DIM,), tl.float32)
@@ -151,8 +158,8 @@ def _merge_splits(
     tl.store(out_ptr + query_row * DIM + columns, (out / total).to(out_ptr.dtype.element_ty))
 
 
-SPLIT_TOKENS, TILE_TOKENS, MAX_LANES = 512, 128, 32
-"""How a context is cut, and the query lanes of a program. With 64 lanes Triton picks another
+TILE_TOKENS, MAX_LANES = 128, 32
+"""Tokens that a program reads at a time, and its query lanes. With 64 lanes Triton picks another
 tensor-core instruction, and a row's bits would depend on the number of its new tokens.
 """
 
@@ -166,26 +173,28 @@ def attention(
     ancestors: torch.Tensor,
     *,
     most: int,
-    keys: int,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    split: int = SPLIT_TOKENS,
+    split: int | None = None,
     tile: int = TILE_TOKENS,
     warps: int = 4,
     max_lanes: int = MAX_LANES,
 ) -> torch.Tensor:
     """Return the attention of queries ``q`` [tokens, heads, dim], same shape.
 
-    ``kv`` is [blocks, 2, kv_heads, page, dim], ``table`` int32[rows, blocks of a row], ``start``
-    int32[rows], ``first`` int32[rows + 1], ``ancestors`` int64[tokens]. ``most`` bounds the new
-    tokens of a row, ``keys`` all of its tokens. ``window`` (0: none) is a sliding window in tokens,
-    ``softcap`` (0: none) bounds the scores. The result for tokens of no row is undefined.
+    ``kv`` is [blocks, 2, kv_heads, page, dim], ``table`` int32[rows, blocks of the longest row],
+    ``start`` int32[rows], ``first`` int32[rows + 1], ``ancestors`` int64[tokens]. ``most`` bounds
+    the new tokens of a row. ``window`` (0: none) is a sliding window in tokens, ``softcap`` (0:
+    none) bounds the scores. The result for tokens of no row is undefined.
 
-    ``split`` is a multiple of ``tile``; of that and the page one is a multiple of the other.
+    ``split`` (None: ``split_tokens``) is a multiple of ``tile``; of that and the page one is a
+    multiple of the other.
     """
     rows, heads = len(start), q.shape[1]
     _, _, kv_heads, page, dim = kv.shape
+    keys = table.shape[1] * page
+    split = split or split_tokens(keys)
     group, splits = heads // kv_heads, triton.cdiv(keys, split)
     block_q = min(most, max(1, max_lanes // group))
     out = torch.empty_like(q)
@@ -216,13 +225,15 @@ def attention(
         num_warps=warps,
         num_stages=3,
     )
-    _merge_splits[(rows, most, heads)](
+    _merge_splits[(len(q), heads)](
         partial,
         lse,
         out,
         start,
         first,
         lse.shape[1],
+        rows,
+        ROWS=triton.next_power_of_2(rows),
         HEADS=heads,
         DIM=dim,
         SPLIT=split,

@@ -1,39 +1,41 @@
 """Verification steps of a batch on the device, from the rows of a submission to what came of them.
 
-A step runs in a bucket, whose sizes are those of the submission rounded up: two CUDA graphs, one in
-which the heads propose and one that verifies. Buckets share those that do not depend on where they
-differ. Per step one copy goes to the device and one comes back, and the host waits for nothing
+A step runs in CUDA graphs: one that brings the slots up to date, one for each head that proposes,
+and three that verify. The second of these is the pass that ``forward`` has for as many rows and
+tokens. Per step one copy goes to the device and one comes back, and the host waits for nothing
 before it collects the step.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.engines.cuda.columns import to_device
-from backend.engines.cuda.forward import KEY_SIZES, ROW_SIZES, TOKEN_SIZES
-from backend.engines.cuda.graphs import capture
+from backend.engines.cuda.forward import (
+    ROW_SIZES,
+    TOKEN_SIZES,
+    PagedForward,
+    Size,
+    size_of,
+    sizes_of,
+)
 from backend.engines.cuda.heads import DeviceHead, HeadProposal
-from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.pages import MAX_NEW_TOKENS, PAGE
 from backend.engines.cuda.step import Slots, VerifyStep
 from backend.engines.cuda.step_columns import MOST_HEADS, DeviceRow, StepColumns, Updates
+from backend.engines.cuda.stream import Graphs, to_device
 from backend.engines.spine import CANDIDATES
 
-logger = logging.getLogger(__name__)
+MOST_COLUMNS = MAX_NEW_TOKENS - 1
+"""The most nodes of a row's proposal: a row has as many new tokens, and the one before them."""
 
-
-COLUMN_SIZES = (0, 16, 32, 63)
-"""Nodes of a row's proposal that a bucket has room for."""
-
-MOST_PLACES = COLUMN_SIZES[-1] // CANDIDATES
+MOST_PLACES = MOST_COLUMNS // CANDIDATES
 """The longest path that a head can propose."""
 
 
@@ -54,23 +56,20 @@ class RowResult:
 
 
 class Bucket(NamedTuple):
-    """The sizes of a step. Verification depends on the first five, proposals not on ``tokens`` and
-    ``keys``.
-    """
+    """The choice of graphs that a step runs in."""
 
-    rows: int
-    tokens: int
-    columns: int
-    keys: int
+    size: Size
     is_bounded: bool
-    heads: tuple[str, ...]
-    depth: int
+    """Whether a row has top-k, top-p or min-p."""
+    depths: dict[str, int]
+    """The longest path of each head that proposes."""
 
 
 @dataclass(slots=True)
 class Launched:
     """A step under way."""
 
+    size: Size
     rows: list[DeviceRow]
     host: dict[str, npt.NDArray[Any]]
     events: list[Any]
@@ -78,10 +77,10 @@ class Launched:
 
 
 class DeviceSteps:
-    """Launches steps over ``slots`` sequences of ``blocks`` KV blocks at most, and collects them in
-    their order. Two may be under way.
+    """Launches steps over ``slots`` sequences, and collects them in their order. Two may be under
+    way.
 
-    A row has at most ``most`` - 1 nodes accepted. ``count(reason)`` is called when a graph cannot
+    A row has at most ``most`` - 1 nodes verified. ``count(reason)`` is called when a graph cannot
     be captured.
     """
 
@@ -90,32 +89,34 @@ class DeviceSteps:
 
     def __init__(
         self,
-        model: PagedModel,
+        forward: PagedForward,
         heads: dict[str, DeviceHead],
         *,
         slots: int,
-        blocks: int,
         most: int,
         own: int,
         states: tuple[int, int] = (0, 0),
         count: Callable[[str], None] | None = None,
     ) -> None:
-        self.model, self.heads, self._most, self._count = model, heads, most, count
+        model = forward.model
+        self.model, self.heads, self._forward, self._most = model, heads, forward, most
+        self.stream = model.stream
         self._idle = slots  # the slot of rows that no sequence owns
         self.slots = Slots(
-            slots + 1, blocks, model.device, states=states, own=own, dtype=model.dtype
+            slots + 1, model.row_pages, model.device, states=states, own=own, dtype=model.dtype
         )
-        self.slots.table[self._idle] = len(model.kv[0]) - 1
-        self._captures = self._has_events = model.device.type == "cuda"
-        self._columns: dict[tuple[int, int], StepColumns] = {}
-        self._proposals: dict[tuple[Any, ...], Callable[[], object]] = {}
-        self._verifications: dict[tuple[Any, ...], Callable[[], object]] = {}
+        self.slots.table[self._idle] = model.scratch // PAGE
+        self._width = min(MOST_COLUMNS, max(most - 1, (most - 1) * CANDIDATES * bool(states[0])))
+        self._columns: dict[int, StepColumns] = {}
+        self._steps: dict[Size, VerifyStep] = {}
+        self._proposals: dict[tuple[int, str, int, bool], HeadProposal] = {}
+        self._parts = Graphs(model.stream, "the part of a step of", count)
         self._updates: Updates = ([], [])
 
     @property
     def graphs(self) -> int:
-        """How many steps' halves have been captured, or run for want of CUDA."""
-        return len(self._proposals) + len(self._verifications)
+        """How many graphs have been captured, or run for want of CUDA."""
+        return len(self._parts) + len(self._forward.graphs)
 
     def set_head(self, head: DeviceHead) -> None:
         """Run this head from now on, in the place of one of its name. Raises ValueError for more
@@ -124,17 +125,45 @@ class DeviceSteps:
         if len({*self.heads, head.name}) > MOST_HEADS:
             raise ValueError(f"at most {MOST_HEADS} heads can propose, {head.name!r} is one more")
         self.heads[head.name] = head
-        self._proposals = {
-            key: run for key, run in self._proposals.items() if head.name not in key[3]
-        }
+        self._parts.forget(lambda part: part[1] == head.name)
+        self._proposals = {key: run for key, run in self._proposals.items() if key[1] != head.name}
+
+    def capture(self, rows: int) -> None:
+        """Capture all that steps of up to ``rows`` rows launch."""
+        for size in sizes_of(rows, self._most):
+            step = self._step(size)
+            self._layout(step)
+            for is_bounded in (False, True):
+                self._decision(step, is_bounded=is_bounded)
+            if size.tokens == size.rows:
+                self._update(size.rows)
+                for name in self.heads:
+                    self._capture_proposals(size.rows, name)
+
+    def _capture_proposals(self, rows: int, name: str) -> None:
+        for depth in range(1, min(self._most - 1, MOST_PLACES) + 1):
+            for is_bounded in (False, True):
+                self._proposal(rows, name, depth, is_bounded=is_bounded)
 
     def place_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """Write entries ``first`` and following of a slot's block table before the next step."""
+        """Write entries ``first`` and following of a slot's block table before the next step.
+        Raises ValueError where it has no room for them.
+        """
+        if first + len(blocks) > self.model.row_pages:
+            raise ValueError(
+                f"a block table has room for {self.model.row_pages} blocks, got "
+                f"{first + len(blocks)}"
+            )
         self._updates[0].extend((slot, first + at, block) for at, block in enumerate(blocks))
 
     def place_own(self, slot: int, first: int, tokens: Sequence[int]) -> None:
-        """Write tokens of a slot's text that heads may propose besides their static ones."""
-        self._updates[1].extend((slot, first + at, token) for at, token in enumerate(tokens))
+        """Write tokens of a slot's text that heads may propose besides their static ones, into the
+        places after the ``first``, which are a ring.
+        """
+        room = self.slots.own.shape[1]
+        self._updates[1].extend(
+            (slot, (first + at) % room, token) for at, token in enumerate(tokens)
+        )
 
     def no_states(self) -> torch.Tensor:
         """Return zeros in the shape of a slot's states, for measuring."""
@@ -152,48 +181,39 @@ class DeviceSteps:
 
     def launch(self, rows: Sequence[DeviceRow]) -> Launched:
         """Launch a step for these rows, at least one."""
-        bucket = self._bucket(rows)
-        columns = self._columns_of(bucket)
-        propose, verify = self._proposal(bucket, columns), self._verification(bucket, columns)
-        numbers = {name: number for number, name in enumerate(self.heads)}
+        size, is_bounded, depths = self._bucket(rows)
+        step, columns = self._step(size), self._columns_of(size.rows)
+        proposals = [
+            self._proposal(size.rows, name, depth, is_bounded=is_bounded)
+            for name, depth in depths.items()
+        ]
+        proposing = [self._update(size.rows), *proposals]
+        decision = self._decision(step, is_bounded=is_bounded)
+        verifying = [self._layout(step), step.target.launch, decision]
         self._write_beyond(columns.most_updates)
+        numbers = {name: number for number, name in enumerate(self.heads)}
         columns.fill(rows, numbers, self._updates, self._idle)
         self._updates = ([], [])
-        events = [self.event()]
+        events = [self.stream.event()]
         columns.send()
-        propose()
-        events.append(self.event())
-        verify()
-        events.append(self.event())
+        for part in proposing:
+            part()
+        events.append(self.stream.event())
+        for part in verifying:
+            part()
+        events.append(self.stream.event())
         host = columns.fetch()
-        return Launched([*rows], host, [*events, self.event()])
+        return Launched(size, [*rows], host, [*events, self.stream.event()])
 
     def collect(self, launched: Launched) -> tuple[list[RowResult], dict[str, float]]:
         """Wait for a step; return what it did by row, and its seconds by part (``draft``,
         ``verify``).
         """
-        self.wait(launched.events[-1])
+        self.stream.wait(launched.events[-1])
         results = _results(launched.rows, launched.host)
         start, drafted, verified, _ = launched.events
         parts = {"draft": (start, drafted), "verify": (drafted, verified)}
-        return results, {name: self.seconds(*pair) for name, pair in parts.items()}
-
-    def event(self) -> Any:
-        """Return a CUDA event of now in the stream; without CUDA the time."""
-        if not self._has_events:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def wait(self, event: Any) -> None:
-        """Wait until the device has reached an event."""
-        if self._has_events:
-            event.synchronize()
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two events that have passed."""
-        return float(start.elapsed_time(end) / 1e3 if self._has_events else end - start)
+        return results, {name: self.stream.seconds(*pair) for name, pair in parts.items()}
 
     def _write_beyond(self, most: int) -> None:
         """Write the updates that the columns of a step have no room for: the first ones."""
@@ -205,98 +225,72 @@ class DeviceSteps:
 
     def _bucket(self, rows: Sequence[DeviceRow]) -> Bucket:
         """Return the smallest bucket that the rows fit. Raises ValueError where none does."""
-        depth = max(row.places for row in rows)
-        columns = max(depth * CANDIDATES, *(len(row.tokens) for row in rows))
-        keys = max(row.length + (self._most + 1) * row.follows + row.room + 1 for row in rows)
-        count = _size(ROW_SIZES, len(rows), "rows")
+        count = size_of(ROW_SIZES, len(rows))
+        if count is None:
+            raise ValueError(f"a step has at most {ROW_SIZES[-1]} rows, got {len(rows)}")
         budget = min(sum(row.budget for row in rows), TOKEN_SIZES[-1] - count)
+        tokens = (size_of(TOKEN_SIZES, count + budget) or count) if budget else count
         bounded = any(p.top_k or p.top_p < 1.0 or p.min_p for p in (r.sampling for r in rows))
-        return Bucket(
-            count,
-            _size(TOKEN_SIZES, count + budget, "tokens") if budget else count,
-            _size(COLUMN_SIZES, columns, "nodes of a row"),
-            _size(KEY_SIZES, keys, "tokens of a row"),
-            bounded,
-            tuple(sorted({row.head for row in rows if row.head})),
-            depth,
-        )
+        depths: dict[str, int] = {}
+        for row in rows:
+            if row.head:
+                depths[row.head] = max(row.places, depths.get(row.head, 0))
+        return Bucket(Size(count, tokens), bounded, depths)
 
-    def _columns_of(self, bucket: Bucket) -> StepColumns:
-        key = bucket.rows, bucket.columns
-        if key not in self._columns:
-            self._columns[key] = StepColumns(
-                *key, most=self._most, slots=self.slots, idle_block=len(self.model.kv[0]) - 1
+    def _columns_of(self, rows: int) -> StepColumns:
+        if rows not in self._columns:
+            self._columns[rows] = StepColumns(
+                self.stream,
+                rows,
+                self._width,
+                most=self._most,
+                slots=self.slots,
+                idle_block=self.model.scratch // PAGE,
             )
-        return self._columns[key]
+        return self._columns[rows]
 
-    def _proposal(self, bucket: Bucket, columns: StepColumns) -> Callable[[], object]:
-        """Return what brings the slots up to date and lets the bucket's heads propose."""
-        key = bucket.rows, bucket.columns, bucket.is_bounded, bucket.heads, bucket.depth
-        if key not in self._proposals:
-            step, numbers = self._step(bucket._replace(tokens=bucket.rows), columns), [*self.heads]
-            proposals = []
-            for name in bucket.heads:
-                proposal = self.proposal_type(self.heads[name], step, bucket.depth)
-                proposal.length = columns.inputs.device["places"][numbers.index(name)]
-                proposals.append(proposal)
+    def _step(self, size: Size) -> VerifyStep:
+        target = self._forward.pass_of(size)
+        if size not in self._steps:
+            step = self.step_type(target, self.slots, self._width, most=self._most)
+            self._columns_of(size.rows).share_with(step)
+            self._steps[size] = step
+        return self._steps[size]
 
-            def run() -> None:
-                columns.update_slots()
-                for proposal in proposals:
-                    proposal.run()
+    def _part(self, rows: int, run: Callable[[], object], *key: object) -> Callable[[], object]:
+        """Return what launches part of a step, captured on rows of the idle slot."""
 
-            self._proposals[key] = self._captured(run, columns, key)
-        return self._proposals[key]
+        def clear() -> None:
+            columns = self._columns_of(rows)
+            columns.fill([], {}, ([], []), self._idle)
+            columns.send()
 
-    def _verification(self, bucket: Bucket, columns: StepColumns) -> Callable[[], object]:
-        """Return what verifies the likeliest nodes of a bucket."""
-        key = bucket[:5]
-        if key not in self._verifications:
-            step = self._step(bucket, columns)
-            self._verifications[key] = self._captured(step.run, columns, key)
-        return self._verifications[key]
+        return self._parts.of((rows, *key), run, clear)
 
-    def _step(self, bucket: Bucket, columns: StepColumns) -> VerifyStep:
-        step = self.step_type(
-            self.model,
-            self.slots,
-            bucket.rows,
-            bucket.columns,
-            tokens=bucket.tokens,
-            most=self._most,
-            keys=bucket.keys,
-            bounded=bucket.is_bounded,
-        )
-        columns.share_with(step)
-        return step
+    def _update(self, rows: int) -> Callable[[], object]:
+        """Return what brings the slots up to date."""
+        return self._part(rows, self._columns_of(rows).update_slots, "update")
 
-    def _captured(
-        self, run: Callable[[], object], columns: StepColumns, size: object
+    def _proposal(
+        self, rows: int, name: str, depth: int, *, is_bounded: bool
     ) -> Callable[[], object]:
-        """Return the replay of launches, captured on rows of the idle slot; the launches themselves
-        where that fails, or without CUDA.
-        """
-        if not self._captures:
-            return run
-        if self._has_events:
-            torch.cuda.synchronize(self.model.device)  # a step under way reads the same columns
-        columns.fill([], {}, ([], []), self._idle)
-        columns.send()
-        try:
-            return capture(self.model.device, run)[1]
-        except (RuntimeError, NotImplementedError) as error:
-            logger.warning("no CUDA graph for %s: %s", size, error)
-            if self._count is not None:
-                self._count("cuda_graph")
-            return run
+        """Return what lets a head propose ``depth`` places."""
+        key = rows, name, depth, is_bounded
+        if key not in self._proposals:
+            step = self._step(Size(rows, rows))
+            made = self.proposal_type(self.heads[name], step, depth, bounded=is_bounded)
+            places = self._columns_of(rows).inputs.device["places"]
+            made.length = places[[*self.heads].index(name)]
+            self._proposals[key] = made
+        return self._part(rows, self._proposals[key].run, name, depth, is_bounded)
 
+    def _layout(self, step: VerifyStep) -> Callable[[], object]:
+        return self._part(step.rows, step.layout, step.target.inputs.size)
 
-def _size(sizes: Sequence[int], value: int, what: str) -> int:
-    """Return the smallest of the sizes that has room. Raises ValueError where none has."""
-    found = next((size for size in sizes if size >= value), None)
-    if found is None:
-        raise ValueError(f"a step has at most {sizes[-1]} {what}, got {value}")
-    return found
+    def _decision(self, step: VerifyStep, *, is_bounded: bool) -> Callable[[], object]:
+        """Return what draws, accepts and commits."""
+        run = partial(step.decide, bounded=is_bounded)
+        return self._part(step.rows, run, step.target.inputs.size, is_bounded)
 
 
 def _results(rows: Sequence[DeviceRow], host: dict[str, npt.NDArray[Any]]) -> list[RowResult]:

@@ -7,20 +7,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from backend.config import EngineConfig
 from backend.engines.checkpoint import read_config
-from backend.engines.cuda.ancestors import MAX_NEW_TOKENS
-from backend.engines.cuda.faults import NO_NUMBERS, reporting_loss
 from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward, most_graph_tokens
-from backend.engines.cuda.kernels import plain_kernels, triton_kernels
+from backend.engines.cuda.kernels import has_own_product, plain_kernels, triton_kernels
 from backend.engines.cuda.leaves import Product
 from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.pages import MAX_NEW_TOKENS, row_pages
+from backend.engines.cuda.stream import NO_NUMBERS
 from backend.engines.models.loading import load_decoder
-from backend.engines.port import Completion, EngineLimits
+from backend.engines.port import Completion, Engine, EngineLimits
 from backend.engines.registry import Service
 from backend.engines.stepping.engine import Job, StepEngine
 
@@ -50,13 +51,22 @@ class CudaEngine(StepEngine):
         graph_tokens: int = TOKEN_SIZES[-1],
         count: Callable[[str], None] | None = None,
     ) -> None:
-        is_cuda = next(lm.parameters()).device.type == "cuda"
-        kernels = triton_kernels(invariant=invariant) if is_cuda else plain_kernels()
-        model = PagedModel(lm, kernels, blocks=kv_blocks + 1, taps=taps)
-        model.fuse()
+        device = next(lm.parameters()).device
+        is_cuda = device.type == "cuda"
+        own_product = is_cuda and has_own_product(device)
+        kernels = (
+            triton_kernels(invariant=invariant, own_product=own_product)
+            if is_cuda
+            else plain_kernels()
+        )
+        pages = row_pages(max_context_tokens, max_draft_tokens)
+        model = PagedModel(lm, kernels, blocks=kv_blocks + 1, row_pages=pages, taps=taps)
+        with model.stream.current():
+            model.fuse()
         logger.info("%s: fused %s, kept %s", name, model.fused, sorted(set(model.refused)))
         logger.info("%s: prompts by %s", name, ", ".join(sorted(model.prompts_by)))
-        if is_cuda and invariant and (odd := _without_tiling(model.lm)):
+        odd = _without_tiling(model.lm) if own_product else ["all, on this GPU"]
+        if is_cuda and invariant and odd:
             logger.warning("%s: not invariant: products by cuBLAS for weights %s", name, odd)
             if count is not None:
                 count("not_invariant")
@@ -71,12 +81,27 @@ class CudaEngine(StepEngine):
             lookahead=lookahead,
             widths=TOKEN_SIZES if is_cuda else (),
         )
-        self._paged = model
-        super().__init__(name, PagedForward(model, graph_tokens=graph_tokens, count=count), limits)
+        self._paged, self._stream = model, model.stream
+        forward = PagedForward(
+            model, most=limits.max_draft_tokens + 1, graph_tokens=graph_tokens, count=count
+        )
+        super().__init__(name, forward, limits)
+        self._model: PagedForward
+
+    @property
+    def graphs(self) -> int:
+        """How many CUDA graphs it has captured."""
+        return len(self._model.graphs)
+
+    def prepare(self, drafts: Sequence[Engine], rows: int) -> None:  # noqa: ARG002 (it runs none)
+        """Capture the graphs of all passes (``port.Prepares``)."""
+        if self._model.graphs.captures:
+            with self._stream.current(), torch.inference_mode():
+                self._model.capture(rows)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Run all queued turns. Raises EngineLostError."""
-        with reporting_loss(self.name, self._model.device):
+        with self._stream.serving(self.name):
             return super().poll(timeout_s)
 
     def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
@@ -94,7 +119,7 @@ class CudaEngine(StepEngine):
             first += job.request.rows
 
 
-def _without_tiling(lm: nn.Module) -> list[tuple[int, ...]]:
+def _without_tiling(lm: nn.Module) -> list[Any]:
     """Return the shapes of weights that our own product does not multiply."""
     from backend.engines.cuda.linear import tiling_for
 

@@ -1,70 +1,79 @@
-"""Passes of a paged decoder for the step engine: chunks in, logits out, by CUDA graphs where the
-device has them.
+"""Passes of a paged decoder: for the step engine from chunks to logits, for steps on the device the
+same passes. Those of decoding are captured in CUDA graphs, one for each number of rows and tokens.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from backend.engines.cuda.ancestors import MAX_NEW_TOKENS, ancestor_words
-from backend.engines.cuda.columns import Columns, Shapes, to_device
-from backend.engines.cuda.graphs import capture
 from backend.engines.cuda.model import PagedModel
-from backend.engines.cuda.pages import PAGE, Layout
+from backend.engines.cuda.pages import MAX_NEW_TOKENS, PAGE, Layout, ancestor_words
 from backend.engines.cuda.prompts import Prompts
+from backend.engines.cuda.stream import Columns, Graphs, Stream, to_device
 from backend.engines.stepping.chunks import Chunk, logit_rows, moves
-
-logger = logging.getLogger(__name__)
 
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 TOKEN_SIZES = (*ROW_SIZES, 320, 384, 512, 640, 768, 1024)
-MOST_SIZES = (1, 2, 4, 8, 16, 32, MAX_NEW_TOKENS)
-KEY_SIZES = tuple(1 << n for n in range(10, 21))
-"""Sizes of graphs: rows, tokens, the most new tokens of a row, and the most keys of one."""
+"""Rows and tokens of captured passes."""
+
+
+def size_of(sizes: Sequence[int], value: int) -> int | None:
+    """Return the smallest of the sizes that has room; None where none has."""
+    return next((size for size in sizes if size >= value), None)
 
 
 def most_graph_tokens(rows: int, length: int) -> int:
     """Return the tokens of the largest pass that is captured, where each of ``rows`` verifies
     ``length`` tokens.
     """
-    tokens = rows * (1 + length)
-    return next((size for size in TOKEN_SIZES if size >= tokens), TOKEN_SIZES[-1])
+    return size_of(TOKEN_SIZES, rows * (1 + length)) or TOKEN_SIZES[-1]
 
 
 class Size(NamedTuple):
-    """The capacity of a graph."""
+    """The size of a pass."""
 
     rows: int
     tokens: int
-    most: int
-    keys: int
 
-    @property
-    def shapes(self) -> Shapes:
-        """The columns of a pass."""
-        long, short = (np.int64, (self.tokens,)), (np.int32, (self.tokens,))
-        return {
-            "ids": long,
-            "position": long,
-            "ancestors": long,
-            "place": short,
-            "first": (np.int32, (self.rows + 1,)),
-            "start": (np.int32, (self.rows,)),
-            "table": (np.int32, (self.rows, -(-self.keys // PAGE))),
-        }
+
+def sizes_of(rows: int, most: int) -> Iterator[Size]:
+    """Yield the sizes of all passes in which up to ``rows`` rows have up to ``most`` tokens each,
+    the largest first, so that the others' memory fits into its own.
+    """
+    last = size_of(ROW_SIZES, rows) or ROW_SIZES[-1]
+    for count in [size for size in ROW_SIZES if size <= last][::-1]:
+        end = size_of(TOKEN_SIZES, count * most) or TOKEN_SIZES[-1]
+        yield from (Size(count, tokens) for tokens in TOKEN_SIZES[::-1] if count <= tokens <= end)
 
 
 class Inputs(Columns):
-    """The columns that a pass reads."""
+    """The columns that a pass reads. A row has at most ``most`` new tokens."""
 
-    def __init__(self, size: Size, device: torch.device) -> None:
-        super().__init__(size.shapes, device)
-        self.size = size
+    def __init__(self, model: PagedModel, size: Size, most: int) -> None:
+        long, short = (np.int64, (size.tokens,)), (np.int32, (size.tokens,))
+        super().__init__(
+            {
+                "ids": long,
+                "position": long,
+                "ancestors": long,
+                "place": short,
+                "first": (np.int32, (size.rows + 1,)),
+                "start": (np.int32, (size.rows,)),
+                "table": (np.int32, (size.rows, model.row_pages)),
+            },
+            model.stream,
+        )
+        self.size, self._most, self._scratch = size, most, model.scratch
+
+    def clear(self) -> None:
+        """Leave no token to a sequence."""
+        for column in self.device.values():
+            column.zero_()
+        self.device["place"].fill_(self._scratch)
 
     def layout(self, spans: list[tuple[int, int]] | None = None) -> Layout:
         """Return what attention reads. ``spans`` are the committed and new tokens of each row of a
@@ -78,32 +87,100 @@ class Inputs(Columns):
             columns["first"],
             columns["ancestors"],
             columns["place"],
-            self.size.most,
-            self.size.keys,
+            self._most,
             prompts,
         )
 
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        """Send a pass's columns; the rows and tokens left over belong to no sequence."""
+        host, at = self.host, 0
+        host["place"].fill(self._scratch)
+        for name in ("ids", "position", "start"):
+            host[name].fill(0)
+        for row, chunk in enumerate(chunks):
+            count = len(chunk.tokens)
+            end = at + count
+            chain = count - len(chunk.parents)
+            host["ids"][at:end] = chunk.tokens
+            host["position"][at:end] = chunk.positions
+            places = np.arange(chunk.start, chunk.start + count)
+            blocks = chunk.table.numbers
+            host["place"][at:end] = blocks[places // PAGE] * PAGE + places % PAGE
+            if count <= MAX_NEW_TOKENS:
+                tree = [parent + chain - 1 for parent in chunk.parents]
+                host["ancestors"][at:end] = ancestor_words([*range(-1, chain - 2), *tree])
+            host["first"][row] = at
+            host["start"][row] = chunk.start
+            pages = -(-(chunk.start + count) // PAGE)
+            host["table"][row, :pages] = blocks[:pages]
+            at = end
+        host["first"][len(chunks) :] = at
+        self.send()
 
-class Graph(NamedTuple):
-    """A captured pass: what it reads, and its replay, which returns logits [tokens, vocab] and
-    states [tokens, taps, hidden].
-    """
 
-    inputs: Inputs
-    replay: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
+class Outputs:
+    """The results of passes of up to ``tokens`` tokens, in one place for all graphs."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def leave(self, name: str, output: torch.Tensor) -> None:
+        """Copy a result, one row for each token."""
+        if name not in self._kept:
+            self._kept[name] = output.new_empty(self.tokens, *output.shape[1:])
+        self._kept[name][: len(output)].copy_(output)
+
+    def of(self, name: str, tokens: int) -> torch.Tensor | None:
+        """Return the last pass's result of this name, if there was one."""
+        kept = self._kept.get(name)
+        return None if kept is None else kept[:tokens]
+
+
+class Pass:
+    """A pass of decoding: ``inputs``, and what it leaves of them in ``outputs``."""
+
+    def __init__(
+        self, model: PagedModel, size: Size, most: int, outputs: Outputs | None = None
+    ) -> None:
+        self.model, self.most = model, most
+        self.inputs = Inputs(model, size, most)
+        self._outputs = outputs or Outputs(size.tokens)
+        self.launch: Callable[[], object] = self.run
+
+    def run(self) -> None:
+        """Launch it without a graph."""
+        columns = self.inputs.device
+        logits = self.model.run(columns["ids"], columns["position"], self.inputs.layout())
+        self._outputs.leave("logits", logits)
+        if self.model.states is not None:
+            self._outputs.leave("states", self.model.states)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[tokens, vocab], void as soon as another pass runs."""
+        logits = self._outputs.of("logits", self.inputs.size.tokens)
+        assert logits is not None
+        return logits
+
+    @property
+    def states(self) -> torch.Tensor | None:
+        """[tokens, taps, hidden], likewise; None without taps."""
+        return self._outputs.of("states", self.inputs.size.tokens)
 
 
 class PagedForward:
     """``stepping.engine.Model`` over a paged decoder. Its last page belongs to no sequence.
 
-    Graphs have at most ``graph_tokens`` tokens. ``count(reason)`` is called when one cannot be
-    captured; its size then runs without.
+    Passes are captured in which each row has at most ``most`` new tokens, and all have at most
+    ``graph_tokens``. ``count(reason)`` is called when one cannot be captured; it then runs without.
     """
 
     def __init__(
         self,
         model: PagedModel,
         *,
+        most: int = MAX_NEW_TOKENS,
         graph_tokens: int = TOKEN_SIZES[-1],
         count: Callable[[str], None] | None = None,
     ) -> None:
@@ -111,25 +188,44 @@ class PagedForward:
         self.token_ids: torch.Tensor | None = None
         self.taps = model.taps
         self.hidden_states: torch.Tensor | None = None
-        self._count, self._graph_tokens = count, graph_tokens
-        self._outputs: dict[str, torch.Tensor] = {}
-        self._scratch = len(model.kv[0]) - 1
-        self._graphs: dict[Size, Graph | None] = {}
-        self._captures = self.device.type == "cuda"
+        self.graphs = Graphs(model.stream, "a pass of", count)
+        self._most, self._graph_tokens = min(most, MAX_NEW_TOKENS), graph_tokens
+        self._passes: dict[Size, Pass] = {}
+        self._outputs = Outputs(graph_tokens)
+
+    @property
+    def stream(self) -> Stream:
+        """The order of what the device does."""
+        return self.model.stream
 
     @property
     def kv(self) -> list[torch.Tensor]:
         """Keys and values by layer, without the page that no sequence has."""
-        return [kv[: self._scratch] for kv in self.model.kv]
+        return [kv[:-1] for kv in self.model.kv]
+
+    def pass_of(self, size: Size) -> Pass:
+        """Return a pass of decoding, captured where it is not yet and the device captures."""
+        if size not in self._passes:
+            outputs = self._outputs if size.tokens <= self._graph_tokens else None
+            self._passes[size] = Pass(self.model, size, self._most, outputs)
+        made = self._passes[size]
+        made.launch = self.graphs.of(size, made.run, made.inputs.clear)
+        return made
+
+    def capture(self, rows: int) -> None:
+        """Capture all passes of up to ``rows`` rows."""
+        for size in sizes_of(rows, self._most):
+            if size.tokens <= self._graph_tokens:
+                self.pass_of(size)
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Run the chunks (``Model.forward``): prompts first, then all others in one pass."""
-        is_long = [len(chunk.tokens) > MAX_NEW_TOKENS for chunk in chunks]
+        is_long = [len(chunk.tokens) > self._longest(chunk) for chunk in chunks]
         parts: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for wants_long in (True, False):
             own = [chunk for chunk, long in zip(chunks, is_long, strict=True) if long == wants_long]
             if own:
-                parts.append(self._run(own, captured=self._captures and not wants_long))
+                parts.append(self._run(own, are_prompts=wants_long))
         if len(parts) == 1:
             logits, self.hidden_states = parts[0]
             return logits
@@ -151,113 +247,35 @@ class PagedForward:
                 kv[to_block, :, :, to_offset] = kv[block, :, :, offset]
 
     def _run(
-        self, chunks: Sequence[Chunk], *, captured: bool
+        self, chunks: Sequence[Chunk], *, are_prompts: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the logits [wanted, vocab] and states [tokens, taps, hidden] of one pass."""
         lengths = [len(chunk.tokens) for chunk in chunks]
-        keys = max(chunk.start + n for chunk, n in zip(chunks, lengths, strict=True))
-        exact = Size(len(chunks), sum(lengths), max(lengths), keys)
+        tokens = sum(lengths)
         wanted = to_device(logit_rows(chunks), torch.int64, self.device)
-        if captured and (graph := self._graph(exact)) is not None:
-            self._fill(graph.inputs, chunks)
-            graph.inputs.send()
-            logits, states = graph.replay()
-            return logits[wanted], None if states is None else states[: exact.tokens]
-        inputs = Inputs(exact, self.device)
-        self._fill(inputs, chunks)
-        inputs.send()
-        is_long = exact.most > MAX_NEW_TOKENS
+        if (size := self._captured_size(lengths)) is not None:
+            captured = self.pass_of(size)
+            captured.inputs.fill(chunks)
+            captured.launch()
+            states = captured.states
+            return captured.logits[wanted], None if states is None else states[:tokens]
+        inputs = Inputs(self.model, Size(len(chunks), tokens), max(lengths))
+        inputs.fill(chunks)
         spans = [(chunk.start, n) for chunk, n in zip(chunks, lengths, strict=True)]
-        logits = self._pass(inputs, wanted, spans if is_long else None)
+        columns, layout = inputs.device, inputs.layout(spans if are_prompts else None)
+        logits = self.model.run(columns["ids"], columns["position"], layout, wanted)
         return logits, self.model.states
 
-    def _pass(
-        self,
-        inputs: Inputs,
-        wanted: torch.Tensor | None,
-        spans: list[tuple[int, int]] | None = None,
-    ) -> torch.Tensor:
-        columns = inputs.device
-        return self.model.run(columns["ids"], columns["position"], inputs.layout(spans), wanted)
+    def _longest(self, chunk: Chunk) -> int:
+        """Return the new tokens up to which a chunk's attention is that of decoding."""
+        return MAX_NEW_TOKENS if chunk.parents else self._most
 
-    def _fill(self, inputs: Inputs, chunks: Sequence[Chunk]) -> None:
-        """Write a pass's columns; the rows and tokens left over belong to no sequence."""
-        host, at = inputs.host, 0
-        host["place"].fill(self._scratch * PAGE)
-        host["ids"].fill(0)
-        host["position"].fill(0)
-        host["start"].fill(0)
-        for row, chunk in enumerate(chunks):
-            count = len(chunk.tokens)
-            end = at + count
-            chain = count - len(chunk.parents)
-            host["ids"][at:end] = chunk.tokens
-            host["position"][at:end] = chunk.positions
-            places = np.arange(chunk.start, chunk.start + count)
-            blocks = chunk.table.numbers
-            host["place"][at:end] = blocks[places // PAGE] * PAGE + places % PAGE
-            if count <= MAX_NEW_TOKENS:
-                tree = [parent + chain - 1 for parent in chunk.parents]
-                host["ancestors"][at:end] = ancestor_words([*range(-1, chain - 2), *tree])
-            host["first"][row] = at
-            host["start"][row] = chunk.start
-            pages = -(-(chunk.start + count) // PAGE)
-            host["table"][row, :pages] = blocks[:pages]
-            at = end
-        host["first"][len(chunks) :] = at
-
-    def _graph(self, exact: Size) -> Graph | None:
-        """Return the graph that a pass runs in, captured at first use; None where there is none."""
-        sizes = (ROW_SIZES, TOKEN_SIZES, MOST_SIZES, KEY_SIZES)
-        fitting = [
-            next((size for size in known if size >= value), None)
-            for known, value in zip(sizes, exact, strict=True)
-        ]
-        if None in fitting:
+    def _captured_size(self, lengths: Sequence[int]) -> Size | None:
+        """Return the size of the captured pass that rows of these lengths fit; None for none."""
+        rows, tokens = size_of(ROW_SIZES, len(lengths)), size_of(TOKEN_SIZES, sum(lengths))
+        if not self.graphs.captures or max(lengths) > self._most or rows is None or tokens is None:
             return None
-        size = Size(*fitting)  # type: ignore[arg-type]
-        if size.tokens > self._graph_tokens:
-            return None
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
-        return self._graphs[size]
-
-    def _capture(self, size: Size) -> Graph | None:
-        inputs = Inputs(size, self.device)
-        inputs.host["place"].fill(self._scratch * PAGE)
-        inputs.send()
-
-        def run() -> tuple[torch.Tensor, torch.Tensor | None]:
-            logits = self._shared("logits", self._pass(inputs, None))
-            states = self.model.states
-            return logits, None if states is None else self._shared("states", states)
-
-        try:
-            return Graph(inputs, self._record(run))
-        except (RuntimeError, NotImplementedError) as error:
-            logger.warning("no CUDA graph for %s: %s", size, error)
-            if self._count is not None:
-                self._count("cuda_graph")
-            return None
-
-    def _shared(self, name: str, output: torch.Tensor) -> torch.Tensor:
-        """Copy what a graph returns to where all graphs leave it: else each would keep its own."""
-        if name not in self._outputs:
-            shape = self._graph_tokens, *output.shape[1:]
-            self._outputs[name] = output.new_empty(shape)
-        return self._outputs[name][: len(output)].copy_(output)
-
-    def _record(
-        self, run: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor | None]]:
-        """Capture a pass in a CUDA graph and return its replay. Raises RuntimeError."""
-        outputs, launch = capture(self.device, run)
-
-        def replay() -> tuple[torch.Tensor, torch.Tensor | None]:
-            launch()
-            return outputs
-
-        return replay
+        return Size(rows, max(rows, tokens)) if tokens <= self._graph_tokens else None
 
     def _order(self, counts: Sequence[int], is_long: Sequence[bool]) -> torch.Tensor:
         """Return where each chunk's rows (``counts``) lie when those of long ones come first."""

@@ -35,12 +35,14 @@ class HeadProposal:
     """Proposals of ``depth`` places for rows of a step, ``CANDIDATES`` nodes at each.
 
     The likeliest node of a place continues the spine; its siblings are leaves. They fill the
-    step's first ``depth * CANDIDATES`` columns.
+    step's first ``depth * CANDIDATES`` columns. ``bounded``: rows may have top-k, top-p or min-p.
     """
 
-    def __init__(self, head: DeviceHead, step: VerifyStep, depth: int) -> None:
+    def __init__(
+        self, head: DeviceHead, step: VerifyStep, depth: int, *, bounded: bool = False
+    ) -> None:
         device = step.slot.device
-        self._head, self._step, self._depth = head, step, depth
+        self._head, self._step, self._depth, self._bounded = head, step, depth, bounded
         self.length = torch.full((step.rows,), depth, dtype=torch.int32, device=device)
         """int32[rows]: places to propose for; 0 for rows that are another draft's. Read."""
         spine = torch.arange(depth, device=device) * CANDIDATES - CANDIDATES
@@ -82,7 +84,7 @@ class HeadProposal:
         slot, kernels = step.slot, step.model.kernels
         temperature = slots.temperature[slot]
         bound = self._no_bound
-        if step.bounded:
+        if self._bounded:
             limits = (slots.top_k[slot], slots.top_p[slot], slots.min_p[slot])
             bound = kernels.bounds(logits, temperature, *limits)
         words = mix(slots.seed[slot] ^ place)

@@ -52,9 +52,17 @@ def plain_kernels() -> Kernels:
     )
 
 
-def triton_kernels(*, invariant: bool) -> Kernels:
+def has_own_product(device: torch.device) -> bool:
+    """Return whether our own product runs on a GPU: it is written for Hopper's instructions, and
+    needs more shared memory than others have.
+    """
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def triton_kernels(*, invariant: bool, own_product: bool = True) -> Kernels:
     """Return the functions in Triton. ``invariant``: a row has the same bits in every batch, at a
-    cost beyond ``MOST_INVARIANT_TOKENS``; else cuBLAS multiplies for more tokens than that.
+    cost beyond ``MOST_INVARIANT_TOKENS``; else cuBLAS multiplies for more tokens than that, and
+    for all without ``own_product``.
     """
     from backend.engines.cuda import (
         attention,
@@ -68,7 +76,7 @@ def triton_kernels(*, invariant: bool) -> Kernels:
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tiling = None
-        if len(x) and (invariant or len(x) <= MOST_INVARIANT_TOKENS):
+        if own_product and len(x) and (invariant or len(x) <= MOST_INVARIANT_TOKENS):
             tiling = linear.tiling_for(weight.shape[0], weight.shape[1], len(x))
         if tiling is None:
             return functional.linear(x, weight, bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,14 @@ from backend.engines.port import Engine, Footprint
 if TYPE_CHECKING:
     from backend.engines.registry import Service
 
-__all__ = ["check_folder", "footprint", "latency_cases", "make"]
+__all__ = ["RUNTIME_BYTES", "check_folder", "footprint", "latency_cases", "make"]
+
+RUNTIME_BYTES = 512 << 20
+"""Bytes of CUDA graphs, cuBLAS's workspaces and compiled kernels on a GPU; a guess, not measured.
+"""
+
+_SLOT_BYTES = 48
+"""Bytes of a sequence's slot besides its block table: length, last token, seed and options."""
 
 
 def make(engine: EngineConfig, service: Service) -> Engine:
@@ -24,6 +32,27 @@ def make(engine: EngineConfig, service: Service) -> Engine:
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
     """Return what an engine takes of memory."""
-    from backend.engines.cuda import footprint as planning  # it imports torch
+    # They import torch.
+    from backend.engines.checkpoint import DTYPES, read_config
+    from backend.engines.cuda.forward import most_graph_tokens
+    from backend.engines.cuda.pages import PAGE, partial_bytes, row_pages
+    from backend.engines.models import footprint as planning
 
-    return planning.footprint(engine, config, folder)
+    limits, k_max = config.limits, config.policy.k_max
+    planned = planning.footprint(engine, config, folder, scratch_tokens=PAGE)
+    shape, item = read_config(folder), DTYPES[engine.dtype].itemsize
+    pages = row_pages(limits.max_context_tokens, k_max)
+    kv_row = 2 * shape.num_kv_heads * shape.head_dim
+    # Attention of a prompt has a row's keys and values in one piece.
+    passes = planned.passes + pages * PAGE * kv_row * item
+    if engine.lookahead:
+        passes += (limits.max_active_requests + 1) * (4 * pages + _SLOT_BYTES)
+    if engine.device != "cpu":
+        # Activations and logits of the largest pass that is captured, a copy of its logits, and
+        # what attention has of each piece of a context.
+        tokens = most_graph_tokens(limits.max_active_requests, k_max)
+        row = 4 * shape.hidden_size + 2 * (shape.num_heads * shape.head_dim + kv_row)
+        row += 3 * shape.intermediate_size
+        passes += tokens * item * (row + 2 * shape.vocab_size) + RUNTIME_BYTES
+        passes += partial_bytes(tokens, shape.num_heads, shape.head_dim, pages * PAGE)
+    return replace(planned, passes=passes)

@@ -119,6 +119,10 @@ def _rotate_and_store(
     else:
         place = tl.load(place_ptr + token).to(tl.int64)
         is_value = (head - HEADS) // KV_HEADS
+        if is_value > 0:  # without NaN, as ``Pages.store`` says
+            low = tl.where(low == low, low, 0.0)
+            high = tl.where(high == high, high, 0.0)
+            rest = tl.where(rest == rest, rest, 0.0)
         kv_head = (head - HEADS) % KV_HEADS
         tile = ((place // PAGE) * 2 + is_value) * KV_HEADS + kv_head
         target = kv_ptr + (tile * PAGE + place % PAGE) * DIM

@@ -23,12 +23,12 @@ from backend.engines.cuda.device import (
     RowResult,
 )
 from backend.engines.cuda.engine import CudaEngine
-from backend.engines.cuda.faults import NO_NUMBERS, reporting_loss
 from backend.engines.cuda.heads import DeviceHead
 from backend.engines.cuda.step_columns import DeviceRow
+from backend.engines.cuda.stream import NO_NUMBERS
 from backend.engines.head.folder import TARGET_ROWS
 from backend.engines.head.in_target import HeadInTarget
-from backend.engines.port import AFTER, Completion, Turn
+from backend.engines.port import AFTER, Completion, Engine, Turn
 from backend.engines.stepping.chunks import Chunk
 from backend.engines.stepping.kv_caches import Cache
 from backend.sampling.randomness import seed_word
@@ -44,13 +44,31 @@ class _Slot:
     blocks: list[int] = field(default_factory=list)
     """Its block table there."""
     length: int = 0
-    """Tokens with KV after the last collected step of it, 0 before the first."""
+    """Tokens with KV before the turns under way."""
+    under_way: list[int] = field(default_factory=list)
+    """The tokens at most that each of its turns writes that were launched and not collected."""
+    states_at: int = -1
+    """The tokens with KV before which the states are there that heads go on from, -1 for none."""
     own: dict[int, None] = field(default_factory=dict)
-    """Tokens of its text there that heads may propose besides their static ones."""
+    """Tokens of its text there that heads may propose besides their static ones, the oldest first.
+    """
+    placed: int = 0
+    """How many were placed there, in a ring."""
     read: int = 0
     """Tokens of its text that were looked at for ``own``."""
-    under_way: int = 0
-    """Turns of it that were launched and not collected."""
+
+    @property
+    def bound(self) -> int:
+        """Tokens with KV at most after all turns under way."""
+        return self.length + sum(self.under_way)
+
+    def forget_the_device(self) -> None:
+        """Note that nothing is under way and that the device has none of it for certain."""
+        self.blocks.clear()
+        self.under_way.clear()
+        self.own.clear()
+        self.placed = self.read = 0
+        self.states_at = -1
 
 
 @dataclass(slots=True)
@@ -60,8 +78,6 @@ class _RowJob:
     turn: Turn
     slot: _Slot
     cache: Cache
-    start: int
-    """Tokens with KV before it; unread for a turn that follows."""
 
 
 @dataclass(slots=True)
@@ -99,10 +115,9 @@ class LookaheadEngine(CudaEngine):
         taps, hidden = tuple(options.get("taps", ())), lm.get_input_embeddings().weight.shape[1]
         self._lm = lm
         self._steps = self.steps_type(
-            self._paged,
+            self._model,
             {},
             slots=sequences,
-            blocks=-(-self._max_positions // BLOCK_TOKENS) + 2,
             most=self.limits.max_draft_tokens + 1,
             own=own if taps else 0,
             states=(len(taps), hidden if taps else 0),
@@ -119,9 +134,23 @@ class LookaheadEngine(CudaEngine):
         self._submitted: deque[_Submission] = deque()
         self._parts_s: dict[str, float] = {}
 
+    @property
+    def graphs(self) -> int:
+        """How many CUDA graphs it has captured."""
+        return self._steps.graphs
+
+    def prepare(self, drafts: Sequence[Engine], rows: int) -> None:
+        """Capture the graphs of all steps and of the drafts that are heads (``port.Prepares``)."""
+        for draft in drafts:
+            if isinstance(draft, HeadInTarget):
+                self._head(draft)
+        if self._model.graphs.captures:
+            with self._stream.current(), torch.inference_mode():
+                self._steps.capture(rows)
+
     def submit(self, turns: Sequence[Turn]) -> None:
         """Launch what the device decides, and queue the rest. Raises EngineLostError."""
-        with reporting_loss(self.name, self._model.device):
+        with self._stream.serving(self.name):
             try:
                 with torch.inference_mode():
                     self._submitted.append(self._launch(turns))
@@ -134,7 +163,7 @@ class LookaheadEngine(CudaEngine):
         if not self._submitted:
             return []
         submission = self._submitted.popleft()
-        with reporting_loss(self.name, self._model.device):
+        with self._stream.serving(self.name):
             try:
                 completions = [*submission.chunks, *self._collect(submission)]
                 if submission.by_host:
@@ -163,7 +192,8 @@ class LookaheadEngine(CudaEngine):
 
     def can_follow(self, sequence: Text) -> bool:
         """Return whether a turn may follow one in flight."""
-        return sequence.id in self._slots and _is_for_device(sequence)
+        slot = self._slots.get(sequence.id)
+        return slot is not None and bool(slot.under_way) and _is_for_device(sequence)
 
     def parts_s(self) -> dict[str, float]:
         """Return the seconds by part of the submission that was polled last."""
@@ -201,22 +231,26 @@ class LookaheadEngine(CudaEngine):
                 else:
                     by_host.append(turn)
                     continue
-                rows.append(self._row(job))
+                row = self._row(job)
+                rows.append(row)
                 jobs.append(job)
-                job.slot.under_way += 1
+                job.slot.under_way.append(1 + row.room)
             except ValueError as error:
                 done.append(Completion(turn.sequence.id, [], error=str(error)))
-        begun = ended = self._steps.event()
+        begun = ended = self._stream.event()
         if chunks:
             self._model.forward(chunks)
-            ended = self._steps.event()
+            ended = self._stream.event()
         launched = self._steps.launch(rows) if rows else None
         return _Submission(jobs, launched, done, by_host, begun, ended)
 
     def _takes(self, turn: Turn) -> bool:
         """Return whether the device decides a turn; it has a slot then."""
         sequence = turn.sequence
-        if turn.run != 1 or turn.nodes or not _is_for_device(sequence):
+        proposed = len(turn.proposal) if turn.proposal else 0
+        if turn.run != 1 or turn.nodes or proposed > self.limits.max_draft_tokens:
+            return False
+        if not _is_for_device(sequence):
             return False
         if sequence.id not in self._slots:
             if not self._free:
@@ -248,11 +282,14 @@ class LookaheadEngine(CudaEngine):
             job.cache.agreed = start
         job.cache.roll_back(start)
         slot = self._slots[sequence.id]
+        if slot.under_way:
+            raise ValueError(f"turn of sequence {sequence.id}: it must follow the one in flight")
+        slot.length = start
         known, states = self._by_host.get(sequence.id, (0, None))
-        if states is not None and known == turn.end and slot.length != start:
+        if states is not None and known == turn.end and slot.states_at != start:
             self._steps.place_states(slot.number, states)
-            slot.length = start
-        return _RowJob(turn, slot, job.cache, start)
+            slot.states_at = start
+        return _RowJob(turn, slot, job.cache)
 
     def _job_after(self, turn: Turn) -> _RowJob:
         """Return what the device decides after the sequence's turn in flight. Raises ValueError
@@ -262,7 +299,7 @@ class LookaheadEngine(CudaEngine):
         slot = self._slots.get(sequence.id)
         if slot is None or not slot.under_way:
             raise ValueError(f"turn of sequence {sequence.id}: there is none that it may follow")
-        return _RowJob(turn, slot, self._caches.of(sequence), -1)
+        return _RowJob(turn, slot, self._caches.of(sequence))
 
     def _row(self, job: _RowJob) -> DeviceRow:
         """Return a job's row, its slot brought up to date. Raises ValueError for blocks that do not
@@ -270,27 +307,25 @@ class LookaheadEngine(CudaEngine):
         """
         turn, slot, sequence = job.turn, job.slot, job.turn.sequence
         blocks, follows = sequence.blocks[self.name], turn.end == AFTER
+        room = min(self.limits.max_draft_tokens, len(blocks) * BLOCK_TOKENS - slot.bound - 1)
+        if room < 0:
+            raise ValueError(
+                f"turn of sequence {sequence.id}: needs KV for {slot.bound + 1} tokens, has "
+                f"{len(blocks) * BLOCK_TOKENS}"
+            )
         if slot.blocks != blocks[: len(slot.blocks)]:
             slot.blocks.clear()
         self._steps.place_blocks(slot.number, len(slot.blocks), blocks[len(slot.blocks) :])
         slot.blocks = list(blocks)
-        most = self.limits.max_draft_tokens
-        length = slot.length if follows else job.start
-        farthest = length + (most + 1) * follows
-        room = min(most, len(blocks) * BLOCK_TOKENS - farthest - 1)
-        if room < 0:
-            raise ValueError(
-                f"turn of sequence {sequence.id}: needs KV for {farthest + 1} tokens, has "
-                f"{len(blocks) * BLOCK_TOKENS}"
-            )
         word = seed_word(sequence.sampling.seed)
         signed = word - (word >> 63 << 64)
         last = -1 if follows else sequence.tokens[turn.end - 1]
-        row = DeviceRow(slot.number, length, last, follows, sequence.sampling, signed, room=room)
+        start = slot.length
+        row = DeviceRow(slot.number, start, last, follows, sequence.sampling, signed, room=room)
         if turn.proposal is not None:
             row.tokens, row.parents = turn.proposal.tokens, turn.proposal.parents
             row.budget = row.room = len(turn.proposal)
-        elif turn.device_proposal is not None and room and (follows or slot.length == job.start):
+        elif turn.device_proposal is not None and room and (follows or slot.states_at == start):
             ask = turn.device_proposal
             row.head = self._head(ask.draft)
             row.places = min(ask.length, room, MOST_PLACES)
@@ -314,16 +349,19 @@ class LookaheadEngine(CudaEngine):
         return draft.name
 
     def _place_own(self, slot: _Slot, sequence: Text) -> None:
-        """Bring to the device which tokens of a text heads may propose."""
+        """Bring to the device which tokens of a text heads may propose: the last of them."""
+        heads = self._heads.values()
         new = [
             token
-            for token in dict.fromkeys(sequence.tokens[slot.read :])
-            if token not in slot.own
-            and not all(head.is_static(token) for head in self._heads.values())
-        ][: self._own - len(slot.own)]
+            for token in dict.fromkeys(reversed(sequence.tokens[slot.read :]))
+            if token not in slot.own and not all(head.is_static(token) for head in heads)
+        ][: self._own][::-1]
         slot.read = len(sequence.tokens)
-        self._steps.place_own(slot.number, len(slot.own), new)
+        self._steps.place_own(slot.number, slot.placed, new)
+        slot.placed += len(new)
         slot.own.update(dict.fromkeys(new))
+        for token in [*slot.own][: -self._own or None]:
+            del slot.own[token]
 
     # -- collecting
 
@@ -337,18 +375,18 @@ class LookaheadEngine(CudaEngine):
     def _collect(self, submission: _Submission) -> list[Completion]:
         self._parts_s = {}
         if submission.launched is None:
-            self._steps.wait(submission.chunks_ended)
-            self._parts_s["verify"] = self._steps.seconds(
+            self._stream.wait(submission.chunks_ended)
+            self._parts_s["verify"] = self._stream.seconds(
                 submission.chunks_begun, submission.chunks_ended
             )
             return []
         for job in submission.jobs:
-            job.slot.under_way -= 1
+            job.slot.under_way.pop(0)
         results, seconds = self._steps.collect(submission.launched)
         names = {row.head for row in submission.launched.rows if row.head}
         self._parts_s = {f"draft:{name}": seconds["draft"] / len(names) for name in names}
         # Not up to the step's own start: a graph may have been captured between.
-        before_s = self._steps.seconds(submission.chunks_begun, submission.chunks_ended)
+        before_s = self._stream.seconds(submission.chunks_begun, submission.chunks_ended)
         self._parts_s["verify"] = before_s + seconds["verify"] + seconds["draft"] * (not names)
         return [
             self._completion(job, row, result)
@@ -363,12 +401,12 @@ class LookaheadEngine(CudaEngine):
         turn, cache, sequence = job.turn, job.cache, job.turn.sequence
         emitted = result.emitted
         if -1 in emitted:
-            job.slot.length = 0
+            job.slot.states_at = -1
             return Completion(sequence.id, [], error=NO_NUMBERS)
         start = len(sequence.tokens) - 1
         cache.roll_back(start)
         cache.ran += [sequence.tokens[start], *emitted[:-1]]
-        job.slot.length = len(cache.ran)
+        job.slot.length = job.slot.states_at = len(cache.ran)
         completion = Completion(sequence.id, emitted, len(emitted) - 1)
         if turn.device_proposal is not None:
             draft = turn.device_proposal.draft.name
@@ -382,9 +420,8 @@ class LookaheadEngine(CudaEngine):
         self._submitted.clear()
         self._turns.clear()
         for slot in self._slots.values():
-            slot.length = slot.under_way = 0
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+            slot.forget_the_device()
+        self._stream.finish()
 
 
 def _is_for_device(sequence: Text) -> bool:

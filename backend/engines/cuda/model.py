@@ -6,6 +6,7 @@ family as it is. A leaf is replaced by its fused form only after that gave the s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,13 +17,17 @@ from backend.engines.cuda.kernels import Kernels
 from backend.engines.cuda.leaves import Attention, Norm, Product, Unit
 from backend.engines.cuda.pages import PAGE, Layout, Pages, Scoring
 from backend.engines.cuda.prompts import choose
+from backend.engines.cuda.stream import Stream
 from backend.engines.models.attention import AttentionError, AttentionSpec, attending_by
+
+logger = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 7
 
 
 class PagedModel:
-    """A causal language model of transformers whose keys and values lie in ``blocks`` pages.
+    """A causal language model of transformers whose keys and values lie in ``blocks`` pages; a row
+    has at most ``row_pages`` of them.
 
     ``lm`` was made with ``attn_implementation=ATTENTION``. ``taps`` are the layers, counted from 1,
     whose output drafts read. ``fused`` counts replaced leaves by kind, ``refused`` names those that
@@ -32,12 +37,20 @@ class PagedModel:
     """
 
     def __init__(
-        self, lm: nn.Module, kernels: Kernels, *, blocks: int, taps: Sequence[int] = ()
+        self,
+        lm: nn.Module,
+        kernels: Kernels,
+        *,
+        blocks: int,
+        row_pages: int,
+        taps: Sequence[int] = (),
     ) -> None:
         self.lm, self.kernels = lm, kernels
+        self.row_pages = row_pages
         self.layout: Layout | None = None
         weight = next(lm.parameters())
         self.device, self.dtype = weight.device, weight.dtype
+        self.stream = Stream(self.device)
         config: Any = lm.config
         config = config.get_text_config()
         modules = [m for m in lm.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")]
@@ -175,8 +188,10 @@ class PagedModel:
                 error = float((run(candidate).double() - wanted).norm() / wanted.norm())
                 if error < least:
                     best, least = candidate, error
-        except ValueError:
-            return None  # a shape that the fused form does not know
+        except (
+            Exception
+        ) as error:  # a shape that it does not know, or a kernel too large for the GPU
+            logger.info("%s is not fused: %s", type(module).__name__, error)
         return best
 
     def _probe(self, module: nn.Module) -> Callable[[nn.Module], torch.Tensor]:
@@ -195,7 +210,6 @@ class PagedModel:
             torch.tensor([0, _PROBE_TOKENS], **integers),
             torch.tensor([(2 << n) - 1 for n in range(_PROBE_TOKENS)], device=self.device),
             torch.arange(_PROBE_TOKENS, **integers),
-            _PROBE_TOKENS,
             _PROBE_TOKENS,
         )
         x = self._random_states(module)

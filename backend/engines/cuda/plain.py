@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from backend.engines.cuda.ancestors import ancestor_words
 from backend.engines.cuda.noise import exponentials
+from backend.engines.cuda.pages import ancestor_words
 from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
 from backend.sampling import draw as host
@@ -60,7 +60,7 @@ def rotate_and_store(
     q.copy_(queries)
     block, offset = (place // page).long(), (place % page).long()
     kv[block, 0, :, offset] = keys
-    kv[block, 1, :, offset] = values
+    kv[block, 1, :, offset] = values.where(values == values, 0.0)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> torch.Tensor:
@@ -87,18 +87,23 @@ def attention(
     ancestors: torch.Tensor,
     *,
     most: int,
-    keys: int,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """As ``attention.attention``, row by row."""
-    del most, keys  # bounds of a graph: ``first`` and ``start`` say how many there are
+    """As ``attention.attention``, row by row. Raises IndexError where a row has more tokens than
+    the kernel would read.
+    """
     kv_heads, page, dim = kv.shape[2:]
     group, out = q.shape[1] // kv_heads, torch.zeros_like(q)
     for row, committed in enumerate(start.tolist()):
         begin, end = int(first[row]), int(first[row + 1])
-        count = committed + end - begin
+        count, room = committed + end - begin, table.shape[1] * page
+        if count > room or end - begin > most:
+            raise IndexError(
+                f"row {row} has {count} tokens, {end - begin} of them new: the pass has room for "
+                f"{room} and {most}"
+            )
         pages = kv[table[row, : -(-count // page)].long()]
         k, v = (
             pages[:, which]

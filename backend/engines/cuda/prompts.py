@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from backend.engines.cuda.columns import to_device
+from backend.engines.cuda.stream import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """A verification step, all on the device: choice of nodes, layout, target pass, draw, acceptance,
 moves of KV and commit.
 
-Nothing of it depends on values that the host must know, so that one CUDA graph serves every step of
+Nothing of it depends on values that the host must know, so that its CUDA graphs serve every step of
 the same number of rows and tokens. ``device`` runs it for the engine that looks ahead; without
 lookahead the host draws and accepts.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 
 from backend.engines.cuda import trees
-from backend.engines.cuda.model import PagedModel
+from backend.engines.cuda.forward import Pass
 from backend.engines.cuda.noise import mix
-from backend.engines.cuda.pages import PAGE, Layout
+from backend.engines.cuda.pages import PAGE
 
 
 class Slots:
@@ -56,27 +56,16 @@ class Slots:
 
 
 class VerifyStep:
-    """One bucket: ``rows`` sequences that verify ``tokens - rows`` nodes in all.
+    """Verification in a pass: what lays the pass out (``layout``), and what draws, accepts and
+    commits after it (``decide``).
 
-    A row's proposal has at most ``columns`` nodes, at most ``most - 1`` of them are accepted, and
-    the row at most ``keys`` tokens with it. ``bounded``: rows may have top-k, top-p or min-p.
+    A row's proposal has at most ``columns`` nodes, at most ``most - 1`` of them are accepted.
     """
 
-    def __init__(
-        self,
-        model: PagedModel,
-        slots: Slots,
-        rows: int,
-        columns: int,
-        *,
-        tokens: int,
-        most: int,
-        keys: int,
-        bounded: bool = False,
-    ) -> None:
-        device, long = model.device, torch.int64
-        self.model, self.slots, self.rows, self.most = model, slots, rows, most
-        self._columns, self._keys, self.bounded = columns, keys, bounded
+    def __init__(self, target: Pass, slots: Slots, columns: int, *, most: int) -> None:
+        rows, device, long = target.inputs.size.rows, target.model.device, torch.int64
+        self.model, self.slots, self.rows, self.most = target.model, slots, rows, most
+        self.target, self._columns = target, columns
         self.slot = torch.arange(rows, device=device)
         """int64[rows]: read."""
         self.token = torch.zeros(rows, columns, dtype=long, device=device)
@@ -96,72 +85,79 @@ class VerifyStep:
         """int64[rows]: written."""
         self.path = torch.zeros(rows, most, dtype=torch.int32, device=device)
         """int32[rows, most], local places in the pass (``trees``): written."""
-        self._first = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._ids, self._position, self._ancestors = (
-            torch.zeros(tokens, dtype=long, device=device) for _ in range(3)
-        )
-        self._place, self._origin, self._owner = (
-            torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(3)
+        tokens = target.inputs.size.tokens
+        self._origin, self._owner = (
+            torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2)
         )
         self._no_bound = torch.full((tokens,), -torch.inf, device=device)
 
-    def run(self) -> None:
-        """Launch the step."""
-        slots, kernels = self.slots, self.model.kernels
-        length, last = slots.length[self.slot], slots.last[self.slot]
-        table, start = slots.table[self.slot], length.int()
-        budget = len(self._ids) - self.rows
-        if self._columns:
+    def run(self, *, bounded: bool = False) -> None:
+        """Launch the step. ``bounded``: rows may have top-k, top-p or min-p."""
+        self.layout()
+        self.target.launch()
+        self.decide(bounded=bounded)
+
+    def layout(self) -> None:
+        """Choose the likeliest nodes of the batch, and write the pass's columns."""
+        slots, read = self.slots, self.target.inputs.device
+        read["table"].copy_(slots.table[self.slot])
+        read["start"].copy_(slots.length[self.slot])
+        budget = self.target.inputs.size.tokens - self.rows
+        if self._columns and budget:
             self.chosen.copy_(trees.choose(self.chance, budget, self.room))
-            self._first[1:] = (self.chosen.sum(1) + 1).cumsum(0)
-        kernels.pack(
+        else:
+            self.chosen.zero_()
+        read["first"][1:] = (self.chosen.sum(1) + 1).cumsum(0)
+        self.model.kernels.pack(
             self.chosen,
             self.token,
             self.parent,
-            length,
-            last,
-            table,
-            self._first,
-            self._ids,
-            self._position,
-            self._ancestors,
-            self._place,
+            slots.length[self.slot],
+            slots.last[self.slot],
+            read["table"],
+            read["first"],
+            read["ids"],
+            read["position"],
+            read["ancestors"],
+            read["place"],
             self._origin,
             self._owner,
             page=PAGE,
             scratch=self.model.scratch,
         )
-        places = min(self._columns, budget) + 1
-        layout = Layout(table, start, self._first, self._ancestors, self._place, places, self._keys)
-        logits = self.model.run(self._ids, self._position, layout)
-        drawn = self._draw(logits)
+
+    def decide(self, *, bounded: bool) -> None:
+        """Draw, accept, move the KV of accepted nodes and commit."""
+        slots, kernels, read = self.slots, self.model.kernels, self.target.inputs.device
+        length = slots.length[self.slot]
+        drawn = self._draw(self.target.logits, bounded=bounded)
         kernels.walk(
             drawn,
-            self._ids,
+            read["ids"],
             self._origin,
-            self._first,
+            read["first"],
             self.emitted,
             self.path,
             self.count,
-            places=places,
+            places=self.target.most,
         )
         for kv in self.model.stacked_kv:
-            kernels.move(kv, table, start, self.path, self.count)
-        if self.model.states is not None:
-            final = self.path.gather(1, self.count[:, None] - 1)[:, 0] + self._first[:-1]
-            slots.states[self.slot] = self.model.states[final].to(slots.states.dtype)
+            kernels.move(kv, read["table"], read["start"], self.path, self.count)
+        if (states := self.target.states) is not None:
+            final = self.path.gather(1, self.count[:, None] - 1)[:, 0] + read["first"][:-1]
+            slots.states[self.slot] = states[final].to(slots.states.dtype)
         last = self.emitted.gather(1, self.count[:, None] - 1)[:, 0]
         slots.last[self.slot] = last.clamp(min=0)  # -1 is no token to embed
         slots.length[self.slot] = length + self.count
 
-    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, *, bounded: bool) -> torch.Tensor:
         """Return the token drawn at every place of the pass, int32[tokens]."""
         slots, kernels = self.slots, self.model.kernels
         slot = self.slot[self._owner]
         temperature = slots.temperature[slot]
-        words = mix(slots.seed[slot] ^ (self._position + 1))
+        words = mix(slots.seed[slot] ^ (self.target.inputs.device["position"] + 1))
         bound = self._no_bound
-        if self.bounded:
+        if bounded:
             limits = (slots.top_k[slot], slots.top_p[slot], slots.min_p[slot])
             bound = kernels.bounds(logits, temperature, *limits)
         return kernels.draw(logits, temperature, bound, words)

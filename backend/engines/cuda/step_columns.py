@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.engines.cuda.columns import Columns
 from backend.engines.cuda.step import Slots, VerifyStep
+from backend.engines.cuda.stream import Columns, Stream
 from backend.request import SamplingParams
 
 MOST_HEADS = 8
@@ -52,13 +52,14 @@ class DeviceRow:
 
 
 class StepColumns:
-    """The columns that all steps of a number of rows, and of nodes of each, read and write."""
+    """The columns that all steps of a number of rows read and write; a row's proposal has at most
+    ``columns`` nodes.
+    """
 
     def __init__(
-        self, rows: int, columns: int, *, most: int, slots: Slots, idle_block: int
+        self, stream: Stream, rows: int, columns: int, *, most: int, slots: Slots, idle_block: int
     ) -> None:
-        self._idle_block = idle_block
-        self._slots, device = slots, slots.table.device
+        self._idle_block, self._slots = idle_block, slots
         self.most_updates = 256 + 8 * rows
         """Entries of block tables, and of texts' own tokens, that one step can bring along."""
         of_row, of_node = (rows,), (rows, columns)
@@ -81,8 +82,7 @@ class StepColumns:
                 "places": (short, (MOST_HEADS, rows)),
                 "updates": (long, (2, 3, self.most_updates)),
             },
-            device,
-            copies=2,
+            stream,
         )
         self._outputs = Columns(
             {
@@ -93,8 +93,7 @@ class StepColumns:
                 "chosen": (short, of_node),
                 "chance": (real, of_node),
             },
-            device,
-            copies=2,
+            stream,
         )
 
     def share_with(self, step: VerifyStep) -> None:
