@@ -2,8 +2,8 @@
 ``python -m bench.cuda.minutes PART... --out FOLDER``, or ``all``.
 
 Each part is a process of its own with a time limit of its own, and FOLDER/minutes.json is written
-after each. The policy's loops are compiled meanwhile. ``--rehearse`` runs the same parts on a CPU
-(set TRITON_INTERPRET=1).
+after each. Nothing is measured after a part that found texts to differ. The policy's loops are
+compiled meanwhile. ``--rehearse`` runs the same parts on a CPU (set TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.config import EMBEDDED_MODEL, PROJECT_ROOT
+from backend.config import PROJECT_ROOT
 from backend.machine import machine
 
 SEED = 20261126
-_DRAFTS = "engines_build/drafts"
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "llvmlite", "msgspec")
-_PACKAGES_OF_SERVING = ("nvidia-pytriton", "tokenizers", "safetensors", "gguf")
+_PACKAGES_OF_SERVING = ("tokenizers", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,31 @@ class Part:
     what: str
     command: tuple[str, ...]
     limit_s: float
+    is_gate: bool = False
+    """Whether nothing is measured after it unless it succeeds."""
 
 
 PARTS = {
     "doctor": Part("what the machine has", ("backend.cli", "doctor", "--json"), 60.0),
-    "probe": Part(
-        "the draw, a head in graphs, an 8B step over transformers' modules, bits of texts",
-        ("bench.cuda.probe", *("distributions", "proposals", "model"), "--out", "FOLDER/probe"),
-        150.0,
+    "gate": Part(
+        "whether texts are the same whatever is in flight; what chunks and top-p cost",
+        ("bench.cuda.gate", "--out", "FOLDER/gate.json"),
+        240.0,
+        is_gate=True,
     ),
-    "invariant": Part(
-        "the price of products of fixed order, prompts by each library, the draw",
-        ("bench.cuda.probe", *("prefill", "draws", "steps"), "--out", "FOLDER/probe"),
+    "served": Part(
+        "the tiny family whole, in one process: texts alone and among sixteen",
+        ("bench.cuda.served", "--out", "FOLDER/served.json"),
         120.0,
+        is_gate=True,
     ),
     "scripted": Part(
-        "no speculation, every fixed length, other policies and the adaptive one at 1 to 128 rows",
-        ("bench.cuda.scripted", "--out", "FOLDER/scripted.json"),
-        420.0,
+        "no speculation, two fixed lengths and the adaptive policy at 1, 8, 64 and 128 rows",
+        (
+            *("bench.cuda.scripted", "--loads", "1", "8", "64", "128", "--policies", "none"),
+            *("large 2", "large 4", "adaptive", "--out", "FOLDER/scripted.json"),
+        ),
+        400.0,
     ),
     "open": Part(
         "the same in open loops, at half and nine tenths of the capacity",
@@ -62,26 +68,10 @@ PARTS = {
         ),
         180.0,
     ),
-    "tiny": Part(
-        "the tiny family through tritonserver",
-        (
-            *("bench.cuda.served", "--model", f"{_DRAFTS}/tiny-target"),
-            *("--head", f"{_DRAFTS}/tiny-head", "--out", "FOLDER/tiny.json"),
-        ),
-        150.0,
-    ),
-    "smollm2": Part(
-        "SmolLM2 and its head through tritonserver",
-        (
-            *("bench.cuda.served", "--model", EMBEDDED_MODEL),
-            *("--head", f"{_DRAFTS}/{EMBEDDED_MODEL}-head", "--out", "FOLDER/smollm2.json"),
-        ),
-        180.0,
-    ),
 }
 """In their order."""
 
-_LIMITED = {"bench.cuda.probe": "--limit", "bench.cuda.scripted": "--seconds"}
+_LIMITED = {"bench.cuda.scripted": "--seconds"}
 """Programs that end by themselves, with what they have, and their option for that."""
 _MARGIN_S = 15.0
 _SLOWER = 4
@@ -89,7 +79,7 @@ _SLOWER = 4
 
 
 def main() -> None:
-    """Run parts in their order; the exit status is 0: failures are in the record."""
+    """Run parts in their order; the exit status is 0: what failed is in the record."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -119,6 +109,9 @@ def main() -> None:
         print(f"=== {name}: {PARTS[name].what} ({left_s:.0f} s left)", flush=True)
         record["parts"][name] = run(PARTS[name], args.out, left_s, rehearse=args.rehearse)
         (args.out / "minutes.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        if PARTS[name].is_gate and record["parts"][name]["status"] != "exit status 0":
+            print(f"=== nothing is measured after {name}: it did not succeed", flush=True)
+            break
     compiling.kill()
     compiling.wait()
 

@@ -7,9 +7,8 @@ head and the place, and its confidence is that probability.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -18,6 +17,7 @@ from backend.engines.cuda.heads import HeadProposal
 from backend.engines.cuda.noise import mix
 from backend.engines.cuda.step import VerifyStep
 from backend.engines.spine import CANDIDATES
+from bench.cuda import script_kernels
 
 HARD_SHARE = 0.3
 """Places of a text at which a head's first node is right half as often."""
@@ -67,10 +67,12 @@ def choices_of(
 class ScriptedStep(VerifyStep):
     """A step whose draw is the script's token; the real draw runs, and is not used."""
 
-    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
-        drawn = super()._draw(logits)
+    def _draw(self, logits: torch.Tensor, *, bounded: bool) -> torch.Tensor:
+        drawn = super()._draw(logits, bounded=bounded)
         seed = self.slots.seed[self.slot[self._owner]]
-        return tokens_of(seed, self._position + 1, logits.shape[1]).to(drawn.dtype)
+        place = self.target.inputs.device["position"] + 1
+        write = script_kernels.tokens if place.is_cuda else tokens_of
+        return write(seed, place, logits.shape[1]).to(drawn.dtype)
 
 
 class ScriptedProposal(HeadProposal):
@@ -85,20 +87,15 @@ class ScriptedProposal(HeadProposal):
         super()._candidates(logits, tokens, place)
         seed = self._step.slots.seed[self._step.slot]
         number, rates = self.rates[self._head.name]
-        return choices_of(seed, place, number, rates, len(self._head.lm_head))
+        vocab = len(self._head.lm_head)
+        if not place.is_cuda:
+            return choices_of(seed, place, number, rates, vocab)
+        of_head, shares = (rates.even, rates.odd), (HARD_SHARE, SECOND_SHARE)
+        return script_kernels.choices(seed, place, number, of_head, shares, vocab)
 
 
 class ScriptedSteps(DeviceSteps):
     """Steps whose acceptance is the script's."""
 
-    waited_s: ClassVar[float] = 0.0
-    """How long the host has waited for the device, in all."""
-
     step_type = ScriptedStep
     proposal_type = ScriptedProposal
-
-    def wait(self, event: Any) -> None:
-        """Wait until the device has come to an event, and note for how long."""
-        begun_s = time.perf_counter()
-        super().wait(event)
-        ScriptedSteps.waited_s += time.perf_counter() - begun_s

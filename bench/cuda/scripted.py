@@ -2,9 +2,12 @@
 ``python -m bench.cuda.scripted --out FILE``.
 
 The target is an 8B on the CUDA engine with a turn of lookahead, the drafts are two heads that it
-runs; ``bench.cuda.script`` says which of their nodes are right. Latency tables are measured first,
-by the device's clock; the record is written after every cell. ``--open 0.5 0.9`` adds open loops
-whose requests arrive as they come, at these shares of what ``none`` serves with all places taken.
+runs; ``bench.cuda.script`` says which of their nodes are right. Prompts are random and run. Graphs
+are captured, latency tables are measured by the device's clock, and the adaptive policy serves each
+load for a while before anything is timed; the record is written after every cell. ``--open 0.5
+0.9`` adds open loops whose requests arrive as they come, at these shares of what ``none`` serves
+with all places taken.
+
 ``--rehearse`` runs small shapes on a CPU in half a minute.
 """
 
@@ -15,6 +18,7 @@ import json
 import random
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -26,25 +30,24 @@ import torch
 
 from backend.config import parse_config
 from backend.engine_process import spare_the_collector
+from backend.engines.cuda.forward import Size
 from backend.engines.cuda.lookahead import LookaheadEngine
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.in_target import HeadInTarget
 from backend.engines.head.network import HeadNetwork
 from backend.engines.latency_cases import Case
-from backend.engines.port import Engine
+from backend.engines.port import Completion, Engine
 from backend.machine import machine
 from backend.ops.stats import Stats, StepStats
 from backend.sequence import BLOCK_TOKENS
-from backend.sequence import Sequence as Text
 from backend.speculation.policy_factory import make_policy
 from bench.cuda import PLANNER
-from bench.cuda.exactness_parts import random_llama
+from bench.cuda.random_models import SHAPES, Shape, random_llama
 from bench.cuda.request_loops import K_MAX, NEW_TOKENS, SEED, ClosedLoop, OpenLoop
 from bench.cuda.script import Rates, ScriptedProposal, ScriptedSteps
-from bench.cuda.step import SHAPES, Shape
 from engines_build.measure import tabulate
 from engines_build.timing import Rig, interleave
-from policy.latency import LatencyTable, Provenance
+from policy.latency import LatencyCurve, LatencyTable, Provenance
 from policy.loops.compiling import compile_all
 
 TARGET, DRAFTS = "target", ("large", "small")
@@ -55,6 +58,9 @@ HEADS = {"large": (14336, 32000), "small": (4096, 8192)}
 """Inner size and static rows of each head."""
 
 PROMPT_TOKENS = 1000
+LEARNING_S = 15.0
+"""Seconds that the adaptive policy serves each load before it is timed."""
+
 LOADS = (1, 8, 32, 64, 128)
 LENGTHS = {"large": (1, 2, 4, 8), "small": (2, 4)}
 """Lengths of the fixed policies."""
@@ -90,7 +96,7 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of a prompt, whose KV is taken as there."""
+        """Tokens of a prompt."""
         return 40 if self.rehearse else PROMPT_TOKENS
 
     def keep(self) -> None:
@@ -99,20 +105,30 @@ class Job:
 
 
 class ScriptedEngine(LookaheadEngine):
-    """An engine whose acceptance is scripted, and that takes prompts as read but for a token."""
+    """An engine whose acceptance is scripted."""
 
     steps_type = ScriptedSteps
 
-    @property
-    def graphs(self) -> int:
-        """How many CUDA graphs of steps it has captured."""
-        return self._steps.graphs
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.waited_s = 0.0
+        """How long the host has waited for the device, in all."""
+        self.verified_s: defaultdict[Size, list[float]] = defaultdict(list)
+        """The device's seconds of verification by the size of a step without prompts."""
+        wait = self._stream.wait
 
-    def unseen(self, sequence: Text) -> int:
-        """Return how many committed tokens have no KV; of a new prompt one."""
-        if sequence.blocks and not self._caches.matching(sequence):
-            self.assume(sequence, sequence.prompt_tokens - 1)
-        return super().unseen(sequence)
+        def timed(event: Any) -> None:
+            begun_s = time.perf_counter()
+            wait(event)
+            self.waited_s += time.perf_counter() - begun_s
+
+        self._stream.wait = timed  # type: ignore[method-assign]
+
+    def _collect(self, submission: Any) -> list[Completion]:
+        completions = super()._collect(submission)
+        if submission.launched is not None and not submission.chunks:
+            self.verified_s[submission.launched.size].append(self.parts_s()["verify"])
+        return completions
 
 
 def engines_of(job: Job) -> tuple[ScriptedEngine, list[HeadInTarget]]:
@@ -237,21 +253,18 @@ def policies(
     heads: list[HeadInTarget],
     latency: dict[str, LatencyTable],
 ) -> None:
-    """Serve every load with every policy, in a new order in each of two rounds; then open loops,
-    whose shares are of what ``none`` served at the highest load.
+    """Let the adaptive policy learn; then serve every load with every policy, in a new order in
+    each of two rounds; then open loops, whose shares are of what ``none`` served at the highest
+    load.
     """
     rng, rounds = random.Random(SEED), 1 if job.rehearse else 2
     closed, opened = [Load(n) for n in job.loads], [Load(share=x) for x in job.shares]
-    shares = {arm: 2.0 if arm == "adaptive" else 0.1 for arm in job.arms}
-    spans = rounds * len([*closed, *opened]) * (len(job.arms) + 0.5)
-    spans += len(closed) * sum(shares.values())
-    each_s = 0.9 * job.left_s / spans
-    for load in closed:  # graphs are captured now; adapting has the most
-        for arm in job.arms:
-            span_s = 0.02 if job.rehearse else shares[arm] * each_s
-            serve(job, engine, heads, arm, load, latency, (0.0, span_s))
+    learning_s = 0.1 if job.rehearse else LEARNING_S
+    learning = [(arm, load) for load in closed for arm in job.arms if arm == "adaptive"]
+    spans = rounds * len([*closed, *opened]) * len(job.arms)
+    each_s = max(0.0, 0.95 * job.left_s - learning_s * len(learning)) / spans
     warm_s, measured_s = (0.05, 0.2) if job.rehearse else (0.25 * each_s, 0.75 * each_s)
-    learning_s = 2.0 * warm_s
+    loops: dict[tuple[str, str], ClosedLoop] = {}
     job.result |= {
         "acceptance": {name: asdict(rates) for name, rates in ACCEPTANCE.items()},
         "tokens": [job.prompt_tokens, NEW_TOKENS],
@@ -260,13 +273,21 @@ def policies(
         "measured_s": round(measured_s, 3),
         "cells": [],
     }
+    curve = LatencyCurve.fit(latency[TARGET])
+    for arm, load in learning:
+        loop = loop_of(job, engine, heads, arm, load, latency)
+        loop.run(learning_s)
+        loop.end()
+        loops[arm, load.label] = loop
     for loads in (closed, opened):
         cells = [(arm, load) for load in loads for arm in job.arms]
         for round_ in range(rounds):
             for arm, load in rng.sample(cells, len(cells)):
-                row = {"round": round_, "policy": arm, **asdict(load)}
-                spans_s = warm_s + learning_s * (arm == "adaptive"), measured_s
-                cell = row | serve(job, engine, heads, arm, load, latency, spans_s)
+                loop = loops.get((arm, load.label)) or loop_of(
+                    job, engine, heads, arm, load, latency
+                )
+                cell = {"round": round_, "policy": arm, **asdict(load)}
+                cell |= serve(engine, loop, load, (warm_s, measured_s), curve)
                 job.result["cells"].append(cell)
                 print(cell, flush=True)
                 job.keep()
@@ -283,16 +304,15 @@ def capacity(job: Job) -> float:
     return fmean(rates) / NEW_TOKENS
 
 
-def serve(
+def loop_of(
     job: Job,
     engine: ScriptedEngine,
     heads: list[HeadInTarget],
     arm: str,
     load: Load,
     latency: dict[str, LatencyTable],
-    spans_s: tuple[float, float],
-) -> dict[str, float]:
-    """Return what a policy serves of a load in the second span; in the first it learns."""
+) -> ClosedLoop:
+    """Return a loop of requests under a policy that has learned nothing."""
     config = parse_config(
         {
             "target": {"engine": "cuda", "name": TARGET, "model": "none", "lookahead": 1},
@@ -302,29 +322,55 @@ def serve(
     )
     drafts: list[Engine] = [*heads]
     policy = make_policy(config, drafts, latency, StepStats(Stats()))
-    kind: type[ClosedLoop] = ClosedLoop
-    at = float(load.in_flight)
     if load.share:
-        kind, at = OpenLoop, load.share * capacity(job)
-    loop = kind(engine, drafts, policy, at, job.prompt_tokens, job.places)
+        rate = load.share * capacity(job)
+        return OpenLoop(engine, drafts, policy, rate, job.prompt_tokens, job.places)
+    return ClosedLoop(engine, drafts, policy, load.in_flight, job.prompt_tokens, job.places)
+
+
+def serve(
+    engine: ScriptedEngine,
+    loop: ClosedLoop,
+    load: Load,
+    spans_s: tuple[float, float],
+    curve: LatencyCurve,
+) -> dict[str, Any]:
+    """Return what a loop serves in the second span."""
     loop.run(spans_s[0])
-    waited_s, graphs = ScriptedSteps.waited_s, engine.graphs
+    waited_s, graphs = engine.waited_s, engine.graphs
+    engine.verified_s.clear()
     seconds = loop.run(spans_s[1])
-    waited_s = ScriptedSteps.waited_s - waited_s
+    waited_s, by_size = engine.waited_s - waited_s, sizes_of_steps(engine, curve)
     loop.end()
+    steps = max(1, loop.steps)
     found = {
         "tokens_per_s": round(loop.tokens / seconds, 2),
-        "step_ms": round(1e3 * seconds / max(1, loop.steps), 4),
-        "device_ms": round(1e3 * loop.device_s / max(1, loop.steps), 4),
+        "step_ms": round(1e3 * seconds / steps, 4),
+        "device_ms": round(1e3 * loop.device_s / steps, 4),
         "graphs": engine.graphs - graphs,
-        "host_ms": round(1e3 * (seconds - waited_s) / max(1, loop.steps), 4),
+        "host_ms": round(1e3 * (seconds - waited_s) / steps, 4),
+        "verify_ms": by_size,
     }
     if load.share:
         ended = len(loop.latencies_s)
-        found |= {"requests_per_s": round(at, 3), "ended": ended}
+        found |= {"requests_per_s": round(loop.load, 3), "ended": ended}
         return found | {"latency_s": round(sum(loop.latencies_s) / ended, 4) if ended else 0.0}
-    per_row = loop.tokens / max(1, loop.steps) / load.in_flight
-    return found | {"tokens_per_step_and_row": round(per_row, 3)}
+    return found | {"tokens_per_step_and_row": round(loop.tokens / steps / load.in_flight, 3)}
+
+
+def sizes_of_steps(engine: ScriptedEngine, curve: LatencyCurve) -> dict[str, list[float]]:
+    """Return by the size of steps without prompts how many there were, the device's mean
+    milliseconds of their verification, and what the table measured at the start says of as many
+    tokens without context.
+    """
+    return {
+        f"{size.rows} rows, {size.tokens} tokens": [
+            len(seconds),
+            round(1e3 * fmean(seconds), 3),
+            round(1e3 * curve.seconds(size.tokens, size.rows), 3),
+        ]
+        for size, seconds in sorted(engine.verified_s.items())
+    }
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -382,6 +428,9 @@ def main() -> None:
     compile_all()
     job.result |= {"planner": PLANNER, "compiling_s": round(time.monotonic() - started, 1)}
     engine, heads = engines_of(job)
+    started = time.monotonic()
+    engine.prepare(heads, job.places)
+    job.result |= {"capturing_s": round(time.monotonic() - started, 1), "graphs": engine.graphs}
     spare_the_collector()
     policies(job, engine, heads, tables(job, engine, heads))
     job.keep()

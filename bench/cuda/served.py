@@ -1,203 +1,176 @@
-"""A model and its head on the CUDA engine with a turn of lookahead, through the real tritonserver:
-``python -m bench.cuda.served --model FOLDER --head FOLDER --out FILE``.
+"""The shipped tiny family on the CUDA engine with a turn of lookahead, in one process and without a
+server: ``python -m bench.cuda.served --out FILE``.
 
-Texts are compared: alone without speculation, alone with it, and many in flight with it, greedy and
-at temperature 0.8. ``--rehearse`` serves on the CPU.
+Each text is written alone without speculation, alone with it, and among sixteen; greedy, sampled
+and with top-p, and once more while another request wants log-probabilities. All must be equal: the
+exit status is 1 where one differs. The step with such a request should take at most 1.3 times as
+long.
+``--rehearse`` runs on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
-import socket
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from backend.config import EMBEDDED_MODEL, PROJECT_ROOT
-from backend.launcher.log_file import reasons
-from backend.loopback import open_url
+import torch
+
+from backend.app import App, build
+from backend.config import PROJECT_ROOT, parse_config
 from backend.machine import machine
+from backend.request import GenerationRequest
+from bench.cuda import PLANNER
+from bench.in_process import Sink
+from policy import LatencyTable
 
 SEED = 7
-PROMPTS = (
-    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",
-    "Once upon a time there was a little girl who",
-    "The three most important things about the sea are",
-    "A list of animals: cat, dog, horse, cow, sheep,",
-    "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n",
-    "Water is made of",
-    "One, two, three, four, five, six, seven,",
-    "My favourite meal is soup, because",
-)
 IN_FLIGHT = 16
-READY = "spindle: try: curl"
-"""The launcher's line when the server answers."""
+PROMPTS = (
+    "What is a window?",
+    "Explain what an index of a database is good for.",
+    "Name three things about the sea.",
+    "Write a list of animals.",
+    "Water is made of",
+    "One, two, three, four,",
+    "My favourite meal is soup, because",
+    "Who wrote it?",
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature 0.8": {"temperature": 0.8},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+}
 
 
-class Server:
-    """A launcher, and the tritonserver that it starts on free ports."""
-
-    def __init__(self, config: dict[str, Any], folder: Path) -> None:
-        self._log = folder / "log"
-        (folder / "serving.json").write_text(json.dumps(config), "utf-8")
-        http, grpc, metrics = _free_ports(3)
-        self._url = f"http://127.0.0.1:{http}/v2/models/ensemble/generate"
-        ports = {"HTTP_PORT": http, "GRPC_PORT": grpc, "METRICS_PORT": metrics, "OPENAI_PORT": 0}
-        environment = os.environ | {name: str(port) for name, port in ports.items()}
-        environment |= {"SPINDLE_CONFIG": str(folder / "serving.json"), "TMPDIR": str(folder)}
-        command = [sys.executable, "-m", "backend.cli", "serve", "--verbose"]
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command, cwd=PROJECT_ROOT, env=environment, stdout=output, stderr=output
-            )
-
-    def wait(self, limit_s: float) -> None:
-        """Wait until it answers. Raises RuntimeError with the end of its log."""
-        end_s = time.monotonic() + limit_s
-        while READY not in self.log():
-            if self._process.poll() is not None or time.monotonic() > end_s:
-                lines = "\n".join(reasons(self._log))
-                raise RuntimeError(f"the server does not answer:\n{lines}")
-            time.sleep(0.2)
-
-    def log(self) -> str:
-        """Return what it printed."""
-        return self._log.read_text("utf-8", errors="replace")
-
-    def ask(self, prompt: str, **options: Any) -> dict[str, Any]:
-        """Return the reply to a request. Raises OSError."""
-        body = {
-            "text_input": prompt,
-            "exclude_input_in_output": True,
-            "return_num_output_tokens": True,
-            "return_perf_metrics": True,
-            "remember": False,
-        }
-        data = json.dumps(body | options).encode()
-        request = urllib.request.Request(self._url, data, {"Content-Type": "application/json"})
-        with open_url(request, 120) as response:
-            reply: dict[str, Any] = json.load(response)
-        return reply
-
-    def close(self) -> None:
-        """End it."""
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def config_of(model: str, head: str, *, rehearse: bool) -> dict[str, Any]:
-    """Return the deployment: the head and ``suffix``, and the adaptive policy."""
+def app_of(*, rehearse: bool) -> App:
+    """Load the family, with tables that are made up: texts do not depend on them."""
     where = {"device": "cpu", "dtype": "fp32"} if rehearse else {"device": "cuda", "dtype": "bf16"}
-    return {
-        "target": {"engine": "cuda", "model": model, "lookahead": 1, **where},
-        "drafts": [
-            {"name": "head", "engine": "head", "model": head, **where},
-            {"name": "suffix", "engine": "suffix"},
-        ],
-        "policy": {"kind": "adaptive", "k_max": 8, "keep_learned": False},
-        "limits": {"max_active_requests": IN_FLIGHT},
-        "threads": 1,
-    }
-
-
-def compare(server: Server, tokens: int, prompts: Sequence[str]) -> dict[str, Any]:
-    """Ask every prompt in three ways at two temperatures; return what was the same and how fast."""
-    found: dict[str, Any] = {}
-    for temperature in (0.0, 0.8):
-        options = {"max_tokens": tokens, "temperature": temperature, "seed": SEED}
-        ways = {
-            "plain, alone": (1, {"num_draft_tokens": 0}),
-            "speculating, alone": (1, {}),
-            f"speculating, {IN_FLIGHT} in flight": (IN_FLIGHT, {}),
-            f"plain, {IN_FLIGHT} in flight": (IN_FLIGHT, {"num_draft_tokens": 0}),
+    family = PROJECT_ROOT / "engines_build/drafts"
+    config = parse_config(
+        {
+            "target": {
+                "name": "target",
+                "engine": "cuda",
+                "model": str(family / "tiny-target"),
+                "lookahead": 1,
+                **where,
+            },
+            "drafts": [
+                {"name": "head", "engine": "head", "model": str(family / "tiny-head"), **where},
+                {"name": "suffix", "engine": "suffix"},
+            ],
+            "policy": {"kind": "adaptive", "k_max": 8, "keep_learned": False},
+            "limits": {"max_active_requests": IN_FLIGHT, "kv_cache_tokens": 16384},
+            "threads": 1,
         }
-        expected: list[str] = []
-        for way, (in_flight, more) in ways.items():
-            asked = [*prompts] * (2 if in_flight > 1 else 1)
-            begun = time.monotonic()
-            with ThreadPoolExecutor(in_flight) as pool:
-                asks = [pool.submit(server.ask, prompt, **options, **more) for prompt in asked]
-                replies = [ask.result() for ask in asks]
-            wall_s = time.monotonic() - begun
-            texts = [reply["text_output"] for reply in replies]
-            expected = expected or texts
-            same = [text == expected[n % len(prompts)] for n, text in enumerate(texts)]
-            written = sum(int(reply["num_output_tokens"]) for reply in replies)
-            found[f"{way}, temperature {temperature}"] = {
-                "same_texts": sum(same),
+    )
+    return build(
+        config,
+        {
+            "target": LatencyTable.synthetic("target", {1: 0.004, 8: 0.0042, 64: 0.006}),
+            "head": LatencyTable.synthetic("head", {1: 0.0002, 64: 0.0003}),
+        },
+    )
+
+
+def serve(
+    app: App, asks: list[tuple[str, dict[str, Any]]], tokens: int, *, together: bool
+) -> tuple[list[list[int]], float]:
+    """Return the texts of prompts with their options, and the median of a step's milliseconds."""
+    texts: list[list[int]] = []
+    steps_ms: list[float] = []
+    for batch in [asks] if together else [[ask] for ask in asks]:
+        sessions = []
+        for prompt, options in batch:
+            request = GenerationRequest(
+                f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
+                tokens,
+                seed=SEED,
+                end_id=-1,
+                remember=False,
+                **options,
+            )
+            sessions.append(app.session(request, Sink()))
+            app.orchestrator.submit(sessions[-1])
+        while True:
+            begun = time.perf_counter()
+            if not app.orchestrator.step():
+                break
+            steps_ms.append(1e3 * (time.perf_counter() - begun))
+        sequences = [session.sequence for session in sessions]
+        texts += [each.tokens[each.prompt_tokens :] for each in sequences]
+    return texts, median(steps_ms)
+
+
+def compare(app: App, tokens: int, prompts: tuple[str, ...]) -> tuple[dict[str, Any], int]:
+    """Write every text in every way; return what was the same and how long steps took, and how many
+    texts differ.
+    """
+    found: dict[str, Any] = {}
+    differ = 0
+    for name, options in OPTIONS.items():
+        asks = [(prompt, options) for prompt in prompts]
+        expected, _ = serve(
+            app, [(p, o | {"num_draft_tokens": 0}) for p, o in asks], tokens, together=False
+        )
+        many = list(itertools.islice(itertools.cycle(asks), IN_FLIGHT))
+        mixed = [*many[:-1], (prompts[0], options | {"return_log_probs": True})]
+        ways = {"alone": (asks, False), "among 16": (many, True), "with log-probs": (mixed, True)}
+        for way, (given, together) in ways.items():
+            texts, step_ms = serve(app, given, tokens, together=together)
+            wrong = [
+                n
+                for n, (text, (prompt, _)) in enumerate(zip(texts, given, strict=True))
+                if text != expected[prompts.index(prompt)]
+            ]
+            if way == "with log-probs":  # its own row is drawn by the host
+                wrong = [n for n in wrong if n < len(given) - 1]
+            differ += len(wrong)
+            found[f"{name}, {way}"] = {
                 "texts": len(texts),
-                "tokens_per_s": round(written / wall_s, 1),
-                "drafted": sum(int(reply["total_draft_tokens"]) for reply in replies),
-                "accepted": sum(int(reply["total_accepted_draft_tokens"]) for reply in replies),
+                "differ": wrong,
+                "step_ms": round(step_ms, 3),
             }
-    return found
+            print(name, way, found[f"{name}, {way}"], flush=True)
+        plain, slow = (found[f"{name}, {way}"]["step_ms"] for way in ("among 16", "with log-probs"))
+        found[f"{name}, with log-probs"]["over_without"] = round(slow / plain, 3)
+    return found, differ
 
 
-def main() -> None:
-    """Serve, compare, and write the record; the exit status is 1 where nothing was served."""
+def main() -> int:
+    """Compare, and write the record; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help=f"a folder, or {EMBEDDED_MODEL}")
-    parser.add_argument("--head", required=True, help="the folder of its head")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=240.0, help="until the server answers")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU")
     args = parser.parse_args()
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    app = app_of(rehearse=args.rehearse)
     record: dict[str, Any] = {
-        "command": [
-            "python",
-            "-m",
-            "bench.cuda.served",
-            "--model",
-            args.model,
-            "--head",
-            args.head,
-        ],
+        "command": ["python", "-m", "bench.cuda.served", *sys.argv[1:]],
         "gpu": [str(gpu) for gpu in machine.gpus()],
         "machine": machine.describe(),
+        "planner": PLANNER,
         "seed": SEED,
         "rehearsal": args.rehearse,
+        "ready_s": round(time.monotonic() - started, 1),
     }
-    with tempfile.TemporaryDirectory(prefix="served-") as name:
-        config = config_of(args.model, args.head, rehearse=args.rehearse)
-        begun, server = time.monotonic(), Server(config, Path(name))
-        try:
-            server.wait(args.seconds * (3 if args.rehearse else 1))
-            record |= {"status": "ok", "ready_s": round(time.monotonic() - begun, 1)}
-            prompts = PROMPTS[:2] if args.rehearse else PROMPTS
-            record["found"] = compare(server, 12 if args.rehearse else 120, prompts)
-        except (RuntimeError, OSError, KeyError) as error:
-            record |= {"status": "failed", "error": str(error)[-4000:]}
-        finally:
-            server.close()
-        log = server.log()
-        record["log"] = log[:6000] + "\n...\n" + log[-6000:] if len(log) > 12000 else log
+    prompts = PROMPTS[:2] if args.rehearse else PROMPTS
+    record["found"], differ = compare(app, 12 if args.rehearse else 120, prompts)
+    record["differ"] = differ
+    app.close()
     args.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    print(json.dumps({key: record.get(key) for key in ("status", "ready_s", "found", "error")}))
-    sys.exit(record["status"] != "ok")
+    print(f"{differ} texts differ" if differ else "all texts are equal", flush=True)
+    return int(differ > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ import torch
 
 from backend.config import PROJECT_ROOT
 from backend.engines.cuda.noise import mix
+from bench.cuda import script_kernels
 from bench.cuda.script import HARD_SHARE, SECOND_SHARE, Rates, choices_of, tokens_of
 from bench.simulator import device_step
 
@@ -59,3 +60,16 @@ def test_heads_are_right_as_often_as_their_rates_say(number):
         assert not is_right[:, 2:].any()
     again, _ = choices_of(seed, place, number, rates, vocab)
     assert torch.equal(again, token)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:triton.runtime.interpreter")
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning:triton.runtime.interpreter")
+def test_the_script_is_the_same_in_one_kernel():
+    seed, place, rates = mix(torch.arange(300)), torch.arange(300) // 3, Rates(0.9, 0.65)
+    assert torch.equal(script_kernels.tokens(seed, place, 128256), tokens_of(seed, place, 128256))
+    shares = HARD_SHARE, SECOND_SHARE
+    token, chance = script_kernels.choices(seed, place, 2, (0.9, 0.65), shares, 1000)
+    wanted, likely = choices_of(seed, place, 2, rates, 1000)
+    assert torch.equal(token, wanted)
+    torch.testing.assert_close(chance, likely)

@@ -32,8 +32,8 @@ def accepts_the_first_sibling(patch: pytest.MonkeyPatch) -> None:
 def commits_one_place_too_many(patch: pytest.MonkeyPatch) -> None:
     run = step.VerifyStep.run
 
-    def wrong(self: step.VerifyStep) -> None:
-        run(self)
+    def wrong(self: step.VerifyStep, *, bounded: bool) -> None:
+        run(self, bounded=bounded)
         self.slots.length[self.slot] += (self.count > 2).long()
 
     patch.setattr(step.VerifyStep, "run", wrong)
@@ -42,9 +42,9 @@ def commits_one_place_too_many(patch: pytest.MonkeyPatch) -> None:
 def keeps_the_last_token_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
     run = step.VerifyStep.run
 
-    def wrong(self: step.VerifyStep) -> None:
+    def wrong(self: step.VerifyStep, *, bounded: bool) -> None:
         last = self.slots.last.clone()
-        run(self)
+        run(self, bounded=bounded)
         self.slots.last.copy_(torch.where(self.slots.last % 7 == 0, last, self.slots.last))
 
     patch.setattr(step.VerifyStep, "run", wrong)
