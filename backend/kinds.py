@@ -51,6 +51,10 @@ QUANTIZED_ELSEWHERE = {
 """Other methods and the package that reads them, by which a folder may be saved in bf16."""
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Settings of models with experts, whose passes no CUDA graph captures."""
+
+
 def _all_fit(config: Mapping[str, Any]) -> str:
     del config
     return ""
@@ -122,12 +126,25 @@ def _misfit_of_paged_attention(config: Mapping[str, Any]) -> str:
     return f"soft-caps of attention scores ({softcap:g})" if softcap else ""
 
 
+def heads_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the attention heads in a ``config.json``, and the most columns that one has."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    heads = text.get("num_attention_heads") or 1
+    columns = text.get("head_dim") or text.get("hidden_size", heads) // heads
+    return heads, max(columns, text.get("global_head_dim") or 0)
+
+
 def _misfit_of_pages(config: Mapping[str, Any]) -> str:
     """Return why the CUDA engine's kernels cannot run a model of this ``config.json``."""
-    if misfit := misfit_of_llama(config):
-        return misfit
-    heads = config.get("num_attention_heads") or 1
-    columns = config.get("head_dim") or config.get("hidden_size", heads) // heads
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    for setting in ("draft_vocab_size", *_EXPERTS):
+        if text.get(setting):
+            return f"{setting} {text[setting]!r}"
+    if unread := quantization_of(config)[1]:
+        return f"quantised weights: {unread}"
+    _, columns = heads_of(config)
     return f"attention heads of {columns} columns, no power of two" if columns & columns - 1 else ""
 
 
@@ -220,6 +237,7 @@ KINDS = {
     "cuda": Kind(
         "backend.engines.cuda.kind",
         architectures=LLAMA_FAMILY,
+        any_decoder=True,
         automatic=("cuda",),
         misfit=_misfit_of_pages,
         least_capability=8.0,

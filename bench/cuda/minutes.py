@@ -50,7 +50,6 @@ PARTS = {
         "the tiny family whole, in one process: texts alone and among sixteen",
         ("bench.cuda.served", "--out", "FOLDER/served.json"),
         120.0,
-        is_gate=True,
     ),
     "scripted": Part(
         "no speculation, two fixed lengths and the adaptive policy at 1, 8, 64 and 128 rows",

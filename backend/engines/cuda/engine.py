@@ -7,23 +7,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from backend.config import EngineConfig
-from backend.engines.checkpoint import read_config
 from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward, most_graph_tokens
 from backend.engines.cuda.kernels import has_own_product, plain_kernels, triton_kernels
 from backend.engines.cuda.leaves import Product
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import MAX_NEW_TOKENS, row_pages
 from backend.engines.cuda.stream import NO_NUMBERS
+from backend.engines.models.comparison import compare, own_logits
 from backend.engines.models.loading import load_decoder
+from backend.engines.models.probe import check_taps, probe
 from backend.engines.port import Completion, Engine, EngineLimits
 from backend.engines.registry import Service
+from backend.engines.stepping.chunks import Chunk
 from backend.engines.stepping.engine import Job, StepEngine
+from backend.kinds import misfit_of_llama
+from backend.storage.manifest import read_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +104,20 @@ class CudaEngine(StepEngine):
             with self._stream.current(), torch.inference_mode():
                 self._model.capture(rows)
 
+    def check(self, expected: torch.Tensor, name: str) -> float:
+        """Compare passes with transformers' own (``models.comparison``), of a prompt and then of a
+        few tokens each. Raises CheckpointError, beginning with ``name``.
+        """
+
+        def forward(chunks: Sequence[Chunk]) -> torch.Tensor:
+            pieces = [[*chunks]]
+            if chunks[0].start:
+                pieces = _pieces(chunks[0], self.limits.max_draft_tokens + 1)
+            return torch.cat([self._model.forward(piece).clone() for piece in pieces])
+
+        with self._stream.current():
+            return compare(self._paged.lm, forward, name, expected)
+
     def poll(self, timeout_s: float) -> list[Completion]:
         """Run all queued turns. Raises EngineLostError."""
         with self._stream.serving(self.name):
@@ -128,14 +147,26 @@ def _without_tiling(lm: nn.Module) -> list[Any]:
     return sorted(shape for shape in shapes if tiling_for(shape[0], shape[1], 1) is None)
 
 
+def _pieces(chunk: Chunk, tokens: int) -> list[list[Chunk]]:
+    """Cut a chunk into passes of a few tokens."""
+    ends = [*range(tokens, len(chunk.tokens), tokens), len(chunk.tokens)]
+    return [
+        [Chunk(chunk.tokens[begin:end], chunk.start + begin, chunk.table, end - begin)]
+        for begin, end in pairwise([0, *ends])
+    ]
+
+
 def make(engine: EngineConfig, service: Service) -> CudaEngine:
     """Make an engine of this kind (``backend.engines.registry``)."""
     folder = service.path(engine)
     logger.info("%s: %s by the engine cuda on %s", engine.name, engine.dtype, engine.device)
-    config = read_config(folder)
+    taps = service.taps if engine.name == service.config.target.name else ()
+    if taps and misfit_of_llama(read_model_config(folder)):
+        check_taps(folder, probe(folder), taps)
     if engine.device == "cpu":
         torch.set_num_threads(service.threads)
-    lm = load_decoder(folder, engine.dtype, engine.device)
+    lm: Any = load_decoder(folder, engine.dtype, engine.device)
+    expected = own_logits(lm)
 
     def count(reason: str) -> None:
         if service.count is not None:
@@ -147,15 +178,19 @@ def make(engine: EngineConfig, service: Service) -> CudaEngine:
         from backend.engines.cuda.lookahead import LookaheadEngine
 
         kind = partial(LookaheadEngine, sequences=sequences)
-    return kind(
+    made = kind(
         engine.name,
         lm,
-        vocab_size=config.vocab_size,
+        vocab_size=lm.config.get_text_config().vocab_size,
         kv_blocks=sizes["kv_blocks"],
         max_context_tokens=sizes["max_context_tokens"],
         max_draft_tokens=sizes["max_draft_tokens"],
-        taps=service.taps if engine.name == service.config.target.name else (),
+        taps=taps,
         invariant=engine.invariant,
         graph_tokens=most_graph_tokens(sequences, service.config.policy.k_max),
         count=count,
     )
+    difference = made.check(expected, f"{engine.name}: {folder}")
+    text = "%s: %.1g standard deviations from transformers' own forward"
+    logger.info(text, engine.name, difference)
+    return made

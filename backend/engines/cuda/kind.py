@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, ServingConfig
-from backend.engines.models.kind import check_folder, latency_cases
+from backend.engines.models.kind import check_any_decoder as check_folder
+from backend.engines.models.kind import latency_cases
 from backend.engines.port import Engine, Footprint
+from backend.kinds import heads_of
+from backend.storage.manifest import read_model_config
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
@@ -33,16 +36,16 @@ def make(engine: EngineConfig, service: Service) -> Engine:
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
     """Return what an engine takes of memory."""
     # They import torch.
-    from backend.engines.checkpoint import DTYPES, read_config
+    from backend.engines.checkpoint import DTYPES
     from backend.engines.cuda.forward import most_graph_tokens
     from backend.engines.cuda.pages import PAGE, partial_bytes, row_pages
     from backend.engines.models import footprint as planning
 
     limits, k_max = config.limits, config.policy.k_max
     planned = planning.footprint(engine, config, folder, scratch_tokens=PAGE)
-    shape, item = read_config(folder), DTYPES[engine.dtype].itemsize
+    shape, item = planning.shape_of(folder), DTYPES[engine.dtype].itemsize
     pages = row_pages(limits.max_context_tokens, k_max)
-    kv_row = 2 * shape.num_kv_heads * shape.head_dim
+    kv_row = shape.kv_width // shape.num_layers
     # Attention of a prompt has a row's keys and values in one piece.
     passes = planned.passes + pages * PAGE * kv_row * item
     if engine.lookahead:
@@ -51,8 +54,7 @@ def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Foot
         # Activations and logits of the largest pass that is captured, a copy of its logits, and
         # what attention has of each piece of a context.
         tokens = most_graph_tokens(limits.max_active_requests, k_max)
-        row = 4 * shape.hidden_size + 2 * (shape.num_heads * shape.head_dim + kv_row)
-        row += 3 * shape.intermediate_size
-        passes += tokens * item * (row + 2 * shape.vocab_size) + RUNTIME_BYTES
-        passes += partial_bytes(tokens, shape.num_heads, shape.head_dim, pages * PAGE)
+        passes += tokens * item * (shape.row_width + 2 * shape.vocab_size) + RUNTIME_BYTES
+        heads, dim = heads_of(read_model_config(folder))
+        passes += partial_bytes(tokens, heads, dim, pages * PAGE)
     return replace(planned, passes=passes)

@@ -180,17 +180,15 @@ class PagedModel:
 
     def _nearest(self, module: nn.Module, candidates: Iterator[nn.Module]) -> nn.Module | None:
         """Return the form nearest to the module's own result; None where none is near."""
-        run = self._attention_probe(module) if hasattr(module, "pages") else self._probe(module)
         best, least = None, 1e-5 if self.dtype == torch.float32 else 1e-2
-        wanted = run(module).double()
         try:
+            run = self._attention_probe(module) if hasattr(module, "pages") else self._probe(module)
+            wanted = run(module).double()
             for candidate in candidates:
                 error = float((run(candidate).double() - wanted).norm() / wanted.norm())
                 if error < least:
                     best, least = candidate, error
-        except (
-            Exception
-        ) as error:  # a shape that it does not know, or a kernel too large for the GPU
+        except Exception as error:  # other inputs, a shape, or a kernel too large for the GPU
             logger.info("%s is not fused: %s", type(module).__name__, error)
         return best
 

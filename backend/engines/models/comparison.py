@@ -27,8 +27,28 @@ _MOST = {torch.bfloat16: 0.1}
 """The largest difference by dtype that is rounding, over the logits' standard deviation."""
 
 
-def compare(lm: nn.Module, forward: Callable[[Seq[Chunk]], torch.Tensor], name: str) -> float:
-    """Return how far ``forward`` is from transformers' own eager one on ``TOKENS`` tokens.
+def own_logits(lm: nn.Module) -> torch.Tensor:
+    """Return the logits of the text that is compared, by transformers' own eager forward."""
+    model: Any = lm
+    text, _ = _texts(lm)
+    with torch.inference_mode():
+        model.set_attn_implementation("eager")
+        try:
+            ids = torch.tensor([text], device=model.device)
+            logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0].double()
+        finally:
+            model.set_attn_implementation(ATTENTION)
+    return logits
+
+
+def compare(
+    lm: nn.Module,
+    forward: Callable[[Seq[Chunk]], torch.Tensor],
+    name: str,
+    expected: torch.Tensor | None = None,
+) -> float:
+    """Return how far ``forward`` is from transformers' own eager one on ``TOKENS`` tokens;
+    ``expected`` are its logits (none: ``own_logits``).
 
     It runs them in two passes, the first with another text. How far is the median row's root mean
     square over the logits' standard deviation, of the worse pass.
@@ -36,22 +56,14 @@ def compare(lm: nn.Module, forward: Callable[[Seq[Chunk]], torch.Tensor], name: 
     Raises CheckpointError beginning with the ``name`` where that is more than rounding.
     """
     model: Any = lm
-    vocabulary = model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (TOKENS + _OTHERS,), generator=generator).tolist()
-    text, other = ids[:TOKENS], ids[TOKENS:]
+    text, other = _texts(lm)
     table, others = (KVTable(blocks, model.device) for blocks in ([2, 0], [1]))
     with torch.inference_mode():
         passes = [
             forward([Chunk(text[:_FIRST], 0, table, _FIRST), Chunk(other, 0, others, 0)]).clone(),
             forward([Chunk(text[_FIRST:], _FIRST, table, TOKENS - _FIRST)]).clone(),
         ]
-        model.set_attn_implementation("eager")
-        try:
-            ids_there = torch.tensor([text], device=model.device)
-            expected = model(input_ids=ids_there, use_cache=False).logits[0].double()
-        finally:
-            model.set_attn_implementation(ATTENTION)
+    expected = own_logits(lm) if expected is None else expected
     wanted = expected.split((_FIRST, TOKENS - _FIRST))
     difference = max(
         float((got.double() - want).square().mean(-1).sqrt().median() / expected.std())
@@ -65,3 +77,12 @@ def compare(lm: nn.Module, forward: Callable[[Seq[Chunk]], torch.Tensor], name: 
             "wrongly, so it does not serve the folder"
         )
     return difference
+
+
+def _texts(lm: nn.Module) -> tuple[list[int], list[int]]:
+    """Return the text that is compared, and another one."""
+    model: Any = lm
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    ids: list[int] = torch.randint(vocabulary, (TOKENS + _OTHERS,), generator=generator).tolist()
+    return ids[:TOKENS], ids[TOKENS:]
