@@ -116,6 +116,12 @@ class PolicyConfig:
         return "." in self.kind and all(part.isidentifier() for part in self.kind.split("."))
 
 
+GPU_CHUNK_TOKENS = 2048
+"""Tokens of prompts that a step takes on a GPU by default, where the host's part of a pass costs as
+much as some hundred tokens.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
     """Bounds of the service, in requests and tokens."""
@@ -126,7 +132,7 @@ class LimitsConfig:
     drain_s: float = setting(30.0, low=0.0, high=3600.0)
     """Seconds that requests in flight have to end after SIGTERM; new ones are refused."""
     max_context_tokens: int = setting(2048, low=16)
-    prefill_chunk_tokens: int = setting(256, low=1)
+    prefill_chunk_tokens: int = setting(256, low=1)  # 2048 by default where a GPU runs the target
     kv_cache_tokens: int = setting(32768, low=256)
     batch_scheduler_policy: str = setting(
         "max_utilization", choices=("max_utilization", "guaranteed_no_evict")
@@ -218,6 +224,10 @@ def parse_config(
     target = with_auto_resolved(config.target, machine)
     drafts = tuple(with_auto_resolved(draft, machine, target) for draft in config.drafts)
     config = replace(config, target=target, drafts=drafts)
+    if _runs_on_gpus(target) and target.device != "cpu":
+        own = {"prefill_chunk_tokens": GPU_CHUNK_TOKENS} | (raw.get("limits") or {})
+        chunk = own["prefill_chunk_tokens"]
+        config = replace(config, limits=replace(config.limits, prefill_chunk_tokens=chunk))
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(
             f"threads must be 'auto' or a number of at least 1, got {config.threads!r}"

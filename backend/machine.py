@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import importlib.util
 import os
 import platform
 import resource
@@ -229,10 +228,6 @@ class Machine:
         import torch
 
         return torch.cuda.mem_get_info(device)[0]
-
-    def has_module(self, name: str) -> bool:
-        """Return whether a top-level module is installed, without importing it."""
-        return importlib.util.find_spec(name) is not None
 
     def temporary_folder(self) -> Path:
         """Return the folder for temporary files."""

@@ -36,8 +36,7 @@ CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.5, 0.1, 0.06
 """For the embedded model while it is made, for a run folder, for what stubs share with Triton."""
 
 CUDA, TESTED_CAPABILITY = "cuda", 9.0
-FA3_MODULES = ("vllm", "vllm_flash_attn", "flash_attn_interface")
-"""The attention for prompts, the best first, where it gives the right result."""
+"""The finding's name, and the compute capability that kernels ran on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +284,6 @@ def cuda(config: ServingConfig, machine: Machine) -> Finding:
     capability = min(gpu.capability for gpu in gpus)
     tested = "tested" if capability == TESTED_CAPABILITY else "not tested, expected to work"
     text += f", triton {triton}, compute capability {capability} ({tested})"
-    fa3 = [name for name in FA3_MODULES if machine.has_module(name)]
-    text += f", prompts by FA3 of {fa3[0]} or torch" if fa3 else ", prompts by torch (no FA3)"
     reasons = unused_gpus(config, machine)
     text += "".join(f"; {name} is not run by {best}: {why}" for name, why in reasons.items())
     is_fine = capability == TESTED_CAPABILITY and not reasons

@@ -67,56 +67,6 @@ def read(pages: torch.Tensor, table: torch.Tensor, used: torch.Tensor) -> list[t
     ]
 
 
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    max_seqlen_q: int,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_k: int,
-    *,
-    seqused_k: torch.Tensor,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window_size: list[int] | None,
-    softcap: float,
-    num_splits: int,
-    fa_version: int,
-) -> torch.Tensor:
-    """As vLLM's wheel has it."""
-    assert (causal, num_splits, fa_version) == (True, 1, 3)
-    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-    assert max_seqlen_k == int(seqused_k.max())
-    left, right = window_size or (-1, 0)
-    pair = (read(pages, block_table, seqused_k) for pages in (k, v))
-    options: dict[str, Any] = {"scale": softmax_scale, "window": (left, right)}
-    return reference(q, *pair, cu_seqlens_q, softcap=softcap, **options)
-
-
-def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    cache_seqlens: torch.Tensor,
-    page_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    num_splits: int,
-) -> torch.Tensor:
-    """As ``flash_attn_interface`` has it."""
-    assert (causal, num_splits) == (True, 1)
-    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-    window = (-1, 0) if window_size == (-1, -1) else window_size
-    pair = (read(pages, page_table, cache_seqlens) for pages in (k_cache, v_cache))
-    return reference(q, *pair, cu_seqlens_q, scale=softmax_scale, window=window, softcap=softcap)
-
-
 def varlen_attn(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -178,14 +128,9 @@ def older_varlen_attn(  # without pages, splits, and heads that share keys by a 
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, function in (
-        ("vllm_flash_attn", flash_attn_varlen_func),
-        ("flash_attn_interface", flash_attn_with_kvcache),
-        ("torch.nn.attention.varlen", varlen_attn),
-    ):
-        module = ModuleType(name)
-        setattr(module, function.__name__, function)
-        monkeypatch.setitem(sys.modules, name, module)
+    module = ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = varlen_attn  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def older(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +139,10 @@ def older(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "window", "softcap"])
-@pytest.mark.parametrize("name", [*prompts.LIBRARIES][1:])
+@pytest.mark.parametrize("name", [*prompts.LIBRARIES])
 def test_a_library_is_asked_for_the_same_attention(name: str, scoring: Scoring) -> None:
     attend = prompts.LIBRARIES[name]()
-    if scoring.softcap and name.startswith("varlen"):
+    if scoring.softcap:
         with pytest.raises(ValueError, match="no softcap"):
             error_of(attend, KV, HEADS, scoring)
     else:
@@ -230,9 +175,9 @@ def test_the_first_library_that_is_right_is_chosen(caplog: pytest.LogCaptureFixt
         return attend
 
     wrong = {"missing": missing, "broken": broken, "aligned otherwise": top_left}
-    right = {"FA3": prompts.of_flash_attention}
+    right = {"varlen": prompts.LIBRARIES["varlen_attn over pages"]}
     with caplog.at_level("INFO"):
-        assert first_right(wrong | right, KV, HEADS, SCORINGS[0])[0] == "FA3"
+        assert first_right(wrong | right, KV, HEADS, SCORINGS[0])[0] == "varlen"
         assert first_right(wrong, KV, HEADS, SCORINGS[0]) == (BY_ROW, by_row)
     assert "attention of prompts by broken refused: Paged KV cache block size" in caplog.text
     assert "attention of prompts by aligned otherwise refused: its error is" in caplog.text

@@ -37,7 +37,6 @@ class FakeMachine(Machine):
     driver_is_new: bool = True
     gpu_bytes: int | None = None
     """Free memory of every CUDA device."""
-    modules: tuple[str, ...] | None = None
     """All that are installed."""
     device: str | None = None
     """Name of every CUDA device."""
@@ -84,9 +83,6 @@ class FakeMachine(Machine):
 
     def free_gpu_bytes(self, device: str) -> int:
         return super().free_gpu_bytes(device) if self.gpu_bytes is None else self.gpu_bytes
-
-    def has_module(self, name: str) -> bool:
-        return super().has_module(name) if self.modules is None else name in self.modules
 
     def temporary_folder(self) -> Path:
         return self.folder or super().temporary_folder()

@@ -62,6 +62,20 @@ def test_auto_is_the_engine_of_gpus_where_that_can_run(machine, device, expected
     assert bool(found) is bool(reason)
 
 
+@pytest.mark.parametrize(
+    ("target", "limits", "expected"),
+    [
+        ({"device": "cuda"}, {}, 2048),
+        ({"device": "cuda", "engine": "torch"}, {"max_queued_requests": 3}, 2048),
+        ({"device": "cuda"}, {"prefill_chunk_tokens": 512}, 512),
+        ({"device": "cpu"}, {}, 256),
+    ],
+)
+def test_prompts_run_in_larger_chunks_on_a_gpu(target, limits, expected):
+    config = parse_config({"target": {"model": "m", **target}, "limits": limits}, GPU)
+    assert config.limits.prefill_chunk_tokens == expected
+
+
 def test_auto_is_torch_for_a_number_format_that_the_engine_of_gpus_lacks():
     config = parse_config({"target": {"model": "m", "device": "cuda", "dtype": "fp32"}}, GPU)
     assert config.target.engine == "torch"

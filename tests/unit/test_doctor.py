@@ -212,7 +212,7 @@ def on_gpu(tmp_path, *, engine="cuda", **facts):
     file = tmp_path / "serving.json"
     target = {"engine": engine, "model": str(model), "device": "cuda"}
     file.write_text(json.dumps({"target": target}))
-    known = {"gpu_lines": [H100], "packages": CUDA_PACKAGES, "cuda": "13.0", "modules": ()}
+    known = {"gpu_lines": [H100], "packages": CUDA_PACKAGES, "cuda": "13.0"}
     known |= {"gpu_bytes": 80 * 2**30, "device": "NVIDIA H100"}
     machine = FakeMachine(**known | facts)
     return {finding.name: finding for finding in doctor.deployment(file, machine)}
@@ -223,7 +223,7 @@ def test_what_engines_on_a_gpu_would_run_on_is_named(tmp_path):
     assert (found["cuda"].state, found["cuda"].text) == (
         "ok",
         "driver 580.65.06, torch 2.13.0 for CUDA 13.0, triton 3.6.0, compute capability 9.0 "
-        "(tested), prompts by torch (no FA3)",
+        "(tested)",
     )
     assert found["memory plan"].state == "ok"
     assert "cuda has 80.00 GiB and " in found["memory plan"].text
@@ -236,7 +236,6 @@ def test_what_engines_on_a_gpu_would_run_on_is_named(tmp_path):
         ({"cuda": ""}, "missing", "the installed torch is a CPU build"),
         ({"driver_is_new": False}, "missing", "cannot use the GPU: the driver may be too old"),
         ({"gpu_lines": [H100.replace("9.0", "8.6")]}, "warning", "8.6 (not tested, expected to"),
-        ({"modules": ("vllm", "triton")}, "ok", "prompts by FA3 of vllm or torch"),
         (
             {"engine": "torch", "packages": {**CUDA_PACKAGES, "triton": None}},
             "warning",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -37,19 +38,10 @@ class Kernels:
 
 def plain_kernels() -> Kernels:
     """Return the functions in plain torch, for devices without Triton."""
-    return Kernels(
-        plain.add_rms_norm,
-        plain.rotate_and_store,
-        plain.gated,
-        functional.linear,
-        plain.attention,
-        plain.bounds,
-        plain.draw,
-        plain.candidates,
-        plain.pack,
-        plain.walk,
-        plain.move,
-    )
+    of_plain: dict[str, Any] = {
+        field.name: getattr(plain, field.name, None) for field in fields(Kernels)
+    }
+    return Kernels(**of_plain | {"linear": functional.linear})
 
 
 def has_own_product(device: torch.device) -> bool:
@@ -64,15 +56,7 @@ def triton_kernels(*, invariant: bool, own_product: bool = True) -> Kernels:
     cost beyond ``MOST_INVARIANT_TOKENS``; else cuBLAS multiplies for more tokens than that, and
     for all without ``own_product``.
     """
-    from backend.engines.cuda import (
-        attention,
-        bounds,
-        candidates,
-        draw,
-        layers,
-        linear,
-        trees,
-    )
+    from backend.engines.cuda import attention, bounds, candidates, draw, layers, linear, trees
 
     def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         tiling = None

@@ -1,8 +1,8 @@
 """Attention of prompts, by a kept library where one gives the right result on this device.
 
-Flash attention of vLLM's wheel or of its own package (FA3, for sm_90) and torch's ``varlen_attn``
-read the pages themselves or, in older versions of torch, gathered keys and values. Torch's
-``scaled_dot_product_attention``, row by row, is what they are compared with, and serves elsewhere.
+Torch's ``varlen_attn`` reads the pages themselves or, in older versions of torch, gathered keys and
+values. Its ``scaled_dot_product_attention``, row by row, is what that is compared with, and serves
+elsewhere.
 """
 
 from __future__ import annotations
@@ -83,54 +83,6 @@ def _window(scoring: Scoring) -> tuple[int, int]:
     return (scoring.window - 1 if scoring.window else -1, 0)
 
 
-def of_vllm(package: str) -> Attend:
-    """Return FA3 as vLLM's wheel has it, in ``package``. Raises ImportError."""
-    run = import_module(package).flash_attn_varlen_func
-
-    def attend(q: torch.Tensor, kv: torch.Tensor, rows: Prompts, scoring: Scoring) -> torch.Tensor:
-        out: torch.Tensor = run(
-            q,
-            *_paged(kv),
-            max_seqlen_q=rows.most_new,
-            cu_seqlens_q=rows.first,
-            max_seqlen_k=rows.most_keys,
-            seqused_k=rows.keys,
-            block_table=rows.table,
-            softmax_scale=scoring.scale,
-            causal=True,
-            window_size=list(_window(scoring)) if scoring.window else None,
-            softcap=scoring.softcap,
-            num_splits=1,
-            fa_version=3,
-        )
-        return out
-
-    return attend
-
-
-def of_flash_attention() -> Attend:
-    """Return FA3 of its own package. Raises ImportError."""
-    run = import_module("flash_attn_interface").flash_attn_with_kvcache
-
-    def attend(q: torch.Tensor, kv: torch.Tensor, rows: Prompts, scoring: Scoring) -> torch.Tensor:
-        out: torch.Tensor = run(
-            q,
-            *_paged(kv),
-            cache_seqlens=rows.keys,
-            page_table=rows.table,
-            cu_seqlens_q=rows.first,
-            max_seqlen_q=rows.most_new,
-            softmax_scale=scoring.scale,
-            causal=True,
-            window_size=_window(scoring) if scoring.window else (-1, -1),
-            softcap=scoring.softcap,
-            num_splits=1,
-        )
-        return out
-
-    return attend
-
-
 def of_torch(*, reads_pages: bool) -> Attend:
     """Return torch's ``varlen_attn``, over pages or over gathered keys and values. Raises
     ImportError.
@@ -195,9 +147,6 @@ def _attend_over(
 BY_ROW = "scaled_dot_product_attention, row by row"
 
 LIBRARIES: dict[str, Callable[[], Attend]] = {
-    "FA3 of vllm": lambda: of_vllm("vllm.vllm_flash_attn"),
-    "FA3 of vllm_flash_attn": lambda: of_vllm("vllm_flash_attn"),
-    "FA3 of flash_attn_interface": of_flash_attention,
     "varlen_attn over pages": lambda: of_torch(reads_pages=True),
     "varlen_attn over gathered keys": lambda: of_torch(reads_pages=False),
 }

@@ -108,39 +108,19 @@ class VerifyStep:
         else:
             self.chosen.zero_()
         read["first"][1:] = (self.chosen.sum(1) + 1).cumsum(0)
-        self.model.kernels.pack(
-            self.chosen,
-            self.token,
-            self.parent,
-            slots.length[self.slot],
-            slots.last[self.slot],
-            read["table"],
-            read["first"],
-            read["ids"],
-            read["position"],
-            read["ancestors"],
-            read["place"],
-            self._origin,
-            self._owner,
-            page=PAGE,
-            scratch=self.model.scratch,
-        )
+        nodes = self.chosen, self.token, self.parent
+        texts = slots.length[self.slot], slots.last[self.slot], read["table"], read["first"]
+        written = [read[name] for name in ("ids", "position", "ancestors", "place")]
+        columns = (*written, self._origin, self._owner)
+        self.model.kernels.pack(*nodes, *texts, *columns, page=PAGE, scratch=self.model.scratch)
 
     def decide(self, *, bounded: bool) -> None:
         """Draw, accept, move the KV of accepted nodes and commit."""
         slots, kernels, read = self.slots, self.model.kernels, self.target.inputs.device
         length = slots.length[self.slot]
         drawn = self._draw(self.target.logits, bounded=bounded)
-        kernels.walk(
-            drawn,
-            read["ids"],
-            self._origin,
-            read["first"],
-            self.emitted,
-            self.path,
-            self.count,
-            places=self.target.most,
-        )
+        tree, written = (read["ids"], self._origin, read["first"]), (self.emitted, self.path)
+        kernels.walk(drawn, *tree, *written, self.count, places=self.target.most)
         for kv in self.model.stacked_kv:
             kernels.move(kv, read["table"], read["start"], self.path, self.count)
         if (states := self.target.states) is not None:
