@@ -193,7 +193,7 @@ def packed(given: dict[str, torch.Tensor], pack: Callable[..., None]) -> dict[st
     )
     out = {name: torch.full((30,), 77, **long) for name in ("ids", "position", "ancestors")}
     out |= {name: torch.full((30,), 77, **short) for name in ("place", "origin", "owner")}
-    pack(**given, **out, page=32, scratch=999)
+    pack(*given.values(), *out.values(), page=32, scratch=999)
     return out
 
 
@@ -259,7 +259,7 @@ def test_a_wide_tree_has_the_hosts_words() -> None:
         )
     }
     on_device = {name: column.to(DEVICE) for name, column in given.items()}
-    trees.pack(**on_device, **columns_of, page=32, scratch=0)
+    trees.pack(*on_device.values(), *columns_of.values(), page=32, scratch=0)
     words = ancestor_words(parent.tolist())
     assert columns_of["ancestors"].tolist() == words
     depths = [bin(word % (1 << 64)).count("1") for word in words]

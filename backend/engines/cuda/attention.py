@@ -72,14 +72,8 @@ def _attend_split(
     for at in range(begin, end, TILE):
         key = at + tl.arange(0, TILE)
         exists = key < end
-        if TILE == PAGE:
-            page = tl.load(table_ptr + row * table_stride + at // PAGE).to(tl.int64)
-            tile = (page * 2 * KV_HEADS + head) * PAGE * DIM + tl.arange(0, TILE) * DIM
-        else:
-            page = tl.load(table_ptr + row * table_stride + key // PAGE, mask=exists, other=0).to(
-                tl.int64
-            )
-            tile = (page * 2 * KV_HEADS + head) * PAGE * DIM + (key % PAGE) * DIM
+        page = tl.load(table_ptr + row * table_stride + key // PAGE, mask=exists, other=0)
+        tile = (page.to(tl.int64) * 2 * KV_HEADS + head) * PAGE * DIM + (key % PAGE) * DIM
         k = tl.load(kv_ptr + tile[None, :] + columns[:, None], mask=exists[None, :], other=0.0)
         v = tl.load(
             kv_ptr + (tile + KV_HEADS * PAGE * DIM)[:, None] + columns[None, :],
@@ -200,43 +194,14 @@ def attention(
     out = torch.empty_like(q)
     partial = q.new_empty(splits, len(q) * heads, dim, dtype=torch.float32)
     lse = q.new_empty(splits, len(q) * heads, dtype=torch.float32)
-    _attend_split[(rows, kv_heads * triton.cdiv(most, block_q), splits)](
-        q,
-        kv,
-        table,
-        start,
-        first,
-        ancestors,
-        partial,
-        lse,
-        scale,
-        table.stride(0),
-        lse.shape[1],
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        PAGE=page,
-        BLOCK_Q=block_q,
-        BLOCK_M=max(16, triton.next_power_of_2(block_q * group)),
-        SPLIT=split,
-        TILE=tile,
-        WINDOW=window,
-        SOFTCAP=softcap,
-        num_warps=warps,
-        num_stages=3,
-    )
-    _merge_splits[(len(q), heads)](
-        partial,
-        lse,
-        out,
-        start,
-        first,
-        lse.shape[1],
-        rows,
-        ROWS=triton.next_power_of_2(rows),
-        HEADS=heads,
-        DIM=dim,
-        SPLIT=split,
-        num_warps=1,
-    )
+    lanes = max(16, triton.next_power_of_2(block_q * group))
+    cut = {"DIM": dim, "SPLIT": split}
+    shape = {"KV_HEADS": kv_heads, "GROUP": group, "PAGE": page, **cut}
+    ways = {"BLOCK_Q": block_q, "BLOCK_M": lanes, "TILE": tile, "WINDOW": window}
+    ways |= {"SOFTCAP": softcap, "num_warps": warps, "num_stages": 3}
+    read, left = (q, kv, table, start, first, ancestors), (partial, lse)
+    grid = rows, kv_heads * triton.cdiv(most, block_q), splits
+    _attend_split[grid](*read, *left, scale, table.stride(0), lse.shape[1], **shape, **ways)
+    merged = {"ROWS": triton.next_power_of_2(rows), "HEADS": heads, **cut, "num_warps": 1}
+    _merge_splits[(len(q), heads)](*left, out, start, first, lse.shape[1], rows, **merged)
     return out

@@ -209,35 +209,10 @@ def bounds(
     last = _ZERO_BITS[logits.dtype]
     for limit, off, by_mass in ((top_k, vocab, False), (top_p, 1.0, True)):
         for shift in range(28, last - 1, -4):
-            _weigh_digits[grid](
-                *read,
-                temperature,
-                limit,
-                bound,
-                top,
-                prefix,
-                weight,
-                *size,
-                shift,
-                off,
-                BY_MASS=by_mass,
-                **columns,
-                **options,
-            )
-            _choose_digits[(rows,)](
-                temperature,
-                limit,
-                weight,
-                prefix,
-                target,
-                bound,
-                chunks,
-                shift,
-                off,
-                IS_FIRST=shift == 28,
-                IS_LAST=shift == last,
-                BY_MASS=by_mass,
-                **columns,
-                num_warps=1,
-            )
+            of_row, way = (temperature, limit), {"BY_MASS": by_mass, **columns}
+            weighed = (*read, *of_row, bound, top, prefix, weight)
+            _weigh_digits[grid](*weighed, *size, shift, off, **way, **options)
+            chosen = (*of_row, weight, prefix, target, bound, chunks, shift, off)
+            ends = {"IS_FIRST": shift == 28, "IS_LAST": shift == last}
+            _choose_digits[(rows,)](*chosen, **ends, **way, num_warps=1)
     return bound

@@ -289,37 +289,10 @@ def draw(
     options = {"CHUNK": chunk, "num_warps": 8}
     heads = (count, candidates)
     _measure_chunks[grid](*shape, top, place, mass, *heads, *size, MOST=most, **options)
-    _race_heads[grid](
-        *shape,
-        words,
-        top,
-        mass,
-        *heads,
-        time,
-        winner,
-        tail,
-        chunks,
-        MOST=most,
-        **columns,
-        CHUNK=chunk,
-        num_warps=4,
-    )
-    _race_tails[grid](
-        *shape, words, top, mass, time, tail, tail_time, tail_winner, *size, **columns, **options
-    )
-    _pick[(rows,)](
-        temperature,
-        words,
-        top,
-        place,
-        time,
-        winner,
-        tail,
-        tail_time,
-        tail_winner,
-        tokens,
-        chunks,
-        **columns,
-        num_warps=1,
-    )
+    masses, of_heads, of_tails = (words, top, mass), (time, winner, tail), (tail_time, tail_winner)
+    first = options | columns | {"num_warps": 4}
+    _race_heads[grid](*shape, *masses, *heads, *of_heads, chunks, MOST=most, **first)
+    _race_tails[grid](*shape, *masses, time, tail, *of_tails, *size, **columns, **options)
+    found = (temperature, words, top, place, *of_heads, *of_tails, tokens)
+    _pick[(rows,)](*found, chunks, **columns, num_warps=1)
     return tokens

@@ -51,17 +51,10 @@ def add_rms_norm(
     the result is rounded, as Gemma's does.
     """
     tokens, hidden = residual.shape
+    shape = {"HIDDEN": hidden, "BLOCK": triton.next_power_of_2(hidden), "num_warps": 8}
+    added = residual if x is None else x
     _add_rms_norm[(tokens,)](
-        residual if x is None else x,
-        residual,
-        weight,
-        out,
-        eps,
-        HIDDEN=hidden,
-        BLOCK=triton.next_power_of_2(hidden),
-        ADD=x is not None,
-        WIDE=wide,
-        num_warps=8,
+        added, residual, weight, out, eps, ADD=x is not None, WIDE=wide, **shape
     )
     return out
 
@@ -154,26 +147,13 @@ def rotate_and_store(
     _, _, kv_heads, page, dim = kv.shape
     tokens, heads, _ = q.shape
     rotary = cos.shape[-1]
-    _rotate_and_store[(tokens, heads + 2 * kv_heads)](
-        qkv,
-        q,
-        kv,
-        cos,
-        sin,
-        place,
-        qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm,
-        eps,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        ROTARY=rotary,
-        PAGE=page,
-        HAS_NORM=q_norm is not None,
-        HALF_BLOCK=triton.next_power_of_2(rotary // 2),
-        REST_BLOCK=max(2, triton.next_power_of_2(dim - rotary)) if dim > rotary else 2,
-        num_warps=1,
-    )
+    norms = [qkv if norm is None else norm for norm in (q_norm, k_norm)]
+    rest = max(2, triton.next_power_of_2(dim - rotary)) if dim > rotary else 2
+    shape = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "ROTARY": rotary, "PAGE": page}
+    blocks = {"HALF_BLOCK": triton.next_power_of_2(rotary // 2), "REST_BLOCK": rest}
+    ways = {"HAS_NORM": q_norm is not None, **blocks, "num_warps": 1}
+    grid = tokens, heads + 2 * kv_heads
+    _rotate_and_store[grid](qkv, q, kv, cos, sin, place, *norms, eps, **shape, **ways)
 
 
 @triton.jit
@@ -203,11 +183,5 @@ def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
     """
     tokens, inner = out.shape
     block = min(1024, triton.next_power_of_2(inner))
-    _gated[(tokens, triton.cdiv(inner, block))](
-        x,
-        out,
-        INNER=inner,
-        BLOCK=block,
-        GELU=gelu,
-        num_warps=4,
-    )
+    shape = {"INNER": inner, "BLOCK": block, "num_warps": 4}
+    _gated[(tokens, triton.cdiv(inner, block))](x, out, GELU=gelu, **shape)

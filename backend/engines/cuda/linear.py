@@ -70,21 +70,13 @@ def linear(
     columns = weight.shape[0]
     if columns % tiling.columns or inner % tiling.inner:
         raise ValueError(f"weight {tuple(weight.shape)} is not a multiple of {tiling}")
-    _linear[(triton.cdiv(rows, tiling.rows), columns // tiling.columns)](
-        TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner]),
-        TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.inner]),
-        weight if bias is None else bias,
-        out,
-        rows,
-        columns,
-        inner,
-        HAS_BIAS=bias is not None,
-        BLOCK_M=tiling.rows,
-        BLOCK_N=tiling.columns,
-        BLOCK_K=tiling.inner,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
+    left = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inner])
+    right = TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.inner])
+    added, size = weight if bias is None else bias, (rows, columns, inner)
+    blocks = {"BLOCK_M": tiling.rows, "BLOCK_N": tiling.columns, "BLOCK_K": tiling.inner}
+    ways = {"HAS_BIAS": bias is not None, "num_warps": tiling.warps, "num_stages": tiling.stages}
+    grid = triton.cdiv(rows, tiling.rows), columns // tiling.columns
+    _linear[grid](left, right, added, out, *size, **blocks, **ways)
     return out
 
 

@@ -111,13 +111,5 @@ class Pages:
         if layout.prompts is not None:
             attend = choose(self.kv, self.heads, scoring)[1]
             return attend(q, self.kv, layout.prompts, scoring)
-        return self._attention(
-            q,
-            self.kv,
-            layout.table,
-            layout.start,
-            layout.first,
-            layout.ancestors,
-            most=layout.most,
-            **scoring._asdict(),
-        )
+        read = layout.table, layout.start, layout.first, layout.ancestors
+        return self._attention(q, self.kv, *read, most=layout.most, **scoring._asdict())

@@ -195,25 +195,13 @@ def pack(
     last: torch.Tensor,
     table: torch.Tensor,
     first: torch.Tensor,
-    ids: torch.Tensor,
-    position: torch.Tensor,
-    ancestors: torch.Tensor,
-    place: torch.Tensor,
-    origin: torch.Tensor,
-    owner: torch.Tensor,
-    *,
+    *written: torch.Tensor,
     page: int,
     scratch: int,
 ) -> None:
     """As ``trees.pack``."""
-    for column, rest in (
-        (ids, 0),
-        (position, 0),
-        (ancestors, 0),
-        (place, scratch),
-        (origin, -1),
-        (owner, 0),
-    ):
+    ids, position, ancestors, place, origin, owner = written
+    for column, rest in zip(written, (0, 0, 0, scratch, -1, 0), strict=True):
         column.fill_(rest)
     for row, start in enumerate(length.tolist()):
         nodes = chosen[row].nonzero()[:, 0].tolist()

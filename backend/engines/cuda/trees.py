@@ -122,18 +122,12 @@ def pack(
     last: torch.Tensor,
     table: torch.Tensor,
     first: torch.Tensor,
-    ids: torch.Tensor,
-    position: torch.Tensor,
-    ancestors: torch.Tensor,
-    place: torch.Tensor,
-    origin: torch.Tensor,
-    owner: torch.Tensor,
-    *,
+    *written: torch.Tensor,
     page: int,
     scratch: int,
 ) -> None:
-    """Lay out a pass: write ``ids``, ``position``, ``ancestors`` int64[tokens], ``place``,
-    ``origin`` and ``owner`` int32[tokens].
+    """Lay out a pass: write its ids, positions and ancestor words, int64[tokens], then the places
+    of its KV, ``origin`` and ``owner``, int32[tokens].
 
     ``chosen``, ``parent`` (a column, -1: the text) int32 and ``token`` int64 are [rows, columns];
     ``length`` int64[rows] tokens have KV, after which comes ``last`` int64[rows]; ``table``
@@ -142,31 +136,11 @@ def pack(
     owns get ``scratch`` for their KV, and row 0.
     """
     rows, columns = chosen.shape
-    _pack[(rows + 1,)](
-        chosen,
-        token,
-        parent,
-        length,
-        last,
-        table,
-        first,
-        ids,
-        position,
-        ancestors,
-        place,
-        origin,
-        owner,
-        rows,
-        columns,
-        len(ids),
-        table.stride(0),
-        scratch,
-        PAGE=page,
-        BLOCK=max(2, triton.next_power_of_2(columns)),
-        DOUBLINGS=max(1, columns.bit_length()),
-        REST=256,
-        num_warps=4 if columns <= 32 else 16,
-    )
+    read = chosen, token, parent, length, last, table, first
+    size = rows, columns, len(written[0]), table.stride(0), scratch
+    block, doublings = max(2, triton.next_power_of_2(columns)), max(1, columns.bit_length())
+    shape = {"PAGE": page, "BLOCK": block, "DOUBLINGS": doublings, "REST": 256}
+    _pack[(rows + 1,)](*read, *written, *size, **shape, num_warps=4 if columns <= 32 else 16)
 
 
 @triton.jit
@@ -221,18 +195,8 @@ def walk(
     ``emitted`` are its text's, drawn at the local places of ``path``; the rest is undefined.
     """
     rows, most = emitted.shape
-    _walk[(rows,)](
-        drawn,
-        ids,
-        origin,
-        first,
-        emitted,
-        path,
-        count,
-        MOST=most,
-        BLOCK=max(2, triton.next_power_of_2(places)),
-        num_warps=1,
-    )
+    shape = {"MOST": most, "BLOCK": max(2, triton.next_power_of_2(places)), "num_warps": 1}
+    _walk[(rows,)](drawn, ids, origin, first, emitted, path, count, **shape)
 
 
 @triton.jit
@@ -284,17 +248,7 @@ def move(
     rows, most = path.shape
     if most == 1:
         return
-    _move[(rows, layers, sides * kv_heads)](
-        kv,
-        table,
-        start,
-        path,
-        count,
-        table.stride(0),
-        kv.stride(0),
-        MOST=most,
-        PARTS=sides * kv_heads,
-        PAGE=page,
-        DIM=dim,
-        num_warps=1,
-    )
+    parts = sides * kv_heads
+    shape = {"MOST": most, "PARTS": parts, "PAGE": page, "DIM": dim, "num_warps": 1}
+    strides = table.stride(0), kv.stride(0)
+    _move[(rows, layers, parts)](kv, table, start, path, count, *strides, **shape)
