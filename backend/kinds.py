@@ -131,7 +131,7 @@ def heads_of(config: Mapping[str, Any]) -> tuple[int, int]:
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     heads = text.get("num_attention_heads") or 1
-    columns = text.get("head_dim") or text.get("hidden_size", heads) // heads
+    columns = text.get("head_dim") or (text.get("hidden_size") or heads) // heads
     return heads, max(columns, text.get("global_head_dim") or 0)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from backend.engines.cuda.device import DeviceSteps
 from backend.engines.cuda.heads import HeadProposal
-from backend.engines.cuda.noise import mix
+from backend.engines.cuda.plain import mix
 from backend.engines.cuda.step import VerifyStep
 from backend.engines.spine import CANDIDATES
 from bench.cuda import script_kernels
@@ -69,7 +69,7 @@ class ScriptedStep(VerifyStep):
 
     def _draw(self, logits: torch.Tensor, *, bounded: bool) -> torch.Tensor:
         drawn = super()._draw(logits, bounded=bounded)
-        seed = self.slots.seed[self.slot[self._owner]]
+        seed = self.slots.options["seed"][self.slot[self._owner]]
         place = self.target.inputs.device["position"] + 1
         write = script_kernels.tokens if place.is_cuda else tokens_of
         return write(seed, place, logits.shape[1]).to(drawn.dtype)
@@ -85,7 +85,7 @@ class ScriptedProposal(HeadProposal):
         self, logits: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         super()._candidates(logits, tokens, place)
-        seed = self._step.slots.seed[self._step.slot]
+        seed = self._step.slots.options["seed"][self._step.slot]
         number, rates = self.rates[self._head.name]
         vocab = len(self._head.lm_head)
         if not place.is_cuda:

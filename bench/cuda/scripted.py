@@ -215,7 +215,7 @@ def provenance(job: Job) -> Provenance:
     device = torch.cuda.get_device_name() if job.device == "cuda" else job.device
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Provenance(
-        machine.processor(), device, "random weights", "", "bf16", 1, date, torch.__version__
+        machine.processor(), device, "random weights", "", "bf16", 1, date, str(torch.__version__)
     )
 
 

@@ -57,10 +57,10 @@ def case() -> Case:
     for row, options in enumerate(OPTIONS):
         slots.table[row] = torch.arange(4) + 4 * row
         seed = seed_word(options.seed)
-        slots.seed[row] = seed - (seed >> 63 << 64)
-        slots.temperature[row] = options.temperature
-        slots.top_k[row], slots.top_p[row] = options.top_k, options.top_p
-        slots.min_p[row] = options.min_p
+        slots.options["seed"][row] = seed - (seed >> 63 << 64)
+        slots.options["temperature"][row] = options.temperature
+        slots.options["top_k"][row], slots.options["top_p"][row] = options.top_k, options.top_p
+        slots.options["min_p"][row] = options.min_p
     target = Pass(model, Size(ROWS, ROWS + 14), DEPTH * CANDIDATES + 1)
     step = VerifyStep(target, slots, DEPTH * CANDIDATES, most=DEPTH + 1)
     on_device = DeviceHead("head", network, token_ids, embedding, head)

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from backend.engines.cuda import plain, trees
 from backend.engines.cuda.forward import Pass, Size
 from backend.engines.cuda.model import PagedModel
-from backend.engines.cuda.noise import mix
 from backend.engines.cuda.pages import ancestor_words
+from backend.engines.cuda.plain import mix
 from backend.engines.cuda.step import Slots, VerifyStep
 from backend.sampling.randomness import seed_word, word
 from tests.cuda.families import models
@@ -37,10 +37,10 @@ def prepared(model: PagedModel, temperature: float) -> Slots:
     slots.table[:, :4] = order[: 4 * (ROWS + 1)].view(ROWS + 1, 4)
     slots.last.copy_(torch.arange(ROWS + 1) + 5)
     seeds = [seed_word(seed) for seed in range(ROWS + 1)]
-    slots.seed.copy_(torch.tensor([seed - (seed >> 63 << 64) for seed in seeds]))
-    slots.temperature.fill_(temperature)
-    slots.top_k.copy_(torch.tensor([0, 0, 5, 0]))
-    slots.top_p.copy_(torch.tensor([1.0, 1.0, 0.9, 0.7]))
+    slots.options["seed"].copy_(torch.tensor([seed - (seed >> 63 << 64) for seed in seeds]))
+    slots.options["temperature"].fill_(temperature)
+    slots.options["top_k"].copy_(torch.tensor([0, 0, 5, 0]))
+    slots.options["top_p"].copy_(torch.tensor([1.0, 1.0, 0.9, 0.7]))
     return slots
 
 

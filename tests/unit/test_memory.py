@@ -142,6 +142,7 @@ def test_a_deployment_that_does_not_fit_is_refused_before_anything_is_loaded(tmp
 
 def cuda(path, *, lookahead=0, device="cuda", **limits):
     target = {"engine": "cuda", "model": str(path), "dtype": "bf16", "device": device}
+    limits = {"prefill_chunk_tokens": 256} | limits
     raw = {"target": target | {"lookahead": lookahead}, "limits": limits, "policy": {"k_max": 5}}
     return memory.plan(parse_config(raw), {"target": path})["target"]
 

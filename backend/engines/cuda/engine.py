@@ -93,11 +93,6 @@ class CudaEngine(StepEngine):
         super().__init__(name, forward, limits)
         self._model: PagedForward
 
-    @property
-    def graphs(self) -> int:
-        """How many CUDA graphs it has captured."""
-        return len(self._model.graphs)
-
     def prepare(self, drafts: Sequence[Engine], rows: int) -> None:  # noqa: ARG002 (it runs none)
         """Capture the graphs of all passes (``port.Prepares``)."""
         if self._model.graphs.captures:

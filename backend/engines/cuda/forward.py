@@ -13,7 +13,7 @@ import torch
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import MAX_NEW_TOKENS, PAGE, Layout, ancestor_words
 from backend.engines.cuda.prompts import Prompts
-from backend.engines.cuda.stream import Columns, Graphs, Stream, to_device
+from backend.engines.cuda.stream import Columns, Graphs, to_device
 from backend.engines.stepping.chunks import Chunk, logit_rows, moves
 
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -192,11 +192,6 @@ class PagedForward:
         self._most, self._graph_tokens = min(most, MAX_NEW_TOKENS), graph_tokens
         self._passes: dict[Size, Pass] = {}
         self._outputs = Outputs(graph_tokens)
-
-    @property
-    def stream(self) -> Stream:
-        """The order of what the device does."""
-        return self.model.stream
 
     @property
     def kv(self) -> list[torch.Tensor]:

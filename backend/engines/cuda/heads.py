@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import torch
 
-from backend.engines.cuda.noise import mix
 from backend.engines.cuda.step import VerifyStep
 from backend.engines.head.network import HeadNetwork
 from backend.engines.spine import CANDIDATES
@@ -46,7 +45,6 @@ class HeadProposal:
         self.length = torch.full((step.rows,), depth, dtype=torch.int32, device=device)
         """int32[rows]: places to propose for; 0 for rows that are another draft's. Read."""
         spine = torch.arange(depth, device=device) * CANDIDATES - CANDIDATES
-        self._no_bound = torch.full((step.rows,), -torch.inf, device=device)
         self._parent = spine.clamp(min=-1).int().repeat_interleave(CANDIDATES)[None]
 
     def run(self) -> None:
@@ -80,12 +78,7 @@ class HeadProposal:
         best first, and how likely each is; 0 for a token that is not worth a node. ``logits`` are
         those of ``tokens`` [rows, columns] at ``place`` int64[rows].
         """
-        step, slots = self._step, self._step.slots
-        slot, kernels = step.slot, step.model.kernels
-        temperature = slots.temperature[slot]
-        bound = self._no_bound
-        if self._bounded:
-            limits = (slots.top_k[slot], slots.top_p[slot], slots.min_p[slot])
-            bound = kernels.bounds(logits, temperature, *limits)
-        words = mix(slots.seed[slot] ^ place)
-        return kernels.candidates(logits, tokens, temperature, bound, words)
+        slot, kernels = self._step.slot, self._step.model.kernels
+        slots, bounded = self._step.slots, self._bounded
+        options = slots.drawing(kernels, logits, slot, place, bounded=bounded)
+        return kernels.candidates(logits, tokens, *options)

@@ -8,12 +8,26 @@ lookahead the host draws and accepts.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from backend.engines.cuda import trees
 from backend.engines.cuda.forward import Pass
-from backend.engines.cuda.noise import mix
+from backend.engines.cuda.kernels import Kernels
 from backend.engines.cuda.pages import PAGE
+from backend.engines.cuda.plain import mix
+from backend.engines.cuda.stream import DTYPES
+
+OPTIONS: dict[str, tuple[type, float]] = {
+    "temperature": (np.float32, 0.0),
+    "top_k": (np.int32, 0),
+    "top_p": (np.float32, 1.0),
+    "min_p": (np.float32, 0.0),
+    "seed": (np.int64, 0),
+}
+"""A request's options on the device: their type, and the value of a request that has none (a
+temperature of 0 is greedy). The seed is mixed, as ``sampling.randomness`` does it.
+"""
 
 
 class Slots:
@@ -39,20 +53,33 @@ class Slots:
         """int64[slots]: tokens whose KV is there, which are all but the last one."""
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         """int64[slots]: the last token."""
-        self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
-        """int64[slots]: the mixed seed, as ``sampling.randomness`` makes it."""
-        self.temperature = torch.zeros(slots, device=device)
-        """float32[slots]: 0 is greedy."""
-        self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)
-        """int32[slots]: 0 is off."""
-        self.top_p = torch.ones(slots, device=device)
-        """float32[slots]: 1 is off."""
-        self.min_p = torch.zeros(slots, device=device)
-        """float32[slots]: 0 is off."""
+        self.options = {
+            name: torch.full((slots,), off, dtype=DTYPES[kind], device=device)
+            for name, (kind, off) in OPTIONS.items()
+        }
+        """[slots] each."""
         self.states = torch.zeros(slots, *states, dtype=dtype, device=device)
         """[slots, taps, hidden]: what the target had at the place that ``last`` was drawn from."""
         self.own = torch.full((slots, own), -1, dtype=torch.int64, device=device)
         """int64[slots, own]: tokens of the text that a head has no static row for, -1 for none."""
+
+    def drawing(
+        self,
+        kernels: Kernels,
+        logits: torch.Tensor,
+        slot: torch.Tensor,
+        place: torch.Tensor,
+        *,
+        bounded: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what tokens at ``place`` int64[rows] are drawn by from ``logits`` [rows, vocab]:
+        temperature, the least logit that counts, and the noise word, [rows] each.
+        """
+        heat, *limits = (self.options[name][slot] for name in OPTIONS if name != "seed")
+        words = mix(self.options["seed"][slot] ^ place)
+        if bounded:
+            return heat, kernels.bounds(logits, heat, *limits), words
+        return heat, torch.full_like(heat, -torch.inf), words
 
 
 class VerifyStep:
@@ -89,7 +116,6 @@ class VerifyStep:
         self._origin, self._owner = (
             torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2)
         )
-        self._no_bound = torch.full((tokens,), -torch.inf, device=device)
 
     def run(self, *, bounded: bool = False) -> None:
         """Launch the step. ``bounded``: rows may have top-k, top-p or min-p."""
@@ -132,12 +158,7 @@ class VerifyStep:
 
     def _draw(self, logits: torch.Tensor, *, bounded: bool) -> torch.Tensor:
         """Return the token drawn at every place of the pass, int32[tokens]."""
-        slots, kernels = self.slots, self.model.kernels
-        slot = self.slot[self._owner]
-        temperature = slots.temperature[slot]
-        words = mix(slots.seed[slot] ^ (self.target.inputs.device["position"] + 1))
-        bound = self._no_bound
-        if bounded:
-            limits = (slots.top_k[slot], slots.top_p[slot], slots.min_p[slot])
-            bound = kernels.bounds(logits, temperature, *limits)
-        return kernels.draw(logits, temperature, bound, words)
+        place, slot = self.target.inputs.device["position"] + 1, self.slot[self._owner]
+        kernels = self.model.kernels
+        options = self.slots.drawing(kernels, logits, slot, place, bounded=bounded)
+        return kernels.draw(logits, *options)

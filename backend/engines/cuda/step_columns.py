@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.engines.cuda.step import Slots, VerifyStep
+from backend.engines.cuda.step import OPTIONS, Slots, VerifyStep
 from backend.engines.cuda.stream import Columns, Stream
 from backend.request import SamplingParams
 
@@ -50,6 +50,13 @@ class DeviceRow:
     """Tokens of the host's proposal, whose parents are ``parents``."""
     parents: Sequence[int] = ()
 
+    def option(self, name: str) -> float:
+        """Return an option as the device has it (``step.OPTIONS``)."""
+        if name == "seed":
+            return self.seed
+        is_greedy = name == "temperature" and self.sampling.greedy
+        return 0.0 if is_greedy else float(getattr(self.sampling, name))
+
 
 class StepColumns:
     """The columns that all steps of a number of rows read and write; a row's proposal has at most
@@ -69,15 +76,11 @@ class StepColumns:
                 "slot": (long, of_row),
                 "length": (long, of_row),
                 "last": (long, of_row),
-                "seed": (long, of_row),
                 "token": (long, of_node),
                 "follows": (short, of_row),
-                "top_k": (short, of_row),
                 "room": (short, of_row),
                 "parent": (short, of_node),
-                "temperature": (real, of_row),
-                "top_p": (real, of_row),
-                "min_p": (real, of_row),
+                **{name: (kind, of_row) for name, (kind, _) in OPTIONS.items()},
                 "chance": (real, of_node),
                 "places": (short, (MOST_HEADS, rows)),
                 "updates": (long, (2, 3, self.most_updates)),
@@ -117,17 +120,14 @@ class StepColumns:
         for column in host.values():
             column.fill(0)
         host["slot"].fill(idle)
-        host["top_p"].fill(1.0)
         host["parent"].fill(-1)
         host["updates"][:, 0], host["updates"][0, 2] = idle, self._idle_block
         count = len(rows)
-        for name in ("slot", "follows", "length", "last", "seed", "room"):
+        for name in ("slot", "follows", "length", "last", "room"):
             host[name][:count] = [getattr(row, name) for row in rows]
-        for name in ("top_k", "top_p", "min_p"):
-            host[name][:count] = [getattr(row.sampling, name) for row in rows]
-        host["temperature"][:count] = [
-            0.0 if row.sampling.greedy else row.sampling.temperature for row in rows
-        ]
+        for name, (_, off) in OPTIONS.items():
+            host[name][count:] = off
+            host[name][:count] = [row.option(name) for row in rows]
         for number, row in enumerate(rows):
             if row.head:
                 host["places"][heads[row.head], number] = row.places
@@ -152,8 +152,8 @@ class StepColumns:
         slot, follows = given["slot"], given["follows"] > 0
         for known, new in ((slots.length, given["length"]), (slots.last, given["last"])):
             known[slot] = torch.where(follows, known[slot], new)
-        for name in ("seed", "temperature", "top_k", "top_p", "min_p"):
-            getattr(slots, name)[slot] = given[name]
+        for name, known in slots.options.items():
+            known[slot] = given[name]
 
     def fetch(self) -> dict[str, npt.NDArray[Any]]:
         """Copy what a step wrote, and the nodes, to the host's columns, which are returned."""

@@ -12,9 +12,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,7 @@ def context_error(device: torch.device) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Moment:
+class _Moment(NamedTuple):
     """A CPU's event: its number and its time."""
 
     number: int
@@ -162,19 +161,12 @@ class Stream:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
             run()
-        return _Replay(graph, run)
+        return partial(_replay, graph, run)
 
 
-@dataclass(frozen=True)
-class _Replay:
-    """A captured graph, and the launches whose tensors it reads."""
-
-    graph: Any
-    run: Callable[[], object]
-
-    def __call__(self) -> None:
-        """Launch the graph."""
-        self.graph.replay()
+def _replay(graph: Any, run: Callable[[], object]) -> None:
+    del run  # the caller's partial keeps it
+    graph.replay()
 
 
 class Graphs:
@@ -196,9 +188,6 @@ class Graphs:
 
     def __len__(self) -> int:
         return len(self._runs)
-
-    def __contains__(self, size: object) -> bool:
-        return size in self._runs
 
     def forget(self, is_void: Callable[[Any], bool]) -> None:
         """Forget the graphs of sizes that are void."""
@@ -232,11 +221,12 @@ class Graphs:
         return replay
 
 
-_DTYPES: dict[type, torch.dtype] = {
+DTYPES: dict[type, torch.dtype] = {
     np.int64: torch.int64,
     np.int32: torch.int32,
     np.float32: torch.float32,
 }
+"""Torch's types of columns."""
 
 Shapes = Mapping[str, tuple[type, tuple[int, ...]]]
 """By name the NumPy type (int64, int32 or float32) and the shape of a column."""
@@ -283,7 +273,7 @@ class Columns:
 
         def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
             return {
-                name: memory[begin : begin + length].view(_DTYPES[kind]).view(shape)
+                name: memory[begin : begin + length].view(DTYPES[kind]).view(shape)
                 for name, begin, length, kind, shape in places
             }
 
