@@ -19,7 +19,7 @@ from .loops import times as time_loops
 from .loops.acceptance import Chains, Claims
 from .loops.compiling import compile_all
 from .loops.problem import Batch, Limits, StepProblem
-from .loops.times import FIRST_DRAFT, Step, Times
+from .loops.times import FIRST_DRAFT, OCTAVES, Step, Times
 from .plan import (
     BoolArray,
     Drafted,
@@ -62,12 +62,16 @@ class PlannerConfig:
     """Engines report how a draft that catches up would have guessed what it reads."""
     padded_tokens: int = 0
     """Tokens that every row runs if any row speculates, on an engine that pads; 0: its own."""
+    first_plain_steps: int = 0
+    """Steps of each octave of rows that are plain, before what they take is compared: tables are
+    made without the rest of serving.
+    """
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.explore_share < 1:
             raise ValueError(f"explore_share must be in [0, 1), got {self.explore_share}")
-        for name in ("k_max", "padded_tokens"):
+        for name in ("k_max", "padded_tokens", "first_plain_steps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         for name in ("optimism", "switch_horizon_steps"):
@@ -95,6 +99,8 @@ class PlannerState:
     """Time saved for trials."""
     next_trial_s: float = 0.0
     """The budget at which a trial is looked for again."""
+    first_plain: tuple[int, ...] = (0,) * OCTAVES
+    """By octave of rows, the first plain steps so far."""
 
     def copy(self) -> PlannerState:
         """Return a state that may be changed."""
@@ -109,6 +115,7 @@ class PlannerState:
             self.goodput,
             self.trial_budget_s,
             self.next_trial_s,
+            self.first_plain,
         )
 
     def column(self, draft: IntArray, slot: IntArray) -> IntArray:
@@ -169,6 +176,12 @@ class AdaptivePlanner(Policy[PlannerState]):
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         _check_bins(view.evidence)
         after, config, n = self.admitted(view, state, now), self.config, len(view)
+        if self._is_first(view, after):
+            octave, after.view = n.bit_length() - 1, view
+            steps = list(after.first_plain)
+            steps[octave] += 1
+            after.first_plain = tuple(steps)
+            return Plan.nothing(n), after
         batch, known = self._columns_of(view, after)
         mode = step_loops.Mode(
             float(state.goodput),
@@ -192,6 +205,16 @@ class AdaptivePlanner(Policy[PlannerState]):
         if chosen.trial:
             plan.notes["trial"] = chosen.trial
         return plan, after
+
+    def _is_first(self, view: View, state: PlannerState) -> bool:
+        """Return whether a step is one of the first plain ones: nothing is known yet of what plain
+        steps of about as many rows take.
+        """
+        if not len(view) or view.prefill_tokens or view.control_plan is not None:
+            return False
+        octave, most = len(view).bit_length() - 1, self.config.first_plain_steps
+        seen = state.correction.seen[octave : octave + 2].sum()
+        return state.first_plain[octave] < most and seen < most
 
     def _columns_of(self, view: View, state: PlannerState) -> tuple[Batch, step_loops.Known]:
         """Return the columns of a view whose requests were admitted, and what is known of them."""

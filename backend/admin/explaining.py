@@ -27,9 +27,12 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
     view, state, plan, now = last
     runner = orchestrator.cycle.runner
     guard = _guard_words(plan, runner.verdicts())
+    kept = _promise_words(plan, runner.promise(rows_of(bucket_of(len(plan.length)))))
     reply: dict[str, Any] = {
         "age_s": round(monotonic() - now, 3),
-        "step": "; ".join([explain_batch(plan), *guard, *orchestrator.cycle.drafting.remarks()]),
+        "step": "; ".join(
+            [explain_batch(plan), *kept, *guard, *orchestrator.cycle.drafting.remarks()]
+        ),
         "requests": [],
     }
     planner: AnyPolicy = runner.policy
@@ -52,6 +55,17 @@ def _applied(plan: Plan) -> str:
     """Return the level of ``policy.levels`` that a plan was made by."""
     level: str = plan.notes.get("experiment") or plan.notes.get("guard") or "planned"
     return level
+
+
+def _promise_words(plan: Plan, kept: tuple[float, float] | None) -> list[str]:
+    """Return how far the latest plans at the load of a plan kept what they promised."""
+    if kept is None:
+        return []
+    rows = rows_of(bucket_of(len(plan.length)))
+    tokens, seconds = kept
+    return [
+        f"with {rows} in flight {tokens:.2f}x the planned tokens come in {seconds:.2f}x the time"
+    ]
 
 
 def _guard_words(plan: Plan, verdicts: list[Verdict]) -> list[str]:

@@ -28,6 +28,7 @@ MAX_OBSERVATIONS = 4096
 SMALL_PROPOSAL_TOKENS = 4
 """Tokens drafted for a batch that cost too little to matter if none is verified."""
 
+_PROMISE_KEPT = 0.98  # of the sums of promises, with each step
 _CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 
 
@@ -158,6 +159,7 @@ class StepStats:
         self._latest = Latest()
         self._preempted = 0
         self._between_s: defaultdict[str, list[float]] = defaultdict(list)  # by arm, of this step
+        self._promises: dict[str, Any] = {}  # float64[4] by rows: promised, measured tokens, s
 
     def export(self) -> None:
         """Set the gauges that show the latest step (any thread)."""
@@ -320,6 +322,16 @@ class StepStats:
         self._stats.count("spindle_planned_step_seconds_total", seconds, rows=rows)
         self._stats.count("spindle_promised_tokens_total", plan.predicted_tokens, rows=rows)
         self._stats.count("spindle_planned_step_tokens_total", tokens, rows=rows)
+        step = np.array([plan.predicted_tokens, tokens, plan.predicted_s, seconds])
+        self._promises[rows] = _PROMISE_KEPT * self._promises.get(rows, 0.0) + step
+
+    def promise(self, rows: str) -> tuple[float, float] | None:
+        """Return tokens and seconds of the latest planned steps of a range of rows over what their
+        plans promised (any thread); None: there were none.
+        """
+        if (sums := self._promises.get(rows)) is None:
+            return None
+        return float(sums[1] / sums[0]), float(sums[3] / sums[2])
 
     def _nodes(self, draft: IntArray, judged: StepNodes, drafts: tuple[str, ...]) -> None:
         """Count nodes, and those that were accepted, by the confidence that was claimed of them."""

@@ -27,6 +27,12 @@ steps correct them.
 """
 
 
+FIRST_PLAIN_STEPS = 4
+"""Plain steps of each octave of rows on a server that has learnt nothing: the first changes the
+width of the pass, the others teach.
+"""
+
+
 def make_policy(
     config: ServingConfig,
     drafts: list[Engine],
@@ -52,6 +58,7 @@ def make_policy(
         k_max=config.policy.k_max,
         catchup_scored=scored,
         padded_tokens=padded_tokens,
+        first_plain_steps=FIRST_PLAIN_STEPS if config.target.kind.measured else 0,
     )
     planner = policy.AdaptivePlanner(names, latency, constants)
     made: policy.AnyPolicy = planner

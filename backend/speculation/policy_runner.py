@@ -133,6 +133,10 @@ class PolicyRunner:
         guard, depth = self._guard
         return guard.verdicts(within(self.state, depth))
 
+    def promise(self, rows: str) -> tuple[float, float] | None:
+        """Return what the latest plans brought over what they promised (``StepStats.promise``)."""
+        return self._stats.promise(rows)
+
     def drift(self) -> dict[str, float]:
         """Return measured over predicted time by part of the step."""
         try:

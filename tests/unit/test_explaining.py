@@ -1,5 +1,7 @@
 """Why the last plan is what it is, asked of the running loop."""
 
+import re
+
 import pytest
 
 from backend.admin.explaining import MOST_ROWS, explain_last
@@ -32,6 +34,8 @@ def test_each_request_of_the_last_plan_has_a_line():
     explained = explain_last(stepped(3))
     assert explained["age_s"] >= 0
     assert explained["step"].startswith("3 requests, ")
+    kept = r"with 3-4 in flight \d\.\d\dx the planned tokens come in \d\.\d\dx the time"
+    assert re.search(kept, explained["step"])
     assert [line.split(":")[0] for line in explained["requests"]] == [
         "request 1",
         "request 2",

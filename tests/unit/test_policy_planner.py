@@ -251,6 +251,25 @@ def test_no_width_of_the_last_pass_keeps_a_batch_from_what_is_best_for_long(pass
         assert (plan.length.sum() > 0) == drafts
 
 
+def test_the_first_steps_of_an_octave_of_rows_are_plain_until_these_are_known():
+    p = planner(**certain(0.9), first_plain_steps=2)
+    state = p.start()
+
+    def drafted(rows, state, **changes):
+        seen = view(rows, **changes)
+        plan, state = p.plan(seen, state, 0.0, RNG)
+        return plan.length.sum() > 0, state
+
+    is_drafted, _ = drafted(4, state, prefill_tokens=32)
+    assert is_drafted, "steps with prompts teach nothing of it"
+    for rows, expected in ((4, False), (5, False), (7, True), (8, False), (9, False), (8, True)):
+        is_drafted, state = drafted(rows, state)
+        assert is_drafted is np.bool_(expected)
+    known = p.start()
+    known.correction.seen[2] = 2.0
+    assert drafted(4, known)[0]
+
+
 def test_prefill_in_the_step_does_not_lengthen_chains():
     """Prefill makes the step long; V / T of the step alone would then speculate more."""
     p = planner(latency(free_tokens=1), **certain(0.7))
