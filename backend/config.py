@@ -4,13 +4,16 @@ a value out of range is an error.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from backend.files import read_json
-from backend.kinds import KINDS, Kind, automatic
+from backend.kinds import KINDS, Kind, automatic, kind_of
 from backend.machine import Machine, machine
 from backend.settings import ConfigError, build_settings, setting
 
@@ -29,7 +32,10 @@ class EngineConfig:
     (``with_auto_resolved``).
     """
 
-    engine: str = setting("auto", choices=("auto", *KINDS))
+    engine: str = "auto"
+    """``auto``, a kind (``backend.kinds``), or the dotted path of a user's own,
+    ``my_package.my_engine``: a module that has its ``KIND`` and answers for it.
+    """
     name: str = "target"
     model: str = ""
     """A folder, or the embedded model's name where the kind loads Hugging Face folders. A relative
@@ -52,13 +58,11 @@ class EngineConfig:
     keep_remembered: bool = False  # ``suffix``: over restarts, too
     tree_width: int = setting(1, low=1, high=8)
     """``eagle``: the likeliest paths that a proposal goes on with at each depth."""
-    seed: int = 0  # ``fake``
-    agreement: float = setting(0.7, low=0.0, high=1.0)
-    """``fake``: the share of places where a draft proposes what the target emits."""
-    step_s: float = setting(0.0, low=0.0)  # ``fake``: seconds of a pass
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Settings of a user's own kind; ``step_s``, if there, is the seconds of a pass."""
     lookahead: int = setting(0, low=0, high=1)
-    """``cuda`` or ``fake`` target: submissions in flight besides the one that runs. With 1 heads
-    (``fake``: its drafts) propose on the target's device.
+    """``cuda`` target: submissions in flight besides the one that runs. With 1 heads propose on the
+    target's device.
     """
     gpus: tuple[int, ...] = (0,)  # ``trtllm``: one a rank
     kv_share: float = setting(0.9, low=0.01, high=1.0)
@@ -70,7 +74,7 @@ class EngineConfig:
     @property
     def kind(self) -> Kind:
         """Facts about engines of its kind."""
-        return KINDS[self.engine]
+        return kind_of(self.engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class PolicyConfig:
     @property
     def is_custom(self) -> bool:
         """Whether the kind is the dotted path of a user's policy."""
-        return "." in self.kind and all(part.isidentifier() for part in self.kind.split("."))
+        return _is_dotted(self.kind)
 
 
 GPU_CHUNK_TOKENS = 2048
@@ -219,6 +223,7 @@ def parse_config(
     value.
     """
     config: ServingConfig = build_settings(ServingConfig, raw, "")
+    _import_kinds(config, folder)
     if folder is not None:
         config = with_absolute_models(config, folder)
     target = with_auto_resolved(config.target, machine)
@@ -247,6 +252,46 @@ def parse_config(
     return config
 
 
+def _is_dotted(name: str) -> bool:
+    return "." in name and all(part.isidentifier() for part in name.split("."))
+
+
+def own_folders(folder: Path | None) -> list[str]:
+    """Return the last folders on sys.path where a user's own modules may be: next to the
+    configuration, and where the launcher was started (``SPINDLE_POLICY_PATH``).
+    """
+    from_launcher = os.environ.get("SPINDLE_POLICY_PATH", "").split(os.pathsep)
+    folders = dict.fromkeys([str(folder or ""), *from_launcher])
+    return [folder for folder in folders if folder and folder not in sys.path]
+
+
+def _import_kinds(config: ServingConfig, folder: Path | None) -> None:
+    """Import the user's own kinds of engines. Raises ConfigError for one that cannot be, and for a
+    kind that is unknown.
+    """
+    for where, engine in _engines(config):
+        name = engine.engine
+        if name == "auto" or name in KINDS:
+            continue
+        if not _is_dotted(name):
+            known = f"one of {['auto', *KINDS]} or a dotted path like 'my_package.my_engine'"
+            raise ConfigError(f"{where}.engine must be {known}, got {name!r}")
+        if find_spec(name.partition(".")[0]) is None:
+            sys.path += own_folders(folder)
+        try:
+            kind = kind_of(name)
+        except Exception as error:  # a module of the user's raises what it likes
+            raise ConfigError(f"{where}.engine {name!r} cannot be imported: {error}") from error
+        if not isinstance(kind, Kind):
+            raise ConfigError(f"{where}.engine {name!r} must have a KIND of backend.kinds.Kind")
+
+
+def _engines(config: ServingConfig) -> list[tuple[str, EngineConfig]]:
+    """Return all engines, each with where it stands in the file."""
+    drafts = [(f"drafts[{place}]", draft) for place, draft in enumerate(config.drafts)]
+    return [("target", config.target), *drafts]
+
+
 def _check_names(config: ServingConfig) -> None:
     """Raise ConfigError for a target that is none, or a draft whose name or n-grams do not fit."""
     if not config.target.kind.target:
@@ -268,10 +313,7 @@ def _check_names(config: ServingConfig) -> None:
 
 def _check_engines(config: ServingConfig) -> None:
     """Raise ConfigError for a model or a dtype that an engine's kind lacks."""
-    for where, engine in [
-        ("target", config.target),
-        *((f"drafts[{i}]", d) for i, d in enumerate(config.drafts)),
-    ]:
+    for where, engine in _engines(config):
         if engine.kind.model and not engine.model:
             raise ConfigError(
                 f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}"
@@ -335,7 +377,7 @@ def why_not(name: str, engine: EngineConfig, machine: Machine = machine) -> str:
     """Return why the kind ``name`` cannot run an engine's model on its device; empty where it can,
     as far as is known before anything is loaded.
     """
-    kind = KINDS[name]
+    kind = kind_of(name)
     if kind.missing:
         return f"{kind.missing} is not installed"
     if engine.device != "cpu" and kind.least_capability:
@@ -408,6 +450,8 @@ def slower_on_cpus(config: ServingConfig) -> dict[str, str]:
 def _check_engine(where: str, engine: EngineConfig) -> None:
     """Check what an engine's kind runs, on what, and in which number formats."""
     kind, what = engine.kind, f"for the engine {engine.engine!r}"
+    if engine.options and engine.engine in KINDS:
+        raise ConfigError(f"{where}.options must be empty {what}, got {engine.options!r}")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", engine.device):
         known = "'cpu', 'cuda', 'cuda:1' (or another number) or 'auto'"
         raise ConfigError(f"{where}.device must be {known}, got {engine.device!r}")

@@ -16,7 +16,7 @@ from time import perf_counter
 from types import FrameType
 
 from backend.app import App, build
-from backend.config import LogConfig, ServingConfig, load_config
+from backend.config import LogConfig, ServingConfig, load_config, own_folders
 from backend.core.session import Delta
 from backend.ipc.messages import SWITCHES_SUFFIX
 from backend.ipc.server import Server
@@ -83,15 +83,8 @@ def spare_the_collector() -> None:
 def policy_folders(config: ServingConfig, file: Path) -> list[str]:
     """Return the last folders on sys.path where a user's policy may be; none without such a policy,
     so that no other module is found there.
-
-    Next to the configuration's ``file``, and where the launcher was started
-    (``SPINDLE_POLICY_PATH``).
     """
-    if not config.policy.is_custom:
-        return []
-    from_launcher = os.environ.get("SPINDLE_POLICY_PATH", "").split(os.pathsep)
-    folders = dict.fromkeys([str(file.absolute().parent), *filter(None, from_launcher)])
-    return [folder for folder in folders if folder not in sys.path]
+    return own_folders(file.absolute().parent) if config.policy.is_custom else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:

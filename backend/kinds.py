@@ -2,14 +2,15 @@
 
 A kind's module (``backend.engines.registry.KindModule``) answers the rest: it makes an engine,
 checks its folder, plans its memory and lists the passes to measure. A new kind is its module and
-its entry here; settings of its own are fields of ``backend.config.EngineConfig``.
+its entry here; settings of its own are fields of ``backend.config.EngineConfig``. A user's own kind
+is a module that has its ``KIND``, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -289,9 +290,6 @@ KINDS = {
         known_s=1e-4,
         token_bytes=64,  # 32 in the ring, the rest its share of what is noted of texts
     ),
-    "fake": Kind(
-        "backend.engines.fake", model=False, tokenizer=False, known_s=1e-6, looks_ahead=True
-    ),
     "trtllm": Kind(
         "backend.engines.trtllm.deployment",
         table_file="latency.json",
@@ -309,6 +307,16 @@ KINDS = {
     ),
     "trt_graph": Kind("backend.engines.trt_graph.kind", behaviour=1),
 }
+
+
+def kind_of(engine: str) -> Kind:
+    """Return what is known of a kind: one of ``KINDS``, or the ``KIND`` of the module that a dotted
+    path names. Whatever that module's import raises is raised.
+    """
+    if engine in KINDS:
+        return KINDS[engine]
+    kind: Kind = import_module(engine).KIND
+    return kind
 
 
 def automatic(device: str) -> list[str]:

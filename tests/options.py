@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from backend.engines.markov import _UNLIKELY_LOGIT, ORDER, VOCAB_SIZE, _candidates
 from backend.request import SamplingParams
+from tests.fakes.markov import _UNLIKELY_LOGIT, ORDER, VOCAB_SIZE, _candidates
 
 LETTER_LOGITS = [4.0 + math.log(share) for share in (0.6, 0.25, 0.1, 0.05)]
 

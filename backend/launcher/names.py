@@ -10,8 +10,9 @@ from backend.launcher.settings import Settings
 
 
 def model_names(settings: Settings, config: ServingConfig) -> tuple[str, ...]:
-    """Return those that are set, else that of the model's folder."""
-    return settings.model_names or (name_of(config.target.model) or "fake",)
+    """Return those that are set, else that of the model's folder, or of a user's own engine."""
+    engine = config.target.engine.rpartition(".")[2]
+    return settings.model_names or (name_of(config.target.model) or engine,)
 
 
 def name_of(model: str) -> str:

@@ -43,8 +43,8 @@ from bench.resources import Watch
 from tests.server.harness import Service, free_ports
 
 FAKE = {
-    "target": {"engine": "fake"},
-    "drafts": [{"name": "good", "engine": "fake", "agreement": 0.8}],
+    "target": {"engine": "tests.fakes.fake"},
+    "drafts": [{"name": "good", "engine": "tests.fakes.fake", "options": {"agreement": 0.8}}],
     "policy": {"kind": "random", "k_max": 4},
 }
 SAMPLE_PERIOD_S = 3.0

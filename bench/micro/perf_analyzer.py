@@ -28,7 +28,7 @@ from bench.load import percentiles_ms
 from tests.server.harness import Service
 
 STEP_S = 0.02
-FAKE = {"target": {"engine": "fake", "step_s": STEP_S}}
+FAKE = {"target": {"engine": "tests.fakes.fake", "options": {"step_s": STEP_S}}}
 TOKENS = 50
 LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
 LIMIT_S = 120

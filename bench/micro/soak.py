@@ -39,10 +39,10 @@ from bench.resources import Watch
 from tests.server.harness import Service, free_ports
 
 FAKE = {
-    "target": {"engine": "fake", "step_s": 0.03},
+    "target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.03}},
     "drafts": [
-        {"name": "good", "engine": "fake", "agreement": 0.8},
-        {"name": "poor", "engine": "fake", "agreement": 0.3},
+        {"name": "good", "engine": "tests.fakes.fake", "options": {"agreement": 0.8}},
+        {"name": "poor", "engine": "tests.fakes.fake", "options": {"agreement": 0.3}},
     ],
     "policy": {"kind": "random", "k_max": 4},
 }

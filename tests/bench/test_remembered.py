@@ -7,7 +7,10 @@ import pytest
 from backend.config import parse_config
 from bench.micro.remembered import SCHEMA, TOOLS, WORKLOADS, compare, costs
 
-FAKE = {"target": {"engine": "fake"}, "policy": {"kind": "fixed", "draft": "lookup", "length": 4}}
+FAKE = {
+    "target": {"engine": "tests.fakes.fake"},
+    "policy": {"kind": "fixed", "draft": "lookup", "length": 4},
+}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -29,9 +29,9 @@ from bench.sweep.simulation import missing
 pytestmark = pytest.mark.slow
 
 FAKE = {
-    "target": {"engine": "fake", "step_s": 0.001},
+    "target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.001}},
     "drafts": [
-        {"name": "d-1", "engine": "fake", "agreement": 0.8},
+        {"name": "d-1", "engine": "tests.fakes.fake", "options": {"agreement": 0.8}},
         {"name": "lookup", "engine": "lookup"},
     ],
     "policy": {"k_max": 4},

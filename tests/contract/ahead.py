@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.engines.fake import FakeEngine
-from backend.engines.markov import MarkovChain
 from backend.engines.port import AFTER, Engine
 from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
@@ -23,7 +21,9 @@ from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, Deployment
 from tests.contract.reference import Reference
 from tests.contract.scenarios import Scenario, Served
 from tests.fakes.clients import Sink
+from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.loop import World
+from tests.fakes.markov import MarkovChain
 
 
 class ReferenceModel(MarkovChain):

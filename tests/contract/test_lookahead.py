@@ -188,7 +188,7 @@ def test_the_end_of_the_loop_drops_what_is_in_flight():
 
 
 def test_the_kill_switch_acts_between_two_steps_and_no_text_changes():
-    target = {"engine": "fake", "lookahead": 1}
+    target = {"engine": "tests.fakes.fake", "lookahead": 1}
     prompts = ["once upon a time", "there was", "a a a a a a a a"]
 
     def texts(app, *settings):
@@ -210,7 +210,7 @@ def test_the_kill_switch_acts_between_two_steps_and_no_text_changes():
 
 def test_no_second_of_a_step_is_counted_twice():
     """A pass of 20 ms, during which the loop commits, plans and drafts."""
-    target = {"engine": "fake", "lookahead": 1, "step_s": 0.02}
+    target = {"engine": "tests.fakes.fake", "lookahead": 1, "options": {"step_s": 0.02}}
     app = fake_app(target=target)
     sinks = [ask(app, prompt, 30) for prompt in ("once upon a time", "there was")]
     while not app.orchestrator.in_flight:

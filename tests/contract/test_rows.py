@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.engines.fake import FakeEngine
-from backend.engines.markov import VOCAB_SIZE
 from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import ROOT, Proposal, Sequence
 from tests.contract.deployment import K_MAX, VOCAB, tiny_engine
 from tests.contract.trtllm_deployment import trtllm_engine
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.markov import VOCAB_SIZE
 
 numbers = itertools.count(1)
 KINDS = {

@@ -48,7 +48,7 @@ def test_the_simulator_prints_what_the_page_shows(capsys):
 
 def test_the_setting_is_one():
     setting = json.loads(f"{{{block('json')}}}")
-    policy = parse_config({"target": {"engine": "fake"}, **setting}).policy
+    policy = parse_config({"target": {"engine": "tests.fakes.fake"}, **setting}).policy
     assert (policy.is_custom, policy.options) == (True, {"most_rows": 8})
 
 

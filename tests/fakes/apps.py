@@ -10,8 +10,11 @@ from backend.request import GenerationRequest
 from tests.fakes.clients import Sink
 
 FAKE: dict[str, Any] = {
-    "target": {"engine": "fake"},
-    "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}],
+    "target": {"engine": "tests.fakes.fake"},
+    "drafts": [
+        {"name": "d0", "engine": "tests.fakes.fake"},
+        {"name": "lookup", "engine": "lookup"},
+    ],
 }
 """A ``serving.json`` that needs no model."""
 

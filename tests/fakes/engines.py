@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from backend.engines.fake import FakeEngine
 from backend.engines.port import Turn
 from backend.sequence import Proposal
 from backend.sequence import Sequence as TokenSequence
+from tests.fakes.fake_engine import FakeEngine
 
 
 class FaultyEngine(FakeEngine):

@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from backend.core.block_pool import block_key, root_key
 from backend.core.kv_ledger import KVLedger
-from backend.engines.fake import FakeEngine
 from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Sequence
+from tests.fakes.fake_engine import FakeEngine
 
 HEADROOM = 5
 texts = st.tuples(st.integers(1, 3 * BLOCK_TOKENS + 2), st.integers(0, 30), st.sampled_from([1, 2]))

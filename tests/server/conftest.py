@@ -16,7 +16,7 @@ def reference_text():
     server, wire, batch or draft.
     """
     config = load_config(CONFIG)
-    app = build(replace(config, target=replace(config.target, step_s=0.0), drafts=()))
+    app = build(replace(config, target=replace(config.target, options={}), drafts=()))
 
     def text(prompt, max_tokens):
         finish(app, sink := ask(app, prompt, max_tokens, exclude_input_in_output=True))

@@ -5,8 +5,8 @@
 import sys
 
 from backend.engine_process import main
-from backend.engines.fake import FakeEngine
 from backend.engines.port import EngineLostError
+from tests.fakes.fake_engine import FakeEngine
 
 RAISES_OVER = {True: b"poison", False: b"orphan"}
 

@@ -31,7 +31,7 @@ def narrow(start_service, tmp_path_factory):
     config.write_text(
         json.dumps(
             {
-                "target": {"engine": "fake", "step_s": 0.01},
+                "target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.01}},
                 "policy": {"kind": "none"},
                 "limits": limits,
             }

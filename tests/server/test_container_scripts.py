@@ -163,7 +163,7 @@ def test_an_openai_front_end_that_dies_is_started_again(container):
 
 def test_a_full_queue_is_no_illness(tmp_path):
     settings = json.loads(CONFIG.read_text())
-    settings["target"]["step_s"] = 0.05
+    settings["target"]["options"] = {"step_s": 0.05}
     settings["limits"] = {"max_active_requests": 1, "max_queued_requests": 1}
     config = tmp_path / "serving.json"
     config.write_text(json.dumps(settings))

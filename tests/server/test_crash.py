@@ -201,8 +201,8 @@ def test_sigterm_drains_and_leaves_nothing_running(crashing, reference_text):
 def test_sigterm_under_load_answers_all_64_streams(start_service, tmp_path):
     config = tmp_path / "serving.json"
     config.write_text(
-        '{"target": {"engine": "fake", "step_s": 0.05}, "policy": {"kind": "none"}, "limits": '
-        '{"max_active_requests": 48, "drain_s": 8}}'
+        '{"target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.05}}, '
+        '"policy": {"kind": "none"}, "limits": {"max_active_requests": 48, "drain_s": 8}}'
     )
     service = start_service(config).wait_ready()
     tree = service.tree()
@@ -267,8 +267,8 @@ def test_a_port_in_use_is_named(service, tmp_path):
 def test_an_engine_that_cannot_start_ends_the_launcher_with_its_reason(tmp_path):
     config = tmp_path / "serving.json"
     config.write_text(
-        '{"target": {"engine": "fake"}, "drafts": [{"name": "d", "engine": "torch", "model": '
-        '"nowhere"}]}'
+        '{"target": {"engine": "tests.fakes.fake"}, '
+        '"drafts": [{"name": "d", "engine": "torch", "model": "nowhere"}]}'
     )
     service = Service(tmp_path / "log", config)
     assert service.process.wait(60) == 1

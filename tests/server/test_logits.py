@@ -5,7 +5,7 @@ HTTP.
 import numpy as np
 import pytest
 
-from backend.engines.markov import _UNLIKELY_LOGIT, ORDER, VOCAB_SIZE, _candidates
+from tests.fakes.markov import _UNLIKELY_LOGIT, ORDER, VOCAB_SIZE, _candidates
 from tests.options import LETTER_LOGITS
 from tests.server.tensors import END, token_request
 

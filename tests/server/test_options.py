@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from backend.engines.markov import ORDER, _candidates
 from backend.request import SamplingParams
 from backend.triton_adapter.fields import NUMPY_TYPES
+from tests.fakes.markov import ORDER, _candidates
 from tests.options import greedy
 from tests.server.harness import DTYPES
 

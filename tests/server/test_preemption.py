@@ -16,9 +16,9 @@ BLOCKS = 32
 @pytest.fixture(scope="module")
 def cramped(start_service, tmp_path_factory):
     config = tmp_path_factory.mktemp("cramped") / "serving.json"
-    draft = {"name": "good", "engine": "fake", "agreement": 0.8}
+    draft = {"name": "good", "engine": "tests.fakes.fake", "options": {"agreement": 0.8}}
     settings = {
-        "target": {"engine": "fake", "step_s": 0.001},
+        "target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.001}},
         "drafts": [draft],
         "policy": {"kind": "random"},
     }

@@ -20,7 +20,7 @@ def remembering(start_service, tmp_path_factory):
     folder = tmp_path_factory.mktemp("remembering")
     draft = {"name": "suffix", "engine": "suffix", "keep_remembered": True}
     settings = {
-        "target": {"engine": "fake", "step_s": 0.001},
+        "target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.001}},
         "drafts": [draft],
         "policy": {"kind": "fixed", "draft": "suffix", "length": 4},
     }

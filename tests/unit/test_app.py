@@ -6,7 +6,6 @@ from backend.app import _report_slow_kernels, build
 from backend.config import parse_config
 from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
-from backend.engines.fake import FakeEngine
 from backend.engines.lookup import LookupEngine
 from backend.kinds import KINDS
 from backend.ops.stats import Stats, StepStats
@@ -27,6 +26,7 @@ from policy.guard import Guard
 from policy.replay import replayed, same
 from tests.fakes.apps import FAKE, ask, fake_app, finish, submit
 from tests.fakes.clients import Sink
+from tests.fakes.fake_engine import FakeEngine
 from tests.options import greedy
 
 
@@ -186,11 +186,11 @@ def test_a_request_for_the_logits_of_its_prompt_shares_no_kv_with_others():
     "policy", [{"kind": "none"}, {"kind": "fixed", "draft": "d0", "length": 8}]
 )
 def test_a_run_ends_at_the_edge_of_the_context(policy):
-    drafts = [{"name": "d0", "engine": "fake", "agreement": 1.0}]
+    drafts = [{"name": "d0", "engine": "tests.fakes.fake", "options": {"agreement": 1.0}}]
     app = build(
         parse_config(
             {
-                "target": {"engine": "fake"},
+                "target": {"engine": "tests.fakes.fake"},
                 "drafts": drafts,
                 "policy": policy,
                 "limits": {"max_context_tokens": 32},
@@ -221,7 +221,7 @@ def test_a_run_ends_at_the_edge_of_the_context(policy):
 )
 def test_max_tokens_may_be_lowered_to_what_fits(prompt_tokens, max_tokens, limits, most):
     limits = {"max_context_tokens": 32, **limits}
-    app = build(parse_config({"target": {"engine": "fake"}, "limits": limits}))
+    app = build(parse_config({"target": {"engine": "tests.fakes.fake"}, "limits": limits}))
     request = GenerationRequest("x" * prompt_tokens, max_tokens, end_id=-1, fit_max_tokens=True)
     finish(app, sink := submit(app, request))
     [(reason, usage)] = sink.ends
@@ -248,7 +248,9 @@ def test_max_tokens_may_be_lowered_to_what_fits(prompt_tokens, max_tokens, limit
     ],
 )
 def test_the_configured_policy_is_built_and_serves(settings, kind):
-    app = fake_app(target={"engine": "fake", "step_s": 0.002}, policy=settings)
+    app = fake_app(
+        target={"engine": "tests.fakes.fake", "options": {"step_s": 0.002}}, policy=settings
+    )
     assert isinstance(app.orchestrator.cycle.runner.policy.policy, kind)
     finish(app, sink := ask(app, "text", 40))
     [(reason, usage)] = sink.ends
@@ -258,14 +260,19 @@ def test_the_configured_policy_is_built_and_serves(settings, kind):
 
 def test_a_deployment_without_drafts_does_not_speculate():
     assert isinstance(
-        build(parse_config({"target": {"engine": "fake"}})).orchestrator.cycle.runner.policy.policy,
+        build(
+            parse_config({"target": {"engine": "tests.fakes.fake"}})
+        ).orchestrator.cycle.runner.policy.policy,
         NoSpeculation,
     )
 
 
 def test_a_missing_latency_table_is_an_error_that_names_the_engine():
     config = parse_config(
-        {"target": {"engine": "fake"}, "drafts": [{"name": "d0", "engine": "torch", "model": "m"}]}
+        {
+            "target": {"engine": "tests.fakes.fake"},
+            "drafts": [{"name": "d0", "engine": "torch", "model": "m"}],
+        }
     )
     with pytest.raises(LatencyError, match="d0"):
         make_policy(config, [FakeEngine("d0")], {}, StepStats(Stats()))

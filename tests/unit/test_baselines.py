@@ -33,7 +33,8 @@ policy.baselines.BASELINES["twice"] = TWICE
 from bench.sweep.arms import ADAPTING, Tuning, arm_config
 from bench.sweep.plots import COLOURS, MARKERS
 from bench.tables import OTHERS
-config = {"target": {"engine": "fake"}, "drafts": [{"name": "d", "engine": "fake"}]}
+fake = {"engine": "tests.fakes.fake"}
+config = {"target": fake, "drafts": [{"name": "d", **fake}]}
 policy = arm_config(config, "twice", Tuning("d", 3), 8)["policy"]
 assert "twice" in ADAPTING and (COLOURS["twice"], MARKERS["twice"]) == ("#123456", "*")
 assert OTHERS["twice"] == "twice as long"
@@ -82,9 +83,11 @@ def test_the_numbers_of_a_baseline_are_options_checked_by_name_and_value(kind, o
 
 
 def test_the_rule_of_the_longest_match_gets_the_draft_that_needs_no_model():
-    drafts = [{"name": name, "engine": "fake"} for name in ("a", "b", "c")]
+    drafts = [{"name": name, "engine": "tests.fakes.fake"} for name in ("a", "b", "c")]
     asked = {"kind": "suffix-else-eagle", "draft": "c", "options": {"least": 8}}
-    config = parse_config({"target": {"engine": "fake"}, "drafts": drafts, "policy": asked})
+    config = parse_config(
+        {"target": {"engine": "tests.fakes.fake"}, "drafts": drafts, "policy": asked}
+    )
     assert make_policy(config, engines(config, free=["b"]), {}, None).free == "b"
     assert make_policy(config, engines(config), {}, None).free == "c"
 
@@ -114,7 +117,7 @@ def test_a_new_baseline_is_an_arm_of_the_simulator():
 @pytest.mark.medium
 def test_a_process_that_does_not_plan_reads_the_settings_without_the_policy(tmp_path):
     file = tmp_path / "serving.json"
-    file.write_text('{"target": {"engine": "fake"}, "policy": {"kind": "none"}}')
+    file.write_text('{"target": {"engine": "tests.fakes.fake"}, "policy": {"kind": "none"}}')
     code = (
         "import sys; from backend.config import load_config; "
         f"load_config({str(file)!r}, plans=False); assert 'policy' not in sys.modules; "

@@ -141,12 +141,12 @@ def test_a_draft_that_reads_the_target_follows_it_to_its_device():
         ({"target": TORCH, "tarjet": {}}, ["tarjet", "known here"]),
         ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
         ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),
-        ({"target": {**TORCH, "lookahead": 1}}, ["target.lookahead must be 0", "'fake'", "got 1"]),
-        ({"target": {"engine": "fake", "lookahead": 2}}, ["target.lookahead", "2"]),
+        ({"target": {**TORCH, "lookahead": 1}}, ["target.lookahead must be 0", "'cuda'", "got 1"]),
+        ({"target": {"engine": "tests.fakes.fake", "lookahead": 2}}, ["target.lookahead", "2"]),
         (
             {
-                "target": {"engine": "fake"},
-                "drafts": [{"name": "d0", "engine": "fake", "lookahead": 1}],
+                "target": {"engine": "tests.fakes.fake"},
+                "drafts": [{"name": "d0", "engine": "tests.fakes.fake", "lookahead": 1}],
             },
             ["drafts[0].lookahead must be 0 but for a target of", "got 1"],
         ),

@@ -28,7 +28,7 @@ def test_a_wrong_variable_is_named(variable, value, sentence):
 def test_a_worker_needs_a_model_and_a_python():
     settings = read_settings({"DYNAMO_NAMESPACE": "fleet"})
     with pytest.raises(LaunchError, match="--dynamo needs a model"):
-        DynamoWorker(settings, parse_config({"target": {"engine": "fake"}}), Path())
+        DynamoWorker(settings, parse_config({"target": {"engine": "tests.fakes.fake"}}), Path())
     with pytest.raises(LaunchError, match=r"/nowhere/python lacks: make fleet"):
         DynamoWorker(settings, CONFIG, Path(), environment={"DYNAMO_PYTHON": "/nowhere/python"})
 

@@ -134,7 +134,7 @@ def test_targets_without_states_for_the_host_are_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"target\.lookahead must be 0 with .*'eagle'.* got 1"):
         config(head, cuda | {"lookahead": 1})
     with pytest.raises(ConfigError, match="'eagle' reads the target, whose engine must be"):
-        config(head, {"engine": "fake"})
+        config(head, {"engine": "tests.fakes.fake"})
 
 
 def test_a_published_head_is_refused_where_another_kind_is_to_load_it(tmp_path):

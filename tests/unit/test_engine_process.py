@@ -32,8 +32,8 @@ from backend.request import ErrorCode, GenerationRequest
 pytestmark = pytest.mark.medium
 
 CONFIG = {
-    "target": {"engine": "fake", "step_s": 0.002},
-    "drafts": [{"name": "d0", "engine": "fake", "agreement": 0.8}],
+    "target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.002}},
+    "drafts": [{"name": "d0", "engine": "tests.fakes.fake", "options": {"agreement": 0.8}}],
     "policy": {"kind": "random"},
     "limits": {"max_context_tokens": 512},
 }
@@ -219,7 +219,7 @@ def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):
 @pytest.mark.slow
 def test_a_drain_refuses_what_is_new_and_ends_what_outlasts_it(start):
     config = {
-        "target": {"engine": "fake", "step_s": 0.02},
+        "target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.02}},
         "policy": {"kind": "none"},
         "limits": {"drain_s": 5.0},
     }
@@ -250,7 +250,7 @@ def test_a_drain_refuses_what_is_new_and_ends_what_outlasts_it(start):
 
 
 def test_a_second_drain_ends_what_runs_at_once(start):
-    process, path = start({"target": {"engine": "fake", "step_s": 0.05}})
+    process, path = start({"target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.05}}})
     client, watcher = Client(path), Client(path)
 
     def health():
@@ -281,7 +281,7 @@ def test_another_protocol_version_is_turned_away(start):
 
 
 def test_a_bad_configuration_is_an_exit_status_and_a_sentence(start):
-    process, _ = start({"target": {"engine": "fake"}, "speed": 9}, wait=False)
+    process, _ = start({"target": {"engine": "tests.fakes.fake"}, "speed": 9}, wait=False)
     assert process.wait(30) == 1
     assert "unknown key 'speed'" in process.stderr.read()
 

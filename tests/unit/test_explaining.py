@@ -10,9 +10,11 @@ from backend.config import parse_config
 from backend.request import GenerationRequest
 from bench.in_process import Sink
 
-DRAFTS = [{"name": "d", "engine": "fake", "agreement": 0.9, "step_s": 0.0001}]
+DRAFTS = [
+    {"name": "d", "engine": "tests.fakes.fake", "options": {"agreement": 0.9, "step_s": 0.0001}}
+]
 CONFIG = {
-    "target": {"engine": "fake", "step_s": 0.002},
+    "target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.002}},
     "drafts": DRAFTS,
     "limits": {"max_active_requests": 100},
 }

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backend.engines.fake import FakeEngine
-from backend.engines.markov import MarkovChain, _log_softmax, _processed
 from backend.engines.port import AFTER, DeviceProposal, Turn
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
+from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.markov import MarkovChain, _log_softmax, _processed
 from tests.options import processed
 
 PROMPT = list(b"once upon a time")

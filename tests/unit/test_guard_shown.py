@@ -162,7 +162,7 @@ def test_the_fixed_choice_of_the_switches_is_one_more_alternative():
 
 
 def test_what_was_found_is_shown_and_kept_with_what_was_learnt():
-    app = fake_app(target={"engine": "fake", "step_s": 0.002})
+    app = fake_app(target={"engine": "tests.fakes.fake", "options": {"step_s": 0.002}})
     finish(app, ask(app, "text", 40))
     shown = json.loads(json.dumps(app.learned.show()))
     assert shown["guard"]["rows"]["1"]["level"] == "planned"

@@ -1,6 +1,8 @@
 """A kind of engine is its module and its entry: nothing outside compares kinds by name."""
 
 import ast
+import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,7 +10,13 @@ from dataclasses import replace
 import pytest
 
 from backend import model_folders
-from backend.config import PROJECT_ROOT, EngineConfig, parse_config, with_auto_resolved
+from backend.config import (
+    PROJECT_ROOT,
+    EngineConfig,
+    load_config,
+    parse_config,
+    with_auto_resolved,
+)
 from backend.engines import memory
 from backend.engines.latency_cases import Case
 from backend.engines.port import Footprint
@@ -89,7 +97,7 @@ def test_nothing_compares_kinds_by_name():
 
 ANSWERS = """
 from backend.settings import ConfigError
-from backend.engines.fake import FakeEngine
+from tests.fakes.fake_engine import FakeEngine
 from backend.engines.latency_cases import Case
 from backend.engines.port import Footprint
 
@@ -123,7 +131,7 @@ def new(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"architectures": ["NewForCausalLM"]}')
     target = EngineConfig(engine="new", model=str(tmp_path / "model"), dtype="fp32")
-    return replace(parse_config({"target": {"engine": "fake"}}), target=target)
+    return replace(parse_config({"target": {"engine": "tests.fakes.fake"}}), target=target)
 
 
 def test_a_new_kind_answers_for_itself(new, tmp_path):
@@ -141,7 +149,7 @@ def test_a_draft_s_engine_is_known_by_its_folder_or_that_of_a_target_without_one
         return with_auto_resolved(draft, target=EngineConfig(engine=target, model="m")).engine
 
     assert (kind_of("torch"), kind_of("cuda", "cuda")) == ("openvino", "torch")
-    assert (kind_of("trtllm"), kind_of("fake")) == ("trtllm", "openvino")
+    assert (kind_of("trtllm"), kind_of("tests.fakes.fake")) == ("trtllm", "openvino")
     monkeypatch.setitem(KINDS, "new", replace(KINDS["new"], automatic=()))
     assert kind_of("torch") == "new"
 
@@ -167,7 +175,8 @@ from backend.launcher import doctor, serving
 from backend.triton_adapter import stub
 from dataclasses import replace
 for name, kind in KINDS.items():
-    config = replace(parse_config({"target": {"engine": "fake"}}), target=EngineConfig(name))
+    fake = {"target": {"engine": "tests.fakes.fake"}}
+    config = replace(parse_config(fake), target=EngineConfig(name))
     if kind.model:
         try:
             module_of(config.target).check_folder("m", config.target, config, lambda e: Path("no"))
@@ -194,3 +203,47 @@ import backend.engines.cuda.lookahead, backend.engines.head.engine, backend.engi
 @pytest.mark.medium
 def test_a_machine_of_a_gpu_needs_no_openvino():
     subprocess.run([sys.executable, "-c", WITHOUT_OPENVINO], check=True, timeout=60)
+
+
+OWN = """
+from backend.kinds import Kind
+KIND = Kind(__name__, model=False, tokenizer=False, known_s=1e-6)
+from tests.fakes.fake import make
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A serving.json with an engine of a user's own next to it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_engine").mkdir()
+    (tmp_path / "my_engine" / "first.py").write_text(OWN)
+    file = tmp_path / "serving.json"
+    target = {"engine": "my_engine.first", "options": {"step_s": 0.5}}
+    file.write_text(json.dumps({"target": target}))
+    yield file
+    sys.modules.pop("my_engine.first", None)
+    sys.modules.pop("my_engine", None)
+
+
+def test_an_engine_of_one_s_own_is_named_by_its_path_and_gets_its_options(own):
+    config = load_config(own)
+    engine = make_engine(config.target, Service(config, 1, lambda engine: own.parent))
+    assert (engine.name, engine.step_s) == ("target", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"engine": "my_engine.second"}, "target.engine 'my_engine.second' cannot be imported"),
+        ({"engine": "backend.limits"}, "target.engine 'backend.limits' cannot be imported"),
+        ({"engine": "none"}, "a dotted path like 'my_package.my_engine', got 'none'"),
+        ({"engine": "lookup", "options": {"a": 1}}, "options must be empty"),
+    ],
+)
+def test_a_kind_that_there_is_not_is_an_error_of_the_setting(own, engine, words):
+    draft = {"name": "d", **engine}
+    raw = {"drafts": [draft]} if engine["engine"] == "lookup" else {"target": engine}
+    own.write_text(json.dumps({"target": {"engine": "my_engine.first"}, **raw}))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_config(own)

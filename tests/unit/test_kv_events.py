@@ -7,10 +7,10 @@ import pytest
 import zmq
 
 from backend.core.kv_ledger import KVLedger
-from backend.engines.fake import FakeEngine
 from backend.ops.kv_events import KVEvents
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Sequence
+from tests.fakes.fake_engine import FakeEngine
 
 
 class BlockStored(msgspec.Struct, tag=True, forbid_unknown_fields=True):

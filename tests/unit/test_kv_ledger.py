@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.core.kv_ledger import GROWTH_BLOCKS, KVLedger
-from backend.engines.fake import FakeEngine
 from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Sequence
+from tests.fakes.fake_engine import FakeEngine
 
 
 def sequence(number, tokens=1):

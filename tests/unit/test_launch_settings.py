@@ -136,7 +136,7 @@ def test_a_model_is_named_as_its_folder_or_its_hub_names_it(model, name):
 
 
 def test_public_names_take_the_place_of_the_folder_s():
-    config = parse_config({"target": {"engine": "fake"}})
+    config = parse_config({"target": {"engine": "tests.fakes.fake"}})
     assert model_names(read_settings({}), config) == ("fake",)
     named = read_settings({"SERVED_MODEL_NAME": "org/model, model,org/model"})
     assert model_names(named, config) == ("org/model", "model")

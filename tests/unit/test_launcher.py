@@ -179,7 +179,10 @@ def test_the_shared_library_of_this_python_is_found():
 
 def test_the_run_folder_holds_a_complete_repository_with_the_settings(tmp_path):
     config = parse_config(
-        {"target": {"engine": "fake"}, "triton": {"decoupled_mode": False, "max_batch_size": 3}}
+        {
+            "target": {"engine": "tests.fakes.fake"},
+            "triton": {"decoupled_mode": False, "max_batch_size": 3},
+        }
     )
     repository = write_model_repository(tmp_path, config)
     assert sorted(path.name for path in repository.iterdir()) == sorted(

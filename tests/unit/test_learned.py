@@ -16,8 +16,11 @@ from policy.learned import SCHEMA
 from tests.fakes.policies import planner, taught
 
 FAKE = {
-    "target": {"engine": "fake"},
-    "drafts": [{"name": "d0", "engine": "fake"}, {"name": "lookup", "engine": "lookup"}],
+    "target": {"engine": "tests.fakes.fake"},
+    "drafts": [
+        {"name": "d0", "engine": "tests.fakes.fake"},
+        {"name": "lookup", "engine": "lookup"},
+    ],
 }
 
 
@@ -163,6 +166,10 @@ def test_the_key_changes_with_whatever_the_estimates_depend_on(folder):
     write("n", b"\x00\x00\x80\x3f" * 2)
     assert len(keys | {learned_key(parse_config(torch), folders)}) == 7
     fakes = [
-        {**FAKE, "drafts": [{"name": "d0", "engine": "fake", "agreement": a}]} for a in (0.5, 0.6)
+        {
+            **FAKE,
+            "drafts": [{"name": "d0", "engine": "tests.fakes.fake", "options": {"agreement": a}}],
+        }
+        for a in (0.5, 0.6)
     ]
     assert len({learned_key(parse_config(fake), {}) for fake in fakes}) == 2

@@ -102,7 +102,9 @@ def test_folders_next_to_the_file_stay_what_they_are(tmp_path):
 
 def test_another_policy_does_not_get_the_options_of_the_one_in_the_file(tmp_path):
     own = {"kind": "my_package.MyPolicy", "options": {"most_rows": 8}, "k_max": 4}
-    (tmp_path / "mine.json").write_text(json.dumps({"target": {"engine": "fake"}, "policy": own}))
+    (tmp_path / "mine.json").write_text(
+        json.dumps({"target": {"engine": "tests.fakes.fake"}, "policy": own})
+    )
     config = effective(tmp_path, tmp_path / "mine.json", policy="none")
     assert (config.policy.kind, config.policy.options, config.policy.k_max) == ("none", {}, 4)
 

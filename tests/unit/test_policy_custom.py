@@ -221,9 +221,11 @@ def test_a_plan_within_a_view_can_always_be_followed():
 
 
 def settings(kind, **policy):
-    drafts = [{"name": "a", "engine": "fake"}]
+    drafts = [{"name": "a", "engine": "tests.fakes.fake"}]
     policy = {"kind": kind, **policy}
-    return parse_config({"target": {"engine": "fake"}, "drafts": drafts, "policy": policy})
+    return parse_config(
+        {"target": {"engine": "tests.fakes.fake"}, "drafts": drafts, "policy": policy}
+    )
 
 
 def test_serving_json_names_a_policy_and_its_options(module):

@@ -146,7 +146,10 @@ def test_a_fake_target_needs_nothing_not_even_torch(tmp_path):
     config = tmp_path / "serving.json"
     config.write_text(
         json.dumps(
-            {"target": {"engine": "fake"}, "drafts": [{"engine": "lookup", "name": "lookup"}]}
+            {
+                "target": {"engine": "tests.fakes.fake"},
+                "drafts": [{"engine": "lookup", "name": "lookup"}],
+            }
         )
     )
     code = (
@@ -194,7 +197,7 @@ prepare.compile_planner = compile_planner
 prepare.main()
 """
     config = tmp_path / "serving.json"
-    config.write_text('{"target": {"engine": "fake"}}')
+    config.write_text('{"target": {"engine": "tests.fakes.fake"}}')
     command = [sys.executable, "-c", code, "--config", str(config)]
     with subprocess.Popen(command, cwd=PROJECT_ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"compiles\n"

@@ -14,11 +14,11 @@ from backend.settings import ConfigError
 from tests.fakes.apps import ask
 from tests.fakes.checkpoints import VOCABULARY, folder
 
-TARGET = {"engine": "fake"}
+TARGET = {"engine": "tests.fakes.fake"}
 
 
-def draft(name, **settings):
-    return {"name": name, "engine": "fake", **settings}
+def draft(name, agreement=0.7):
+    return {"name": name, "engine": "tests.fakes.fake", "options": {"agreement": agreement}}
 
 
 def config(*drafts, **settings):
@@ -86,7 +86,7 @@ def test_requests_in_flight_go_on_with_the_same_text_while_drafts_come_and_go(se
         draft("other", agreement=0.6),
     )
     lookup = {"name": "lookup", "engine": "lookup"}
-    app = serving(good, target={**TARGET, "step_s": 0.002})
+    app = serving(good, target={**TARGET, "options": {"step_s": 0.002}})
     sinks = [served(app, prompt) for prompt in prompts]
     for drafts in (
         [good, poor],
@@ -94,7 +94,7 @@ def test_requests_in_flight_go_on_with_the_same_text_while_drafts_come_and_go(se
         [lookup, other],
         [],
         [good, lookup],
-        [{**good, "agreement": 0.5}, lookup],
+        [draft("good", 0.5), lookup],
     ):
         new = replace(config(*drafts), target=app.config.target)
         reply = reload_drafts(app, new)

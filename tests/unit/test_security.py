@@ -35,6 +35,7 @@ COMPUTED = {
     "backend/cli.py": "a command's module, of its own table",
     "backend/engines/cuda/prompts.py": "one of its own table",
     "backend/engines/registry.py": "a kind's module, of its own table",
+    "backend/kinds.py": "an operator's own kind, which serving.json names",
     "backend/engines/trt_graph/runtime.py": "a library of its own list",
     "policy/baselines/registry.py": "a module in its own folder",
     "policy/custom.py": "the user's policy: code that serving.json names",
@@ -168,7 +169,7 @@ def planted(tmp_path, monkeypatch):
 
     def serving(kind):
         file = tmp_path / "config" / "serving.json"
-        raw = {"target": {"engine": "fake"}, "drafts": [], "policy": {"kind": kind}}
+        raw = {"target": {"engine": "tests.fakes.fake"}, "drafts": [], "policy": {"kind": kind}}
         file.write_text(json.dumps(raw))
         return file
 

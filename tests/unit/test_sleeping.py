@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from backend.admin.explaining import explain_last
-from backend.engines.fake import FakeEngine
 from backend.engines.port import EngineLimits, HiddenStates
 from backend.ops.stats import Stats, StepStats
 from backend.request import SamplingParams
@@ -15,6 +14,7 @@ from backend.speculation.drafting import Drafting
 from backend.speculation.sleeping import SLEEP_AFTER_STEPS, WAKE_AFTER_STEPS, Sleep
 from backend.speculation.step_log import StepLog
 from tests.fakes.apps import ask, fake_app
+from tests.fakes.fake_engine import FakeEngine
 
 
 def steps_awake(sleep, rows=4):
@@ -81,7 +81,9 @@ def test_a_planner_lets_a_draft_sleep_whose_states_are_dear(states_s, awake, mon
     monkeypatch.setattr(sleeping, "SLEEP_AFTER_STEPS", 100)
     for module in (step_log, cycle):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    app = fake_app(drafts=[{"name": "eagle", "engine": "fake", "agreement": 0.5}])
+    app = fake_app(
+        drafts=[{"name": "eagle", "engine": "tests.fakes.fake", "options": {"agreement": 0.5}}]
+    )
     ask(app, "a text", 400)
     for _ in range(150):
         app.orchestrator.step()

@@ -377,7 +377,7 @@ def test_a_file_that_cannot_be_written_is_a_metric(tmp_path):
 # -- in a service
 
 SERVED = {
-    "target": {"engine": "fake"},
+    "target": {"engine": "tests.fakes.fake"},
     "drafts": [{"name": "suffix", "engine": "suffix"}],
     "policy": {"kind": "fixed", "draft": "suffix", "length": 4, "k_max": 4},
 }
@@ -433,7 +433,7 @@ def test_a_draft_that_cannot_take_an_answer_costs_no_request(monkeypatch):
 def test_the_key_of_the_file_is_the_target_s(tmp_path, monkeypatch):
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path))
     files = set()
-    for raw in (SERVED, {**SERVED, "target": {"engine": "fake", "model": "other"}}):
+    for raw in (SERVED, {**SERVED, "target": {"engine": "tests.fakes.fake", "model": "other"}}):
         for keep in (False, True):
             drafts = [{**SERVED["drafts"][0], "keep_remembered": keep}]
             config = parse_config({**raw, "drafts": drafts})
@@ -471,7 +471,7 @@ def test_the_memory_plan_counts_what_is_remembered():
 
 @pytest.mark.parametrize("kind", [kind for kind, about in KINDS.items() if not about.model])
 def test_what_a_kind_says_of_being_free_its_engine_says_too(kind):
-    config = parse_config({"target": {"engine": "fake"}})
+    config = parse_config({"target": {"engine": "tests.fakes.fake"}})
     entry = SimpleNamespace(**{**vars_of(config.target), "engine": kind, "kind": KINDS[kind]})
     made = make_engine(entry, Service(config, 1, lambda engine: None))
     assert made.limits.free is KINDS[kind].free

@@ -9,8 +9,8 @@ from backend.settings import ConfigError
 from policy import Switches
 
 FAKE = {
-    "target": {"engine": "fake"},
-    "drafts": [{"name": "d0", "engine": "fake"}, {"name": "8", "engine": "lookup"}],
+    "target": {"engine": "tests.fakes.fake"},
+    "drafts": [{"name": "d0", "engine": "tests.fakes.fake"}, {"name": "8", "engine": "lookup"}],
 }
 
 

@@ -2,12 +2,12 @@ import random
 
 import pytest
 
-from backend.engines.fake import FakeEngine
 from backend.engines.latency_cases import Case, blocks_for
 from backend.engines.port import Completion, Turn
 from backend.sequence import BLOCK_TOKENS
 from engines_build.timing import Rig, interleave
 from tests.fakes.clock import Clock
+from tests.fakes.fake_engine import FakeEngine
 
 
 class ClockedEngine(FakeEngine):

@@ -134,12 +134,12 @@ def test_a_caller_that_does_not_sample_is_obeyed():
 
 
 def test_the_steps_of_a_pre_empted_request_add_up_to_its_usage():
-    drafts = [{"name": "small", "engine": "fake"}]
+    drafts = [{"name": "small", "engine": "tests.fakes.fake"}]
     cramped = {"kv_cache_tokens": 256}
     app = build(
         parse_config(
             {
-                "target": {"engine": "fake"},
+                "target": {"engine": "tests.fakes.fake"},
                 "drafts": drafts,
                 "policy": {"kind": "random"},
                 "limits": cramped,
@@ -246,7 +246,7 @@ def test_without_a_context_nothing_is_traced_and_without_an_endpoint_it_is_count
 def test_a_service_without_an_endpoint_does_not_even_import_opentelemetry():
     code = (
         "import sys; from backend.app import build; from backend.config import parse_config;"
-        "build(parse_config({'target': {'engine': 'fake'}})).close();"
+        "build(parse_config({'target': {'engine': 'tests.fakes.fake'}})).close();"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     quick = {"PATH": "", "NUMBA_DISABLE_JIT": "1"}  # compiling takes half a minute

@@ -8,7 +8,6 @@ import torch
 
 from backend.core import session
 from backend.core.batch import Batch
-from backend.engines.fake import FakeEngine
 from backend.engines.port import AFTER
 from backend.engines.stepping.engine import StepEngine
 from backend.request import FinishReason, SamplingParams
@@ -18,6 +17,7 @@ from tests.contract import ahead, checks
 from tests.contract.deployment import K_MAX
 from tests.contract.mutants.planting import Patch, change_verdicts, killed_by, wrap
 from tests.contract.scenarios import MIXED
+from tests.fakes.fake_engine import FakeEngine
 
 # -- options, log-probabilities, ends
 

@@ -22,11 +22,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from backend.config import EngineConfig
-from backend.engines.markov import MarkovChain
 from backend.engines.port import AFTER, Completion, DeviceProposal, EngineLimits, Extras, Turn
-from backend.engines.registry import Service
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
+from tests.fakes.markov import MarkovChain
 
 _FAINT = 0.02  # a candidate so much less likely than the best one is not worth a node
 _NODES_A_TOKEN = 4  # of a proposal on the device, at most
@@ -423,22 +421,3 @@ def _marks_of(marks: list[int], salt: str, tokens: list[int]) -> list[int]:
 
 def _mark(before: int | str, token: int) -> int:
     return hash((before, token))
-
-
-def make(engine: EngineConfig, service: Service) -> FakeEngine:
-    """Make an engine of this kind (``backend.engines.registry``)."""
-    target = service.config.target
-    is_target = engine is target
-    in_target = bool(target.lookahead) and not is_target
-    sizes = service.sizes
-    return FakeEngine(
-        engine.name,
-        seed=engine.seed,
-        agreement=1.0 if is_target else engine.agreement,
-        step_s=engine.step_s,
-        kv_blocks=0 if in_target else sizes["kv_blocks"],
-        max_context_tokens=sizes["max_context_tokens"],
-        max_draft_tokens=sizes["max_draft_tokens"],
-        lookahead=engine.lookahead if is_target else 0,
-        in_target=in_target,
-    )
