@@ -170,7 +170,7 @@ def _measured(config: ServingConfig) -> tuple[Mapping[str, LatencyTable], int]:
 
 def _cpu_only(config: ServingConfig) -> bool:
     return all(
-        not engine.kind.manages_kv and engine.device == "cpu"
+        not engine.kind.answer("MANAGES_KV", False) and engine.device == "cpu"
         for engine in (config.target, *config.drafts)
     )
 
@@ -184,7 +184,7 @@ def _loop(
 ) -> Orchestrator:
     """Return the loop over these engines, with its KV ledger, admission and drafting."""
     limits, k_max = config.limits, config.policy.k_max
-    shares_kv = limits.enable_kv_cache_reuse and not config.target.kind.manages_kv
+    shares_kv = limits.enable_kv_cache_reuse and not config.target.kind.answer("MANAGES_KV", False)
     ledger = KVLedger(
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
         headroom_tokens=(k_max + 1) * (1 + target.limits.lookahead),

@@ -15,6 +15,7 @@ from typing import Any
 from backend.files import read_json
 from backend.kinds import KINDS, Kind, automatic, kind_of
 from backend.machine import Machine, machine
+from backend.published_heads import CONVERTED, is_published_head
 from backend.settings import ConfigError, build_settings, setting
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
@@ -362,11 +363,10 @@ def _kind_of_draft(model: str, target: EngineConfig) -> str:
         return target.engine
     config = _model_config(model)
     named = {*(config.get("architectures") or ())}
-    for name, kind in KINDS.items():
-        is_named = not kind.automatic and named & {*kind.architectures}
-        if is_named or (config and kind.is_own(_folder(model), config)):
-            return name
-    return "auto"
+    if config and is_published_head(_folder(model), config):
+        named = {CONVERTED}
+    kinds = (name for name, kind in KINDS.items() if named & {*kind.architectures})
+    return next((name for name in kinds if not KINDS[name].automatic), "auto")
 
 
 def _runs_on_gpus(engine: EngineConfig) -> bool:
@@ -380,24 +380,31 @@ def why_not(name: str, engine: EngineConfig, machine: Machine = machine) -> str:
     kind = kind_of(name)
     if kind.missing:
         return f"{kind.missing} is not installed"
-    if engine.device != "cpu" and kind.least_capability:
+    capability = kind.answer("LEAST_CAPABILITY", 0.0) if engine.device != "cpu" else 0.0
+    if capability:
         gpus = machine.gpus()
         if not gpus:
             return "no NVIDIA GPU is visible"
         if "+cpu" in (machine.package_version("torch") or ""):
             return "the installed torch is a CPU build"
-        if machine.package_version(kind.gpu_package) is None:
-            return f"{kind.gpu_package} is not installed"
+        package = kind.answer("GPU_PACKAGE", "torch")
+        if machine.package_version(package) is None:
+            return f"{package} is not installed"
         least = min(gpus, key=lambda gpu: gpu.capability)
-        if least.capability < kind.least_capability:
+        if least.capability < capability:
             text = f"{least.name} has compute capability {least.capability}"
-            return f"{text}, below {kind.least_capability}"
+            return f"{text}, below {capability}"
     return _misfit(kind, engine)
+
+
+def _gpu_dtypes(kind: Kind, engine: EngineConfig) -> tuple[str, ...]:
+    """Return the dtypes that a kind runs where a GPU is the device, if not all."""
+    return kind.answer("GPU_DTYPES", ()) if engine.device != "cpu" else ()
 
 
 def _misfit(kind: Kind, engine: EngineConfig) -> str:
     """Return why a kind cannot run an engine's model where it runs others."""
-    on_gpu = kind.gpu_dtypes if engine.device != "cpu" else ()
+    on_gpu = _gpu_dtypes(kind, engine)
     if on_gpu and engine.dtype not in ("auto", *on_gpu):
         return f"it does not run {engine.dtype} on a GPU"
     model = _model_config(engine.model)
@@ -459,22 +466,25 @@ def _check_engine(where: str, engine: EngineConfig) -> None:
         raise ConfigError(f"{where}.engine {engine.engine!r} needs {kind.missing}")
     if kind.cpu_only and engine.device != "cpu":
         raise ConfigError(f"{where}.device must be 'cpu' {what}, got {engine.device!r}")
-    dtypes = kind.gpu_dtypes if engine.device != "cpu" and kind.gpu_dtypes else kind.dtypes
+    on_gpu = _gpu_dtypes(kind, engine)
+    dtypes = on_gpu or kind.dtypes
     if dtypes and engine.dtype not in dtypes:
         names = ", ".join(map(repr, dtypes))
-        on = f" on {engine.device}" if dtypes is kind.gpu_dtypes else ""
+        on = f" on {engine.device}" if on_gpu else ""
         raise ConfigError(f"{where}.dtype must be one of {names} {what}{on}, got {engine.dtype!r}")
     if engine.dtype == "int8" and engine.device != "cpu":
         raise ConfigError(f"{where}.dtype 'int8' needs the device 'cpu', got {engine.device!r}")
-    if engine.lookahead and not (kind.looks_ahead and where == "target"):
-        able = " or ".join(repr(name) for name, kind in KINDS.items() if kind.looks_ahead)
+    if engine.lookahead and not (kind.most_ahead and where == "target"):
+        able = " or ".join(repr(name) for name, kind in KINDS.items() if kind.most_ahead)
         raise ConfigError(
             f"{where}.lookahead must be 0 but for a target of {able}, got {engine.lookahead}"
         )
 
 
 def _check_drafts(config: ServingConfig) -> None:
-    allowed = config.target.kind.drafts
+    target = config.target.kind
+    builds = target.model and not target.checkpoint  # others load any draft, and are not asked
+    allowed = target.answer("DRAFTS", ()) if builds else ()
     for index, draft in enumerate(config.drafts):
         if allowed and draft.engine not in allowed:
             names = " or ".join(map(repr, allowed))
@@ -488,7 +498,11 @@ def _check_drafts(config: ServingConfig) -> None:
                 f"drafts[{index}].engine {draft.engine!r} reads the target, whose engine must be "
                 f"{' or '.join(giving)}, got {config.target.engine!r}"
             )
-        if draft.kind.reads_target and config.target.lookahead and not draft.kind.runs_in_target:
+        if (
+            draft.kind.reads_target
+            and config.target.lookahead
+            and not draft.kind.answer("RUNS_IN_TARGET", False)
+        ):
             raise ConfigError(
                 f"target.lookahead must be 0 with drafts[{index}].engine {draft.engine!r}, which "
                 f"the target's device does not run, got {config.target.lookahead}"

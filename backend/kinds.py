@@ -9,12 +9,11 @@ is a module that has its ``KIND``, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module, metadata
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from backend.published_heads import is_published_head
+T = TypeVar("T")
 
 Package = tuple[str, str]
 """A distribution and the one version of it that is known."""
@@ -59,11 +58,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 def _all_fit(config: Mapping[str, Any]) -> str:
     del config
     return ""
-
-
-def _owns_none(folder: Path, config: Mapping[str, Any]) -> bool:
-    del folder, config
-    return False
 
 
 def quantization_of(config: Mapping[str, Any]) -> tuple[str, str]:
@@ -151,44 +145,67 @@ def _misfit_of_pages(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Facts about a kind of engine that are known before one is made."""
+    """Facts about a kind of engine that are known before one is made; what one kind alone says, its
+    module answers.
+    """
 
-    module: str  # answers for it, and imports no tensor library until it makes an engine
-    model: bool = True  # it runs one, which the setting ``model`` names
-    architectures: tuple[str, ...] = ()  # of the Hugging Face folders that it loads; none: others
-    any_decoder: bool = False  # it loads others, too: any that transformers builds and we can serve
-    converts: bool = False  # some folders, once, before they are measured
-    published: bool = False  # folders are of other projects' forms, and are all converted
-    is_own: Callable[[Path, Mapping[str, Any]], bool] = _owns_none  # whatever its architecture
-    automatic: tuple[str, ...] = ()  # "cpu", "cuda": where ``auto`` means the first that can run
-    misfit: Callable[[Mapping[str, Any]], str] = _all_fit  # what of a config.json it cannot run
-    least_capability: float = 0.0  # of a GPU
-    gpu_package: str = ""  # without which it cannot run on one
-    cpu_only: bool = False
-    dtypes: tuple[str, ...] = ()  # that it runs; none: its folder decides
-    gpu_dtypes: tuple[str, ...] = ()  # those of them that it runs on a GPU; none: all
-    package: Package | None = None  # without which it cannot run
-    int8_package: Package | None = None  # on CPUs with it, ``dtype`` auto is int8
-    token_bytes: int = 0  # of host memory for each of ``remembered_tokens``
-    free: bool = False  # a draft that costs next to nothing, as its ``EngineLimits`` say
-    target: bool = True  # it can be one
-    gives_states: bool = False  # as a target, its completions can have ``hidden_states``
-    reads_target: bool = False  # as a draft, it reads those
-    runs_in_target: bool = False  # as such a draft, a target with lookahead runs it
-    tokenizer: bool = True  # its model folder has one, else texts are bytes
-    known_s: float = 0.0  # seconds of a pass that needs no measuring
-    behaviour: int = 0  # above 0: its passes are measured, and again where this is raised
-    table_file: str = ""  # in its model folder, where times lie that were measured with the model
-    drafts: tuple[str, ...] = ()  # the kinds that it can have as a target; none: all
-    looks_ahead: bool = False  # as a target, it may have the setting ``lookahead``
-    most_ahead: int = 4096  # requests that it serves at once then
-    manages_kv: bool = False  # it plans its GPUs' memory, finds KV and draws tokens by itself
-    refuses: dict[str, str] = field(default_factory=dict)  # request attributes, with the reason
+    module: str
+    """It answers for the kind, and imports no tensor library until it makes an engine."""
+    model: bool = True
+    """It runs one, which the setting ``model`` names."""
+    architectures: tuple[str, ...] = ()
+    """Those of the Hugging Face folders that it loads; none: it loads other folders."""
+    any_decoder: bool = False
+    """It loads others, too: any that transformers builds and we can serve."""
+    automatic: tuple[str, ...] = ()
+    """The devices, "cpu" or "cuda", where ``auto`` means the first kind that can run."""
+    misfit: Callable[[Mapping[str, Any]], str] = _all_fit
+    """(config.json) to the reason why it cannot run the model; empty where it can."""
+    dtypes: tuple[str, ...] = ()
+    """Those that it runs; none: its folder decides."""
+    package: Package | None = None
+    """It cannot run without this one."""
+    int8_package: Package | None = None
+    """On CPUs with it, ``dtype`` auto is int8."""
+    token_bytes: int = 0
+    """Host memory for each of ``remembered_tokens``."""
+    target: bool = True
+    """It can be one."""
+    reads_target: bool = False
+    """As a draft, it reads the target's ``hidden_states``."""
+    tokenizer: bool = True
+    """Its model folder has one; else texts are bytes."""
+    known_s: float = 0.0
+    """Seconds of a pass that needs no measuring."""
+    behaviour: int = 0
+    """Above 0: its passes are measured, and again where this is raised."""
+    most_ahead: int = 0
+    """As a target with ``lookahead``, the requests that it serves at once; 0: it has none."""
+
+    def answer(self, name: str, default: T) -> T:
+        """Return what the kind's module says by a name (``registry.KindModule``), if anything."""
+        found: T = getattr(import_module(self.module), name, default)
+        return found
 
     @property
     def checkpoint(self) -> bool:
         """Whether its model is a Hugging Face folder."""
         return bool(self.architectures)
+
+    @property
+    def gives_states(self) -> bool:
+        """Whether, as a target, its completions can have ``hidden_states``."""
+        return self.target and self.checkpoint
+
+    @property
+    def free(self) -> bool:
+        """Whether it is a draft that costs next to nothing, as its ``EngineLimits`` say."""
+        return not (self.model or self.target)
+
+    @property
+    def cpu_only(self) -> bool:
+        """Whether it runs on no other device."""
+        return self.automatic == ("cpu",)
 
     @property
     def measured(self) -> bool:
@@ -218,21 +235,15 @@ def _missing(package: Package) -> str:
 
 
 _OPENVINO = ("openvino", "2026.4.1")
-_RESTARTED = "TensorRT-LLM's executor would restart it in every turn"
-_NOT_REPORTED = "the TensorRT-LLM engine does not tell it turn by turn"
-
 KINDS = {
     "openvino": Kind(
         "backend.engines.openvino.kind",
         architectures=LLAMA_FAMILY,
         any_decoder=True,
-        converts=True,
         automatic=("cpu",),
         misfit=_misfit_of_paged_attention,
-        cpu_only=True,
         dtypes=("bf16", "int8", "fp32"),
         package=_OPENVINO,
-        gives_states=True,
         behaviour=4,
     ),
     "cuda": Kind(
@@ -241,13 +252,8 @@ KINDS = {
         any_decoder=True,
         automatic=("cuda",),
         misfit=_misfit_of_pages,
-        least_capability=8.0,
-        gpu_package="triton",
         dtypes=("bf16", "fp32", "fp64"),
-        gpu_dtypes=("bf16",),
-        gives_states=True,
         behaviour=2,
-        looks_ahead=True,
         most_ahead=256,
     ),
     "torch": Kind(
@@ -256,7 +262,6 @@ KINDS = {
         any_decoder=True,
         automatic=("cpu", "cuda"),
         dtypes=("bf16", "fp32", "fp64"),
-        gives_states=True,
         behaviour=2,
     ),
     "head": Kind(
@@ -266,45 +271,26 @@ KINDS = {
         dtypes=("bf16", "fp32", "int8"),
         target=False,
         reads_target=True,
-        runs_in_target=True,
         behaviour=2,
     ),
     "eagle": Kind(
         "backend.engines.eagle.kind",
         architectures=("SpindleEagle",),
-        converts=True,
-        published=True,
-        is_own=is_published_head,
         int8_package=_OPENVINO,
         dtypes=("bf16", "fp32", "int8", "fp64"),
         target=False,
         reads_target=True,
         behaviour=1,
     ),
-    "lookup": Kind("backend.engines.lookup", model=False, target=False, free=True, known_s=2e-5),
+    "lookup": Kind("backend.engines.lookup", model=False, target=False, known_s=2e-5),
     "suffix": Kind(
         "backend.engines.suffix",
         model=False,
         target=False,
-        free=True,
         known_s=1e-4,
         token_bytes=64,  # 32 in the ring, the rest its share of what is noted of texts
     ),
-    "trtllm": Kind(
-        "backend.engines.trtllm.deployment",
-        table_file="latency.json",
-        drafts=("trtllm", "lookup", "suffix"),
-        manages_kv=True,
-        refuses={
-            "guide_type": _RESTARTED,
-            "top_p_decay": _RESTARTED,
-            "return_context_logits": _NOT_REPORTED,
-            "return_generation_logits": _NOT_REPORTED,
-            "return_prompt_log_probs": _NOT_REPORTED,
-            "top_log_probs": _NOT_REPORTED,
-            "resumed_tokens": _RESTARTED,
-        },
-    ),
+    "trtllm": Kind("backend.engines.trtllm.deployment"),
     "trt_graph": Kind("backend.engines.trt_graph.kind", behaviour=1),
 }
 

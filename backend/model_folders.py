@@ -12,6 +12,7 @@ from backend.engines import memory
 from backend.engines.registry import module_of
 from backend.kinds import KINDS
 from backend.machine import Machine, machine
+from backend.published_heads import CONVERTED, is_published_head
 from backend.settings import ConfigError
 from backend.storage import cache
 from backend.storage.manifest import (
@@ -48,7 +49,8 @@ def model_path(engine: EngineConfig) -> Path:
     converted first.
     """
     folder = named_folder(engine)
-    return module_of(engine).served_folder(folder) if engine.kind.published else folder
+    served = engine.kind.answer("served_folder", None) if engine.kind.model else None
+    return served(folder) if served is not None else folder
 
 
 def named_folder(engine: EngineConfig) -> Path:
@@ -106,10 +108,10 @@ def _check_kind(key: str, engine: EngineConfig) -> None:
         raw = read_model_config(folder)
     except ConfigError:
         return  # the engine's own check says more
-    kind = next((name for name, kind in KINDS.items() if kind.is_own(folder, raw)), engine.engine)
-    if kind == engine.engine:
+    if not is_published_head(folder, raw) or CONVERTED in engine.kind.architectures:
         return
     if key == "target":
         raise ConfigError(f"target.model: {folder} is a draft head: name it in drafts")
+    kind = next(name for name, kind in KINDS.items() if CONVERTED in kind.architectures)
     text = f"must be {kind!r} or left out for the draft head {folder}"
     raise ConfigError(f"{key}.engine {text}, got {engine.engine!r}")

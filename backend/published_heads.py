@@ -8,6 +8,9 @@ from typing import Any
 
 SAFETENSORS, PICKLES = "*.safetensors", "pytorch_model*.bin"
 
+CONVERTED = "SpindleEagle"
+"""The architecture of the form that they are converted to."""
+
 _MARKS = (
     "dflash_config",
     "eagle_config",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
 from backend.engine_process import policy_folders
-from backend.engines.registry import NotPreparedError, Service, module_of
+from backend.engines.registry import NotPreparedError, Service
 from backend.machine import Machine, machine
 from backend.model_folders import (
     check_folders,
@@ -138,8 +138,9 @@ def convert_folders(config: ServingConfig) -> None:
     """
     service = Service(config, 1, model_path)
     for engine in reversed(timed_engines(config)):
-        if engine.kind.converts and engine.model != EMBEDDED_MODEL:
-            module_of(engine).convert(
+        convert = engine.kind.answer("convert", None)
+        if convert is not None and engine.model != EMBEDDED_MODEL:
+            convert(
                 engine,
                 named_folder(engine),
                 service,

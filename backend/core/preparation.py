@@ -48,7 +48,7 @@ class Preparation:
         known = min(self.tokenizer.vocab_size, self.vocab_size)
         check_lengths(request, len(prompt), self.max_context_tokens, known)
         check_bias(request, self.tokenizer.vocab_size, self.vocab_size)
-        check_served(request, self.config.target.kind.refuses)
+        check_served(request, self.config.target.kind.answer("REFUSES", {}))
         limit = self.config.limits.max_logits_bytes
         logits_bytes = _logits_bytes(request, len(prompt), self.vocab_size, limit)
         end_ids = self.tokenizer.end_ids

@@ -1,5 +1,13 @@
 """The registry that makes an engine from a setting: what a kind's module answers, which
 ``backend.kinds`` names.
+
+Functions that few kinds have are asked where they are there (``Kind.answer``), and so are
+constants. ``TABLE_FILE``: the file in a model folder with times that were measured with the model.
+``DRAFTS``: the kinds that it can have as a target, if not all. ``MANAGES_KV``: it plans its GPUs'
+memory, finds KV and draws tokens by itself. ``REFUSES``: request attributes that it does not serve,
+with the reason. ``RUNS_IN_TARGET``: a draft that reads its target runs in one with lookahead.
+``LEAST_CAPABILITY``, ``GPU_PACKAGE``: what it needs on a GPU; ``GPU_DTYPES``: those of its dtypes
+that it runs there, if not all.
 """
 
 from __future__ import annotations
@@ -85,13 +93,13 @@ class KindModule(Protocol):
         say: Callable[[str], None],
     ) -> None:
         """Convert the folder that a setting names where the engine needs that, unless the cache has
-        it; ``say`` is given what it takes. Asked where the kind ``converts``, of drafts first.
+        it; ``say`` is given what it takes. Drafts are asked first.
         """
         ...
 
     def served_folder(self, folder: Path) -> Path:
         """Return the converted form of the folder that a setting names. Raises NotPreparedError
-        where there is none yet. Asked where the kind is ``published``.
+        where there is none yet.
         """
         ...
 

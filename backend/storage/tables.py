@@ -57,9 +57,9 @@ def shipped_tables(
     for one that is missing or unsound.
     """
     return {
-        engine.name: read_table(path(engine) / engine.kind.table_file)
+        engine.name: read_table(path(engine) / file)
         for engine in (config.target, *config.drafts)
-        if engine.kind.table_file
+        if engine.kind.model and (file := engine.kind.answer("TABLE_FILE", ""))
     }
 
 

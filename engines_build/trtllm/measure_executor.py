@@ -20,7 +20,7 @@ from backend.config import EngineConfig, ServingConfig, load_config
 from backend.engines.latency_cases import Case, latency_cases
 from backend.engines.port import Turn
 from backend.engines.registry import Service
-from backend.engines.trtllm.deployment import make, trtllm_engines
+from backend.engines.trtllm.deployment import TABLE_FILE, make, trtllm_engines
 from backend.engines.trtllm.engine import TrtllmEngine
 from backend.machine import machine
 from backend.model_folders import model_path
@@ -83,7 +83,7 @@ def measure_executors(
                 [min(times) for times in samples],
                 _provenance(engine),
             )
-            file = model_path(engine) / engine.kind.table_file
+            file = model_path(engine) / TABLE_FILE
             cache.publish_file(file, json.dumps(table.to_dict(), indent=1) + "\n")
             tables[engine.name] = table
             print(f"{file}: {len(cases)} cells", flush=True)

@@ -6,7 +6,7 @@ from backend.config import EngineConfig
 from backend.engines.registry import Service
 from backend.kinds import Kind
 
-KIND = Kind(__name__, model=False, tokenizer=False, known_s=1e-6, looks_ahead=True)
+KIND = Kind(__name__, model=False, tokenizer=False, known_s=1e-6, most_ahead=4096)
 
 
 def make(engine: EngineConfig, service: Service):

@@ -336,7 +336,7 @@ SERVED_BY_TENSORRT_LLM = {
 def test_every_option_is_served_or_refused_by_tensorrt_llm():
     """A new one is refused in ``backend/kinds.py`` until ``trtllm/requests.py`` serves it."""
     options = {field.name for field in fields(GenerationRequest)}
-    assert options == SERVED_BY_TENSORRT_LLM | set(KINDS["trtllm"].refuses)
+    assert options == SERVED_BY_TENSORRT_LLM | set(KINDS["trtllm"].answer("REFUSES", {}))
 
 
 COMPILED = {"temperature", "top_k", "top_p", "seed", "end_ids"}

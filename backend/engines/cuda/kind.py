@@ -25,6 +25,12 @@ RUNTIME_BYTES = 512 << 20
 _SLOT_BYTES = 48
 """Bytes of a sequence's slot besides its block table: length, last token, seed and options."""
 
+LEAST_CAPABILITY = 8.0
+
+GPU_PACKAGE = "triton"
+
+GPU_DTYPES = ("bf16",)
+
 
 def make(engine: EngineConfig, service: Service) -> Engine:
     """Load an engine."""

@@ -52,13 +52,14 @@ from typing import TYPE_CHECKING, Any
 
 from backend.config import EngineConfig
 from backend.machine import machine
+from backend.published_heads import CONVERTED
 from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ARCHITECTURE = "SpindleEagle"
+ARCHITECTURE = CONVERTED
 WEIGHTS_FILE = "model.safetensors"
 
 FUSES = ("plain", "joint", "each")

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["check_folder", "footprint", "latency_cases", "make", "taps"]
+__all__ = ["RUNS_IN_TARGET", "check_folder", "footprint", "latency_cases", "make", "taps"]
+
+RUNS_IN_TARGET = True
 
 
 def make(engine: EngineConfig, service: Service) -> Engine:

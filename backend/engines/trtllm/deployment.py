@@ -27,6 +27,26 @@ if TYPE_CHECKING:
     from backend.engines.trtllm.memory import KVPlan
 
 
+TABLE_FILE = "latency.json"
+
+MANAGES_KV = True
+
+DRAFTS = ("trtllm", "lookup", "suffix")
+
+_RESTARTED = "TensorRT-LLM's executor would restart it in every turn"
+_NOT_REPORTED = "the TensorRT-LLM engine does not tell it turn by turn"
+
+REFUSES = {
+    "guide_type": _RESTARTED,
+    "top_p_decay": _RESTARTED,
+    "return_context_logits": _NOT_REPORTED,
+    "return_generation_logits": _NOT_REPORTED,
+    "return_prompt_log_probs": _NOT_REPORTED,
+    "top_log_probs": _NOT_REPORTED,
+    "resumed_tokens": _RESTARTED,
+}
+
+
 def trtllm_engines(config: ServingConfig) -> list[EngineConfig]:
     """Return the engines of a deployment that are TensorRT-LLM's, in the order in which they are
     created: the target first.
