@@ -1,10 +1,14 @@
 # make serve     spindle serve: ARGS="--model FOLDER --port 8080", ARGS=--help for more
+# make help      these lines
+# make format    what ruff can mend, in place
+# make lint      ruff, mypy, import-linter; TensorRT need not be installed
 # make check     lint, types, import contracts, fast unit and property tests: under a minute
 # make test      the same and the everyday tests: under eight minutes
 # make test-all  the rest: deliberate faults, many draws, restarts, the real model, training
 # make test-vllm the policy inside vLLM: its CPU build, 4 GB into .venv-vllm, six minutes
 # make vllm-wheel  the same as a wheel of one import name, spindle_vllm, into dist
 # make fleet     the environment of the Dynamo worker: .venv-fleet, 0.5 GB, half a minute
+# make docs-pages  the pages of docs/reference and the config.pbtxt that the code writes
 # make docs      the site of docs/ into build/site; index.html opens as a file
 # make bench     the load sweep: ARGS="--quick --out FILE" for eight minutes, else a day
 # make audit     look the pinned packages up among PyPI's advisories, over the network
@@ -16,27 +20,37 @@ BIN := $(VENV)/bin
 DOCS := .venv-docs
 FLEET := .venv-fleet
 
-.PHONY: serve lint check test test-all test-vllm vllm-wheel fleet docs bench audit clean
+.PHONY: help serve format lint check test test-all test-vllm vllm-wheel fleet docs-pages docs bench audit clean
 
 serve: $(BIN)/spindle
 	@exec $(BIN)/spindle serve $(ARGS)
 
-lint: $(VENV)/.test
+help:
+	@sed -n 's/^# \(make \|PYTHON\)/\1/p' $(MAKEFILE_LIST)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format .
+
+lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint
+check: lint $(VENV)/.test
 	$(BIN)/pytest -q -m "not slow and not medium" tests/unit tests/property
 
-test: lint
+test: lint $(VENV)/.test
 	$(BIN)/pytest -m "not slow"
 
 test-all: $(VENV)/.test $(DOCS)/.ready $(FLEET)/.ready
 	$(BIN)/pytest -m slow
 
 fleet: $(FLEET)/.ready
+
+docs-pages: $(VENV)/.lint
+	$(BIN)/python -m docs.tools.reference
 
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --clean
@@ -70,7 +84,12 @@ $(VENV)/.serve: requirements.txt | $(BIN)/python
 $(BIN)/spindle: $(VENV)/.serve
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 
-$(VENV)/.test: requirements-dev.txt $(VENV)/.serve
+$(VENV)/.lint: requirements-dev.txt $(VENV)/.serve
+	grep -Ev '^(-r|tensorrt)' $< > $@.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r $@.txt
+	@touch $@
+
+$(VENV)/.test: requirements-dev.txt $(VENV)/.lint
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
