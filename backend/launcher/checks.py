@@ -10,7 +10,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from backend.launcher.package import packaged_stub
+from backend.launcher.run_folder import packaged_stub
 from backend.launcher.settings import PORTS, LaunchError, Settings, port_trouble
 from backend.machine import Machine, machine
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import glob
+import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from backend.config import ServingConfig
-from backend.launcher.package import packaged_stub, packaged_triton
 from backend.launcher.settings import RUN_PREFIX, LaunchError
 from backend.machine import Machine, machine
 from backend.triton_adapter.fields import MODELS
@@ -117,3 +118,21 @@ def write_model_repository(folder: Path, config: ServingConfig) -> Path:
         )
         (version.parent / "config.pbtxt").write_text(text, "utf-8")
     return repository
+
+
+def packaged_triton() -> Path:
+    """Return the folder of the tritonserver inside nvidia-pytriton (found, not imported)."""
+    spec = importlib.util.find_spec("pytriton")
+    assert spec is not None and spec.submodule_search_locations  # checked at start  # noqa: PT018
+    return Path(spec.submodule_search_locations[0]) / "tritonserver"
+
+
+def packaged_stub() -> Path:
+    """Return Triton's stub process for this version of Python."""
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    return packaged_triton() / "python_backend_stubs" / version / "triton_python_backend_stub"
+
+
+def packaged_libraries() -> Path:
+    """Return the folder of the libraries that tritonserver was packaged with."""
+    return packaged_triton().parent.parent / "nvidia_pytriton.libs"

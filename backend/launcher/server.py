@@ -21,14 +21,13 @@ from backend import lifeline
 from backend.launcher.checks import python_library_folder
 from backend.launcher.draining import Stop, drain
 from backend.launcher.flags import API_HEADER, flags
-from backend.launcher.package import packaged_libraries, packaged_triton
 from backend.launcher.processes import (
     command_line,
     descendants,
     is_running,
     kill_all,
 )
-from backend.launcher.run_folder import socket_in
+from backend.launcher.run_folder import packaged_libraries, packaged_triton, socket_in
 from backend.launcher.say import say
 from backend.launcher.settings import Settings
 from backend.loopback import no_proxy, open_url

@@ -31,11 +31,10 @@ from backend.config import EMBEDDED_MODEL, load_config
 from backend.launcher.names import model_names
 from backend.launcher.say import say
 from backend.launcher.settings import Settings, read_settings
+from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.connections import Connection
 from backend.openai_frontend.draining import DrainingServer
-from backend.openai_frontend.hosts import Hosts
-from backend.openai_frontend.keys import Keys
 from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
 from backend.settings import ConfigError

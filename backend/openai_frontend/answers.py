@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from backend.openai_frontend.access import tenant_salt
 from backend.openai_frontend.choices import COMPLETION, Choice, Style
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
 from backend.openai_frontend.escaping import Escaped
-from backend.openai_frontend.hangup import until_gone
-from backend.openai_frontend.keys import tenant_salt
 from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Options
 from backend.openai_frontend.speculation import Speculation
 from backend.openai_frontend.triton import Piece, Triton
@@ -250,3 +250,20 @@ def _event(body: dict[str, Any]) -> str:
 
 async def _text(triton: Triton, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else await triton.detokenize(prompt)
+
+
+WATCH_PERIOD_S = 0.25
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Return what ``work`` returns; cancel it when the client hangs up before."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=WATCH_PERIOD_S)
+            if not task.done() and await request.is_disconnected():
+                return Response(status_code=499)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()

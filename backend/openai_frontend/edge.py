@@ -12,9 +12,8 @@ import threading
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.hosts import Hosts
-from backend.openai_frontend.keys import Keys
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from backend.launcher.checks import python_library_folder
-from backend.launcher.package import packaged_libraries, packaged_triton
 from backend.launcher.processes import command_line, descendants, is_running
-from backend.launcher.run_folder import write_backend
+from backend.launcher.run_folder import packaged_libraries, packaged_triton, write_backend
 from backend.launcher.server import STUB_NAME
 from tests.server.harness import CONFIG, MARK, PROJECT_ROOT, Service, free_ports
 

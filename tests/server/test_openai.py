@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from backend import __version__
-from backend.openai_frontend.keys import tenant_of, tenant_salt
+from backend.openai_frontend.access import tenant_of, tenant_salt
 from backend.tokenizer import BYTE_VALUES
 from tests.server.harness import free_ports
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from backend.launcher.checks import python_library_folder
-from backend.launcher.package import packaged_libraries, packaged_triton
-from backend.launcher.run_folder import write_backend
+from backend.launcher.run_folder import packaged_libraries, packaged_triton, write_backend
 from tests.server.harness import CONFIG, MARK, PROJECT_ROOT, Service, free_ports
 
 pytestmark = pytest.mark.slow

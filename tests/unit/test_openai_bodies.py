@@ -7,8 +7,8 @@ import threading
 import pytest
 from starlette.testclient import TestClient
 
+from backend.openai_frontend.access import Keys
 from backend.openai_frontend.app import create_app
-from backend.openai_frontend.keys import Keys
 from backend.openai_frontend.routes import completion_of
 from backend.openai_frontend.settings import FrontEnd
 from backend.openai_frontend.template import ChatTemplate

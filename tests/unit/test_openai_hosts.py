@@ -10,9 +10,8 @@ from starlette.testclient import TestClient
 from backend.launcher.front_end import FrontEnd as Process
 from backend.launcher.settings import LaunchError, read_settings
 from backend.openai_frontend.__main__ import hosts_of
+from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.app import create_app
-from backend.openai_frontend.hosts import Hosts
-from backend.openai_frontend.keys import Keys
 from backend.openai_frontend.settings import FrontEnd
 
 ALWAYS = ["127.0.0.1", "127.0.0.1:9000", "10.2.3.4:80", "[::1]:9000", "[fd00::5]", "localhost"]

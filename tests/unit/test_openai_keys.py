@@ -5,8 +5,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
+from backend.openai_frontend.access import Keys, tenant_of, tenant_salt
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.keys import Keys, tenant_of, tenant_salt
 
 SALTS = st.none() | st.text(min_size=1)
 

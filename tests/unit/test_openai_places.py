@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.openai_frontend.choices import COMPLETION, Choice, Style
-from backend.openai_frontend.places import Places, by_text, token_text
+from backend.openai_frontend.choices import COMPLETION, Choice, Places, Style, by_text, token_text
 from backend.openai_frontend.triton import Piece, Token
 
 SPECIAL = frozenset({b"<s>", b"<|end|>"})
