@@ -73,6 +73,11 @@ class EngineConfig:
     """``trtllm``: the program of the ranks where an engine spans GPUs."""
 
     @property
+    def step_s(self) -> float:
+        """Seconds of a pass that the ``options`` of a user's own kind say; 0: they say none."""
+        return float(self.options.get("step_s") or 0.0)
+
+    @property
     def kind(self) -> Kind:
         """Facts about engines of its kind."""
         return kind_of(self.engine)

@@ -132,7 +132,7 @@ def _baseline(
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:
     """Return the times of an engine that needs no measuring; None for one that runs a model."""
+    seconds = engine.step_s or engine.kind.known_s
     if not engine.kind.known_s:
         return None
-    seconds = float(engine.options.get("step_s") or engine.kind.known_s)
     return policy.LatencyTable.synthetic(engine.name, {1: seconds, 64: seconds})
