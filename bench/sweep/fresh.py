@@ -34,6 +34,7 @@ from bench.paired import abba
 from bench.records import commit
 from bench.sweep.arms import NONE, SPINDLE, Servers, Tuning, arm_config
 from bench.sweep.figures import speed
+from bench.sweep.options import DEFAULT_CONFIG
 from bench.sweep.options import parse as parse_sweep
 from bench.sweep.run import Sweep
 from engines_build.prepare import prepare
@@ -65,7 +66,7 @@ def main() -> None:
         "commit": commit(),
         "command": ["python", "-m", "bench.sweep.fresh", *sys.argv[1:]],
         "machine": machine.describe(),
-        "settings": {**vars(options), "out": str(options.out), "config": config},
+        "settings": {**vars(options), "out": options.out.name, "config": config},
         "runs": [],
     }
     with tempfile.TemporaryDirectory() as folder, _busy(options):
@@ -74,6 +75,7 @@ def main() -> None:
         servers = Servers(
             config, sweep_options.active, place, 2, dict.fromkeys(options.arms, environment)
         )
+        servers.tuning = Tuning(config["drafts"][0]["name"], options.length)
         try:
             for temperature in options.temperatures:
                 sweep_options.temperature = temperature
@@ -98,6 +100,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=8, help="requests a block at the least")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--workload", default="mix")
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
     parser.add_argument("--arms", nargs="+", default=[NONE, SPINDLE], help="the first is compared")
     parser.add_argument(
         "--table-error", type=float, default=0.0, help="0.25: cells up or down 25 %%"
@@ -112,6 +115,7 @@ def _sweep_options(options: argparse.Namespace) -> argparse.Namespace:
     """Return the options of a sweep of the same requests."""
     command = ["--workloads", options.workload, "--out", str(options.out), "--shares"]
     command += ["--policies", "--closed", *map(str, options.closed)]
+    command += ["--config", str(options.config)]
     for name in ("rounds", "max_tokens", "seed"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     return parse_sweep([*command, "--requests-closed", str(options.requests)], __doc__ or "")

@@ -9,7 +9,7 @@ import pytest
 
 from bench import servers as arms
 from bench.servers import Offer, Served
-from bench.sweep import options
+from bench.sweep import fresh, options
 from bench.sweep import run as sweep
 from bench.sweep.arms import (
     ADAPTING,
@@ -566,3 +566,19 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_needs_a_closed_lo
     with pytest.raises(SystemExit):
         main([*small, "--peers", "all", "--out", str(out)])
     assert "closed loops only" in capsys.readouterr().err
+
+
+def test_a_fresh_server_is_compared_with_plain_decoding_block_by_block(
+    tmp_path, monkeypatch, capsys
+):
+    config, out = tmp_path / "serving.json", tmp_path / "fresh.json"
+    config.write_text(json.dumps(FAKE))
+    command = f"fresh --config {config} --out {out} --closed 2 --temperatures 0 --blocks 2"
+    command += " --rounds 1 --requests 2 --max-tokens 8"
+    monkeypatch.setattr(sys, "argv", command.split())
+    fresh.main()
+    record = json.loads(out.read_text())
+    runs = [(run["block"], run["policy"]) for run in record["runs"]]
+    assert runs == [(0, "none"), (0, "spindle"), (1, "spindle"), (1, "none")]
+    assert record["commit"]
+    assert "2 in flight, spindle over none" in capsys.readouterr().out
