@@ -102,6 +102,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--workload", default="mix")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
     parser.add_argument("--arms", nargs="+", default=[NONE, SPINDLE], help="the first is compared")
+    parser.add_argument("--length", type=int, default=3, help="of baselines, by the first draft")
     parser.add_argument(
         "--table-error", type=float, default=0.0, help="0.25: cells up or down 25 %%"
     )
