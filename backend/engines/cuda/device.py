@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,16 +53,6 @@ class RowResult:
     """The parent of each of them, -1 for the text."""
     confidence: list[float] = field(default_factory=list)
     """The probability of each one's path."""
-
-
-class Bucket(NamedTuple):
-    """The choice of graphs that a step runs in."""
-
-    size: Size
-    is_bounded: bool
-    """Whether a row has top-k, top-p or min-p."""
-    depths: dict[str, int]
-    """The longest path of each head that proposes."""
 
 
 @dataclass(slots=True)
@@ -165,10 +155,6 @@ class DeviceSteps:
             (slot, (first + at) % room, token) for at, token in enumerate(tokens)
         )
 
-    def no_states(self) -> torch.Tensor:
-        """Return zeros in the shape of a slot's states, for measuring."""
-        return torch.zeros_like(self.slots.states[0])
-
     def place_states(self, slot: int, states: torch.Tensor) -> None:
         """Write what the target had at the place that a slot's last token was drawn from."""
         self.slots.states[slot] = states
@@ -223,8 +209,10 @@ class DeviceSteps:
                 target[first[:, 0], first[:, 1]] = first[:, 2].to(target.dtype)
                 del updates[:-most]
 
-    def _bucket(self, rows: Sequence[DeviceRow]) -> Bucket:
-        """Return the smallest bucket that the rows fit. Raises ValueError where none does."""
+    def _bucket(self, rows: Sequence[DeviceRow]) -> tuple[Size, bool, dict[str, int]]:
+        """Return the smallest size that the rows fit, whether one has top-k, top-p or min-p, and
+        the longest path of each head that proposes. Raises ValueError where no size does.
+        """
         count = size_of(ROW_SIZES, len(rows))
         if count is None:
             raise ValueError(f"a step has at most {ROW_SIZES[-1]} rows, got {len(rows)}")
@@ -235,7 +223,7 @@ class DeviceSteps:
         for row in rows:
             if row.head:
                 depths[row.head] = max(row.places, depths.get(row.head, 0))
-        return Bucket(Size(count, tokens), bounded, depths)
+        return Size(count, tokens), bounded, depths
 
     def _columns_of(self, rows: int) -> StepColumns:
         if rows not in self._columns:

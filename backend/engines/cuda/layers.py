@@ -157,13 +157,7 @@ def rotate_and_store(
 
 
 @triton.jit
-def _gated(
-    x_ptr,
-    out_ptr,
-    INNER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
-):
+def _gated(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < INNER

@@ -16,12 +16,7 @@ from typing import Any
 
 import torch
 
-from backend.engines.cuda.device import (
-    MOST_PLACES,
-    DeviceSteps,
-    Launched,
-    RowResult,
-)
+from backend.engines.cuda.device import MOST_PLACES, DeviceSteps, Launched, RowResult
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.heads import DeviceHead
 from backend.engines.cuda.step_columns import DeviceRow
@@ -202,7 +197,8 @@ class LookaheadEngine(CudaEngine):
     def assume(self, sequence: Text, tokens: int) -> None:
         """For measuring only (``StepEngine.assume``): heads have their state, too."""
         super().assume(sequence, tokens)
-        self._by_host[sequence.id] = len(sequence.tokens), self._steps.no_states()
+        no_states = torch.zeros_like(self._steps.slots.states[0])
+        self._by_host[sequence.id] = len(sequence.tokens), no_states
 
     def close(self) -> None:
         """Release the model and its KV; the engine is of no use afterwards."""

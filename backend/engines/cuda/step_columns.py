@@ -107,11 +107,7 @@ class StepColumns:
             setattr(step, name, self._outputs.device[name])
 
     def fill(
-        self,
-        rows: Sequence[DeviceRow],
-        heads: Mapping[str, int],
-        updates: Updates,
-        idle: int,
+        self, rows: Sequence[DeviceRow], heads: Mapping[str, int], updates: Updates, idle: int
     ) -> None:
         """Write the host's columns; the rows left over are the slot ``idle``. ``heads`` are the
         heads' numbers.
