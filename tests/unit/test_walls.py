@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 import tomllib
 
@@ -62,3 +63,11 @@ def test_the_loop_is_kept_from_all_engines_at_once():
     (loop,) = (c for c in CONTRACTS["contracts"] if "the loop knows" in c["name"])
     assert "backend.engines" in loop["forbidden_modules"]
     assert {edge.split(" -> ")[1] for edge in loop["ignore_imports"]} == {"backend.engines.port"}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = grimp.build_graph("backend", "policy", "engines_build", cache_dir=None)
+    edges = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    while leaves := {name for name, others in edges.items() if not others & edges.keys()}:
+        edges = {name: others for name, others in edges.items() if name not in leaves}
+    assert not edges

@@ -6,29 +6,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-from backend.config import EngineConfig
-from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward, most_graph_tokens
+from backend.engines.cuda.forward import TOKEN_SIZES, PagedForward
 from backend.engines.cuda.kernels import has_own_product, plain_kernels, triton_kernels
 from backend.engines.cuda.leaves import Product
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import MAX_NEW_TOKENS, row_pages
 from backend.engines.cuda.stream import NO_NUMBERS
-from backend.engines.models.comparison import compare, own_logits
-from backend.engines.models.loading import load_decoder
-from backend.engines.models.probe import check_taps, probe
+from backend.engines.models.comparison import compare
 from backend.engines.port import Completion, Engine, EngineLimits
-from backend.engines.registry import Service
 from backend.engines.stepping.chunks import Chunk
 from backend.engines.stepping.engine import Job, StepEngine
-from backend.kinds import misfit_of_llama
-from backend.storage.manifest import read_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -149,43 +142,3 @@ def _pieces(chunk: Chunk, tokens: int) -> list[list[Chunk]]:
         [Chunk(chunk.tokens[begin:end], chunk.start + begin, chunk.table, end - begin)]
         for begin, end in pairwise([0, *ends])
     ]
-
-
-def make(engine: EngineConfig, service: Service) -> CudaEngine:
-    """Make an engine of this kind (``backend.engines.registry``)."""
-    folder = service.path(engine)
-    logger.info("%s: %s by the engine cuda on %s", engine.name, engine.dtype, engine.device)
-    taps = service.taps if engine.name == service.config.target.name else ()
-    if taps and misfit_of_llama(read_model_config(folder)):
-        check_taps(folder, probe(folder), taps)
-    if engine.device == "cpu":
-        torch.set_num_threads(service.threads)
-    lm: Any = load_decoder(folder, engine.dtype, engine.device)
-    expected = own_logits(lm)
-
-    def count(reason: str) -> None:
-        if service.count is not None:
-            service.count("spindle_fallback_total", reason=reason)
-
-    sizes, sequences = service.sizes, service.config.limits.max_active_requests
-    kind: Callable[..., CudaEngine] = CudaEngine
-    if engine.lookahead:
-        from backend.engines.cuda.lookahead import LookaheadEngine
-
-        kind = partial(LookaheadEngine, sequences=sequences)
-    made = kind(
-        engine.name,
-        lm,
-        vocab_size=lm.config.get_text_config().vocab_size,
-        kv_blocks=sizes["kv_blocks"],
-        max_context_tokens=sizes["max_context_tokens"],
-        max_draft_tokens=sizes["max_draft_tokens"],
-        taps=taps,
-        invariant=engine.invariant,
-        graph_tokens=most_graph_tokens(sequences, service.config.policy.k_max),
-        count=count,
-    )
-    difference = made.check(expected, f"{engine.name}: {folder}")
-    text = "%s: %.1g standard deviations from transformers' own forward"
-    logger.info(text, engine.name, difference)
-    return made

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.models.kind import check_any_decoder as check_folder
 from backend.engines.models.kind import latency_cases
 from backend.engines.port import Engine, Footprint
-from backend.kinds import heads_of
+from backend.kinds import heads_of, misfit_of_llama
 from backend.storage.manifest import read_model_config
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["RUNTIME_BYTES", "check_folder", "footprint", "latency_cases", "make"]
 
@@ -34,9 +39,50 @@ GPU_DTYPES = ("bf16",)
 
 def make(engine: EngineConfig, service: Service) -> Engine:
     """Load an engine."""
-    from backend.engines.cuda import engine as cuda
+    import torch
 
-    return cuda.make(engine, service)
+    from backend.engines.cuda.engine import CudaEngine
+    from backend.engines.cuda.forward import most_graph_tokens
+    from backend.engines.models.comparison import own_logits
+    from backend.engines.models.loading import load_decoder
+    from backend.engines.models.probe import check_taps, probe
+
+    folder = service.path(engine)
+    logger.info("%s: %s by the engine cuda on %s", engine.name, engine.dtype, engine.device)
+    taps = service.taps if engine.name == service.config.target.name else ()
+    if taps and misfit_of_llama(read_model_config(folder)):
+        check_taps(folder, probe(folder), taps)
+    if engine.device == "cpu":
+        torch.set_num_threads(service.threads)
+    lm: Any = load_decoder(folder, engine.dtype, engine.device)
+    expected = own_logits(lm)
+
+    def count(reason: str) -> None:
+        if service.count is not None:
+            service.count("spindle_fallback_total", reason=reason)
+
+    sizes, sequences = service.sizes, service.config.limits.max_active_requests
+    kind: Callable[..., CudaEngine] = CudaEngine
+    if engine.lookahead:
+        from backend.engines.cuda.lookahead import LookaheadEngine
+
+        kind = partial(LookaheadEngine, sequences=sequences)
+    made = kind(
+        engine.name,
+        lm,
+        vocab_size=lm.config.get_text_config().vocab_size,
+        kv_blocks=sizes["kv_blocks"],
+        max_context_tokens=sizes["max_context_tokens"],
+        max_draft_tokens=sizes["max_draft_tokens"],
+        taps=taps,
+        invariant=engine.invariant,
+        graph_tokens=most_graph_tokens(sequences, service.config.policy.k_max),
+        count=count,
+    )
+    difference = made.check(expected, f"{engine.name}: {folder}")
+    text = "%s: %.1g standard deviations from transformers' own forward"
+    logger.info(text, engine.name, difference)
+    return made
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
