@@ -33,8 +33,9 @@ from .plan import (
     View,
 )
 from .problem import batch_of, evidence_of, ints
+from .supply import Supply
 from .tenants import NO_TENANT, Tenants
-from .trim import Calibration, trimmed
+from .trim import Calibration, proposed_of, trimmed
 
 _LEARN_PLAIN = 8
 """Plain steps that are learnt from one by one; after them, one in as many. They teach times and let
@@ -65,6 +66,10 @@ class PlannerConfig:
     first_plain_steps: int = 0
     """Steps of each octave of rows that are plain, before what they take is compared: tables are
     made without the rest of serving.
+    """
+    whole_batch: bool = False
+    """The target's device runs the drafts: a step has one of them, as deep for all rows, and as
+    many nodes as the plan says are verified, the likeliest of the batch.
     """
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
@@ -101,6 +106,10 @@ class PlannerState:
     """The budget at which a trial is looked for again."""
     first_plain: tuple[int, ...] = (0,) * OCTAVES
     """By octave of rows, the first plain steps so far."""
+    supply: Supply = field(default_factory=lambda: Supply.none(0, 0))
+    """The nodes that drafts show that the target's device runs."""
+    asked: tuple[tuple[IntArray, IntArray], ...] = ()
+    """Requests and lengths of the last plans that were not learnt from: at most two."""
 
     def copy(self) -> PlannerState:
         """Return a state that may be changed."""
@@ -116,6 +125,8 @@ class PlannerState:
             self.trial_budget_s,
             self.next_trial_s,
             self.first_plain,
+            self.supply,
+            self.asked,
         )
 
     def column(self, draft: IntArray, slot: IntArray) -> IntArray:
@@ -148,7 +159,8 @@ class AdaptivePlanner(Policy[PlannerState]):
         self.drafts, self.latency = tuple(drafts), latency
         self.config = c = config or PlannerConfig()
         self.estimator = estimator or AcceptanceModel(len(drafts), c.k_max, c.acceptance)
-        self._limits = Limits(c.k_max, float(c.switch_horizon_steps), c.padded_tokens)
+        horizon_steps = float(c.switch_horizon_steps)
+        self._limits = Limits(c.k_max, horizon_steps, c.padded_tokens, int(c.whole_batch))
         self._parts = ("verify", "overhead", *(f"draft:{name}" for name in drafts))
         compile_all()
 
@@ -159,6 +171,7 @@ class AdaptivePlanner(Policy[PlannerState]):
             acceptance=self.estimator.start(),
             correction=Correction.start(drafts),
             calibration=Calibration.none(drafts),
+            supply=Supply.none(drafts, self.config.k_max if self.config.whole_batch else 0),
         )
 
     # -- before a step
@@ -198,7 +211,9 @@ class AdaptivePlanner(Policy[PlannerState]):
         chosen = step_loops.Chosen._make(found)
         after.view, after.goodput = view, chosen.goodput
         after.trial_budget_s, after.next_trial_s = chosen.credit_s, chosen.next_trial_s
-        plan = Plan(draft, length, chosen.step_s, chosen.value, chosen.price)
+        plan = Plan(draft, length, chosen.step_s, chosen.value, chosen.price, nodes=chosen.nodes)
+        if config.whole_batch:
+            after.asked = (*state.asked[-1:], (view.request, length))
         plan.notes["credit_s"] = state.trial_budget_s
         if chosen.gain:
             plan.notes["gain"] = chosen.gain
@@ -223,7 +238,8 @@ class AdaptivePlanner(Policy[PlannerState]):
         slot, _ = state.acceptance.find(request)
         hazard = self.estimator.hazards(state.acceptance, request)
         estimates, constants = state.acceptance.estimates, self.estimator.constants
-        known = step_loops.Known(estimates, constants, state.calibration.counts, hazard)
+        counts, supply = state.calibration.counts, state.supply.counts
+        known = step_loops.Known(estimates, constants, counts, hazard, supply)
         return batch_of(view, rows, slot), known
 
     def problem(self, view: View, state: PlannerState) -> tuple[StepProblem, IntArray]:
@@ -261,6 +277,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         before = after.tenants.rows
         after.acceptance = self.estimator.with_tenants(after.acceptance, tenants, emptied)
         after.calibration = after.calibration.with_tenants(before, tenants, emptied)
+        after.supply = after.supply.with_tenants(before, tenants, emptied)
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
@@ -302,11 +319,19 @@ class AdaptivePlanner(Policy[PlannerState]):
             evidence = np.repeat(step.evidence[:, None], len(self.drafts), axis=1)
             before = state.acceptance, step.request, slot
             score, expected = self.estimator.weigh(*before, evidence, claims)
+            if self.config.whole_batch:  # the device chooses by the claims themselves
+                score = claims.confidence
             known = column[nodes.row], nodes.drawn, score, nodes.accepted
             place = claims.row, claims.depth, expected
             rest = self._present(state, slot), state.rests + 1
             after.calibration = state.calibration.learnt(*known, *place, *rest)
             after.rests = 0
+            if self.config.whole_batch:
+                asked, after.asked = _asked(state, rows)
+                shown = proposed_of(
+                    claims.row, known[0], claims.depth, score, nodes.drawn, expected
+                )
+                after.supply = state.supply.learnt(shown, asked)
         if state.view is not None and len(rows):
             after.correction = state.correction.learnt(
                 lambda *learnt: self._learn_step(outcome, state, learnt)
@@ -398,7 +423,8 @@ class AdaptivePlanner(Policy[PlannerState]):
         if type(self.estimator) is not AcceptanceModel:
             return start
         known = restored(data, _learnt(start), self.drafts, self.estimator, now, idle_s)
-        return replace(start, **known._asdict())
+        supply = start.supply.with_tenants(1, known.tenants.rows, [])
+        return replace(start, supply=supply, **known._asdict())
 
 
 def _learnt(state: PlannerState) -> Learnt:
@@ -429,6 +455,21 @@ def _claims(
     if depth is None:
         depth = np.arange(len(row)) - np.searchsorted(row, row)
     return Claims(ints(row), ints(draft), ints(depth), np.ascontiguousarray(confidence, float))
+
+
+def _asked(
+    state: PlannerState, rows: StepRows
+) -> tuple[IntArray, tuple[tuple[IntArray, IntArray], ...]]:
+    """Return the places that rows were to propose for, int64[m], 0: this planner did not plan the
+    step; and the plans that are still to be learnt from.
+    """
+    for number, (request, length) in enumerate(state.asked):
+        if state.view is not None and np.array_equal(request, state.view.request):
+            row = _rows_of(rows.request, state.view)
+            asked = np.where(row >= 0, length[row], 0)
+            if (rows.length <= asked).all():
+                return asked, state.asked[number + 1 :]
+    return np.zeros(len(rows), np.int64), state.asked
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

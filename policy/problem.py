@@ -87,7 +87,7 @@ def step_problem(
     problem, _, _ = loops.build(
         times,
         batch_of(view, rows, rows),
-        Limits(k_max, float(horizon_steps), 0),
+        Limits(k_max, float(horizon_steps), 0, 0),
         np.ascontiguousarray(hazard, np.float64),
         np.ones(hazard.shape) if nodes is None else nodes,
     )

@@ -90,9 +90,10 @@ def with_rows(
     """Return a copy of ``column`` [T * D, ...], of ``before`` tenants, for ``tenants``; new rows
     and emptied ones have ``value``.
     """
-    by_tenant = column.reshape(before, -1, *column.shape[1:])
+    drafts = len(column) // before
+    by_tenant = column.reshape(before, drafts, *column.shape[1:])
     more = np.zeros((tenants - before, *by_tenant.shape[1:]))
     after = np.concatenate([by_tenant, more])
     after[[*emptied, *range(before, tenants)]] = value
-    rows: FloatArray = after.reshape(-1, *column.shape[1:])
+    rows: FloatArray = after.reshape(tenants * drafts, *column.shape[1:])
     return rows

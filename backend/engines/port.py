@@ -154,6 +154,10 @@ class EngineLimits:
     """Submissions that a target takes besides the one that runs; above 0 it is a ``LooksAhead``."""
     in_target: bool = False
     """As a draft, it proposes on the target's device (``DeviceProposal``), and nowhere else."""
+    whole_batch: bool = False
+    """As such a draft, it proposes for the whole batch, as deep as the longest path asked for, and
+    the likeliest nodes of the batch are verified.
+    """
     widths: tuple[int, ...] = ()
     """The counts of tokens, rising, that its passes are padded to; none: it pads nothing."""
 

@@ -92,10 +92,18 @@ class InTarget(Proposer):
     (``port.DeviceProposal``).
     """
 
-    def __init__(self, name: str, *, max_draft_tokens: int, vocab_size: int = UNLIMITED) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_draft_tokens: int,
+        vocab_size: int = UNLIMITED,
+        whole_batch: bool = False,
+    ) -> None:
+        """``whole_batch`` is as in ``EngineLimits``."""
         most = max_draft_tokens, max_draft_tokens
-        limits = EngineLimits(vocab_size, UNLIMITED, *most, kv_blocks=0, in_target=True)
-        super().__init__(name, limits)
+        sizes = vocab_size, UNLIMITED, *most, 0
+        super().__init__(name, EngineLimits(*sizes, in_target=True, whole_batch=whole_batch))
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Raise ValueError for any turn: the target proposes."""

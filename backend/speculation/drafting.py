@@ -148,8 +148,9 @@ class Drafting:
                 continue
             asked = _lengths_by_sequence(sequences, plan.draft, plan.length, d)
             if draft.limits.in_target:
-                for sequence_id, length in asked.items():
-                    proposals[sequence_id].on_device = DeviceProposal(draft, length, length)
+                shares = shared_out(plan.nodes, [*asked.values()], plan.length)
+                for nodes, (sequence_id, length) in zip(shares, asked.items(), strict=True):
+                    proposals[sequence_id].on_device = DeviceProposal(draft, length, nodes)
                 continue
             runs = asked
             if draft.limits.free:
@@ -337,6 +338,17 @@ def _listed(evidence: IntArray | None, sequences: Seq[Sequence]) -> list[list[in
         return [[] for _ in sequences]
     bins: list[list[int]] = evidence.tolist()
     return bins
+
+
+def shared_out(nodes: int, lengths: list[int], planned: IntArray) -> list[int]:
+    """Return the nodes of rows with these lengths, of a plan that has ``nodes`` for the batch, in
+    which every row is ``planned`` for: alike but for one, for their sum counts. 0: their lengths.
+    """
+    if not nodes:
+        return lengths
+    rows = np.count_nonzero(planned)
+    each, more = divmod(nodes, rows)
+    return [each + (place < more) for place in range(len(lengths))]
 
 
 def _lengths_by_sequence(

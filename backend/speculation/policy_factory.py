@@ -59,6 +59,7 @@ def make_policy(
         catchup_scored=scored,
         padded_tokens=padded_tokens,
         first_plain_steps=FIRST_PLAIN_STEPS if config.target.kind.measured else 0,
+        whole_batch=all(draft.limits.whole_batch for draft in drafts),
     )
     planner = policy.AdaptivePlanner(names, latency, constants)
     made: policy.AnyPolicy = planner

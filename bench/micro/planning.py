@@ -6,7 +6,8 @@ itself, the least of three rounds:
 Counted are ``View(...)`` with ``plan`` (and the Plan in it), and ``observe``, in CPU time: a busy
 machine does not count, but for its caches. k_max is 8; requests unlike each other finish and arrive
 in a closed loop; times are of a roofline: memory-bound at first, then by the token. Cold is the
-first step of a planner that knows nothing; warm starts from the last step's price.
+first step of a planner that knows nothing; warm starts from the last step's price. ``2, whole
+batch`` is the plan for two drafts that the target's device runs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from policy import (
     LatencyCurve,
     LatencyModel,
     Outcome,
+    PlannerConfig,
     StepRows,
     StepTimes,
     View,
@@ -131,11 +133,14 @@ def timed_plan(
     return plan, state, 1e6 * (thread_time() - started)
 
 
-def measure(rows: int, drafts: int, steps: int, seed: int) -> dict[str, float]:
+def measure(
+    rows: int, drafts: int, steps: int, seed: int, *, whole_batch: bool = False
+) -> dict[str, float]:
     """Return medians and 95th percentiles in microseconds over a closed loop of ``rows`` requests,
-    the first tenth dropped.
+    the first tenth dropped; ``whole_batch`` is the planner's.
     """
-    planner = AdaptivePlanner(DRAFTS[:drafts], model(drafts))
+    config = PlannerConfig(whole_batch=whole_batch)
+    planner = AdaptivePlanner(DRAFTS[:drafts], model(drafts), config)
     rng = np.random.default_rng(seed)
     loops = (ClosedLoop(rows, drafts, rng) for _ in range(max(steps // 10, 5)))
     cold_us = [timed_plan(planner, planner.start(), loop.columns(), 0.0)[2] for loop in loops]
@@ -190,11 +195,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     figures: dict[str, Any] = {}
-    for drafts in (2, 4):
+    for drafts, whole in ((2, False), (4, False), (2, True)):
+        of_drafts = figures.setdefault(f"{drafts}, whole batch" if whole else str(drafts), {})
         for rows in (1, 4, 16, 64, 256):
-            rounds = [measure(rows, drafts, 200, 0) for _ in range(3)]
+            rounds = [measure(rows, drafts, 200, 0, whole_batch=whole) for _ in range(3)]
             least = {name: min(each[name] for each in rounds) for name in rounds[0]}
-            figures.setdefault(str(drafts), {})[str(rows)] = least
+            of_drafts[str(rows)] = least
     options.out.write_text(json.dumps(figures, indent=2) + "\n")
 
 

@@ -68,7 +68,8 @@ SCRIPTS = {
 
 def planner(recorded: Recorded, model: LatencyModel) -> AnyPolicy:
     """Return the planner as it is served."""
-    return Guard(AdaptivePlanner(recorded.drafts, model, PlannerConfig(k_max=K_MAX)))
+    config = PlannerConfig(k_max=K_MAX, whole_batch=True)
+    return Guard(AdaptivePlanner(recorded.drafts, model, config))
 
 
 def run(recorded: Recorded, script: Script, arm: str, rows: int, seed: int) -> dict[str, Any]:

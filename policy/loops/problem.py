@@ -125,9 +125,11 @@ class Limits(NamedTuple):
     horizon_steps: float
     padded_tokens: int
     """Nodes of every row if any row speculates (an engine that pads); 0: as many as are planned."""
+    whole_batch: int
+    """1: the drafts are as ``policy.planner.PlannerConfig.whole_batch`` says."""
 
 
-LIMITS = record(Limits, INTS[0], FLOATS[0], INTS[0])
+LIMITS = record(Limits, INTS[0], FLOATS[0], INTS[0], INTS[0])
 
 
 @helper

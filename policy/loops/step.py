@@ -7,7 +7,8 @@ import numpy as np
 from .acceptance import CONSTANTS, ESTIMATES, Constants, Estimates, set_hazards
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
-from .problem import BATCH, LIMITS, Batch, Limits, build, node_s
+from .device import SUPPLY, Supply, best_for_batch, offer_of
+from .problem import BATCH, LIMITS, Batch, Limits, StepProblem, build, node_s, score
 from .search import best_priced
 from .times import TIMES, VERIFY, Times, change_left_s, verify_s
 from .trials import find_trial
@@ -22,9 +23,10 @@ class Known(NamedTuple):
     counts: Counts
     hazard: Floats
     """[K, D, N] instead of what the evidence says, by ``Batch.rows``; empty: none."""
+    supply: Supply
 
 
-KNOWN = record(Known, ESTIMATES, CONSTANTS, COUNTS, FLOATS[3])
+KNOWN = record(Known, ESTIMATES, CONSTANTS, COUNTS, FLOATS[3], SUPPLY)
 
 
 class Mode(NamedTuple):
@@ -64,6 +66,8 @@ class Chosen(NamedTuple):
     next_trial_s: float
     trial: int
     """Rows that try something."""
+    nodes: int
+    """As ``policy.plan.Plan``."""
 
 
 @helper
@@ -75,6 +79,17 @@ def evidence_of(batch: Batch) -> Ints:
     return evidence
 
 
+@helper
+def _hazards(known: Known, batch: Batch, k_max: int) -> Floats:
+    """Return the hazards [K, D, N] of whole proposals."""
+    hazard = np.empty((k_max, batch.ceiling.shape[1], len(batch.rows)))
+    if known.hazard.size:
+        hazard[:] = known.hazard
+    else:
+        set_hazards(known.estimates, batch.slot, evidence_of(batch), hazard)
+    return hazard
+
+
 @entry(TIMES, KNOWN, BATCH, INTS[0], FLOATS[0])
 def expect(
     times: Times, known: Known, batch: Batch, k_max: int, price: float
@@ -84,11 +99,7 @@ def expect(
     """
     b = batch
     everyone, drafts = b.ceiling.shape
-    hazard = np.empty((k_max, drafts, everyone))
-    if known.hazard.size:
-        hazard[:] = known.hazard
-    else:
-        set_hazards(known.estimates, b.slot, evidence_of(b), hazard)
+    hazard = _hazards(known, b, k_max)
     nodes = np.empty((k_max, drafts, everyone))
     of_columns = np.empty((4, len(known.counts.nodes), 2, KINDS, PLACES))
     kept = Kept(of_columns[0], of_columns[1], of_columns[2], of_columns[3])
@@ -131,6 +142,47 @@ def _unread(known: Known, batch: Batch, chosen: Ints, reads: int) -> Ints:
     return unread
 
 
+@helper
+def _choose_for_all(
+    times: Times,
+    batch: Batch,
+    known: Known,
+    problem: StepProblem,
+    chosen: Ints,
+    goodput: float,
+    waiting: float,
+    prefill_s: float,
+    draft: Ints,
+    length: Ints,
+) -> tuple[float, float, float, float, int]:
+    """Choose one draft, depth and number of nodes for the ``chosen`` rows, into ``draft, length``.
+    Return price, goodput, expected tokens, the step's seconds and the nodes of the batch.
+    """
+    b, n, drafts = batch, len(chosen), batch.ceiling.shape[1]
+    column, drawn = np.empty(n, np.int64), np.zeros(n, np.int64)
+    k_max = problem.gain.shape[0]
+    every = _hazards(known, b, k_max)
+    hazard, context, fixed = np.empty((k_max, drafts, n)), 0, 0
+    for place in range(n):
+        i = chosen[place]
+        column[place] = max(known.estimates.tenant[b.slot[i]], 0) * drafts
+        if len(b.drawn):
+            drawn[place] = b.drawn[b.rows[i]]
+        context += b.context[b.rows[i]]
+        hazard[:, :, place] = every[:, :, i]
+    offer = offer_of(known.supply, known.counts, column, drawn, problem.ceiling, hazard)
+    price, goodput, best = best_for_batch(
+        times, problem, offer, context, goodput, waiting, prefill_s
+    )
+    for place in range(n):
+        length[place] = min(best.depth, problem.ceiling[best.draft, place]) if best.depth else 0
+        draft[place] = best.draft if length[place] else -1
+    for row in range(len(b.control_length)):
+        fixed += max(b.control_length[row], 0)
+    nodes = best.nodes + fixed if best.depth else 0
+    return price, goodput, best.value, best.step_s, nodes
+
+
 @entry(TIMES, BATCH, LIMITS, KNOWN, MODE, INTS[1], INTS[1])
 def choose(
     times: Times,
@@ -140,7 +192,7 @@ def choose(
     mode: Mode,
     draft: Ints,
     length: Ints,
-) -> tuple[float, float, float, float, float, float, float, int]:
+) -> tuple[float, float, float, float, float, float, float, int, int]:
     """Choose for a batch, into ``draft[N], length[N]`` in the view's order. Returns ``Chosen``."""
     b, m = batch, mode
     draft[:] = -1
@@ -152,9 +204,15 @@ def choose(
     problem, chosen, prefill_s = build(times, b, limits, hazard, nodes)
     n = len(chosen)
     drafts, lengths = np.empty(n, np.int64), np.empty(n, np.int64)
-    price, goodput, value, _, step_s = best_priced(
-        problem, m.goodput, waiting, prefill_s if m.waits else 0.0, drafts, lengths
-    )
+    waited_s, verified = prefill_s if m.waits else 0.0, 0
+    if limits.whole_batch:
+        price, goodput, value, step_s, verified = _choose_for_all(
+            times, b, known, problem, chosen, m.goodput, waiting, waited_s, drafts, lengths
+        )
+    else:
+        price, goodput, value, _, step_s = best_priced(
+            problem, m.goodput, waiting, waited_s, drafts, lengths
+        )
     gain = 0.0
     if problem.base_value:
         gain = goodput * (problem.undrafted_s[0] - prefill_s) / problem.base_value
@@ -169,11 +227,13 @@ def choose(
         for place in range(n):
             own[:, :, place] = hazard[:, :, chosen[place]]
         unread = _unread(known, b, chosen, m.reads_unread)
-        planned_s = step_s
-        trying, cost_s, value, step_s = find_trial(
+        planned_s, count = step_s, np.empty(problem.occupied.shape, np.int64)
+        before, _, before_s = score(problem, drafts, lengths, count)
+        trying, cost_s, after, after_s = find_trial(
             problem, known.estimates, known.constants, slot, shown, own, unread, m.optimism, price,
-            credit_s, value, step_s, drafts, lengths,
+            credit_s, before, before_s, drafts, lengths,
         )  # fmt: skip
+        value, step_s = value + after - before, step_s + after_s - before_s
         credit_s = credit_s - cost_s if trying else min(credit_s, max(cost_s, planned_s))
         next_trial_s = credit_s + _LOOK_STEPS * share * planned_s
     for place in range(n):
@@ -182,4 +242,4 @@ def choose(
     fixed = np.maximum(b.control_length, 0).sum()
     tokens = b.prefill_tokens + everyone + fixed + lengths.sum()
     step_s += change_left_s(times, tokens, b.pass_tokens, b.change_tokens)
-    return price, goodput, value, step_s, gain, credit_s, next_trial_s, trying
+    return price, goodput, value, step_s, gain, credit_s, next_trial_s, trying, verified

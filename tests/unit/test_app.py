@@ -7,6 +7,7 @@ from backend.config import parse_config
 from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
 from backend.engines.lookup import LookupEngine
+from backend.engines.proposer import InTarget
 from backend.kinds import KINDS
 from backend.ops.stats import Stats, StepStats
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
@@ -311,6 +312,15 @@ def test_a_probe_counts_on_being_scored_only_where_every_draft_that_runs_is(scor
     drafts[0].limits = replace(drafts[0].limits, scores=scores)
     guard = make_policy(config, drafts, {}, StepStats(Stats()))
     assert guard.policy.config.catchup_scored is expected
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_plan_is_for_the_whole_batch_if_the_target_runs_all_drafts_so(alike):
+    config = parse_config(FAKE)
+    kinds = {"d0": True, "lookup": alike}
+    drafts = [InTarget(name, max_draft_tokens=8, whole_batch=kind) for name, kind in kinds.items()]
+    guard = make_policy(config, drafts, {}, StepStats(Stats()))
+    assert guard.policy.config.whole_batch is alike
 
 
 SERVED_BY_TENSORRT_LLM = {

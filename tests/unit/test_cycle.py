@@ -1,8 +1,11 @@
 """The cycle of propose, verified and learn, without a loop around it."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from backend.engines.lookup import LookupEngine
+from backend.engines.proposer import InTarget
 from backend.ops.stats import Stats, StepStats
 from backend.request import SamplingParams
 from backend.sequence import Sequence
@@ -118,3 +121,19 @@ def test_a_busy_loop_s_step_starts_where_the_last_one_ended():
     made.learn(propose(made, one))
     made.pause()
     assert made.begin().parts_s == {}
+
+
+class ForTheBatch(FixedLength):
+    def plan(self, view, state, now, rng):
+        plan, state = super().plan(view, state, now, rng)
+        return replace(plan, nodes=7), state
+
+
+def test_rows_share_the_nodes_of_a_plan_for_the_batch():
+    stats = StepStats(Stats())
+    draft = InTarget(NAME, max_draft_tokens=8, whole_batch=True)
+    policy = ForTheBatch(NAME, LENGTH)
+    made = Cycle(Drafting([draft], stats, lambda: 0.0), policy, stats, lambda: 0.0)
+    step = propose(made, sequence(1), sequence(2))
+    asked = [row.on_device for row in step.proposals.values()]
+    assert [(ask.length, ask.nodes) for ask in asked] == [(LENGTH, 4), (LENGTH, 3)]

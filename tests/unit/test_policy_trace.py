@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, Drafted, FreeChains, Plan
+from policy import NO_DRAFT, Drafted, FreeChains, Plan, StepNodes
 from policy.replay import (
     SCHEMA,
     Traced,
@@ -54,12 +54,17 @@ def traced(steps=60, most_lines=1000, **config):
             state = policy.observe_unplanned(seen, state)
         else:
             plan, state = policy.plan(seen, state, 0.3 * step, draws)
-            accepted = rng.integers(0, plan.length + 1)
+            accepted, nodes = rng.integers(0, plan.length + 1), StepNodes()
+            if config.get("whole_batch"):
+                row = np.arange(rows).repeat(plan.length)
+                none = np.zeros(len(row), np.bool_)
+                nodes = StepNodes(row, rng.random(len(row)), none, none)
             outcome = outcome_of(
                 *(seen.request, plan.draft, plan.length, accepted, accepted + 1),
                 *(plan.length, plan.length, float(rng.random())),
                 parts_s={"verify": float(rng.random())},
                 free=FreeChains(seen.request[:1], *np.array([[1], [1], [2], [step % 12]])),
+                nodes=nodes,
                 finished=seen.request[:1] if step % 10 == 9 else np.zeros(0, np.int64),
             )
             if seen.evidence is not None:
@@ -99,6 +104,13 @@ def test_a_trace_of_trials_replays_bit_for_bit():
     plans = list(replayed(traced(explore_share=0.3)))
     assert all(same(step.recorded, step.plan) for step in plans)
     assert any(step.plan.notes.get("trial") for step in plans)
+
+
+def test_a_trace_of_plans_for_the_whole_batch_replays_bit_for_bit():
+    plans = list(replayed(traced(whole_batch=True)))
+    assert all(same(step.recorded, step.plan) for step in plans)
+    assert any(step.plan.nodes for step in plans)
+    assert plans[-1].state.supply.shown.any()
 
 
 def test_a_changed_outcome_is_noticed():

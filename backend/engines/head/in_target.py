@@ -15,7 +15,8 @@ class HeadInTarget(InTarget):
         self, name: str, network: HeadNetwork, token_ids: torch.Tensor, *, max_draft_tokens: int
     ) -> None:
         vocab_size = network.config.vocab_size
-        super().__init__(name, max_draft_tokens=max_draft_tokens, vocab_size=vocab_size)
+        most = {"max_draft_tokens": max_draft_tokens, "vocab_size": vocab_size}
+        super().__init__(name, **most, whole_batch=True)
         self.network, self.token_ids = network, token_ids
         self._static = frozenset(token_ids.tolist())
 
