@@ -108,8 +108,8 @@ class PlannerState:
     """By octave of rows, the first plain steps so far."""
     supply: Supply = field(default_factory=lambda: Supply.none(0, 0))
     """The nodes that drafts show that the target's device runs."""
-    asked: tuple[tuple[IntArray, IntArray], ...] = ()
-    """Requests and lengths of the last plans that were not learnt from: at most two."""
+    last_plans: tuple[tuple[IntArray, IntArray], ...] = ()
+    """Requests and lengths of plans whose steps are still to come: at most two."""
 
     def copy(self) -> PlannerState:
         """Return a state that may be changed."""
@@ -126,7 +126,7 @@ class PlannerState:
             self.next_trial_s,
             self.first_plain,
             self.supply,
-            self.asked,
+            self.last_plans,
         )
 
     def column(self, draft: IntArray, slot: IntArray) -> IntArray:
@@ -213,7 +213,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         after.trial_budget_s, after.next_trial_s = chosen.credit_s, chosen.next_trial_s
         plan = Plan(draft, length, chosen.step_s, chosen.value, chosen.price, nodes=chosen.nodes)
         if config.whole_batch:
-            after.asked = (*state.asked[-1:], (view.request, length))
+            after.last_plans = (*state.last_plans[-1:], (view.request, length))
         plan.notes["credit_s"] = state.trial_budget_s
         if chosen.gain:
             plan.notes["gain"] = chosen.gain
@@ -327,11 +327,11 @@ class AdaptivePlanner(Policy[PlannerState]):
             after.calibration = state.calibration.learnt(*known, *place, *rest)
             after.rests = 0
             if self.config.whole_batch:
-                asked, after.asked = _asked(state, rows)
+                places, after.last_plans = _places_of(state, rows)
                 shown = proposed_of(
                     claims.row, known[0], claims.depth, score, nodes.drawn, expected
                 )
-                after.supply = state.supply.learnt(shown, asked)
+                after.supply = state.supply.learnt(shown, places)
         if state.view is not None and len(rows):
             after.correction = state.correction.learnt(
                 lambda *learnt: self._learn_step(outcome, state, learnt)
@@ -457,19 +457,19 @@ def _claims(
     return Claims(ints(row), ints(draft), ints(depth), np.ascontiguousarray(confidence, float))
 
 
-def _asked(
+def _places_of(
     state: PlannerState, rows: StepRows
 ) -> tuple[IntArray, tuple[tuple[IntArray, IntArray], ...]]:
     """Return the places that rows were to propose for, int64[m], 0: this planner did not plan the
     step; and the plans that are still to be learnt from.
     """
-    for number, (request, length) in enumerate(state.asked):
+    for number, (request, length) in enumerate(state.last_plans):
         if state.view is not None and np.array_equal(request, state.view.request):
             row = _rows_of(rows.request, state.view)
-            asked = np.where(row >= 0, length[row], 0)
-            if (rows.length <= asked).all():
-                return asked, state.asked[number + 1 :]
-    return np.zeros(len(rows), np.int64), state.asked
+            places = np.where(row >= 0, length[row], 0)
+            if (rows.length <= places).all():
+                return places, state.last_plans[number + 1 :]
+    return np.zeros(len(rows), np.int64), state.last_plans
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

@@ -1,4 +1,4 @@
-"""What drafts that the target's device runs show of the requests (``policy.loops.device``)."""
+"""Counts of the nodes that drafts on the target's device show (``policy.loops.device``)."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Supply:
         columns = self.shown, self.proposals
         return Supply(*(with_rows(column, before, tenants, emptied) for column in columns))
 
-    def learnt(self, proposed: Proposed, asked: IntArray) -> Supply:
-        """Return the supply after the nodes of a step; ``asked`` are the places by row, 0: unknown
+    def learnt(self, proposed: Proposed, places: IntArray) -> Supply:
+        """Return the supply after the nodes of a step; ``places`` are what each row was to propose for, 0:
+        unknown
         (``policy.loops.device.learn_supply``).
         """
         after = Supply(self.shown.copy(), self.proposals.copy())
-        loops.learn_supply(after.counts, proposed, asked)
+        loops.learn_supply(after.counts, proposed, places)
         return after

@@ -41,6 +41,7 @@ NEW_TOKENS = 200
 ROOM = 8
 """Nodes of a row that are verified at most."""
 _CONTEXT = 1000  # tokens of a prompt
+_PRICED_STEPS = 50  # steps that say what a second is worth
 _LAST = NEW_TOKENS + 2 * K_MAX - 1  # the last place that a text has
 
 
@@ -307,12 +308,17 @@ class OracleRun(DeviceRun):
     """A run that knows how likely every node is before heads propose, but not which are right."""
 
     def _choice(self, submitted: Submission) -> Choice:
-        """Return the best head, depth and width for all rows, time priced at the goodput so far."""
+        """Return the best head, depth and width for all rows, time priced at the goodput of the
+        last steps.
+        """
         texts, recorded = submitted.texts, self._recorded
         n, left = len(texts), NEW_TOKENS - np.array([t.emitted for t in texts])
         at = (NEW_TOKENS - left)[:, None] + np.arange(K_MAX)
         lives = left > 0
-        price = self.tokens / self.now_s if self.now_s else n / recorded.pass_s[self._rows][0]
+        last = self.steps[-_PRICED_STEPS:]
+        price = n / recorded.pass_s[self._rows][recorded.width(n)]
+        if last:
+            price = sum(step.emitted for step in last) / sum(step.seconds for step in last)
         room = recorded.widths - self._rows
         fits = (room > 0) & (room <= ROOM * n)
         seconds = recorded.pass_s[self._rows]

@@ -58,16 +58,16 @@ def _bin_of(confidence: float) -> int:
 
 
 @entry(SUPPLY, PROPOSED, INTS[1])
-def learn_supply(supply: Supply, proposed: Proposed, asked: Ints) -> None:
-    """Count nodes, in place; ``asked[n]`` are the places that each row was to propose for, 0:
-    unknown, and it teaches nothing.
+def learn_supply(supply: Supply, proposed: Proposed, places: Ints) -> None:
+    """Count nodes, in place; ``places[n]`` are how many each row was to propose for, 0: unknown,
+    and it teaches nothing.
     """
     s, p = supply, proposed
-    columns, _, _, places, _ = s.shown.shape
+    columns, _, _, k_max, _ = s.shown.shape
     rows = np.zeros(columns)
     row = -1
     for q in range(len(p.row)):
-        if p.row[q] != row and p.column[q] >= 0 and asked[p.row[q]]:
+        if p.row[q] != row and p.column[q] >= 0 and places[p.row[q]]:
             rows[p.column[q]] += 1
         row = p.row[q]
     for c in range(columns):
@@ -78,17 +78,17 @@ def learn_supply(supply: Supply, proposed: Proposed, asked: Ints) -> None:
     row = -1
     low, share = 0, 0.0
     for q in range(len(p.row)):
-        c, drawn, most = p.column[q], 1 if p.drawn[q] else 0, asked[p.row[q]]
+        c, drawn, most = p.column[q], 1 if p.drawn[q] else 0, places[p.row[q]]
         if c < 0 or not most:
             continue
         if p.row[q] != row:
             row = p.row[q]
             low, share = _kinds_of(p.expected[q])
-            for j in range(min(most, places)):
+            for j in range(min(most, k_max)):
                 s.proposals[c, drawn, low, j] += 1.0 - share
                 s.proposals[c, drawn, low + 1, j] += share
         j = p.depth[q]
-        if j < min(most, places):
+        if j < min(most, k_max):
             b = _bin_of(p.confidence[q])
             s.shown[c, drawn, low, j, b] += 1.0 - share
             s.shown[c, drawn, low + 1, j, b] += share

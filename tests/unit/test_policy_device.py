@@ -151,4 +151,4 @@ def test_what_rows_showed_is_learnt_of_the_step_that_asked_for_it():
     depth, draft = int(plan.length.max()), int(plan.draft[0])
     assert after.supply.proposals[draft].sum((0, 1)).tolist() == [2] * depth + [0] * (8 - depth)
     assert after.supply.shown[draft].sum() == 2
-    assert len(after.asked) == 1
+    assert len(after.last_plans) == 1
