@@ -38,9 +38,8 @@ class Supply:
         return Supply(*(with_rows(column, before, tenants, emptied) for column in columns))
 
     def learnt(self, proposed: Proposed, places: IntArray) -> Supply:
-        """Return the supply after the nodes of a step; ``places`` are what each row was to propose for, 0:
-        unknown
-        (``policy.loops.device.learn_supply``).
+        """Return the supply after the nodes of a step; ``places`` by row are how many each was to
+        propose for, 0: unknown (``policy.loops.device.learn_supply``).
         """
         after = Supply(self.shown.copy(), self.proposals.copy())
         loops.learn_supply(after.counts, proposed, places)
