@@ -67,7 +67,7 @@ SCRIPTS = {
 
 
 def planner(recorded: Recorded, model: LatencyModel) -> AnyPolicy:
-    """Return the planner as it is served."""
+    """Return the planner under its guard."""
     config = PlannerConfig(k_max=K_MAX, whole_batch=True)
     return Guard(AdaptivePlanner(recorded.drafts, model, config))
 
