@@ -21,7 +21,7 @@ from backend.core.session import ReplySink, Session
 from backend.engines.port import Engine, Prepares
 from backend.engines.registry import Service, make_engine
 from backend.kinds import KINDS, automatic
-from backend.model_folders import check_memory, check_pairs, model_path
+from backend.model_folders import check_memory, check_pairs, model_path, with_kv
 from backend.ops.stats import Stats, StepStats
 from backend.ops.switches import SwitchBoard
 from backend.ops.tracing import Tracing
@@ -78,6 +78,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     check_policy(config)
     tokenizer = _tokenizer(config)
     tables, threads = _measured(config) if tables is None else (tables, 1)
+    config = with_kv(config)
     check_memory(config)
     stats = Stats()
     service = Service(config, threads, model_path, stats.count)

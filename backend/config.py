@@ -126,6 +126,7 @@ class PolicyConfig:
         return _is_dotted(self.kind)
 
 
+LEAST_KV_TOKENS = 256
 GPU_CHUNK_TOKENS = 2048
 """Tokens of prompts that a step takes on a GPU by default, where the host's part of a pass costs as
 much as some hundred tokens.
@@ -143,7 +144,10 @@ class LimitsConfig:
     """Seconds that requests in flight have to end after SIGTERM; new ones are refused."""
     max_context_tokens: int = setting(2048, low=16)
     prefill_chunk_tokens: int = setting(256, low=1)  # 2048 by default where a GPU runs the target
-    kv_cache_tokens: int = setting(32768, low=256)
+    kv_cache_tokens: int = setting(32768, low=0)
+    """Tokens whose KV is kept, at least 256. 0, by default where a GPU runs the target: as many as
+    nine tenths of its free memory hold, at most those of ``max_active_requests`` whole contexts.
+    """
     batch_scheduler_policy: str = setting(
         "max_utilization", choices=("max_utilization", "guaranteed_no_evict")
     )
@@ -236,9 +240,18 @@ def parse_config(
     drafts = tuple(with_auto_resolved(draft, machine, target) for draft in config.drafts)
     config = replace(config, target=target, drafts=drafts)
     if _runs_on_gpus(target) and target.device != "cpu":
-        own = {"prefill_chunk_tokens": GPU_CHUNK_TOKENS} | (raw.get("limits") or {})
-        chunk = own["prefill_chunk_tokens"]
-        config = replace(config, limits=replace(config.limits, prefill_chunk_tokens=chunk))
+        own = raw.get("limits") or {}
+        defaults = {"prefill_chunk_tokens": GPU_CHUNK_TOKENS, "kv_cache_tokens": 0}
+        chosen = {name: own.get(name, value) for name, value in defaults.items()}
+        config = replace(config, limits=replace(config.limits, **chosen))
+    least = 0 if target.device != "cpu" else LEAST_KV_TOKENS
+    if not (
+        config.limits.kv_cache_tokens >= LEAST_KV_TOKENS or config.limits.kv_cache_tokens == least
+    ):
+        raise ConfigError(
+            f"limits.kv_cache_tokens must be >= {LEAST_KV_TOKENS}, or 0 on a GPU (as many as fit), "
+            f"got {config.limits.kv_cache_tokens}"
+        )
     if config.threads != "auto" and (not isinstance(config.threads, int) or config.threads < 1):
         raise ConfigError(
             f"threads must be 'auto' or a number of at least 1, got {config.threads!r}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig, ServingConfig
@@ -42,6 +43,17 @@ def check_memory(
     line = memory.check(footprints, available, memory.process_bytes(config))
     logger.info(line)
     return line
+
+
+def with_kv(config: ServingConfig, machine: Machine = machine) -> ServingConfig:
+    """Return a configuration whose KV is as large as fits on the GPU, where it leaves that open."""
+    if config.limits.kv_cache_tokens:
+        return config
+    folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
+    free = memory.available_bytes(config.target, machine)
+    tokens = memory.kv_tokens_that_fit(config, folders, free)
+    logger.info("limits.kv_cache_tokens: %d fit", tokens)
+    return replace(config, limits=replace(config.limits, kv_cache_tokens=tokens))
 
 
 def model_path(engine: EngineConfig) -> Path:

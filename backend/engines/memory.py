@@ -5,14 +5,18 @@ and refused with the numbers if not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import LEAST_KV_TOKENS, EngineConfig, ServingConfig
 from backend.engines.port import Footprint
 from backend.engines.registry import module_of
 from backend.machine import Machine, machine
+from backend.sequence import BLOCK_TOKENS
 from backend.settings import ConfigError
 
+KV_SHARE = 0.9
+"""Share of a GPU's free memory for weights, passes and KV together."""
 PROCESS_BYTES = 400 << 20
 """Memory of the process besides its engines: Python, torch's libraries, the tokenizer, the
 requests.
@@ -28,6 +32,23 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
         for engine in (config.target, *config.drafts)
         if engine.name in folders
     }
+
+
+def kv_tokens_that_fit(config: ServingConfig, folders: Mapping[str, Path], free: int) -> int:
+    """Return for how many tokens there is KV in ``KV_SHARE`` of the bytes that are free on the
+    target's device, a multiple of the block: at most those of as many whole contexts as requests.
+    """
+    limits, device = config.limits, config.target.device
+
+    def needed(tokens: int) -> int:
+        sized = replace(config, limits=replace(limits, kv_cache_tokens=tokens))
+        return sum(f.total for f in plan(sized, folders).values() if f.device == device)
+
+    most = limits.max_active_requests * (limits.max_context_tokens + config.policy.k_max + 1)
+    least_bytes = needed(LEAST_KV_TOKENS)
+    token_bytes = (needed(most) - least_bytes) / (most - LEAST_KV_TOKENS)
+    fitting = LEAST_KV_TOKENS + int((KV_SHARE * free - least_bytes) / token_bytes)
+    return max(min(fitting, most) // BLOCK_TOKENS * BLOCK_TOKENS, LEAST_KV_TOKENS)
 
 
 def process_bytes(config: ServingConfig) -> int:

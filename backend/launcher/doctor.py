@@ -293,10 +293,10 @@ def cuda(config: ServingConfig, machine: Machine) -> Finding:
 def gpu_memory(config: ServingConfig, machine: Machine) -> Finding:
     """Say whether a deployment's plan fits into what is free."""
     from backend.engines.registry import NotPreparedError
-    from backend.model_folders import check_memory
+    from backend.model_folders import check_memory, with_kv
 
     try:
-        return Finding("memory plan", OK, check_memory(config, machine=machine))
+        return Finding("memory plan", OK, check_memory(with_kv(config, machine), machine=machine))
     except NotPreparedError as error:
         return Finding("memory plan", WARNING, str(error))
     except (ValueError, RuntimeError) as error:

@@ -37,6 +37,11 @@ class DynamoWorker(SideProcess):
         """Run it in a folder that has the package ``backend``. Raises LaunchError."""
         if not config.target.model:
             raise LaunchError("--dynamo needs a model with a tokenizer, got the fake engine")
+        if not config.limits.kv_cache_tokens:
+            raise LaunchError(
+                "--dynamo announces the KV before the engine is there: set limits.kv_cache_tokens, "
+                "such as 32768"
+            )
         python = environment.get("DYNAMO_PYTHON") or str(DEFAULT_PYTHON)
         if not os.access(python, os.X_OK):
             raise LaunchError(

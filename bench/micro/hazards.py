@@ -32,7 +32,7 @@ from backend.config import ServingConfig, load_config
 from backend.engines.port import Completion, Engine, HiddenStates, ReadsTarget, Turn
 from backend.engines.registry import Service, make_engine
 from backend.machine import machine
-from backend.model_folders import model_path
+from backend.model_folders import model_path, with_kv
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from backend.tokenizer import load_tokenizer
@@ -263,6 +263,7 @@ def costs(target: Engine, drafts: list[Engine], answer: Answer, rounds: int) -> 
 
 def measure(config: ServingConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Run every workload and temperature."""
+    config = with_kv(config)
     service, folder = Service(config, 1, model_path), model_path(config.target)
     target = make_engine(config.target, service)
     drafts = [make_engine(draft, service) for draft in config.drafts]

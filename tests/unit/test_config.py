@@ -76,6 +76,25 @@ def test_prompts_run_in_larger_chunks_on_a_gpu(target, limits, expected):
     assert config.limits.prefill_chunk_tokens == expected
 
 
+@pytest.mark.parametrize(
+    ("device", "limits", "expected"),
+    [
+        ("cuda", {}, 0),
+        ("cuda", {"kv_cache_tokens": 4096}, 4096),
+        ("cpu", {}, 32768),
+        ("cpu", {"kv_cache_tokens": 0}, None),
+        ("cuda", {"kv_cache_tokens": 255}, None),
+    ],
+)
+def test_kv_is_sized_to_a_gpu_unless_it_is_set(device, limits, expected):
+    raw = {"target": {"model": "m", "device": device}, "limits": limits}
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"limits.kv_cache_tokens must be >= 256, or 0 on a"):
+            parse_config(raw, GPU)
+    else:
+        assert parse_config(raw, GPU).limits.kv_cache_tokens == expected
+
+
 def test_auto_is_torch_for_a_number_format_that_the_engine_of_gpus_lacks():
     config = parse_config({"target": {"model": "m", "device": "cuda", "dtype": "fp32"}}, GPU)
     assert config.target.engine == "torch"

@@ -22,9 +22,10 @@ from backend.engines.registry import Service, make_engine
 from backend.engines.torch import engine as torch_engine
 from backend.engines.torch.engine import TorchEngine
 from backend.kinds import KINDS
-from backend.model_folders import check_memory, model_path
+from backend.model_folders import check_memory, model_path, with_kv
 from backend.sequence import BLOCK_TOKENS
 from backend.settings import ConfigError
+from tests.fakes.machine import FakeMachine
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -157,6 +158,25 @@ def test_kv_of_the_cuda_engine_has_a_page_of_no_sequence(tmp_path):
     engine = CudaEngine("target", lm, **sizes)
     kv = sum(pages.nbytes for pages in engine._paged.stacked_kv)
     assert cuda(path, kv_cache_tokens=4096, device="cpu").kv == kv
+
+
+def test_a_gpu_s_kv_is_what_fits_into_nine_tenths_of_what_is_free(tmp_path, monkeypatch):
+    target = {"model": str(folder(tmp_path / "model")), "dtype": "bf16", "device": "cuda"}
+    config = parse_config({"target": {"engine": "cuda", **target}})
+    assert config.limits.kv_cache_tokens == 0
+    least = memory.plan(config, {"target": tmp_path / "model"})["target"].total
+    sized = {}
+    for more in (10**6, 2 * 10**6, 10**12):
+        machine = FakeMachine(gpu_bytes=int((least + more) / memory.KV_SHARE) + 1)
+        sized[more] = with_kv(config, machine)
+        check_memory(sized[more], machine=machine)
+    kv = [memory.plan(one, {"target": tmp_path / "model"})["target"].kv for one in sized.values()]
+    block_bytes = kv[0] / sized[10**6].limits.kv_cache_tokens * BLOCK_TOKENS
+    assert 10**6 - 2 * block_bytes < kv[0] <= 10**6 + block_bytes
+    assert kv[1] == pytest.approx(2 * kv[0], abs=2 * block_bytes)
+    most = config.limits.max_active_requests * (config.limits.max_context_tokens + 9)
+    assert sized[10**12].limits.kv_cache_tokens == most // BLOCK_TOKENS * BLOCK_TOKENS
+    assert with_kv(sized[10**6], machine) is sized[10**6]
 
 
 def test_a_gpu_s_plan_has_graphs_and_slots_that_grow_with_what_may_be_verified(tmp_path):
