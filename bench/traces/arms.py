@@ -7,7 +7,7 @@ A policy with settings is tuned on other requests than it is scored on.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -51,6 +51,9 @@ QUALITIES = 0.35, 0.7, 1.2
 above the other (``replay.made_up``).
 """
 MIDDLE = QUALITIES[1]
+CONFIDENT = "going-on"
+"""DLoop's rule: a head goes on while it is confident."""
+LEAST_CONFIDENCES = 0.1, 0.2, 0.3, 0.4, 0.5, 0.6
 _HEAD_ALONE = Options(drafts=(EAGLE,))
 _LOOKUP_ALONE = Options(drafts=(SUFFIX,), lookup_tokens=DEEPEST)
 _BOTH = Options(lookup_tokens=DEEPEST)
@@ -173,10 +176,22 @@ def tuned(
         "rule": lambda: best_rule(DEEPEST),
         "rule-8": lambda: best_rule(SHORT),
     }
+    for quality, paths in claims.items():
+        kinds[_confident(CONFIDENT, quality)] = partial(load.best, going_on(quality, paths))
     for name, tunable in of_others(load.costs, load.in_flight, claims).items():
         kinds[name] = partial(tunable.best, load)
     found = {name: best() for name, best in kinds.items() if not wanted or name in wanted}
     return {FIXED_EAGLE: head, **found}
+
+
+def going_on(quality: float, paths: FloatArray) -> list[Arm]:
+    """Return the arms of a head that goes on while it is confident."""
+    made = []
+    for least in LEAST_CONFIDENCES:
+        options = replace(_HEAD_ALONE, head_claims=paths, least_confidence=least)
+        policy, settings = FixedLength(EAGLE, HEAD_TOKENS), {"least_confidence": least}
+        made.append(Arm(policy, options, settings, f"{CONFIDENT} {quality} {least}"))
+    return made
 
 
 def of_others(costs: Costs, in_flight: int, claims: dict[float, FloatArray]) -> dict[str, Tunable]:
@@ -255,4 +270,5 @@ def made_up_claims(world: World, qualities: Iterable[float] = QUALITIES) -> dict
 def known_arms(costs: Costs) -> tuple[str, ...]:
     """Return the names of all arms."""
     claims = dict.fromkeys(QUALITIES, np.zeros((0, HEAD_TOKENS)))
-    return (*untuned(costs, claims), FIXED_EAGLE, *RULES, *of_others(costs, 1, claims))
+    deeper = (_confident(CONFIDENT, quality) for quality in claims)
+    return (*untuned(costs, claims), FIXED_EAGLE, *RULES, *deeper, *of_others(costs, 1, claims))

@@ -73,6 +73,10 @@ class Options:
     """[positions, head_tokens] the head's confidence in each path (``made_up``); None: it tells
     none.
     """
+    least_confidence: float = 0.0
+    """The head goes on, as deep for all of its rows, while the mean confidence of their paths is at
+    least this, however long the plan is; 0: it is as long as the plan says.
+    """
     evidence: bool = True
     """Whether views and outcomes say what the look-up's match shows."""
     planning: float | str = 0.0
@@ -255,7 +259,18 @@ class _Replay:
         if isinstance(policy, Oracle):
             return policy.choose_known(np.minimum(self._accepts[at], view.ceiling), view)
         plan, self.ran.state = policy.plan(view, self.ran.state, self._now, self._rng)
-        return plan
+        return self._going_on(plan, view, at) if self._options.least_confidence else plan
+
+    def _going_on(self, plan: Plan, view: View, at: IntArray) -> Plan:
+        """Return the plan whose head stopped by itself (``Options.least_confidence``)."""
+        chosen = np.maximum(plan.draft, 0)
+        heads = (plan.length > 0) & ~self._free[chosen]
+        if not heads.any():
+            return plan
+        paths = self._head_claims[at[heads]].mean(0)
+        depth = 1 + int((paths >= self._options.least_confidence).cumprod().sum())
+        most = view.ceiling[self._rows, chosen]
+        return replace(plan, length=np.where(heads, np.minimum(depth, most), plan.length))
 
     def _of_drafts(self, at: IntArray, chosen: IntArray) -> tuple[FloatArray, IntArray]:
         """Return what the chosen drafts claim of their paths, and what would be accepted."""

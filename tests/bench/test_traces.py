@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -298,6 +299,17 @@ def test_planning_is_charged_at_its_time_and_learning_in_the_next_step(world, mo
     assert more[1:][steps] == pytest.approx(3)
     assert paid.planning_s[0] == 3
     assert np.array(fixed.seconds) - free.seconds == pytest.approx(1)
+
+
+def test_a_head_goes_on_while_it_is_confident(world):
+    claims = np.tile(0.8 ** np.arange(1, 9), (len(world.eagle), 1))
+    for least, depth in ((0.9, 1), (0.7, 2), (0.3, 6), (0.01, 8)):
+        going_on = replace(HEAD, head_claims=claims, least_confidence=least)
+        found = run(world, np.arange(9), 3, FixedLength("eagle", 4), COSTS, going_on)
+        assert (
+            found.tokens
+            == run(world, np.arange(9), 3, FixedLength("eagle", depth), COSTS, HEAD).tokens
+        )
 
 
 def test_a_made_up_confidence_ranks_by_its_quality(world):
