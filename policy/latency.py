@@ -53,7 +53,7 @@ class Provenance:
     def __post_init__(self) -> None:
         for item in fields(self):
             value, kind = getattr(self, item.name), _KINDS.get(item.name, str)
-            if type(value) is not kind:
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise LatencyError(
                     f"provenance.{item.name} must be of type {kind.__name__}, got {value!r}"
                 )

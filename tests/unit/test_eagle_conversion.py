@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from backend.config import parse_config
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle import answering, conversion
+from backend.engines.eagle import kind as eagle_kind
 from backend.engines.eagle.answering import PROMPTS, answer
 from backend.engines.eagle.conversion import bring_head, convert
 from backend.engines.eagle.folder import load
 from backend.engines.eagle.place import made_for, served_folder
+from backend.engines.openvino import kind as openvino_kind
 from backend.engines.registry import Service
 from backend.launcher import doctor
 from backend.model_folders import check_folders, check_pairs, model_path
@@ -234,8 +235,8 @@ def test_drafts_are_converted_before_the_target_whose_graph_has_their_layers(
     target, tmp_path, monkeypatch
 ):
     calls = []
-    answers = SimpleNamespace(convert=lambda engine, *others: calls.append(engine.name))
-    monkeypatch.setattr("engines_build.prepare.module_of", lambda engine: answers)
+    for module in (eagle_kind, openvino_kind):
+        monkeypatch.setattr(module, "convert", lambda engine, *others: calls.append(engine.name))
     convert_folders(serving(target, tmp_path, "openvino"))
     assert calls == ["eagle", "target"]
 

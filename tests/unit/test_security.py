@@ -33,7 +33,6 @@ SERVED = [
 BUILT = sorted((ROOT / "engines_build").rglob("*.py"))
 COMPUTED = {
     "backend/cli.py": "a command's module, of its own table",
-    "backend/engines/cuda/prompts.py": "one of its own table",
     "backend/engines/registry.py": "a kind's module, of its own table",
     "backend/kinds.py": "an operator's own kind, which serving.json names",
     "backend/engines/trt_graph/runtime.py": "a library of its own list",
