@@ -19,7 +19,7 @@ from backend.kinds import KINDS
 from backend.storage.manifest import read_model_config
 from tests.models.families import SERVED, make_folder
 
-EXPERTS = {family for family in SERVED if any(word in family for word in ("moe", "mixtral", "oss"))}
+EXPERTS = [family for family in SERVED if any(word in family for word in ("moe", "mixtral", "oss"))]
 DENSE = [family for family in SERVED if family not in EXPERTS]
 EVERY_DAY = ("mistral, windows",)
 
