@@ -28,6 +28,7 @@ import numpy as np
 from tqdm import tqdm
 
 from backend.config import PolicyConfig, ServingConfig, parse_config
+from backend.engines.port import EngineLimits
 from backend.ops.stats import Stats, StepStats
 from backend.speculation.policy_factory import latency_model, make_policy
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, Tuning, arm_config, fixed_choice
@@ -173,7 +174,7 @@ class Simulation:
             arm_config(self._settings["config"], name, self._tuning, self._settings["active"])
         )
         engines = [
-            SimpleNamespace(limits=SimpleNamespace(scores=True, free=draft.kind.free))
+            SimpleNamespace(limits=EngineLimits(0, 0, 0, 0, 0, scores=True, free=draft.kind.free))
             for draft in config.drafts
         ]
         return Lasting(make_policy(config, engines, self._tables, StepStats(Stats())))  # type: ignore[arg-type]

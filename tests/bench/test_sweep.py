@@ -313,7 +313,7 @@ def test_a_warm_prefix_is_served_just_before():
         seed=0, max_tokens=8, temperature=0.0, requests_closed=4, rounds=2, prefix="warm", active=2
     )
     sweep._roster = argparse.Namespace(arm=lambda policy: (Noting(), False))
-    sweep._block("sql", "closed-2", 1, "none")
+    sweep.serve_block("sql", "closed-2", 1, "none")
     assert served == [[1] * 4, [8] * 4]
 
 
@@ -559,7 +559,7 @@ def test_a_peer_that_cannot_run_is_skipped_with_the_reason_and_needs_a_closed_lo
     main([*small, "--policies", "--shares", "--peers", "transformers-plain", "--out", str(out)])
     record = json.loads(out.read_text())
     assert record["skipped"] == {
-        "transformers-plain": "peers run checkpoints only, not the engine 'fake'"
+        "transformers-plain": "peers run checkpoints only, not the engine 'tests.fakes.fake'"
     }
     assert [row["policy"] for row in record["summary"]] == ["none", "spindle"]
     assert "tuning" not in record
