@@ -14,7 +14,8 @@ from hashlib import blake2b
 
 from starlette.datastructures import Headers
 
-from backend.openai_frontend.errors import ApiError, as_json
+from backend.openai_frontend.errors import ApiError
+from backend.openai_frontend.literals import as_json
 
 PRIVATE_SUFFIXES = (
     ".local",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
+
+from backend.openai_frontend.literals import as_json
 
 _EXPECTED = {
     "string": "a string",
@@ -34,8 +35,6 @@ _SCHEMA_LINE = re.compile(r": at (\d+)\(\d+\): failed to compile JSON schema: (.
 _TOO_MANY = re.compile(r" (\d+) and a prompt of (\d+) tokens exceed the context of (\d+) tokens")
 _TOO_LONG = re.compile(r" of (\d+) (tokens|bytes) is over the limit of (\d+)(?! bytes)\b")
 """The text model's errors about the context."""
-_MOST_SHOWN = 60
-"""Characters of a value in an error."""
 RETRY_AFTER_S = 1
 """When a client may try again: a full queue has places before long. It waits longer by itself."""
 
@@ -227,9 +226,3 @@ def path_of(parts: Sequence[Any]) -> str | None:
 def _printable(text: str) -> str:
     """Return a text with its lone surrogates, which no answer can have, written as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def as_json(value: Any) -> str:
-    """Return a value as an error shows it: JSON, cut off where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from backend.openai_frontend.errors import as_json, wrong
+from backend.openai_frontend.errors import wrong
+from backend.openai_frontend.literals import as_json
 
 INT32 = 2**31 - 1
 IGNORED, REFUSED = "ignored", "refused"

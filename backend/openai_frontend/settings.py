@@ -9,9 +9,10 @@ from typing import Any
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.channels import Channels
 from backend.openai_frontend.conversation import Message, Tool, first_broken_call
-from backend.openai_frontend.errors import ApiError, as_json
+from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.escaping import Escaped, Escaper
 from backend.openai_frontend.fields import INT32
+from backend.openai_frontend.literals import as_json
 from backend.openai_frontend.reading import Frame
 from backend.openai_frontend.reasoning import reasoning_after
 from backend.openai_frontend.template import ChatTemplate, RenderError

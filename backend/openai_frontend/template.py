@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from backend.files import read_object, read_text
 from backend.openai_frontend.calls import call_format
 from backend.openai_frontend.channels import has_channels
-from backend.openai_frontend.errors import as_json
+from backend.openai_frontend.literals import as_json
 from backend.openai_frontend.reasoning import reasoning_format
 from backend.settings import ConfigError
 from backend.special_tokens import named_token

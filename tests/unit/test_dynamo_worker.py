@@ -1,11 +1,12 @@
 """How the launcher runs the Dynamo worker, and what it refuses."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from backend.config import parse_config
+from backend.config import PROJECT_ROOT, parse_config
 from backend.launcher.dynamo import DynamoWorker, import_folder
 from backend.launcher.settings import LaunchError, read_settings
 
@@ -65,3 +66,14 @@ def test_a_worker_is_started_with_what_it_registers_and_ended(tmp_path):
         "drain-s": "30.0",
         "kv-events": "tcp://127.0.0.1:5557",
     }
+
+
+def test_what_the_worker_imports_needs_no_fastapi():
+    """Its environment has Dynamo and what ``requirements-fleet.txt`` lists."""
+    names = [
+        line.split()[1]
+        for line in (PROJECT_ROOT / "backend/fleet/worker.py").read_text().splitlines()
+        if line.startswith("from backend.")
+    ]
+    code = f"import sys; sys.modules['fastapi'] = None; import {', '.join(names)}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PROJECT_ROOT)
