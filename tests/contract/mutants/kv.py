@@ -117,7 +117,7 @@ def share_a_block_that_is_run_in_part(patch: Patch) -> None:
     wrap(patch, kv_caches.Caches, "matching", matching)
 
 
-@killed_by(checks.blocks_are_of_one_text, ALIKE)
+@killed_by(checks.blocks_are_of_one_text, BUSY)
 def share_blocks_of_proposed_tokens(patch: Patch) -> None:
     """The target names a block by the proposal that it has just written there, accepted or not."""
 
