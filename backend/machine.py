@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import resource
@@ -135,7 +136,15 @@ class Machine:
             thread.start()
         for thread in threads:
             thread.join()
-        return (process_time() - cpu_s) / (perf_counter() - wall_s) / len(threads)
+        got = (process_time() - cpu_s) / (perf_counter() - wall_s)
+        return got / min(len(threads), self.cpu_quota())
+
+    def cpu_quota(self) -> float:
+        """Return the cores' worth of time that the control group (v2) allows; inf: no limit."""
+        with contextlib.suppress(OSError):
+            quota, period_us = Path("/sys/fs/cgroup/cpu.max").read_text("utf-8").split()
+            return math.inf if quota == "max" else int(quota) / int(period_us)
+        return math.inf
 
     def is_busy(self) -> bool:
         """Return whether other programs take a part of the cores that changes measured times."""

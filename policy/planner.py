@@ -194,7 +194,7 @@ class AdaptivePlanner(Policy[PlannerState]):
             steps = list(after.first_plain)
             steps[octave] += 1
             after.first_plain = tuple(steps)
-            return Plan.nothing(n), after
+            return replace(Plan.nothing(n), notes={"first_plain": True}), after
         batch, known = self._columns_of(view, after)
         mode = step_loops.Mode(
             float(state.goodput),

@@ -42,6 +42,8 @@ def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
         reply["requests"] = ["the policy of this server is not the adaptive one"]
     elif _applied(plan) in ("none", "fixed"):
         reply["requests"] = [f"all requests: {guard[-1]}"]
+    elif plan.notes.get("first_plain"):
+        reply["requests"] = ["all requests: plain, to measure what such steps take"]
     elif len(view) > MOST_ROWS:
         reply["requests"] = [
             f"{len(view)} requests are more than the {MOST_ROWS} that are explained while serving"

@@ -46,7 +46,7 @@ def kv_tokens_that_fit(config: ServingConfig, folders: Mapping[str, Path], free:
 
     most = limits.max_active_requests * (limits.max_context_tokens + config.policy.k_max + 1)
     least_bytes = needed(LEAST_KV_TOKENS)
-    token_bytes = (needed(most) - least_bytes) / (most - LEAST_KV_TOKENS)
+    token_bytes = (needed(2 * LEAST_KV_TOKENS) - least_bytes) / LEAST_KV_TOKENS
     fitting = LEAST_KV_TOKENS + int((KV_SHARE * free - least_bytes) / token_bytes)
     return max(min(fitting, most) // BLOCK_TOKENS * BLOCK_TOKENS, LEAST_KV_TOKENS)
 

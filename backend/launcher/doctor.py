@@ -322,7 +322,7 @@ def tables(config: ServingConfig, machine: Machine = machine) -> Finding:
     """Say whether the engines were measured here, and whether the drafts fit the target."""
     from backend.engines.registry import NotPreparedError
     from backend.model_folders import check_pairs, model_path
-    from backend.storage.tables import missing_tables, timed_engines
+    from backend.storage.tables import load_tables, missing_tables, timed_engines
 
     try:
         check_pairs(config)
@@ -338,4 +338,7 @@ def tables(config: ServingConfig, machine: Machine = machine) -> Finding:
             WARNING,
             f"not yet: {', '.join(missing)}. The first start does it, or spindle prepare",
         )
+    if any(table.provenance.busy for table in load_tables(config, folders)[0].values()):
+        text = "while other programs ran; the next start on a quiet machine measures again"
+        return Finding("measured", WARNING, text)
     return Finding("measured", OK, "every engine of the configuration")

@@ -1,6 +1,7 @@
 """Why the last plan is what it is, asked of the running loop."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -68,3 +69,13 @@ def test_before_the_first_step_there_is_nothing_to_explain():
 def test_what_is_not_explained_says_so(requests, policy, words):
     (line,) = explain_last(stepped(requests, policy=policy))["requests"]
     assert words in line
+
+
+def test_a_step_that_is_plain_to_be_measured_says_so():
+    loop = stepped(2)
+    view, state, plan, now = loop.cycle.runner.last_plan
+    first = replace(plan, notes={"first_plain": True})
+    loop.cycle.runner.last_plan = (view, state, first, now)
+    assert explain_last(loop)["requests"] == [
+        "all requests: plain, to measure what such steps take"
+    ]

@@ -49,6 +49,16 @@ def test_processors_of_one_name_differ_by_what_they_multiply_in(flags, name, bf1
     assert processor.multiplies_bf16() == bf16
 
 
+@pytest.mark.parametrize(("quota", "is_busy"), [(float("inf"), True), (0.01, False)])
+def test_a_machine_is_busy_if_it_gives_less_than_its_cores_or_its_quota(
+    monkeypatch, quota, is_busy
+):
+    """Any machine gives at most a tenth of ten times its cores."""
+    crowded = FakeMachine(core_count=10 * machine.cores())
+    monkeypatch.setattr(FakeMachine, "cpu_quota", lambda self: quota)
+    assert crowded.is_busy() == is_busy
+
+
 def test_a_library_that_is_nowhere_has_no_folder():
     assert machine.library_folder("libno-such-thing.so.9") is None
 

@@ -270,6 +270,41 @@ def test_the_first_steps_of_an_octave_of_rows_are_plain_until_these_are_known():
     assert drafted(4, known)[0]
 
 
+@pytest.mark.parametrize("pass_tokens", [16, 300])
+def test_a_plan_promises_the_whole_change_of_width(pass_tokens):
+    p = planner(latency(), **certain(0.1))
+    seen = view(16, k=0, pass_tokens=pass_tokens, change_tokens=8)
+    usual_s = p.plan(replace(seen, change_tokens=0), p.start(), 0.0, RNG)[0].predicted_s
+    change_s = 0.0 if pass_tokens == 16 else 8 * 0.02
+    plan = p.plan(seen, p.start(), 0.0, RNG)[0]
+    assert plan.predicted_s == pytest.approx(usual_s + change_s, rel=1e-3)
+
+
+def test_plain_steps_teach_what_they_take_one_by_one_and_later_now_and_then():
+    p, seen = planner(latency()), view(4, k=0)
+    state, learnt = p.start(), []
+    for step in range(40):
+        plan, state = p.plan(seen, state, 0.0, RNG)
+        before = state.correction
+        done = outcome(seen, plan, [0] * 4, 3.1, parts_s={"verify": 3.0, "overhead": 0.1})
+        state = p.observe(done, state, 0.0)
+        if state.correction is not before:
+            learnt.append(step)
+    assert learnt[:9] == [*range(9)]
+    assert 3 <= len(learnt[9:]) <= 6
+
+
+def test_prompts_teach_nothing_of_the_overhead_of_plans():
+    p, seen = planner(latency()), view(4, k=0)
+    plan, state = p.plan(seen, p.start(), 0.0, RNG)
+    done = outcome(seen, plan, [0] * 4, 3.5, parts_s={"verify": 3.0, "overhead": 0.5})
+    overhead_s = [
+        p.observe(replace(done, prefill_tokens=tokens), state, 0.0).correction.overhead_s[0]
+        for tokens in (64, 0)
+    ]
+    assert overhead_s == [0.0, 0.5]
+
+
 def test_prefill_in_the_step_does_not_lengthen_chains():
     """Prefill makes the step long; V / T of the step alone would then speculate more."""
     p = planner(latency(free_tokens=1), **certain(0.7))

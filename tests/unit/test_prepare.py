@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from backend.config import EMBEDDED_MODEL, parse_config
+from backend.launcher import doctor
 from backend.machine import Machine
 from backend.model_folders import model_path
 from backend.speculation.learned_state import learned_key
@@ -104,6 +105,8 @@ def test_tables_measured_next_to_other_programs_are_measured_again_without_them(
     table = json.loads(file.read_text())
     table["provenance"]["busy"] = True
     cache.publish_file(file, json.dumps(table))
+    found = doctor.tables(EMBEDDED)
+    assert (found.state, "quiet machine" in found.text) == (doctor.WARNING, True)
     monkeypatch.setattr(Machine, "is_busy", lambda self: is_busy_now)
     work.prepare(EMBEDDED)
     assert work.calls == ["convert", "measure"] + ["measure"] * (not is_busy_now)
