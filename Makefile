@@ -86,7 +86,7 @@ $(BIN)/spindle: $(VENV)/.serve
 
 $(VENV)/.lint: requirements-dev.txt $(VENV)/.serve
 	grep -Ev '^(-r|tensorrt)' $< > $@.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r $@.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r $@.txt
 	@touch $@
 
 $(VENV)/.test: requirements-dev.txt $(VENV)/.lint
