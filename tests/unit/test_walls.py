@@ -1,5 +1,6 @@
-"""The contracts of imports in pyproject.toml hold what is added later, too."""
+"""Imports keep to the contracts in pyproject.toml, installs to the pins."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -71,3 +72,13 @@ def test_no_modules_import_each_other_in_a_circle():
     while leaves := {name for name, others in edges.items() if not others & edges.keys()}:
         edges = {name: others for name, others in edges.items() if name not in leaves}
     assert not edges
+
+
+def test_tools_are_installed_together_with_the_pins_of_what_serves():
+    """Else pip may replace a pinned package with a release that serving cannot use."""
+    lines = (PROJECT_ROOT / "Makefile").read_text().splitlines()
+    installs = [line for line in lines if "$(BIN)/pip install" in line and "--no-deps" not in line]
+    assert len(installs) == 3
+    for line in installs:
+        assert re.search(r"-r requirements(-dev)?\.txt", line), line
+    assert (PROJECT_ROOT / "requirements-dev.txt").read_text().startswith("-r requirements.txt\n")
