@@ -83,12 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 value = str(Path(value).expanduser().absolute())
             os.environ[variable] = ",".join(value) if isinstance(value, list) else value
     if options.command == "doctor":
+        from backend.launcher.doctor import report, report_model
+
         if options.model:
-            from backend.launcher.model_report import report_model
-
             return report_model(options.model, as_json=options.json)
-        from backend.launcher.doctor import report
-
         return report(as_json=options.json)
     from backend.launcher.overrides import Overrides
     from backend.launcher.serving import serve

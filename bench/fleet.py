@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backend.launcher.dynamo import DEFAULT_PYTHON
-from backend.launcher.settings import PORTS
+from backend.launcher.environment import PORTS
+from backend.launcher.side_processes import WORKER_PYTHON
 from backend.loopback import open_url
 from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
@@ -126,7 +126,7 @@ class Replica:
 class Fleet:
     """Replicas that find each other through files in ``folder``."""
 
-    def __init__(self, folder: Path, python: str = str(DEFAULT_PYTHON)) -> None:
+    def __init__(self, folder: Path, python: str = str(WORKER_PYTHON)) -> None:
         self._folder = folder
         self._python = python
         self._config = folder / "serving.json"

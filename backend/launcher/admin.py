@@ -10,8 +10,8 @@ import sys
 import urllib.error
 import urllib.request
 
+from backend.launcher.environment import LaunchError, read_settings
 from backend.launcher.processes import environment_of, listening_process
-from backend.launcher.settings import LaunchError, read_settings
 from backend.loopback import open_url
 from backend.triton_adapter.admin_secret import VARIABLE
 

@@ -10,8 +10,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from backend.launcher.environment import PORTS, LaunchError, Settings, port_trouble
 from backend.launcher.run_folder import packaged_stub
-from backend.launcher.settings import PORTS, LaunchError, Settings, port_trouble
 from backend.machine import Machine, machine
 
 MINIMUM_GLIBC = (2, 35)

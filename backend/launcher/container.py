@@ -20,13 +20,11 @@ from time import monotonic
 
 from backend import lifeline
 from backend.config import load_config
-from backend.launcher.draining import Stop, drain
-from backend.launcher.dynamo import DynamoWorker
-from backend.launcher.flags import flags
-from backend.launcher.front_end import FrontEnd
+from backend.launcher.environment import Settings, read_settings
+from backend.launcher.output import say
 from backend.launcher.processes import end
-from backend.launcher.say import say
-from backend.launcher.settings import Settings, read_settings
+from backend.launcher.server import Stop, drain, flags
+from backend.launcher.side_processes import DynamoWorker, FrontEnd
 from backend.triton_adapter.admin_secret import ensure_secret
 from backend.triton_adapter.paths import PROJECT_ROOT
 

@@ -1,4 +1,5 @@
-"""``spindle doctor``: what this machine can do, and what is missing, with what to do about it.
+"""``spindle doctor``: what this machine can do, and what is missing, with what to do about it;
+with ``--model``, which engines can serve a folder and what each would take.
 
 It runs where packages are missing too: what needs them is imported once they are known to be there.
 """
@@ -19,14 +20,22 @@ from backend.config import (
     EngineConfig,
     ServingConfig,
     load_config,
+    parse_config,
     unused_gpus,
     why_not,
 )
-from backend.kinds import KINDS, automatic
+from backend.kinds import KINDS, automatic, quantization_of
 from backend.launcher import checks
-from backend.launcher import settings as launch
-from backend.launcher.front_end import MODULE as FRONT_END
+from backend.launcher.environment import (
+    PORTS,
+    RUN_PREFIX,
+    LaunchError,
+    Settings,
+    port_trouble,
+    read_settings,
+)
 from backend.launcher.processes import command_line, listening_process, listening_sockets
+from backend.launcher.side_processes import FRONT_END
 from backend.machine import Machine, machine
 from backend.settings import ConfigError
 from backend.storage import cache
@@ -49,25 +58,26 @@ class Finding:
 
 
 def report(*, as_json: bool, machine: Machine = machine) -> int:
-    """Print what was found; return 1 if serving cannot work, else 0."""
-    found = findings(machine)
+    """Print every finding; return 1 if serving cannot work, else 0."""
+    findings = check_everything(machine)
+    _print(findings, as_json)
+    can_serve = all(finding.state != MISSING for finding in findings)
+    if not as_json:
+        outcome = "will work" if can_serve else 'will not work: fix the items marked "missing"'
+        print(f"`spindle serve` {outcome}")
+    return 0 if can_serve else 1
+
+
+def _print(findings: list[Finding], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([asdict(finding) for finding in found], indent=1))
-    else:
-        for finding in found:
-            print(f"{finding.name:<14} {finding.state:<8} {finding.text}")
-        outcome = "can work" if can_serve(found) else "cannot work: mend what is missing"
-        print(f"spindle serve {outcome}")
-    return 0 if can_serve(found) else 1
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+        return
+    for finding in findings:
+        print(f"{finding.name:<14} {finding.state:<8} {finding.text}")
 
 
-def can_serve(found: list[Finding]) -> bool:
-    """Return whether nothing that serving needs is missing."""
-    return all(finding.state != MISSING for finding in found)
-
-
-def findings(machine: Machine = machine) -> list[Finding]:
-    """Look at everything."""
+def check_everything(machine: Machine = machine) -> list[Finding]:
+    """Check the machine, the ports and the configuration."""
     installed = packages(machine, pinned())
     found = [
         _checked("system", lambda: checks.check_system(machine)),
@@ -83,8 +93,8 @@ def findings(machine: Machine = machine) -> list[Finding]:
         _checked("run folder", lambda: checks.check_temporary(machine)),
     ]
     try:
-        settings = launch.read_settings(os.environ)
-    except launch.LaunchError as error:
+        settings = read_settings(os.environ)
+    except LaunchError as error:
         return [*found, Finding("ports", MISSING, str(error))]
     return [
         *found,
@@ -97,7 +107,7 @@ def findings(machine: Machine = machine) -> list[Finding]:
 def _checked(name: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(name, OK, check())
-    except launch.LaunchError as error:
+    except LaunchError as error:
         return Finding(name, MISSING, str(error))
 
 
@@ -204,15 +214,15 @@ def disk(machine: Machine, name: str, folder: Path, needed_gb: float, advice: st
     return Finding(name, OK, text)
 
 
-def ports(settings: launch.Settings) -> list[Finding]:
+def ports(settings: Settings) -> list[Finding]:
     """Report for each port whether it is free, or which process listens on it. One that a running
     Spindle has is no fault: it serves.
     """
     found = []
-    for (name, option, _), port in zip(launch.PORTS, settings.ports, strict=True):
+    for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
         label = name.lower().replace("_", " ")
         at = f"{port} on {settings.bind}"
-        if why := launch.port_trouble(settings.bind, port):
+        if why := port_trouble(settings.bind, port):
             state, text = MISSING, f"{why}{listener(port)}. Choose another with {option}"
             if (pid := listening_process(port)) and _is_spindle(command_line(pid)):
                 state, text = WARNING, f"Spindle runs there, process {pid}; a second needs {option}"
@@ -223,7 +233,7 @@ def ports(settings: launch.Settings) -> list[Finding]:
     return found
 
 
-def exposure(settings: launch.Settings) -> Finding:
+def exposure(settings: Settings) -> Finding:
     """Say whether other machines may reach Triton."""
     if settings.is_open:
         return Finding("exposure", WARNING, f"BIND {settings.bind} {checks.OPEN_TRITON}")
@@ -239,7 +249,7 @@ def listener(port: int) -> str:
 
 def _is_spindle(command: list[str]) -> bool:
     """Return whether a command is a server's of ours or its front end's."""
-    return FRONT_END in command or any(f"/{launch.RUN_PREFIX}" in word for word in command)
+    return FRONT_END in command or any(f"/{RUN_PREFIX}" in word for word in command)
 
 
 def deployment(path: Path, machine: Machine = machine) -> list[Finding]:
@@ -342,3 +352,67 @@ def tables(config: ServingConfig, machine: Machine = machine) -> Finding:
         text = "while other programs ran; the next start on a quiet machine measures again"
         return Finding("measured", WARNING, text)
     return Finding("measured", OK, "every engine of the configuration")
+
+
+def report_model(model: str, *, as_json: bool, machine: Machine = machine) -> int:
+    """Print what each engine says of a folder; return 1 where none can serve it, else 0."""
+    findings = check_engines(model, machine)
+    _print(findings, as_json)
+    return 0 if findings[-1].state == OK else 1
+
+
+def check_engines(model: str, machine: Machine = machine) -> list[Finding]:
+    """Ask every engine that loads Hugging Face folders; the last finding is what serving does."""
+    from backend.storage.manifest import read_model_config
+
+    folder = Path(model).expanduser().resolve()
+    kinds = [name for name, kind in KINDS.items() if kind.checkpoint and kind.target]
+    found = [_ask(name, folder, machine) for name in kinds]
+    able = [finding.name for finding in found if finding.state == OK]
+    if able and (reason := _refusal(folder)):
+        found, able = [Finding("folder", MISSING, reason)], []
+    if able and (method := quantization_of(read_model_config(folder))[0]):
+        text = f"quantised ({method}); every engine widens them to bf16 when it loads them"
+        found.insert(0, Finding("weights", OK, text))
+    if not able:
+        text = f"no engine can serve {folder} here"
+        return [*found, Finding("serve", MISSING, text)]
+    chosen = parse_config({"target": {"model": str(folder)}}, machine).target
+    name = chosen.engine if chosen.engine in able else able[0]
+    option = "" if name == chosen.engine else f', with "engine": "{name}" in a --config file'
+    text = f"spindle serve --model {folder}{option}: engine {name}"
+    return [*found, Finding("serve", OK, text)]
+
+
+def _refusal(folder: Path) -> str:
+    """Return why starting would refuse a folder, whatever the engine; '' where it would not."""
+    from backend.model_folders import check_target
+
+    try:
+        check_target("--model", folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _ask(name: str, folder: Path, machine: Machine) -> Finding:
+    """Return what an engine's kind says of a folder."""
+    from backend.engines import memory
+    from backend.engines.registry import module_of
+
+    device = "cpu" if "cpu" in KINDS[name].automatic else "cuda"
+    asked = EngineConfig(engine=name, model=str(folder), device=device)
+    if folder.is_dir() and (reason := why_not(name, asked, machine)):
+        return Finding(name, WARNING, f"cannot: {reason}")
+    try:
+        target = {"engine": name, "model": str(folder), "device": device}
+        config = parse_config({"target": target}, machine)
+        engine = config.target
+        kind = module_of(engine)
+        kind.check_folder("--model", engine, config, lambda _: folder)
+        planned = {name: kind.footprint(engine, config, folder)}
+        free = {device: memory.available_bytes(engine, machine)}
+        line = memory.check(planned, free, memory.process_bytes(config))
+    except ValueError as error:
+        return Finding(name, WARNING, f"cannot: {error}")
+    return Finding(name, OK, f"can, in {engine.dtype}; {line}")

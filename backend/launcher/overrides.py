@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,8 +14,10 @@ from typing import Any
 from backend.config import EMBEDDED_MODEL, ServingConfig, load_config, parse_config
 from backend.files import read_json
 from backend.kinds import KINDS
-from backend.launcher.settings import LaunchError
+from backend.launcher.environment import LaunchError
+from backend.launcher.processes import run
 from backend.settings import ConfigError
+from backend.storage import cache
 
 MODEL_FREE_DRAFTS = {
     name: {"name": name, "engine": name} for name, kind in KINDS.items() if kind.free
@@ -114,3 +119,21 @@ def folder_or_name(model: str) -> str:
     """Return a folder by its absolute path; what is none (a name, a mistake) as it is."""
     folder = Path(model).expanduser()
     return str(folder.resolve()) if model != EMBEDDED_MODEL and folder.is_dir() else model
+
+
+def folder_of(model: str, stop: threading.Event) -> str:
+    """Return the folder of a GGUF file, which is converted unless the cache has it; any other
+    ``model`` as it is. Raises LaunchError.
+    """
+    file = Path(model).expanduser().absolute()
+    if file.suffix != ".gguf" or not file.is_file():
+        return model
+    facts = file.stat()
+    key = hashlib.sha256(f"{file} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
+    folder = cache.model_folder(f"{file.stem}-{key}")
+    if not folder.is_dir():
+        module = [sys.executable, "-m", "engines_build.convert"]
+        status = run([*module, "--gguf", str(file), "--out", str(folder)], stop)
+        if status != 0 and not stop.is_set():
+            raise LaunchError(f"{file} was not converted: the lines above say why")
+    return str(folder)

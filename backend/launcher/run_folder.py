@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from backend.config import ServingConfig
-from backend.launcher.settings import RUN_PREFIX, LaunchError
+from backend.launcher.environment import RUN_PREFIX, LaunchError
 from backend.machine import Machine, machine
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.paths import PROJECT_ROOT

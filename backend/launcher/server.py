@@ -1,4 +1,9 @@
-"""One run of tritonserver: start it, know whether it is well, end it and whatever it left."""
+"""One run of tritonserver: its options, whether it is well, and its end.
+
+It ends without breaking off answers: its engine refuses new requests, and tritonserver gets SIGTERM
+only when no request is left. After SIGTERM Triton closes the connections of new clients without an
+answer, and ends what outlasts its exit timeout likewise.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,15 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import IO, Any
 
 from backend import lifeline
 from backend.launcher.checks import python_library_folder
-from backend.launcher.draining import Stop, drain
-from backend.launcher.flags import API_HEADER, flags
+from backend.launcher.environment import Settings
+from backend.launcher.output import say
 from backend.launcher.processes import (
     command_line,
     descendants,
@@ -28,12 +34,23 @@ from backend.launcher.processes import (
     kill_all,
 )
 from backend.launcher.run_folder import packaged_libraries, packaged_triton, socket_in
-from backend.launcher.say import say
-from backend.launcher.settings import Settings
 from backend.loopback import no_proxy, open_url
 from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
 
+GRPC_PING_PERIOD_S = 30
+GRPC_PING_TIMEOUT_S = 20
+"""A client that is frozen or unreachable answers no ping: its connection is closed, which frees the
+responses that wait for it.
+"""
+CLOSED_APIS = "shared-memory,model-repository,logging,trace"
+"""Those that no client needs; flaws of Triton before 25.07 need the first (SECURITY.md)."""
+API_HEADER = "spindle-run"
+"""The header with which the launcher calls them."""
+ANSWER_LIMIT_S = 5.0
+POLL_PERIOD_S = 0.1
+LATE_LIMIT_S = 5.0
+"""Seconds after the time of a drain in which the engine must have ended what is left."""
 STUB_NAME = "triton_python_backend_stub"
 EXIT_TIMEOUT_S = 12
 """How long tritonserver may take to exit once the engine has no request: its models unload, and
@@ -46,6 +63,81 @@ SILENCE_LIMIT_S = 30.0
 """A service that answers no probe for so long hangs; a hanging engine alone is dealt with sooner,
 by the model ``spindle``.
 """
+
+
+def flags(settings: Settings, api_secret: str) -> list[str]:
+    """Return tritonserver's options for its addresses, its gRPC connections and traces, and those
+    that close APIs to requests without a secret in ``API_HEADER``.
+    """
+    is_ipv6 = ":" in settings.bind
+    http_address = f"ipv6:{settings.bind}" if is_ipv6 else settings.bind
+    options = {
+        "http-address": http_address,
+        "grpc-address": f"[{settings.bind}]" if is_ipv6 else settings.bind,
+        "metrics-address": http_address,
+        "http-port": settings.http_port,
+        "grpc-port": settings.grpc_port,
+        "metrics-port": settings.metrics_port,
+        "grpc-keepalive-time": 1000 * GRPC_PING_PERIOD_S,
+        "grpc-keepalive-timeout": 1000 * GRPC_PING_TIMEOUT_S,
+        "grpc-http2-max-pings-without-data": 0,
+        "grpc-http2-max-ping-strikes": 0,  # clients may ping as often as they want to
+        "http-restricted-api": f"{CLOSED_APIS}:{API_HEADER}={api_secret}",
+        "grpc-restricted-protocol": f"{CLOSED_APIS}:{API_HEADER}={api_secret}",
+    }
+    return [*(f"--{name}={value}" for name, value in options.items()), *trace_flags(settings)]
+
+
+def trace_flags(settings: Settings) -> list[str]:
+    """Return tritonserver's options for traces: none where they go nowhere."""
+    url, rate = settings.trace_url, settings.trace_rate
+    traces = "mode=opentelemetry", "level=TIMESTAMPS", f"rate={rate}", f"opentelemetry,url={url}"
+    return [f"--trace-config={setting}" for setting in traces] if url else []
+
+
+class Stop(threading.Event):
+    """Set by the first signal to stop; ``at_once`` is set by a second one."""
+
+    def __init__(self) -> None:
+        """Wait for signals, which ``signalled`` takes."""
+        super().__init__()
+        self.at_once = threading.Event()
+
+    def signalled(self, *_: object) -> None:
+        """Take a signal."""
+        (self.at_once if self.is_set() else self).set()
+
+
+def drain(settings: Settings, at_once: threading.Event) -> None:
+    """Have the engine refuse new requests, and wait until the others have ended.
+
+    The engine ends those that outlast ``limits.drain_s``, all of them when ``at_once`` is set.
+    Returns at once where no engine answers.
+    """
+    try:
+        pid, is_hurried = _health(settings)["pid"], False
+        os.kill(pid, signal.SIGUSR1)
+        while (health := _health(settings))["unanswered"]:
+            if (health["drains_for_s"] or 0.0) < -LATE_LIMIT_S:
+                return
+            if at_once.is_set() and not is_hurried:
+                say("stopping at once: running requests end with an error")
+                os.kill(pid, signal.SIGUSR1)
+                is_hurried = True
+            sleep(POLL_PERIOD_S)
+    except (OSError, HTTPException, ValueError, KeyError):
+        return  # the engine has ended, or does not serve yet: nothing is in flight
+
+
+def _health(settings: Settings) -> dict[str, Any]:
+    """Return what the engine says of itself. Raises OSError where it does not answer."""
+    url = f"http://{settings.at(settings.http_port)}/v2/models/spindle/generate"
+    request = urllib.request.Request(
+        url, b'{"command": "health"}', {"Content-Type": "application/json"}
+    )
+    with open_url(request, ANSWER_LIMIT_S) as response:
+        reply: dict[str, Any] = json.loads(json.load(response)["reply"])
+    return reply
 
 
 class TritonServer:

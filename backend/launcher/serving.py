@@ -1,26 +1,34 @@
-"""The composition of the launcher: check, prepare, start, watch, clean up."""
+"""``spindle serve``: check, prepare, start, watch, clean up. It starts a service that died or
+hangs again, until that is pointless.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shlex
 import signal
 import sys
 import threading
+import urllib.request
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from time import monotonic
+from typing import IO, Any
 
 from backend.config import ServingConfig
-from backend.launcher import example
 from backend.launcher.checks import OPEN_TRITON, check_machine, check_ports, raise_open_files
-from backend.launcher.draining import Stop
-from backend.launcher.dynamo import DynamoWorker, import_folder
-from backend.launcher.front_end import FrontEnd
-from backend.launcher.gguf import folder_of
-from backend.launcher.log_file import log_path, open_log, reasons
-from backend.launcher.names import model_names
-from backend.launcher.overrides import DEFAULT_DRAFT, Overrides, write_overridden
+from backend.launcher.environment import (
+    LaunchError,
+    Settings,
+    model_names,
+    policy_path,
+    read_settings,
+)
+from backend.launcher.output import give_up_unwritten, log_path, open_log, reasons, say
+from backend.launcher.overrides import DEFAULT_DRAFT, Overrides, folder_of, write_overridden
 from backend.launcher.processes import run
 from backend.launcher.run_folder import (
     run_folder,
@@ -28,15 +36,31 @@ from backend.launcher.run_folder import (
     write_backend,
     write_model_repository,
 )
-from backend.launcher.say import give_up_unwritten, say
-from backend.launcher.server import TritonServer
-from backend.launcher.settings import LaunchError, Settings, policy_path, read_settings
-from backend.launcher.supervisor import supervise
+from backend.launcher.server import Stop, TritonServer
+from backend.launcher.side_processes import DynamoWorker, FrontEnd, import_folder
+from backend.loopback import open_url
 from backend.settings import ConfigError
 from backend.storage import cache
 from backend.triton_adapter.admin_secret import ensure_secret
 
+WATCH_PERIOD_S = 0.5
+START_LIMIT_S = 600.0
+REPORT_PERIOD_S = 15.0
+"""Seconds between two lines about a start that goes on."""
+STABLE_S = 60.0
+"""A service that ran this long has not failed quickly."""
+QUICK_FAILURES = 5
+FIRST_BACKOFF_S = 0.5
 FRONT_END_LIMIT_S = 30.0
+EXAMPLE: dict[str, Any] = {
+    "text_input": "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday,",
+    "max_tokens": 32,
+    "temperature": 0,
+    "exclude_input_in_output": True,
+    "return_num_output_tokens": True,
+    "return_perf_metrics": True,
+}
+EXAMPLE_LIMIT_S = 60.0
 
 
 class StoppedError(Exception):
@@ -202,7 +226,104 @@ def announce(
         say(f"OpenAI API {front_end.url}/v1, status page {front_end.url}{late}")
     if settings.dynamo_namespace:
         say(f"Dynamo worker in the namespace {settings.dynamo_namespace}")
-    shown = example.results(settings) if first and config.target.kind.model else []
-    say(f"try: {example.command(settings)}")
+    shown = example_reply(settings) if first and config.target.kind.model else []
+    say(f"try: {example_command(settings)}")
     for line in shown:
         say(line)
+
+
+def supervise(
+    server: TritonServer,
+    stop: threading.Event,
+    on_ready: Callable[[float], None],
+    say: Callable[[str], None],
+) -> None:
+    """Run the service until ``stop`` is set; ``on_ready`` gets each start's time in seconds.
+
+    Raises LaunchError when it does not start, or fails ``QUICK_FAILURES`` times in a row.
+    """
+    failures, was_ready = 0, False
+    while not stop.is_set():
+        ready_s, trouble = _run_once(server, stop, on_ready, say)
+        if trouble is None:
+            break
+        server.kill()
+        was_ready = was_ready or ready_s is not None
+        if not was_ready:
+            raise LaunchError(f"{trouble} before it was ready")
+        failures = 1 if ready_s is not None and monotonic() - ready_s >= STABLE_S else failures + 1
+        if failures >= QUICK_FAILURES:
+            raise LaunchError(
+                f"{trouble}; that was failure {failures} in quick succession: giving up"
+            )
+        backoff_s = FIRST_BACKOFF_S * 2 ** (failures - 1)
+        say(f"{trouble}: starting again in {backoff_s:g} s")
+        stop.wait(backoff_s)
+    say("stopping: running requests may finish; a second signal ends them at once")
+    server.stop()
+
+
+def _run_once(
+    server: TritonServer,
+    stop: threading.Event,
+    on_ready: Callable[[float], None],
+    say: Callable[[str], None],
+) -> tuple[float | None, str | None]:
+    """Start the service and watch it; return when it became ready (seconds) and its trouble, None
+    when asked to stop.
+    """
+    server.start()
+    started_s, ready_s = monotonic(), None
+    report_s = started_s + REPORT_PERIOD_S
+    while not stop.wait(WATCH_PERIOD_S if ready_s is not None else 0.1):
+        if (trouble := server.trouble()) is not None:
+            return ready_s, trouble
+        if ready_s is None and server.is_ready():
+            ready_s = monotonic()
+            on_ready(ready_s - started_s)
+        if ready_s is not None:
+            continue
+        passed_s = monotonic() - started_s
+        if passed_s > START_LIMIT_S:
+            limit = f"the service was not ready after {START_LIMIT_S:.0f} s"
+            return None, f"{limit} ({server.waits_for()})"
+        if monotonic() >= report_s:
+            report_s += REPORT_PERIOD_S
+            say(f"still starting after {passed_s:.0f} s: {server.waits_for()}")
+    return ready_s, None
+
+
+def example_command(settings: Settings) -> str:
+    """Return the command line that sends the request; curl would send it to a proxy, too."""
+    direct = " --noproxy '*'" if urllib.request.getproxies().keys() & {"http", "all"} else ""
+    return f"curl -s{direct} {shlex.quote(_example_url(settings))} -d '{json.dumps(EXAMPLE)}'"
+
+
+def example_reply(settings: Settings) -> list[str]:
+    """Send the request and return its answer in lines; none if it fails."""
+    body, headers = json.dumps(EXAMPLE).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(_example_url(settings), body, headers)
+    try:
+        with open_url(request, EXAMPLE_LIMIT_S) as response:
+            return summarize(json.load(response))
+    except (OSError, ValueError):
+        return []
+
+
+def summarize(reply: dict[str, Any]) -> list[str]:
+    """Return a reply in lines: its text, and how many steps speculation saved.
+
+    Every step adds one token to those it accepts.
+    """
+    written, proposed = int(reply["num_output_tokens"]), int(reply["total_draft_tokens"])
+    accepted = int(reply["total_accepted_draft_tokens"])
+    lines = [f"its answer: {json.dumps(reply['text_output'], ensure_ascii=False)}"]
+    if proposed:
+        steps = written - accepted
+        saved = f"{steps} steps instead of {written}"
+        lines += [f"{accepted} of {proposed} proposed tokens were accepted: {saved}"]
+    return lines
+
+
+def _example_url(settings: Settings) -> str:
+    return f"http://{settings.at(settings.http_port)}/v2/models/ensemble/generate"

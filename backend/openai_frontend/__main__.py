@@ -28,9 +28,8 @@ from fastapi import FastAPI
 
 from backend import __version__
 from backend.config import EMBEDDED_MODEL, load_config
-from backend.launcher.names import model_names
-from backend.launcher.say import say
-from backend.launcher.settings import Settings, read_settings
+from backend.launcher.environment import Settings, model_names, read_settings
+from backend.launcher.output import say
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.connections import Connection

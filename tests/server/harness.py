@@ -23,8 +23,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backend.launcher.environment import RUN_PREFIX
 from backend.launcher.processes import command_line, descendants
-from backend.launcher.settings import RUN_PREFIX
 from backend.loopback import CHANNEL_OPTIONS, open_url
 from backend.triton_adapter.admin_secret import VARIABLE
 from backend.triton_adapter.fields import TEXT_INPUTS

@@ -6,13 +6,13 @@ import urllib.request
 
 import pytest
 
-from backend.launcher.dynamo import DEFAULT_PYTHON
+from backend.launcher.side_processes import WORKER_PYTHON
 from bench.fleet import OPTIONS, Fleet, ask, ask_all, chat, models, routing, until
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not DEFAULT_PYTHON.exists(), reason="make fleet, or make test-all, installs Dynamo"
+        not WORKER_PYTHON.exists(), reason="make fleet, or make test-all, installs Dynamo"
     ),
 ]
 KINDS = [*OPTIONS] * 2

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from backend.launcher.admin import ask
-from backend.launcher.settings import LaunchError
+from backend.launcher.environment import LaunchError
 from tests.server.harness import free_ports
 
 

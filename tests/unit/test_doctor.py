@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from backend.cli import main
 from backend.config import DEFAULT_CONFIG, PROJECT_ROOT, parse_config
 from backend.launcher import doctor
-from backend.launcher.model_report import report_model
+from backend.launcher.doctor import report_model
 from backend.settings import ConfigError
 from engines_build.prepare import prepare
 from tests.fakes.checkpoints import LFS_POINTER, folder
@@ -46,14 +46,14 @@ def a_good_machine(monkeypatch, tmp_path):
 
 
 def states():
-    return {finding.name: finding.state for finding in doctor.findings()}
+    return {finding.name: finding.state for finding in doctor.check_everything()}
 
 
 def test_a_machine_that_can_serve_learns_what_is_not_prepared(a_good_machine, capsys):
     assert doctor.report(as_json=False) == 0
     shown = capsys.readouterr().out
     assert "not converted yet: the first start does it, or spindle prepare" in shown
-    assert shown.endswith("spindle serve can work\n")
+    assert shown.endswith("`spindle serve` will work\n")
 
 
 def test_the_same_as_json(a_good_machine, capsys):
@@ -71,7 +71,7 @@ def test_a_missing_shared_library_is_named_with_its_package_and_ends_with_1(a_go
     shown = capsys.readouterr().out
     library = r"libpython3\.\d+\.so\.1\.0 is missing: .*the package libpython3\.\d+"
     assert re.search(rf"^python         missing  {library}", shown, re.MULTILINE)
-    assert shown.endswith("spindle serve cannot work: mend what is missing\n")
+    assert shown.endswith('`spindle serve` will not work: fix the items marked "missing"\n')
 
 
 def test_a_package_that_is_missing_or_another_is_named_with_the_pinned_version():
@@ -140,7 +140,7 @@ def test_a_port_in_use_is_missing_and_says_by_whom(a_good_machine, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("METRICS_PORT", str(port))
-        found = {finding.name: finding for finding in doctor.findings()}
+        found = {finding.name: finding for finding in doctor.check_everything()}
         assert found["metrics port"].state == "missing"
         assert f"by process {os.getpid()} (" in found["metrics port"].text
         assert found["metrics port"].text.endswith("Choose another with --metrics-port")
@@ -158,7 +158,7 @@ def test_a_port_of_a_running_spindle_is_no_fault(a_good_machine, monkeypatch, co
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("HTTP_PORT", str(port := taken.getsockname()[1]))
         monkeypatch.setattr(doctor, "command_line", lambda pid: command)
-        found = {finding.name: finding for finding in doctor.findings()}["http port"]
+        found = {finding.name: finding for finding in doctor.check_everything()}["http port"]
     assert found.state == "warning"
     words = f"Spindle runs there, process {os.getpid()}; a second needs --port"
     assert found.text.startswith(f"{port} on ")
@@ -187,7 +187,7 @@ def test_too_little_room_is_a_warning_and_a_folder_that_cannot_be_written_is_mis
     ],
 )
 def test_what_hinders_a_start_is_missing(a_good_machine, machine, name, words):
-    (found,) = [each for each in doctor.findings(machine) if each.name == name]
+    (found,) = [each for each in doctor.check_everything(machine) if each.name == name]
     assert found.state == "missing"
     assert re.search(words, found.text)
 

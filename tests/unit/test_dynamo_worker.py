@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from backend.config import PROJECT_ROOT, parse_config
-from backend.launcher.dynamo import DynamoWorker, import_folder
-from backend.launcher.settings import LaunchError, read_settings
+from backend.launcher.environment import LaunchError, read_settings
+from backend.launcher.side_processes import DynamoWorker, import_folder
 
 TINY = Path(__file__).parents[2] / "engines_build" / "drafts" / "tiny-target"
 CONFIG = parse_config({"target": {"model": str(TINY)}, "limits": {"kv_cache_tokens": 4096}})

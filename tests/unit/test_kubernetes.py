@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from backend.config import LimitsConfig
-from backend.launcher.settings import read_settings
+from backend.launcher.environment import read_settings
 from backend.ops.metric_names import FAMILIES
 
 FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"

@@ -8,11 +8,17 @@ import pytest
 
 from backend.cli import main
 from backend.config import parse_config
-from backend.launcher import example
 from backend.launcher.doctor import exposure
-from backend.launcher.flags import flags
-from backend.launcher.names import model_names, name_of
-from backend.launcher.settings import PORTS, LaunchError, port_trouble, read_settings
+from backend.launcher.environment import (
+    PORTS,
+    LaunchError,
+    model_names,
+    name_of,
+    port_trouble,
+    read_settings,
+)
+from backend.launcher.server import flags
+from backend.launcher.serving import example_command
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -40,7 +46,7 @@ def test_an_address_is_written_as_each_program_reads_it(bind, address, at, http,
     given = dict(flag.removeprefix("--").split("=", 1) for flag in flags(settings, "secret"))
     assert given["http-address"] == given["metrics-address"] == http
     assert given["grpc-address"] == grpc
-    assert f"http://{at}/v2/models" in example.command(settings)
+    assert f"http://{at}/v2/models" in example_command(settings)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from backend.config import parse_config
-from backend.launcher import draining, example, serving, supervisor
 from backend.launcher import run_folder as run_folder_module
+from backend.launcher import server as server_module
+from backend.launcher import serving
 from backend.launcher.checks import (
     check_machine,
     check_ports,
@@ -21,11 +22,13 @@ from backend.launcher.checks import (
     python_library_folder,
     raise_open_files,
 )
-from backend.launcher.draining import Stop
-from backend.launcher.flags import trace_flags
-from backend.launcher.gguf import folder_of
-from backend.launcher.log_file import open_log, reasons
-from backend.launcher.overrides import Overrides
+from backend.launcher.environment import (
+    DEFAULT_CONFIG,
+    LaunchError,
+    read_settings,
+)
+from backend.launcher.output import open_log, reasons
+from backend.launcher.overrides import Overrides, folder_of
 from backend.launcher.processes import (
     command_line,
     descendants,
@@ -39,11 +42,7 @@ from backend.launcher.run_folder import (
     write_backend,
     write_model_repository,
 )
-from backend.launcher.settings import (
-    DEFAULT_CONFIG,
-    LaunchError,
-    read_settings,
-)
+from backend.launcher.server import Stop, trace_flags
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
 from tests.fakes.machine import FakeMachine
@@ -326,8 +325,10 @@ class FakeEngine:
     def __init__(self, monkeypatch, stop, *, second_after):
         self.signals = []
         self._stop, self._second_after, self._asked = stop, second_after, 0
-        monkeypatch.setattr(draining, "_health", self.health)
-        monkeypatch.setattr(draining.os, "kill", lambda pid, number: self.signals.append(number))
+        monkeypatch.setattr(server_module, "_health", self.health)
+        monkeypatch.setattr(
+            server_module.os, "kill", lambda pid, number: self.signals.append(number)
+        )
 
     def health(self, _settings):
         self._asked += 1
@@ -344,7 +345,7 @@ def test_a_second_signal_has_the_engine_end_what_runs(monkeypatch, capsys, secon
     assert stop.is_set()
     assert not stop.at_once.is_set()
     engine = FakeEngine(monkeypatch, stop, second_after=second_after)
-    draining.drain(read_settings({}), stop.at_once)
+    server_module.drain(read_settings({}), stop.at_once)
     assert engine.signals == [signal.SIGUSR1] * signals
     assert ("at once" in capsys.readouterr().out) == (signals == 2)
 
@@ -396,7 +397,7 @@ def run():
         stop, said, ready = Hurry(), [], []
         server = FakeServer(script, stop)
         try:
-            supervisor.supervise(server, stop, ready.append, said.append)
+            serving.supervise(server, stop, ready.append, said.append)
         finally:
             supervise.said, supervise.calls, supervise.ready = said, server.calls, ready
         return server.calls
@@ -483,12 +484,12 @@ def test_the_example_says_what_speculation_saved():
         "total_draft_tokens": 27,
         "total_accepted_draft_tokens": 26,
     }
-    assert example.summary(reply) == [
+    assert serving.summarize(reply) == [
         'its answer: " four"',
         "26 of 27 proposed tokens were accepted: 6 steps instead of 32",
     ]
     reply |= {"total_draft_tokens": 0, "total_accepted_draft_tokens": 0}
-    assert example.summary(reply) == ['its answer: " four"']
+    assert serving.summarize(reply) == ['its answer: " four"']
 
 
 def test_a_server_in_trouble_is_killed_and_started_again(run):
@@ -504,8 +505,8 @@ def test_a_server_that_never_was_ready_is_an_error(run):
 
 
 def test_a_start_that_goes_on_says_what_it_waits_for(run, monkeypatch):
-    monkeypatch.setattr(supervisor, "REPORT_PERIOD_S", 0.01)
-    monkeypatch.setattr(supervisor, "START_LIMIT_S", 0.2)
+    monkeypatch.setattr(serving, "REPORT_PERIOD_S", 0.01)
+    monkeypatch.setattr(serving, "START_LIMIT_S", 0.2)
     waits = r"tritonserver does not answer on 127\.0\.0\.1:8000"
     with pytest.raises(LaunchError, match=rf"was not ready after 0 s \({waits}\)"):
         run([(False, None)])

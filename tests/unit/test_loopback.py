@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from backend.launcher import example
-from backend.launcher.settings import read_settings
+from backend.launcher.environment import read_settings
+from backend.launcher.serving import example_command
 from backend.loopback import no_proxy, open_url
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.status import fetch_metrics
@@ -118,9 +118,9 @@ def test_other_libraries_reach_this_machine_directly(environment, expected):
 def test_the_printed_command_has_curl_pass_a_proxy_by(monkeypatch):
     settings = read_settings({})
     monkeypatch.setattr("urllib.request.getproxies", dict)
-    assert "proxy" not in example.command(settings)
+    assert "proxy" not in example_command(settings)
     monkeypatch.setattr("urllib.request.getproxies", lambda: {"http": "http://127.0.0.1:9"})
-    assert "curl -s --noproxy '*' http://127.0.0.1:8000/" in example.command(settings)
+    assert "curl -s --noproxy '*' http://127.0.0.1:8000/" in example_command(settings)
 
 
 @pytest.mark.parametrize("room", ["backend", "bench"])

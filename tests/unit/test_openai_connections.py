@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from backend.launcher.settings import port_trouble, read_settings
+from backend.launcher.environment import port_trouble, read_settings
 from backend.openai_frontend.__main__ import listen, server_config
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.connections import Connection

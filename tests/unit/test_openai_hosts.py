@@ -7,8 +7,8 @@ import socket
 import pytest
 from starlette.testclient import TestClient
 
-from backend.launcher.front_end import FrontEnd as Process
-from backend.launcher.settings import LaunchError, read_settings
+from backend.launcher.environment import LaunchError, read_settings
+from backend.launcher.side_processes import FrontEnd as Process
 from backend.openai_frontend.__main__ import hosts_of
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.app import create_app

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, load_config
+from backend.launcher.environment import LaunchError
 from backend.launcher.overrides import Overrides, write_overridden
-from backend.launcher.settings import LaunchError
 from backend.settings import ConfigError
 from tests.fakes.eagle import DIALECTS, published, random_head, write
 

@@ -1,5 +1,5 @@
-"""Settings from the environment, and whether this machine can serve them. Every refusal is a
-``LaunchError`` with a sentence to act on.
+"""The settings of one run, read from environment variables: addresses, names and places. Every
+refusal is a ``LaunchError`` with a sentence to act on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from backend.config import DEFAULT_CONFIG
+from backend.config import DEFAULT_CONFIG, ServingConfig
 
 DEFAULT_TRACE_RATE = 1000
 DAY_S = 86_400
@@ -249,3 +249,17 @@ def port_trouble(bind: str, port: int) -> str:
         except OSError as error:
             return error.strerror or str(error)
     return ""
+
+
+def model_names(settings: Settings, config: ServingConfig) -> tuple[str, ...]:
+    """Return those that are set, else that of the model's folder, or of a user's own engine."""
+    engine = config.target.engine.rpartition(".")[2]
+    return settings.model_names or (name_of(config.target.model) or engine,)
+
+
+def name_of(model: str) -> str:
+    """Return the name of a model's folder; ``ORG/NAME`` of a snapshot in a hub's cache, where the
+    folder is called by its commit.
+    """
+    hub = re.search(r"(?:^|/)models--([^/]+)/snapshots/[^/]+$", model)
+    return hub[1].replace("--", "/", 1) if hub else Path(model).name

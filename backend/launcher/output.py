@@ -1,4 +1,4 @@
-"""The log of all processes of a service while the terminal is for the user."""
+"""The launcher's own lines, and the log of its processes: a file, unless the terminal shows it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
-from backend.launcher.settings import LaunchError, Settings
+from backend.launcher.environment import LaunchError, Settings
 from backend.storage import cache
 
 MOST_BYTES = 64 * 2**20
@@ -20,6 +21,27 @@ SIZE_CHECK_PERIOD_S = 5.0
 OUR_ERROR = re.compile(r' (ERROR|CRITICAL) (backend\.|__main__:)|"level": "(error|critical)"')
 HARMLESS = re.compile(r"[IW]\d{4} |[+|]|\s*$")
 """Triton's information and warnings, its tables, empty lines."""
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line, by default to standard output. One that cannot be written (the disk is full) is
+    lost: no reason to end a service.
+    """
+    with contextlib.suppress(OSError):
+        print(f"spindle: {text}", file=stream or sys.stdout, flush=True)
+
+
+def give_up_unwritten() -> None:
+    """Drop what standard output and error could not write: the interpreter would try again at its
+    end and exit with status 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # noqa: PERF203 (two streams)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def log_path(settings: Settings) -> Path:
