@@ -18,11 +18,13 @@ from bench import records
 from bench.records import RESULTS
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, fixed_choice
 from bench.sweep.figures import BEST_FIXED, EVERY, between, interval, is_closed, level, of_spindle
+from bench.sweep.figures import speed as tokens_per_s
 from bench.traces.arms import FIXED_EAGLE, PLANNER
 from bench.traces.figures import MIXED
 from bench.workloads import MIX
 from policy.baselines import BASELINES, compared
 from policy.simulation.report import load_name
+from policy.simulation.statistics import ratio_of_rates
 
 PAGES = (
     PROJECT_ROOT / "README.md",
@@ -43,6 +45,8 @@ RECORDS = (
 """Records of SmolLM2 through tritonserver in closed loops; those alike count together."""
 ONE_THREAD = "served-avx512"
 """The record of one thread, greedy and sampled, next to plain decoding and a fixed choice."""
+FRESH = "fresh-amx"
+"""The record of servers that have learnt nothing."""
 WORKLOADS = "workloads-amx"
 """The record of each workload by itself."""
 OPEN = "open-amx"
@@ -223,6 +227,44 @@ def one_thread() -> str:
         for (over, temperature), cells in sorted(found.items())
     ]
     return _table(["Spindle's tokens/s over", *(f"{load} in flight" for load in loads)], *rows)
+
+
+def fresh() -> str:
+    """Return a fresh server over plain decoding: the newest measurement of each point."""
+    cells: dict[tuple[str, float], dict[int, str]] = {}
+    for record in _record(FRESH)["records"]:
+        for (temperature, in_flight), runs in _by_point(record["runs"]).items():
+            plain, spindle = (
+                [tokens_per_s(run) for run in runs if run["policy"] == arm]
+                for arm in (NONE, SPINDLE)
+            )
+            ratio = ratio_of_rates(spindle, plain)
+            ends = _interval((ratio.low, ratio.high))
+            point = cells.setdefault((_condition(record["settings"]), temperature), {})
+            point[in_flight] = f"{ratio.value:.2f} ({ends}; {len(plain)})"
+    loads = sorted({load for row in cells.values() for load in row})
+    rows = [
+        [condition, f"{temperature:g}", *(row.get(load, "") for load in loads)]
+        for (condition, temperature), row in sorted(cells.items(), key=lambda row: row[0][1])
+    ]
+    return _table(["machine", "temperature", *(f"{load} in flight" for load in loads)], *rows)
+
+
+def _by_point(runs: list[dict[str, Any]]) -> dict[tuple[float, int], list[dict[str, Any]]]:
+    """Return runs by temperature and requests in flight."""
+    points: dict[tuple[float, int], list[dict[str, Any]]] = {}
+    for run in runs:
+        in_flight = int(run["load"].removeprefix("closed-"))
+        points.setdefault((run["temperature"], in_flight), []).append(run)
+    return points
+
+
+def _condition(settings: dict[str, Any]) -> str:
+    """Return the name of a condition in which fresh servers were measured."""
+    if settings["busy"]:
+        return "half busy with another program"
+    error = settings["table_error"]
+    return f"latency tables {error:.0%} wrong" if error else "quiet"
 
 
 def in_vllm() -> str:
@@ -430,6 +472,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed-amx": partial(speed, OLDER[0]),
     "speed-avx2": partial(speed, OLDER[1]),
     "one-thread": one_thread,
+    "fresh": fresh,
     "policies": partial(policies, HEADLINE),
     "stacks-avx2": partial(stacks, OLDER[1]),
     "workloads": by_workload,

@@ -81,10 +81,12 @@ def main() -> None:
                 sweep_options.temperature = temperature
                 sweep = Sweep(sweep_options, {"settings": {"config": config}}, servers)
                 for in_flight in options.closed:
-                    runs = list(_point(options, sweep, servers, in_flight))
-                    record["runs"] += [{"temperature": temperature, **run} for run in runs]
+                    runs = []
+                    for run in _point(options, sweep, servers, in_flight):
+                        runs.append(run)
+                        record["runs"].append({"temperature": temperature, **run})
+                        options.out.write_text(json.dumps(record) + "\n", "utf-8")
                     _print(options, temperature, in_flight, runs)
-                    options.out.write_text(json.dumps(record) + "\n", "utf-8")
         finally:
             servers.close()
 
