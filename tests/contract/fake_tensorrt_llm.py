@@ -1,6 +1,7 @@
 """TensorRT-LLM's loop about a drafter, as its recorded sources have it (``tensorrt_llm_drafter_api
 .json``): what they call, in which order, and what they demand. No tensor, no model: a request's
-text is known beforehand.
+text is known beforehand. Versions differ in two ways that a drafter sees: 1.2.1 frees a request
+before managers learn of its last step, and has KV for no draft that was not announced.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ class LlmRequestState(enum.Enum):
 class Request:
     """A request with the recorded attributes and no others."""
 
-    __slots__ = (*API["LlmRequest"]["attributes"], "truth", "_chunk", "_written")
+    __slots__ = (*API["LlmRequest"]["attributes"], "truth", "reserved", "_chunk", "_written")
 
     def __init__(self, number, text, prompt, chunk=64):
         self.py_request_id = self.request_id = number
+        self.py_client_id, self.reserved = 100 + number, 0
         self.truth, self._written, self._chunk = text, prompt, chunk
         self.py_orig_prompt_len, self.py_max_new_tokens = prompt, len(text) - prompt
         self.py_draft_tokens, self.py_num_accepted_draft_tokens = [], 0
@@ -133,13 +135,21 @@ def install(monkeypatch, ranks=1):
 class Executor:
     """The loop: ``steps`` has (draft length of the step, rows, tokens proposed) of each."""
 
-    def __init__(self, *, speculative_config, disable_overlap_scheduler=False, max_batch_size=8):
+    def __init__(
+        self,
+        *,
+        speculative_config,
+        disable_overlap_scheduler=False,
+        max_batch_size=8,
+        version="1.2.1",
+    ):
         assert disable_overlap_scheduler, "drafts are read before the step before has drawn"
         config = speculative_config
         self._drafter, self._resources = config.drafter, config.resource_manager
         self._static = config.max_draft_len
         assert self._drafter._static_max_total_draft_tokens == self._static
         self._max_batch_size = max_batch_size
+        self._is_old = version in API["frees_first"]
         self.active, self.steps = [], []
 
     def step(self):
@@ -151,9 +161,12 @@ class Executor:
             assert type(length) is int
             drafter.update_max_total_draft_tokens(length)
         assert 0 <= length <= self._static
-        for request in batch.generation_requests:
-            request.py_draft_tokens = [0] * length
-            if not length:
+        for request in batch.generation_requests:  # the scheduler reserves KV for these
+            is_out = request.py_disable_speculative_decoding
+            request.py_draft_tokens = [] if is_out else [0] * length
+            request.reserved = len(request.py_draft_tokens)
+        if not length:
+            for request in (*batch.context_requests, *batch.generation_requests):
                 request.py_disable_speculative_decoding = True
         self._resources.prepare_resources(batch)
         proposed = []
@@ -163,12 +176,19 @@ class Executor:
             drafter.pad_draft_tokens_for_cuda_graph(batch, None)
         lengths = {len(r.py_draft_tokens) for r in batch.generation_requests}
         assert lengths <= {self._static if length else 0}, "a CUDA graph has rows of one length"
+        for request in batch.generation_requests if self._is_old else ():
+            assert len(request.py_draft_tokens) <= request.reserved, "drafts beyond reserved KV"
         for request in batch.context_requests:
             self._prefill(request)
         for request in batch.generation_requests:
             self._verify(request)
+        if self._is_old:
+            self._free()
         self._resources.update_resources(batch)
         self.steps.append((length, len(batch.generation_requests), proposed))
+        self._free()
+
+    def _free(self):
         for request in [r for r in self.active if r.state is LlmRequestState.GENERATION_COMPLETE]:
             self.active.remove(request)
             self._resources.free_resources(request)
@@ -186,7 +206,7 @@ class Executor:
             self._emit(request, 1)
 
     def _verify(self, request):
-        drafts = [] if request.py_disable_speculative_decoding else request.py_draft_tokens
+        drafts = request.py_draft_tokens
         assert all(type(token) is int and token >= 0 for token in drafts)
         left, accepted = request.truth[request._written :], 0
         while accepted < min(len(drafts), len(left) - 1) and drafts[accepted] == left[accepted]:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from backend.ops.stats import Stats
 from backend.settings import ConfigError
 from policy import AdaptivePlanner, LatencyCurve, LatencyModel, LatencyTable, PlannerConfig, View
 from tests.contract.fake_tensorrt_llm import Executor, Request, install
@@ -15,6 +16,14 @@ K_MAX = 4
 @pytest.fixture
 def plugin(monkeypatch):
     return install(monkeypatch)
+
+
+@pytest.fixture(params=["1.2.1", "1.3.0rc20"])
+def loop(request, plugin):
+    """Makes an executor of a version, with the plug-in's arguments."""
+    return lambda stats=None: Executor(
+        **plugin.engine_args({}, K_MAX, 512, stats), version=request.param
+    )
 
 
 def repeating(number, tokens=160, period=10):
@@ -43,8 +52,8 @@ def table(tmp_path, padded_factor):
     return {"latency_file": str(file)}
 
 
-def test_texts_are_whole_and_take_fewer_steps(plugin):
-    executor = Executor(**plugin.engine_args({}, K_MAX, 512))
+def test_texts_are_whole_and_take_fewer_steps(loop):
+    executor = loop()
     requests = [repeating(n) for n in range(1, 5)]
     serve(executor, requests)
     assert all(r.text == r.truth for r in requests)
@@ -53,16 +62,16 @@ def test_texts_are_whole_and_take_fewer_steps(plugin):
     assert executor._resources.decoding == {}
 
 
-def test_the_length_of_a_step_is_none_or_all(plugin):
-    executor = Executor(**plugin.engine_args({}, K_MAX, 512))
+def test_the_length_of_a_step_is_none_or_all(loop):
+    executor = loop()
     serve(executor, [repeating(1), noise(2), noise(3)])
     assert {length for length, _, _ in executor.steps} == {0, K_MAX}
     within = [proposed for length, _, proposed in executor.steps if length]
     assert any(len(set(one)) > 1 for one in within)  # the executor pads, row by row
 
 
-def test_rows_come_back_after_steps_without_drafts(plugin):
-    executor = Executor(**plugin.engine_args({}, K_MAX, 512))
+def test_rows_come_back_after_steps_without_drafts(loop):
+    executor = loop()
     half = noise(1).truth[:80] + repeating(1, 80).truth
     request = Request(1, half, 24)
     serve(executor, [request])
@@ -72,8 +81,8 @@ def test_rows_come_back_after_steps_without_drafts(plugin):
     assert request.py_disable_speculative_decoding == (lengths[-1] == 0)
 
 
-def test_who_comes_later_is_drafted_for_too(plugin):
-    executor = Executor(**plugin.engine_args({}, K_MAX, 512))
+def test_requests_that_come_later_are_drafted_for_too(loop):
+    executor = loop()
     executor.active += [noise(1)]
     for _ in range(30):
         executor.step()
@@ -81,6 +90,29 @@ def test_who_comes_later_is_drafted_for_too(plugin):
     serve(executor, [late])
     assert max(max(p, default=0) for _, _, p in executor.steps) == K_MAX
     assert late.text == late.truth
+
+
+def test_the_last_step_of_a_request_is_learned_from(loop):
+    executor = loop(stats := Stats())
+    serve(executor, [repeating(1)])
+    counters = stats.drain().counters
+    emitted = sum(n for name, _, n in counters if name == "spindle_emitted_tokens_total")
+    assert emitted == 135  # the first of 136 comes from the prompt's step
+
+
+def test_a_request_has_its_own_ceiling(loop, plugin):
+    executor = loop()
+    drafter = executor._drafter
+    asked = {n: plugin.Asked(lambda n=n: {1: None, 2: 0, 3: 2}[n]) for n in (1, 2, 3)}
+    drafter.asked.update({100 + n: one for n, one in asked.items()})
+    requests = [repeating(n) for n in (1, 2, 3)]
+    serve(executor, requests)
+    assert all(r.text == r.truth for r in requests)
+    assert max(proposed for proposed, _ in asked[1].verified_steps) == K_MAX
+    assert asked[2].verified_steps == []
+    assert {proposed for proposed, _ in asked[3].verified_steps} <= {1, 2}
+    emitted = sum(accepted + 1 for _, accepted in asked[1].verified_steps)
+    assert 0 < emitted <= 136
 
 
 def test_a_model_on_several_gpus_is_refused(monkeypatch):
