@@ -32,9 +32,8 @@ from backend.launcher.environment import Settings, model_names, read_settings
 from backend.launcher.output import say
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.app import create_app
-from backend.openai_frontend.connections import Connection
-from backend.openai_frontend.draining import DrainingServer
-from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
+from backend.openai_frontend.connections import Connection, DrainingServer
+from backend.openai_frontend.front_end import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
 from backend.settings import ConfigError
 from backend.special_tokens import special_tokens

@@ -1,4 +1,5 @@
-"""Access to the front end: the names by which requests may call it, and the keys.
+"""Which requests may call, checked before their route: by the name that they call, their key and
+whether the server drains. Each gets an id.
 
 A page on the web can have its own name resolve to this machine (DNS rebinding). Its requests are of
 one site to the browser, which keeps them apart from nothing, but they carry that name as ``Host``.
@@ -8,14 +9,19 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import logging
+import re
+import secrets
 import socket
+import threading
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.literals import as_json
+from backend.openai_frontend.texts import as_json
 
 PRIVATE_SUFFIXES = (
     ".local",
@@ -26,6 +32,16 @@ PRIVATE_SUFFIXES = (
     ".cluster.local",
 )
 """Ends of names that no page on the web can have."""
+OPEN_PATHS = ("/", "/health")
+"""Paths that need no key: the page has no secrets (what it shows asks for the key), and probes have
+none.
+"""
+OPERATOR_PATHS = ("/explain", "/metrics")
+"""Paths that show figures of all requests: with several keys, only the first one opens them."""
+_DIGEST_BYTES = 16
+logger = logging.getLogger(__name__)
+REQUEST_ID = "x-request-id"
+_USABLE_ID = re.compile(r"[!-~]{1,200}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +96,6 @@ def _matches(host: str, name: str) -> bool:
     return host.endswith(name[1:]) if name.startswith("*.") else host == name
 
 
-OPEN_PATHS = ("/", "/health")
-"""Paths that need no key: the page has no secrets (what it shows asks for the key), and probes have
-none.
-"""
-OPERATOR_PATHS = ("/explain", "/metrics")
-"""Paths that show figures of all requests: with several keys, only the first one opens them."""
-_DIGEST_BYTES = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The keys that callers may have; none: anyone may call."""
@@ -133,3 +140,73 @@ def _digest(text: str, key: bytes) -> str:
 def _is_same(given: str, key: str) -> bool:
     # Starlette decodes headers as latin-1; keys are UTF-8.
     return hmac.compare_digest(given.encode("latin-1"), key.encode())
+
+
+class RequestIds:
+    """Every answer has the header ``x-request-id``: the request's own, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        name = given if _USABLE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = name
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = name
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+class Guard:
+    """Refuses requests before their bodies are read: by a foreign name, without a key, or while the
+    server drains.
+
+    It also answers one whose route raised. It is within CORS, so that the pages of a site that may
+    call can read the answers.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, hosts: Hosts, draining: threading.Event) -> None:
+        self._app = app
+        self._keys = keys
+        self._hosts = hosts
+        self._draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._hosts.check(headers.get("host", ""))
+            tenant = self._keys.tenant(scope["path"], headers)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        scope.setdefault("state", {})["tenant"] = tenant
+        if self._draining.is_set():
+            refusal = ApiError(503, "the server is shutting down").response()
+            await refusal(scope, receive, send)
+            return
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if begun:
+                raise  # the server closes the connection
+            logger.exception("request %s failed", scope["state"]["request_id"])
+            await ApiError(500, "internal error").response()(scope, receive, send)

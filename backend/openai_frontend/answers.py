@@ -1,4 +1,4 @@
-"""Requests to Triton for a body, and the answers to them: an answer, whole or as it is written."""
+"""Requests to Triton for a body, and the answers to them, whole or as they are written."""
 
 from __future__ import annotations
 
@@ -17,15 +17,63 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from backend.openai_frontend.access import tenant_salt
 from backend.openai_frontend.choices import COMPLETION, Choice, Style
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
-from backend.openai_frontend.escaping import Escaped
 from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Options
-from backend.openai_frontend.speculation import Speculation
+from backend.openai_frontend.template import Escaped
 from backend.openai_frontend.triton import Piece, Triton
 from backend.triton_adapter.fields import TEXT_INPUTS
 from backend.triton_adapter.openai_options import as_tensors
 
 _SAME = {field.name for field in TEXT_INPUTS} & {*CompletionRequest.model_fields}
 """Options that are tensors by the same name, and pass as they are unless ``tensors`` says else."""
+_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+"""Proxies such as nginx pass events on as they come instead of filling a buffer."""
+_LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""Characters that JSON may have as they are, but readers of lines, such as httpx's, take for the
+end of one.
+"""
+WATCH_PERIOD_S = 0.25
+
+
+class Speculation:
+    """Adds up the proposals of an answer's texts."""
+
+    def __init__(self, level: str) -> None:
+        """``level``: ``none``, ``summary`` or ``detailed``, as in vLLM."""
+        self._level = level
+        self._pieces: list[Piece] = []
+
+    def add(self, piece: Piece) -> None:
+        """Count a text's last piece; the others carry no counts."""
+        if piece.finish_reason is not None:
+            self._pieces.append(piece)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the fields to add at the root of the response. Steps keep their order only where
+        there is one text.
+        """
+        if self._level == "none" or not self._pieces:
+            return {}
+        columns = zip(*(piece.acceptance_histogram for piece in self._pieces), strict=True)
+        histogram = [sum(column) for column in columns]
+        steps, drafted = sum(histogram), sum(piece.draft_tokens for piece in self._pieces)
+        accepted = sum(tokens * count for tokens, count in enumerate(histogram))
+        counts: dict[str, Any] = {
+            "mean_acceptance_length": 1.0 + accepted / steps if steps else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": len(histogram) - 1,
+        }
+        if self._level == "detailed" and len(self._pieces) == 1:
+            counts["per_step_accepted"] = self._pieces[0].per_step_accepted
+            counts["per_step_drafted"] = self._pieces[0].per_step_drafted
+        return {"metrics": {"speculative_decoding": counts}}
 
 
 def tensors(
@@ -229,18 +277,6 @@ class Counts:
         return len(await self._triton.tokenize(text, add_special_tokens=False)) if text else 0
 
 
-_STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
-"""Proxies such as nginx pass events on as they come instead of filling a buffer."""
-_LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""Characters that JSON may have as they are, but readers of lines, such as httpx's, take for the
-end of one.
-"""
-
-
 def _event(body: dict[str, Any]) -> str:
     text = json.dumps(body, ensure_ascii=False)
     for character, escape in _LINE_ENDS.items():
@@ -250,9 +286,6 @@ def _event(body: dict[str, Any]) -> str:
 
 async def _text(triton: Triton, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else await triton.detokenize(prompt)
-
-
-WATCH_PERIOD_S = 0.25
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

@@ -1,13 +1,16 @@
 """The routes: OpenAI's under ``/v1``; ``/tokenize`` and ``/detokenize``; ``/health`` and
-``/version``; the status page ``/``.
+``/version``; the status page ``/``, one file without outside resources, which reads ``/metrics``
+and ``/explain`` and asks like any client.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,13 +18,29 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from backend.openai_frontend.edge import REQUEST_ID, Guard, RequestIds
+from backend.loopback import open_url
+from backend.openai_frontend.access import REQUEST_ID, Guard, RequestIds
 from backend.openai_frontend.errors import ApiError, handle_errors
+from backend.openai_frontend.front_end import FrontEnd, chat_of, completion_of, text_of, tokens_of
 from backend.openai_frontend.reader import BodyReader
-from backend.openai_frontend.routes import chat_of, completion_of, text_of, tokens_of
-from backend.openai_frontend.settings import FrontEnd
-from backend.openai_frontend.status import PAGE, PAGE_HEADERS, fetch_metrics
 from backend.openai_frontend.triton import Triton
+
+PAGE = (Path(__file__).parent / "status.html").read_text("utf-8")
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src "
+    "'unsafe-inline'; "
+    "connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+LIMIT_S = 5.0
+VLLM_COUNTERS = {
+    "spindle_verified_proposals_total": "vllm:spec_decode_num_drafts_total",
+    "spindle_draft_tokens_total": "vllm:spec_decode_num_draft_tokens_total",
+    "spindle_accepted_tokens_total": "vllm:spec_decode_num_accepted_tokens_total",
+}
+"""Counters that AIPerf and ``vllm bench serve`` read, by the one each is the sum of."""
 
 
 def create_app(settings: FrontEnd, draining: threading.Event | None = None) -> FastAPI:
@@ -148,3 +167,32 @@ def _add_openai(app: FastAPI, settings: FrontEnd, bodies: BodyReader) -> None:
         answer = await bodies.read(request, chat_of)
         (ids,) = await answer.tokens(request.app.state.triton)
         return JSONResponse({"token_ids": ids})
+
+
+def with_vllm_counters(metrics: str) -> str:
+    """Return metrics with vLLM's counters of speculation after them."""
+    sums = dict.fromkeys(VLLM_COUNTERS, 0.0)
+    for line in metrics.splitlines():
+        if (name := line.partition("{")[0]) in sums:
+            sums[name] += float(line.rpartition(" ")[2])
+    added = (
+        f"# HELP {VLLM_COUNTERS[name]} Sum of {name}\n"
+        f"# TYPE {VLLM_COUNTERS[name]} counter\n"
+        f"{VLLM_COUNTERS[name]} {value:.0f}\n"
+        for name, value in sums.items()
+    )
+    return metrics + "".join(added)
+
+
+async def fetch_metrics(url: str) -> str:
+    """Return Triton's metrics and vLLM's counters. Raises ApiError where Triton does not answer."""
+
+    def fetch() -> str:
+        with open_url(url, LIMIT_S) as response:
+            text: str = response.read().decode()
+            return with_vllm_counters(text)
+
+    try:
+        return await asyncio.to_thread(fetch)
+    except (OSError, ValueError):
+        raise ApiError(503, "Triton's metrics cannot be read") from None

@@ -1,30 +1,79 @@
-"""Reads a request's body: JSON of one of the kinds in ``schema``, or an error that says what it is
-not.
+"""Reads a request's body: JSON of one of the kinds in ``schema``. A field that is unknown or not
+served is refused by name; null is no field.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from backend.openai_frontend.errors import ApiError, invalid_body, path_of
-from backend.openai_frontend.fields import IGNORED
+from backend.openai_frontend.errors import ApiError, invalid_body, path_of, wrong
+from backend.openai_frontend.texts import as_json
 
+INT32 = 2**31 - 1
+IGNORED, REFUSED = "ignored", "refused"
+CACHE_CONTROL = "Anthropic's: prompts that begin alike share KV without it"
 MOST_LEVELS = 500
 """Arrays and objects inside each other; Python's own limit is about 900."""
 _GZIP = b"\x1f\x8b"
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
-Body = TypeVar("Body", bound=BaseModel)
+
+def ignored(does: str) -> Any:
+    """Return a field that is accepted, whatever its value."""
+    return Field(None, description=does, json_schema_extra={"fate": IGNORED}, exclude=True)
 
 
-def parse(data: bytes, headers: Mapping[str, str], kind: type[Body]) -> Body:
+def refused(why: str, *neutral: Any) -> Any:
+    """Return a field that is refused, unless its value asks for nothing."""
+    extra: dict[str, Any] = {"fate": REFUSED, "neutral": list(neutral)}
+    return Field(None, description=why, json_schema_extra=extra)
+
+
+class Body(BaseModel):
+    """A JSON object of named fields."""
+
+    model_config = ConfigDict(extra="ignore")  # what is unknown is refused below, with a hint
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, given: Any) -> Any:
+        """Refuse what is unknown or not served; leave out what is null."""
+        if not isinstance(given, dict):
+            return given
+        fields = {field.alias or name: field for name, field in cls.model_fields.items()}
+        for name, value in given.items():
+            if name not in fields:
+                near = difflib.get_close_matches(name, fields, 1, 0.75)
+                hint = f" Did you mean '{near[0]}'?" if near else ""
+                raise wrong(f"Unknown parameter: '{name}'.{hint}", name, "unknown_parameter")
+            extra = fields[name].json_schema_extra
+            if isinstance(extra, dict) and extra["fate"] == REFUSED and value is not None:
+                neutral = extra["neutral"]
+                if not isinstance(neutral, list) or value not in neutral:
+                    message = (
+                        f"Unsupported parameter: '{name}' is not served: {fields[name].description}"
+                    )
+                    raise wrong(message, name, "unsupported_parameter")
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def one_of(value: Any, kind: type, name: str) -> Any:
+    """Return a value that may also be a string. Raises where it is neither."""
+    if not isinstance(value, kind):
+        raise wrong(f"expected a string or {name}, but got {as_json(value)}", code="invalid_type")
+    return value
+
+
+def parse(data: bytes, headers: Mapping[str, str], kind: type[AnyBody]) -> AnyBody:
     """Return the body of a request with these headers. Raises ApiError."""
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = re.fullmatch(r"application/([\w.-]+\+)?json", media_type) is not None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from backend.openai_frontend.parts import Call, arguments_of
+from backend.openai_frontend.texts import Call, arguments_of
 
 Functions = Mapping[str, Any]
 """The schemas of functions' parameters, by the functions' names."""

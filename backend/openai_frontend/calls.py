@@ -22,8 +22,7 @@ from backend.openai_frontend.call_bodies import (
     PythonNotation,
     TagNotation,
 )
-from backend.openai_frontend.parts import Call
-from backend.openai_frontend.scanning import Blanks, Scanner, marks
+from backend.openai_frontend.texts import Blanks, Call, Scanner, marks
 
 _OTHER_NOTATION = "<function="
 """A mark of templates that write a known mark and another notation after it."""

@@ -12,9 +12,16 @@ from typing import Any
 
 from backend.openai_frontend.call_bodies import Functions
 from backend.openai_frontend.calls import CallFormat, CallReader
-from backend.openai_frontend.channels import CHANNEL, MESSAGE, ChannelReader, Channels
-from backend.openai_frontend.parts import Call, Parts
-from backend.openai_frontend.reading import ForcedCallReader, Frame, Reader
+from backend.openai_frontend.reading import (
+    CHANNEL,
+    MESSAGE,
+    ChannelReader,
+    Channels,
+    ForcedCallReader,
+    Frame,
+    Reader,
+)
+from backend.openai_frontend.texts import Call, Parts
 from backend.openai_frontend.triton import Piece, Token
 
 

@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
+from backend.openai_frontend.bodies import CACHE_CONTROL, Body, ignored, one_of, refused
 from backend.openai_frontend.errors import wrong
-from backend.openai_frontend.fields import CACHE_CONTROL, Body, ignored, one_of, refused
-from backend.openai_frontend.literals import as_json
-from backend.openai_frontend.parts import arguments_of
+from backend.openai_frontend.texts import arguments_of, as_json
 
 
 class ContentPart(Body):

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 
 from backend import lifeline
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.settings import FrontEnd
+from backend.openai_frontend.front_end import FrontEnd
 
 logger = logging.getLogger(__name__)
 

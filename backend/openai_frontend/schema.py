@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from backend.openai_frontend.bodies import CACHE_CONTROL, INT32, Body, ignored, one_of, refused
 from backend.openai_frontend.conversation import (
     Message,
     ResponseFormat,
@@ -23,7 +24,6 @@ from backend.openai_frontend.conversation import (
     Variables,
 )
 from backend.openai_frontend.errors import wrong
-from backend.openai_frontend.fields import CACHE_CONTROL, INT32, Body, ignored, one_of, refused
 
 MOST_PROMPTS = 256
 

@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from backend.loopback import CHANNEL_OPTIONS
 from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
-from backend.openai_frontend.escaping import Escaped
+from backend.openai_frontend.template import Escaped
 from backend.triton_adapter.fields import MODELS, NUMPY_TYPES
 from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
 

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from backend.openai_frontend.channels import Channels
 from backend.openai_frontend.guides import guide_of
-from backend.openai_frontend.reasoning import FORMATS, Reasoning
+from backend.openai_frontend.reading import FORMATS, Channels, Reasoning
 from backend.openai_frontend.schema import ChatRequest
 from backend.sampling.guides import Grammars
 from backend.tokenizer import ByteTokenizer

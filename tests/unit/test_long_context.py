@@ -7,7 +7,7 @@ import pytest
 
 from backend.config import PROJECT_ROOT, load_config
 from backend.core.preparation import Preparation
-from backend.openai_frontend.settings import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES
+from backend.openai_frontend.front_end import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES
 from backend.request import GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
 from backend.tokenizer import FolderTokenizer, load_tokenizer

@@ -13,9 +13,8 @@ import pytest
 from backend.launcher.environment import port_trouble, read_settings
 from backend.openai_frontend.__main__ import listen, server_config
 from backend.openai_frontend.app import create_app
-from backend.openai_frontend.connections import Connection
-from backend.openai_frontend.draining import DrainingServer
-from backend.openai_frontend.settings import FrontEnd
+from backend.openai_frontend.connections import Connection, DrainingServer
+from backend.openai_frontend.front_end import FrontEnd
 from tests.server.harness import free_ports
 
 

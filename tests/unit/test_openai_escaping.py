@@ -5,9 +5,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from backend.openai_frontend.conversation import Message
-from backend.openai_frontend.escaping import Escaped
-from backend.openai_frontend.settings import FrontEnd
-from backend.openai_frontend.template import ChatTemplate
+from backend.openai_frontend.front_end import FrontEnd
+from backend.openai_frontend.template import ChatTemplate, Escaped
 
 NAMES = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 CHATML = (

@@ -12,7 +12,7 @@ from backend.launcher.side_processes import FrontEnd as Process
 from backend.openai_frontend.__main__ import hosts_of
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.app import create_app
-from backend.openai_frontend.settings import FrontEnd
+from backend.openai_frontend.front_end import FrontEnd
 
 ALWAYS = ["127.0.0.1", "127.0.0.1:9000", "10.2.3.4:80", "[::1]:9000", "[fd00::5]", "localhost"]
 ALWAYS += ["LOCALHOST:9000", "localhost.", "a.localhost:1", "", socket.gethostname()]

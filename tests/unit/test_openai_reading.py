@@ -15,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.openai_frontend.calls import FORMATS, CallReader
-from backend.openai_frontend.channels import ChannelReader
-from backend.openai_frontend.reading import ForcedCallReader, Reader
-from backend.openai_frontend.reasoning import FORMATS as REASONING
-from backend.openai_frontend.reasoning import Reasoning
+from backend.openai_frontend.reading import FORMATS as REASONING
+from backend.openai_frontend.reading import ChannelReader, ForcedCallReader, Reader, Reasoning
 from tests.fakes.steps import steps_of
 
 FUNCTIONS = {
@@ -164,7 +162,7 @@ def test_eight_thousand_blanks_in_an_argument_are_read():
         assert read(name, [text]) == ("", text, [])
 
 
-MODULES = ("call_bodies", "calls", "channels", "parts", "reading", "reasoning", "scanning")
+MODULES = ("call_bodies", "calls", "reading", "texts")
 BOUNDED = {"_HEADER", "_HEADER_START"}
 """Patterns of texts of at most 200 letters."""
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.openai_frontend.reasoning import (
+from backend.openai_frontend.reading import (
     FORMATS,
     Reasoning,
     ReasoningReader,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from backend.openai_frontend.speculation import Speculation
-from backend.openai_frontend.status import VLLM_COUNTERS, with_vllm_counters
+from backend.openai_frontend.answers import Speculation
+from backend.openai_frontend.app import VLLM_COUNTERS, with_vllm_counters
 from backend.openai_frontend.triton import Piece
 
 ONE = {

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from backend.openai_frontend.calls import FORMATS, CallReader
-from backend.openai_frontend.channels import ChannelReader
-from backend.openai_frontend.parts import Call
+from backend.openai_frontend.reading import ChannelReader
+from backend.openai_frontend.texts import Call
 
 FORMS = {form.name: form for form in FORMATS}
 FUNCTIONS = {

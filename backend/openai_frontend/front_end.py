@@ -1,19 +1,22 @@
-"""Each route's requests to Triton for a body: pure functions, which can run in any process."""
+"""The front end's start-up settings, and each route's requests to Triton for a body: pure
+functions, which can run in any process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from backend.limits import check_stop_words
+from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.answers import Answer, tensors
-from backend.openai_frontend.bodies import parse
+from backend.openai_frontend.bodies import INT32, parse
 from backend.openai_frontend.choices import CHAT, COMPLETION, Style
+from backend.openai_frontend.conversation import Message, Tool, first_broken_call
 from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
-from backend.openai_frontend.escaping import Escaped
-from backend.openai_frontend.fields import INT32
 from backend.openai_frontend.guides import guide_of
+from backend.openai_frontend.reading import Channels, Frame, reasoning_after
 from backend.openai_frontend.schema import (
     ChatRequest,
     CompletionRequest,
@@ -21,14 +24,95 @@ from backend.openai_frontend.schema import (
     Options,
     TokenizeRequest,
 )
-from backend.openai_frontend.settings import FrontEnd
+from backend.openai_frontend.template import ChatTemplate, Escaped, Escaper, RenderError
+from backend.openai_frontend.texts import as_json
 from backend.request import RequestError
 
+MIN_BODY_BYTES = 4 * 1024 * 1024
+BODY_BYTES_PER_TOKEN = 32
+"""The longest body: bytes for each token of the context, but never less than ``MIN_BODY_BYTES``."""
 _KEPT = {"model", "n", "stream", "stream_options", "max_completion_tokens"}
 """Fields of a body that its answer reads."""
 AnyBody = TypeVar("AnyBody", CompletionRequest, ChatRequest)
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's own for completions; chats go on to the end of the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """Settings: where Triton's gRPC is, the model's public names, its chat template, and who may
+    call ('': anyone; (): no site). ``most_texts`` of one body are generated at once.
+    ``special_tokens`` are the model's ids by name; ``escape_special_tokens`` makes them plain text
+    where messages spell them.
+    """
+
+    address: str
+    models: tuple[str, ...]
+    template: ChatTemplate | None = None
+    keys: Keys = field(default_factory=Keys)
+    hosts: Hosts = field(default_factory=Hosts)
+    origins: tuple[str, ...] = ()
+    most_texts: int = 64
+    max_context_tokens: int = INT32
+    max_body_bytes: int = MIN_BODY_BYTES
+    metrics_url: str = ""
+    spec_decode_metrics: str = "summary"
+    version: str = ""
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    escape_special_tokens: bool = False
+    admin_secret: str = ""
+    """The secret that administrative commands need."""
+    split_reasoning: bool = True
+    """Whether reasoning is apart from an answer's content."""
+
+    def check_model(self, name: str | None) -> str:
+        """Return the name of the model that answers have. Raises ApiError for another model's."""
+        if name is not None and name not in self.models:
+            there = " and ".join(map(repr, self.models))
+            message = f"The model {name!r} does not exist; there is {there}"
+            raise ApiError(404, message, "model", "model_not_found")
+        return self.models[0]
+
+    def prompt(
+        self,
+        messages: list[Message],
+        tools: list[Tool] | None,
+        variables: Mapping[str, Any] | None = None,
+        effort: str | None = None,
+    ) -> str | Escaped:
+        """Return the prompt of a conversation by the template, its ``variables`` and the
+        ``reasoning_effort``. Raises ApiError.
+        """
+        if self.template is None:
+            raise ApiError(400, "the model has no chat template", "messages")
+        shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+        given = [message.as_dict() for message in messages]
+        escaper = Escaper(self.special_tokens) if self.escape_special_tokens else None
+        try:
+            given = escaper.messages(given) if escaper else given
+            named = {**self.template.variables(effort), **(variables or {})}
+            text = self.template.prompt(given, shown or None, named)
+        except RenderError as error:
+            if error.field == "messages" and (broken := first_broken_call(messages)) is not None:
+                field, value = broken
+                message = f"{field}: expected a JSON object, but got {as_json(value)}; {error}"
+                raise ApiError(400, message, field, "invalid_value") from None
+            raise ApiError(400, str(error), error.field, error.code) from None
+        except RecursionError:
+            raise ApiError(400, "messages are nested too deeply", "messages") from None
+        return escaper.prompt(text) if escaper else text
+
+    def frame(self, prompt: str | Escaped, *, splits: bool) -> Frame | None:
+        """Return what is around the content of the answer to a conversation; ``splits``: the
+        client wants reasoning apart from the content.
+        """
+        splits = splits and self.split_reasoning
+        if self.template is not None and self.template.has_channels:
+            return Channels(splits)
+        if self.template is None or not splits:
+            return None
+        text = prompt.text if isinstance(prompt, Escaped) else prompt
+        return reasoning_after(self.template.reasoning, text)
 
 
 def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:

@@ -1,11 +1,54 @@
-"""Searches texts that come in pieces, in time that grows as the text does: what has been looked at
-is not looked at again.
+"""A chat's text as it comes in pieces, what is read out of it, and values as errors show them.
+
+Nothing here imports FastAPI, which the Dynamo worker's environment lacks.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
+
+_MOST_SHOWN = 60
+
+
+def as_json(value: Any) -> str:
+    """Return a value as an error shows it: JSON, cut off where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a function; ``arguments`` are JSON."""
+
+    name: str
+    arguments: str
+
+
+def arguments_of(value: Any) -> Any:
+    """Return a call's arguments as a value: JSON is parsed, and nothing, blanks or null are no
+    arguments. Raises ValueError for a text that is no JSON, RecursionError for one nested too
+    deeply.
+    """
+    if isinstance(value, str):
+        value = json.loads(value) if value.strip() else None
+    return {} if value is None else value
+
+
+@dataclass(slots=True)
+class Parts:
+    """Content of a piece of a text."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything."""
+        return bool(self.reasoning or self.content or self.calls)
 
 
 class Marks:
