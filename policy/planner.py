@@ -19,7 +19,7 @@ from .loops import times as time_loops
 from .loops.acceptance import Chains, Claims
 from .loops.compiling import compile_all
 from .loops.problem import Batch, Limits, StepProblem
-from .loops.times import FIRST_DRAFT, OCTAVES, Step, Times
+from .loops.times import OCTAVES, Step
 from .plan import (
     BoolArray,
     Drafted,
@@ -249,8 +249,8 @@ class AdaptivePlanner(Policy[PlannerState]):
         batch, known = self._columns_of(view, state)
         times, price = state.correction.times(self.latency), float(state.goodput)
         expected = step_loops.expect(times, known, batch, self.config.k_max, price)
-        made = problem_loops.build(times, batch, self._limits, *expected)
-        return made[0], batch.rows[made[1]]
+        built = problem_loops.build(times, batch, self._limits, *expected)
+        return built[0], batch.rows[built[1]]
 
     def admitted(self, view: View, state: PlannerState, now: float) -> PlannerState:
         """Return the state at a time, with a place for the requests of a view."""
@@ -370,13 +370,13 @@ class AdaptivePlanner(Policy[PlannerState]):
         measured_s = np.array([parts_s.get(name, 0.0) for name in self._parts])
         return time_loops.learn_step(
             self.latency.tables,
-            self._step(outcome, state.view),
+            self.step_of(outcome, state.view),
             measured_s,
             float(outcome.times.measured_s),
             *learnt,
         )
 
-    def _step(self, outcome: Outcome, view: View) -> Step:
+    def step_of(self, outcome: Outcome, view: View) -> Step:
         """Return the rows of a step as the loops take them."""
         rows = outcome.rows
         return Step(
@@ -392,12 +392,6 @@ class AdaptivePlanner(Policy[PlannerState]):
             last_tokens=int(view.pass_tokens),
             change_tokens=int(view.change_tokens),
         )
-
-    def predicted(self, times: Times, outcome: Outcome, view: View) -> FloatArray:
-        """Return the seconds that a step should have taken as it was executed, by part."""
-        parts = np.empty(FIRST_DRAFT + len(self.drafts))
-        time_loops.predict(times, self._step(outcome, view), parts)
-        return parts
 
     def observe_unplanned(self, view: View, state: PlannerState) -> PlannerState:
         """Return the state before a step that another plans; what it shows is learnt."""

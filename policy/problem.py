@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .loops import problem as loops
-from .loops.problem import Batch, Limits, StepProblem
-from .loops.times import Times
-from .plan import FloatArray, IntArray, View
+from .loops.problem import Batch, StepProblem
+from .plan import IntArray, View
 
 _NONE = np.zeros(0, np.int64)
 
@@ -70,28 +69,6 @@ def batch_of(view: View, rows: IntArray, slot: IntArray) -> Batch:
         int(view.pass_tokens),
         int(view.change_tokens),
     )
-
-
-def step_problem(
-    times: Times,
-    view: View,
-    hazard: FloatArray,
-    k_max: int,
-    horizon_steps: float,
-    nodes: FloatArray | None = None,
-) -> StepProblem:
-    """Return the choice that the rows of a view have, those of a control apart; ``hazard``
-    float64[K, drafts, rows], ``nodes`` as ``policy.loops.problem.build`` says.
-    """
-    rows = np.arange(len(view))
-    problem, _, _ = loops.build(
-        times,
-        batch_of(view, rows, rows),
-        Limits(k_max, float(horizon_steps), 0, 0),
-        np.ascontiguousarray(hazard, np.float64),
-        np.ones(hazard.shape) if nodes is None else nodes,
-    )
-    return problem
 
 
 def score(problem: StepProblem, choice: Choice) -> Score:

@@ -175,15 +175,3 @@ def trimmed(
     proposed = proposed_of(d.row, d.draft, d.depth, d.confidence, d.drawn)
     loops.trim(times, calibration.counts, step, proposed, nodes)
     return nodes
-
-
-def best_first(
-    row: IntArray, worth: FloatArray, pass_s: FloatArray, price: float, rows: int
-) -> IntArray:
-    """Return how many nodes of each row have the highest net worth together
-    (``policy.loops.trim.take_best``).
-    """
-    nodes = np.empty(rows, np.int64)
-    worth, pass_s = (np.ascontiguousarray(column, np.float64) for column in (worth, pass_s))
-    loops.take_best(ints(row), worth, pass_s, price, nodes)
-    return nodes

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench.micro.choices import step_problem
 from policy import NO_DRAFT, LatencyCurve, LatencyModel, Plan, View
 from policy.latency import Correction
 from policy.loops.problem import StepProblem
-from policy.problem import step_problem
 
 Choice = tuple[tuple[int, int], ...]
 """(draft, length) by row."""

@@ -24,6 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from backend.machine import machine
+from bench.micro.choices import best_choice
 from bench.micro.oracle import (
     Instance,
     best_by_enumeration,
@@ -35,7 +36,6 @@ from bench.micro.oracle import (
 )
 from bench.micro.planning import flapping, measure
 from policy.problem import Choice
-from policy.search import best_choice
 
 ROUNDS = 5
 BATCHES = (1, 4, 16, 64, 256)

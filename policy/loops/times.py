@@ -56,10 +56,6 @@ class Times(NamedTuple):
     factor: Floats
     """[2 + D] measured over predicted time, places as ``VERIFY``; the overhead's is 1."""
 
-    def verify_at(self, tokens: int) -> float:
-        """Return the seconds of a pass of n tokens, rows and context apart."""
-        return verify_s(self, tokens)
-
 
 TIMES = record(
     Times,

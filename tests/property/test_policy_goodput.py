@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.micro.choices import best_choice
 from policy.loops.problem import StepProblem
 from policy.plan import NO_DRAFT
 from policy.problem import Choice, score
-from policy.search import best_choice
 
 
 def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.micro.choices import predicted
 from policy import (
     AcceptanceConfig,
     AdaptivePlanner,
@@ -117,7 +118,7 @@ class World:
         over = self.age >= phase.life
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
         seen = outcome_of(*done, plan.length, plan.length, 0.0, finished=self.request[over])
-        verify_s, overhead_s, *drafts_s = self.planner.predicted(self.times, seen, view).tolist()
+        verify_s, overhead_s, *drafts_s = predicted(self.planner, self.times, seen, view).tolist()
         parts_s = dict(
             zip(
                 ("verify", *(f"draft:{d}" for d in DRAFTS)),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.micro.choices import best_choice
 from bench.micro.oracle import (
     best_by_enumeration,
     best_by_rows,
@@ -19,7 +20,6 @@ from bench.micro.oracle import (
     with_given,
 )
 from policy import AcceptanceConfig, AdaptivePlanner, NoSpeculation, PlannerConfig
-from policy.search import best_choice
 from tests.fakes.outcomes import outcome_of
 
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pytest
 
 from policy import LatencyCurve, LatencyModel
 from policy.latency import Correction
-from policy.loops.times import MAX_SHAPE, OCTAVES, Step, learn_step, learn_times, predict
+from policy.loops.times import MAX_SHAPE, OCTAVES, Step, learn_step, learn_times, predict, verify_s
 
 CURVE = LatencyCurve(1.0 + 0.01 * np.arange(513), 0.01)
 MODEL = LatencyModel(CURVE, ())
@@ -37,7 +37,7 @@ def run(true, tokens, steps=400, noise=0.0, correction=None, seed=0):
 
 def seconds(correction, tokens, model=MODEL):
     times = correction.times(model)
-    return np.array([times.verify_at(t) for t in tokens])
+    return np.array([verify_s(times, t) for t in tokens])
 
 
 def corrected(factor, predicted, measured_s, steps=1):
@@ -128,7 +128,7 @@ def test_a_corrected_curve_never_falls_and_only_the_base_is_changed():
     assert base_s[16] == CURVE.base_s[16]
     least = max(CURVE.base_s[16:513].min(), 0.5 * CURVE.base_s[512])
     assert base_s[512] == pytest.approx(least, rel=0.3)
-    assert times.verify_at(514) - times.verify_at(513) == pytest.approx(0.005)
+    assert verify_s(times, 514) - verify_s(times, 513) == pytest.approx(0.005)
     assert (times.row_s, times.context_s) == (0.2, 0.3)
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.micro.choices import step_problem
 from policy import LatencyCurve, LatencyModel, Plan, StepNodes
 from policy.loops.device import Offer, best_of, offer_of
 from policy.loops.problem import TIE
 from policy.loops.trim import BINS, BOUNDS
-from policy.problem import step_problem
 from policy.supply import Supply
 from policy.trim import Calibration, proposed_of
 from tests.fakes.policies import RNG, latency, outcome, planner, view

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from bench.micro.choices import best_choice, step_problem
 from policy import AcceptanceConfig
 from policy.acceptance import AcceptanceModel
 from policy.latency import Correction
 from policy.loops.acceptance import Chains, set_hazards
 from policy.loops.trials import find_trial
-from policy.problem import Choice, Score, score, step_problem
-from policy.search import best_choice
+from policy.problem import Choice, Score, score
 from tests.fakes.policies import RNG, latency, outcome, planner, view
 
 NOTHING = np.zeros(0, np.int64)

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.micro.choices import step_problem
 from policy import NO_DRAFT, FreeChains, Plan
 from policy.latency import Correction
-from policy.problem import Choice, score, step_problem
+from policy.problem import Choice, score
 from tests.fakes.outcomes import outcome_of
 from tests.fakes.policies import RNG, certain, latency, outcome, planner, view
 

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from bench.micro.choices import best_choice
 from policy.loops.problem import StepProblem
 from policy.plan import NO_DRAFT
 from policy.problem import Choice, score
-from policy.search import best_choice
 
 
 def problem(survival, *, verify_s, forward_s=0.1, ceiling=None, **changes):

@@ -17,8 +17,9 @@ from policy import (
 )
 from policy.latency import Correction
 from policy.loops.times import WIDTH_STEPS
+from policy.loops.trim import take_best
 from policy.plan import Drafted, Plan
-from policy.trim import Calibration, best_first, trimmed
+from policy.trim import Calibration, trimmed
 from tests.fakes.outcomes import outcome_of
 from tests.fakes.policies import DRAFTS, RNG, view
 
@@ -74,9 +75,8 @@ def test_no_choice_of_prefixes_is_worth_more_on_any_staircase():
         sizes = [len(w) for w in worth]
         steps = np.where(rng.random(sum(sizes) + 1) < 0.4, rng.random(sum(sizes) + 1), 0.0)
         verify_s, price = 1 + np.cumsum(steps), rng.exponential(2.0)
-        chosen = best_first(
-            np.repeat(np.arange(rows), sizes), np.concatenate(worth), verify_s, price, rows
-        )
+        chosen, row = np.empty(rows, np.int64), np.repeat(np.arange(rows), sizes)
+        take_best(row, np.concatenate(worth), verify_s, price, chosen)
         best = max(
             net(nodes, worth, verify_s, price)
             for nodes in itertools.product(*(range(s + 1) for s in sizes))
