@@ -7,21 +7,32 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
+from typing import Any, Protocol, cast
 
 import policy
 from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ServingConfig, slower_on_cpus, unused_gpus
 from backend.core.admission import Admission
+from backend.core.hosted import HostedLoop
 from backend.core.kv_ledger import KVLedger
+from backend.core.loop import Loop
 from backend.core.orchestrator import Orchestrator
 from backend.core.preparation import Preparation
 from backend.core.session import ReplySink, Session
+from backend.engines.hosted import HostedModule, HostedService
 from backend.engines.port import Engine, Prepares
-from backend.engines.registry import Service, make_engine
+from backend.engines.registry import Service, make_engine, module_of
 from backend.kinds import KINDS, automatic
-from backend.model_folders import check_memory, check_pairs, model_path, with_kv
+from backend.model_folders import (
+    check_folders,
+    check_memory,
+    check_pairs,
+    model_path,
+    with_kv,
+)
 from backend.ops.stats import Stats, StepStats
 from backend.ops.switches import SwitchBoard
 from backend.ops.tracing import Tracing
@@ -30,6 +41,7 @@ from backend.sampling.guides import Grammars
 from backend.sampling.reading import GrammarProcess
 from backend.settings import ConfigError
 from backend.speculation.drafting import Drafting
+from backend.speculation.explaining import explain_last
 from backend.speculation.learned_state import LearnedState, learned_key
 from backend.speculation.policy_factory import check_policy, compile_planner, make_policy
 from backend.storage import cache
@@ -40,27 +52,64 @@ from policy import LatencyTable
 logger = logging.getLogger(__name__)
 
 
+class Learned(Protocol):
+    """Keeps what the policy learns over restarts, and shows it."""
+
+    def show(self) -> dict[str, Any]:
+        """Return the learned state (any thread)."""
+        ...
+
+    def restore(self) -> None:
+        """Restore what an earlier process saved, before the loop runs."""
+        ...
+
+    def start(self) -> None:
+        """Start to save."""
+        ...
+
+    def close(self) -> None:
+        """Save once more."""
+        ...
+
+
 @dataclass(slots=True)
 class App:
-    """A wired deployment: the loop, and how a request becomes one of its sessions. ``drafts`` are
-    the engines that run, in order; ``taps`` the layers, counted from 1, whose states the target
-    tells them as long as it runs.
-    """
+    """A wired deployment: the loop, and how a request becomes one of its sessions."""
 
     config: ServingConfig
-    orchestrator: Orchestrator
-    target: Engine
-    drafts: list[Engine]
+    loop: Loop
+    engines: list[Engine]
+    """The target and the drafts that run, in order; none where the target is hosted."""
     taps: tuple[int, ...]
+    """The layers, counted from 1, whose states the target gives drafts as long as it runs."""
     tokenizer: Tokenizer
     stats: Stats
     step_stats: StepStats
     switches: SwitchBoard
-    learned: LearnedState
+    learned: Learned
+    explain: Callable[[], dict[str, Any]]
+    """Returns the reply to the command ``explain`` (any thread)."""
     tracing: Tracing
     max_context_tokens: int
     close: Callable[[], None]
     preparation: Preparation
+
+    @property
+    def orchestrator(self) -> Orchestrator:
+        """The loop over step engines. Raises ConfigError where the target is hosted."""
+        if not isinstance(self.loop, Orchestrator):
+            raise ConfigError(f"the engine {self.config.target.engine!r} has a loop of its own")
+        return self.loop
+
+    @property
+    def target(self) -> Engine:
+        """The target's engine, where it is not hosted."""
+        return self.engines[0]
+
+    @property
+    def drafts(self) -> list[Engine]:
+        """The drafts that run, in order."""
+        return self.engines[1:]
 
     def session(self, request: GenerationRequest, sink: ReplySink) -> Session:
         """Return the session of a request. Raises RequestError naming the field and the value."""
@@ -77,14 +126,16 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     _check_imports()
     check_policy(config)
     tokenizer = _tokenizer(config)
+    if config.target.kind.hosted:
+        return _build_hosted(config, tokenizer)
     tables, threads = _measured(config) if tables is None else (tables, 1)
     config = with_kv(config)
     check_memory(config)
     stats = Stats()
     service = Service(config, threads, model_path, stats.count)
-    target = make_engine(config.target, service)
-    drafts = [make_engine(draft, service) for draft in config.drafts]
-    for engine in (target, *drafts):
+    engines = [make_engine(engine, service) for engine in (config.target, *config.drafts)]
+    target, *drafts = engines
+    for engine in engines:
         if isinstance(engine, Prepares):
             engine.prepare(drafts, config.limits.max_active_requests)
     step_stats = StepStats(stats, config.limits.max_active_requests, cpu_only=_cpu_only(config))
@@ -95,44 +146,120 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         make_policy(config, drafts, tables, step_stats), switches.current
     )
     orchestrator = _loop(config, target, drafts, planner, step_stats)
-    tracing = Tracing(step_stats)
     key = learned_key(config, _timed_folders(config))
     learned = LearnedState(
         planner, orchestrator.cycle.runner, step_stats, key, keep=config.policy.keep_learned
     )
 
-    reader = GrammarProcess(target.limits.vocab_size)
+    def close_engines() -> None:
+        for engine in engines:
+            engine.close()
+
+    return _app(
+        config,
+        tokenizer,
+        step_stats,
+        loop=orchestrator,
+        vocab_size=target.limits.vocab_size,
+        max_context_tokens=target.limits.max_context_tokens,
+        stats=stats,
+        switches=switches,
+        engines=engines,
+        taps=service.taps,
+        learned=learned,
+        explain=partial(explain_last, orchestrator.cycle),
+        close_engines=close_engines,
+    )
+
+
+class _HostedLearned:
+    """Shows what the planner has learned that runs in a hosted engine, which keeps it there."""
+
+    def __init__(self, show: Callable[[], dict[str, Any]]) -> None:
+        self.show = show
+
+    def restore(self) -> None:
+        """Do nothing."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _build_hosted(config: ServingConfig, tokenizer: Tokenizer) -> App:
+    """Start an engine with a loop of its own, and wire the rest around it."""
+    check_folders(config)
+    module = cast(HostedModule, module_of(config.target))
+    limits, stats = config.limits, Stats()
+    step_stats = StepStats(stats, limits.max_active_requests, cpu_only=False)
+    switches = SwitchBoard(config, step_stats)
+    service = HostedService(config, model_path, stats, switches.current)
+    loop = HostedLoop(
+        lambda: module.start(config.target, service),
+        step_stats,
+        monotonic,
+        max_active=limits.max_active_requests,
+        max_queued=limits.max_queued_requests,
+        max_request_s=limits.max_request_s,
+    )
+    sizes = loop.engine.limits
+    kv_tokens = sizes.kv_tokens or limits.kv_cache_tokens
+    return _app(
+        replace(config, limits=replace(limits, kv_cache_tokens=kv_tokens)),
+        tokenizer,
+        step_stats,
+        loop=loop,
+        vocab_size=sizes.vocab_size,
+        max_context_tokens=sizes.max_context_tokens,
+        stats=stats,
+        switches=switches,
+        engines=[],
+        taps=(),
+        learned=_HostedLearned(loop.engine.learned),
+        explain=loop.engine.explain,
+        close_engines=loop.close,
+    )
+
+
+def _app(
+    config: ServingConfig,
+    tokenizer: Tokenizer,
+    step_stats: StepStats,
+    *,
+    vocab_size: int,
+    max_context_tokens: int,
+    close_engines: Callable[[], None],
+    **parts: Any,
+) -> App:
+    """Return a deployment of these parts, and of those that every one has."""
+    tracing, reader = Tracing(step_stats), GrammarProcess(vocab_size)
+    switches: SwitchBoard = parts["switches"]
 
     def close() -> None:
         tracing.close()
         reader.close()
-        for engine in (target, *drafts):
-            engine.close()
+        close_engines()
 
-    max_context = min(config.limits.max_context_tokens, target.limits.max_context_tokens)
+    max_context = min(config.limits.max_context_tokens, max_context_tokens)
     preparation = Preparation(
         config,
         tokenizer,
-        target.limits.vocab_size,
+        vocab_size,
         max_context,
         lambda request: switches.current().in_control(request),
-        Grammars(tokenizer, target.limits.vocab_size, reader.read),
+        Grammars(tokenizer, vocab_size, reader.read),
     )
     return App(
         config=config,
-        orchestrator=orchestrator,
-        target=target,
-        drafts=drafts,
-        taps=service.taps,
         tokenizer=tokenizer,
-        stats=stats,
         step_stats=step_stats,
-        switches=switches,
-        learned=learned,
         tracing=tracing,
         max_context_tokens=max_context,
         close=close,
         preparation=preparation,
+        **parts,
     )
 
 

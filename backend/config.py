@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from backend.kinds import KINDS, Kind, automatic, kind_of
 from backend.machine import Machine, machine
 from backend.published_heads import CONVERTED, is_published_head
 from backend.settings import ConfigError, build_settings, setting
+
+HOSTED = "backend.hosts.hosted"
+"""The kind of a hosted engine's own drafter."""
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""
@@ -61,6 +66,8 @@ class EngineConfig:
     """``eagle``: the likeliest paths that a proposal goes on with at each depth."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Settings of a user's own kind; ``step_s``, if there, is the seconds of a pass."""
+    engine_args: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Of a hosted kind (``vllm``): its engine's own arguments, by that engine's names."""
     lookahead: int = setting(0, low=0, high=1)
     """``cuda`` target: submissions in flight besides the one that runs. With 1 heads propose on the
     target's device.
@@ -238,7 +245,7 @@ def parse_config(
         config = with_absolute_models(config, folder)
     target = with_auto_resolved(config.target, machine)
     drafts = tuple(with_auto_resolved(draft, machine, target) for draft in config.drafts)
-    config = replace(config, target=target, drafts=drafts)
+    config = _with_hosted_drafter(replace(config, target=target, drafts=drafts), raw)
     if _runs_on_gpus(target) and target.device != "cpu":
         own = raw.get("limits") or {}
         defaults = {"prefill_chunk_tokens": GPU_CHUNK_TOKENS, "kv_cache_tokens": 0}
@@ -269,6 +276,31 @@ def parse_config(
     _check_drafts(config)
     _check_switches(config.switches, config)
     return config
+
+
+def _with_hosted_drafter(config: ServingConfig, raw: Mapping[str, Any]) -> ServingConfig:
+    """Return a configuration whose draft is the drafter that a hosted target's own arguments set
+    up, and whose proposals are as long as it allows. Raises ConfigError for settings that say
+    otherwise.
+    """
+    target = config.target
+    for index, draft in enumerate(config.drafts):
+        if draft.kind.hosted:
+            raise ConfigError(
+                f"drafts[{index}].engine must not be {draft.engine!r}: it is a target"
+            )
+    if not target.kind.hosted:
+        return config
+    module: Any = import_module(target.kind.module)
+    name, k_max = module.drafter(target)
+    what = f"for the engine {target.engine!r}: target.engine_args set the drafter up"
+    if config.drafts:
+        raise ConfigError(f"drafts must be empty {what}")
+    if "k_max" in raw.get("policy", {}):
+        raise ConfigError(f"policy.k_max must be left out {what}, got {config.policy.k_max}")
+    drafts = (EngineConfig(HOSTED, name),) if name else ()
+    policy = replace(config.policy, k_max=k_max, draft=config.policy.draft or name)
+    return replace(config, drafts=drafts, policy=policy)
 
 
 def _is_dotted(name: str) -> bool:
@@ -475,6 +507,8 @@ def slower_on_cpus(config: ServingConfig) -> dict[str, str]:
 def _check_engine(where: str, engine: EngineConfig) -> None:
     """Check what an engine's kind runs, on what, and in which number formats."""
     kind, what = engine.kind, f"for the engine {engine.engine!r}"
+    if engine.engine_args and not kind.hosted:
+        raise ConfigError(f"{where}.engine_args must be empty {what}, got {engine.engine_args!r}")
     if engine.options and engine.engine in KINDS:
         raise ConfigError(f"{where}.options must be empty {what}, got {engine.options!r}")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", engine.device):

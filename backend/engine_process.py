@@ -63,8 +63,8 @@ def warm_up(app: App) -> None:
             seed=0,
             remember=False,
         )
-        app.orchestrator.submit(app.session(request, sink))
-        while app.orchestrator.step():
+        app.loop.submit(app.session(request, sink))
+        while app.loop.step():
             pass
         if sink.failure is not None:
             raise RuntimeError(f"warm-up failed: {sink.failure}")

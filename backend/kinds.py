@@ -179,6 +179,8 @@ class Kind:
     """Seconds of a pass that needs no measuring."""
     behaviour: int = 0
     """Above 0: its passes are measured, and again where this is raised."""
+    hosted: bool = False
+    """As a target, it batches, schedules and samples by itself (``backend.engines.hosted``)."""
     most_ahead: int = 0
     """As a target with ``lookahead``, the requests that it serves at once; 0: it has none."""
 

@@ -17,7 +17,7 @@ from backend.engines.port import Engine
 from backend.engines.registry import Service, make_engine
 from backend.model_folders import check_memory, check_pairs, model_path
 from backend.settings import ConfigError
-from backend.speculation.learned_state import learned_key
+from backend.speculation.learned_state import LearnedState, learned_key
 from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
 
@@ -95,6 +95,10 @@ def _check_change(app: App, config: ServingConfig) -> None:
         for field in fields(config)
         if getattr(config, field.name) != getattr(app.config, field.name)
     ]
+    if app.config.target.kind.hosted:
+        raise ConfigError("the drafter of a hosted engine cannot change while the service runs")
+    if app.config.target.kind.hosted:
+        raise ConfigError("the drafter of a hosted engine cannot change while the service runs")
     if others := [name for name in differing if name != "drafts"]:
         raise ConfigError(
             f"only drafts can change while the service runs; {', '.join(others)} differs and "
@@ -112,9 +116,10 @@ def _change(
 ) -> None:
     """Let the loop draft with these engines (loop's thread)."""
     app.switches.change_drafts(config)
+    assert isinstance(app.learned, LearnedState)  # no target is hosted here
     with app.learned.changing(planner, key) as data:
         now = monotonic()
         state = planner.load(data, now, 0.0) if data else planner.start()
         app.orchestrator.draft_with(engines, planner, state)
     app.config = config
-    app.drafts[:] = engines
+    app.engines[1:] = engines

@@ -5,22 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 from backend.core.admission import Admission
 from backend.core.batch import Batch
 from backend.core.in_flight import InFlight
 from backend.core.kv_ledger import KVLedger
+from backend.core.loop import SHUTTING_DOWN, Loop
 from backend.core.session import Session
 from backend.engines.port import AFTER, Completion, Engine, EngineLostError
 from backend.log_format import fields
 from backend.ops.stats import StepStats
-from backend.request import ErrorCode, GenerationRequest, RequestError
+from backend.request import ErrorCode, RequestError
 from backend.speculation.cycle import Cycle, Step
 from backend.speculation.drafting import Drafting
 from backend.speculation.step_log import StepLog
@@ -28,21 +26,14 @@ from policy import AnyPolicy
 
 logger = logging.getLogger(__name__)
 
-CANCELLED = "Request cancelled by client"
 MAX_FAILURES = 3
 """Failures in a row (a step that raises, or a submission in which nothing succeeds) after which the
 loop ends, to be started again.
 """
 
 
-class Orchestrator:
-    """Owns the in-flight batch. ``submit`` and ``wake`` may be called from any thread, all else
-    from the loop's thread only.
-
-    ``alive_s`` is the time of the clock at which ``run`` last began a step or looked for work, at
-    least once a second while idle; ``preparing`` tells how many requests wait elsewhere, for their
-    grammar to be read.
-    """
+class Orchestrator(Loop):
+    """The loop over step engines: it owns the in-flight batch."""
 
     def __init__(
         self,
@@ -59,57 +50,23 @@ class Orchestrator:
         max_request_s: float = math.inf,
         seed: int = 0,
     ) -> None:
+        super().__init__(stats, clock, max_request_s)
         self._target = target
         self.cycle = Cycle(drafting, policy, stats, clock, seed)
         self._ledger = ledger
         self._admission = admission
-        self._stats = stats
-        self._clock = clock
         self._k_max = min(k_max, target.limits.max_draft_tokens)
         self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._max_request_s = max_request_s
-        self._inbox: deque[Session] = deque()
-        self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._work = threading.Event()
         self._active: dict[int, Session] = {}
         self._in_flight = InFlight(target, stats, self.cycle.void)
         self._failures = 0
-        self.preparing: Callable[[], int] = int
-        self.alive_s = clock()
+        self._alive_s = clock()
 
-    def submit(self, session: Session, arrived_s: float | None = None) -> None:
-        """Hand over a session, which arrived at that time of the clock (None: now); it will get
-        exactly one final reply.
-        """
-        session.arrived_s = self._clock() if arrived_s is None else arrived_s
-        session.k_max = self._k_max
-        session.deadline_s = session.arrived_s + self.longest_s(session.request)
-        self._inbox.append(session)
-        self._work.set()
-
-    def longest_s(self, request: GenerationRequest) -> float:
-        """Return how long a request may live."""
-        own_s = request.timeout_s
-        return self._max_request_s if own_s is None else min(own_s, self._max_request_s)
-
-    def lateness(self, request: GenerationRequest) -> str:
-        """Count a request that has lived too long and return the sentence of its error."""
-        own_s = request.timeout_s
-        if own_s is not None and own_s < self._max_request_s:
-            limit = f"its timeout, {own_s:g} s"
-        else:
-            self._stats.fallback("deadline")
-            limit = f"limits.max_request_s, {self._max_request_s:g} s"
-        return f"the request has not ended within {limit}"
-
-    def between_steps(self, change: Callable[[], None]) -> Future[None]:
-        """Run ``change`` in the loop's thread once no turn is in flight (any thread); the future
-        ends with it, or with what it raises.
-        """
-        done: Future[None] = Future()
-        self._changes.append((change, done))
-        self._work.set()
-        return done
+    @property
+    def alive_s(self) -> float:
+        """The time of the clock when ``run`` last began a step or looked for work."""
+        return self._alive_s
 
     def draft_with(self, drafts: Seq[Engine], policy: AnyPolicy, policy_state: Any) -> None:
         """Draft and plan with these from now on, between two steps. Raises ValueError, nothing
@@ -150,7 +107,7 @@ class Orchestrator:
         """
         while not stop.is_set() and self._failures < MAX_FAILURES:
             self._work.clear()
-            self.alive_s = self._clock()
+            self._alive_s = self._clock()
             try:
                 worked = self.step()
             except EngineLostError:
@@ -164,9 +121,7 @@ class Orchestrator:
             if not worked:
                 self._work.wait(timeout=1.0)
         reason = (
-            "the server is shutting down"
-            if stop.is_set()
-            else "the engine keeps failing: it is being restarted"
+            SHUTTING_DOWN if stop.is_set() else "the engine keeps failing: it is being restarted"
         )
         self.abort(ErrorCode.UNAVAILABLE, reason)
 
@@ -206,17 +161,9 @@ class Orchestrator:
         return True
 
     def _change(self) -> None:
-        while self._changes and not self._in_flight:
-            change, done = self._changes.popleft()
+        if self._changes and not self._in_flight:
             self.cycle.pause()
-            if not done.set_running_or_notify_cancel():
-                continue
-            try:
-                change()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+            self._run_changes()
 
     def abort(self, code: ErrorCode, message: str) -> None:
         """End every request that is queued or active with an error."""
@@ -232,19 +179,11 @@ class Orchestrator:
 
     def _update_batch(self) -> None:
         """End what is cancelled or late, give places back where KV runs out, and admit."""
-        now_s = self._clock()
-
-        def is_over(session: Session) -> bool:
-            return session.sink.cancelled or session.deadline_s < now_s
-
         for session in [
-            *self._admission.remove(is_over),
-            *filter(is_over, self._active.values()),
+            *self._admission.remove(self._is_over),
+            *filter(self._is_over, self._active.values()),
         ]:
-            if session.sink.cancelled:
-                self._cancelled(session)
-            else:
-                self._fail(session, ErrorCode.UNAVAILABLE, self.lateness(session.request))
+            self._end(session)
         for session in self._admission.make_room(self._active.values()):
             self._forget(session)
             self._stats.preemption()
@@ -258,18 +197,12 @@ class Orchestrator:
         while self._inbox:
             session = self._inbox.popleft()
             if session.sink.cancelled:
-                self._cancelled(session)
+                self._end(session)
                 continue
             try:
                 self._admission.offer(session)
             except RequestError as error:
-                logger.warning(
-                    "request refused",
-                    extra=fields(
-                        code=error.code.value, reason=error.message, waiting=len(self._admission)
-                    ),
-                )
-                self._reply_error(session, error.code, error.message)
+                self._refuse(session, error)
             self._admit()  # one by one: none is refused for a full queue while places are free
 
     def _admit(self) -> None:
@@ -313,21 +246,6 @@ class Orchestrator:
                 return session
         return None
 
-    @contextmanager
-    def _ending_alone(self, session: Session) -> Iterator[None]:
-        """End a request, and no other, by what goes wrong with it."""
-        try:
-            yield
-        except RequestError as error:
-            self._fail(session, error.code, error.message)
-        except Exception as error:
-            logger.exception("request %d failed: its tokens could not be committed", session.id)
-            self._fail(
-                session,
-                ErrorCode.INTERNAL,
-                f"the request could not be continued ({type(error).__name__})",
-            )
-
     def _commit_tokens(self, session: Session, completion: Completion, step: Step) -> int:
         """Take a completion's tokens; return how many were taken."""
         if completion.drafted is not None:
@@ -354,39 +272,8 @@ class Orchestrator:
         ]
         self.cycle.drafting.absorb(states, step.log)
 
-    def _emit(self, session: Session) -> None:
-        now = self._clock()
-        since_last_s = None if session.last_commit_s is None else now - session.last_commit_s
-        self._stats.emission(now - session.arrived_s, since_last_s, session.control)
-        session.last_commit_s = now
-        if since_last_s is None:
-            session.first_commit_s = now
-        if session.finish_reason is not None:
-            self._release(session)
-            self._stats.request("success")
-            usage = session.usage()
-            self._stats.finished(usage)
-            session.sink.final(session.pop_delta(), session.finish_reason, usage)
-        elif session.request.stream:
-            delta = session.pop_delta()
-            if delta.text or delta.tokens:
-                session.sink.chunk(delta)
-
-    def _cancelled(self, session: Session) -> None:
-        self._fail(session, ErrorCode.CANCELLED, CANCELLED)
-
-    def _fail(self, session: Session, code: ErrorCode, message: str) -> None:
-        self._release(session)
-        self._reply_error(session, code, message)
-
-    def _reply_error(self, session: Session, code: ErrorCode, message: str) -> None:
-        self._stats.request(code.value.lower())
-        session.sink.error(code, message)
-
     def _release(self, session: Session) -> None:
-        """Forget a request everywhere: batch, engines, ledger, and (at the end of the step)
-        policy.
-        """
+        """Forget a request in batch, engines, ledger, and (at the end of the step) policy."""
         self.cycle.drafting.ended(session.sequence)
         self._ledger.release(session.sequence)
         self._admission.ended(session)

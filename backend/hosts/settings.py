@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.config import ServingConfig, parse_config
+from backend.config import HOSTED, ServingConfig, parse_config
 from backend.settings import ConfigError, build_settings, setting
 
 TARGET = "target"
 """The name that the host's engine has in plans, tables and metrics."""
 
-_HOSTED = f"{__package__}.hosted"
 _SHARED = ("drafts", "policy", "limits", "threads")
 _DEFAULT_DRAFTS = [{"engine": "suffix", "name": "suffix"}]
 
@@ -50,13 +49,13 @@ def host_config(
     if drafter:
         if "drafts" in shared:
             raise ConfigError(f"drafts must be absent: {drafter} of the host proposes")
-        shared["drafts"] = [{"engine": _HOSTED, "name": drafter}]
+        shared["drafts"] = [{"engine": HOSTED, "name": drafter}]
     policy, limits = dict(shared.pop("policy", {})), dict(shared.pop("limits", {}))
     if "k_max" in policy:
         raise ConfigError(f"policy.k_max is the host's own setting, got {policy['k_max']!r}")
     limits.setdefault("max_context_tokens", max_context_tokens)
     known = {"threads": 1, "drafts": _DEFAULT_DRAFTS, **shared}
-    target = {"engine": _HOSTED, "name": TARGET}
+    target = {"engine": HOSTED, "name": TARGET}
     serving = parse_config(
         {**known, "target": target, "policy": {**policy, "k_max": k_max}, "limits": limits}
     )

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from backend.core.orchestrator import CANCELLED
+from backend.core.loop import CANCELLED
 from backend.request import ErrorCode, GenerationRequest
 from backend.sampling.reading import DEEP_STACK_BYTES
 
@@ -62,7 +62,7 @@ class GuidedQueue(Generic[T]):
     def add(self, ticket: T, request: GenerationRequest) -> None:
         """Queue a request, or refuse it: those that wait for the loop share the room."""
         limits = self._app.config.limits
-        active, waiting = self._app.orchestrator.counts()
+        active, waiting = self._app.loop.counts()
         if waiting >= limits.max_queued_requests + max(0, limits.max_active_requests - active):
             message = f"Exceeds maximum queue size {limits.max_queued_requests}"
             self._refuse(ticket, ErrorCode.UNAVAILABLE, message)
@@ -73,7 +73,7 @@ class GuidedQueue(Generic[T]):
 
     def end_over(self) -> None:
         """End what is cancelled or late, also while its grammar is being read."""
-        loop, now_s = self._app.orchestrator, monotonic()
+        loop, now_s = self._app.loop, monotonic()
         with self._lock:
             for ticket, request in list(self._waiting.items()):
                 if ticket.cancelled:

@@ -18,11 +18,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from backend.admin.explaining import explain_last
 from backend.admin.reloading import reload_drafts
 from backend.app import App
 from backend.config import load_config
-from backend.core.orchestrator import CANCELLED
+from backend.core.loop import CANCELLED, SHUTTING_DOWN
 from backend.core.session import Delta
 from backend.ipc.converting import decoded, encoded
 from backend.ipc.framing import FrameError, Frames, frame
@@ -53,7 +52,6 @@ from backend.settings import ConfigError
 logger = logging.getLogger(__name__)
 
 STATS_PERIOD_S = 0.5
-SHUTTING_DOWN = "the server is shutting down"
 STUCK_LIMIT_S = 120.0
 """Seconds in one step, after which the loop is taken to hang."""
 LONG_TEXT_CHARACTERS = 32 * 1024
@@ -193,10 +191,8 @@ class Server:
         """
         listener = self._listen()
         stop = threading.Event()
-        loop = threading.Thread(
-            target=self._app.orchestrator.run, args=(stop,), name="loop", daemon=True
-        )
-        self._app.orchestrator.preparing = self._guided.__len__
+        loop = threading.Thread(target=self._app.loop.run, args=(stop,), name="loop", daemon=True)
+        self._app.loop.preparing = self._guided.__len__
         loop.start()
         next_stats_s = monotonic()
         while not self._is_done() and self._is_well(loop):
@@ -212,7 +208,7 @@ class Server:
         self._path.unlink(missing_ok=True)
         listener.close()
         stop.set()
-        self._app.orchestrator.wake()
+        self._app.loop.wake()
         loop.join(timeout=5.0)
         self._guided.close()
         for threads in (self._tokenizers, self._long_texts):
@@ -237,7 +233,7 @@ class Server:
         return listener
 
     def _is_well(self, loop: threading.Thread) -> bool:
-        stuck_s = monotonic() - self._app.orchestrator.alive_s
+        stuck_s = monotonic() - self._app.loop.alive_s
         if loop.is_alive() and stuck_s > self._stuck_limit_s:
             logger.error("the loop is stuck: one step has taken %.0f s so far", stuck_s)
         return loop.is_alive() and stuck_s <= self._stuck_limit_s
@@ -252,7 +248,7 @@ class Server:
     def _end_late_requests(self) -> None:
         """End what is in flight after the time of a drain."""
         if self._drain_until_s is not None and monotonic() >= self._drain_until_s:
-            loop = self._app.orchestrator
+            loop = self._app.loop
             loop.between_steps(partial(loop.abort, ErrorCode.UNAVAILABLE, SHUTTING_DOWN))
 
     # -- sockets
@@ -316,7 +312,7 @@ class Server:
         connection.sock.close()
         for ticket in list(connection.tickets.values()):
             ticket.cancelled = True
-        self._app.orchestrator.wake()
+        self._app.loop.wake()
 
     # -- messages
 
@@ -333,7 +329,7 @@ class Server:
                 ticket = connection.tickets.get(message.id)
                 if ticket is not None:  # else its last reply has just crossed the cancellation
                     ticket.cancelled = True
-                    self._app.orchestrator.wake()
+                    self._app.loop.wake()
             case Admin():
                 self._command(connection, message)
             case Encode():
@@ -376,7 +372,7 @@ class Server:
                     "spindle.control": session.control,
                 }
                 session.trace.enter("queue")
-            self._app.orchestrator.submit(session, ticket.arrived_s)
+            self._app.loop.submit(session, ticket.arrived_s)
         except RequestError as error:
             ticket.error(error.code, error.message)
         except Exception as error:
@@ -407,7 +403,7 @@ class Server:
         """Answer a command: what takes time, on a thread of its own."""
         slow: dict[str, Callable[[], dict[str, Any]]] = {
             "reload drafts": self._reload,
-            "explain": partial(explain_last, self._app.orchestrator),
+            "explain": self._app.explain,
         }
         name = " ".join(message.command.split())
         if (work := slow.get(name)) is None:
@@ -461,7 +457,7 @@ class Server:
             self._reloading.release()
 
     def _health(self) -> dict[str, Any]:
-        active, waiting = self._app.orchestrator.counts()
+        active, waiting = self._app.loop.counts()
         now_s, until_s = monotonic(), self._drain_until_s
         return {
             "status": "ok" if until_s is None else "draining",

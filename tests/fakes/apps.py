@@ -27,7 +27,7 @@ def fake_app(**settings: Any) -> App:
 def submit(app: App, request: GenerationRequest) -> Sink:
     """Hand a request to the loop and return its client."""
     sink = Sink()
-    app.orchestrator.submit(app.session(request, sink))
+    app.loop.submit(app.session(request, sink))
     return sink
 
 
@@ -39,4 +39,4 @@ def ask(app: App, text: str, max_tokens: int, **options: Any) -> Sink:
 def finish(app: App, *sinks: Sink) -> None:
     """Run the loop until all have their last reply."""
     while not all(sink.ended for sink in sinks):
-        assert app.orchestrator.step(), "nothing to do, and a request has no final reply"
+        assert app.loop.step(), "nothing to do, and a request has no final reply"

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from backend.admin.explaining import MOST_ROWS, explain_last
 from backend.app import build
 from backend.config import parse_config
 from backend.request import GenerationRequest
+from backend.speculation.explaining import MOST_ROWS, explain_last
 from bench.in_process import Sink
 
 DRAFTS = [
@@ -30,7 +30,7 @@ def stepped(requests, **settings):
         )
     for _ in range(4):
         app.orchestrator.step()
-    return app.orchestrator
+    return app.orchestrator.cycle
 
 
 def test_each_request_of_the_last_plan_has_a_line():
@@ -73,9 +73,9 @@ def test_what_is_not_explained_says_so(requests, policy, words):
 
 def test_a_step_that_is_plain_to_be_measured_says_so():
     loop = stepped(2)
-    view, state, plan, now = loop.cycle.runner.last_plan
+    view, state, plan, now = loop.runner.last_plan
     first = replace(plan, notes={"first_plain": True})
-    loop.cycle.runner.last_plan = (view, state, first, now)
+    loop.runner.last_plan = (view, state, first, now)
     assert explain_last(loop)["requests"] == [
         "all requests: plain, to measure what such steps take"
     ]

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from backend.admin.explaining import explain_last
 from backend.app import build
 from backend.config import parse_config
 from backend.ops.stats import Stats, StepStats
@@ -13,6 +12,7 @@ from backend.request import SamplingParams
 from backend.sequence import Sequence
 from backend.speculation.cycle import Cycle
 from backend.speculation.drafting import Drafting
+from backend.speculation.explaining import explain_last
 from backend.speculation.policy_factory import make_policy
 from backend.speculation.policy_runner import PolicyRunner
 from bench.in_process import Sink
@@ -131,7 +131,7 @@ def test_explain_says_what_the_guard_does(level, experiment, words):
     means = {"planned": -0.1} if level != "planned" else {"none": -0.2}
     memory = Memory(buckets={1: bucket(level, **means)})
     runner.state = Wrapped(Wrapped(runner.state.inner.inner, memory))
-    explained = explain_last(app.orchestrator)
+    explained = explain_last(app.orchestrator.cycle)
     assert words in explained["step"]
     given = experiment == "none" or level == "none"
     assert (explained["requests"][0].startswith("all requests")) == given

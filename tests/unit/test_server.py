@@ -73,7 +73,7 @@ def test_a_loop_that_ends_or_hangs_ends_the_service(tmp_path, app, caplog, ends)
         def wake(self):
             hang.set()  # so that the test need not wait for the join
 
-    app.orchestrator = Loop()
+    app.loop = Loop()
     server = Server(app, tmp_path / "socket", tmp_path / "serving.json", stuck_limit_s=0.2)
     assert server.serve() is False
     assert not (tmp_path / "socket").exists()
@@ -139,7 +139,7 @@ def converting(server, app, context=2**31):
     tokenizer, config = Holding(), types.SimpleNamespace(add_special_tokens=True)
     grammars = Grammars(ByteTokenizer())
     app.preparation = Preparation(config, tokenizer, 257, context, lambda _: False, grammars)
-    app.orchestrator = Loop(server)
+    app.loop = Loop(server)
     app.refused = []
     app.step_stats = types.SimpleNamespace(request=app.refused.append)
     connection, _far = connected()

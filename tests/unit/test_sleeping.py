@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 
-from backend.admin.explaining import explain_last
 from backend.engines.port import EngineLimits, HiddenStates
 from backend.ops.stats import Stats, StepStats
 from backend.request import SamplingParams
 from backend.sequence import Sequence
 from backend.speculation import cycle, sleeping, step_log
 from backend.speculation.drafting import Drafting
+from backend.speculation.explaining import explain_last
 from backend.speculation.sleeping import SLEEP_AFTER_STEPS, WAKE_AFTER_STEPS, Sleep
 from backend.speculation.step_log import StepLog
 from tests.fakes.apps import ask, fake_app
@@ -88,7 +88,7 @@ def test_a_planner_lets_a_draft_sleep_whose_states_are_dear(states_s, awake, mon
     for _ in range(150):
         app.orchestrator.step()
     line = "eagle sleeps: states cost more than its proposals bring"
-    assert (line in explain_last(app.orchestrator)["step"]) != awake
+    assert (line in explain_last(app.orchestrator.cycle)["step"]) != awake
     app.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import Any
 
-from backend.core.orchestrator import Orchestrator
+from backend.speculation.cycle import Cycle
 from policy import AdaptivePlanner, AnyPolicy, Plan, Wrapper
 from policy.guard import Verdict
 from policy.levels import bucket_of, rows_of
@@ -15,24 +15,22 @@ MOST_ROWS = 64
 """A row costs some ms, which the loop's thread shares."""
 
 
-def explain_last(orchestrator: Orchestrator) -> dict[str, Any]:
+def explain_last(cycle: Cycle) -> dict[str, Any]:
     """Return ``age_s`` of the last plan that had rows, a line about its ``step`` and one for each
     of its ``requests`` (any thread).
 
     Plans and states are immutable values: it is explained as it was made, but for switches that
     kept the planner from applying it.
     """
-    if (last := orchestrator.cycle.runner.last_plan) is None:
+    if (last := cycle.runner.last_plan) is None:
         return {"age_s": None, "step": "no step has been planned yet", "requests": []}
     view, state, plan, now = last
-    runner = orchestrator.cycle.runner
+    runner = cycle.runner
     guard = _guard_words(plan, runner.verdicts())
     kept = _promise_words(plan, runner.promise(rows_of(bucket_of(len(plan.length)))))
     reply: dict[str, Any] = {
         "age_s": round(monotonic() - now, 3),
-        "step": "; ".join(
-            [explain_batch(plan), *kept, *guard, *orchestrator.cycle.drafting.remarks()]
-        ),
+        "step": "; ".join([explain_batch(plan), *kept, *guard, *cycle.drafting.remarks()]),
         "requests": [],
     }
     planner: AnyPolicy = runner.policy
