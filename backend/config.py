@@ -67,7 +67,7 @@ class EngineConfig:
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Settings of a user's own kind; ``step_s``, if there, is the seconds of a pass."""
     engine_args: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Of a hosted kind (``vllm``): its engine's own arguments, by that engine's names."""
+    """A hosted kind's (``vllm``): its engine's arguments, by that engine's names."""
     lookahead: int = setting(0, low=0, high=1)
     """``cuda`` target: submissions in flight besides the one that runs. With 1 heads propose on the
     target's device.

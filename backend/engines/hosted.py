@@ -47,11 +47,11 @@ class Ask:
 
 @dataclass(slots=True)
 class Part:
-    """What is new of a generation."""
+    """The new tokens of a generation."""
 
     tokens: list[int]
     log_probs: list[float] | None = None
-    """Of each token, natural logarithms; None: not asked for."""
+    """Natural logarithms of each token's probability; None: not asked for."""
     top: list[list[tuple[int, float]]] = field(default_factory=list)
     """The most likely (token, log-probability) at each token's place, best first."""
     cached_tokens: int = 0
