@@ -573,10 +573,12 @@ def _check_policy(policy: PolicyConfig, drafts: list[str]) -> None:
 def _check_baseline(policy: PolicyConfig, drafts: list[str]) -> None:
     """Raise ConfigError for a policy that there is not, or for one that lacks a setting."""
     from policy.baselines import BASELINES  # only here: most processes need none
+    from policy.custom import closest
 
     if policy.kind not in BASELINES:
         known = f"one of {['adaptive', *BASELINES]} or a dotted path like 'my_package.MyPolicy'"
-        raise ConfigError(f"policy.kind must be {known}, got {policy.kind!r}")
+        like = closest(policy.kind, ["adaptive", *BASELINES])
+        raise ConfigError(f"policy.kind must be {known}, got {policy.kind!r}{like}")
     needs, numbers = BASELINES[policy.kind].needs, BASELINES[policy.kind].options
     for name, value in policy.options.items():
         if name not in numbers:

@@ -15,6 +15,7 @@ from typing import Any
 
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
+from bench.baselines import BASELINES, compared
 from bench.records import RESULTS
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, fixed_choice
 from bench.sweep.figures import BEST_FIXED, EVERY, between, interval, is_closed, level, of_spindle
@@ -22,7 +23,6 @@ from bench.sweep.figures import speed as tokens_per_s
 from bench.traces.arms import FIXED_EAGLE, PLANNER
 from bench.traces.figures import MIXED
 from bench.workloads import MIX
-from policy.baselines import BASELINES, compared
 from policy.simulation.report import load_name
 from policy.simulation.statistics import ratio_of_rates
 

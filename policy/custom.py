@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import traceback
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,11 +45,37 @@ def import_policy(path: str) -> Callable[..., Any]:
             key for key, it in vars(module).items() if getattr(it, "__module__", "") == module_name
         ]
         has = f"has no {name!r}, it has {', '.join(own) or 'none'}"
+        has += closest(name, own)
         raise PolicyError(f"{path!r}: {module_name} ({module.__file__}) {has}")
     factory = getattr(module, name)
     if not callable(factory):
         raise PolicyError(f"{path!r} must be a class or a function, got {factory!r}")
     return cast(Callable[..., Any], factory)
+
+
+def parse_path(arm: str) -> tuple[str, dict[str, Any]]:
+    """Return path and options of ``my_package.MyPolicy:NAME=VALUE``; a value is JSON, or else the
+    text as it is. Raises PolicyError.
+    """
+    path, *words = arm.split(":")
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise PolicyError(f"{arm!r}: an option must be NAME=VALUE, got {word!r}")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return path, options
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most like one, as a question to end an error with; '' if none
+    is like it.
+    """
+    like = get_close_matches(name, [*known], 1)
+    return f"; did you mean {like[0]!r}?" if like else ""
 
 
 def load_policy(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import policy
-from backend.config import EngineConfig, PolicyConfig, ServingConfig
+from backend.config import EngineConfig, ServingConfig
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
 from backend.settings import ConfigError
@@ -46,13 +46,14 @@ def make_policy(
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
     latency, names = latency_model(config, tables), tuple(draft.name for draft in config.drafts)
-    if config.policy.is_custom:
-        asked = config.policy
+    asked = config.policy
+    if asked.is_custom:
         with _naming_kind():
             return custom.load_policy(asked.kind, names, latency, asked.k_max, asked.options)
-    if config.policy.kind != "adaptive":
-        free = tuple(n for n, draft in zip(names, drafts, strict=True) if draft.limits.free)
-        return _baseline(config.policy, names, free, latency)
+    if asked.kind != "adaptive":
+        schedule = {step.batch: step.length for step in asked.schedule}
+        chosen = asked.draft, asked.length, schedule, asked.options
+        return BASELINES[asked.kind].make(BaselineSettings(names, latency, asked.k_max, *chosen))
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
     constants = policy.PlannerConfig(
         k_max=config.policy.k_max,
@@ -117,18 +118,6 @@ def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> 
     return policy.LatencyModel.from_tables(
         known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S
     )
-
-
-def _baseline(
-    config: PolicyConfig,
-    drafts: tuple[str, ...],
-    free: tuple[str, ...],
-    latency: policy.LatencyModel,
-) -> policy.AnyPolicy:
-    """Make a policy that the adaptive one is compared with."""
-    schedule = {step.batch: step.length for step in config.schedule}
-    chosen = config.draft, config.length, schedule, config.options, free
-    return BASELINES[config.kind].make(BaselineSettings(drafts, latency, config.k_max, *chosen))
 
 
 def _known_times(engine: EngineConfig) -> LatencyTable | None:

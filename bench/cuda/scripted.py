@@ -228,8 +228,14 @@ def arms() -> dict[str, dict[str, Any]]:
     }
     others: dict[str, dict[str, Any]] = {
         "SmartSpec": {"kind": "smartspec", "draft": "large"},
-        "SPIN's selection": {"kind": "spin", "length": 4},
-        "adaptive verification": {"kind": "verification", "draft": "large", "length": 8},
+        "SPIN's selection": {
+            "kind": "bench.baselines.spin.SpinSelection",
+            "options": {"length": 4},
+        },
+        "adaptive verification": {
+            "kind": "bench.baselines.verification.AdaptiveVerification",
+            "options": {"draft": "large", "length": 8},
+        },
     }
     return {"none": {"kind": "none"}} | fixed | others | {"adaptive": {"kind": "adaptive"}}
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from policy.baselines import compared as compared_baselines
+from bench.baselines import compared as compared_baselines
+from policy.baselines import Baseline
 from policy.plan import Drafted, IntArray, Outcome, Plan, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
 from policy.simulation.arms import arm_of
@@ -93,12 +94,20 @@ def tuned_arms(deployment: Deployment) -> dict[str, list[str]]:
     """Return the variants of each baseline; tuning picks one of them per scenario."""
     return {
         name: [
-            arm_of(name, draft, k)
+            _arm_of(name, baseline, draft, k)
             for draft in (deployment.drafts if "draft" in baseline.needs else ("",))
             for k in (_TUNED_LENGTHS if "length" in baseline.needs else (0,))
         ]
         for name, baseline in compared_baselines().items()
     }
+
+
+def _arm_of(name: str, baseline: Baseline, draft: str, length: int) -> str:
+    """Return how the simulator's arm of a baseline is written."""
+    if not baseline.path:
+        return arm_of(name, draft, length)
+    values = {"draft": draft, "length": length}
+    return ":".join([baseline.path, *(f"{need}={values[need]}" for need in baseline.needs)])
 
 
 def captured(results: Results, arm: str, fixed: str, load: float, seeds: list[int]) -> float:

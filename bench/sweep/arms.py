@@ -1,12 +1,12 @@
 """The policies of the sweep by name, each as an arm that serves: ``none``, ``fixed-DRAFT-LENGTH``,
-the baselines that comparisons run (``policy.baselines``) and ``spindle``. ``none`` has no draft
+the baselines that comparisons run (``bench.baselines``) and ``spindle``. ``none`` has no draft
 loaded; ``none-again`` is the same arm a second time, which shows the noise. A baseline gets the
 best draft, length and schedule; ``smartspec-untold`` is SmartSpec with the first draft.
 
 ``with-PART`` is spindle with a part that the configuration has off, ``without-PART`` spindle
 without one that it has on (``PARTS``) or without one of its drafts. A dotted path,
-``my_package.MyPolicy``, is a policy of your own (``policy.custom``), its options those of the
-configuration.
+``my_package.MyPolicy[:NAME=VALUE]``, is a policy of your own (``policy.custom``), its other options
+those of the configuration.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from backend.config import PROJECT_ROOT, ServingConfig, parse_config
 from backend.model_folders import model_path
 from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
+from bench.baselines import compared
 from bench.servers import Arm, InProcessArm, ServerArm
 from policy import LatencyTable
-from policy.baselines import compared
+from policy.custom import parse_path
 
 NONE, AGAIN, SPINDLE = "none", "none-again", "spindle"
 UNTOLD = "smartspec-untold"
@@ -109,7 +110,6 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
         "max_queued_requests": _UNLIMITED,
     }
     policies: dict[str, dict[str, Any]] = {
-        base.get("kind", ""): {"options": base.get("options", {})},  # of a user's own policy
         SPINDLE: {**base, "kind": "adaptive", "options": {}, "trace_file": ""},
         UNTOLD: {"kind": "smartspec", "draft": first},
     }
@@ -119,7 +119,12 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
         "schedule": [{"batch": batch, "length": length} for batch, length in tuning.schedule],
     }
     for baseline, its in compared().items():
-        policies[baseline] = {need: tuned[need] for need in its.needs}
+        needs = {need: tuned[need] for need in its.needs}
+        policies[baseline] = {"kind": its.path, "options": needs} if its.path else needs
+    if "." in name:
+        path, options = parse_path(name)
+        known = base.get("options", {}) if base.get("kind") == path else {}
+        policies[name] = {"kind": path, "options": {**known, **options}}
     if name in (NONE, AGAIN):
         return {**config, "limits": limits, "drafts": [], "policy": {"kind": "none"}}
     if name.startswith("fixed-"):

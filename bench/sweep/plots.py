@@ -18,10 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from backend.config import PolicyConfig
+from bench.baselines import BASELINES, compared
 from bench.peers.arms import PEERS
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, is_ablation
 from bench.sweep.figures import is_closed, level
-from policy.baselines import BASELINES, compared
 
 _STYLES = {
     NONE: (BASELINES[NONE].colour, BASELINES[NONE].marker),

@@ -65,6 +65,7 @@ from bench.sweep.arms import (
 from bench.sweep.options import VARIATION, parse
 from bench.sweep.report import write_report
 from engines_build.prepare import prepare
+from policy.custom import PolicyError, closest, import_policy, parse_path
 from policy.simulation.workload import bursty
 
 MESSAGES = 240
@@ -90,9 +91,15 @@ class Sweep:
         parts = ablation_names(self._config)
         known = [*self._fixed, *ADAPTING, *parts]
         own = [name for name in options.policies or () if PolicyConfig(name).is_custom]
-        if unknown := set(options.policies or ()) - {*known, *own}:
+        if unknown := sorted(set(options.policies or ()) - {*known, *own}):
             there = f"{', '.join(known)} or a dotted path like my_package.MyPolicy"
-            raise SystemExit(f"--policies: {', '.join(sorted(unknown))} is none of {there}")
+            like = closest(unknown[0], known)
+            raise SystemExit(f"--policies: {', '.join(unknown)} is none of {there}{like}")
+        try:
+            for name in own:
+                import_policy(parse_path(name)[0])
+        except PolicyError as error:
+            raise SystemExit(f"--policies: {error}") from error
         self._peers = Peers(self._config)
         record["skipped"] = {
             name: reason for name in options.peers if (reason := self._peers.missing(name))

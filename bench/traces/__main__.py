@@ -26,12 +26,13 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from backend.machine import machine
 from bench.pictures import THEMES
 from bench.records import commit
-from bench.traces.arms import known_arms
+from bench.traces.arms import by_path, known_arms
 from bench.traces.costs import Costs
 from bench.traces.figures import MIXED, TOKENS, cell, summary, table
 from bench.traces.pictures import picture, save
 from bench.traces.reading import TraceError
 from bench.traces.world import LEAST_TOKENS, MOST_TOKENS, World
+from policy.custom import closest
 from policy.latency import LatencyError
 from policy.loops.compiling import compile_all
 from policy.simulate import lines
@@ -58,7 +59,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--in-flight", type=_count, nargs="+", default=[*IN_FLIGHT])
     parser.add_argument("--sets", nargs="+", help=f"'{MIXED}' and sets; all if not given")
-    parser.add_argument("--arms", nargs="+", help="all if not given; none and fixed-eagle always")
+    parser.add_argument("--arms", nargs="+", help="all if not given, or yours by path")
     parser.add_argument("--costs", type=Path, help="measured tables instead of the authors' fit")
     parser.add_argument("--tokens", type=_count, default=0, help="of a run")
     parser.add_argument("--seed", type=int, default=7, help="of the split into halves")
@@ -70,13 +71,20 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything that was asked for. Raises TraceError, LatencyError or ValueError."""
-    revision, world = commit(), World.read(options.data, options.cache)
+    revision = commit()
     costs = Costs.measured(options.costs) if options.costs else Costs.authors()
     arms = options.arms or (QUICK_ARMS if options.quick else ())
+    known = known_arms(costs)
+    for arm in arms:
+        if "." in arm and arm not in known:
+            by_path(costs, arm)
+        else:
+            _check("arms", arm, known)
+    world = World.read(options.data, options.cache)
     sets = options.sets or ((MIXED,) if options.quick else (MIXED, *world.sets))
     tokens = options.tokens or (QUICK_TOKENS if options.quick else 0)
-    _check("sets", sets, (MIXED, *world.sets))
-    _check("arms", arms, known_arms(costs))
+    for name in sets:
+        _check("sets", name, (MIXED, *world.sets))
     asked = list(product(sets, options.in_flight))
     compile_all()  # before the processes fork
     shared = partial(
@@ -120,10 +128,10 @@ def _cell(asked: tuple[str, int]) -> dict[str, Any]:
     return found
 
 
-def _check(name: str, values: Any, known: tuple[str, ...]) -> None:
-    for value in values:
-        if value not in known:
-            raise ValueError(f"--{name} must be of {', '.join(known)}, got {value!r}")
+def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        like = closest(value, known)
+        raise ValueError(f"--{name} must be of {', '.join(known)}, got {value!r}{like}")
 
 
 def main(arguments: list[str] | None = None) -> int:

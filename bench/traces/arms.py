@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.baselines import compared
+from bench.baselines.suffix_else import SuffixElse
 from bench.traces.costs import DRAFTS, EAGLE, SUFFIX, Costs
 from bench.traces.replay import (
     HEAD_TOKENS,
@@ -28,13 +30,8 @@ from bench.traces.replay import (
 from bench.traces.scores import Score, Scores
 from bench.traces.world import DEEPEST, World
 from policy import AdaptivePlanner, PlannerConfig
-from policy.baselines import (
-    BASELINES,
-    BaselineSettings,
-    FixedLength,
-    NoSpeculation,
-    SuffixElse,
-)
+from policy.baselines import BaselineSettings, FixedLength, NoSpeculation
+from policy.custom import load_policy, parse_path
 from policy.plan import AnyPolicy, FloatArray, IntArray, Plan, Policy, View
 
 NONE, FIXED_EAGLE, PLANNER = "none", "fixed-eagle", "planner"
@@ -159,7 +156,8 @@ def tuned(
 
     def rule(least: int, own: int, head: int) -> Arm:
         options = {"least": least, "own": own}
-        policy = SuffixElse(_settings(load.costs, draft=EAGLE, length=head), **options)
+        known = DRAFTS, load.costs.model(), HEAD_TOKENS
+        policy = SuffixElse(*known, draft=EAGLE, length=head, least=least, own=own)
         return Arm(policy, _BOTH, {**options, "length": head}, f"rule {least} {own} {head}")
 
     def best_rule(most: int) -> Arm:
@@ -195,16 +193,14 @@ def going_on(quality: float, paths: FloatArray) -> list[Arm]:
 
 
 def of_others(costs: Costs, in_flight: int, claims: dict[float, FloatArray]) -> dict[str, Tunable]:
-    """Return every policy of the registry that comparisons run, by name, those that trim also with
+    """Return every baseline that comparisons run, by name, those that trim also with
     a made-up confidence of the head, of the middle quality. Tables by batch size have one row, of
     ``in_flight``.
     """
     schedules = tuple({in_flight: k} for k in LENGTHS)
     tried = {"draft": DRAFTS, "length": LENGTHS, "schedule": schedules}
     found = {}
-    for name, baseline in BASELINES.items():
-        if not baseline.compared:
-            continue
+    for name, baseline in compared().items():
         needs: dict[str, tuple[Any, ...]] = {need: tried[need] for need in baseline.needs}
         make = partial(_of_registry, costs, name)
         found[name] = Tunable(make, needs, baseline.options)
@@ -217,10 +213,11 @@ def of_others(costs: Costs, in_flight: int, claims: dict[float, FloatArray]) -> 
 def _of_registry(
     costs: Costs, name: str, settings: dict[str, Any], quality: float = 0.0, **options: Any
 ) -> Arm:
-    baseline = BASELINES[name]
+    baseline = compared()[name]
     own = {name: settings[name] for name in baseline.options}
     needs = {name: settings[name] for name in baseline.needs}
-    policy = baseline.make(_settings(costs, options=own, **needs))
+    settings_of = BaselineSettings(DRAFTS, costs.model(), HEAD_TOKENS, options=own, **needs)
+    policy = baseline.make(settings_of)
     key = f"{name} {quality} {settings}"
     return Arm(policy, Options(looks=None, **options), settings, key)
 
@@ -230,8 +227,10 @@ def _confident(name: str, quality: float) -> str:
     return f"{name}-confidence-{quality:g}"
 
 
-def _settings(costs: Costs, **needs: Any) -> BaselineSettings:
-    return BaselineSettings(DRAFTS, costs.model(), HEAD_TOKENS, free=(SUFFIX,), **needs)
+def by_path(costs: Costs, arm: str) -> Arm:
+    """Return the arm of ``my_package.MyPolicy[:NAME=VALUE]``. Raises PolicyError."""
+    path, options = parse_path(arm)
+    return Arm(load_policy(path, DRAFTS, costs.model(), HEAD_TOKENS, options), Options(looks=None))
 
 
 def untuned(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from bench.traces import scores
-from bench.traces.arms import FIXED_EAGLE, NONE, PLANNER, Load, made_up_claims, tuned, untuned
+from bench.traces.arms import (
+    FIXED_EAGLE,
+    NONE,
+    PLANNER,
+    Load,
+    by_path,
+    made_up_claims,
+    tuned,
+    untuned,
+)
 from bench.traces.costs import Costs
 from bench.traces.world import World
 from policy.plan import IntArray
@@ -55,6 +64,7 @@ def cell(
     rows: dict[str, Any] = {}
     for half, load in enumerate(loads):
         every = untuned(costs, claims) | tuned(loads[1 - half], claims, wanted)
+        every |= {name: by_path(costs, name) for name in wanted.difference(every)}
         for name, arm in every.items():
             if not wanted or name in wanted | {NONE, FIXED_EAGLE}:
                 score = load.score(arm)

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.baselines import BASELINES, compared
 from bench.traces.arms import PLANNER
-from policy.baselines import BASELINES, compared
 
 LEAST_SHOWN = -10.0
 """Percent; what is slower lies below the picture."""

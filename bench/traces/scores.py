@@ -14,8 +14,8 @@ from bench.traces.world import World
 from policy.plan import IntArray
 
 _SOURCES = (
-    *("bench/traces/*.py", "policy/baselines/*.py", "policy/plan.py", "policy/latency.py"),
-    *("policy/evidence.py", "policy/simulation/deployment.py"),
+    *("bench/traces/*.py", "bench/baselines/*.py", "policy/baselines/*.py", "policy/plan.py"),
+    *("policy/latency.py", "policy/evidence.py", "policy/simulation/deployment.py"),
 )
 """The code that a score of other arms depends on."""
 

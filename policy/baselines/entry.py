@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from policy.latency import LatencyModel
 from policy.plan import AnyPolicy, Plan, View
@@ -20,8 +21,6 @@ class BaselineSettings:
     length: int = 0
     schedule: Mapping[int, int] = field(default_factory=dict)  # length by the largest batch
     options: Mapping[str, int] = field(default_factory=dict)  # those of ``Baseline.options``
-    free: tuple[str, ...] | None = None
-    """The drafts without a model, which every row may be asked for; None: it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,23 @@ class Baseline:
     compared: bool = True  # whether comparisons run it unless they are asked not to
     colour: str = "#6f5a3a"  # in plots
     marker: str = "X"  # in plots, as matplotlib names it
+    path: str = ""  # the dotted path by which it is served; empty: its name
+
+    @classmethod
+    def by_path(
+        cls, policy: Callable[..., AnyPolicy], label: str, *, needs: tuple[str, ...], **rest: Any
+    ) -> Baseline:
+        """Return the entry of a class that is made as a user's policy is (``policy.custom``), what
+        it needs among its options.
+        """
+
+        def make(settings: BaselineSettings) -> AnyPolicy:
+            options = {need: getattr(settings, need) for need in needs}
+            first = settings.drafts, settings.latency, settings.k_max
+            return policy(*first, **options, **settings.options)
+
+        path = f"{policy.__module__}.{policy.__qualname__}"
+        return cls(make, label, needs, path=path, **rest)
 
 
 def same_for_all(view: View, draft: str, length: int) -> Plan:

@@ -1,4 +1,4 @@
-"""Every baseline by name: the ``ENTRIES`` of each module of this package."""
+"""Every baseline that is a setting, by name: the ``ENTRIES`` of each module of this package."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ from pkgutil import iter_modules
 from .entry import Baseline
 
 
-def collected() -> dict[str, Baseline]:
-    """Return the entries of all modules of the package, in the order of the modules' names."""
-    package, _, own = __name__.rpartition(".")
-    modules = [module.name for module in iter_modules(import_module(package).__path__)]
+def collected(package: str) -> dict[str, Baseline]:
+    """Return the entries of all modules of a package, in the order of the modules' names."""
+    names = [f"{package}.{module.name}" for module in iter_modules(import_module(package).__path__)]
+    modules = [import_module(name) for name in names if name != __name__]
     return {
         name: baseline
         for module in modules
-        if module != own
-        for name, baseline in getattr(import_module(f"{package}.{module}"), "ENTRIES", {}).items()
+        for name, baseline in getattr(module, "ENTRIES", {}).items()
     }
 
 
-BASELINES: dict[str, Baseline] = collected()
-"""By the name that settings, the simulator and the benches give it; another one is a module."""
-
-
-def compared() -> dict[str, Baseline]:
-    """Return the baselines that comparisons run."""
-    return {name: baseline for name, baseline in BASELINES.items() if baseline.compared}
+BASELINES: dict[str, Baseline] = collected(__name__.rpartition(".")[0])
+"""By the name that settings and the simulator give it; another one is a module."""

@@ -4,17 +4,15 @@ that only a simulation can have.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from policy.acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
 from policy.baselines import BASELINES, BaselineSettings
-from policy.custom import PolicyError, load_policy
+from policy.custom import PolicyError, closest, load_policy, parse_path
 from policy.guard import Guard
 from policy.latency import LatencyModel
 from policy.loops.acceptance import Chains
@@ -194,8 +192,9 @@ def make_policy(
         case ["oracle"]:
             truth = workload.acceptance.hazard
             policy = Oracle(drafts, deployment.latency, truth, config)
-        case [path, *options] if "." in path:
-            policy = load_policy(path, drafts, read, k_max, _options(arm, options))
+        case [name, *_] if "." in name:
+            path, options = parse_path(arm)
+            policy = load_policy(path, drafts, read, k_max, options)
         case _:
             raise _unknown(arm, drafts)
     return policy
@@ -203,7 +202,8 @@ def make_policy(
 
 def _unknown(arm: str, drafts: tuple[str, ...]) -> PolicyError:
     where = f"there are {known_arms()}, with DRAFT one of {drafts}"
-    return PolicyError(f"there is no arm {arm!r}: {where}")
+    like = closest(arm.partition(":")[0], [*BASELINES, "adaptive", "guarded", "oracle"])
+    return PolicyError(f"there is no arm {arm!r}: {where}{like}")
 
 
 def _baseline(
@@ -212,7 +212,7 @@ def _baseline(
     """Return a baseline from the words after its name. Raises PolicyError where they do not fit."""
     baseline = BASELINES[arm.partition(":")[0]]
     spelled = [need for need in _SPELLED if need in baseline.needs]
-    options = _options(arm, [word for word in words if "=" in word])
+    _, options = parse_path(":".join(["", *(word for word in words if "=" in word)]))
     words = [word for word in words if "=" not in word]
     values = dict(zip(spelled, words, strict=False))
     draft, length = values.get("draft", deployment.drafts[0]), values.get("length", "0")
@@ -232,7 +232,6 @@ def _baseline(
             int(length),
             profiled_lengths(deployment, mix, draft, seed) if profiled else {},
             options,
-            tuple(compress(deployment.drafts, deployment.free)),
         )
     )
 
@@ -243,17 +242,3 @@ def check_arms(arms: Iterable[str], deployment: Deployment, mix: Mix) -> None:
     workload = draw(mix, deployment.drafts, backlog(1), 0, deployment.k_max, 1.0, drift)
     for arm in arms:
         make_policy(arm, deployment, mix, workload, deployment.latency, 0)
-
-
-def _options(arm: str, words: list[str]) -> dict[str, Any]:
-    """Return the options of ``NAME=VALUE``; a value is JSON, or else the text as it is."""
-    options: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise PolicyError(f"{arm!r}: an option must be NAME=VALUE, got {word!r}")
-        try:
-            options[name] = json.loads(value)
-        except ValueError:
-            options[name] = value
-    return options

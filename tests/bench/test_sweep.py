@@ -81,7 +81,9 @@ def test_a_policy_is_a_patched_configuration():
         {"batch": 1, "length": 3},
         {"batch": 8, "length": 0},
     ]
-    assert (made["ema"]["policy"]["kind"], made["spin"]["policy"]["length"]) == ("ema", 3)
+    assert made["ema"]["policy"]["kind"] == "ema"
+    assert made["spin"]["policy"]["kind"] == "bench.baselines.spin.SpinSelection"
+    assert made["spin"]["policy"]["options"] == {"length": 3}
     assert made["spindle"]["policy"]["kind"] == "adaptive"
     assert made["spindle"]["policy"]["trace_lines"] == 5
     assert {config["limits"]["max_active_requests"] for config in made.values()} == {8}

@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 
 from bench import tables
-from policy.baselines import compared
+from bench.baselines import compared
 from policy.simulation.experiments import BACKLOG
 
 

@@ -377,6 +377,8 @@ def test_the_command_writes_table_record_and_picture(folder, tmp_path, capsys):
     ("asked", "error"),
     [
         (["--arms", "best"], "--arms must be of none, "),
+        (["--arms", "planer"], "did you mean 'planner'"),
+        (["--arms", "bench.baselines.spin.Spin"], "did you mean 'SpinSelection'"),
         (["--sets", "poems"], "--sets must be of mixed, chat, code, got 'poems'"),
         (["--costs", "missing.json"], "missing.json: "),
     ],

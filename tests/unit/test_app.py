@@ -17,12 +17,12 @@ from backend.speculation.policy_factory import make_policy
 from backend.tokenizer import ByteTokenizer
 from policy import (
     AdaptivePlanner,
-    BatchSchedule,
     FixedLength,
     LatencyError,
     NoSpeculation,
 )
-from policy.baselines import AcceptanceEma, SmartSpec, SpinSelection
+from policy.baselines import AcceptanceEma, BatchSchedule, SmartSpec
+from policy.custom import Guarded
 from policy.guard import Guard
 from policy.replay import replayed, same
 from tests.fakes.apps import FAKE, ask, fake_app, finish, submit
@@ -245,7 +245,7 @@ def test_max_tokens_may_be_lowered_to_what_fits(prompt_tokens, max_tokens, limit
         ),
         ({"kind": "ema", "draft": "d0"}, AcceptanceEma),
         ({"kind": "smartspec", "draft": "d0"}, SmartSpec),
-        ({"kind": "spin", "length": 2}, SpinSelection),
+        ({"kind": "bench.baselines.spin.SpinSelection", "options": {"length": 2}}, Guarded),
     ],
 )
 def test_the_configured_policy_is_built_and_serves(settings, kind):

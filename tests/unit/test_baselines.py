@@ -9,10 +9,11 @@ import pytest
 from backend.config import parse_config
 from backend.settings import ConfigError
 from backend.speculation.policy_factory import make_policy
+from bench import baselines
 from bench.simulator.protocol import tuned_arms
-from policy import baselines
-from policy.baselines import BASELINES, Baseline, FixedLength, registry
-from policy.custom import PolicyError
+from policy import LatencyModel
+from policy.baselines import BASELINES, Baseline, BaselineSettings, FixedLength, registry
+from policy.custom import PolicyError, load_policy
 from policy.simulation import arms
 from policy.simulation.presets import MIXED, llama_8b_h100
 from tests.fakes.apps import FAKE
@@ -69,7 +70,7 @@ def test_a_new_baseline_is_a_setting():
         ("twice", {"times": "3"}, "policy.options.times must be a whole number, got '3'"),
         ("twice", {"times": True}, "policy.options.times must be a whole number, got True"),
         ("twice", {"times": -1}, "policy.options.times must be a whole number, got -1"),
-        ("spin", {"times": 3}, "policy.options of 'spin' must be left out, got 'times'"),
+        ("ema", {"times": 3}, "policy.options of 'ema' must be left out, got 'times'"),
         ("adaptive", {"times": 3}, "policy.options must be empty for 'adaptive'"),
     ],
 )
@@ -80,16 +81,6 @@ def test_the_numbers_of_a_baseline_are_options_checked_by_name_and_value(kind, o
     with pytest.raises(ConfigError) as error:
         parse_config({**FAKE, "policy": {**asked, "kind": kind, "options": options}})
     assert words in str(error.value)
-
-
-def test_the_rule_of_the_longest_match_gets_the_draft_that_needs_no_model():
-    drafts = [{"name": name, "engine": "tests.fakes.fake"} for name in ("a", "b", "c")]
-    asked = {"kind": "suffix-else-eagle", "draft": "c", "options": {"least": 8}}
-    config = parse_config(
-        {"target": {"engine": "tests.fakes.fake"}, "drafts": drafts, "policy": asked}
-    )
-    assert make_policy(config, engines(config, free=["b"]), {}, None).free == "b"
-    assert make_policy(config, engines(config), {}, None).free == "c"
 
 
 def test_the_numbers_of_a_baseline_are_written_after_its_arm():
@@ -132,12 +123,33 @@ def test_a_new_baseline_is_an_arm_of_the_benches():
     subprocess.run([sys.executable, "-c", FRESH], check=True, timeout=60)
 
 
-def test_a_module_of_the_package_is_in_the_registry(tmp_path, monkeypatch):
-    entry = '{"once": Baseline(lambda s: FixedLength(s.draft, 1), "one token", needs=("draft",))}'
-    imports = "from policy.baselines import Baseline, FixedLength"
-    (tmp_path / "once.py").write_text(f"{imports}\n\nENTRIES = {entry}\n")
+def test_a_module_of_the_benches_is_a_baseline_that_is_reached_by_its_path(tmp_path, monkeypatch):
+    lines = (
+        "from policy.baselines import Baseline, FixedLength",
+        "class Once(FixedLength):",
+        "    def __init__(self, drafts, latency, k_max, *, draft): super().__init__(draft, 1)",
+        'ENTRIES = {"once": Baseline.by_path(Once, "one token", needs=("draft",))}',
+    )
+    (tmp_path / "once.py").write_text("\n".join(lines))
     monkeypatch.setattr(baselines, "__path__", [*baselines.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "policy.baselines.once", raising=False)
-    found = registry.collected()
-    assert {*found} == {*BASELINES} - {"twice"} | {"once"}
-    assert found["once"].label == "one token"
+    monkeypatch.delitem(sys.modules, "bench.baselines.once", raising=False)
+    found = registry.collected("bench.baselines")
+    assert {*found} == {*baselines.BASELINES} - {*BASELINES} | {"once"}
+    once, model = found["once"], LatencyModel.unit(1)
+    assert (once.label, once.path) == ("one token", "bench.baselines.once.Once")
+    assert once.make(BaselineSettings(("d",), model, draft="d")).length == 1
+    assert load_policy(once.path, ("d",), model, 8, {"draft": "d"}).policy.policy.length == 1
+
+
+@pytest.mark.parametrize(
+    ("arm", "words"),
+    [
+        ("smartspek:eagle", "did you mean 'smartspec'"),
+        ("bench.baselines.spin.SpinSelecton:length=3", "did you mean 'SpinSelection'"),
+        ("bench.baselines.spin.SpinSelection:length", "an option must be NAME=VALUE"),
+    ],
+)
+def test_a_misspelt_arm_is_refused_with_what_is_most_like_it(arm, words):
+    deployment = llama_8b_h100()
+    with pytest.raises(PolicyError, match=words):
+        arms.make_policy(arm, deployment, MIXED, None, deployment.latency, 0)

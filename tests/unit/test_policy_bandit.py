@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 
-from policy import BanditDrafts, BanditLengths
-from policy.baselines.bandit import confidence_radius
-from policy.baselines.per_request import PerRequest
+from bench.baselines.bandit import BanditDrafts, BanditLengths, confidence_radius
+from bench.baselines.per_request import PerRequest
+from policy import LatencyModel
 from tests.fakes import policies as fakes
 from tests.fakes.policies import RNG
 
 DRAFTS = ("a", "b", "c")
+TIMES = LatencyModel.unit(3)
 NONE = np.zeros(0, np.int64)
 
 
@@ -32,21 +33,21 @@ def good(draft, many=4, few=0):
 
 
 def test_a_request_tries_every_draft_once_in_order():
-    plans, _ = run(BanditDrafts(DRAFTS, 4), view([5, 6]), 3, good(1))
+    plans, _ = run(BanditDrafts(DRAFTS, TIMES, 8, length=4), view([5, 6]), 3, good(1))
     assert [plan.draft.tolist() for plan in plans] == [[0, 0], [1, 1], [2, 2]]
     assert {k for plan in plans for k in plan.length.tolist()} == {4}
 
 
 @pytest.mark.parametrize("best", [0, 1, 2])
 def test_a_request_learns_to_use_its_best_draft_most(best):
-    plans, _ = run(BanditDrafts(DRAFTS, 4), view([5]), 300, good(best))
+    plans, _ = run(BanditDrafts(DRAFTS, TIMES, 8, length=4), view([5]), 300, good(best))
     chosen = np.array([plan.draft[0] for plan in plans])
     assert (chosen[200:] == best).mean() > 0.8
     assert (chosen[3:] != best).sum() > 6  # once was not enough to rule the others out
 
 
 def test_requests_learn_each_for_itself_and_a_newcomer_from_nothing():
-    policy = BanditDrafts(DRAFTS, 4)
+    policy = BanditDrafts(DRAFTS, TIMES, 8, length=4)
     accepted = lambda plan: np.where(plan.draft == np.array([0, 2]), 4, 0)  # noqa: E731
     _, state = run(policy, view([5, 6]), 200, accepted)
     plan, _ = policy.plan(view([6, 9, 5]), state, 0.0, RNG)
@@ -58,13 +59,13 @@ def test_requests_learn_each_for_itself_and_a_newcomer_from_nothing():
 
 
 def test_the_reward_is_the_tokens_of_a_step_with_the_bonus():
-    policy = BanditDrafts(DRAFTS, 4)
+    policy = BanditDrafts(DRAFTS, TIMES, 8, length=4)
     _, state = run(policy, view([5]), 2, good(1, many=3))
     assert state.of(np.array([5])).tolist() == [[[1, 1, 0], [1, 4, 0]]]
 
 
 def test_a_finished_request_is_forgotten_and_a_step_without_a_draft_teaches_nothing():
-    policy, seen = BanditDrafts(DRAFTS, 4), view([5, 6])
+    policy, seen = BanditDrafts(DRAFTS, TIMES, 8, length=4), view([5, 6])
     plans, state = run(policy, seen, 2, good(1))
     after = policy.observe(fakes.outcome(seen, plans[-1], 0, finished=np.array([5])), state, 0.0)
     assert after.request.tolist() == [6]
@@ -78,7 +79,7 @@ def test_a_finished_request_is_forgotten_and_a_step_without_a_draft_teaches_noth
 
 def test_a_draft_that_can_propose_nothing_is_passed_over():
     seen = view([5], ceiling=np.array([[0, 8, 8]]))
-    plans, _ = run(BanditDrafts(DRAFTS, 4), seen, 40, good(1))
+    plans, _ = run(BanditDrafts(DRAFTS, TIMES, 8, length=4), seen, 40, good(1))
     assert {int(plan.draft[0]) for plan in plans} == {1, 2}
 
 
@@ -103,18 +104,23 @@ def lengths(policy, seconds, steps, accepted=8, rows=2):
 
 
 def test_two_rounds_over_the_lengths_and_then_the_one_of_most_tokens_a_second():
-    assert lengths(BanditLengths("b"), [1, 1, 1.2, 9, 9], 14) == [0, 1, 2, 3, 4] * 2 + [2] * 4
-    assert lengths(BanditLengths("b"), [1, 3, 4, 5, 6], 12, accepted=1)[-2:] == [0, 0]
+    assert (
+        lengths(BanditLengths(DRAFTS, TIMES, 8, draft="b"), [1, 1, 1.2, 9, 9], 14)
+        == [0, 1, 2, 3, 4] * 2 + [2] * 4
+    )
+    assert lengths(BanditLengths(DRAFTS, TIMES, 8, draft="b"), [1, 3, 4, 5, 6], 12, accepted=1)[
+        -2:
+    ] == [0, 0]
 
 
 def test_the_mean_follows_what_the_length_in_use_brings():
     took = lambda step: [1, 1, 1.2, 9, 9] if step < 12 else [1, 1, 30, 9, 9]  # noqa: E731
-    chosen = lengths(BanditLengths("b"), took, 60)
+    chosen = lengths(BanditLengths(DRAFTS, TIMES, 8, draft="b"), took, 60)
     assert (chosen[11], chosen[-1]) == (2, 1)
 
 
 def test_ranges_of_batches_learn_apart():
-    policy = BanditLengths("b")
+    policy = BanditLengths(DRAFTS, TIMES, 8, draft="b")
     state = policy.start()
     for rows, seconds in ((1, [9, 9, 9, 9, 1]), (2, [1, 9, 9, 9, 9])):
         for _ in range(10):
@@ -129,12 +135,14 @@ def test_ranges_of_batches_learn_apart():
 
 
 def test_more_lengths_may_be_tried():
-    assert lengths(BanditLengths("b", most=8), [1] * 9, 20)[:9] == [*range(9)]
-    assert lengths(BanditLengths("b", most=8), [1] * 9, 20)[-1] == 8
+    assert lengths(BanditLengths(DRAFTS, TIMES, 8, draft="b", most=8), [1] * 9, 20)[:9] == [
+        *range(9)
+    ]
+    assert lengths(BanditLengths(DRAFTS, TIMES, 8, draft="b", most=8), [1] * 9, 20)[-1] == 8
 
 
 def test_a_step_without_rows_or_time_is_no_trial():
-    policy = BanditLengths("b")
+    policy = BanditLengths(DRAFTS, TIMES, 8, draft="b")
     empty = view([])
     plan, state = policy.plan(empty, policy.start(), 0.0, RNG)
     assert policy.observe(fakes.outcome(empty, plan, 0), state, 0.0) == state

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from policy import HedgeSpec
-from policy.baselines.hedge import normal_hedge
+from bench.baselines.hedge import HedgeSpec, normal_hedge
+from policy import LatencyModel
 from policy.plan import FreeChains
 from tests.fakes import policies as fakes
 
 DRAFTS = ("a", "b", "c")
+TIMES = LatencyModel.unit(3)
 K = 4
 RUN, LOSS, SEEN, WEIGHT = 1, 2, 3, 4
 
@@ -26,7 +27,7 @@ def run(accepts, requests=(5,), steps=40, seed=0, state=None, scored=True, ceili
     """Return the drafts of steps in which draft d of row i gets ``accepts[i][d]`` tokens accepted;
     ``scored``: the drafts that are not chosen are scored, too.
     """
-    policy, rng = HedgeSpec(DRAFTS, K), np.random.default_rng(seed)
+    policy, rng = HedgeSpec(DRAFTS, TIMES, 8, length=K), np.random.default_rng(seed)
     state, chosen = state or policy.start(), []
     accepts = np.broadcast_to(accepts, (len(requests), 3))
     for _ in range(steps):
@@ -73,7 +74,7 @@ def test_a_draft_that_gets_worse_is_left():
 
 
 def test_a_proposal_that_was_right_so_far_goes_on_in_the_next_step_s():
-    policy = HedgeSpec(DRAFTS, K)
+    policy = HedgeSpec(DRAFTS, TIMES, 8, length=K)
     state, seen = policy.start(), view([5])
 
     def figures(accepted, scored):
@@ -91,7 +92,7 @@ def test_a_proposal_that_was_right_so_far_goes_on_in_the_next_step_s():
 
 
 def test_several_chains_of_a_draft_in_a_step_count_each():
-    policy, seen = HedgeSpec(DRAFTS, K), view([5])
+    policy, seen = HedgeSpec(DRAFTS, TIMES, 8, length=K), view([5])
     plan, state = policy.plan(view([5], 0), policy.start(), 0.0, np.random.default_rng(0))
     chains = free((5, 1, 1, 2), (5, 1, 3, 4), (5, 2, 4, 4))
     state = policy.observe(fakes.outcome(seen, plan, 0, free=chains), state, 0.0)
@@ -99,7 +100,7 @@ def test_several_chains_of_a_draft_in_a_step_count_each():
 
 
 def test_the_chosen_draft_s_own_proposal_counts():
-    policy, seen = HedgeSpec(DRAFTS, K), view([5])
+    policy, seen = HedgeSpec(DRAFTS, TIMES, 8, length=K), view([5])
     plan, state = policy.plan(seen, policy.start(), 0.0, np.random.default_rng(0))
     state = policy.observe(fakes.outcome(seen, plan, 3), state, 0.0)
     own = state.of(np.array([5]))[0, :, plan.draft[0]]
@@ -122,20 +123,22 @@ def test_a_draft_that_can_propose_nothing_is_not_drawn():
     able = np.array([[0, 8, 8]])
     drawn, _ = run([4, 1, 1], state=state, steps=30, ceiling=able)
     assert set(drawn[:, 0].tolist()) == {1, 2}
-    plan, _ = HedgeSpec(DRAFTS, K).plan(view([5], 0), state, 0.0, np.random.default_rng(0))
+    plan, _ = HedgeSpec(DRAFTS, TIMES, 8, length=K).plan(
+        view([5], 0), state, 0.0, np.random.default_rng(0)
+    )
     assert plan.draft.tolist() == [-1]
 
 
 def test_a_step_that_tells_nothing_changes_nothing():
     _, state = run([4, 1, 1])
     idle = view([5], 0)
-    plan, _ = HedgeSpec(DRAFTS, K).plan(idle, state, 0.0, np.random.default_rng(0))
-    after = HedgeSpec(DRAFTS, K).observe(fakes.outcome(idle, plan, 0), state, 0.0)
+    plan, _ = HedgeSpec(DRAFTS, TIMES, 8, length=K).plan(idle, state, 0.0, np.random.default_rng(0))
+    after = HedgeSpec(DRAFTS, TIMES, 8, length=K).observe(fakes.outcome(idle, plan, 0), state, 0.0)
     assert np.array_equal(after.figures, state.figures)
 
 
 def test_a_finished_request_is_forgotten():
-    policy, seen = HedgeSpec(DRAFTS, K), view([5, 6])
+    policy, seen = HedgeSpec(DRAFTS, TIMES, 8, length=K), view([5, 6])
     plan, state = policy.plan(seen, policy.start(), 0.0, np.random.default_rng(0))
     done = fakes.outcome(seen, plan, 2, finished=np.array([5]))
     assert policy.observe(done, state, 0.0).request.tolist() == [6]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from policy import LatencyCurve, LatencyModel, Nightjar
-from policy.baselines.nightjar import NightjarState, Trials
+from bench.baselines.nightjar import Nightjar, NightjarState, Trials
+from policy import LatencyCurve, LatencyModel
 from tests.fakes import policies as fakes
 
 DRAFTS = ("a", "b")
@@ -28,7 +28,7 @@ class Drawn:
 
 
 def policy():
-    return Nightjar(DRAFTS, "b", 4, LATENCY)
+    return Nightjar(DRAFTS, LATENCY, 8, draft="b", length=4)
 
 
 def view(rows, **changes):
@@ -154,4 +154,4 @@ def test_the_step_s_tokens_and_seconds_count_for_the_length_that_was_planned():
 
 def test_an_unknown_draft_is_named():
     with pytest.raises(ValueError, match=r"draft must be one of .*, got 'x'"):
-        Nightjar(DRAFTS, "x", 4, LATENCY)
+        Nightjar(DRAFTS, LATENCY, 8, draft="x", length=4)

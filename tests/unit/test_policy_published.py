@@ -1,18 +1,23 @@
 import numpy as np
 import pytest
 
+from bench.baselines.spin import SpinSelection
 from policy import (
     NO_DRAFT,
-    AcceptanceEma,
-    BatchSchedule,
-    GatedSchedule,
     LatencyCurve,
     LatencyModel,
     Plan,
-    SmartSpec,
-    SpinSelection,
 )
-from policy.baselines import BASELINES, BaselineSettings, GateState, expected_tokens
+from policy.baselines import (
+    BASELINES,
+    AcceptanceEma,
+    BaselineSettings,
+    BatchSchedule,
+    GatedSchedule,
+    GateState,
+    SmartSpec,
+    expected_tokens,
+)
 from tests.fakes import policies as fakes
 from tests.fakes.policies import RNG
 
@@ -170,7 +175,7 @@ def test_in_larger_batches_the_acceptance_ema_may_switch_off_and_probe_again():
 
 
 def test_spin_explores_at_random_then_keeps_the_draft_with_more_accepted_per_second():
-    policy = SpinSelection(DRAFTS, 4)
+    policy = SpinSelection(DRAFTS, H100, 8, length=4)
     state, chosen = policy.start(), []
     for _ in range(60):
         plan, state = policy.plan(view(6), state, 0.0, RNG)
@@ -185,7 +190,7 @@ def test_spin_explores_at_random_then_keeps_the_draft_with_more_accepted_per_sec
 
 
 def test_spin_forgets_what_has_finished_and_gives_a_newcomer_the_workload_s_best():
-    policy = SpinSelection(DRAFTS, 4)
+    policy = SpinSelection(DRAFTS, H100, 8, length=4)
     state = policy.start()
     for _ in range(40):
         plan, state = policy.plan(view(4), state, 0.0, RNG)
@@ -197,7 +202,7 @@ def test_spin_forgets_what_has_finished_and_gives_a_newcomer_the_workload_s_best
 
 
 def test_spin_charges_a_draft_for_its_time():
-    policy = SpinSelection(DRAFTS, 4)
+    policy = SpinSelection(DRAFTS, H100, 8, length=4)
     state = policy.start()
     for _ in range(40):
         plan, state = policy.plan(view(4), state, 0.0, RNG)
@@ -213,7 +218,7 @@ def test_spin_charges_a_draft_for_its_time():
 PUBLISHED = [
     SmartSpec(DRAFTS, "a", H100),
     AcceptanceEma("a"),
-    SpinSelection(DRAFTS, 3),
+    SpinSelection(DRAFTS, H100, 8, length=3),
     GatedSchedule("a", {8: 3}),
 ]
 

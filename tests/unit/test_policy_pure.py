@@ -5,7 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
-from policy.baselines import BASELINES, BaselineSettings
+from bench.baselines import BASELINES
+from policy.baselines import BaselineSettings
 from policy.plan import Drafted, FreeChains, StepNodes
 from tests.fakes import policies as fakes
 
@@ -16,7 +17,6 @@ SETTINGS = BaselineSettings(
     draft="small",
     length=3,
     schedule={2: 4, 8: 2},
-    free=("suffix",),
 )
 
 

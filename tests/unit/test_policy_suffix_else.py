@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import LatencyCurve, LatencyModel, SuffixElse
-from policy.baselines import BASELINES, BaselineSettings
+from bench.baselines.suffix_else import SuffixElse
+from policy import LatencyCurve, LatencyModel
 from policy.evidence import MATCH_EDGES, bin_of_match
 from tests.fakes import policies as fakes
 from tests.fakes.policies import RNG
@@ -18,7 +18,10 @@ LATENCY = LatencyModel(
     LatencyCurve(np.full(9, 0.01), 0.0),
     tuple(LatencyCurve(np.full(9, s), 0.0) for s in SECONDS),
 )
-SETTINGS = BaselineSettings(DRAFTS, LATENCY, draft="eagle", length=3, free=("suffix",))
+
+
+def rule(draft="eagle", latency=LATENCY, **options):
+    return SuffixElse(DRAFTS, latency, 8, draft=draft, length=3, **options)
 
 
 def view(matches, ceiling=8, agree=False):
@@ -60,14 +63,14 @@ def choices(policy, seen):
 def test_a_row_gets_the_free_draft_from_its_least_match_on_and_else_the_other(
     options, match, chosen
 ):
-    made = BASELINES["suffix-else-eagle"].make(replace(SETTINGS, options=options))
+    made = rule(**options)
     assert choices(made, view([match])) == [chosen]
     assert choices(made, view([match], agree=True)) == [chosen]
 
 
 def test_rows_choose_each_by_itself():
     seen = view([0, 12, 2, None])
-    assert choices(SuffixElse(SETTINGS), seen) == [
+    assert choices(rule(), seen) == [
         ("eagle", 3),
         ("suffix", 8),
         ("eagle", 3),
@@ -77,25 +80,22 @@ def test_rows_choose_each_by_itself():
 
 def test_without_evidence_the_free_draft_matches_where_it_can_propose():
     seen = replace(view([0, 1]), evidence=None)
-    assert choices(SuffixElse(SETTINGS), seen) == [("eagle", 3), ("suffix", 8)]
+    assert choices(rule(), seen) == [("eagle", 3), ("suffix", 8)]
 
 
-def test_where_it_is_not_known_what_is_free_it_is_the_draft_that_takes_least_time():
-    assert SuffixElse(replace(SETTINGS, free=None)).free == "suffix"
-    assert SuffixElse(replace(SETTINGS, free=None, draft="suffix")).free == "small"
-
-
-@pytest.mark.parametrize("free", [(), ("eagle",)])
-def test_without_a_free_draft_the_other_proposes_for_all(free):
-    assert choices(SuffixElse(replace(SETTINGS, free=free)), view([12, 0])) == [("eagle", 3)] * 2
+def test_the_free_draft_is_the_one_that_takes_next_to_no_time():
+    assert rule().free == "suffix"
+    assert rule("suffix").free == "small"
+    none_free = LatencyModel(LATENCY.target, (LATENCY.drafts[1],) * 3)
+    assert choices(rule(latency=none_free), view([12, 0])) == [("eagle", 3)] * 2
 
 
 def test_a_draft_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"draft must be one of .*, got 'x'"):
-        SuffixElse(replace(SETTINGS, draft="x"))
+        rule("x")
     with pytest.raises(ValueError, match=r"draft must be one of .*, got 'eagle'"):
-        SuffixElse(SETTINGS).plan(fakes.view(1, ("suffix",)), None, 0.0, RNG)
+        rule().plan(fakes.view(1, ("suffix",)), None, 0.0, RNG)
 
 
 def test_an_empty_batch_is_planned():
-    assert choices(SuffixElse(SETTINGS), view([])) == []
+    assert choices(rule(), view([])) == []

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from policy import AdaptiveVerification, LatencyCurve, LatencyModel, StepNodes
+from bench.baselines.verification import AdaptiveVerification
+from policy import LatencyCurve, LatencyModel, StepNodes
 from policy.plan import Drafted
 from tests.fakes import policies as fakes
 from tests.fakes.policies import RNG
@@ -26,14 +27,14 @@ def drafted(*confidences):
 
 
 def verified(latency, proposed, rows, length=3, state=None, **changes):
-    policy = AdaptiveVerification(DRAFTS, "a", length, latency)
+    policy = AdaptiveVerification(DRAFTS, latency, 8, draft="a", length=length)
     seen = fakes.view(rows, DRAFTS, **changes)
     plan, state = policy.plan(seen, state or policy.start(), 0.0, RNG)
     return policy.trim(seen, plan, proposed, state).tolist()
 
 
 def test_every_row_drafts_the_same_length_within_its_ceiling():
-    policy = AdaptiveVerification(DRAFTS, "b", 5, model(1.0, 0.1))
+    policy = AdaptiveVerification(DRAFTS, model(1.0, 0.1), 8, draft="b", length=5)
     seen = fakes.view(3, DRAFTS, k=[[8, 8], [8, 2], [8, 0]])
     plan, _ = policy.plan(seen, policy.start(), 0.0, RNG)
     assert plan.draft.tolist() == [1, 1, -1]
@@ -104,7 +105,7 @@ def outcome(seen, plan, claims, accepted):
 
 def test_claims_that_do_not_hold_are_verified_no_more():
     latency = model(1.0, 0.6)
-    policy = AdaptiveVerification(DRAFTS, "a", 3, latency)
+    policy = AdaptiveVerification(DRAFTS, latency, 8, draft="a", length=3)
     state, seen = policy.start(), fakes.view(1, DRAFTS)
     before = verified(latency, drafted([0.9, 0.9, 0.9]), 1, state=state)
     for _ in range(60):
@@ -114,7 +115,7 @@ def test_claims_that_do_not_hold_are_verified_no_more():
 
 
 def test_a_step_without_speculation_teaches_nothing():
-    policy = AdaptiveVerification(DRAFTS, "a", 3, model(1.0, 0.3))
+    policy = AdaptiveVerification(DRAFTS, model(1.0, 0.3), 8, draft="a", length=3)
     seen, state = fakes.view(1, DRAFTS, k=0), policy.start()
     plan, state = policy.plan(seen, state, 0.0, RNG)
     after = policy.observe(outcome(seen, plan, [0.9], [True]), state, 0.0)
@@ -123,5 +124,5 @@ def test_a_step_without_speculation_teaches_nothing():
 
 def test_an_empty_batch_and_an_unknown_draft():
     with pytest.raises(ValueError, match=r"draft must be one of .*, got 'x'"):
-        AdaptiveVerification(DRAFTS, "x", 3, model(1.0, 0.1))
+        AdaptiveVerification(DRAFTS, model(1.0, 0.1), 8, draft="x", length=3)
     assert verified(model(1.0, 0.1), drafted(), 0) == []

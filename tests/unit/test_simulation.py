@@ -318,7 +318,11 @@ def test_the_oracle_plans_with_the_true_hazards():
 
 
 @pytest.mark.parametrize(
-    "arm", [*(arm_of(name, "eagle", 3) for name in BASELINES), "adaptive", "oracle"]
+    "arm",
+    [
+        *(arm_of(name, "eagle", 3) for name in BASELINES),
+        *("adaptive", "oracle", "bench.baselines.nightjar.Nightjar:draft=eagle:length=3"),
+    ],
 )
 def test_every_arm_serves_a_small_load(arm):
     deployment = llama_8b_h100()

@@ -22,11 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator as Rng
 
+from policy.baselines import Baseline, same_for_all
 from policy.latency import LatencyModel
 from policy.plan import Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
 from policy.trim import Calibration
-
-from .entry import Baseline, same_for_all
 
 
 class VerificationState(NamedTuple):
@@ -39,7 +38,13 @@ class AdaptiveVerification(Policy[VerificationState]):
     """One draft and one length for every row; of their tokens the most profitable are verified."""
 
     def __init__(
-        self, drafts: tuple[str, ...], draft: str, length: int, latency: LatencyModel
+        self,
+        drafts: tuple[str, ...],
+        latency: LatencyModel,
+        k_max: int,
+        *,
+        draft: str,
+        length: int,
     ) -> None:
         """Raise ValueError for an unknown draft."""
         if draft not in drafts:
@@ -82,8 +87,8 @@ class AdaptiveVerification(Policy[VerificationState]):
 
 
 ENTRIES = {
-    "verification": Baseline(
-        lambda s: AdaptiveVerification(s.drafts, s.draft, s.length, s.latency),
+    "verification": Baseline.by_path(
+        AdaptiveVerification,
         "adaptive verification",
         needs=("draft", "length"),
         colour="#00808a",

@@ -13,40 +13,49 @@ from __future__ import annotations
 import numpy as np
 from numpy.random import Generator as Rng
 
+from policy.baselines import Baseline
 from policy.evidence import EVIDENCE_BINS, MATCH_EDGES, bin_of_match
+from policy.latency import LatencyModel
 from policy.plan import Plan, Policy, View
-
-from .entry import Baseline, BaselineSettings
 
 _TOKENS = np.zeros(EVIDENCE_BINS, np.int64)
 """The least tokens of a match by the bin that it shows."""
 for _tokens in reversed(range(1, MATCH_EDGES[-1] + 1)):
     _TOKENS[[bin_of_match(_tokens), bin_of_match(_tokens, agree=True)]] = _tokens
 
+_FREE_SHARE = 0.03
+"""Share of a pass of the target that a forward of a free draft may take."""
+
 
 class SuffixElse(Policy[None]):
     """A one-line rule: the free draft where at least ``least`` tokens match, else ``draft``.
 
-    The free draft is the first of the others that is marked so, or that takes least time; it
+    The free draft is the one of the others that takes least time, if that is next to none. It
     proposes ``own`` tokens, with 0 as many as match. ``draft`` proposes ``length``. A free draft
     that shows no evidence matches wherever it can propose.
     """
 
     def __init__(
         self,
-        settings: BaselineSettings,
+        drafts: tuple[str, ...],
+        latency: LatencyModel,
+        k_max: int,
         *,
+        draft: str,
+        length: int,
         least: int = 4,
         own: int = 0,
     ) -> None:
         """Raise ValueError for an unknown draft."""
-        drafts, free, curves = settings.drafts, settings.free, settings.latency.drafts
-        if settings.draft not in drafts:
-            raise ValueError(f"draft must be one of {drafts}, got {settings.draft!r}")
-        if free is None:
-            free = tuple(sorted(drafts, key=lambda name: curves[drafts.index(name)].seconds(1)))
-        self.draft, self.length, self.own = settings.draft, settings.length, own
-        self.free = next((name for name in free if name != self.draft), self.draft)
+        if draft not in drafts:
+            raise ValueError(f"draft must be one of {drafts}, got {draft!r}")
+        seconds = {
+            name: curve.seconds(1)
+            for name, curve in zip(drafts, latency.drafts, strict=True)
+            if name != draft and curve.seconds(1) <= _FREE_SHARE * latency.target.seconds(1)
+        }
+        self.draft, self.length, self.own = draft, length, own
+        self.free = min(seconds, key=seconds.__getitem__, default=draft)
         self._least = min(least, MATCH_EDGES[-1])
 
     def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
@@ -64,8 +73,8 @@ class SuffixElse(Policy[None]):
 
 
 ENTRIES = {
-    "suffix-else-eagle": Baseline(
-        lambda s: SuffixElse(s, **s.options),
+    "suffix-else-eagle": Baseline.by_path(
+        SuffixElse,
         "suffix where it matches",
         needs=("draft", "length"),
         options={"least": (4, 1, 3, 8, 12, 16), "own": (0, 4, 8, 16)},

@@ -17,10 +17,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.random import Generator as Rng
 
+from bench.baselines.per_request import PerRequest
+from policy.baselines import Baseline
+from policy.latency import LatencyModel
 from policy.plan import NO_DRAFT, BoolArray, FloatArray, IntArray, Outcome, Plan, Policy, View
-
-from .entry import Baseline
-from .per_request import PerRequest
 
 _REGRET, _RUN, _LOSS, _SEEN, _WEIGHT = range(5)
 """Figures of a request by draft: regret; accepted tokens of a proposal that has not ended yet;
@@ -54,7 +54,9 @@ class HedgeSpec(Policy[PerRequest]):
     mean loss stands for it; a draft never judged is drawn first.
     """
 
-    def __init__(self, drafts: tuple[str, ...], length: int) -> None:
+    def __init__(
+        self, drafts: tuple[str, ...], latency: LatencyModel, k_max: int, *, length: int
+    ) -> None:
         self.drafts, self.length = drafts, length
 
     def start(self) -> PerRequest:
@@ -117,8 +119,8 @@ class HedgeSpec(Policy[PerRequest]):
 
 
 ENTRIES = {
-    "hedgespec": Baseline(
-        lambda s: HedgeSpec(s.drafts, s.length),
+    "hedgespec": Baseline.by_path(
+        HedgeSpec,
         "HedgeSpec",
         needs=("length",),
         colour="#9c3f3f",

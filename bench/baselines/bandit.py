@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator as Rng
 
+from bench.baselines.per_request import PerRequest
+from policy.baselines import Baseline, same_for_all
+from policy.latency import LatencyModel
 from policy.plan import NO_DRAFT, FloatArray, Outcome, Plan, Policy, View
-
-from .entry import Baseline, same_for_all
-from .per_request import PerRequest
 
 
 def confidence_radius(pulls: FloatArray, length: int) -> FloatArray:
@@ -37,7 +37,9 @@ class BanditDrafts(Policy[PerRequest]):
     nothing is passed over, which helps.
     """
 
-    def __init__(self, drafts: tuple[str, ...], length: int) -> None:
+    def __init__(
+        self, drafts: tuple[str, ...], latency: LatencyModel, k_max: int, *, length: int
+    ) -> None:
         self.drafts, self.length = drafts, length
 
     def start(self) -> PerRequest:
@@ -83,7 +85,15 @@ class BanditLengths(Policy[LengthsState]):
     batch sizes (1, 2, 3 to 4, 5 to 8, ...) learns apart, which helps.
     """
 
-    def __init__(self, draft: str, *, most: int = 4) -> None:
+    def __init__(
+        self,
+        drafts: tuple[str, ...],
+        latency: LatencyModel,
+        k_max: int,
+        *,
+        draft: str,
+        most: int = 4,
+    ) -> None:
         self.draft, self.most = draft, most
 
     def start(self) -> LengthsState:
@@ -114,15 +124,15 @@ class BanditLengths(Policy[LengthsState]):
 
 
 ENTRIES = {
-    "banditspec": Baseline(
-        lambda s: BanditDrafts(s.drafts, s.length),
+    "banditspec": Baseline.by_path(
+        BanditDrafts,
         "BanditSpec over drafts",
         needs=("length",),
         colour="#a65628",
         marker=">",
     ),
-    "banditspec-lengths": Baseline(
-        lambda s: BanditLengths(s.draft, **s.options),
+    "banditspec-lengths": Baseline.by_path(
+        BanditLengths,
         "BanditSpec over lengths",
         needs=("draft",),
         options={"most": (4, 8)},

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator as Rng
 
+from policy.baselines import Baseline
+from policy.latency import LatencyModel
 from policy.plan import NO_DRAFT, FloatArray, Outcome, Plan, Policy, View
-
-from .entry import Baseline
 
 _EPOCH_STEPS, _EXPLORE_STEPS, _SLOT_STEPS = 200, 20, 5
 _MEMORY = 0.99  # of the workload, in a step
@@ -43,7 +43,9 @@ class SpinSelection(Policy[SpinState]):
     drafting and verifying. How long SPIN's own epochs are is not public.
     """
 
-    def __init__(self, drafts: tuple[str, ...], length: int) -> None:
+    def __init__(
+        self, drafts: tuple[str, ...], latency: LatencyModel, k_max: int, *, length: int
+    ) -> None:
         self.drafts, self.length = drafts, length
 
     def start(self) -> SpinState:
@@ -82,8 +84,8 @@ class SpinSelection(Policy[SpinState]):
 
 
 ENTRIES = {
-    "spin": Baseline(
-        lambda s: SpinSelection(s.drafts, s.length),
+    "spin": Baseline.by_path(
+        SpinSelection,
         "SPIN's selection",
         needs=("length",),
         colour="#8a4fb0",

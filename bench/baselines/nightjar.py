@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator as Rng
 
+from policy.baselines import Baseline, same_for_all
 from policy.latency import LatencyModel
 from policy.plan import FloatArray, Outcome, Plan, Policy, View
-
-from .entry import Baseline, same_for_all
 
 
 class Trials(NamedTuple):
@@ -55,7 +54,7 @@ class NightjarState(NamedTuple):
 
 
 class Nightjar(Policy[NightjarState]):
-    """One draft; a length from 0 to ``most`` for the whole batch, by seconds a token.
+    """One draft; a length from 0 to ``length`` for the whole batch, by seconds a token.
 
     Bin b of a block takes a random length with probability 1 / b, else
     the one of the least seconds a token; what has not been tried is no candidate. After a step
@@ -63,12 +62,18 @@ class Nightjar(Policy[NightjarState]):
     """
 
     def __init__(
-        self, drafts: tuple[str, ...], draft: str, most: int, latency: LatencyModel
+        self,
+        drafts: tuple[str, ...],
+        latency: LatencyModel,
+        k_max: int,
+        *,
+        draft: str,
+        length: int,
     ) -> None:
         """Raise ValueError for an unknown draft."""
         if draft not in drafts:
             raise ValueError(f"draft must be one of {drafts}, got {draft!r}")
-        self.draft, self.most = draft, most
+        self.draft, self.most = draft, length
         self._curve = latency.drafts[drafts.index(draft)]
 
     def start(self) -> NightjarState:
@@ -112,8 +117,8 @@ class Nightjar(Policy[NightjarState]):
 
 
 ENTRIES = {
-    "nightjar": Baseline(
-        lambda s: Nightjar(s.drafts, s.draft, s.length, s.latency),
+    "nightjar": Baseline.by_path(
+        Nightjar,
         "Nightjar",
         needs=("draft", "length"),
         colour="#4b4e9b",
