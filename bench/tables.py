@@ -101,7 +101,6 @@ PARTS = {
     "trim": "the trim",
     "correction": "all correction of times",
     "shape": "the curve's shape alone",
-    "groups": "groups (tags of clients)",
 }
 """The parts in it."""
 

@@ -28,7 +28,6 @@ _RANGES = {
     "factor": _FACTORS,
     "log_factor": (-MAX_SHAPE, MAX_SHAPE),
     "variance": (MIN_VARIANCE, MAX_VARIANCE),
-    "moment": (-sys.float_info.max, sys.float_info.max),
 }
 _SLACK = 1e-6  # by which sums of counts may be off
 
@@ -52,27 +51,18 @@ def saved(learnt: Learnt, drafts: Sequence[str], now: float) -> dict[str, Any]:
     """Return what was learnt as JSON-able data; empty before the first step.
 
     ``age_s`` is how long ago the evidence was aged: clocks of two processes have nothing in common.
-    Groups of requests have keys that mean the same in every process; the last used come last.
     """
     acceptance = learnt.acceptance
     if acceptance.now == -math.inf:
         return {}
-    ids, row = learnt.tenants.ids.tolist(), acceptance.tenant
+    ids = learnt.tenants.ids.tolist()
     tenants = [
         {"tenant": ids[place], **_of_tenant(learnt, drafts, place)}
         for place in learnt.tenants.used.argsort(kind="stable").tolist()
     ]
-    groups = [
-        {
-            "group": group,
-            "tenant": ids[row[acceptance.groups[group]]],
-            "drafts": _by_name(drafts, _group_columns(information)),
-        }
-        for group, information in AcceptanceModel.by_group(acceptance).items()
-    ]
     age_s = max(0.0, now - acceptance.now)
     of_all = {**_plain(learnt.correction, drafts), "age_s": age_s}
-    return {"schema": SCHEMA, **of_all, "tenants": tenants, "groups": groups}
+    return {"schema": SCHEMA, **of_all, "tenants": tenants}
 
 
 def restored(
@@ -91,7 +81,6 @@ def restored(
         raise LearnedError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
     known = _fitted(data, _plain(start.correction, drafts))
     tenants = _tenants(data, start, drafts, model.most_tenants)
-    groups, members = _groups(data, drafts, model.most_groups, tenants)
     acceptance, calibration, rows = start.acceptance, start.calibration, start.tenants
     if tenants:
         of = _rows([entry["drafts"] for entry in tenants.values()])
@@ -105,7 +94,7 @@ def restored(
     target, factors = known["target"], _stacked(known["drafts"])["factor"]
     acceptance = replace(acceptance, now=now - float(known["age_s"]) - max(0.0, idle_s))
     return Learnt(
-        model.decayed_to(model.with_groups(acceptance, groups, members), now),
+        model.decayed_to(acceptance, now),
         calibration,
         Correction(
             np.array([target["factor"], 1.0, *factors]),
@@ -130,47 +119,15 @@ def _tenants(
 ) -> dict[int, dict[str, Any]]:
     """Return what was saved of each tenant, the least recently used first."""
     form, tenants = _of_tenant(start, drafts, 0), {}
-    for entry in _entries(data, "tenants")[-most:]:
-        tenant = _key(entry, "tenants", "tenant")
+    entries = data.get("tenants")
+    if not isinstance(entries, list):
+        raise LearnedError(f"tenants must be a list, got {entries!r}")
+    for entry in entries[-most:]:
+        tenant = entry.get("tenant") if isinstance(entry, Mapping) else None
+        if type(tenant) is not int or not -(1 << 63) <= tenant < 1 << 63:
+            raise LearnedError(f"tenants must have a 'tenant' of 64 bits each, got {entry!r}")
         tenants[tenant] = _fitted(entry, form, f"tenants.{tenant}.")
     return tenants
-
-
-def _groups(
-    data: Mapping[str, Any],
-    drafts: Sequence[str],
-    most: int,
-    tenants: Mapping[int, Any],
-) -> tuple[dict[int, FloatArray], list[int]]:
-    """Return the information of each group, the least recently used first, and its tenant's
-    row.
-    """
-    rows = {tenant: row for row, tenant in enumerate(tenants)}
-    none = _by_name(drafts, _group_columns(np.zeros((len(drafts), 2))))
-    groups, members = {}, []
-    entries = _entries(data, "groups")
-    for entry in entries[max(len(entries) - most, 0) :]:
-        group, tenant = _key(entry, "groups", "group"), _key(entry, "groups", "tenant")
-        fitted = _fitted(entry, {"drafts": none}, f"groups.{group}.")
-        columns = _stacked(fitted["drafts"])
-        if tenant in rows and group not in groups:
-            groups[group] = np.stack([columns["weight"], columns["moment"]], axis=1)
-            members.append(rows[tenant])
-    return groups, members
-
-
-def _entries(data: Mapping[str, Any], name: str) -> list[Any]:
-    entries = data.get(name)
-    if not isinstance(entries, list):
-        raise LearnedError(f"{name} must be a list, got {entries!r}")
-    return entries
-
-
-def _key(entry: Any, name: str, key: str) -> int:
-    value = entry.get(key) if isinstance(entry, Mapping) else None
-    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
-        raise LearnedError(f"{name} must have integers of 64 bits as {key!r}, got {entry!r}")
-    return value
 
 
 def _plain(correction: Correction, drafts: Sequence[str]) -> dict[str, Any]:
@@ -202,10 +159,6 @@ def _of_tenant(learnt: Learnt, drafts: Sequence[str], row: int) -> dict[str, Any
         "requests": float(acceptance.requests[row]),
         "drafts": _by_name(drafts, columns),
     }
-
-
-def _group_columns(information: FloatArray) -> dict[str, FloatArray]:
-    return {"weight": information[:, 0], "moment": information[:, 1]}
 
 
 def _by_name(drafts: Sequence[str], columns: Mapping[str, FloatArray]) -> dict[str, Any]:

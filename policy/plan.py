@@ -52,8 +52,6 @@ class View:
     control_plan: Plan | None = None
     cap_s: float = math.inf
     """The longest step to be planned, unless one without speculation takes longer."""
-    group: IntArray | None = None
-    """A source of requests that are expected to be alike; -1: none."""
     tenant: IntArray | None = None
     """Tenants: texts of one teach nothing about another's (``policy.tenants``); None: one for all.
     """

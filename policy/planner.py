@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .acceptance import NO_GROUP, AcceptanceConfig, AcceptanceModel, AcceptanceState
+from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
 from .evidence import EVIDENCE_BINS
 from .latency import Correction, LatencyModel
 from .learned import Learnt, restored, saved
@@ -260,16 +260,14 @@ class AdaptivePlanner(Policy[PlannerState]):
         if not missing:
             return after
         new = slot < 0
-        request, group = view.request[new], view.group
+        request = view.request[new]
         tenant = np.zeros(missing, np.int64) if view.tenant is None else view.tenant[new]
-        if group is not None:  # requests of two tenants are never of one group
-            group = np.where(group[new] == NO_GROUP, NO_GROUP, group[new] ^ tenant)
         most, requests = self.estimator.most_tenants, request.tolist()
         tenants, emptied = state.tenants.admitted(requests, tenant.tolist(), most)
         if emptied or tenants.rows != state.tenants.rows:
             self._set_tenants(after, tenants.rows, emptied)
         after.tenants, rows = tenants, tenants.of(requests)
-        after.acceptance = self.estimator.admit(after.acceptance, request, group, rows)
+        after.acceptance = self.estimator.admit(after.acceptance, request, rows)
         return after
 
     def _set_tenants(self, after: PlannerState, tenants: int, emptied: list[int]) -> None:

@@ -125,7 +125,7 @@ class _Row:
         return f"{self._drafts[draft]} x {length}{shown}"
 
 
-SCHEMA = 10
+SCHEMA = 11
 
 
 class TraceError(ValueError):
@@ -255,9 +255,6 @@ def _records(*kinds: Any) -> dict[str, type]:
 
 _RECORDS = _records(View, Plan, Outcome, PlannerState, PlannerConfig, LatencyModel)
 _DTYPES = {"i": np.int64, "f": np.float64, "b": np.bool_}
-_KEYS = {"control_plan": "given"}
-"""Fields that a trace has by an older name, so that recorded ones are still replayed."""
-_NAMES = {key: name for name, key in _KEYS.items()}
 
 
 def encoded(value: Any) -> Any:
@@ -268,7 +265,7 @@ def encoded(value: Any) -> Any:
         names = [field.name for field in fields(value) if field.init]
         return {
             "is": type(value).__name__,
-            **{_KEYS.get(name, name): encoded(getattr(value, name)) for name in names},
+            **{name: encoded(getattr(value, name)) for name in names},
         }
     if isinstance(value, dict):
         if any(not isinstance(key, str) for key in value):
@@ -291,11 +288,7 @@ def decoded(data: Any) -> Any:
     if "pairs" in data:
         return {key: decoded(item) for key, item in data["pairs"]}
     if "is" in data:
-        members: dict[str, Any] = {
-            _NAMES.get(str(key), str(key)): decoded(item)
-            for key, item in data.items()
-            if key != "is"
-        }
+        members = {str(key): decoded(item) for key, item in data.items() if key != "is"}
         return _RECORDS[data["is"]](**members)
     if "shape" in data:
         ((kind, values),) = ((key, item) for key, item in data.items() if key != "shape")

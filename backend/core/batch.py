@@ -79,10 +79,10 @@ class Batch:
         rows = self.decoding
         left = [s.remaining - (s.id in self.following) for s in rows]
         numbers = [
-            (s.id, len(s.sequence.tokens), tokens, s.group, s.tenant)
+            (s.id, len(s.sequence.tokens), tokens, s.tenant)
             for s, tokens in zip(rows, left, strict=True)
         ]
-        request, context, remaining, group, tenant = np.array(numbers, np.int64).reshape(-1, 5).T
+        request, context, remaining, tenant = np.array(numbers, np.int64).reshape(-1, 4).T
         is_plain = not needs_ceilings(request)
         most = [_most(s, k_max, tokens) for s, tokens in zip(rows, left, strict=True)]
         ceiling, unseen, evidence = drafting.ceilings(
@@ -97,7 +97,6 @@ class Batch:
             catchup=unseen,
             prefill_tokens=self.prefill_tokens,
             prefilling=self.prefilling,
-            group=group,
             tenant=tenant,
             drawn=np.array([not s.sequence.sampling.greedy for s in rows], np.bool_),
             evidence=evidence,

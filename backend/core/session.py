@@ -30,7 +30,6 @@ from backend.request import (
 from backend.sequence import Proposal, Sequence
 
 NO_SPECIAL_TOKENS: Mapping[str, int] = MappingProxyType({})
-_SOURCE_TOKENS = 16  # a block of KV: enough tokens to know the kind of a prompt
 
 
 class Decoder(Protocol):
@@ -109,9 +108,6 @@ class Session:
         self.k_max = 0  # the longest proposal of any request, in tokens
         self.logits_bytes = 0  # of those that it keeps until they are sent, at the most
         self.control = False  # of a canary's two arms the one that takes the fixed choice
-        self.group = hash(
-            tuple(sequence.tokens[:_SOURCE_TOKENS])
-        )  # prompts of one source begin alike; equal in every process
         self.tenant = tenant_id(request.cache_salt)
         self.arrived_s = 0.0
         self.deadline_s = math.inf

@@ -50,7 +50,6 @@ def scenarios(requests: int) -> dict[str, Scenario]:
         ("8b-mix", small, presets.MIXED),
         ("8b-prefill-heavy", chunked, presets.PREFILL_HEAVY),
         ("70b-mix", large, presets.MIXED),
-        ("70b-mix-tagged", large, presets.TAGGED),
         ("70b-mix-bursty", large, presets.MIXED),
         ("cpu-mix", cpu, presets.MIXED),
         ("cpu-prefill-heavy", cpu, presets.PREFILL_HEAVY),

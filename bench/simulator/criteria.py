@@ -58,7 +58,7 @@ def _criteria_at(comparison: dict[str, Any], point: dict[str, Any]) -> list[dict
         rows.append(
             _row(where, load, "latency over none", "<= 1.02", over_none, over_none[0] <= 1.02)
         )
-    if point["gap"] >= _GAP and comparison["mix"] in {"mix", "mix-tagged"}:
+    if point["gap"] >= _GAP and comparison["mix"] == "mix":
         what = f"share captured of the gap {point['gap']:.2f} from {fixed} to the oracle"
         rows.append(
             _row(where, load, what, ">= 0.80", [point["captured"]], point["captured"] >= 0.8)

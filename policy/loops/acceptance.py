@@ -1,7 +1,7 @@
 """How likely a draft's tokens are accepted: what chains teach, and what follows for a request.
 
 The estimates are explained in ``policy.acceptance``. Columns C are of tenants and drafts, slots S
-of requests and groups; a slot without a tenant is free, and the last one always is. Bins B are of
+of requests; a slot without a tenant is free, and the last one always is. Bins B are of
 the evidence that a draft shows (``policy.evidence``).
 """
 
@@ -446,21 +446,19 @@ def admit(
     return new
 
 
-@entry(ESTIMATES, CONSTANTS, INTS[1], INTS[1], INTS[1], INTS[1])
+@entry(ESTIMATES, CONSTANTS, INTS[1], INTS[1], INTS[1])
 def forget(
     estimates: Estimates,
     constants: Constants,
     known: Ints,
     slots: Ints,
     request: Ints,
-    groups: Ints,
 ) -> int:
     """Free the slots of finished requests, in place, and take them from ``known, slots``; return
     how many requests are left there.
 
     They teach their tenant how requests differ, and its drafts' levels their mean: a level of
-    counts alone would be that of the requests that use a draft most. ``groups`` are the slots of
-    groups, which start from that variance.
+    counts alone would be that of the requests that use a draft most.
     """
     e = estimates
     columns, bins, k_max = e.draft_hazard.shape
@@ -503,9 +501,6 @@ def forget(
                     moved += e.draft_accepted[c, b, j]
                     e.draft_accepted[c, b, j] = min(max(moved, 0.0), reached)
             _set_level(e, constants, c)
-    for i in range(len(groups)):
-        for d in range(drafts):
-            e.prior[groups[i], d, 0] = 1.0 / e.variance[e.tenant[groups[i]] * drafts + d]
     return left
 
 

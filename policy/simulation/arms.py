@@ -111,8 +111,7 @@ class _Lacking(AdaptivePlanner):
 
 
 WITHOUT: dict[str, dict[str, Any]] = {
-    "deviation": {"acceptance": AcceptanceConfig(request_variance=1e-3, most_groups=0)},
-    "groups": {"acceptance": AcceptanceConfig(most_groups=0)},
+    "deviation": {"acceptance": AcceptanceConfig(request_variance=1e-3)},
     "exploration": {"explore_share": 0.0},
     "waiting": {"waiting_price": False},
     "catch-up": {"catchup_scored": False},

@@ -255,9 +255,4 @@ PREFILL_HEAVY = Mix(
 )
 """Long prompts, short answers: most steps carry a chunk of somebody's prompt."""
 
-TAGGED = replace(MIXED, name="mix-tagged", grouped=True)
-"""The same, and every request tells its kind: a tag of the client, or a prompt that begins as
-others of its kind.
-"""
-
-MIXES = {mix.name: mix for mix in (CHAT, MIXED, TAGGED, PREFILL_HEAVY)}
+MIXES = {mix.name: mix for mix in (CHAT, MIXED, PREFILL_HEAVY)}

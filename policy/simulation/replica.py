@@ -227,7 +227,6 @@ class Replica:
             ceiling = np.where(workload.acceptance.has_match(rows, emitted), ceiling, 0)
         catchup = np.where(self._free, 0, context[:, None] - progress.seen[rows])
         names = self._deployment.drafts
-        group = None if workload.group is None else workload.group[rows]
         tenant = None if workload.tenant is None else workload.tenant[rows]
         columns = rows, context, remaining, ceiling, catchup
         prefill = prefill_tokens, len(self._prefill)
@@ -239,7 +238,6 @@ class Replica:
             names,
             *columns,
             *prefill,
-            group=group,
             tenant=tenant,
             evidence=evidence,
             pass_tokens=self._width.tokens,

@@ -53,8 +53,6 @@ class Mix:
     """
     period_requests: int = 100
     """A drift's period in mean gaps."""
-    grouped: bool = False
-    """Policies see the category of each request."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,8 +227,6 @@ class Workload:
     max_tokens: IntArray
     """The most that the client allows."""
     acceptance: Acceptance
-    group: IntArray | None = None
-    """The requests' sources, if policies see them."""
     tenant: IntArray | None = None
     """The requests' tenants, if there are several."""
 
@@ -311,7 +307,7 @@ def draw(
         match=uniform(seed, 4, *index),
         normal=standard_normal(uniform(seed, 5, *index), uniform(seed, 6, *index)),
     )
-    return Workload(times, prompt, output, most, acceptance, category if mix.grouped else None)
+    return Workload(times, prompt, output, most, acceptance)
 
 
 def _lengths(rng: np.random.Generator, mean: IntArray, spread: float) -> IntArray:

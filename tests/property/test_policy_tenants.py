@@ -37,7 +37,7 @@ def learnt(chains):
         tenants, emptied = tenants.admitted(request, [tenant], 8)
         if emptied or tenants.rows != before:
             state = model.with_tenants(state, tenants.rows, emptied)
-        state = model.admit(state, *map(np.array, (request, [tenant])), tenants.of(request))
+        state = model.admit(state, np.array(request), tenants.of(request))
         columns = (np.array([value]) for value in (draft, accepted, scored, 0))
         chains = Chains(np.array(request), *columns), Chains(*[np.zeros(0, np.int64)] * 5)
         state, _ = model.observe(state, chains[0], np.array([accepted + 1]), chains[1])

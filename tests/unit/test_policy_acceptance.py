@@ -33,9 +33,8 @@ def step(estimator, state, request):
     return estimator.observe(state, chains, nothing + 1, NOTHING)[0]
 
 
-def admit(estimator, state, request, group=None):
-    groups = None if group is None else np.array(group)
-    return estimator.admit(state, np.array(request), groups)
+def admit(estimator, state, request):
+    return estimator.admit(state, np.array(request))
 
 
 def hazards(estimator, state, request=0, shown=0):
@@ -243,50 +242,6 @@ def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
         state = estimator.forget(state, [request])
     level = state.draft_hazard[0, 0]
     assert abs(level[3] - level[0]) < 0.1
-
-
-def grouped(requests=40, most_groups=8, **config):
-    """An estimator and its state after requests of groups 0 and 1, whose tokens of draft 0 are
-    accepted at 0.9 and 0.3.
-    """
-    estimator, rng = model(drafts=2, most_groups=most_groups, **config), np.random.default_rng(9)
-    state = estimator.start()
-    for request in range(requests):
-        state = admit(estimator, state, [request], [request % 2])
-        for _ in range(8):
-            state = learn(
-                estimator, state, request, 0, chains(rng, [(0.9, 0.3)[request % 2]] * 4, 4, 1), 4
-            )
-        state = estimator.forget(state, [request])
-    return estimator, state
-
-
-def test_a_new_request_is_expected_to_be_as_its_group_and_one_of_no_known_group_as_all():
-    estimator, state = grouped()
-    state = admit(estimator, state, [100, 101, 102, 103], [0, 1, 7, -1])
-    easy, hard, unknown, none = (
-        hazards(estimator, state, request)[0][0] for request in (100, 101, 102, 103)
-    )
-    assert easy > 0.8
-    assert hard < 0.4
-    assert unknown == none
-    assert hard + 0.1 < none < easy - 0.1
-
-
-def test_a_request_that_is_not_as_its_group_is_believed():
-    estimator, state = grouped()
-    state = admit(estimator, state, [100], [0])
-    for _ in range(20):
-        state = learn(estimator, state, 100, 0, [0], 4)
-    assert hazards(estimator, state, 100)[0][0] < 0.3
-
-
-def test_only_the_groups_last_used_are_remembered():
-    _, state = grouped(requests=2, most_groups=2)
-    estimator, rng = model(drafts=2, most_groups=2), np.random.default_rng(1)
-    state = admit(estimator, state, [50], [9])
-    state = estimator.forget(learn(estimator, state, 50, 0, chains(rng, [0.5] * 4, 4, 3), 4), [50])
-    assert list(state.groups) == [1, 9]
 
 
 def after_a_change(steps, rows=8):

@@ -6,13 +6,10 @@ import pytest
 from policy import LatencyModel, LatencyTable
 from tests.fakes.policies import DRAFTS, planner, taught
 
-GROUP = {"small": {"weight": 3.0, "moment": -1.5}, "large": {"weight": 2.0, "moment": 0.5}}
-
 
 def saved():
-    """Learned state of the drafts small and large, as it is in a file, with a group."""
+    """Learned state of the drafts small and large, as it is in a file."""
     data = planner().save(taught(planner()), 59.0)
-    data["groups"] = [{"group": 7, "tenant": 0, "drafts": GROUP}]
     data["target"].update(factor=1.1, overhead_s=[0.01, 0.02])
     data["drafts"]["small"]["factor"], data["drafts"]["large"]["factor"] = 1.3, 1.4
     data["age_s"] = 0.0
@@ -42,15 +39,13 @@ def test_what_is_known_of_a_draft_goes_with_its_name(after):
     fresh = other.start()
     for column, name in enumerate(after):
         known = again["tenants"][0]["drafts"][name]
-        group, times = again["groups"][0]["drafts"][name], again["drafts"][name]
+        times = again["drafts"][name]
         if name in DRAFTS:
             assert known == data["tenants"][0]["drafts"][name]
             assert times == data["drafts"][name]
-            assert group == GROUP[name]
         else:
             assert not np.any(known["reached"])
             assert not np.any(known["nodes"])
-            assert not np.any(group["weight"])
             assert times["factor"] == 1.0
             assert known["variance"] == fresh.acceptance.variance[column]
 

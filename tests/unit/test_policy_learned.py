@@ -4,11 +4,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import AcceptanceConfig, NoSpeculation, SwitchedPolicy, Switches
+from policy import NoSpeculation, SwitchedPolicy, Switches
 from policy.evidence import EVIDENCE_BINS
 from policy.learned import LearnedError, without_times
 from tests.fakes.policies import RNG, outcome, planner, taught, view
-from tests.property.test_policy_tenants import hazards
 
 
 def test_what_is_saved_comes_back_in_another_process_s_time():
@@ -133,27 +132,7 @@ def changed(data, path, value):
         ("tenants", 3, ["tenants must be a list", "3"]),
         ("tenants.0.tenant", "salt", ["tenants", "salt"]),
         ("tenants.0.drafts", ..., ["tenants.0.drafts is missing"]),
-        ("groups", None, ["groups", "None"]),
-        ("groups", [{"group": "tag"}], ["group", "tag"]),
-        ("groups", [{"group": 1 << 63}], ["group", "9223372036854775808"]),
-        ("groups", [{"group": 1}], ["tenant", "group"]),
-        ("groups", [{"group": 1, "tenant": 0}], ["groups.1.drafts is missing"]),
-        (
-            "groups",
-            [{"group": 1, "tenant": 0, "drafts": {"small": {"weight": [1.0], "moment": 1.0}}}],
-            ["groups.1.drafts.small.weight", "shape"],
-        ),
-        (
-            "groups",
-            [
-                {
-                    "group": 1,
-                    "tenant": 0,
-                    "drafts": {"small": {"weight": -1.0, "moment": 1.0}},
-                }
-            ],
-            ["groups.1.drafts.small.weight is out of range"],
-        ),
+        ("tenants.0.tenant", 1 << 63, ["tenants", "9223372036854775808"]),
     ],
 )
 def test_data_that_do_not_fit_are_refused_by_field_and_value(field, value, words):
@@ -161,48 +140,3 @@ def test_data_that_do_not_fit_are_refused_by_field_and_value(field, value, words
     with pytest.raises(LearnedError) as error:
         p.load(changed(p.save(taught(p, 60), 60.0), field, value), 0.0, 0.0)
     assert all(word in str(error.value) for word in words)
-
-
-def grouped(p, groups):
-    """Requests of these groups in turn: even ones' tokens were accepted, odd ones' rejected."""
-    state = p.start()
-    for request, group in enumerate(groups):
-        seen = view(1, request=np.array([request]), group=np.array([group]))
-        for last in (False, True):
-            plan, state = p.plan(seen, state, float(request), RNG)
-            chain = replace(plan, draft=np.zeros(1, np.int64), length=np.full(1, 4))
-            over = seen.request if last else np.zeros(0, np.int64)
-            state = p.observe(
-                outcome(seen, chain, np.full(1, 4 * (group % 2 == 0)), finished=over),
-                state,
-                float(request),
-            )
-    return state
-
-
-def test_what_was_learnt_of_groups_outlasts_a_restart():
-    easy, hard, p = (
-        hash((1, 2, 4)) // 2 * 2,
-        hash((1, 2, 5)) // 2 * 2 + 1,
-        planner(explore_share=0.0),
-    )
-    state = grouped(p, [easy, hard] * 10)
-    back = planner(explore_share=0.0).load(json.loads(json.dumps(p.save(state, 20.0))), 0.0, 0.0)
-    assert list(back.acceptance.groups) == [easy, hard]
-    one, other = (
-        hazards(p.estimator.admit(known, np.array([90, 91]), np.array([easy, hard])), [90, 91])
-        for known in (back.acceptance, state.acceptance)
-    )
-    assert one[0, 0, 0] > one[0, 0, 1] + 0.1
-    np.testing.assert_allclose(one, other, atol=0.02)
-
-
-def test_of_saved_groups_no_more_than_may_be_remembered_are_taken_up_and_those_the_last_used():
-    data = planner().save(grouped(planner(), range(6)), 6.0)
-    few = planner(acceptance=AcceptanceConfig(most_groups=2))
-    assert list(few.load(data, 0.0, 0.0).acceptance.groups) == [4, 5]
-    assert (
-        not planner(acceptance=AcceptanceConfig(most_groups=0))
-        .load(data, 0.0, 0.0)
-        .acceptance.groups
-    )

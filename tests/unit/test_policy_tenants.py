@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from policy import AcceptanceConfig, StepNodes
-from policy.acceptance import AcceptanceModel
 from policy.plan import Drafted, Plan
 from policy.simulation.arms import make_policy
 from policy.simulation.fleet import simulate_closed
@@ -118,28 +117,6 @@ def test_one_tenant_is_one_whether_it_has_a_salt_or_not():
     np.testing.assert_allclose(
         salted.acceptance.draft_hazard[drafts:], plain.acceptance.draft_hazard, rtol=1e-12
     )
-
-
-def test_groups_of_two_tenants_are_apart_though_their_prompts_begin_alike():
-    estimator = AcceptanceModel(1, 4, AcceptanceConfig(most_groups=4))
-    p = planner(explore_share=0.0)
-    state = p.start()
-    for number in range(10):
-        for tenant in (NORMAL, HOSTILE):
-            request = np.array([2 * number + (tenant == HOSTILE)])
-            seen = view(1, request=request, tenant=np.array([tenant]), group=np.array([5]))
-            plan, state = p.plan(seen, state, 0.0, RNG)
-            chain = replace(plan, draft=np.zeros(1, np.int64), length=np.full(1, 4))
-            done = outcome(seen, chain, np.full(1, 4 * (tenant == NORMAL)))
-            state = p.observe(replace(done, finished=request), state, 0.0)
-    assert len(state.acceptance.groups) == 2
-    flooded = estimator.with_tenants(estimator.start(), 2, [])
-    for number in range(20):  # the second tenant's groups push out its own
-        row = np.array([0 if number < 2 else 1])
-        flooded = estimator.admit(flooded, np.array([number]), np.array([number]), row)
-        flooded = estimator.forget(flooded, [number])
-    assert {0, 1} < set(flooded.groups)
-    assert len(flooded.groups) == 4
 
 
 def test_of_more_tenants_than_are_remembered_the_least_recently_used_idle_one_begins_again():

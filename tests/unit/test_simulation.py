@@ -27,7 +27,6 @@ from policy.simulation.presets import (
     LLAMA_8B,
     MIXED,
     PREFILL_HEAVY,
-    TAGGED,
     llama_8b_h100,
     llama_70b_h100,
 )
@@ -395,7 +394,7 @@ def test_a_model_s_catch_up_over_emitted_tokens_is_evidence():
 
 @pytest.mark.parametrize("arm", [f"without:{part}" for part in WITHOUT])
 def test_without_any_part_the_same_requests_are_served(arm):
-    scenario = Scenario("made up", llama_70b_h100(), TAGGED, rate_hz=20.0, requests=8)
+    scenario = Scenario("made up", llama_70b_h100(), MIXED, rate_hz=20.0, requests=8)
     run = run_once(scenario, Task(arm, 0.5, 0))
     assert np.isfinite(run.latency_s).all()
     assert sum(step.accepted for step in run.steps) > 0
@@ -405,7 +404,7 @@ def test_without_any_part_the_same_requests_are_served(arm):
 def test_an_arm_that_is_not_there_is_named(arm):
     deployment = llama_70b_h100()
     with pytest.raises(ValueError, match=f"there is no arm .{arm}.: there are none, fixed"):
-        make_policy(arm, deployment, TAGGED, None, deployment.latency, 0)
+        make_policy(arm, deployment, MIXED, None, deployment.latency, 0)
 
 
 def test_confidences_hold_as_often_as_they_claim_and_tell_what_holds():
