@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .evidence import EVIDENCE_BINS
 from .loops import acceptance as loops
@@ -50,98 +51,57 @@ class AcceptanceConfig:
     """Time in which a draft's level fades by half even if nothing runs."""
 
 
-def _ints(*values: int) -> IntArray:
-    return np.array(values, np.int64)
-
-
 @dataclass(slots=True, eq=False)
 class AcceptanceState:
-    """Evidence so far, of D drafts, B bins, K positions, S slots and C columns of tenants and
-    drafts.
-    """
+    """The evidence so far, and which request has which slot of it."""
 
-    information: FloatArray
-    """[S, D, 2], like the others a field of ``policy.loops.acceptance.Estimates``."""
-    prior: FloatArray
-    deviation: FloatArray
-    recent: FloatArray
-    request_tokens: FloatArray
-    tenant: IntArray
-    draft_accepted: FloatArray
-    draft_reached: FloatArray
-    draft_hazard: FloatArray
-    variance: FloatArray
-    requests: FloatArray
-    request: IntArray = field(default_factory=_ints)
+    estimates: loops.Estimates
+    request: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """The ids of the requests that have a slot, rising."""
-    slot: IntArray = field(default_factory=_ints)
+    slot: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """Their slots."""
     now: float = -math.inf
     """The time in seconds up to which the levels have faded."""
-
-    @property
-    def tenants(self) -> int:
-        """Return T."""
-        return len(self.requests)
 
     @property
     def slots(self) -> dict[int, int]:
         """Return the slots by request id."""
         return dict(zip(self.request.tolist(), self.slot.tolist(), strict=True))
 
-    @property
-    def estimates(self) -> loops.Estimates:
-        """Return the arrays, as the loops take them."""
-        return loops.Estimates(
-            self.information,
-            self.prior,
-            self.deviation,
-            self.recent,
-            self.request_tokens,
-            self.tenant,
-            self.draft_accepted,
-            self.draft_reached,
-            self.draft_hazard,
-            self.variance,
-            self.requests,
-        )
-
     def find(self, request: IntArray) -> tuple[IntArray, int]:
         """Return the slots of requests, -1 for those without one, and how many these are."""
         slot = np.empty(len(request), np.int64)
         return slot, loops.find_all(self.request, self.slot, request, slot)
 
+    def changed(self, **arrays: npt.NDArray[Any]) -> AcceptanceState:
+        """Return the state with other arrays among its estimates."""
+        return AcceptanceState(self.estimates._replace(**arrays), self.request, self.slot, self.now)
 
-_ESTIMATES = loops.Estimates._fields
+    def copied(self, names: Iterable[str] = loops.Estimates._fields) -> AcceptanceState:
+        """Return a state in which these arrays may be written to."""
+        return self.changed(**{name: getattr(self.estimates, name).copy() for name in names})
+
+    def with_room(self, count: int) -> AcceptanceState:
+        """Return a state whose arrays may be written to, with at least ``count`` free slots."""
+        after, size = self.copied(), len(self.estimates.tenant)
+        free = size - 1 - len(self.request)
+        if free >= count:
+            return after
+        more = max(count - free, size // 2)
+        columns = {name: getattr(after.estimates, name) for name in _BY_SLOT}
+        longer = {
+            name: np.concatenate([column, np.zeros((more, *column.shape[1:]))])
+            for name, column in columns.items()
+        }
+        tenant = np.concatenate([after.estimates.tenant, np.full(more, NO_TENANT)])
+        return after.changed(**longer, tenant=tenant)
+
+
 _BY_SLOT = ("information", "prior", "deviation", "recent", "request_tokens")
 _LEARNT = (
     *("information", "deviation", "recent", "request_tokens"),
     *("draft_accepted", "draft_reached", "draft_hazard"),
 )
-
-
-_ALL = attrgetter(*(item.name for item in fields(AcceptanceState)))
-
-
-def _copied(state: AcceptanceState, names: Iterable[str] = _ESTIMATES) -> AcceptanceState:
-    """Return a state in which these arrays may be written to."""
-    after = AcceptanceState(*_ALL(state))
-    for name in names:
-        setattr(after, name, getattr(state, name).copy())
-    return after
-
-
-def _with_room(state: AcceptanceState, count: int) -> AcceptanceState:
-    """Return a state whose arrays may be written to, with at least ``count`` free slots."""
-    after, size = _copied(state), len(state.tenant)
-    free = size - 1 - len(state.request)
-    if free < count:
-        more = max(count - free, size // 2)
-        for name in _BY_SLOT:
-            column = getattr(after, name)
-            setattr(after, name, np.concatenate([column, np.zeros((more, *column.shape[1:]))]))
-        after.tenant = np.concatenate([after.tenant, np.full(more, NO_TENANT)])
-    return after
 
 
 class AcceptanceModel:
@@ -166,7 +126,7 @@ class AcceptanceModel:
         """Return the state before any evidence."""
         drafts, k_max, slots = self._drafts, self._k_max, 9
         none = np.zeros((drafts, EVIDENCE_BINS, k_max))
-        state = AcceptanceState(
+        estimates = loops.Estimates(
             information=np.zeros((slots, drafts, 2)),
             prior=np.zeros((slots, drafts, 2)),
             deviation=np.zeros((slots, drafts)),
@@ -179,7 +139,7 @@ class AcceptanceModel:
             variance=np.full(drafts, self._config.request_variance),
             requests=np.array([loops.FIRST_REQUESTS]),
         )
-        return self._refreshed(state)
+        return self._refreshed(AcceptanceState(estimates))
 
     def hazards(self, state: AcceptanceState, request: IntArray) -> FloatArray:
         """Return the hazards [K, D, n] of requests where they are not this model's own; here, where
@@ -195,7 +155,7 @@ class AcceptanceModel:
         the first). A new one is believed to be as all of its tenant are.
         """
         request, known = ints(request), len(state.request)
-        after = _with_room(state, len(request))
+        after = state.with_room(len(request))
         slot, before = np.empty(len(request), np.int64), (state.request, state.slot)
         all_requests, all_slots = np.empty((2, known + len(request)), np.int64)
         rows = np.zeros(len(request), np.int64) if tenant is None else ints(tenant)
@@ -214,7 +174,7 @@ class AcceptanceModel:
         gone = np.array([*requests], np.int64)
         if state.find(gone)[1] == len(gone):
             return state
-        after = _copied(state)
+        after = state.copied()
         after.request, after.slot = known = state.request.copy(), state.slot.copy()
         left = loops.forget(after.estimates, self.constants, *known, gone)
         after.request, after.slot = (column[:left].copy() for column in known)
@@ -245,7 +205,7 @@ class AcceptanceModel:
         Positions after the first rejection were not reached and are no evidence; a row that did not
         speculate has draft -1 and 0 scored. ``free`` are chains that the step scored for free.
         """
-        after = _copied(state, _LEARNT)
+        after = state.copied(_LEARNT)
         slot = np.empty(len(step.request), np.int64)
         known = after.request, after.slot
         loops.learn(after.estimates, self.constants, *known, step, emitted, free, steps, slot)
@@ -265,7 +225,8 @@ class AcceptanceModel:
         has both).
         """
         score, first = np.empty((2, len(claims.row)))
-        known = state.tenant, state.deviation, state.draft_hazard
+        e = state.estimates
+        known = e.tenant, e.deviation, e.draft_hazard
         other = self.hazards(state, request)
         loops.weigh_claims(*known, other, slot, evidence, claims, score, first)
         return score, first
@@ -274,27 +235,29 @@ class AcceptanceModel:
         self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray
     ) -> AcceptanceState:
         """Return the state with this evidence by column and bin, float64[C, B, K] each."""
-        return self._refreshed(replace(state, draft_accepted=accepted, draft_reached=reached))
+        return self._refreshed(state.changed(draft_accepted=accepted, draft_reached=reached))
 
     def with_tenants(
         self, state: AcceptanceState, tenants: int, emptied: list[int]
     ) -> AcceptanceState:
         """Return the state with this number of tenants; nothing is known of ``emptied`` rows."""
+        e = state.estimates
 
         def rows(column: FloatArray, value: float = 0.0) -> FloatArray:
-            return with_rows(column, state.tenants, tenants, emptied, value)
+            return with_rows(column, len(e.requests), tenants, emptied, value)
 
-        after = _copied(state, ())
-        after.variance = rows(state.variance, self._config.request_variance)
-        after.requests = rows(state.requests, loops.FIRST_REQUESTS)
-        after.draft_hazard = rows(state.draft_hazard)
-        after.draft_accepted = rows(state.draft_accepted)
-        after.draft_reached = rows(state.draft_reached)
+        after = state.changed(
+            variance=rows(e.variance, self._config.request_variance),
+            requests=rows(e.requests, loops.FIRST_REQUESTS),
+            draft_hazard=rows(e.draft_hazard),
+            draft_accepted=rows(e.draft_accepted),
+            draft_reached=rows(e.draft_reached),
+        )
         return self._refreshed(after)
 
     def _refreshed(self, state: AcceptanceState, keep: float = 1.0) -> AcceptanceState:
         """Return the state with ``keep`` of the drafts' counts, and the levels that follow."""
         names = ("deviation", "draft_accepted", "draft_reached", "draft_hazard")
-        after = _copied(state, names)
+        after = state.copied(names)
         loops.refresh(after.estimates, self.constants, keep)
         return after

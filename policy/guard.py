@@ -30,7 +30,7 @@ from .levels import (
     rows_of,
     saved,
 )
-from .plan import AnyPolicy, Drafted, IntArray, Outcome, Plan, Policy, State, View
+from .plan import AnyPolicy, Drafted, IntArray, Outcome, Plan, Policy, State, View, copier
 from .wrappers import Wrapped, Wrapper
 
 _COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment; the rows count where tokens vary
@@ -117,22 +117,8 @@ class Memory:
     was_plain: bool = False
     """Whether the last step had no proposals."""
 
-    def copy(self) -> Memory:
-        """Return a memory that may be changed."""
-        return Memory(
-            self.buckets,
-            self.credit_s,
-            self.step,
-            self.samples,
-            self.block,
-            self.before,
-            self.settling,
-            self.open,
-            self.next,
-            self.trial,
-            self.seen,
-            self.was_plain,
-        )
+
+_copied = copier(Memory)
 
 
 class Verdict(NamedTuple):
@@ -164,7 +150,7 @@ class Guard(Wrapper[State]):
         self, view: View, state: Wrapped[State], now: float, rng: Rng
     ) -> tuple[Plan, Wrapped[State]]:
         """Plan by the level of the view's number of rows, or by the experiment that is due."""
-        memory, rows = state.own.copy(), len(view)
+        memory, rows = _copied(state.own), len(view)
         level = _level(memory, rows)
         memory.block = block = _block(memory, rows, view.prefill_tokens)
         applied, trial = (level, False) if block is None else (block.level, True)
@@ -238,7 +224,7 @@ class Guard(Wrapper[State]):
         """Note which policy planned the step that is learnt from next: this one's view has the very
         ``request``.
         """
-        memory = state.own.copy()
+        memory = _copied(state.own)
         memory.next = _FOREIGN
         for step in memory.open:
             if step.request is view.request:
@@ -251,7 +237,7 @@ class Guard(Wrapper[State]):
         inner = self.policy.observe(outcome, state.inner, now)
         if not len(outcome.rows.request):
             return Wrapped(inner, state.own)
-        memory = state.own.copy()
+        memory = _copied(state.own)
         memory.step += 1
         step, memory.next = memory.next, None
         if step is None:

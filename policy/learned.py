@@ -87,8 +87,8 @@ def restored(
         acceptance = model.with_tenants(acceptance, len(tenants), [])
         acceptance = model.with_drafts(acceptance, of["accepted"], of["reached"])
         requests = np.array([float(entry["requests"]) for entry in tenants.values()])
-        acceptance = replace(acceptance, variance=of["variance"], requests=requests)
-        calibration = Calibration(*(of[name] for name in COUNTS))
+        acceptance = acceptance.changed(variance=of["variance"], requests=requests)
+        calibration = Calibration.of(*(of[name] for name in COUNTS))
         used = np.arange(len(tenants))
         rows = Tenants(np.array([*tenants], np.int64), used, turn=len(tenants))
     target, factors = known["target"], _stacked(known["drafts"])["factor"]
@@ -147,16 +147,16 @@ def _plain(correction: Correction, drafts: Sequence[str]) -> dict[str, Any]:
 
 def _of_tenant(learnt: Learnt, drafts: Sequence[str], row: int) -> dict[str, Any]:
     """Return what a tenant's texts taught."""
-    acceptance, calibration = learnt.acceptance, learnt.calibration
+    estimates = learnt.acceptance.estimates
     own = slice(row * len(drafts), (row + 1) * len(drafts))
     columns = {
-        "variance": acceptance.variance[own],
-        "accepted": acceptance.draft_accepted[own],
-        "reached": acceptance.draft_reached[own],
-        **{name: getattr(calibration, name)[own] for name in COUNTS},
+        "variance": estimates.variance[own],
+        "accepted": estimates.draft_accepted[own],
+        "reached": estimates.draft_reached[own],
+        **{name: getattr(learnt.calibration.counts, name)[own] for name in COUNTS},
     }
     return {
-        "requests": float(acceptance.requests[row]),
+        "requests": float(estimates.requests[row]),
         "drafts": _by_name(drafts, columns),
     }
 

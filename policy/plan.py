@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -20,10 +22,18 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
+Record = TypeVar("Record")
 State = TypeVar("State")
 """The state a policy keeps from one step to the next."""
 
 NO_DRAFT = -1
+
+
+def copier(kind: type[Record]) -> Callable[[Record], Record]:
+    """Return what makes a shallow copy of a dataclass, in a fraction of the time of ``replace``."""
+    names = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    values = attrgetter(*names)
+    return lambda record: kind(*values(record))
 
 
 @dataclass(slots=True)

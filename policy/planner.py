@@ -18,6 +18,7 @@ from .loops import step as step_loops
 from .loops import times as time_loops
 from .loops.acceptance import Chains, Claims
 from .loops.compiling import compile_all
+from .loops.device import Supply
 from .loops.problem import Batch, Limits, StepProblem
 from .loops.times import OCTAVES, Step
 from .plan import (
@@ -31,9 +32,11 @@ from .plan import (
     Policy,
     StepRows,
     View,
+    copier,
 )
 from .problem import batch_of, evidence_of, ints
-from .supply import Supply
+from .supply import learnt as learnt_supply
+from .supply import no_supply, with_tenants
 from .tenants import NO_TENANT, Tenants
 from .trim import Calibration, proposed_of, trimmed
 
@@ -106,36 +109,22 @@ class PlannerState:
     """The budget at which a trial is looked for again."""
     first_plain: tuple[int, ...] = (0,) * OCTAVES
     """By octave of rows, the first plain steps so far."""
-    supply: Supply = field(default_factory=lambda: Supply.none(0, 0))
+    supply: Supply = field(default_factory=lambda: no_supply(0, 0))
     """The nodes that drafts show that the target's device runs."""
     last_plans: tuple[tuple[IntArray, IntArray], ...] = ()
     """Requests and lengths of plans whose steps are still to come: at most two."""
-
-    def copy(self) -> PlannerState:
-        """Return a state that may be changed."""
-        return PlannerState(
-            self.acceptance,
-            self.correction,
-            self.calibration,
-            self.tenants,
-            self.rests,
-            self.plain,
-            self.view,
-            self.goodput,
-            self.trial_budget_s,
-            self.next_trial_s,
-            self.first_plain,
-            self.supply,
-            self.last_plans,
-        )
 
     def column(self, draft: IntArray, slot: IntArray) -> IntArray:
         """Return the columns of drafts and slots, -1 where there is none."""
         if self.tenants.rows == 1:
             return draft
-        tenant = np.where(slot >= 0, self.acceptance.tenant[slot], NO_TENANT)
-        column = tenant * self.acceptance.deviation.shape[1] + draft
+        estimates = self.acceptance.estimates
+        tenant = np.where(slot >= 0, estimates.tenant[slot], NO_TENANT)
+        column = tenant * estimates.deviation.shape[1] + draft
         return np.where((tenant >= 0) & (draft >= 0), column, -1)
+
+
+_copied = copier(PlannerState)
 
 
 class AdaptivePlanner(Policy[PlannerState]):
@@ -171,7 +160,7 @@ class AdaptivePlanner(Policy[PlannerState]):
             acceptance=self.estimator.start(),
             correction=Correction.start(drafts),
             calibration=Calibration.none(drafts),
-            supply=Supply.none(drafts, self.config.k_max if self.config.whole_batch else 0),
+            supply=no_supply(drafts, self.config.k_max if self.config.whole_batch else 0),
         )
 
     # -- before a step
@@ -238,7 +227,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         slot, _ = state.acceptance.find(request)
         hazard = self.estimator.hazards(state.acceptance, request)
         estimates, constants = state.acceptance.estimates, self.estimator.constants
-        counts, supply = state.calibration.counts, state.supply.counts
+        counts, supply = state.calibration.counts, state.supply
         known = step_loops.Known(estimates, constants, counts, hazard, supply)
         return batch_of(view, rows, slot), known
 
@@ -254,7 +243,7 @@ class AdaptivePlanner(Policy[PlannerState]):
 
     def admitted(self, view: View, state: PlannerState, now: float) -> PlannerState:
         """Return the state at a time, with a place for the requests of a view."""
-        after = state.copy()
+        after = _copied(state)
         after.acceptance = self.estimator.decayed_to(state.acceptance, now)
         slot, missing = after.acceptance.find(ints(view.request))
         if not missing:
@@ -275,7 +264,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         before = after.tenants.rows
         after.acceptance = self.estimator.with_tenants(after.acceptance, tenants, emptied)
         after.calibration = after.calibration.with_tenants(before, tenants, emptied)
-        after.supply = after.supply.with_tenants(before, tenants, emptied)
+        after.supply = with_tenants(after.supply, before, tenants, emptied)
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
@@ -296,7 +285,7 @@ class AdaptivePlanner(Policy[PlannerState]):
 
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance, times, what confidences are worth and what became of proposals."""
-        after, rows, free, nodes = state.copy(), outcome.rows, outcome.free, outcome.nodes
+        after, rows, free, nodes = _copied(state), outcome.rows, outcome.free, outcome.nodes
         is_plain = not (len(free) or len(nodes) or rows.length.any())
         after.plain = state.plain + (len(rows) > 0) if is_plain else 0
         is_known = state.plain > _LEARN_PLAIN and state.plain % _LEARN_PLAIN
@@ -329,7 +318,7 @@ class AdaptivePlanner(Policy[PlannerState]):
                 shown = proposed_of(
                     claims.row, known[0], claims.depth, score, nodes.drawn, expected
                 )
-                after.supply = state.supply.learnt(shown, places)
+                after.supply = learnt_supply(state.supply, shown, places)
         if state.view is not None and len(rows):
             after.correction = state.correction.learnt(
                 lambda *learnt: self._learn_step(outcome, state, learnt)
@@ -348,7 +337,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         drawn = None if state.view is None else state.view.drawn
         kinds = (True, False) if drawn is None else (not drawn.all(), bool(drawn.any()))
         present = np.zeros((state.tenants.rows, len(self.drafts), 2), np.bool_)
-        tenant = state.acceptance.tenant[slot[slot >= 0]] if state.tenants.rows > 1 else 0
+        tenant = state.acceptance.estimates.tenant[slot[slot >= 0]] if state.tenants.rows > 1 else 0
         present[tenant] = kinds
         return present.reshape(-1, 2)
 
@@ -393,7 +382,7 @@ class AdaptivePlanner(Policy[PlannerState]):
 
     def observe_unplanned(self, view: View, state: PlannerState) -> PlannerState:
         """Return the state before a step that another plans; what it shows is learnt."""
-        after = state.copy()
+        after = _copied(state)
         after.view = view
         return after
 
@@ -415,7 +404,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         if type(self.estimator) is not AcceptanceModel:
             return start
         known = restored(data, _learnt(start), self.drafts, self.estimator, now, idle_s)
-        supply = start.supply.with_tenants(1, known.tenants.rows, [])
+        supply = with_tenants(start.supply, 1, known.tenants.rows, [])
         return replace(start, supply=supply, **known._asdict())
 
 

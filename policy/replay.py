@@ -241,12 +241,13 @@ def _planner(data: dict[str, Any]) -> AdaptivePlanner:
 
 
 def _records(*kinds: Any) -> dict[str, type]:
-    """Return the dataclasses among types, and all that their fields can hold, by name."""
+    """Return the dataclasses and named tuples among types, and all that they hold, by name."""
     found: dict[str, type] = {}
     pending = list(kinds)
     while pending:
         kind = pending.pop()
-        if isinstance(kind, type) and is_dataclass(kind) and kind.__name__ not in found:
+        is_record = is_dataclass(kind) or hasattr(kind, "_fields")
+        if isinstance(kind, type) and is_record and kind.__name__ not in found:
             found[kind.__name__] = kind
             pending += get_type_hints(kind).values()
         pending += get_args(kind)
@@ -261,12 +262,12 @@ def encoded(value: Any) -> Any:
     """Return records, arrays and what holds them as JSON-able data, the inverse of ``decoded``."""
     if isinstance(value, np.ndarray):
         return {"shape": list(value.shape), value.dtype.kind: value.ravel().tolist()}
+    names = getattr(type(value), "_fields", None)
     if is_dataclass(value):
         names = [field.name for field in fields(value) if field.init]
-        return {
-            "is": type(value).__name__,
-            **{name: encoded(getattr(value, name)) for name in names},
-        }
+    if names is not None:
+        members = {name: encoded(getattr(value, name)) for name in names}
+        return {"is": type(value).__name__, **members}
     if isinstance(value, dict):
         if any(not isinstance(key, str) for key in value):
             return {"pairs": [[key, encoded(item)] for key, item in value.items()]}

@@ -16,7 +16,7 @@ arg-max. Greedy rows are calibrated apart, and that corrects it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,36 +42,30 @@ class Calibration:
     best-first order stays.
     """
 
-    nodes: FloatArray
-    """[C, 2, KINDS, PLACES, BINS] nodes (fading)."""
-    claimed: FloatArray
-    """[C, 2, KINDS, PLACES, BINS] the sum of their confidences."""
-    matched: FloatArray
-    """[C, 2, KINDS, PLACES, BINS] how many of them the target drew."""
-    likeliest: FloatArray
-    """[C, 2, KINDS, PLACES, BINS] how many were the likeliest of their proposal at their depth."""
-    counts: loops.Counts = field(init=False, repr=False)
-    """The same with the map, as the loops take it."""
+    counts: loops.Counts
 
-    def __post_init__(self) -> None:
-        knots, accepted_at = np.zeros((2, *self.nodes.shape[:2], BINS + 2))
-        columns = self.nodes, self.claimed, self.matched, self.likeliest
-        counts = loops.Counts(*columns, knots, accepted_at)
+    @classmethod
+    def of(
+        cls, nodes: FloatArray, claimed: FloatArray, matched: FloatArray, likeliest: FloatArray
+    ) -> Calibration:
+        """Return the calibration of these counts."""
+        knots, accepted_at = np.zeros((2, *nodes.shape[:2], BINS + 2))
+        counts = loops.Counts(nodes, claimed, matched, likeliest, knots, accepted_at)
         loops.set_maps(counts)
-        object.__setattr__(self, "counts", counts)
+        return cls(counts)
 
     @classmethod
     def none(cls, drafts: int) -> Calibration:
         """Return what is known before any node: every claim is believed."""
         zero = np.zeros((drafts, 2, KINDS, PLACES, BINS))
-        return cls(zero, zero, zero, zero)
+        return cls.of(zero, zero, zero, zero)
 
     def with_tenants(self, before: int, tenants: int, emptied: list[int]) -> Calibration:
         """Return the calibration of ``before`` tenants for ``tenants``; nothing is known of
         ``emptied`` rows.
         """
-        columns = (getattr(self, name) for name in COUNTS)
-        return Calibration(*(with_rows(column, before, tenants, emptied) for column in columns))
+        columns = (getattr(self.counts, name) for name in COUNTS)
+        return Calibration.of(*(with_rows(column, before, tenants, emptied) for column in columns))
 
     @staticmethod
     def claims(nodes: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -115,14 +109,14 @@ class Calibration:
         if present is None:
             if not len(column):
                 return self
-            present = np.zeros(self.nodes.shape[:2], np.bool_)
+            present = np.zeros(self.counts.nodes.shape[:2], np.bool_)
         row = np.arange(len(column)) if row is None else row
         proposed = proposed_of(row, column, depth, confidence, drawn, expected)
-        counts = self.counts
-        after = counts._replace(**{name: getattr(counts, name).copy() for name in COUNTS})
+        after = loops.Counts(*(column.copy() for column in self.counts))
         right = np.ascontiguousarray(accepted, np.bool_)
         loops.learn_nodes(after, proposed, right, present, steps)
-        return Calibration(after.nodes, after.claimed, after.matched, after.likeliest)
+        loops.set_maps(after)
+        return Calibration(after)
 
 
 def proposed_of(

@@ -132,6 +132,8 @@ def offer_of(
     """
     k_max, drafts, n = hazard.shape
     nodes, accepted = np.zeros((drafts, k_max, BINS)), np.zeros((drafts, k_max, BINS))
+    if k_max == 0:
+        return Offer(nodes, accepted)
     columns, value = supply.proposals.shape[0], np.empty(BINS)
     for d in range(drafts):
         rows, reached = np.zeros((2, columns, 2, KINDS, k_max))

@@ -20,7 +20,7 @@ CHAIN = st.tuples(
 
 
 def hazards(state, requests):
-    drafts, k_max = state.deviation.shape[1], state.draft_hazard.shape[2]
+    drafts, k_max = state.estimates.deviation.shape[1], state.estimates.draft_hazard.shape[2]
     hazard = np.empty((k_max, drafts, len(requests)))
     evidence = np.zeros((len(requests), drafts), np.int64)
     set_hazards(state.estimates, state.find(np.array(requests))[0], evidence, hazard)

@@ -147,7 +147,7 @@ def test_a_host_may_cut_a_proposal():
         cut += proposal is not None and len(proposal) > 1
         planned.ran([text.step(tokens)], verify_s=0.02)
     assert cut > 5
-    assert planned.cycle.runner.state.inner.acceptance.draft_reached[0].sum() > 0
+    assert planned.cycle.runner.state.inner.acceptance.estimates.draft_reached[0].sum() > 0
 
 
 def test_rows_leave_and_return_and_may_begin_again():

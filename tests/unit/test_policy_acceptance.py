@@ -38,7 +38,7 @@ def admit(estimator, state, request):
 
 
 def hazards(estimator, state, request=0, shown=0):
-    drafts, _, k_max = state.draft_hazard.shape
+    drafts, _, k_max = state.estimates.draft_hazard.shape
     hazard, evidence = np.empty((k_max, drafts, 1)), np.full((1, drafts), shown)
     set_hazards(state.estimates, state.find(np.array([request]))[0], evidence, hazard)
     return hazard[:, :, 0].T
@@ -62,7 +62,7 @@ def test_positions_cut_off_by_an_end_are_no_evidence():
     for _ in range(100):
         state = learn(estimator, state, 0, 0, [2], 2)
     assert hazards(estimator, state)[0][:2].min() > 0.9
-    assert state.draft_reached[0, 0, 2] == 0
+    assert state.estimates.draft_reached[0, 0, 2] == 0
 
 
 def test_unprobed_positions_inherit_the_last_hazard():
@@ -193,7 +193,7 @@ def test_zero_acceptance_is_not_absorbing():
     for turn in range(1, 2001):
         stepped = estimator.decayed_to(step(estimator, stepped, 1), now=0.01 * turn)
     assert hazards(estimator, stepped, 1)[0][0] == pytest.approx(
-        stepped.draft_hazard[0, 0, 0], rel=0.01
+        stepped.estimates.draft_hazard[0, 0, 0], rel=0.01
     )
     waited = admit(estimator, estimator.forget(estimator.decayed_to(state, now=2000.0), [1]), [2])
     assert hazards(estimator, waited, 2)[0][0] > 0.55
@@ -203,13 +203,13 @@ def test_the_given_state_is_left_alone():
     estimator = model()
     state = admit(estimator, estimator.start(), [1])
     before = [
-        getattr(state, name).copy()
+        getattr(state.estimates, name).copy()
         for name in ("information", "deviation", "draft_accepted", "draft_reached")
     ]
     later = learn(estimator, state, 1, 0, [3], 4)
     later = estimator.forget(step(estimator, estimator.decayed_to(later, 1e6), 1), [1])
     after = [
-        getattr(state, name)
+        getattr(state.estimates, name)
         for name in ("information", "deviation", "draft_accepted", "draft_reached")
     ]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
@@ -223,7 +223,7 @@ def test_slots_are_reused_and_come_back_empty():
     state = learn(estimator, state, 7, 0, np.zeros(30, np.int64), 1)
     state = admit(estimator, estimator.forget(state, [7, 1234]), [50])
     assert state.slots[50] == 7
-    assert state.information[7].sum() == 0
+    assert state.estimates.information[7].sum() == 0
     assert sorted(state.slots.values()) == list(range(20))
 
 
@@ -240,7 +240,7 @@ def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
                 estimator, state, request, 0, chains(rng, [(0.8, 0.4)[request % 2]] * 4, 4, 1), 4
             )
         state = estimator.forget(state, [request])
-    level = state.draft_hazard[0, 0]
+    level = state.estimates.draft_hazard[0, 0]
     assert abs(level[3] - level[0]) < 0.1
 
 

@@ -149,7 +149,7 @@ def test_bins_hold_their_lower_edges():
     assert len(EDGES) + 1 == BINS
     nodes = np.zeros(len(EDGES), np.int64)
     after = Calibration.none(1).learnt(nodes, nodes > 0, EDGES, nodes > 0)
-    assert after.nodes[0, 0, :, 0].sum(0).tolist() == [0.0] + [1.0] * (BINS - 1)
+    assert after.counts.nodes[0, 0, :, 0].sum(0).tolist() == [0.0] + [1.0] * (BINS - 1)
 
 
 # -- over a restart

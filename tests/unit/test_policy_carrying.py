@@ -47,10 +47,10 @@ def test_what_is_known_of_a_draft_goes_with_its_name(after):
             assert not np.any(known["reached"])
             assert not np.any(known["nodes"])
             assert times["factor"] == 1.0
-            assert known["variance"] == fresh.acceptance.variance[column]
+            assert known["variance"] == fresh.acceptance.estimates.variance[column]
 
 
 def test_a_draft_s_hazards_are_the_same_with_other_drafts():
-    before = planner().load(saved(), 5.0, 0.0).acceptance.draft_hazard
-    after = planner_of(("new", "large")).load(saved(), 5.0, 0.0).acceptance.draft_hazard
+    before = planner().load(saved(), 5.0, 0.0).acceptance.estimates.draft_hazard
+    after = planner_of(("new", "large")).load(saved(), 5.0, 0.0).acceptance.estimates.draft_hazard
     assert np.array_equal(after[1], before[1])

@@ -10,7 +10,7 @@ from policy import LatencyCurve, LatencyModel, Plan, StepNodes
 from policy.loops.device import Offer, best_of, offer_of
 from policy.loops.problem import TIE
 from policy.loops.trim import BINS, BOUNDS
-from policy.supply import Supply
+from policy.supply import learnt, no_supply
 from policy.trim import Calibration, proposed_of
 from tests.fakes.policies import RNG, latency, outcome, planner, view
 
@@ -71,7 +71,7 @@ def offered(supply, hazard, ceiling=8):
     rows = hazard.shape[2]
     counts, none = Calibration.none(DRAFTS).counts, np.zeros(rows, np.int64)
     most = np.full((DRAFTS, rows), ceiling)
-    return offer_of(supply.counts, counts, none, none, most, hazard)
+    return offer_of(supply, counts, none, none, most, hazard)
 
 
 def taught(supply, chains, asked):
@@ -79,20 +79,20 @@ def taught(supply, chains, asked):
     row = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
     claims, none = np.concatenate(chains), np.zeros(len(row), np.bool_)
     expected = np.full(len(row), 0.6)
-    return supply.learnt(proposed_of(row, 0 * row, None, claims, none, expected), np.array(asked))
+    return learnt(supply, proposed_of(row, 0 * row, None, claims, none, expected), np.array(asked))
 
 
 def test_places_bring_what_their_hazards_say():
     hazard = np.full((8, DRAFTS, 3), 0.6)
     survival = 3 * 0.6 ** np.arange(1, 9)
-    known = taught(Supply.none(DRAFTS, 8), [np.array([0.9, 0.5, 0.1])] * 50, [3] * 50)
-    for supply in (Supply.none(DRAFTS, 8), known):
+    known = taught(no_supply(DRAFTS, 8), [np.array([0.9, 0.5, 0.1])] * 50, [3] * 50)
+    for supply in (no_supply(DRAFTS, 8), known):
         accepted = offered(supply, hazard).accepted.sum(2)
         assert accepted == pytest.approx(np.tile(survival, (DRAFTS, 1)))
 
 
 def test_nodes_are_expected_where_they_were_seen():
-    known = Supply.none(DRAFTS, 8)
+    known = no_supply(DRAFTS, 8)
     for _ in range(20):  # the second place's node is likely in one row of two
         known = taught(known, [np.array([0.95, 0.9]), np.array([0.95, 0.05])], [2, 2])
     nodes = offered(known, np.full((8, DRAFTS, 4), 0.6)).nodes[0]
@@ -103,7 +103,7 @@ def test_nodes_are_expected_where_they_were_seen():
 
 
 def test_a_step_of_another_policy_teaches_no_supply():
-    before = Supply.none(DRAFTS, 4)
+    before = no_supply(DRAFTS, 4)
     after = taught(before, [np.array([0.9, 0.8])], [0])
     assert not after.shown.any()
     assert not after.proposals.any()

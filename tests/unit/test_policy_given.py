@@ -113,4 +113,8 @@ def test_a_step_that_another_plans_teaches_times_and_acceptance():
     )  # fmt: skip
     after = p.observe(plain, waiting, 0.1)
     assert p.drift(after)["verify"] > p.drift(state)["verify"]
-    assert after.acceptance.draft_reached[1].sum() > 3.5 > state.acceptance.draft_reached[1].sum()
+    assert (
+        after.acceptance.estimates.draft_reached[1].sum()
+        > 3.5
+        > state.acceptance.estimates.draft_reached[1].sum()
+    )

@@ -16,8 +16,9 @@ def test_what_is_saved_comes_back_in_another_process_s_time():
     data = json.loads(json.dumps(p.save(state, 5059.0)))
     back = planner().load(data, 12.0, 0.0)
     for name in ("draft_accepted", "draft_reached", "draft_hazard"):
-        assert np.allclose(getattr(back.acceptance, name), getattr(state.acceptance, name))
-    assert np.allclose(back.acceptance.variance, state.acceptance.variance)
+        known, kept = back.acceptance.estimates, state.acceptance.estimates
+        assert np.allclose(getattr(known, name), getattr(kept, name))
+    assert np.allclose(back.acceptance.estimates.variance, state.acceptance.estimates.variance)
     assert np.allclose(back.correction.factor, state.correction.factor)
     assert np.allclose(back.correction.applied, state.correction.log_factor)
     assert back.correction.applied.any()
@@ -41,7 +42,9 @@ def test_without_times_the_rest_comes_back():
     state = taught(p)
     data = json.loads(json.dumps(without_times(p.save(state, 0.0))))
     back = planner().load(data, 0.0, 0.0)
-    assert np.allclose(back.acceptance.draft_accepted, state.acceptance.draft_accepted)
+    assert np.allclose(
+        back.acceptance.estimates.draft_accepted, state.acceptance.estimates.draft_accepted
+    )
     assert not np.allclose(state.correction.factor, 1.0)
     assert np.allclose(back.correction.factor, 1.0)
     assert not back.correction.log_factor.any()
@@ -67,11 +70,13 @@ def test_evidence_fades_while_nothing_runs():
     state = taught(p)
     half_life = p.config.acceptance.half_life_s
     back = p.load(p.save(state, 59.0), 7.0, half_life)
-    assert back.acceptance.draft_reached.sum() == pytest.approx(
-        0.5 * state.acceptance.draft_reached.sum(), rel=0.01
+    assert back.acceptance.estimates.draft_reached.sum() == pytest.approx(
+        0.5 * state.acceptance.estimates.draft_reached.sum(), rel=0.01
     )
-    assert p.load(p.save(state, 59.0), 7.0, -1e6).acceptance.draft_reached.sum() == pytest.approx(
-        state.acceptance.draft_reached.sum(), rel=0.01
+    assert p.load(
+        p.save(state, 59.0), 7.0, -1e6
+    ).acceptance.estimates.draft_reached.sum() == pytest.approx(
+        state.acceptance.estimates.draft_reached.sum(), rel=0.01
     )
 
 

@@ -31,6 +31,7 @@ def plans():
     """Some plans of a small batch, as JSON-able data."""
     p, rng = planner(latency((0.1, 0.15)), explore_share=0.05), np.random.default_rng(1)
     state, made = p.start(), []
+    planner(whole_batch=True).plan(view(0), planner(whole_batch=True).start(), 0.0, RNG)
     for step in range(6):
         seen = view(3, request=np.arange(3) + step // 3)
         plan, state = p.plan(seen, state, float(step), RNG)

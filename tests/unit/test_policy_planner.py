@@ -395,7 +395,7 @@ def test_finished_requests_leave_no_state():
         plan, state = p.plan(seen, state, 0.0, RNG)
         state = p.observe(outcome(seen, plan, plan.length, finished=seen.request), state, 0.0)
     assert state.acceptance.slots == {}
-    assert len(state.acceptance.request_tokens) < 16
+    assert len(state.acceptance.estimates.request_tokens) < 16
 
 
 # -- against the arms, in a seeded world of Bernoulli acceptance

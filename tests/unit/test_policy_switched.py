@@ -92,7 +92,7 @@ def test_off_learns_what_is_free():
     plan, state = p.plan(view(1), p.start(), 0.0, RNG)
     free = FreeChains(*np.array([[0], [1], [4], [4]]))
     after = p.observe(outcome(view(1), plan, 0, free=free), state, 0.0)
-    assert after.inner.acceptance.draft_accepted.sum() == 4
+    assert after.inner.acceptance.estimates.draft_accepted.sum() == 4
 
 
 def test_the_shadow_is_what_the_planner_would_have_done_and_only_the_fixed_choice_is_applied():

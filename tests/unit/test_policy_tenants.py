@@ -74,10 +74,10 @@ def test_another_tenant_s_rows_do_not_change_the_estimates():
         both, _ = loop(p, p.start(), [NORMAL, HOSTILE], {NORMAL: 0.7, HOSTILE: rate}, first=1)
         drafts = len(p.drafts)
         for name in ("draft_accepted", "draft_reached", "draft_hazard", "variance"):
-            alone, together = getattr(one.acceptance, name), getattr(both.acceptance, name)
+            alone, together = (getattr(s.acceptance.estimates, name) for s in (one, both))
             np.testing.assert_allclose(together[:drafts], alone, rtol=1e-12)
             assert not np.allclose(together[drafts:], alone)
-        assert both.acceptance.requests[0] == one.acceptance.requests[0]
+        assert both.acceptance.estimates.requests[0] == one.acceptance.estimates.requests[0]
 
 
 def test_confidences_are_judged_by_the_own_nodes():
@@ -115,7 +115,9 @@ def test_one_tenant_is_one_whether_it_has_a_salt_or_not():
     assert one[NORMAL] == other[HOSTILE]
     drafts = len(p.drafts)
     np.testing.assert_allclose(
-        salted.acceptance.draft_hazard[drafts:], plain.acceptance.draft_hazard, rtol=1e-12
+        salted.acceptance.estimates.draft_hazard[drafts:],
+        plain.acceptance.estimates.draft_hazard,
+        rtol=1e-12,
     )
 
 
@@ -125,15 +127,15 @@ def test_of_more_tenants_than_are_remembered_the_least_recently_used_idle_one_be
     state, _ = loop(p, state, [2], {2: 0.1}, first=1000)
     assert sorted(state.tenants.ids.tolist()) == [1, 2]
     assert state.tenants.rows == 2
-    first = state.acceptance.draft_hazard.copy()
+    first = state.acceptance.estimates.draft_hazard.copy()
     state, _ = loop(p, state, [2], {2: 0.1}, first=2000)
     state, _ = loop(p, state, [3], {3: 0.5}, first=3000)
     assert sorted(state.tenants.ids.tolist()) == [2, 3]
     again = view(1, request=np.array([9]), tenant=np.array([1]))
     _, state = p.plan(again, state, 0.0, RNG)
     row = state.tenants.of([9])[0]
-    new = state.acceptance.draft_hazard[row * 2 : row * 2 + 2]
-    assert np.array_equal(new, p.start().acceptance.draft_hazard)
+    new = state.acceptance.estimates.draft_hazard[row * 2 : row * 2 + 2]
+    assert np.array_equal(new, p.start().acceptance.estimates.draft_hazard)
     assert not np.array_equal(new, first[:2])
 
 
@@ -157,8 +159,12 @@ def test_what_tenants_taught_outlasts_a_restart_apart():
     data = json.loads(json.dumps(p.save(state, 1.0)))
     assert [entry["tenant"] for entry in data["tenants"]] == [NORMAL, HOSTILE]
     back = p.load(data, 0.0, 0.0)
-    np.testing.assert_allclose(back.acceptance.draft_hazard, state.acceptance.draft_hazard)
-    np.testing.assert_allclose(back.acceptance.requests, state.acceptance.requests)
+    np.testing.assert_allclose(
+        back.acceptance.estimates.draft_hazard, state.acceptance.estimates.draft_hazard
+    )
+    np.testing.assert_allclose(
+        back.acceptance.estimates.requests, state.acceptance.estimates.requests
+    )
     few = planner(acceptance=AcceptanceConfig(most_tenants=1)).load(data, 0.0, 0.0)
     assert few.tenants.ids.tolist() == [HOSTILE]
 

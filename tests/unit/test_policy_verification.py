@@ -119,7 +119,7 @@ def test_a_step_without_speculation_teaches_nothing():
     seen, state = fakes.view(1, DRAFTS, k=0), policy.start()
     plan, state = policy.plan(seen, state, 0.0, RNG)
     after = policy.observe(outcome(seen, plan, [0.9], [True]), state, 0.0)
-    assert not after.calibration.nodes.any()
+    assert not after.calibration.counts.nodes.any()
 
 
 def test_an_empty_batch_and_an_unknown_draft():

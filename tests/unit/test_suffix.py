@@ -487,5 +487,5 @@ def test_what_the_policy_learns_of_answers_is_kept_apart_by_salt():
         ask(app, **({} if salt is None else {"cache_salt": salt}))
     state = app.orchestrator.cycle.runner.state.inner.inner
     assert state.tenants.ids.tolist() == [0, tenant_id("a"), tenant_id("b")]
-    reached = state.acceptance.draft_reached[:, :, 0].sum(1)
+    reached = state.acceptance.estimates.draft_reached[:, :, 0].sum(1)
     assert reached[1] > reached[2] > 0
