@@ -5,31 +5,20 @@ Prometheus.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from backend.ops import nvidia_metrics
 from backend.ops.metric_names import Labelled
 from backend.ops.nvidia_metrics import MODEL, Latest
-from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Plan, StepNodes, StepRows, Switches
-from policy.guard import Verdict
-from policy.levels import LEVELS, bucket_of, rows_of
-from policy.trim import EDGES, Calibration
+from policy import Switches
 
 Labels = tuple[tuple[str, str], ...]
 
 MAX_OBSERVATIONS = 4096
 """Observations kept of one series between two drains; beyond that they are dropped and counted."""
-SMALL_PROPOSAL_TOKENS = 4
-"""Tokens drafted for a batch that cost too little to matter if none is verified."""
-
-_PROMISE_KEPT = 0.98  # of the sums of promises, with each step
-_CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +141,13 @@ class StepStats:
         """Count into ``stats``; ``max_requests`` is the in-flight batch's size, ``cpu_only`` that
         no engine uses a GPU.
         """
-        self._stats = stats
+        self.counted = self._stats = stats
         self._switches = Switches()
         self._max_requests = max_requests
         self._cpu_only = cpu_only
         self._latest = Latest()
         self._preempted = 0
         self._between_s: defaultdict[str, list[float]] = defaultdict(list)  # by arm, of this step
-        self._promises: dict[str, Any] = {}  # float64[4] by rows: promised, measured tokens, s
 
     def export(self) -> None:
         """Set the gauges that show the latest step (any thread)."""
@@ -209,6 +197,10 @@ class StepStats:
         self._stats.gauge("spindle_canary_share", switches.canary_share)
         self._stats.gauge("spindle_inter_token_cap_seconds", switches.inter_token_cap_s)
 
+    def arm(self, control: bool) -> str:
+        """Return the arm that requests are of, as a label."""
+        return self._switches.arm(control)
+
     def request(self, outcome: str) -> None:
         """Count a request that got its final reply."""
         self._stats.count("spindle_requests_total", outcome=outcome)
@@ -221,7 +213,7 @@ class StepStats:
         """Record one emission of a request (one or more tokens): the first one is its time to first
         token; the others are recorded with their step.
         """
-        arm = self._switches.arm(control)
+        arm = self.arm(control)
         if since_last_s is None:
             self._stats.observe("spindle_time_to_first_token_seconds", since_arrival_s, arm=arm)
         else:
@@ -265,117 +257,17 @@ class StepStats:
         )
         self._preempted = 0
 
-    def guard(self, verdicts: list[Verdict]) -> None:
-        """Set the gauges of what the guard found."""
-        for verdict in verdicts:
-            level = LEVELS.index(verdict.level)
-            self._stats.gauge("spindle_guard_level", level, rows=verdict.rows)
-            if verdict.ratio == verdict.ratio:  # else not measured
-                self._stats.gauge("spindle_guard_ratio", verdict.ratio, rows=verdict.rows)
-
-    def step(
-        self, plan: Plan, outcome: Outcome, drafts: tuple[str, ...], control: list[bool]
-    ) -> None:
-        """Record one step; ``control`` says of each row of the outcome whether it is of the control
-        arm.
-        """
+    def step(self, rows: int, measured_s: float, parts_s: dict[str, float]) -> None:
+        """Record one step of some requests, its time and that of its parts."""
         self._stats.count("spindle_steps_total")
-        self._stats.observe("spindle_batch_size", len(plan.length))
-        self._stats.observe("spindle_step_seconds", outcome.times.measured_s)
-        if plan.predicted_s:  # else nothing was predicted
-            self._stats.observe("spindle_step_predicted_seconds", plan.predicted_s)
-            if not outcome.prefill_tokens:
-                self._promise(plan, outcome)
-        if int(outcome.rows.length.sum()) > SMALL_PROPOSAL_TOKENS:
-            nodes = int(outcome.rows.verified.sum())
-            label = str(nodes) if nodes < 2 else "more"
-            self._stats.count("spindle_drafted_steps_total", verified=label)
-        self._stats.observe("spindle_planning_seconds", outcome.times.parts_s.get("planning", 0.0))
-        parts_s = exclusive_parts(outcome.times.parts_s).items()
+        self._stats.observe("spindle_batch_size", rows)
+        self._stats.observe("spindle_step_seconds", measured_s)
+        self._stats.observe("spindle_planning_seconds", parts_s.get("planning", 0.0))
+        parts = exclusive_parts(parts_s).items()
         self._stats.count_all(
             "spindle_step_part_seconds_total",
-            (((("part", part),), seconds) for part, seconds in parts_s),
+            (((("part", part),), seconds) for part, seconds in parts),
         )
         for arm, seconds in self._between_s.items():
             self._stats.observe("spindle_inter_token_seconds", *seconds, arm=arm)
         self._between_s.clear()
-        if level := plan.notes.get("experiment"):
-            self._stats.count("spindle_guard_experiment_steps_total", level=level)
-        if plan.shadow is not None:
-            self._shadow(plan.shadow, drafts)
-        draft = outcome.rows.draft
-        kinds = sorted(set(zip(draft.tolist(), control, strict=True)))
-        for d, theirs in kinds:
-            which = slice(None)
-            if len(kinds) > 1:
-                which = (draft == d) & (np.array(control) == theirs)
-            name, arm = drafts[d] if d != NO_DRAFT else "none", self._switches.arm(theirs)
-            self._draft(name, arm, outcome.rows, which)
-        if len(outcome.nodes):
-            self._nodes(draft[outcome.nodes.row], outcome.nodes, drafts)
-
-    def _promise(self, plan: Plan, outcome: Outcome) -> None:
-        """Count what a plan promised and what its step brought, by rows."""
-        rows = rows_of(bucket_of(len(plan.length)))
-        tokens, seconds = float(outcome.rows.emitted.sum()), outcome.times.measured_s
-        self._stats.count("spindle_promised_seconds_total", plan.predicted_s, rows=rows)
-        self._stats.count("spindle_planned_step_seconds_total", seconds, rows=rows)
-        self._stats.count("spindle_promised_tokens_total", plan.predicted_tokens, rows=rows)
-        self._stats.count("spindle_planned_step_tokens_total", tokens, rows=rows)
-        step = np.array([plan.predicted_tokens, tokens, plan.predicted_s, seconds])
-        self._promises[rows] = _PROMISE_KEPT * self._promises.get(rows, 0.0) + step
-
-    def promise(self, rows: str) -> tuple[float, float] | None:
-        """Return tokens and seconds of the latest planned steps of a range of rows over what their
-        plans promised (any thread); None: there were none.
-        """
-        if (sums := self._promises.get(rows)) is None:
-            return None
-        return float(sums[1] / sums[0]), float(sums[3] / sums[2])
-
-    def _nodes(self, draft: IntArray, judged: StepNodes, drafts: tuple[str, ...]) -> None:
-        """Count nodes, and those that were accepted, by the confidence that was claimed of them."""
-        columns = draft, judged.drawn, Calibration.bins(judged.confidence)
-        nodes = list(zip(*(column.tolist() for column in columns), strict=True))
-        seen, accepted = Counter(nodes), Counter(compress(nodes, judged.accepted.tolist()))
-        labels = {
-            (d, drawn, b): (
-                ("claimed", _CLAIMED[b]),
-                ("draft", drafts[d]),
-                ("drawn", "true" if drawn else "false"),
-            )
-            for d, drawn, b in seen
-        }
-        for name, counted in (("", seen), ("_held", accepted)):
-            amounts = ((text, counted[node]) for node, text in labels.items())
-            self._stats.count_all(f"spindle_draft_nodes{name}_total", amounts)
-
-    def _shadow(self, plan: Plan, drafts: tuple[str, ...]) -> None:
-        for d, k in zip(plan.draft.tolist(), plan.length.tolist(), strict=True):
-            self._stats.observe("spindle_shadow_draft_length", k, draft=drafts[d] if k else "none")
-        self._stats.count("spindle_shadow_predicted_seconds_total", plan.predicted_s)
-        self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
-
-    def _draft(self, name: str, arm: str, rows: StepRows, which: BoolArray | slice) -> None:
-        emitted, length = rows.emitted[which].tolist(), rows.length[which]
-        self._stats.count("spindle_emitted_tokens_total", sum(emitted), draft=name, arm=arm)
-        self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
-        if name == "none":
-            return
-        verified, followed = (int(c[which].sum()) for c in (rows.verified, rows.followed))
-        self._stats.count("spindle_draft_tokens_total", verified, draft=name, arm=arm)
-        self._stats.count("spindle_accepted_tokens_total", followed, draft=name, arm=arm)
-        proposals = int((rows.verified[which] > 0).sum())
-        self._stats.count("spindle_verified_proposals_total", proposals, draft=name, arm=arm)
-        most = int(length.max())
-        for kind, lengths in (("draft", length), ("accepted", rows.accepted[which])):
-            reaching = enumerate(_reaching(lengths, most), 1)
-            amounts = (((("draft", name), ("position", str(p))), n) for p, n in reaching)
-            self._stats.count_all(f"spindle_{kind}_tokens_by_position_total", amounts)
-
-
-def _reaching(lengths: IntArray, most: int) -> list[int]:
-    """Return how many of the lengths are 1 or more, 2 or more, and so on up to ``most``."""
-    shorter = np.bincount(lengths, minlength=most).cumsum()[:most]
-    found: list[int] = (len(lengths) - shorter).tolist()
-    return found

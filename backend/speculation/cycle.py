@@ -57,7 +57,6 @@ class Cycle:
         self.drafting = drafting
         self.runner = PolicyRunner(policy, drafting.names, stats, clock, seed)
         self.trims = True  # else every drafted node is verified
-        self._stats = stats
         self._finished: list[int] = []
         self._next_log: StepLog | None = None  # starts when the last step of a busy loop ended
         self._latest_log: StepLog | None = None  # of the step that was planned last
@@ -186,4 +185,4 @@ class Cycle:
             if log is not self._latest_log:
                 self.runner.observe_unplanned(step.view)
             self.runner.observe(outcome)
-        self._stats.step(step.plan, outcome, self.drafting.names, log.control)
+        self.runner.metrics.step(step.plan, outcome, self.drafting.names, log.control)

@@ -27,7 +27,7 @@ def explain_last(cycle: Cycle) -> dict[str, Any]:
     view, state, plan, now = last
     runner = cycle.runner
     guard = _guard_words(plan, runner.verdicts())
-    kept = _promise_words(plan, runner.promise(rows_of(bucket_of(len(plan.length)))))
+    kept = _promise_words(plan, runner.metrics.promise(rows_of(bucket_of(len(plan.length)))))
     reply: dict[str, Any] = {
         "age_s": round(monotonic() - now, 3),
         "step": "; ".join([explain_batch(plan), *kept, *guard, *cycle.drafting.remarks()]),

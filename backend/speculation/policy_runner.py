@@ -11,6 +11,7 @@ import numpy as np
 
 from backend.ops.stats import StepStats
 from backend.speculation.decision_log import DecisionLog
+from backend.speculation.plan_metrics import PlanMetrics
 from backend.speculation.step_log import StepLog
 from policy import AnyPolicy, Drafted, IntArray, NoSpeculation, Outcome, Plan, View
 from policy.guard import Verdict, guard_in
@@ -42,6 +43,7 @@ class PolicyRunner:
         self.state: Any = policy.start()
         self.last_plan: tuple[View, Any, Plan, float] | None = None
         """The view, the state that the plan was made from, the plan, and when (seconds)."""
+        self.metrics = PlanMetrics(stats)
         self._stats = stats
         self._clock = clock
         self._rng = np.random.default_rng(seed)
@@ -124,7 +126,7 @@ class PolicyRunner:
         state = within(self.state, depth)
         if state.own.samples != self._guard_samples:
             self._guard_samples = state.own.samples
-            self._stats.guard(guard.verdicts(state))
+            self.metrics.guard(guard.verdicts(state))
 
     def verdicts(self) -> list[Verdict]:
         """Return what the guard found (any thread); empty: there is none."""
@@ -132,10 +134,6 @@ class PolicyRunner:
             return []
         guard, depth = self._guard
         return guard.verdicts(within(self.state, depth))
-
-    def promise(self, rows: str) -> tuple[float, float] | None:
-        """Return what the latest plans brought over what they promised (``StepStats.promise``)."""
-        return self._stats.promise(rows)
 
     def drift(self) -> dict[str, float]:
         """Return measured over predicted time by part of the step."""

@@ -13,6 +13,7 @@ from backend.sequence import Sequence
 from backend.speculation.cycle import Cycle
 from backend.speculation.drafting import Drafting
 from backend.speculation.explaining import explain_last
+from backend.speculation.plan_metrics import PlanMetrics
 from backend.speculation.policy_factory import make_policy
 from backend.speculation.policy_runner import PolicyRunner
 from bench.in_process import Sink
@@ -67,7 +68,7 @@ def test_the_gauges_show_each_load_that_was_compared():
 
 def test_steps_of_experiments_are_counted():
     stats = Stats()
-    counted = StepStats(stats)
+    counted = PlanMetrics(StepStats(stats))
     seen = view(2, DRAFTS)
     plan = FixedLength("small", 2).plan(seen, None, 0.0, None)[0]
     for level in ("none", "none", "short", None):

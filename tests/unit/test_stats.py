@@ -6,6 +6,7 @@ import pytest
 
 from backend.ops import stats as module
 from backend.ops.stats import Stats, StepStats
+from backend.speculation.plan_metrics import PlanMetrics
 from backend.speculation.step_log import StepLog
 from policy import NO_DRAFT, Plan, StepNodes, Switches
 from tests.fakes.outcomes import outcome_of
@@ -53,7 +54,7 @@ def test_observations_over_the_limit_are_dropped_and_counted(monkeypatch):
 def test_a_step_s_rows_are_counted_by_draft_and_arm():
     stats = Stats()
     outcome = step([0, 0, NO_DRAFT, 0], [4, 2, 0, 2], [3, 0, 0, 1])
-    StepStats(stats).step(
+    PlanMetrics(StepStats(stats)).step(
         Plan(outcome.rows.draft, outcome.rows.length, 0.02),
         outcome,
         DRAFTS,
@@ -75,7 +76,7 @@ def test_what_was_drafted_in_vain_is_counted(verified, label):
     outcome = step([0, NO_DRAFT], [5, 0], [0, 0])
     outcome.rows.verified = np.array([verified, 0])
     plan = Plan(outcome.rows.draft, outcome.rows.length, 0.02, 2.5)
-    StepStats(stats).step(plan, outcome, DRAFTS, [False] * 2)
+    PlanMetrics(StepStats(stats)).step(plan, outcome, DRAFTS, [False] * 2)
     seen = figures(stats)
     assert seen["spindle_drafted_steps_total", label] == 1
     promised = {key[0]: n for key, n in seen.items() if key[1:] == ("2",)}
@@ -96,7 +97,7 @@ def test_nodes_are_counted_by_what_was_claimed_of_them():
         accepted=np.array([True, False, False, True]),
     )
     outcome = replace(step([0, 1], [1, 1], [0, 0]), nodes=nodes)
-    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [False, False])
+    PlanMetrics(StepStats(stats)).step(Plan(none, none), outcome, DRAFTS, [False, False])
     counted = {
         key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_total"
     }
@@ -105,7 +106,7 @@ def test_nodes_are_counted_by_what_was_claimed_of_them():
         ("1.0", "lookup", "false"): 1,
         ("0.94", "small", "false"): 1,
     }
-    StepStats(stats).step(Plan(none, none), outcome, DRAFTS, [False, False])
+    PlanMetrics(StepStats(stats)).step(Plan(none, none), outcome, DRAFTS, [False, False])
     counted = {
         key[1:]: n
         for key, n in figures(stats).items()
@@ -125,7 +126,7 @@ def test_what_the_planner_would_have_done_is_counted_apart():
         step([NO_DRAFT] * 3, [0] * 3, [0] * 3),
         Plan(np.array([0, NO_DRAFT, 1]), np.array([3, 0, 5]), 0.04, 5.5),
     )
-    step_stats.step(
+    PlanMetrics(step_stats).step(
         Plan(outcome.rows.draft, outcome.rows.length, shadow=shadow), outcome, DRAFTS, [False] * 3
     )
     seen = figures(stats)
@@ -143,7 +144,7 @@ def test_the_time_of_steps_is_counted_by_part():
     for seconds in (0.02, 0.01):
         outcome = step([0], [1], [1])
         outcome.times.parts_s.update({"verify": seconds, "draft:small": 0.003})
-        StepStats(stats).step(
+        PlanMetrics(StepStats(stats)).step(
             Plan(outcome.rows.draft, outcome.rows.length, 0.02), outcome, DRAFTS, [False]
         )
     seen = figures(stats)
@@ -158,7 +159,9 @@ def test_the_parts_of_a_step_sum_to_its_time():
             sleep(0.002)
     outcome = log.outcome()
     stats = Stats()
-    StepStats(stats).step(Plan(np.array([NO_DRAFT]), np.array([0])), outcome, DRAFTS, [])
+    PlanMetrics(StepStats(stats)).step(
+        Plan(np.array([NO_DRAFT]), np.array([0])), outcome, DRAFTS, []
+    )
     parts = {
         key[1]: value
         for key, value in figures(stats).items()
