@@ -44,9 +44,8 @@ def import_policy(path: str) -> Callable[..., Any]:
         own = [
             key for key, it in vars(module).items() if getattr(it, "__module__", "") == module_name
         ]
-        has = f"has no {name!r}, it has {', '.join(own) or 'none'}"
-        has += closest(name, own)
-        raise PolicyError(f"{path!r}: {module_name} ({module.__file__}) {has}")
+        has = closest(name, own) or f", it has {', '.join(own) or 'none'}"
+        raise PolicyError(f"{path!r}: {module_name} ({module.__file__}) has no {name!r}{has}")
     factory = getattr(module, name)
     if not callable(factory):
         raise PolicyError(f"{path!r} must be a class or a function, got {factory!r}")

@@ -59,10 +59,11 @@ class Block(NamedTuple):
     planned: int = 0
 
 
-class Open(NamedTuple):
+class PendingStep(NamedTuple):
     """A planned step from which nothing was learnt yet."""
 
     request: IntArray
+    """The column of the view, whose identity tells it from other steps'."""
     rows: int
     level: int
     trial: bool
@@ -86,7 +87,6 @@ class Trial(NamedTuple):
     proposed: int = 0
 
 
-_FOREIGN = Open(np.zeros(0, np.int64), 0, PLANNED, False, False, False)
 _NO_TRIAL = Trial()
 
 
@@ -107,10 +107,8 @@ class Memory:
     """
     settling: tuple[int, int] = (NO_LEVEL, 0)
     """The level of the last experiment, and the steps for which it may have made a change."""
-    open: tuple[Open, ...] = ()
+    pending: tuple[PendingStep, ...] = ()
     """The last planned steps. One submission ahead: at most two."""
-    next: Open | None = None
-    """The one that is learnt from next, where it is not the last; ``_FOREIGN``: none of them."""
     trial: Trial = _NO_TRIAL
     seen: tuple[Seen, ...] = ()
     """Steps of one bucket that it has not taken up yet."""
@@ -164,9 +162,9 @@ class Guard(Wrapper[State]):
         counted &= applied != NONE or view.pass_tokens in (0, rows)
         last = block is not None and block.planned == block.steps
         settles = self._settles(memory, applied if trial else NO_LEVEL, rows, view.prefill_tokens)
-        step = Open(view.request, rows, applied, trial, counted, last, settles)
+        step = PendingStep(view.request, rows, applied, trial, counted, last, settles)
         memory.before = None if view.prefill_tokens else (applied, trial, rows)
-        memory.open = (*memory.open[-1:], step)
+        memory.pending = (*memory.pending[-1:], step)
         return plan, Wrapped(inner, memory)
 
     @staticmethod
@@ -193,7 +191,6 @@ class Guard(Wrapper[State]):
             most = memory.buckets[bucket_of(len(view))].short_length
             short = replace(view, ceiling=np.minimum(view.ceiling, most))
             return self.policy.plan(short, inner, now, rng)
-        inner = self.policy.observe_unplanned(view, inner)
         if level == NONE or self._fixed is None or self._fixed.draft not in view.drafts:
             return Plan.nothing(len(view)), inner
         column = view.drafts.index(self._fixed.draft)
@@ -220,18 +217,6 @@ class Guard(Wrapper[State]):
 
     # -- after a step
 
-    def observe_unplanned(self, view: View, state: Wrapped[State]) -> Wrapped[State]:
-        """Note which policy planned the step that is learnt from next: this one's view has the very
-        ``request``.
-        """
-        memory = _copied(state.own)
-        memory.next = _FOREIGN
-        for step in memory.open:
-            if step.request is view.request:
-                memory.next = step
-                break
-        return Wrapped(self.policy.observe_unplanned(view, state.inner), memory)
-
     def observe(self, outcome: Outcome, state: Wrapped[State], now: float) -> Wrapped[State]:
         """Let the policy learn from a step, and compare it with others."""
         inner = self.policy.observe(outcome, state.inner, now)
@@ -239,16 +224,14 @@ class Guard(Wrapper[State]):
             return Wrapped(inner, state.own)
         memory = _copied(state.own)
         memory.step += 1
-        step, memory.next = memory.next, None
-        if step is None:
-            step = memory.open[-1] if memory.open else _FOREIGN
-        places = [place for place, known in enumerate(memory.open) if known is step]
-        if step.rows and places:
-            memory.open = memory.open[places[0] + 1 :]
-            self._learn(step, outcome, memory)
+        for place, step in enumerate(memory.pending):
+            if outcome.view is not None and step.request is outcome.view.request:
+                memory.pending = memory.pending[place + 1 :]
+                self._learn(step, outcome, memory)
+                break
         return Wrapped(inner, memory)
 
-    def _learn(self, step: Open, outcome: Outcome, memory: Memory) -> None:
+    def _learn(self, step: PendingStep, outcome: Outcome, memory: Memory) -> None:
         """Learn from a step that was planned here, in place."""
         place, rows, seconds = bucket_of(step.rows), step.rows, outcome.times.measured_s
         if (bucket := memory.buckets.get(place)) is None:
@@ -305,7 +288,7 @@ class Guard(Wrapper[State]):
         if bucket.level != NONE and (plain := bucket.plain(rows)) is not None:
             self._sample(rows, NONE, plain.goodput, memory)
 
-    def _conclude(self, step: Open, memory: Memory) -> None:
+    def _conclude(self, step: PendingStep, memory: Memory) -> None:
         """Compare an experiment, in place; its result is ignored where it is no pair."""
         trial, memory.trial = memory.trial, _NO_TRIAL
         self._take_up(memory)

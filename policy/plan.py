@@ -237,6 +237,10 @@ class Outcome:
     """The tokens that the target's pass had, with those that padded it; 0: as many as it needed."""
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """The requests that are over."""
+    view: View | None = None
+    """The batch that the step was planned for; None: it is not known."""
+    plan: Plan | None = None
+    """The plan that was carried out; None: it is not known."""
 
 
 class Policy(Protocol[State]):
@@ -277,11 +281,6 @@ class Policy(Protocol[State]):
     def observe(self, outcome: Outcome, state: State, now: float) -> State:
         """Return the state after learning from a step; finished requests are forgotten."""
         del outcome, now
-        return state
-
-    def observe_unplanned(self, view: View, state: State) -> State:
-        """Return the state before a step that someone else plans, and ``observe`` learns from."""
-        del view
         return state
 
     def save(self, state: State, now: float) -> dict[str, Any]:

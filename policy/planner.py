@@ -99,8 +99,6 @@ class PlannerState:
     """Steps since nodes were last learnt from."""
     plain: int = 0
     """Plain steps since the last one that showed anything of drafts."""
-    view: View | None = None
-    """The last batch that was planned for."""
     goodput: float = 0.0
     """The last batch's, in tokens per second without prefill; 0: unknown."""
     trial_budget_s: float = 0.0
@@ -111,8 +109,6 @@ class PlannerState:
     """By octave of rows, the first plain steps so far."""
     supply: Supply = field(default_factory=lambda: no_supply(0, 0))
     """The nodes that drafts show that the target's device runs."""
-    last_plans: tuple[tuple[IntArray, IntArray], ...] = ()
-    """Requests and lengths of plans whose steps are still to come: at most two."""
 
     def column(self, draft: IntArray, slot: IntArray) -> IntArray:
         """Return the columns of drafts and slots, -1 where there is none."""
@@ -179,7 +175,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         _check_bins(view.evidence)
         after, config, n = self.admitted(view, state, now), self.config, len(view)
         if self._is_first(view, after):
-            octave, after.view = n.bit_length() - 1, view
+            octave = n.bit_length() - 1
             steps = list(after.first_plain)
             steps[octave] += 1
             after.first_plain = tuple(steps)
@@ -198,11 +194,9 @@ class AdaptivePlanner(Policy[PlannerState]):
         times = after.correction.times(self.latency)
         found = step_loops.choose(times, batch, self._limits, known, mode, draft, length)
         chosen = step_loops.Chosen._make(found)
-        after.view, after.goodput = view, chosen.goodput
+        after.goodput = chosen.goodput
         after.trial_budget_s, after.next_trial_s = chosen.credit_s, chosen.next_trial_s
         plan = Plan(draft, length, chosen.step_s, chosen.value, chosen.price, nodes=chosen.nodes)
-        if config.whole_batch:
-            after.last_plans = (*state.last_plans[-1:], (view.request, length))
         plan.notes["credit_s"] = state.trial_budget_s
         if chosen.gain:
             plan.notes["gain"] = chosen.gain
@@ -310,18 +304,18 @@ class AdaptivePlanner(Policy[PlannerState]):
                 score = claims.confidence
             known = column[nodes.row], nodes.drawn, score, nodes.accepted
             place = claims.row, claims.depth, expected
-            rest = self._present(state, slot), state.rests + 1
+            rest = self._present(state, slot, outcome.view), state.rests + 1
             after.calibration = state.calibration.learnt(*known, *place, *rest)
             after.rests = 0
             if self.config.whole_batch:
-                places, after.last_plans = _places_of(state, rows)
+                places = _places_of(outcome)
                 shown = proposed_of(
                     claims.row, known[0], claims.depth, score, nodes.drawn, expected
                 )
                 after.supply = learnt_supply(state.supply, shown, places)
-        if state.view is not None and len(rows):
+        if (view := outcome.view) is not None and len(rows):
             after.correction = state.correction.learnt(
-                lambda *learnt: self._learn_step(outcome, state, learnt)
+                lambda *learnt: self._learn_step(outcome, view, learnt)
             )
         if len(outcome.finished):
             over = outcome.finished.tolist()
@@ -330,11 +324,11 @@ class AdaptivePlanner(Policy[PlannerState]):
         after.acceptance = acceptance
         return after
 
-    def _present(self, state: PlannerState, slot: IntArray) -> BoolArray:
+    def _present(self, state: PlannerState, slot: IntArray, view: View | None) -> BoolArray:
         """Return bool[C, 2]: the columns of the tenants that have rows at these slots, and whether
         any row is greedy or sampled.
         """
-        drawn = None if state.view is None else state.view.drawn
+        drawn = None if view is None else view.drawn
         kinds = (True, False) if drawn is None else (not drawn.all(), bool(drawn.any()))
         present = np.zeros((state.tenants.rows, len(self.drafts), 2), np.bool_)
         tenant = state.acceptance.estimates.tenant[slot[slot >= 0]] if state.tenants.rows > 1 else 0
@@ -344,7 +338,7 @@ class AdaptivePlanner(Policy[PlannerState]):
     def _learn_step(
         self,
         outcome: Outcome,
-        state: PlannerState,
+        view: View,
         learnt: tuple[FloatArray, FloatArray, FloatArray, FloatArray, int],
     ) -> int:
         """Learn from a step's times, in place (``policy.loops.times.learn_step``).
@@ -352,12 +346,11 @@ class AdaptivePlanner(Policy[PlannerState]):
         An engine that times nothing but the whole: all parts share its surprise, which shows no
         shape.
         """
-        assert state.view is not None
         parts_s = outcome.times.parts_s
         measured_s = np.array([parts_s.get(name, 0.0) for name in self._parts])
         return time_loops.learn_step(
             self.latency.tables,
-            self.step_of(outcome, state.view),
+            self.step_of(outcome, view),
             measured_s,
             float(outcome.times.measured_s),
             *learnt,
@@ -379,12 +372,6 @@ class AdaptivePlanner(Policy[PlannerState]):
             last_tokens=int(view.pass_tokens),
             change_tokens=int(view.change_tokens),
         )
-
-    def observe_unplanned(self, view: View, state: PlannerState) -> PlannerState:
-        """Return the state before a step that another plans; what it shows is learnt."""
-        after = _copied(state)
-        after.view = view
-        return after
 
     def drift(self, state: PlannerState) -> dict[str, float]:
         """Return measured over predicted time by part of the step; 1: the tables still hold."""
@@ -438,19 +425,14 @@ def _claims(
     return Claims(ints(row), ints(draft), ints(depth), np.ascontiguousarray(confidence, float))
 
 
-def _places_of(
-    state: PlannerState, rows: StepRows
-) -> tuple[IntArray, tuple[tuple[IntArray, IntArray], ...]]:
-    """Return the places that rows were to propose for, int64[m], 0: this planner did not plan the
-    step; and the plans that are still to be learnt from.
+def _places_of(outcome: Outcome) -> IntArray:
+    """Return the places that the rows of a step were to propose for, int64[m]; 0: none, or it is
+    not known.
     """
-    for number, (request, length) in enumerate(state.last_plans):
-        if state.view is not None and np.array_equal(request, state.view.request):
-            row = _rows_of(rows.request, state.view)
-            places = np.where(row >= 0, length[row], 0)
-            if (rows.length <= places).all():
-                return places, state.last_plans[number + 1 :]
-    return np.zeros(len(rows), np.int64), state.last_plans
+    if outcome.view is None or outcome.plan is None:
+        return np.zeros(len(outcome.rows), np.int64)
+    row = _rows_of(outcome.rows.request, outcome.view)
+    return np.where(row >= 0, outcome.plan.length[row], 0)
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:

@@ -1,8 +1,8 @@
 """A planner's views and decisions: recorded as JSON lines, planned again, and explained.
 
 The first line of a trace holds the planner (drafts, times, constants) and its state. Each other one
-is a view with its plan, an outcome, a view that another policy planned for, or a state that was put
-in the place of the last one (a restored one). The same plans are made again from them, bit for bit:
+is a view with its plan, an outcome, or a state that was put in the place of the last one (a
+restored one). The same plans are made again from them, bit for bit:
 floating-point numbers survive JSON as they are.
 
 ``spindle replay FILE`` plans a trace again, compares, and says what was decided. ``--step N`` says
@@ -156,11 +156,6 @@ class Traced(Wrapper[PlannerState]):
         self._trace(state, after, observe={"outcome": outcome, "now": now})
         return after
 
-    def observe_unplanned(self, view: View, state: Wrapped[PlannerState]) -> Wrapped[PlannerState]:
-        after = super().observe_unplanned(view, state)
-        self._trace(state, after, observe_unplanned={"view": view})
-        return after
-
     def _trace(
         self, before: Wrapped[PlannerState], after: Wrapped[PlannerState], **event: Any
     ) -> None:
@@ -211,12 +206,10 @@ def replayed(lines: Iterable[str]) -> Iterator[Replanned]:
                     state = after
                 case {"observe": {"outcome": outcome, "now": now}}:
                     state = planner.observe(outcome, state, now)
-                case {"observe_unplanned": {"view": view}}:
-                    state = planner.observe_unplanned(view, state)
                 case {"state": PlannerState() as state}:
                     pass
                 case _:
-                    raise ValueError("no plan, observe, observe_unplanned or state")
+                    raise ValueError("no plan, observe or state")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TraceError(f"line {number} is not a line of a trace: {error!r}") from error
         if replanned is not None:

@@ -49,9 +49,6 @@ class Wrapper(Policy[Wrapped[State]]):
         inner = self.policy.observe(outcome, state.inner, now)
         return Wrapped(inner, state.own)
 
-    def observe_unplanned(self, view: View, state: Wrapped[State]) -> Wrapped[State]:
-        return Wrapped(self.policy.observe_unplanned(view, state.inner), state.own)
-
     def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
         return self.policy.save(state.inner, now)
 
@@ -126,17 +123,14 @@ class SwitchedPolicy(Wrapper[State]):
         """Plan as the switches say. Raises ValueError when the fixed draft is not in the view."""
         switches = self._switches()
         if switches.speculation == "off":
-            return Plan.nothing(len(view)), Wrapped(
-                self.policy.observe_unplanned(view, state.inner)
-            )
+            return Plan.nothing(len(view)), Wrapped(state.inner)
         view = switches.capped(view)
         if switches.speculation == "shadow":
             seen = _with_shadow(view, state.own or {})
             shadow, inner = self.policy.plan(seen, state.inner, now, rng)
             used = np.flatnonzero(shadow.length)
             drafts = zip(view.request[used].tolist(), shadow.draft[used].tolist(), strict=True)
-            after = Wrapped(self.policy.observe_unplanned(view, inner), dict(drafts))
-            return replace(switches.fixed(view), shadow=shadow), after
+            return replace(switches.fixed(view), shadow=shadow), Wrapped(inner, dict(drafts))
         if view.control is None or not view.control.any():
             return super().plan(view, state, now, rng)
         fixed = switches.fixed(view)
@@ -166,8 +160,8 @@ def _with_shadow(view: View, shadowed: dict[int, int]) -> View:
     """Return the view in which drafts that the shadow used have at most one token to read. Its
     ``request`` is a copy: no step is executed as the policy plans for it.
     """
-    catchup, own = view.catchup.copy(), view.request.copy()
+    catchup, request_copy = view.catchup.copy(), view.request.copy()
     for row, request in enumerate(view.request.tolist()):
         if (draft := shadowed.get(request)) is not None:
             catchup[row, draft] = min(1, catchup[row, draft])
-    return replace(view, catchup=catchup, request=own)
+    return replace(view, catchup=catchup, request=request_copy)

@@ -59,7 +59,6 @@ class Cycle:
         self.trims = True  # else every drafted node is verified
         self._finished: list[int] = []
         self._next_log: StepLog | None = None  # starts when the last step of a busy loop ended
-        self._latest_log: StepLog | None = None  # of the step that was planned last
         self._last_end_s = 0.0  # when the last step ended
 
     def change(self, drafts: Seq[Engine], policy: AnyPolicy, state: Any) -> None:
@@ -73,7 +72,6 @@ class Cycle:
         ended.
         """
         log, self._next_log = self._next_log or StepLog(self.drafting.names), None
-        self._latest_log = log
         return log
 
     def pause(self) -> None:
@@ -179,10 +177,9 @@ class Cycle:
             if log.finished:
                 self.runner.observe(outcome)
             return
+        outcome.view, outcome.plan = step.view, step.plan
         self.drafting.weigh(log, step.plan.price)
         self._next_log = StepLog(self.drafting.names)
         with self._next_log.part("learning"):
-            if log is not self._latest_log:
-                self.runner.observe_unplanned(step.view)
             self.runner.observe(outcome)
         self.runner.metrics.step(step.plan, outcome, self.drafting.names, log.control)

@@ -100,15 +100,6 @@ class PolicyRunner:
             planned: list[int] = plan.length.tolist()
             return planned
 
-    def observe_unplanned(self, view: View) -> None:
-        """Let the policy know whose step it learns from next, where that is not the last one that
-        was planned.
-        """
-        try:
-            self.state = self.policy.observe_unplanned(view, self.state)
-        except Exception:
-            self._failed("it learns as from the last step")
-
     def observe(self, outcome: Outcome) -> None:
         """Let the policy learn from a step; one that fails starts again."""
         try:

@@ -299,8 +299,8 @@ class DeviceRun:
         )
         rows, known = _learnt(view, plan, nodes, chosen, rank, emitted, lives)
         over = np.array([t.number for t in texts if t.emitted >= NEW_TOKENS], np.int64)
-        outcome = Outcome(rows, StepTimes(seconds, parts), nodes=known, finished=over)
-        self._state = self._policy.observe_unplanned(view, self._state)
+        times = StepTimes(seconds, parts)
+        outcome = Outcome(rows, times, nodes=known, finished=over, view=view, plan=plan)
         self._state = self._policy.observe(outcome, self._state, self.now_s)
 
 

@@ -353,9 +353,8 @@ class _Replay:
             drawn=np.zeros(len(node), np.bool_),
             accepted=(depth < matched[:, None])[known],
         )
-        return Outcome(
-            rows, times, self._unused(step), nodes, finished=view.request[over.nonzero()[0]]
-        )
+        ended = view.request[over.nonzero()[0]]
+        return Outcome(rows, times, self._unused(step), nodes, finished=ended, view=view, plan=plan)
 
     def _unused(self, step: _Chosen) -> FreeChains:
         """Return the look-ups that were not used, against what was emitted instead."""

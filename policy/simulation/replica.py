@@ -348,6 +348,8 @@ class Replica:
             ),
             prefill_tokens=view.prefill_tokens,
             pass_tokens=self._width.tokens,
+            view=view,
+            plan=plan,
             finished=np.concatenate([rows[over[0]], first[over[1]]]),
         )
         figures = int(length.sum()), int(accepted.sum()), int(outcome.rows.emitted.sum())

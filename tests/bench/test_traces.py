@@ -378,7 +378,7 @@ def test_the_command_writes_table_record_and_picture(folder, tmp_path, capsys):
     [
         (["--arms", "best"], "--arms must be of none, "),
         (["--arms", "planer"], "did you mean 'planner'"),
-        (["--arms", "bench.baselines.spin.Spin"], "did you mean 'SpinSelection'"),
+        (["--arms", "bench.baselines.spin.SpinSelectio"], "did you mean 'SpinSelection'"),
         (["--sets", "poems"], "--sets must be of mixed, chat, code, got 'poems'"),
         (["--costs", "missing.json"], "missing.json: "),
     ],

@@ -246,15 +246,13 @@ def test_a_policy_learns_from_a_step_with_the_view_of_that_step():
     class Watching(RandomChoice):
         def plan(self, view, state, now, rng):
             seen.append(view)
-            return super().plan(view, state, now, rng)[0], view
-
-        def observe_unplanned(self, view, state):
-            return view
+            return super().plan(view, state, now, rng)
 
         def observe(self, outcome, state, now):
-            drafted = outcome.rows.request[outcome.rows.length > 0]  # others may end a prompt
-            learnt.append(state is seen[-1])
-            missing.extend(set(drafted.tolist()) - set(state.request.tolist()))
+            if (view := outcome.view) is not None:
+                drafted = outcome.rows.request[outcome.rows.length > 0]  # others may end a prompt
+                learnt.append(view.request is seen[-1].request)
+                missing.extend(set(drafted.tolist()) - set(view.request.tolist()))
             return state
 
     made = World(Watching(), drafts=(0.8, 0.8), lookahead=1)

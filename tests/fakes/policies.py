@@ -76,6 +76,7 @@ def outcome(
     """Return the outcome of a plan that was followed, with ``accepted`` tokens in each row."""
     accepted = np.minimum(accepted, plan.length)
     done = seen.request, plan.draft, plan.length, accepted, accepted + 1
+    changes = {"view": seen, "plan": plan, **changes}
     return outcome_of(*done, plan.length, plan.length, measured_s, **changes)
 
 

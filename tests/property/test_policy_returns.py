@@ -117,7 +117,9 @@ class World:
         self.age += 1
         over = self.age >= phase.life
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
-        seen = outcome_of(*done, plan.length, plan.length, 0.0, finished=self.request[over])
+        seen = outcome_of(
+            *done, plan.length, plan.length, 0.0, finished=self.request[over], view=view, plan=plan
+        )
         verify_s, overhead_s, *drafts_s = predicted(self.planner, self.times, seen, view).tolist()
         parts_s = dict(
             zip(

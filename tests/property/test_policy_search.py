@@ -109,7 +109,7 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
         )
         accepted = rng.binomial(plan.length, 0.7)
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
-        outcome = outcome_of(*done, plan.length, plan.length, plan.predicted_s)
+        outcome = outcome_of(*done, plan.length, plan.length, plan.predicted_s, view=view)
         first, third = (planner.observe(outcome, state, 0.1 * step) for state in (first, third))
         second = planner.observe(_turns(outcome, order), second, 0.1 * step)
         instance = drifted(instance, options(plan), rng)
@@ -201,7 +201,7 @@ def test_after_any_history_every_draft_comes_back(seed, rows, drafts):
             used |= set(plan.draft[plan.length > 0].tolist())
         accepted = rng.binomial(plan.length, accepts)
         done = view.request, plan.draft, plan.length, accepted, accepted + 1
-        outcome = outcome_of(*done, plan.length, plan.length, plan.predicted_s)
+        outcome = outcome_of(*done, plan.length, plan.length, plan.predicted_s, view=view)
         finished = view.request[: rows * (step % 40 == 39)]
         state = planner.observe(replace(outcome, finished=finished), state, float(step))
     assert used == set(range(drafts))

@@ -60,9 +60,9 @@ def test_other_texts_of_other_tenants_change_nothing_that_is_known_of_a_tenant(c
     row = tenants.ids.tolist().index(tenant)
     for name in ("draft_accepted", "draft_reached", "draft_hazard", "variance"):
         columns = (
-            getattr(state, name)[row * DRAFTS : (row + 1) * DRAFTS] for state in (one, other)
+            getattr(s.estimates, name)[row * DRAFTS : (row + 1) * DRAFTS] for s in (one, other)
         )
         np.testing.assert_allclose(*columns, rtol=1e-12, atol=1e-12)
-    assert one.requests[row] == other.requests[row]
+    assert one.estimates.requests[row] == other.estimates.requests[row]
     for request in [request for request, place in tenants.row.items() if place == row]:
         np.testing.assert_allclose(*(hazards(s, [request]) for s in (one, other)), rtol=1e-12)

@@ -28,9 +28,9 @@ TWICE = Baseline(
 )
 
 FRESH = """
-import policy.baselines
+import bench.baselines
 from tests.unit.test_baselines import TWICE
-policy.baselines.BASELINES["twice"] = TWICE
+bench.baselines.BASELINES["twice"] = TWICE
 from bench.sweep.arms import ADAPTING, Tuning, arm_config
 from bench.sweep.plots import COLOURS, MARKERS
 from bench.tables import OTHERS
@@ -51,7 +51,8 @@ def engines(config, free=()):
 
 @pytest.fixture(autouse=True)
 def twice(monkeypatch):
-    monkeypatch.setitem(BASELINES, "twice", TWICE)
+    for known in (BASELINES, baselines.BASELINES):
+        monkeypatch.setitem(known, "twice", TWICE)
 
 
 def test_a_new_baseline_is_a_setting():

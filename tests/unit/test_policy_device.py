@@ -144,11 +144,9 @@ def test_what_rows_showed_is_learnt_of_the_step_that_asked_for_it():
     seen, later = view(2), view(2)
     plan, state = p.plan(seen, p.start(), 0.0, RNG)
     _, state = p.plan(later, state, 0.0, RNG)  # one submission ahead
-    state = p.observe_unplanned(seen, state)
     row = np.array([0, 1])
     nodes = StepNodes(row, np.full(2, 0.9), np.zeros(2, np.bool_), np.ones(2, np.bool_), 0 * row)
     after = p.observe(outcome(seen, plan, [1, 1], 1.0, nodes=nodes), state, 0.0)
     depth, draft = int(plan.length.max()), int(plan.draft[0])
     assert after.supply.proposals[draft].sum((0, 1)).tolist() == [2] * depth + [0] * (8 - depth)
     assert after.supply.shown[draft].sum() == 2
-    assert len(after.last_plans) == 1

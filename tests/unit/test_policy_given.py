@@ -105,13 +105,12 @@ def test_a_step_that_another_plans_teaches_times_and_acceptance():
     seen = view(2)
     plan, state = p.plan(seen, p.start(), 0.0, RNG)
     state = p.observe(outcome(seen, plan, np.full(2, 8)), state, 0.0)
-    waiting = p.observe_unplanned(replace(seen, context=seen.context + 50), state)
     nothing = np.zeros(2, np.int64)
     plain = outcome_of(
         seen.request, nothing - 1, nothing, nothing, nothing + 1, nothing, nothing,
-        2.0, {"verify": 2.0}, free=FreeChains(*np.array([[0], [1], [3], [4]])),
+        2.0, {"verify": 2.0}, view=seen, free=FreeChains(*np.array([[0], [1], [3], [4]])),
     )  # fmt: skip
-    after = p.observe(plain, waiting, 0.1)
+    after = p.observe(plain, state, 0.1)
     assert p.drift(after)["verify"] > p.drift(state)["verify"]
     assert (
         after.acceptance.estimates.draft_reached[1].sum()

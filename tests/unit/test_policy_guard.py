@@ -53,7 +53,7 @@ class World:
         seconds = self.seconds(plan) * math.exp(self.noise * self.rng.standard_normal())
         done = outcome(seen, plan, accepted, seconds, prefill_tokens=self.prefill_tokens)
         self.steps.append((plan, seconds, int(done.rows.emitted.sum())))
-        self.pending.append((seen, done))
+        self.pending.append(done)
         if len(self.pending) > self.ahead:
             self.learn()
         return plan
@@ -64,9 +64,7 @@ class World:
         return 1 + self.token_s * plan.length.max(initial=0) + draft_s
 
     def learn(self):
-        seen, done = self.pending.pop(0)
-        if self.pending:
-            self.state = self.policy.observe_unplanned(seen, self.state)
+        done = self.pending.pop(0)
         self.state = self.policy.observe(done, self.state, 0.0)
 
     @property
@@ -334,7 +332,7 @@ def test_a_policy_that_never_speculates_is_left_alone():
 
 def test_in_an_experiment_nothing_of_the_policy_is_asked_but_it_learns():
     class Watched(FixedLength):
-        def observe_unplanned(self, seen, state):
+        def observe(self, outcome, state, now):
             return (state or 0) + 1
 
         def trim(self, seen, plan, drafted, state):

@@ -23,7 +23,6 @@ def test_what_is_saved_comes_back_in_another_process_s_time():
     assert np.allclose(back.correction.applied, state.correction.log_factor)
     assert back.correction.applied.any()
     assert back.acceptance.slots == {}
-    assert back.view is None
     fresh = replace(
         state,
         acceptance=p.estimator.forget(state.acceptance, list(state.acceptance.slots)),

@@ -111,7 +111,7 @@ def test_in_the_shadow_a_draft_that_would_have_been_used_has_nothing_to_catch_up
     p = switched(Lever(speculation="shadow"))
     far = view(1, catchup=np.full((1, 2), 400), ceiling=np.array([[8, 0]]))
     first, state = p.plan(far, p.start(), 0.0, RNG)
-    state = p.observe(outcome(far, first, 0), p.observe_unplanned(far, state), 0.0)
+    state = p.observe(outcome(far, first, 0), state, 0.0)
     second, _ = p.plan(replace(far, catchup=far.catchup + 1), state, 0.1, RNG)
     assert first.shadow.length[0] > 0
     assert second.shadow.predicted_s < first.shadow.predicted_s - 0.7

@@ -59,7 +59,7 @@ def test_a_flood_of_another_tenant_s_requests_changes_no_planned_length(rate):
     _, after = loop(p, flooded, [NORMAL], rates, **later)
     _, moved = loop(p, shared, [NORMAL], rates, **later)
     for name in ("draft_hazard", "variance"):
-        mine, its = (getattr(s.acceptance, name)[:2] for s in (known, flooded))
+        mine, its = (getattr(s.acceptance.estimates, name)[:2] for s in (known, flooded))
         np.testing.assert_allclose(its, mine, rtol=0.01)  # it fades by time alone
     plain, flood, one = (np.mean(lengths[NORMAL]) for lengths in (before, after, moved))
     assert plain > 1

@@ -50,9 +50,7 @@ def traced(steps=60, most_lines=1000, **config):
             seen = replace(
                 seen, control=rng.random(rows) < 0.5, control_plan=given, prefill_tokens=5
             )
-        if step % 11 == 5:
-            state = policy.observe_unplanned(seen, state)
-        else:
+        if step % 11 != 5:
             plan, state = policy.plan(seen, state, 0.3 * step, draws)
             accepted, nodes = rng.integers(0, plan.length + 1), StepNodes()
             if config.get("whole_batch"):
@@ -65,6 +63,8 @@ def traced(steps=60, most_lines=1000, **config):
                 parts_s={"verify": float(rng.random())},
                 free=FreeChains(seen.request[:1], *np.array([[1], [1], [2], [step % 12]])),
                 nodes=nodes,
+                view=seen,
+                plan=plan,
                 finished=seen.request[:1] if step % 10 == 9 else np.zeros(0, np.int64),
             )
             if seen.evidence is not None:
@@ -92,7 +92,7 @@ def test_a_trace_over_a_restored_state_replays_bit_for_bit():
         seen = view(3, request=np.arange(3) + step // 10)
         plan, state = policy.plan(seen, state, float(step), RNG)
         done = seen.request, plan.draft, plan.length, plan.length, plan.length + 1
-        outcome = outcome_of(*done, plan.length, plan.length, 1.5, {"verify": 1.5})
+        outcome = outcome_of(*done, plan.length, plan.length, 1.5, {"verify": 1.5}, view=seen)
         state = policy.observe(outcome, state, step + 0.5)
     assert len(lines) == 1 + 2 * 2 * steps + 1
     plans = list(replayed(lines))

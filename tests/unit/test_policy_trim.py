@@ -231,7 +231,7 @@ def outcome(seen, plan, **changes):
     n = len(seen)
     none = np.zeros(n, np.int64)
     columns = seen.request, plan.draft, plan.length, none, none + 1, plan.length, plan.length
-    return outcome_of(*columns, measured_s=1.0, **changes)
+    return outcome_of(*columns, measured_s=1.0, view=seen, **changes)
 
 
 def fates(q, claimed, accepted):
