@@ -31,6 +31,10 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
 DEFAULT_CONFIG = PROJECT_ROOT / "model_repository" / "spindle" / "1" / "serving.json"
 
+HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
+"""A site as browsers name it: without a slash at its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -174,6 +178,26 @@ class TritonConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenaiConfig:
+    """How the OpenAI front end answers, and which names and sites may call it."""
+
+    chat_template: str = ""
+    """File to use instead of the model's own chat template; a relative one is next to this file."""
+    split_reasoning: bool = True
+    """Whether reasoning is apart from an answer's content."""
+    escape_special_tokens: bool = False
+    """Whether special tokens that messages spell are plain text."""
+    spec_decode_metrics: str = setting("summary", choices=("summary", "detailed", "none"))
+    """Level of ``metrics.speculative_decoding`` in responses, as in vLLM."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names, besides addresses and ``localhost``, by which requests without a key may call."""
+    cors_origins: tuple[str, ...] = ()
+    """Sites whose pages may call."""
+    keep_alive_s: int = setting(75, low=1, high=86_400)
+    """Seconds until an idle connection is closed; most proxies and clients do that after 60."""
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """Form and least level of the log lines of the engine process and of the stubs."""
 
@@ -206,6 +230,7 @@ class ServingConfig:
     switches: SwitchesConfig = field(default_factory=SwitchesConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     triton: TritonConfig = field(default_factory=TritonConfig)
+    openai: OpenaiConfig = field(default_factory=OpenaiConfig)
     log: LogConfig = field(default_factory=LogConfig)
     threads: int | str = "auto"
     add_special_tokens: bool = True
@@ -243,6 +268,7 @@ def parse_config(
     _import_kinds(config, folder)
     if folder is not None:
         config = with_absolute_models(config, folder)
+    config = replace(config, openai=_resolve_openai(config.openai, folder or Path()))
     target = with_auto_resolved(config.target, machine)
     drafts = tuple(with_auto_resolved(draft, machine, target) for draft in config.drafts)
     config = _with_hosted_drafter(replace(config, target=target, drafts=drafts), raw)
@@ -594,6 +620,26 @@ def _check_baseline(policy: PolicyConfig, drafts: list[str]) -> None:
             f"policy.schedule must have a length for each of some different batch sizes, got "
             f"those of {batches}"
         )
+
+
+def _resolve_openai(openai: OpenaiConfig, folder: Path) -> OpenaiConfig:
+    """Return the front end's settings with an absolute template. Raises ConfigError for a name, a
+    site or a file that is none.
+    """
+    for name in openai.allowed_hosts:
+        if name != "*" and not HOST_NAME.fullmatch(name.removeprefix("*.")):
+            known = "names such as llm.example.com or *.example.com, or *"
+            raise ConfigError(f"openai.allowed_hosts must be {known}, got {name!r}")
+    for site in openai.cors_origins:
+        if site != "*" and not _ORIGIN.fullmatch(site):
+            known = "sites such as https://chat.example.com, or *"
+            raise ConfigError(f"openai.cors_origins must be {known}, got {site!r}")
+    if not openai.chat_template:
+        return openai
+    file = folder.absolute() / Path(openai.chat_template).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"openai.chat_template must name a file, got {openai.chat_template!r}")
+    return replace(openai, chat_template=str(file))
 
 
 def parse_switches(raw: Any, config: ServingConfig) -> SwitchesConfig:

@@ -5,10 +5,14 @@ an error that names the key and the value.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import types
 import typing
 from dataclasses import field
 from typing import Any
+
+LEAST_LIKENESS = 0.75
+"""``difflib`` ratio from which on a key counts as a misspelling of another."""
 
 
 class ConfigError(ValueError):
@@ -43,7 +47,9 @@ def build_settings(cls: type[Any], raw: Any, path: str) -> Any:
         if key in _REMOVED and key not in fields:
             raise ConfigError(f"{_join(path, key)!r} {_REMOVED[key]}: remove it from the file")
         if key not in fields:
-            raise ConfigError(f"unknown key {_join(path, key)!r}; known here: {', '.join(fields)}")
+            near = difflib.get_close_matches(key, fields, 1, LEAST_LIKENESS)
+            hint = f": did you mean {near[0]!r}?" if near else f"; known here: {', '.join(fields)}"
+            raise ConfigError(f"unknown key {_join(path, key)!r}{hint}")
     return cls(
         **{
             key: _value(hints[key], value, _join(path, key), fields[key].metadata)

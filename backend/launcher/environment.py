@@ -13,12 +13,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from backend.config import DEFAULT_CONFIG, ServingConfig
+from backend.config import DEFAULT_CONFIG, HOST_NAME, ServingConfig
 
 DEFAULT_TRACE_RATE = 1000
-DAY_S = 86_400
-DEFAULT_KEEP_ALIVE_S = 75
-"""Seconds; more than the 60 after which most proxies and clients close an idle connection."""
 RUN_PREFIX = "spindle-run-"
 """The names of the folders that running services live in begin with it."""
 PORTS = (
@@ -28,9 +25,16 @@ PORTS = (
     ("OPENAI_PORT", "--openai-port", 9000),
 )
 """Environment variable, option of the command line and default of each port."""
-HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-SPEC_DECODE_METRICS = ("summary", "detailed", "none")
-"""Levels of ``metrics.speculative_decoding`` in OpenAI responses; the first is the default."""
+MOVED = (
+    "OPENAI_ALLOWED_HOSTS",
+    "OPENAI_CHAT_TEMPLATE",
+    "OPENAI_CORS_ORIGINS",
+    "OPENAI_ESCAPE_SPECIAL_TOKENS",
+    "OPENAI_KEEP_ALIVE_S",
+    "OPENAI_SPEC_DECODE_METRICS",
+    "OPENAI_SPLIT_REASONING",
+)
+"""Variables of earlier versions, now keys of ``openai`` in ``serving.json``."""
 
 
 class LaunchError(Exception):
@@ -39,7 +43,7 @@ class LaunchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Addresses to listen on, the model to serve, and how its front end answers."""
+    """Addresses to listen on, and the names and places of one run."""
 
     bind: str
     """Numeric address to listen on."""
@@ -55,13 +59,8 @@ class Settings:
     """One in this many requests is traced; 0: only those that send a ``traceparent``."""
     model_names: tuple[str, ...] = ()
     """Public names of the model, the first in answers; empty: the name of its folder."""
-    spec_decode_metrics: str = SPEC_DECODE_METRICS[0]
-    escape_special_tokens: bool = False
-    split_reasoning: bool = True
-    allowed_hosts: tuple[str, ...] = ()
-    """Names, besides addresses and ``localhost``, by which the front end may be called."""
-    keep_alive_s: int = DEFAULT_KEEP_ALIVE_S
-    """Seconds after which the front end closes an idle connection."""
+    bind_name: str = ""
+    """Name that ``BIND`` gives instead of an address; requests may call it."""
     kv_events: str = ""
     """The ZeroMQ endpoint at which the engine publishes KV events; empty: none."""
     dynamo_namespace: str = ""
@@ -90,9 +89,13 @@ class Settings:
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG``,
-    ``SERVED_MODEL_NAME``, ``OPENAI_*``, ``KV_EVENTS``, ``DYNAMO_NAMESPACE`` and ``TRACE_*``.
-    Raises LaunchError.
+    ``SERVED_MODEL_NAME``, ``KV_EVENTS``, ``DYNAMO_NAMESPACE`` and ``TRACE_*``. Raises LaunchError.
     """
+    config = Path(environment.get("SPINDLE_CONFIG") or DEFAULT_CONFIG).absolute()
+    for name in filter(environment.get, MOVED):
+        key = name.removeprefix("OPENAI_").lower()
+        text = f"{name} is no longer read: unset it, and set the key {key!r} of 'openai'"
+        raise LaunchError(f"{text} in {config}")
     ports = [
         _port(name, option, environment.get(name) or str(port)) for name, option, port in PORTS
     ]
@@ -105,10 +108,6 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     trace_url, trace_rate = _trace(
         environment.get("TRACE_URL") or "", environment.get("TRACE_RATE") or ""
     )
-    level = environment.get("OPENAI_SPEC_DECODE_METRICS") or SPEC_DECODE_METRICS[0]
-    if level not in SPEC_DECODE_METRICS:
-        choices = ", ".join(SPEC_DECODE_METRICS)
-        raise LaunchError(f"OPENAI_SPEC_DECODE_METRICS must be one of {choices}, got {level!r}")
     namespace = environment.get("DYNAMO_NAMESPACE") or ""
     if namespace and not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", namespace):
         raise LaunchError(
@@ -121,24 +120,17 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         )
     bind = environment.get("BIND") or "127.0.0.1"
     address = _address(bind)
-    is_name = bind != address and HOST_NAME.fullmatch(bind)
     return Settings(
         bind=address,
         http_port=http,
         grpc_port=grpc,
         metrics_port=metrics,
         openai_port=openai,
-        config=Path(environment.get("SPINDLE_CONFIG") or DEFAULT_CONFIG).absolute(),
+        config=config,
         trace_url=trace_url,
         trace_rate=trace_rate,
         model_names=_names(environment.get("SERVED_MODEL_NAME") or ""),
-        spec_decode_metrics=level,
-        escape_special_tokens=_switch(environment, "OPENAI_ESCAPE_SPECIAL_TOKENS", "0"),
-        split_reasoning=_switch(environment, "OPENAI_SPLIT_REASONING", "1"),
-        allowed_hosts=_hosts(
-            (environment.get("OPENAI_ALLOWED_HOSTS") or "", bind if is_name else "")
-        ),
-        keep_alive_s=_keep_alive(environment.get("OPENAI_KEEP_ALIVE_S") or ""),
+        bind_name=bind if bind != address and HOST_NAME.fullmatch(bind) else "",
         kv_events=events,
         dynamo_namespace=namespace,
     )
@@ -176,31 +168,6 @@ def _names(text: str) -> tuple[str, ...]:
             f"got {text!r}"
         )
     return tuple(dict.fromkeys(names))
-
-
-def _hosts(lists: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(filter(None, (name.strip() for text in lists for name in text.split(","))))
-    for name in names:
-        if name != "*" and not HOST_NAME.fullmatch(name.removeprefix("*.")):
-            raise LaunchError(
-                f"OPENAI_ALLOWED_HOSTS must be names such as llm.example.com or *.example.com, "
-                f"with commas between them, or *, got {name!r}"
-            )
-    return names
-
-
-def _keep_alive(value: str) -> int:
-    if value and not (value.isascii() and value.isdigit() and 1 <= int(value) <= DAY_S):
-        raise LaunchError(f"OPENAI_KEEP_ALIVE_S must be 1 to {DAY_S} seconds, got {value!r}")
-    return int(value) if value else DEFAULT_KEEP_ALIVE_S
-
-
-def _switch(environment: Mapping[str, str], name: str, default: str) -> bool:
-    """Return whether a switch is on. Raises LaunchError."""
-    value = environment.get(name) or default
-    if value not in ("0", "1"):
-        raise LaunchError(f"{name} must be 0 or 1, got {value!r}")
-    return value == "1"
 
 
 def _trace(url: str, rate: str) -> tuple[str, int]:

@@ -71,6 +71,8 @@ def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[st
     engines = (effective.target, *effective.drafts)
     for written, engine in zip([target, *raw.get("drafts", [])], engines, strict=True):
         written["model"] = engine.model
+    if effective.openai.chat_template:  # the file is written elsewhere
+        raw["openai"]["chat_template"] = effective.openai.chat_template
     return effective, raw
 
 

@@ -122,8 +122,6 @@ class FrontEnd(SideProcess):
             environment={
                 "SPINDLE_CONFIG": str(settings.config),
                 "SERVED_MODEL_NAME": ",".join(settings.model_names),
-                "BIND": settings.bind,
-                "OPENAI_ALLOWED_HOSTS": ",".join(settings.allowed_hosts),
             },
             stop_limit_s=FRONT_END_STOP_LIMIT_S,
             output=output,

@@ -1,16 +1,10 @@
 """``python -m backend.openai_frontend``: serve on ``OPENAI_PORT``, as the launcher does next to
 tritonserver.
 
-``BIND``, ``GRPC_PORT`` and ``SPINDLE_CONFIG`` as the launcher has them; ``OPENAI_API_KEY``: the
-key that callers must have, or several separated by commas, one for each tenant;
-``OPENAI_ALLOWED_HOSTS``: names of this server, besides addresses and ``localhost``, where there is
-no key; ``OPENAI_CORS_ORIGINS``: sites, separated by commas, whose pages may call;
-``OPENAI_CHAT_TEMPLATE``: a file to use instead of the model's own template;
-``OPENAI_SPEC_DECODE_METRICS``: ``none``, ``summary`` or ``detailed``;
-``OPENAI_ESCAPE_SPECIAL_TOKENS``: 1 makes special tokens in messages plain text;
-``OPENAI_SPLIT_REASONING``: 0 leaves reasoning in the content; ``OPENAI_KEEP_ALIVE_S``: seconds
-until an idle connection is closed; ``SERVED_MODEL_NAME``: the model's names. SIGUSR1: new requests
-are refused until SIGTERM, which ends it once those in flight have ended.
+``openai`` of ``serving.json`` says how it answers. ``BIND``, ``GRPC_PORT``, ``SPINDLE_CONFIG`` and
+``SERVED_MODEL_NAME`` are as the launcher has them; ``OPENAI_API_KEY``: the key that callers must
+have, or several separated by commas, one for each tenant. SIGUSR1: new requests are refused until
+SIGTERM, which ends it once those in flight have ended.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from backend import __version__
-from backend.config import EMBEDDED_MODEL, load_config
+from backend.config import EMBEDDED_MODEL, OpenaiConfig, load_config
 from backend.launcher.environment import Settings, model_names, read_settings
 from backend.launcher.output import say
 from backend.openai_frontend.access import Hosts, Keys
@@ -45,8 +39,7 @@ from backend.triton_adapter.paths import PROJECT_ROOT
 
 def main() -> None:
     """Serve until a signal comes."""
-    environment = os.environ
-    settings = read_settings(environment)
+    settings = read_settings(os.environ)
     config = load_config(settings.config, plans=False)
     model, context = config.target.model, config.limits.max_context_tokens
     folder = None
@@ -56,52 +49,51 @@ def main() -> None:
             if model == EMBEDDED_MODEL
             else PROJECT_ROOT / os.path.expanduser(model)
         )
-    file = environment.get("OPENAI_CHAT_TEMPLATE")
+    options = config.openai
     try:
+        file = options.chat_template
         template = load_template(folder, Path(file) if file else None)
     except ConfigError as error:
         sys.exit(f"spindle: error: the OpenAI front end cannot start: {error}")
     say(about_tools(template))
-    if template is not None and template.reasoning is not None and settings.split_reasoning:
+    if template is not None and template.reasoning is not None and options.split_reasoning:
         say(f"reasoning ends in {template.reasoning.closing} and is apart from the content")
-    keys = Keys(_listed(environment, "OPENAI_API_KEY"))
+    keys = keys_of(os.environ)
     front_end = FrontEnd(
         address=settings.at(settings.grpc_port),
         models=model_names(settings, config),
         template=template,
+        options=options,
         max_context_tokens=context,
         max_body_bytes=max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * context),
         most_texts=config.limits.max_active_requests,
         keys=keys,
-        hosts=hosts_of(settings, keys),
-        admin_secret=environment.get(admin_secret.VARIABLE) or "",
+        hosts=hosts_of(settings, options, keys),
+        admin_secret=os.environ.get(admin_secret.VARIABLE) or "",
         metrics_url=f"http://{settings.at(settings.metrics_port)}/metrics",
         version=__version__,
         special_tokens=(
             ByteTokenizer().special_tokens if folder is None else special_tokens(folder)
         ),
-        escape_special_tokens=settings.escape_special_tokens,
-        split_reasoning=settings.split_reasoning,
-        spec_decode_metrics=settings.spec_decode_metrics,
-        origins=_listed(environment, "OPENAI_CORS_ORIGINS"),
     )
     draining = threading.Event()
-    server = server_config(create_app(front_end, draining), settings)
+    server = server_config(create_app(front_end, draining), options.keep_alive_s)
     signal.signal(signal.SIGUSR1, lambda *_: draining.set())
     listener = listen(settings.bind, settings.openai_port)
     DrainingServer(server, draining, config.limits.drain_s).run([listener])
 
 
-def hosts_of(settings: Settings, keys: Keys) -> Hosts:
+def hosts_of(settings: Settings, options: OpenaiConfig, keys: Keys) -> Hosts:
     """Return by which names requests may call: by any where they need a key, which no foreign page
     has.
     """
     if keys.keys:
         return Hosts()
-    return Hosts(settings.allowed_hosts, is_open=settings.is_open)
+    names = (*options.allowed_hosts, *filter(None, [settings.bind_name]))
+    return Hosts(names, is_open=settings.is_open)
 
 
-def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+def server_config(app: FastAPI, keep_alive_s: int) -> uvicorn.Config:
     """Return how connections are served."""
     return uvicorn.Config(
         app,
@@ -110,7 +102,7 @@ def server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_keep_alive=settings.keep_alive_s,
+        timeout_keep_alive=keep_alive_s,
         timeout_graceful_shutdown=1,
     )
 
@@ -124,10 +116,10 @@ def listen(bind: str, port: int) -> socket.socket:
         sys.exit(f"spindle: error: OPENAI_PORT {port} on BIND {bind}: {error.strerror}")
 
 
-def _listed(environment: Mapping[str, str], name: str) -> tuple[str, ...]:
-    """Return what a variable lists, separated by commas."""
-    parts = (part.strip() for part in (environment.get(name) or "").split(","))
-    return tuple(filter(None, parts))
+def keys_of(environment: Mapping[str, str]) -> Keys:
+    """Return the keys of ``OPENAI_API_KEY``, which commas separate."""
+    parts = (part.strip() for part in (environment.get("OPENAI_API_KEY") or "").split(","))
+    return Keys(tuple(filter(None, parts)))
 
 
 def about_tools(template: ChatTemplate | None) -> str:

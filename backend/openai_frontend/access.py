@@ -60,7 +60,7 @@ class Hosts:
         if not self.allow(header):
             message = (
                 f"Host {as_json(_name(header))} is no name of this server: call it by its address, "
-                f"or list the name in OPENAI_ALLOWED_HOSTS"
+                f"or list the name in openai.allowed_hosts of serving.json"
             )
             raise ApiError(403, message)
 

@@ -71,10 +71,10 @@ def create_app(settings: FrontEnd, draining: threading.Event | None = None) -> F
     app.add_middleware(
         Guard, keys=settings.keys, hosts=settings.hosts, draining=draining or threading.Event()
     )
-    if settings.origins:
+    if settings.options.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(settings.origins),
+            allow_origins=list(settings.options.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, "Retry-After"],

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from backend.config import OpenaiConfig
 from backend.limits import check_stop_words
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.answers import Answer, tensors
@@ -40,30 +41,26 @@ DEFAULT_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """Settings: where Triton's gRPC is, the model's public names, its chat template, and who may
-    call ('': anyone; (): no site). ``most_texts`` of one body are generated at once.
-    ``special_tokens`` are the model's ids by name; ``escape_special_tokens`` makes them plain text
-    where messages spell them.
-    """
+    """The front end's settings: the server that it asks, its model, and its callers."""
 
     address: str
+    """Address of Triton's gRPC."""
     models: tuple[str, ...]
+    """Public names of the model, the first in answers."""
     template: ChatTemplate | None = None
+    options: OpenaiConfig = field(default_factory=OpenaiConfig)
     keys: Keys = field(default_factory=Keys)
     hosts: Hosts = field(default_factory=Hosts)
-    origins: tuple[str, ...] = ()
     most_texts: int = 64
+    """Texts of one body that are generated at once."""
     max_context_tokens: int = INT32
     max_body_bytes: int = MIN_BODY_BYTES
     metrics_url: str = ""
-    spec_decode_metrics: str = "summary"
     version: str = ""
     special_tokens: Mapping[str, int] = field(default_factory=dict)
-    escape_special_tokens: bool = False
+    """The model's special tokens: ids by name."""
     admin_secret: str = ""
     """The secret that administrative commands need."""
-    split_reasoning: bool = True
-    """Whether reasoning is apart from an answer's content."""
 
     def check_model(self, name: str | None) -> str:
         """Return the name of the model that answers have. Raises ApiError for another model's."""
@@ -87,7 +84,7 @@ class FrontEnd:
             raise ApiError(400, "the model has no chat template", "messages")
         shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
         given = [message.as_dict() for message in messages]
-        escaper = Escaper(self.special_tokens) if self.escape_special_tokens else None
+        escaper = Escaper(self.special_tokens) if self.options.escape_special_tokens else None
         try:
             given = escaper.messages(given) if escaper else given
             named = {**self.template.variables(effort), **(variables or {})}
@@ -106,7 +103,7 @@ class FrontEnd:
         """Return what is around the content of the answer to a conversation; ``splits``: the
         client wants reasoning apart from the content.
         """
-        splits = splits and self.split_reasoning
+        splits = splits and self.options.split_reasoning
         if self.template is not None and self.template.has_channels:
             return Channels(splits)
         if self.template is None or not splits:
@@ -131,7 +128,7 @@ def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -
     special = frozenset(name.encode() for name in settings.special_tokens)
     scored = body.logprobs is not None
     style = Style(COMPLETION, scored, echo=body.echo, silent=silent, special=special)
-    return Answer(_slim(body), style, body.prompt, options, settings.spec_decode_metrics)
+    return Answer(_slim(body), style, body.prompt, options, settings.options.spec_decode_metrics)
 
 
 def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:
@@ -166,7 +163,7 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
             style = replace(style, calls=settings.template.calls)
     if settings.special_tokens.keys() & style.marks:
         options["skip_special_tokens"] = False
-    return Answer(_slim(body), style, [prompt], options, settings.spec_decode_metrics)
+    return Answer(_slim(body), style, [prompt], options, settings.options.spec_decode_metrics)
 
 
 def _check_stop(body: Options) -> None:

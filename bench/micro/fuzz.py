@@ -149,18 +149,14 @@ def main() -> int:
     args = _arguments()
     with tempfile.TemporaryDirectory() as name:
         config = Path(name) / "serving.json"
-        config.write_text(json.dumps(FAKE))
         (port,) = free_ports(1)
         template = Path(name) / "chat.jinja"
         template.write_text(
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
         )
-        service = Service(
-            args.log or Path(name) / "log",
-            config,
-            OPENAI_PORT=str(port),
-            OPENAI_CHAT_TEMPLATE=str(template),
-        ).wait_ready(limit_s=600)
+        config.write_text(json.dumps({**FAKE, "openai": {"chat_template": str(template)}}))
+        log = args.log or Path(name) / "log"
+        service = Service(log, config, OPENAI_PORT=str(port)).wait_ready(limit_s=600)
         try:
             service.wait_for_front_end()
             figures, violations = fuzz(service, args.requests, args.seed)

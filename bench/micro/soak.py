@@ -271,18 +271,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         config = args.config or Path(name) / "serving.json"
         if args.config is None:
-            config.write_text(json.dumps(FAKE))
-        template = Path(name) / "chat.jinja"
-        template.write_text(
-            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-        )
+            template = Path(name) / "chat.jinja"
+            template.write_text(
+                "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+            )
+            config.write_text(json.dumps({**FAKE, "openai": {"chat_template": str(template)}}))
         (port,) = free_ports(1)
-        service = Service(
-            Path(name) / "log",
-            config.resolve(),
-            OPENAI_PORT=str(port),
-            OPENAI_CHAT_TEMPLATE=str(template),
-        )
+        service = Service(Path(name) / "log", config.resolve(), OPENAI_PORT=str(port))
         service.wait_ready(limit_s=600)
         service.wait_for_front_end()
         soak = Soak(service, args)

@@ -23,7 +23,7 @@ def test_every_row_has_a_sentence(name):
 def test_every_place_of_the_settings_is_documented():
     page = settings_page.PAGE.read_text("utf-8")
     places = [place[1] for place in settings_page.PLACE.findall(page)]
-    assert places == ["", "target", "policy", "limits", "switches", "triton", "log"]
+    assert places == ["", "target", "policy", "limits", "switches", "triton", "openai", "log"]
 
 
 def test_every_generated_place_is_on_a_page():

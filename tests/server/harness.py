@@ -84,6 +84,14 @@ def write_engine_python(path, module):
     return path
 
 
+def write_config(folder, chat_template, **options):
+    """Write the tests' ``serving.json`` with a chat template and options of the front end."""
+    (folder / "chat.jinja").write_text(chat_template)
+    raw = {**json.loads(CONFIG.read_text()), "openai": {"chat_template": "chat.jinja", **options}}
+    (folder / "serving.json").write_text(json.dumps(raw))
+    return folder / "serving.json"
+
+
 class Service:
     """A launcher process and what it serves; ``root`` is the checkout that it runs, ``inside`` a
     command that runs it.

@@ -23,11 +23,11 @@ def examples(start_service, tmp_path_factory):
     config = json.loads((EXAMPLES / "serving-my-policy.json").read_text())
     fakes = json.loads(CONFIG.read_text())
     config |= {name: fakes[name] for name in ("target", "drafts")}
+    config["openai"] = {"chat_template": "chat.jinja"}
     (folder / "serving.json").write_text(json.dumps(config))
     (folder / "chat.jinja").write_text("{{ messages[0].content }}")
     (port,) = free_ports(1)
-    variables = {"OPENAI_PORT": str(port), "OPENAI_CHAT_TEMPLATE": str(folder / "chat.jinja")}
-    service = start_service(folder / "serving.json", **variables).wait_ready()
+    service = start_service(folder / "serving.json", OPENAI_PORT=str(port)).wait_ready()
     service.wait_for_front_end()
     return service
 

@@ -14,7 +14,7 @@ import pytest
 from backend import __version__
 from backend.openai_frontend.access import tenant_of, tenant_salt
 from backend.tokenizer import BYTE_VALUES
-from tests.server.harness import free_ports
+from tests.server.harness import free_ports, write_config
 
 KEY, OTHER_KEY = "a-key", "another-key"
 REFUSES = "{% if messages[0].content == 'odd' %}{{ raise_exception('odd') }}{% endif %}"
@@ -30,17 +30,15 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def fronted(start_service, tmp_path_factory):
     """A service with the front end, a key and a chat template, where proxies are set."""
-    template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text(TEMPLATE)
+    folder = tmp_path_factory.mktemp("configuration")
+    config = write_config(folder, TEMPLATE, cors_origins=["http://page.example"])
     (port,) = free_ports(1)
     variables = {
         "OPENAI_API_KEY": f"{KEY}, {OTHER_KEY}",
-        "OPENAI_CHAT_TEMPLATE": str(template),
-        "OPENAI_CORS_ORIGINS": "http://page.example",
         "http_proxy": "http://127.0.0.1:9",
         "https_proxy": "http://127.0.0.1:9",
     }
-    service = start_service(OPENAI_PORT=str(port), **variables).wait_ready()
+    service = start_service(config, OPENAI_PORT=str(port), **variables).wait_ready()
     service.openai = port
     service.wait_until(
         lambda: f"spindle: OpenAI API http://127.0.0.1:{port}/v1" in service.log.read_text()

@@ -11,7 +11,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from tests.server.harness import free_ports
+from tests.server.harness import free_ports, write_config
 from tests.server.tensors import connected, tensors
 
 MEGABYTES = "1" * 8_000_000
@@ -26,10 +26,10 @@ USER = {"role": "user", "content": "hi"}
 
 @pytest.fixture(scope="module")
 def fronted(start_service, tmp_path_factory):
-    template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = write_config(tmp_path_factory.mktemp("configuration"), template)
     (port,) = free_ports(1)
-    service = start_service(OPENAI_PORT=str(port), OPENAI_CHAT_TEMPLATE=str(template))
+    service = start_service(config, OPENAI_PORT=str(port))
     service.wait_ready().wait_for_front_end()
     return service
 

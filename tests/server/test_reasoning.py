@@ -9,7 +9,7 @@ import urllib.request
 import openai
 import pytest
 
-from tests.server.harness import CONFIG, free_ports
+from tests.server.harness import free_ports, write_config
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -21,16 +21,14 @@ LIMIT_S = 30
 @pytest.fixture(scope="module")
 def client(service, tmp_path_factory):
     """A client of a front end whose template opens reasoning."""
-    template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text(TEMPLATE)
+    config = write_config(tmp_path_factory.mktemp("configuration"), TEMPLATE)
     (port,) = free_ports(1)
     variables = {
         "GRPC_PORT": str(service.grpc),
         "HTTP_PORT": str(service.http),
         "METRICS_PORT": str(service.metrics),
         "OPENAI_PORT": str(port),
-        "OPENAI_CHAT_TEMPLATE": str(template),
-        "SPINDLE_CONFIG": str(CONFIG),
+        "SPINDLE_CONFIG": str(config),
     }
     command = [sys.executable, "-m", "backend.openai_frontend"]
     address = f"http://127.0.0.1:{port}"

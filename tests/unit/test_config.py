@@ -157,7 +157,8 @@ def test_a_draft_that_reads_the_target_follows_it_to_its_device():
     ("raw", "words"),
     [
         ({"target": {**TORCH, "device": "gpu"}}, ["target.device", "'auto'", "'gpu'"]),
-        ({"target": TORCH, "tarjet": {}}, ["tarjet", "known here"]),
+        ({"target": TORCH, "tarjet": {}}, ["tarjet", "did you mean 'target'?"]),
+        ({"target": TORCH, "x": {}}, ["x", "known here"]),
         ({"target": {**TORCH, "dtyp": "bf16"}}, ["target.dtyp"]),
         ({"target": {**TORCH, "dtype": "fp8"}}, ["target.dtype", "fp8", "bf16"]),
         ({"target": {**TORCH, "lookahead": 1}}, ["target.lookahead must be 0", "'cuda'", "got 1"]),

@@ -1,15 +1,18 @@
 """Settings of a service: addresses, ports, names and times as users write them."""
 
+import dataclasses
 import ipaddress
 import os
+import re
 import socket
 
 import pytest
 
 from backend.cli import main
-from backend.config import parse_config
+from backend.config import OpenaiConfig, parse_config
 from backend.launcher.doctor import exposure
 from backend.launcher.environment import (
+    MOVED,
     PORTS,
     LaunchError,
     model_names,
@@ -114,15 +117,13 @@ def test_a_service_link_of_kubernetes_is_said_to_be_one(name, value):
     assert f"a Service named {name.removesuffix('_PORT').lower()}:" in str(said.value)
 
 
-def test_idle_connections_outlive_those_of_usual_proxies():
-    assert read_settings({}).keep_alive_s == 75
-    assert read_settings({"OPENAI_KEEP_ALIVE_S": "600"}).keep_alive_s == 600
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "5s", "99999999"])
-def test_a_time_that_is_none_is_refused_by_name_and_value(value):
-    with pytest.raises(LaunchError, match=f"OPENAI_KEEP_ALIVE_S .*{value}"):
-        read_settings({"OPENAI_KEEP_ALIVE_S": value})
+@pytest.mark.parametrize("name", MOVED)
+def test_a_variable_that_is_now_a_key_of_the_file_is_refused_with_its_place(name):
+    with pytest.raises(LaunchError, match=f"^{name} is no longer read") as raised:
+        read_settings({name: "1", "SPINDLE_CONFIG": "/etc/serving.json"})
+    key = re.search(r"set the key '(\w+)' of 'openai' in /etc/serving.json$", str(raised.value))[1]
+    assert key in {field.name for field in dataclasses.fields(OpenaiConfig)}
+    assert read_settings({name: ""}) == read_settings({})
 
 
 @pytest.mark.parametrize(

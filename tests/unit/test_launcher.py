@@ -72,28 +72,6 @@ def test_traces_go_nowhere_unless_asked_for_and_then_at_triton_s_rate():
     assert read_settings({"TRACE_URL": url, "TRACE_RATE": "0"}).trace_rate == 0
 
 
-def test_the_level_of_speculation_counts_is_one_of_vllm_s():
-    name = "OPENAI_SPEC_DECODE_METRICS"
-    levels = [read_settings({name: level}).spec_decode_metrics for level in ("", "detailed")]
-    assert levels == ["summary", "detailed"]
-    with pytest.raises(LaunchError, match="one of summary, detailed, none, got 'full'"):
-        read_settings({name: "full"})
-
-
-@pytest.mark.parametrize(
-    ("name", "attribute", "default"),
-    [
-        ("OPENAI_ESCAPE_SPECIAL_TOKENS", "escape_special_tokens", False),
-        ("OPENAI_SPLIT_REASONING", "split_reasoning", True),
-    ],
-)
-def test_a_switch_is_on_or_off(name, attribute, default):
-    values = [getattr(read_settings({name: value}), attribute) for value in ("", "0", "1")]
-    assert values == [default, False, True]
-    with pytest.raises(LaunchError, match="must be 0 or 1, got 'yes'"):
-        read_settings({name: "yes"})
-
-
 @pytest.mark.parametrize(
     ("variables", "words"),
     [

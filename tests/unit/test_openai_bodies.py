@@ -7,6 +7,7 @@ import threading
 import pytest
 from starlette.testclient import TestClient
 
+from backend.config import OpenaiConfig
 from backend.openai_frontend.access import Keys
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.front_end import FrontEnd, completion_of
@@ -25,9 +26,8 @@ def client():
     """A client of the front end; no server answers it."""
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    app = create_app(
-        FrontEnd(address, ("m",), template, keys=Keys((KEY,)), origins=("http://page.example",))
-    )
+    options = OpenaiConfig(cors_origins=("http://page.example",))
+    app = create_app(FrontEnd(address, ("m",), template, options, Keys((KEY,))))
     app.add_api_route("/broken", broken)
     with TestClient(app, raise_server_exceptions=False) as made:
         yield made

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from backend.config import OpenaiConfig
 from backend.openai_frontend.errors import CHAT_FIELDS, TOOL_FIELDS, upstream_error
 from backend.request import RequestError
 from backend.sampling.guides import Grammars
@@ -20,6 +21,7 @@ QWEN = (
 )
 R1 = TURNS + "<think>\n{# content.split('</think>') #}"
 TEXT = "<think>\nHm, é.\n</think>\n\nYes."
+UNSPLIT = OpenaiConfig(split_reasoning=False)
 TOOLS = [{"type": "function", "function": {"name": "clock"}}]
 
 
@@ -33,7 +35,7 @@ TOOLS = [{"type": "function", "function": {"name": "clock"}}]
         (QWEN, TEXT, {"chat_template_kwargs": {"enable_thinking": False}}, "absent", TEXT),
         (QWEN, TEXT, {"reasoning_effort": "none"}, "absent", TEXT),
         (QWEN, TEXT, {"separate_reasoning": False}, "absent", TEXT),
-        (QWEN, TEXT, {"settings": {"split_reasoning": False}}, "absent", TEXT),
+        (QWEN, TEXT, {"settings": {"options": UNSPLIT}}, "absent", TEXT),
         (QWEN, TEXT, {"include_reasoning": False}, "absent", "Yes."),
         (R1, TEXT.removeprefix("<think>"), {}, "Hm, é.", "Yes."),
         (R1, "Hm, </thi", {"reason": "length"}, "Hm, </thi", ""),

@@ -10,7 +10,8 @@ from http.client import HTTPConnection
 
 import pytest
 
-from backend.launcher.environment import port_trouble, read_settings
+from backend.config import OpenaiConfig
+from backend.launcher.environment import port_trouble
 from backend.openai_frontend.__main__ import listen, server_config
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.connections import Connection, DrainingServer
@@ -19,9 +20,9 @@ from tests.server.harness import free_ports
 
 
 @contextmanager
-def front_end(bind="127.0.0.1", **environment):
-    """Serve with these variables; give the port."""
-    config = server_config(create_app(FrontEnd("127.0.0.1:1", ("m",))), read_settings(environment))
+def front_end(bind="127.0.0.1", keep_alive_s=75):
+    """Serve; give the port."""
+    config = server_config(create_app(FrontEnd("127.0.0.1:1", ("m",))), keep_alive_s)
     listener = listen(bind, 0)
     server = DrainingServer(config, threading.Event(), 1.0)
     thread = threading.Thread(target=server.run, args=([listener],))
@@ -43,7 +44,7 @@ def status(connection):
 
 
 def test_an_idle_connection_stays_as_long_as_is_set():
-    with front_end(OPENAI_KEEP_ALIVE_S="1") as port:
+    with front_end(keep_alive_s=1) as port:
         connection = HTTPConnection("127.0.0.1", port, timeout=30)
         assert [status(connection), status(connection)] == [200, 200]
         assert connection.sock.recv(1) == b"", "the server closes it"
@@ -52,8 +53,7 @@ def test_an_idle_connection_stays_as_long_as_is_set():
 
 
 def test_an_idle_connection_stays_longer_than_at_usual_proxies():
-    app = create_app(FrontEnd("127.0.0.1:1", ("m",)))
-    assert server_config(app, read_settings({})).timeout_keep_alive == 75
+    assert OpenaiConfig().keep_alive_s > 60
 
 
 @pytest.mark.slow

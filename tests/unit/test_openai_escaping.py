@@ -4,6 +4,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from backend.config import OpenaiConfig
 from backend.openai_frontend.conversation import Message
 from backend.openai_frontend.front_end import FrontEnd
 from backend.openai_frontend.template import ChatTemplate, Escaped
@@ -30,9 +31,8 @@ def library():
 
 def front_end(library, template=CHATML, *, escapes=True):
     special = {name: library.token_to_id(name) for name in NAMES}
-    return FrontEnd(
-        "", ("m",), ChatTemplate(template), special_tokens=special, escape_special_tokens=escapes
-    )
+    options = OpenaiConfig(escape_special_tokens=escapes)
+    return FrontEnd("", ("m",), ChatTemplate(template), options, special_tokens=special)
 
 
 def rendered(library, *messages, template=CHATML, escapes=True):

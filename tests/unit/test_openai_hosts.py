@@ -7,12 +7,13 @@ import socket
 import pytest
 from starlette.testclient import TestClient
 
-from backend.launcher.environment import LaunchError, read_settings
-from backend.launcher.side_processes import FrontEnd as Process
-from backend.openai_frontend.__main__ import hosts_of
+from backend.config import OpenaiConfig, parse_config
+from backend.launcher.environment import read_settings
+from backend.openai_frontend.__main__ import hosts_of, keys_of
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.front_end import FrontEnd
+from backend.settings import ConfigError
 
 ALWAYS = ["127.0.0.1", "127.0.0.1:9000", "10.2.3.4:80", "[::1]:9000", "[fd00::5]", "localhost"]
 ALWAYS += ["LOCALHOST:9000", "localhost.", "a.localhost:1", "", socket.gethostname()]
@@ -23,22 +24,23 @@ PRIVATE += ["spindle.ns.svc.cluster.local:9000"]
 
 
 @pytest.mark.parametrize(
-    ("environment", "allowed", "refused"),
+    ("environment", "names", "allowed", "refused"),
     [
-        ({}, ALWAYS, NEVER + PRIVATE),
-        ({"BIND": "0.0.0.0"}, ALWAYS + PRIVATE, NEVER),
+        ({}, (), ALWAYS, NEVER + PRIVATE),
+        ({"BIND": "0.0.0.0"}, (), ALWAYS + PRIVATE, NEVER),
         (
-            {"OPENAI_ALLOWED_HOSTS": "LLM.example.com, *.example.org"},
+            {},
+            ("LLM.example.com", "*.example.org"),
             [*ALWAYS, "llm.example.com:80", "a.example.org", "a.b.example.org"],
             [*NEVER, *PRIVATE, "x.llm.example.com", "example.org", "xexample.org", "example.com"],
         ),
-        ({"OPENAI_ALLOWED_HOSTS": "*"}, ALWAYS + NEVER + PRIVATE, []),
-        ({"OPENAI_API_KEY": "key"}, ALWAYS + NEVER + PRIVATE, []),
+        ({}, ("*",), ALWAYS + NEVER + PRIVATE, []),
+        ({"OPENAI_API_KEY": "key"}, (), ALWAYS + NEVER + PRIVATE, []),
     ],
 )
-def test_the_names_of_a_server_depend_on_where_it_listens(environment, allowed, refused):
-    keys = Keys(tuple(filter(None, [environment.get("OPENAI_API_KEY")])))
-    hosts = hosts_of(read_settings(environment), keys)
+def test_the_names_of_a_server_depend_on_where_it_listens(environment, names, allowed, refused):
+    options = OpenaiConfig(allowed_hosts=names)
+    hosts = hosts_of(read_settings(environment), options, keys_of(environment))
     assert [name for name in allowed if not hosts.allow(name)] == []
     assert [name for name in refused if hosts.allow(name)] == []
 
@@ -46,11 +48,10 @@ def test_the_names_of_a_server_depend_on_where_it_listens(environment, allowed, 
 def test_the_name_to_listen_on_is_one_of_the_server_s(monkeypatch):
     loopback = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: loopback)
-    settings = read_settings({"BIND": "llm.example", "OPENAI_ALLOWED_HOSTS": "other.example"})
+    settings = read_settings({"BIND": "llm.example"})
     assert settings.bind == "127.0.0.1"
-    assert all(map(hosts_of(settings, Keys()).allow, ("llm.example:9000", "other.example")))
-    again = read_settings(Process(settings)._environment)  # as the front end's process reads it
-    assert (again.bind, again.allowed_hosts) == (settings.bind, settings.allowed_hosts)
+    hosts = hosts_of(settings, OpenaiConfig(allowed_hosts=("other.example",)), Keys())
+    assert all(map(hosts.allow, ("llm.example:9000", "other.example")))
 
 
 @pytest.mark.parametrize(
@@ -63,19 +64,27 @@ def test_the_name_to_listen_on_is_one_of_the_server_s(monkeypatch):
 )
 @pytest.mark.parametrize("origins", [(), ("http://evil.example",)])
 def test_a_page_with_a_name_of_its_own_gets_nothing(method, path, origins):
-    front_end = FrontEnd("127.0.0.1:1", ("m",), hosts=Hosts(("llm.example",)), origins=origins)
+    options = OpenaiConfig(cors_origins=origins)
+    front_end = FrontEnd("127.0.0.1:1", ("m",), options=options, hosts=Hosts(("llm.example",)))
     client = TestClient(create_app(front_end))
     reply = client.request(method, path, headers={"host": "evil.example:9000"})
     error = reply.json()["error"]
     assert (reply.status_code, error["type"]) == (403, "invalid_request_error")
     assert 'Host "evil.example"' in error["message"]
-    assert "OPENAI_ALLOWED_HOSTS" in error["message"]
+    assert "openai.allowed_hosts" in error["message"]
     served = client.get("/v1/models", headers={"host": "llm.example"})
     assert served.status_code == 200
 
 
 @pytest.mark.parametrize("names", ["http://a.example", "a.example:80", "*.*", "a b", "[::1]"])
 def test_a_name_that_is_none_is_refused_by_setting_and_value(names):
-    with pytest.raises(LaunchError, match="OPENAI_ALLOWED_HOSTS must be names") as raised:
-        read_settings({"OPENAI_ALLOWED_HOSTS": f"ok.example,{names}"})
+    with pytest.raises(ConfigError, match=r"openai\.allowed_hosts must be names") as raised:
+        parse_config({"openai": {"allowed_hosts": ["ok.example", names]}})
     assert repr(names) in str(raised.value)
+
+
+@pytest.mark.parametrize("site", ["page.example", "https://a.example/", "https://a.example, b"])
+def test_a_site_that_no_browser_names_is_refused_by_setting_and_value(site):
+    with pytest.raises(ConfigError, match=r"openai\.cors_origins must be sites") as raised:
+        parse_config({"openai": {"cors_origins": ["http://localhost:3000", "*", site]}})
+    assert repr(site) in str(raised.value)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from backend.config import OpenaiConfig
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.front_end import FrontEnd, text_of
 from backend.openai_frontend.template import ChatTemplate
@@ -81,7 +82,8 @@ def prompt(construct, messages, **settings):
 @pytest.mark.parametrize("escapes", [False, True])
 @pytest.mark.parametrize("construct", TEMPLATES)
 def test_earlier_calls_are_shown_in_every_form_of_their_arguments(construct, escapes):
-    settings = {"escape_special_tokens": escapes, "special_tokens": {"<s>": 0}}
+    options = OpenaiConfig(escape_special_tokens=escapes)
+    settings = {"options": options, "special_tokens": {"<s>": 0}}
     absent = prompt(construct, conversation(), **settings)
     assert "clock" in absent or construct == "string or tojson"
     for arguments in NO_ARGUMENTS:
@@ -105,7 +107,8 @@ def test_what_cannot_be_arguments_is_refused_by_field_and_value(construct):
 
 @pytest.mark.parametrize("escapes", [False, True])
 def test_arguments_may_be_nested_deeply_but_not_endlessly(escapes):
-    settings = {"escape_special_tokens": escapes, "special_tokens": {"<s>": 0}}
+    options = OpenaiConfig(escape_special_tokens=escapes)
+    settings = {"options": options, "special_tokens": {"<s>": 0}}
 
     def nested(levels):
         return conversation(arguments='{"a": ' * levels + "1" + "}" * levels)

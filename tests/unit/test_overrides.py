@@ -117,3 +117,17 @@ def test_a_published_head_is_one_by_its_folder_alone(dialect, tmp_path):
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"architectures": ["LlamaForCausalLM"]}))
     assert by_every_route(tmp_path, "mine", folder)[0].engine == "eagle"
+
+
+def test_a_chat_template_next_to_the_file_is_found_from_the_run_folder(tmp_path):
+    file, folder = tmp_path / "mine" / "serving.json", tmp_path / "run"
+    file.parent.mkdir()
+    folder.mkdir()
+    raw = {**json.loads(DEFAULT_CONFIG.read_text()), "openai": {"chat_template": "chat.jinja"}}
+    file.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"openai\.chat_template must name a file, got 'chat"):
+        load_config(file)
+    template = file.parent / "chat.jinja"
+    template.write_text("")
+    assert load_config(file).openai.chat_template == str(template)
+    assert effective(folder, file, policy="none").openai.chat_template == str(template)
