@@ -32,7 +32,7 @@ from backend.machine import machine
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
 from bench import workloads
-from bench.paired import abba, median_interval
+from policy.simulation.statistics import abba, median_interval
 
 ENVIRONMENT = PROJECT_ROOT / ".venv-vllm"
 MODEL = "models/smollm2-135m-instruct"

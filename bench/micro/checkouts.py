@@ -37,8 +37,8 @@ import numpy as np
 from backend.machine import machine
 from backend.tokenizer import load_tokenizer
 from bench import servers, workloads
-from bench.paired import abba
 from bench.servers import Offer, Served, ServerArm
+from policy.simulation.statistics import abba
 
 MESSAGES = 1200
 RESAMPLES = 10_000

@@ -39,11 +39,11 @@ from backend.tokenizer import Tokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import workloads
 from bench.in_process import first_difference
-from bench.paired import abba, median_interval
 from bench.peers.arms import ALONE, PEERS, Peers
 from bench.servers import Offer, Reply
 from bench.sweep.arms import AGAIN, NONE, SPINDLE, Servers, Tuning, arm_config
 from engines_build.prepare import prepare
+from policy.simulation.statistics import abba, median_interval
 
 IN_FLIGHT = (1, 8)
 ACTIVE = max(IN_FLIGHT)

@@ -30,7 +30,6 @@ from typing import Any
 from backend.config import parse_config
 from backend.machine import machine
 from backend.storage import cache
-from bench.paired import abba
 from bench.records import commit
 from bench.sweep.arms import NONE, SPINDLE, Servers, Tuning, arm_config
 from bench.sweep.figures import speed
@@ -38,7 +37,7 @@ from bench.sweep.options import DEFAULT_CONFIG
 from bench.sweep.options import parse as parse_sweep
 from bench.sweep.run import Sweep
 from engines_build.prepare import prepare
-from policy.simulation.statistics import ratio_of_rates
+from policy.simulation.statistics import abba, ratio_of_rates
 
 VERIFIED = "spindle_drafted_steps_total"
 BURST_S = 0.3

@@ -41,7 +41,6 @@ from backend.config import PolicyConfig, parse_config
 from backend.machine import machine
 from backend.model_folders import model_path
 from bench import workloads
-from bench.paired import abba, repeated_share
 from bench.peers.arms import PEERS, Peers
 from bench.servers import Offer, Served
 from bench.sweep import figures as sweep_figures
@@ -66,6 +65,7 @@ from bench.sweep.options import VARIATION, parse
 from bench.sweep.report import write_report
 from engines_build.prepare import prepare
 from policy.custom import PolicyError, closest, import_policy, parse_path
+from policy.simulation.statistics import abba
 from policy.simulation.workload import bursty
 
 MESSAGES = 240
@@ -321,6 +321,15 @@ def _progress(work: list[Any], name: str) -> tqdm[Any]:
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 30,
     )
+
+
+def repeated_share(text: str, size: int = 4) -> float:
+    """Return the share of word n-grams of a text that occurred in it before: near 1 for a text that
+    goes round in circles.
+    """
+    words = text.split()
+    grams = [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def described(served: Served) -> dict[str, Any]:

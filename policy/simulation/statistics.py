@@ -1,8 +1,13 @@
-"""Paired comparisons of arms that served the same requests with the same random numbers."""
+"""Paired comparisons of arms that served the same requests: simulated with the same random numbers,
+or measured one after the other in blocks, whose ratios alone are believed.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 
@@ -10,6 +15,7 @@ from policy.plan import FloatArray
 
 BLOCK_REQUESTS = 20
 _RESAMPLES = 2000
+_MEDIAN_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,23 @@ def ratio_of_rates(arm: list[float], other: list[float]) -> Ratio:
 
 
 _STUDENT = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def abba(arms: Sequence[str], block: int) -> list[str]:
+    """Return the order of the arms in a block: forwards in even blocks, backwards in odd ones, so
+    that drift cancels.
+    """
+    return list(arms) if block % 2 == 0 else list(reversed(arms))
+
+
+def median_interval(
+    ratios: Sequence[float], seed: int, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the median, resampling blocks (Efron 1979)."""
+    rng = random.Random(seed)
+    medians = sorted(median(rng.choices(ratios, k=len(ratios))) for _ in range(_MEDIAN_RESAMPLES))
+    tail = (1 - confidence) / 2
+    return medians[int(tail * _MEDIAN_RESAMPLES)], medians[int((1 - tail) * _MEDIAN_RESAMPLES) - 1]
 
 
 def _block_sums(runs: list[FloatArray]) -> FloatArray:

@@ -1,6 +1,7 @@
 import pytest
 
-from bench.paired import abba, median_interval, repeated_share
+from bench.sweep.run import repeated_share
+from policy.simulation.statistics import abba, median_interval
 
 
 def test_the_arms_change_places_from_block_to_block():
