@@ -28,6 +28,10 @@ DELEGATED_COMMANDS = {
     ),
     "measure": ("engines_build.measure", "measure again how fast the engines are here"),
     "simulate": ("policy.simulate", "try policies on a simulated deployment"),
+    "advise": (
+        "backend.advise.cli",
+        "advise lengths for a vLLM, SGLang or TensorRT-LLM server that you run",
+    ),
     "replay": ("policy.replay", "read a trace of what the policy saw and decided"),
     "bench": ("bench.sweep.run", "load the server and compare policies (in a clone only)"),
 }

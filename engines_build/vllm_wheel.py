@@ -26,6 +26,7 @@ LEFT_OUT = frozenset(
     f"backend/{room}"
     for room in (
         "admin",
+        "advise",
         "app.py",
         "cli.py",
         "engine_process.py",
@@ -51,6 +52,8 @@ from typing import Any
 
 __version__ = "{version}"
 _MODULES = {{
+    "AsyncProbeScheduler": "vllm_probe",
+    "ProbeScheduler": "vllm_probe",
     "SpindleAsyncLengthScheduler": "vllm_lengths",
     "SpindleLengthScheduler": "vllm_lengths",
     "SpindleProposer": "vllm",

@@ -78,7 +78,7 @@ def test_the_wheel_serves_in_an_empty_environment(tmp_path_factory):
         assert {name for name in package.namelist() if name.split("/")[0] in PACKAGES} == sources()
     venv.create(tmp_path / "venv", with_pip=True)
     programs = tmp_path / "venv" / "bin"
-    run(programs / "pip", "install", "--quiet", wheel)
+    run(programs / "pip", "install", "--quiet", f"{wheel}[serve]")
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     draft = {"name": "small", "engine": "torch", "model": f"{FAMILY}-0.9m"}
