@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backend.engines.checkpoint import LlamaConfig
-from backend.engines.eagle.answering import load_reader, states_of
+from backend.engines.eagle.whole_text import load_reader, states_of
 from backend.engines.head.network import HeadNetwork
 from backend.engines.head.network import load as load_network
 from backend.storage.manifest import weights_sha256

@@ -9,12 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backend.config import parse_config
 from backend.engines.checkpoint import load_embeddings
-from backend.engines.eagle import answering, conversion
+from backend.engines.eagle import conversion, whole_text
 from backend.engines.eagle import kind as eagle_kind
-from backend.engines.eagle.answering import PROMPTS, answer
 from backend.engines.eagle.conversion import bring_head, convert
-from backend.engines.eagle.folder import load
-from backend.engines.eagle.place import made_for, served_folder
+from backend.engines.eagle.folder import load, made_for, served_folder
+from backend.engines.eagle.whole_text import PROMPTS, answer
 from backend.engines.openvino import kind as openvino_kind
 from backend.engines.registry import Service
 from backend.launcher import doctor
@@ -115,8 +114,8 @@ def test_answers_are_greedy_and_states_those_after_each_layer(target):
 
 
 def test_an_answer_ends_with_its_end_token():
-    assert answering._until_end([5, 6, 2, 0, 0], {2, 3}) == [5, 6, 2]
-    assert answering._until_end([5, 6], {2}) == [5, 6]
+    assert whole_text._until_end([5, 6, 2, 0, 0], {2, 3}) == [5, 6, 2]
+    assert whole_text._until_end([5, 6], {2}) == [5, 6]
 
 
 @pytest.fixture

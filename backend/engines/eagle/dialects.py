@@ -16,8 +16,7 @@ from torch import Tensor
 
 from backend.engines.checkpoint import CheckpointError, read_rope
 from backend.engines.eagle.folder import EagleShape
-from backend.engines.eagle.other_kinds import model_type, other_kind
-from backend.engines.eagle.published import read_tensors
+from backend.engines.eagle.published import model_type, other_kind, read_tensors
 from backend.kinds import ROPE_TYPES
 from backend.published_heads import SAFETENSORS
 from backend.settings import ConfigError
@@ -254,7 +253,7 @@ def default_layers(layers: int) -> tuple[int, ...]:
 def _layers(own: _Folder, taps: int, layers: int) -> tuple[int, ...]:
     """Return the layers that a folder names, counted from 1, by the likelier of two conventions:
     under one key, some folders count layers' outputs from 0, others the boundaries between layers
-    (``probe`` measures which it is).
+    (``conversion`` measures which it is).
     """
     ids = _stated_layers(own)
     if ids is None:

@@ -40,10 +40,13 @@ the place before it, the forward is::
     logits = lm_head(norm(z))                # of rows; ``token_ids`` maps them to tokens
 
 A drafted row has, in place of f, its parent's z, or norm(z) with ``norm_output``.
+
+The cache has a place for the converted form of each published folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -51,19 +54,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backend.config import EngineConfig
+from backend.engines.registry import NotPreparedError
 from backend.machine import machine
-from backend.published_heads import CONVERTED
+from backend.published_heads import CONVERTED, PICKLES, SAFETENSORS
 from backend.settings import ConfigError
-from backend.storage.manifest import read_model_config
+from backend.storage import cache
+from backend.storage.manifest import read_model_config, sampled_sha256, weights_sha256
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 ARCHITECTURE = CONVERTED
 WEIGHTS_FILE = "model.safetensors"
 
 FUSES = ("plain", "joint", "each")
 """Norms before ``fc``: none, one of all states together, one of each layer's."""
+FORMAT = 1
+"""Raised when the same folder would be converted to another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +217,44 @@ def activations(engine: EngineConfig) -> str:
     if engine.dtype != "int8":
         return engine.dtype
     return "bf16" if machine.multiplies_bf16() else "fp32"
+
+
+def place_of(published: Path) -> Path:
+    """Return where the converted form of a published head lies in the cache, or will lie."""
+    files = sorted([*published.glob(SAFETENSORS), *published.glob(PICKLES)])
+    config = (published / "config.json").read_text("utf-8")
+    parts = [FORMAT, config, sampled_sha256(files)]
+    return cache.head_folder(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32])
+
+
+def is_converted(place: Path, target: Path) -> bool:
+    """Return whether the cache has all of a converted head for the target in a folder."""
+    try:
+        cache.check(place)
+    except cache.CacheError:
+        return False
+    return made_for(place) == weights_sha256(target)
+
+
+def made_for(converted: Path) -> str:
+    """Return the hash of the target's weights that a head was converted for (``weights_sha256``);
+    empty where its folder does not say.
+    """
+    return str(read_model_config(converted).get("target_sha256", ""))
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether a folder has our form already."""
+    return ARCHITECTURE in (read_model_config(folder).get("architectures") or ())
+
+
+def served_folder(folder: Path) -> Path:
+    """Return the folder that an engine reads for a head in ``folder``: this one where it has our
+    form. Raises NotPreparedError where it is to be converted first.
+    """
+    if is_ours(folder):
+        return folder
+    place = place_of(folder)
+    if not place.is_dir():
+        raise NotPreparedError(f"{folder} is not converted yet: run `spindle prepare`")
+    return place

@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines import latency_cases as cases
-from backend.engines.eagle.folder import EagleShape, activations, read_shape
-from backend.engines.eagle.other_kinds import other_kind
-from backend.engines.eagle.place import is_ours, made_for, served_folder
-from backend.engines.eagle.published import files_of
+from backend.engines.eagle.folder import (
+    EagleShape,
+    activations,
+    is_ours,
+    made_for,
+    read_shape,
+    served_folder,
+)
+from backend.engines.eagle.published import files_of, other_kind
 from backend.engines.latency_cases import Case
 from backend.engines.memory import available_bytes
 from backend.engines.port import Engine, Footprint

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend.engines.eagle.answering import Answer
+from backend.engines.eagle.conversion import Score, _is_better, choose, readings
 from backend.engines.eagle.dialects import PublishedHead
-from backend.engines.eagle.probe import Score, _is_better, choose, readings
-from backend.engines.eagle.whole_text import WholeText
+from backend.engines.eagle.whole_text import Answer, WholeText
 from backend.settings import ConfigError
 from tests.fakes.eagle import SHAPE, random_head
 
