@@ -13,7 +13,17 @@ import numpy as np
 
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
-from .times import FIRST_DRAFT, TIMES, VERIFY, Times, forward_s, price_passes, verify_s
+from .times import (
+    FIRST_DRAFT,
+    TIMES,
+    VERIFY,
+    WIDTH_STEPS,
+    Times,
+    change_s,
+    forward_s,
+    price_passes,
+    verify_s,
+)
 
 TIE = 1e-9
 """Relative difference below which the choice with the fewest tokens wins."""
@@ -52,7 +62,9 @@ class StepProblem(NamedTuple):
     base_value: float
     """Expected tokens of the step without speculation."""
     cap_s: float
-    """The longest step that may be chosen, unless one without speculation is longer; inf: none."""
+    """The longest step that may be chosen, unless one without speculation is longer, less what a
+    change of width takes beyond what is charged; inf: none.
+    """
 
     @property
     def rows(self) -> int:
@@ -323,6 +335,6 @@ def build(
         occupied,
         speculation_s,
         value,
-        b.cap_s,
+        b.cap_s - (1 - 1 / WIDTH_STEPS) * change_s(t, b.pass_tokens, b.change_tokens),
     )
     return problem, chosen[:n], prefill_s

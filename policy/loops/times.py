@@ -73,6 +73,12 @@ def verify_s(times: Times, tokens: int) -> float:
 
 
 @helper
+def change_s(times: Times, last_tokens: int, change_tokens: int) -> float:
+    """Return what a change of width takes after a pass of ``last_tokens``, in seconds."""
+    return verify_s(times, last_tokens + change_tokens) - verify_s(times, last_tokens)
+
+
+@helper
 def price_passes(
     times: Times, first: int, last_tokens: int, change_tokens: int, seconds: Floats
 ) -> None:
@@ -87,12 +93,12 @@ def price_passes(
     target_s, slope_s, factor = times.target_s, times.target_slope_s, times.factor[VERIFY]
     last = len(target_s) - 1
     same_s = verify_s(times, last_tokens)
-    change_s = (verify_s(times, last_tokens + change_tokens) - same_s) / WIDTH_STEPS
+    charged_s = change_s(times, last_tokens, change_tokens) / WIDTH_STEPS
     for m in range(len(seconds)):
         over = max(first + m - last, 0)
         seconds[m] = factor * (target_s[first + m - over] + slope_s * over)
         if change_tokens:
-            seconds[m] += change_s
+            seconds[m] += charged_s
             if first + m <= last_tokens:
                 seconds[m] = min(seconds[m], same_s)
 
@@ -104,11 +110,10 @@ def change_left_s(times: Times, tokens: int, last_tokens: int, change_tokens: in
     """
     if change_tokens == 0 or tokens == last_tokens:
         return 0.0
-    same_s = verify_s(times, last_tokens)
-    change_s = verify_s(times, last_tokens + change_tokens) - same_s
-    if tokens < last_tokens and same_s <= verify_s(times, tokens) + change_s / WIDTH_STEPS:
+    same_s, whole_s = verify_s(times, last_tokens), change_s(times, last_tokens, change_tokens)
+    if tokens < last_tokens and same_s <= verify_s(times, tokens) + whole_s / WIDTH_STEPS:
         return 0.0  # it is padded
-    return change_s * (1 - 1 / WIDTH_STEPS)
+    return whole_s * (1 - 1 / WIDTH_STEPS)
 
 
 @helper
@@ -341,9 +346,8 @@ def learn_step(
     predicted = np.empty(len(factor))
     tokens, base_s = predict(times, step, predicted)
     if step.change_tokens and tokens != step.last_tokens:
-        change_s = verify_s(times, step.last_tokens + step.change_tokens)
-        change_s -= verify_s(times, step.last_tokens)
-        if change_s > _SMALL_CHANGE * base_s:
+        whole_s = change_s(times, step.last_tokens, step.change_tokens)
+        if whole_s > _SMALL_CHANGE * base_s:
             measured[VERIFY] = 0.0
     if step.prefill_tokens == 0:  # taking requests in is no cost of a plan
         _learn_overhead(overhead_s, step.length.max() > 0, measured[OVERHEAD])

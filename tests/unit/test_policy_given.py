@@ -100,6 +100,18 @@ def test_no_planned_step_exceeds_the_cap_nor_stays_far_below_it_when_more_pays(r
         assert plan.length.any() == (cap > plain)
 
 
+def test_under_a_cap_a_change_of_width_makes_no_planned_step_longer():
+    p = planner(latency(token_s=0.05, free_tokens=1), **certain(0.9))
+    width = {"pass_tokens": 4, "change_tokens": 8}
+    plain = p.plan(view(4, k=0, **width), p.start(), 0.0, RNG)[0].predicted_s
+    free = p.plan(view(4, **width), p.start(), 0.0, RNG)[0]
+    assert free.predicted_s > 1.5 * plain
+    for cap in np.linspace(plain, free.predicted_s, 9):
+        plan, _ = p.plan(view(4, cap_s=float(cap), **width), p.start(), 0.0, RNG)
+        assert plan.predicted_s <= cap * (1 + 1e-6)
+    assert plan.length.tolist() == free.length.tolist()
+
+
 def test_a_step_that_another_plans_teaches_times_and_acceptance():
     p = planner(explore_share=0.0)
     seen = view(2)
