@@ -17,7 +17,6 @@ import numpy as np
 from numpy.random import Generator as Rng
 
 from .levels import (
-    FIXED,
     LEVELS,
     NO_LEVEL,
     NONE,
@@ -30,7 +29,7 @@ from .levels import (
     rows_of,
     saved,
 )
-from .plan import AnyPolicy, Drafted, IntArray, Outcome, Plan, Policy, State, View, copier
+from .plan import AnyPolicy, Drafted, IntArray, Outcome, Plan, State, View, copier
 from .wrappers import Wrapped, Wrapper
 
 _COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment; the rows count where tokens vary
@@ -40,13 +39,6 @@ _SETTLING_STEPS = 6  # after an experiment: engines that pad go back to their wi
 _START_STEPS = 1.0  # the credit for the first experiment at a level
 _MOST_CREDIT_STEPS = 8.0
 _HALF_LIFE_S = 3600.0  # of the evidence, while no server runs
-
-
-class Fixed(NamedTuple):
-    """The fixed choice: a draft and a length for every row."""
-
-    draft: str
-    length: int
 
 
 class Block(NamedTuple):
@@ -132,12 +124,6 @@ class Verdict(NamedTuple):
 class Guard(Wrapper[State]):
     """A policy whose plans are applied where measured goodput says that they pay."""
 
-    def __init__(self, policy: Policy[State], fixed: Fixed | None = None) -> None:
-        """Guard a policy; ``fixed`` is one more alternative to it, besides no speculation."""
-        super().__init__(policy)
-        self._fixed = fixed
-        self._levels = (PLANNED, SHORT, NONE, FIXED) if fixed else (PLANNED, SHORT, NONE)
-
     def start(self) -> Wrapped[State]:
         """Return the state before the first step."""
         return Wrapped(self.policy.start(), Memory())
@@ -191,10 +177,7 @@ class Guard(Wrapper[State]):
             most = memory.buckets[bucket_of(len(view))].short_length
             short = replace(view, ceiling=np.minimum(view.ceiling, most))
             return self.policy.plan(short, inner, now, rng)
-        if level == NONE or self._fixed is None or self._fixed.draft not in view.drafts:
-            return Plan.nothing(len(view)), inner
-        column = view.drafts.index(self._fixed.draft)
-        return Plan.within(view, column, self._fixed.length), inner
+        return Plan.nothing(len(view)), inner
 
     def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
         """Return the policy's answer; False where the next step is plain in any case."""
@@ -204,16 +187,12 @@ class Guard(Wrapper[State]):
             is_plain = _level(memory, rows) == NONE
         else:  # the first step of one is not certain: a prompt may come
             is_plain = block.level == NONE and block.planned > 1
-        if is_plain:
-            return False
-        return self._fixed is not None or super().needs_ceilings(request, state)
+        return not is_plain and super().needs_ceilings(request, state)
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
         """Return the policy's answer; a step that it did not plan is verified as planned."""
         level = plan.notes.get("experiment") or plan.notes.get("guard")
-        if level in ("none", "fixed"):
-            return plan.length
-        return super().trim(view, plan, drafted, state)
+        return plan.length if level == "none" else super().trim(view, plan, drafted, state)
 
     # -- after a step
 
@@ -235,7 +214,7 @@ class Guard(Wrapper[State]):
         """Learn from a step that was planned here, in place."""
         place, rows, seconds = bucket_of(step.rows), step.rows, outcome.times.measured_s
         if (bucket := memory.buckets.get(place)) is None:
-            bucket = Bucket().prepared(self._levels)
+            bucket = Bucket().prepared()
             memory.buckets = {**memory.buckets, place: bucket}
             memory.credit_s += _START_STEPS * seconds
         credit_s = memory.credit_s + bucket.share * seconds
@@ -298,7 +277,7 @@ class Guard(Wrapper[State]):
         if bucket.level != NONE or trial.proposed:
             self._sample(step.rows, step.level, trial.tokens / trial.seconds, memory)
         else:
-            bucket = bucket.tried(step.level).prepared(self._levels)
+            bucket = bucket.tried(step.level).prepared()
             memory.buckets = {**memory.buckets, bucket_of(step.rows): bucket}
 
     def _sample(self, rows: int, level: int, goodput: float, memory: Memory) -> None:
@@ -308,7 +287,7 @@ class Guard(Wrapper[State]):
         if (against := bucket.against(level, rows, memory.step)) is None:
             return
         memory.samples += 1
-        after = bucket.sampled(level, goodput, against, self._levels)
+        after = bucket.sampled(level, goodput, against)
         if after.level != bucket.level:
             memory.credit_s += _START_STEPS * against.seconds / against.steps
         memory.buckets = {**memory.buckets, place: after}
@@ -335,7 +314,7 @@ class Guard(Wrapper[State]):
         if "guard" not in data:
             return Wrapped(inner, Memory())
         share = 0.5 ** (max(idle_s, 0.0) / _HALF_LIFE_S)
-        return Wrapped(inner, Memory(restored(data["guard"], share, self._levels)))
+        return Wrapped(inner, Memory(restored(data["guard"], share)))
 
 
 def guard_in(policy: AnyPolicy) -> tuple[Guard[Any], int] | None:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from .paired import Comparison, from_data
 
 NO_LEVEL = -1
-PLANNED, SHORT, NONE, FIXED = range(4)
-LEVELS = ("planned", "short", "none", "fixed")
+PLANNED, SHORT, NONE = range(3)
+LEVELS = ("planned", "short", "none")
 """The levels that a step can be planned by: the policy, the policy with half its lengths, no
-speculation, the fixed choice.
+speculation.
 """
 ALL, PROPOSING, PLAIN = range(3)
 """Kinds of steps by the level that is applied: all, those with proposals, and those without where
@@ -197,18 +197,18 @@ class Bucket(NamedTuple):
         side = self.windows.get((rows, PLAIN))
         return side if side is not None and side.steps >= _WINDOW_STEPS else None
 
-    def sampled(self, level: int, goodput: float, against: Side, levels: Sequence[int]) -> Bucket:
+    def sampled(self, level: int, goodput: float, against: Side) -> Bucket:
         """Return the bucket with a pair: a level's goodput and other steps. It has the level that
-        the comparisons now say, of ``levels``.
+        the comparisons now say.
         """
         compared = [comparison.faded(_OTHERS_FADE) for comparison in self.compared]
         compared[level] = self.compared[level].learnt(math.log(goodput / against.goodput))
         windows = {k: side.halved() for k, side in self.windows.items() if k[1] != PLAIN}
         after = self.tried(level)._replace(compared=tuple(compared), windows=windows)
-        better = [other for other in after.alternatives(levels) if compared[other].is_better]
+        better = [other for other in after.alternatives() if compared[other].is_better]
         if better:
             after = after.moved(max(better, key=lambda other: compared[other].mean))
-        return after.prepared(levels)
+        return after.prepared()
 
     def tried(self, level: int) -> Bucket:
         """Return the bucket after an experiment."""
@@ -217,12 +217,13 @@ class Bucket(NamedTuple):
         costs[level] = costs[level].faded()
         return self._replace(waits=tuple(waits), costs=tuple(costs))
 
-    def alternatives(self, levels: Sequence[int]) -> list[int]:
+    def alternatives(self) -> list[int]:
         """Return the levels that are tried at the bucket's own; half the lengths are where
         speculation has ended.
         """
         is_short = self.level == NONE and self.length >= _LEAST_LENGTH
-        return [level for level in levels if level != self.level and (level != SHORT or is_short)]
+        others = (PLANNED, SHORT, NONE) if is_short else (PLANNED, NONE)
+        return [level for level in others if level != self.level]
 
     def moved(self, level: int) -> Bucket:
         """Return the bucket at another level, with half the evidence; costs are unknown there."""
@@ -232,11 +233,11 @@ class Bucket(NamedTuple):
         costs = (Cost(),) * len(LEVELS)
         return self._replace(level=level, compared=tuple(known), windows={}, costs=costs)
 
-    def prepared(self, levels: Sequence[int]) -> Bucket:
+    def prepared(self) -> Bucket:
         """Return the bucket with the next experiment: the alternative that may be worth most, or
         one that has waited long.
         """
-        compared, alternatives = self.compared, self.alternatives(levels)
+        compared, alternatives = self.compared, self.alternatives()
         level = max(alternatives, key=lambda other: _promise(compared[other]))
         longest = max(alternatives, key=self.waits.__getitem__)
         level = longest if self.waits[longest] >= _LONGEST_WAIT else level
@@ -290,7 +291,7 @@ def saved(buckets: Mapping[int, Bucket]) -> dict[str, Any]:
     return {"schema": SCHEMA, "rows": rows}
 
 
-def restored(data: Any, share: float, levels: Sequence[int]) -> dict[int, Bucket]:
+def restored(data: Any, share: float) -> dict[int, Bucket]:
     """Return the buckets of saved data, with a share of their evidence. Raises GuardError."""
     schema = _mapping(data, "guard").get("schema")
     if schema != SCHEMA:
@@ -301,26 +302,24 @@ def restored(data: Any, share: float, levels: Sequence[int]) -> dict[int, Bucket
         if rows not in places:
             raise GuardError(f"guard.rows must have ranges such as 9-16, got {rows!r}")
         bucket = _restored(_mapping(entry, f"guard.rows.{rows}"), f"guard.rows.{rows}", share)
-        if bucket.level not in levels:
-            bucket = Bucket(length=bucket.length)
-        buckets[places[rows]] = bucket.prepared(levels)
+        buckets[places[rows]] = bucket.prepared()
     return buckets
 
 
 def _restored(entry: dict[str, Any], where: str, share: float) -> Bucket:
     level, length = entry.get("level"), entry.get("length")
-    if level not in LEVELS:
-        raise GuardError(f"{where}.level must be one of {LEVELS}, got {level!r}")
     if type(length) not in (int, float) or not 0 <= length < math.inf:  # type: ignore[operator]
         raise GuardError(f"{where}.length must be a number from 0, got {length!r}")
     compared = [Comparison()] * len(LEVELS)
     for name, values in _mapping(entry.get("compared"), f"{where}.compared").items():
         if name not in LEVELS:
-            raise GuardError(f"{where}.compared must have keys of {LEVELS}, got {name!r}")
+            continue  # there is no such level any more
         try:
             compared[LEVELS.index(name)] = from_data(values).faded(share)
         except ValueError as error:
             raise GuardError(f"{where}.compared.{name} {error}") from None
+    if level not in LEVELS:
+        return Bucket(length=float(length))  # type: ignore[arg-type]
     return Bucket(LEVELS.index(level), tuple(compared), float(length))  # type: ignore[arg-type]
 
 

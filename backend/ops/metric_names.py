@@ -259,7 +259,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         "spindle_guard_level",
         _G,
         "What the guard applies, by the requests of a step: 0 the plan, 1 half its lengths, 2 no "
-        "speculation, 3 the fixed choice",
+        "speculation",
         ("rows",),
     ),
     Family(

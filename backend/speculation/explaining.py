@@ -38,7 +38,7 @@ def explain_last(cycle: Cycle) -> dict[str, Any]:
         planner, state = planner.policy, state.inner
     if not isinstance(planner, AdaptivePlanner):
         reply["requests"] = ["the policy of this server is not the adaptive one"]
-    elif _applied(plan) in ("none", "fixed"):
+    elif _applied(plan) == "none":
         reply["requests"] = [f"all requests: {guard[-1]}"]
     elif plan.notes.get("first_plain"):
         reply["requests"] = ["all requests: plain, to measure what such steps take"]
@@ -87,5 +87,4 @@ _WORDS = {
     "planned": "the planner's choice",
     "short": "half the planner's lengths",
     "none": "no speculation",
-    "fixed": "the fixed choice",
 }

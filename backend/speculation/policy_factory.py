@@ -15,7 +15,7 @@ from backend.settings import ConfigError
 from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, custom
 from policy.baselines import BASELINES, BaselineSettings
-from policy.guard import Fixed, Guard
+from policy.guard import Guard
 from policy.loops import compiling
 from policy.replay import Traced
 
@@ -66,13 +66,7 @@ def make_policy(
     made: policy.AnyPolicy = planner
     if file := config.policy.trace_file:
         made = Traced(planner, TraceFile(Path(file), stats), config.policy.trace_lines)
-    return Guard(made, _fixed(config)) if config.policy.guard else made
-
-
-def _fixed(config: ServingConfig) -> Fixed | None:
-    """Return the fixed choice that the configuration has."""
-    draft, length = config.switches.fixed_draft, config.switches.fixed_length
-    return Fixed(draft, length) if length else None
+    return Guard(made) if config.policy.guard else made
 
 
 def check_policy(config: ServingConfig) -> None:

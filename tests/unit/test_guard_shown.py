@@ -14,11 +14,10 @@ from backend.speculation.cycle import Cycle
 from backend.speculation.drafting import Drafting
 from backend.speculation.explaining import explain_last
 from backend.speculation.plan_metrics import PlanMetrics
-from backend.speculation.policy_factory import make_policy
 from backend.speculation.policy_runner import PolicyRunner
 from bench.in_process import Sink
 from policy import FixedLength, SwitchedPolicy, Switches, View
-from policy.guard import Fixed, Guard, Memory, guard_in
+from policy.guard import Guard, Memory, guard_in
 from policy.levels import LEVELS, NONE, PLANNED, Bucket
 from policy.paired import Comparison
 from policy.wrappers import Wrapped
@@ -150,16 +149,6 @@ def test_a_guard_is_found_within_other_wrappers():
     assert guard_in(guard) == (guard, 0)
     assert guard_in(SwitchedPolicy(guard, Switches)) == (guard, 1)
     assert guard_in(FixedLength("small", 2)) is None
-
-
-def test_the_fixed_choice_of_the_switches_is_one_more_alternative():
-    def fixed(**settings):
-        app = fake_app(**settings)
-        arguments = app.config, app.drafts, {}, app.step_stats
-        return make_policy(*arguments)._fixed
-
-    assert fixed(switches={"fixed_draft": "d0", "fixed_length": 3}) == Fixed("d0", 3)
-    assert fixed() is None
 
 
 def test_what_was_found_is_shown_and_kept_with_what_was_learnt():

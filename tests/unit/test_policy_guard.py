@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from policy import Drafted, FixedLength, NoSpeculation, Plan, Policy, SwitchedPolicy, Switches
-from policy.guard import Fixed, Guard
-from policy.levels import FIXED, LEVELS, NONE, PLANNED, SHORT, rows_of
+from policy.guard import Guard
+from policy.levels import LEVELS, NONE, PLANNED, SHORT, rows_of
 from tests.fakes.policies import RNG, outcome, view
 
 DRAFTS = ("small", "large")
@@ -80,8 +80,8 @@ class World:
 GOOD, BAD = {"token_s": 0.15, "accepted": 0.5}, {"token_s": 0.35, "accepted": 0.2}
 
 
-def guard(length=4, fixed=None):
-    return Guard(FixedLength("small", length), fixed)
+def guard(length=4):
+    return Guard(FixedLength("small", length))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 16, 100])
@@ -223,22 +223,10 @@ def test_half_the_lengths_are_applied_where_they_pay_and_the_whole_does_not():
     assert set(world.step().length.tolist()) <= {0, 4, 8}
 
 
-def test_a_fixed_choice_is_applied_where_it_beats_the_policy_and_as_long_as_it_does():
-    world = World(guard(4, Fixed("large", 2)))
-    world.set(token_s=0.1, accepted=0.5, draft_s=(1.5, 0.0))
-    world.run(2500)
-    assert world.level == "fixed"
-    plans = [world.step() for _ in range(5)]
-    assert [1, 2] in [[int(p.draft[0]), int(p.length[0])] for p in plans]
-    world.set(token_s=0.1, accepted=0.5, draft_s=(0.0, 1.5))
-    world.run(6000)
-    assert world.level == "planned"
-
-
-@pytest.mark.parametrize("level", [SHORT, NONE, FIXED])
+@pytest.mark.parametrize("level", [SHORT, NONE])
 @pytest.mark.parametrize("worst", [-0.7, -0.1])
 def test_no_level_and_no_evidence_is_final(level, worst):
-    policy = guard(4, Fixed("large", 2))
+    policy = guard(4)
     world = World(policy)
     world.set(**GOOD, draft_s=(0.0, 3.0))
     world.run(50)
@@ -248,7 +236,7 @@ def test_no_level_and_no_evidence_is_final(level, worst):
         for _ in range(300):
             compared[other] = compared[other].learnt(worst)
     bucket = bucket._replace(level=level, compared=tuple(compared), windows={}, length=4.0)
-    world.state.own.buckets = {3: bucket.prepared(range(len(LEVELS)))}
+    world.state.own.buckets = {3: bucket.prepared()}
     world.run(12000)
     assert world.level == "planned"
 
@@ -368,7 +356,7 @@ def test_drafts_are_not_asked_where_the_next_step_is_plain():
 
 
 def test_states_are_never_changed_in_place():
-    world = World(guard(4, Fixed("large", 2)))
+    world = World(guard(4))
     world.set(**BAD)
     kept = []
     for _ in range(600):
@@ -454,7 +442,6 @@ def test_a_level_that_there_is_no_more_is_the_policy_s():
         (("rows",), [], "guard.rows must be"),
         (("rows", "3-5"), {}, "guard.rows must have ranges such as 9-16, got '3-5'"),
         (("rows", "5-8"), 1, "guard.rows.5-8 must be"),
-        (("rows", "5-8", "level"), "all", "guard.rows.5-8.level must be one of"),
         (("rows", "5-8", "length"), -1.0, "guard.rows.5-8.length must be a number from 0"),
         (("rows", "5-8", "length"), True, "guard.rows.5-8.length must be a number from 0"),
         (("rows", "5-8", "compared"), None, "guard.rows.5-8.compared must be"),
