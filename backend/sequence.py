@@ -16,9 +16,16 @@ BLOCK_TOKENS = 32
 ROOT = -1
 """The parent of a proposal's nodes right after the text."""
 
-
 DEFAULT_CONFIDENCE = 0.8
 """The confidence in each token of a draft that reports none; it falls with depth."""
+
+
+def child_of(tokens: Seq[int], parents: Seq[int], node: int, token: int) -> int:
+    """Return the child of a proposal's node, or of the text, that is a token; ROOT: it has none."""
+    for child in range(node + 1, len(tokens)):
+        if parents[child] == node and tokens[child] == token:
+            return child
+    return ROOT
 
 
 @dataclass(slots=True, eq=False)
@@ -159,12 +166,9 @@ class Proposal:
 
     def followed(self, tokens: Iterable[int]) -> list[int]:
         """Return the nodes of the longest start of ``tokens`` that is a path from the text."""
-        nodes = enumerate(zip(self.parents, self.tokens, strict=True))
-        children = {edge: node for node, edge in nodes}
-        path: list[int] = []
+        path, node = list[int](), ROOT
         for token in tokens:
-            found = children.get((path[-1] if path else ROOT, token))
-            if found is None:
+            if (node := child_of(self.tokens, self.parents, node, token)) == ROOT:
                 break
-            path.append(found)
+            path.append(node)
         return path

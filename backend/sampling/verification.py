@@ -21,7 +21,7 @@ from backend.sampling.distributions import arg_max, likeliest, row_arg_max, targ
 from backend.sampling.draw import draw, finishers
 from backend.sampling.processing import WHOLE_VOCABULARY, Columns, process
 from backend.sampling.randomness import Words, word
-from backend.sequence import ROOT, Proposal, Sequence
+from backend.sequence import ROOT, Proposal, Sequence, child_of
 
 
 @dataclass(slots=True)
@@ -205,12 +205,11 @@ def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
 
 def _step(verdict: Verdict, request: Row) -> bool:
     """Accept the node that is the token drawn; return whether there is one."""
-    tokens, parents, last = request.tokens, request.parents, _last(verdict.path)
-    for node in range(last + 1, len(tokens)):
-        if parents[node] == last and tokens[node] == verdict.column:
-            verdict.path.append(node)
-            return True
-    return False
+    last = _last(verdict.path)
+    if (node := child_of(request.tokens, request.parents, last, verdict.column)) == ROOT:
+        return False
+    verdict.path.append(node)
+    return True
 
 
 def _last(path: Seq[int]) -> int:

@@ -23,7 +23,7 @@ from typing import TypeAlias
 import numpy as np
 
 from backend.engines.port import AFTER, Completion, DeviceProposal, EngineLimits, Extras, Turn
-from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
+from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence, child_of
 from tests.fakes.markov import MarkovChain
 
 _FAINT = 0.02  # a candidate so much less likely than the best one is not worth a node
@@ -343,18 +343,18 @@ class FakeEngine:
         The path is followed as long as it has what the target draws; ``run`` tokens come after it.
         """
         sequence, sampling = turn.sequence, turn.sequence.sampling
-        edges = zip(proposal.parents, proposal.tokens, strict=True) if proposal else ()
-        children = {edge: node for node, edge in enumerate(edges)}
+        nodes = (proposal.tokens, proposal.parents) if proposal else ([], [])
         tokens: list[int] = []
         log_probs: list[float] = []
         top: Top = []
-        at: int | None = ROOT
+        at, follows = ROOT, True
         accepted, most = 0, sampling.top_log_probs or 0
         while len(tokens) < accepted + turn.run:
             token, scores = self.model.next([*text, *tokens], sequence.prompt_tokens, sampling)
             tokens.append(token)
-            at = None if at is None else children.get((at, token))
-            accepted += at is not None
+            at = child_of(*nodes, at, token) if follows else ROOT
+            follows = at != ROOT
+            accepted += follows
             if scores is not None:
                 log_probs.append(float(scores[token]))
                 if most:
