@@ -41,10 +41,10 @@ def import_policy(path: str) -> Callable[..., Any]:
         where = "installed, on PYTHONPATH, next to serving.json or in the folder of the command"
         raise PolicyError(f"{path!r}: there is no module {missing!r} {where}") from error
     if not hasattr(module, name):
-        own = [
+        names = [
             key for key, it in vars(module).items() if getattr(it, "__module__", "") == module_name
         ]
-        has = closest(name, own) or f", it has {', '.join(own) or 'none'}"
+        has = closest(name, names) or f", it has {', '.join(names) or 'none'}"
         raise PolicyError(f"{path!r}: {module_name} ({module.__file__}) has no {name!r}{has}")
     factory = getattr(module, name)
     if not callable(factory):
@@ -184,15 +184,18 @@ def _column_error(
 
 
 def _describe(error: Exception) -> str:
-    """Return an exception in a few words, and its place in the user's own code."""
+    """Return an exception in a few words, and its place in the user's is_theirs code."""
     if isinstance(error, SyntaxError):
         text, file, line = error.msg, error.filename, error.lineno
     else:
         text, file, line = str(error), None, None
         ours = __file__, inspect.getfile(Wrapper), importlib.__file__, typing.__file__
         for frame in traceback.extract_tb(error.__traceback__):
-            own = frame.filename not in ours and not frame.filename.startswith("<")
-            if own and file in (None, frame.filename):  # deepest in the first file of the user's
+            is_theirs = frame.filename not in ours and not frame.filename.startswith("<")
+            if is_theirs and file in (
+                None,
+                frame.filename,
+            ):  # deepest in the first file of the user's
                 file, line = frame.filename, frame.lineno
     place = f" ({Path(file).name}:{line})" if file else ""
     return f"raised {type(error).__name__}: {' '.join(text.split())}{place}"

@@ -192,8 +192,9 @@ class AdaptivePlanner(Policy[PlannerState]):
         )
         draft, length = np.empty((2, n), np.int64)
         times = after.correction.times(self.latency)
-        found = step_loops.choose(times, batch, self._limits, known, mode, draft, length)
-        chosen = step_loops.Chosen._make(found)
+        chosen = step_loops.Chosen._make(
+            step_loops.choose(times, batch, self._limits, known, mode, draft, length)
+        )
         after.goodput = chosen.goodput
         after.trial_budget_s, after.next_trial_s = chosen.credit_s, chosen.next_trial_s
         plan = Plan(draft, length, chosen.step_s, chosen.value, chosen.price, nodes=chosen.nodes)

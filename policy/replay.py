@@ -159,7 +159,7 @@ class Traced(Wrapper[PlannerState]):
     def _trace(
         self, before: Wrapped[PlannerState], after: Wrapped[PlannerState], **event: Any
     ) -> None:
-        """Emit an event, and first the state that it found where that is not the last event's."""
+        """Emit an event, and before it the state, if that is not the last event's."""
         if not self._lines:
             self._write(planner=_described(self._planner), state=before.inner)
         elif before.inner is not self._last:
@@ -235,16 +235,16 @@ def _planner(data: dict[str, Any]) -> AdaptivePlanner:
 
 def _records(*kinds: Any) -> dict[str, type]:
     """Return the dataclasses and named tuples among types, and all that they hold, by name."""
-    found: dict[str, type] = {}
+    records: dict[str, type] = {}
     pending = list(kinds)
     while pending:
         kind = pending.pop()
         is_record = is_dataclass(kind) or hasattr(kind, "_fields")
-        if isinstance(kind, type) and is_record and kind.__name__ not in found:
-            found[kind.__name__] = kind
+        if isinstance(kind, type) and is_record and kind.__name__ not in records:
+            records[kind.__name__] = kind
             pending += get_type_hints(kind).values()
         pending += get_args(kind)
-    return found
+    return records
 
 
 _RECORDS = _records(View, Plan, Outcome, PlannerState, PlannerConfig, LatencyModel)

@@ -75,8 +75,8 @@ class Runner:
     def __call__(self, scenario: Scenario, tasks: list[Task]) -> dict[Task, Result]:
         """Return the results of all tasks."""
         started, results = perf_counter(), {}
-        found = self._pool.map(partial(_run, scenario), tasks)
-        for done, (task, result) in enumerate(zip(tasks, found, strict=True), 1):
+        pairs = self._pool.map(partial(_run, scenario), tasks)
+        for done, (task, result) in enumerate(zip(tasks, pairs, strict=True), 1):
             results[task] = result
             if sys.stderr.isatty():
                 bar = "#" * (30 * done // len(tasks))
@@ -112,10 +112,10 @@ def _run(scenario: Scenario, task: Task) -> Result:
 
 def rates(text: str) -> list[float]:
     """Return the loads of a list like ``3,8,backlog``. Raises ValueError, which argparse tells."""
-    found = [BACKLOG if rate == "backlog" else float(rate) for rate in text.split(",")]
-    if any(rate < 0 for rate in found):
+    values = [BACKLOG if rate == "backlog" else float(rate) for rate in text.split(",")]
+    if any(rate < 0 for rate in values):
         raise ValueError("a rate below 0")
-    return found
+    return values
 
 
 def seeds(text: str) -> list[int]:
@@ -138,8 +138,8 @@ def compare_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     )
     arms = options.arms.split(",")
     check_arms(arms, deployment, scenario.mix)
-    found = compare_arms(scenario, options.rates, arms, options.seeds, run)
-    comparison = described(found, [], options.seeds)
+    results = compare_arms(scenario, options.rates, arms, options.seeds, run)
+    comparison = described(results, [], options.seeds)
     print(text(comparison))
     return {**run.document(), "comparisons": [comparison]}
 

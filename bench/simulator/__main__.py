@@ -139,10 +139,10 @@ def guard_command(options: argparse.Namespace, runner: Runner) -> dict[str, Any]
     started = perf_counter()
     rows = runner.map(guard_row, cases)
     runner.wall_s, runner.steps = perf_counter() - started, sum(row["steps"] for row in rows)
-    found = summary(rows)
-    for row in found:
+    cells = summary(rows)
+    for row in cells:
         print(json.dumps(row))
-    return {**runner.document(), "summary": found, "rows": rows}
+    return {**runner.document(), "summary": cells, "rows": rows}
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

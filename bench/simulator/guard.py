@@ -68,14 +68,14 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             **dict(zip(("deployment", "factor", "in_flight"), cell, strict=True)),
-            "adaptive_over_none": _mean(found, "adaptive", "none"),
-            "guarded_over_none": _mean(found, "guarded", "none"),
-            "guarded_over_adaptive": _mean(found, "guarded", "adaptive"),
-            "first_third": _mean(found, "guarded_first_third", "none_first_third"),
-            "in_vain": round(float(np.mean([row["guarded_in_vain"] for row in found])), 3),
-            "steps": int(np.mean([row["steps"] for row in found])),
+            "adaptive_over_none": _mean(runs, "adaptive", "none"),
+            "guarded_over_none": _mean(runs, "guarded", "none"),
+            "guarded_over_adaptive": _mean(runs, "guarded", "adaptive"),
+            "first_third": _mean(runs, "guarded_first_third", "none_first_third"),
+            "in_vain": round(float(np.mean([row["guarded_in_vain"] for row in runs])), 3),
+            "steps": int(np.mean([row["steps"] for row in runs])),
         }
-        for cell, found in cells.items()
+        for cell, runs in cells.items()
     ]
 
 

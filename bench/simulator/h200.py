@@ -97,7 +97,7 @@ def run(recorded: Recorded, script: Script, arm: str, rows: int, seed: int) -> d
 def means(steps: list[Step]) -> dict[str, float]:
     """Return the means of steps; what was promised over what came where a plan said so."""
     said = [step for step in steps if step.promised_s]
-    found = {
+    figures = {
         "ms": 1e3 * np.mean([step.seconds for step in steps]),
         "depth": np.mean([step.depth for step in steps]),
         "nodes": np.mean([step.nodes for step in steps]),
@@ -106,9 +106,9 @@ def means(steps: list[Step]) -> dict[str, float]:
     }
     if said:
         emitted, seconds = (sum(getattr(s, name) for s in said) for name in ("emitted", "seconds"))
-        found["promised_tokens"] = sum(step.promised_tokens for step in said) / emitted
-        found["promised_s"] = sum(step.promised_s for step in said) / seconds
-    return {name: round(float(value), 3) for name, value in found.items()}
+        figures["promised_tokens"] = sum(step.promised_tokens for step in said) / emitted
+        figures["promised_s"] = sum(step.promised_s for step in said) / seconds
+    return {name: round(float(value), 3) for name, value in figures.items()}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -121,10 +121,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     fixed = [arm for arm in speeds if arm not in ("none", "oracle", *ADAPTIVE)]
     best = max(fixed, key=lambda arm: float(np.mean(speeds[arm])))
     over = {arm: ratio_of_rates(speeds[arm], speeds[best]) for arm in speeds if arm not in fixed}
-    found: dict[str, Any] = {"best_fixed": best}
+    figures: dict[str, Any] = {"best_fixed": best}
     for arm, ratio in over.items():
-        found[arm] = [round(value, 3) for value in (ratio.value, ratio.low, ratio.high)]
-    return found
+        figures[arm] = [round(value, 3) for value in (ratio.value, ratio.low, ratio.high)]
+    return figures
 
 
 def main() -> None:
@@ -150,8 +150,8 @@ def main() -> None:
             arms = ["none", *fixed, *ADAPTIVE, "oracle"]
             runs = [run(own, script, arm, rows, seed) for arm in arms for seed in options.seeds]
             document[name]["runs"] += runs
-            document[name]["summary"][str(rows)] = found = summary(runs)
-            print(name, rows, json.dumps(found), flush=True)
+            document[name]["summary"][str(rows)] = figures = summary(runs)
+            print(name, rows, json.dumps(figures), flush=True)
             options.out.write_text(json.dumps(document) + "\n")
     print(f"{process_time() - began_s:.0f} CPU seconds")
 

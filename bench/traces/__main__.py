@@ -122,10 +122,10 @@ def _share(shared: Callable[..., dict[str, Any]]) -> None:
 def _cell(asked: tuple[str, int]) -> dict[str, Any]:
     assert _shared is not None
     began_s = process_time()
-    found = {**_shared(*asked), "cpu_seconds": round(process_time() - began_s, 1)}
+    row = {**_shared(*asked), "cpu_seconds": round(process_time() - began_s, 1)}
     data, in_flight = asked
-    print(f"{data}, {in_flight} in flight: {found['cpu_seconds']} s of CPU", file=sys.stderr)
-    return found
+    print(f"{data}, {in_flight} in flight: {row['cpu_seconds']} s of CPU", file=sys.stderr)
+    return row
 
 
 def _check(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -178,8 +178,8 @@ def tuned(
         kinds[_confident(CONFIDENT, quality)] = partial(load.best, going_on(quality, paths))
     for name, tunable in of_others(load.costs, load.in_flight, claims).items():
         kinds[name] = partial(tunable.best, load)
-    found = {name: best() for name, best in kinds.items() if not wanted or name in wanted}
-    return {FIXED_EAGLE: head, **found}
+    best_of = {name: best() for name, best in kinds.items() if not wanted or name in wanted}
+    return {FIXED_EAGLE: head, **best_of}
 
 
 def going_on(quality: float, paths: FloatArray) -> list[Arm]:
@@ -199,15 +199,15 @@ def of_others(costs: Costs, in_flight: int, claims: dict[float, FloatArray]) -> 
     """
     schedules = tuple({in_flight: k} for k in LENGTHS)
     tried = {"draft": DRAFTS, "length": LENGTHS, "schedule": schedules}
-    found = {}
+    tunables = {}
     for name, baseline in compared().items():
         needs: dict[str, tuple[Any, ...]] = {need: tried[need] for need in baseline.needs}
         make = partial(_of_registry, costs, name)
-        found[name] = Tunable(make, needs, baseline.options)
-        if MIDDLE in claims and type(found[name].first().policy).trim is not Policy.trim:
+        tunables[name] = Tunable(make, needs, baseline.options)
+        if MIDDLE in claims and type(tunables[name].first().policy).trim is not Policy.trim:
             confident = partial(make, quality=MIDDLE, head_claims=claims[MIDDLE])
-            found[_confident(name, MIDDLE)] = Tunable(confident, needs, baseline.options)
-    return found
+            tunables[_confident(name, MIDDLE)] = Tunable(confident, needs, baseline.options)
+    return tunables
 
 
 def _of_registry(

@@ -107,23 +107,23 @@ def table(rows: list[dict[str, Any]]) -> str:
     """
     blocks = []
     for data in dict.fromkeys(row["data"] for row in rows):
-        found = {(r["arm"], r["in_flight"]): r for r in rows if r["data"] == data}
-        loads = sorted({load for _, load in found})
+        by_arm = {(r["arm"], r["in_flight"]): r for r in rows if r["data"] == data}
+        loads = sorted({load for _, load in by_arm})
         lines = [f"{data}, over {FIXED_EAGLE} (it: over none)"]
         lines.append(f"{'in flight':34}" + "".join(f"{load:>16}" for load in loads))
-        for arm in dict.fromkeys(arm for arm, _ in found):
-            cells = (_cell(arm, found.get((arm, load))) for load in loads)
+        for arm in dict.fromkeys(arm for arm, _ in by_arm):
+            cells = (_cell(arm, by_arm.get((arm, load))) for load in loads)
             lines.append(f"{arm:34}" + "".join(f"{text:>16}" for text in cells))
-        if ("rule", loads[0]) in found and (PLANNER, loads[0]) in found:
-            ratios = (_ratio(found[PLANNER, load], found["rule", load]) for load in loads)
+        if ("rule", loads[0]) in by_arm and (PLANNER, loads[0]) in by_arm:
+            ratios = (_ratio(by_arm[PLANNER, load], by_arm["rule", load]) for load in loads)
             lines.append(f"{PLANNER + ' / rule':34}" + "".join(f"{text:>16}" for text in ratios))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    pairs = zip(ours["over_none_by_half"], theirs["over_none_by_half"], strict=True)
-    return " ".join(f"{mine / other:.3f}" for mine, other in pairs)
+def _ratio(row: dict[str, Any], over: dict[str, Any]) -> str:
+    halves = zip(row["over_none_by_half"], over["over_none_by_half"], strict=True)
+    return " ".join(f"{one / other:.3f}" for one, other in halves)
 
 
 def _cell(arm: str, row: dict[str, Any] | None) -> str:

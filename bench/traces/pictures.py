@@ -40,13 +40,13 @@ def picture(rows: list[dict[str, Any]], theme: dict[str, str]) -> Figure:
 
 
 def _lines(rows: list[dict[str, Any]], data: str) -> Lines:
-    found: Lines = {}
+    lines: Lines = {}
     shown = (PLANNER, "rule", "fixed-suffix", *compared())
     for row in rows:
         if row["data"] == data and row["arm"] in shown:
             percent = 100 * (row["over_fixed_eagle"] - 1)
-            found.setdefault(row["arm"], {})[row["in_flight"]] = percent
-    return found
+            lines.setdefault(row["arm"], {})[row["in_flight"]] = percent
+    return lines
 
 
 def _panel(axis: Axes, lines: Lines, theme: dict[str, str], *, labels: bool) -> None:

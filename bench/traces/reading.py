@@ -34,15 +34,15 @@ def files(folder: Path) -> dict[str, Path]:
 
     Raises TraceError where there are none, or two of a set.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for path in sorted((*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz"))):
         name = path.name.partition(".")[0].removeprefix(PREFIX)
-        if name in found:
-            raise TraceError(f"{folder}: {found[name].name} and {path.name} are of the same set")
-        found[name] = path
-    if not found:
+        if name in paths:
+            raise TraceError(f"{folder}: {paths[name].name} and {path.name} are of the same set")
+        paths[name] = path
+    if not paths:
         raise TraceError(f"{folder}: no file SET.jsonl or SET.jsonl.gz there")
-    return dict(sorted(found.items()))
+    return dict(sorted(paths.items()))
 
 
 def traces(path: Path) -> Iterator[Trace]:

@@ -35,12 +35,12 @@ Scores = dict[str, Score]
 
 def file(cache: Path, world: World, order: IntArray, in_flight: int, costs: Costs) -> Path:
     """Return where the scores on some requests are kept: by everything that they depend on."""
-    found = hashlib.sha256(f"{world.source} {in_flight} {costs.constants}".encode())
-    found.update(order.tobytes())
+    digest = hashlib.sha256(f"{world.source} {in_flight} {costs.constants}".encode())
+    digest.update(order.tobytes())
     for pattern in _SOURCES:
         for path in sorted(PROJECT_ROOT.glob(pattern)):
-            found.update(path.read_bytes())
-    return cache / f"scores-{found.hexdigest()[:16]}.json"
+            digest.update(path.read_bytes())
+    return cache / f"scores-{digest.hexdigest()[:16]}.json"
 
 
 def read(path: Path) -> Scores:

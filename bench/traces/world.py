@@ -68,18 +68,18 @@ class World:
 
         Raises TraceError.
         """
-        found = files(folder)
-        source = _digest(found)
+        paths = files(folder)
+        source = _digest(paths)
         if cache is None:
-            return cls(source, tuple(found), **_columns(found))
+            return cls(source, tuple(paths), **_columns(paths))
         known = cache / f"lookups-{source}.npz"
         if not known.exists():
             cache.mkdir(parents=True, exist_ok=True)
             part = known.with_name(f"part-{os.getpid()}.npz")
-            np.savez(part, **_columns(found))
+            np.savez(part, **_columns(paths))
             part.replace(known)
         with np.load(known) as file:
-            return cls(source, tuple(found), **{name: file[name] for name in file.files})
+            return cls(source, tuple(paths), **{name: file[name] for name in file.files})
 
     def halves(self, sets: tuple[str, ...] = (), seed: int = 7) -> tuple[IntArray, IntArray]:
         """Return two halves of the requests of some sets (none named: of all), set by set, in
@@ -96,17 +96,17 @@ class World:
         return first, second
 
 
-def _digest(found: dict[str, Path]) -> str:
+def _digest(paths: dict[str, Path]) -> str:
     """Return a name of all that the computed columns depend on."""
-    limits = f"{DEEPEST} {MOST_TOKENS} {LEAST_TOKENS} {[*found]}".encode()
+    limits = f"{DEEPEST} {MOST_TOKENS} {LEAST_TOKENS} {[*paths]}".encode()
     sources = [Path(module.__file__ or "") for module in (sys.modules[__name__], lookup, evidence)]
-    contents = [limits, *(path.read_bytes() for path in (*found.values(), *sources))]
+    contents = [limits, *(path.read_bytes() for path in (*paths.values(), *sources))]
     return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
-def _columns(found: dict[str, Path]) -> dict[str, Any]:
+def _columns(paths: dict[str, Path]) -> dict[str, Any]:
     of, prompts, sizes, columns = [], [], [], []
-    for number, (name, path) in enumerate(found.items()):
+    for number, (name, path) in enumerate(paths.items()):
         usable = 0
         for trace in traces(path):
             size = min(len(trace.text), len(trace.emitted), MOST_TOKENS)
