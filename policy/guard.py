@@ -101,8 +101,6 @@ class Memory:
     trial: Trial = _NO_TRIAL
     seen: tuple[Seen, ...] = ()
     """Steps of one bucket that it has not taken up yet."""
-    was_plain: bool = False
-    """Whether the last step had no proposals."""
 
 
 _copied = copier(Memory)
@@ -207,7 +205,6 @@ class Guard(Wrapper[State]):
         memory.credit_s = min(credit_s, _MOST_CREDIT_STEPS * seconds)
         done = outcome.rows
         tokens, proposed = sum(done.emitted.tolist()), sum(done.length.tolist())
-        was_plain, memory.was_plain = memory.was_plain, not proposed
         is_clean = not outcome.prefill_tokens and tokens > 0 and seconds > 0
         if step.trial:
             memory.credit_s -= bucket.cost.share * seconds
@@ -233,23 +230,17 @@ class Guard(Wrapper[State]):
         elif step.level == bucket.level and not step.settles and step.counted and is_clean:
             if memory.seen and bucket_of(memory.seen[0].rows) != place:
                 self._take_up(memory)
-            memory.seen = (*memory.seen, Seen(rows, tokens, seconds, proposed > 0, was_plain))
+            memory.seen = (*memory.seen, Seen(rows, tokens, seconds, proposed > 0))
             if len(memory.seen) >= _SEEN_STEPS:
                 self._take_up(memory)
 
-    def _take_up(self, memory: Memory) -> None:
-        """Take up the steps that were seen, in place. Those that the policy wanted without
-        proposals are compared with the others.
-        """
-        seen, memory.seen = memory.seen, ()
-        if not seen:
-            return
-        rows = seen[-1].rows
-        place = bucket_of(rows)
-        bucket = memory.buckets[place].with_steps(seen, memory.step)
-        memory.buckets = {**memory.buckets, place: bucket}
-        if bucket.level != NONE and (plain := bucket.plain(rows)) is not None:
-            self._sample(rows, plain.goodput, memory)
+    @staticmethod
+    def _take_up(memory: Memory) -> None:
+        """Take up the steps that were seen, in place."""
+        if seen := memory.seen:
+            place, memory.seen = bucket_of(seen[-1].rows), ()
+            bucket = memory.buckets[place].with_steps(seen, memory.step)
+            memory.buckets = {**memory.buckets, place: bucket}
 
     def _conclude(self, step: PendingStep, memory: Memory) -> None:
         """Compare an experiment, in place; its result is ignored where it is no pair."""
@@ -258,22 +249,14 @@ class Guard(Wrapper[State]):
         bucket = memory.buckets[bucket_of(step.rows)]
         if trial.steps < _COUNTED_STEPS or step.level == bucket.level:
             return
-        if bucket.level != NONE or trial.proposed:
-            self._sample(step.rows, trial.tokens / trial.seconds, memory)
-        else:
-            memory.buckets = {**memory.buckets, bucket_of(step.rows): bucket.tried()}
-
-    def _sample(self, rows: int, goodput: float, memory: Memory) -> None:
-        """Pair the other level's goodput with that of the level that is applied, in place."""
-        place = bucket_of(rows)
-        bucket = memory.buckets[place]
-        if (against := bucket.against(rows, memory.step)) is None:
-            return
-        memory.samples += 1
-        after = bucket.sampled(goodput, against)
-        if after.level != bucket.level:
-            memory.settling = 0
-            memory.credit_s += _START_STEPS * against.seconds / against.steps
+        place, against = bucket_of(step.rows), bucket.against(step.rows, memory.step)
+        after = bucket.tried()
+        if against is not None and (bucket.level != NONE or trial.proposed):
+            memory.samples += 1
+            after = bucket.sampled(trial.tokens / trial.seconds, against)
+            if after.level != bucket.level:
+                memory.settling = 0
+                memory.credit_s += _START_STEPS * against.seconds / against.steps
         memory.buckets = {**memory.buckets, place: after}
 
     # -- shown, and kept

@@ -13,10 +13,8 @@ from .paired import Comparison, from_data
 PLANNED, NONE = range(2)
 LEVELS = ("planned", "none")
 """The levels that a step can be planned by: the policy, no speculation."""
-ALL, PROPOSING, PLAIN = range(3)
-"""Kinds of steps by the level that is applied: all, those with proposals, and those without where
-the policy did not want any; the last are as good as an experiment.
-"""
+ALL, PROPOSING = range(2)
+"""Kinds of steps by the level that is applied: all, and those with proposals."""
 COST_SHARE, CLEAR_COST_SHARE, PROMISING_COST_SHARE = 0.005, 0.001, 0.02
 """The most goodput that experiments may cost, where the policy's plans are clearly better, and
 until it is certain that another level is better, as it seems.
@@ -40,8 +38,6 @@ class Seen(NamedTuple):
     """Tokens that it emitted."""
     seconds: float
     proposes: bool
-    after_plain: bool
-    """Whether the step before had no proposals, either."""
 
 
 class Side(NamedTuple):
@@ -159,22 +155,15 @@ class Bucket(NamedTuple):
             kinds.setdefault((step.rows, ALL), []).append(step)
             if step.proposes:
                 kinds.setdefault((step.rows, PROPOSING), []).append(step)
-            elif step.after_plain and self.level != NONE:
-                kinds.setdefault((step.rows, PLAIN), []).append(step)
         for key, group in kinds.items():
             windows[key] = windows.get(key, Side()).more(group, at)
         return self._replace(windows=windows)
-
-    def plain(self, rows: int) -> Side | None:
-        """Return such steps since the last sample, if there are enough."""
-        side = self.windows.get((rows, PLAIN))
-        return side if side is not None and side.steps >= _WINDOW_STEPS else None
 
     def sampled(self, goodput: float, against: Side) -> Bucket:
         """Return the bucket with a pair, the other level's goodput and other steps; at the level
         that the comparison now says.
         """
-        windows = {k: side.halved() for k, side in self.windows.items() if k[1] != PLAIN}
+        windows = {key: side.halved() for key, side in self.windows.items()}
         other = self.other.learnt(math.log(goodput / against.goodput))
         if other.is_better:  # what is known counts half there, and costs are unknown
             return Bucket(1 - self.level, other.reversed())

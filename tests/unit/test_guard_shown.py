@@ -104,7 +104,7 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for(monkeypatch):
             memory = cycle.runner.state.own
             assert len(memory.pending) == 1
             is_planned = memory.buckets[2].level == PLANNED  # by this machine's times
-            assert not is_planned or all(bool(step.length) for step in memory.seen)
+            assert not is_planned or all(step.proposes for step in memory.seen)
     assert not all(levels)
     assert memory.samples
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import Drafted, FixedLength, NoSpeculation, Plan, Policy, SwitchedPolicy, Switches
+from policy import Drafted, FixedLength, NoSpeculation, SwitchedPolicy, Switches
 from policy.guard import Guard
 from policy.levels import LEVELS, NONE, Bucket, rows_of
 from policy.paired import Comparison
@@ -270,29 +270,6 @@ def test_a_pause_is_no_property_of_a_level():
         return world.level
 
     assert [pausing(seed) for seed in range(6)].count("planned") >= 5
-
-
-class Sometimes(Policy):
-    """Speculates in one of some steps."""
-
-    def plan(self, seen, state, now, rng):
-        length = 4 if now % 5 == 0 else 0
-        return Plan.within(seen, 0, length), None
-
-
-def test_steps_that_the_policy_wants_plain_are_evidence_that_costs_nothing(monkeypatch):
-    for name in ("COST_SHARE", "CLEAR_COST_SHARE", "PROMISING_COST_SHARE"):
-        monkeypatch.setattr(f"policy.levels.{name}", 0.0)
-    monkeypatch.setattr("policy.guard._START_STEPS", 0.0)
-    policy = Guard(Sometimes())
-    state, rng = policy.start(), np.random.default_rng(2)
-    for step in range(800):
-        seen = view(8, DRAFTS, request=np.arange(8))
-        plan, state = policy.plan(seen, state, float(step), RNG)
-        assert "experiment" not in plan.notes
-        seconds = math.exp(0.02 * rng.standard_normal()) * (3.0 if plan.length.any() else 1.0)
-        state = policy.observe(outcome(seen, plan, 1, seconds), state, 0.0)
-    assert policy.verdicts(state)[0].level == "none"
 
 
 def test_a_policy_that_never_speculates_is_left_alone():
