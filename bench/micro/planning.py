@@ -31,6 +31,7 @@ from policy import (
     LatencyCurve,
     LatencyModel,
     Outcome,
+    Plan,
     PlannerConfig,
     StepRows,
     StepTimes,
@@ -79,7 +80,7 @@ class ClosedLoop:
         catchup = self.catchup.ravel().tolist()
         return self.ids.tolist(), self.remaining.tolist(), ceiling.tolist(), catchup
 
-    def step(self, plan: Any) -> Outcome:
+    def step(self, view: View, plan: Plan) -> Outcome:
         """Draw what is accepted of a plan, and let requests end and arrive.
 
         Lookup, which is free, is scored where another draft is used.
@@ -102,6 +103,8 @@ class ClosedLoop:
                 np.minimum(guessed + 1, accepted + 1)[free],
             ),
             finished=self.ids[over],
+            view=view,
+            plan=plan,
         )
         self.remaining = np.where(over, rng.integers(20, 200, rows), self.remaining - accepted - 1)
         used = (plan.draft[:, None] == np.arange(self._drafts)) & (length > 0)[:, None]
@@ -116,8 +119,8 @@ def timed_plan(
     state: Any,
     columns: tuple[list[int], ...],
     now: float,
-) -> tuple[Any, Any, float]:
-    """Return the plan for a view of the columns, the state after it, and the microseconds."""
+) -> tuple[View, Plan, Any, float]:
+    """Return a view of the columns, its plan, the state after that, and the microseconds."""
     ids, remaining, ceiling, catchup = columns
     context, drafts = [CONTEXT] * len(ids), len(planner.drafts)
     started = thread_time()
@@ -130,7 +133,7 @@ def timed_plan(
         catchup=np.array(catchup).reshape(-1, drafts),
     )
     plan, state = planner.plan(view, state, now, RNG)
-    return plan, state, 1e6 * (thread_time() - started)
+    return view, plan, state, 1e6 * (thread_time() - started)
 
 
 def measure(
@@ -143,12 +146,12 @@ def measure(
     planner = AdaptivePlanner(DRAFTS[:drafts], model(drafts), config)
     rng = np.random.default_rng(seed)
     loops = (ClosedLoop(rows, drafts, rng) for _ in range(max(steps // 10, 5)))
-    cold_us = [timed_plan(planner, planner.start(), loop.columns(), 0.0)[2] for loop in loops]
+    cold_us = [timed_plan(planner, planner.start(), loop.columns(), 0.0)[3] for loop in loops]
     loop, state = ClosedLoop(rows, drafts, rng), planner.start()
     plan_us, observe_us, lengths = [], [], []
     for step in range(steps):
-        plan, state, took_us = timed_plan(planner, state, loop.columns(), 0.01 * step)
-        outcome = loop.step(plan)
+        view, plan, state, took_us = timed_plan(planner, state, loop.columns(), 0.01 * step)
+        outcome = loop.step(view, plan)
         started = thread_time()
         state = planner.observe(outcome, state, 0.01 * step)
         observe_us.append(1e6 * (thread_time() - started))
@@ -178,8 +181,8 @@ def flapping(rows: int, steps: int, seed: int) -> dict[str, float]:
     planner, rng = AdaptivePlanner(DRAFTS, model(drafts)), np.random.default_rng(seed)
     loop, state, plans = ClosedLoop(rows, drafts, rng, 100 * steps), planner.start(), []
     for step in range(steps):
-        plan, state, _ = timed_plan(planner, state, loop.columns(), 0.01 * step)
-        state = planner.observe(loop.step(plan), state, 0.01 * step)
+        view, plan, state, _ = timed_plan(planner, state, loop.columns(), 0.01 * step)
+        state = planner.observe(loop.step(view, plan), state, 0.01 * step)
         plans.append(plan)
     late = plans[steps // 2 :]
     pairs = [pair for pair in pairwise(late) if not any("trial" in plan.notes for plan in pair)]
