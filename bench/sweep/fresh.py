@@ -3,7 +3,7 @@
     python -m bench.sweep.fresh --out FILE [--closed 1 4 8 16] [--temperatures 0 0.8] [--blocks 6]
     python -m bench.sweep.fresh --table-error 0.25 ...  # served by tables that are wrong
     python -m bench.sweep.fresh --busy ...              # a second program takes half a core
-    python -m bench.sweep.fresh --arms none spindle suffix-else ...
+    python -m bench.sweep.fresh --arms none spindle suffix-else-eagle ...
 
 For every point (temperature, requests in flight) each arm but ``none`` gets a new server, which has
 learnt nothing; ``none`` has been warmed up. Then come blocks: each arm serves the same requests, in
