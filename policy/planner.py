@@ -296,24 +296,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         if not len(nodes) and state.rests < _MOST_RESTS:
             after.rests += len(rows) > 0
         else:
-            column = state.column(step.draft, slot)
-            claims = _claims(nodes.row, step.draft[nodes.row], nodes.depth, nodes.confidence)
-            evidence = np.repeat(step.evidence[:, None], len(self.drafts), axis=1)
-            before = state.acceptance, step.request, slot
-            score, expected = self.estimator.weigh(*before, evidence, claims)
-            if self.config.whole_batch:  # the device chooses by the claims themselves
-                score = claims.confidence
-            known = column[nodes.row], nodes.drawn, score, nodes.accepted
-            place = claims.row, claims.depth, expected
-            rest = self._present(state, slot, outcome.view), state.rests + 1
-            after.calibration = state.calibration.learnt(*known, *place, *rest)
-            after.rests = 0
-            if self.config.whole_batch:
-                places = _places_of(outcome)
-                shown = proposed_of(
-                    claims.row, known[0], claims.depth, score, nodes.drawn, expected
-                )
-                after.supply = learnt_supply(state.supply, shown, places)
+            self._learn_nodes(after, state, outcome, step, slot)
         if (view := outcome.view) is not None and len(rows):
             after.correction = state.correction.learnt(
                 lambda *learnt: self._learn_step(outcome, view, learnt)
@@ -324,6 +307,31 @@ class AdaptivePlanner(Policy[PlannerState]):
             after.tenants = state.tenants.without(over)
         after.acceptance = acceptance
         return after
+
+    def _learn_nodes(
+        self,
+        after: PlannerState,
+        state: PlannerState,
+        outcome: Outcome,
+        step: Chains,
+        slot: IntArray,
+    ) -> None:
+        """Learn what confidences are worth, and what drafts of the device show, in place."""
+        nodes, drafts = outcome.nodes, len(self.drafts)
+        column = state.column(step.draft, slot)[nodes.row]
+        claims = _claims(nodes.row, step.draft[nodes.row], nodes.depth, nodes.confidence)
+        evidence = np.repeat(step.evidence[:, None], drafts, axis=1)
+        before = state.acceptance, step.request, slot
+        score, expected = self.estimator.weigh(*before, evidence, claims)
+        if self.config.whole_batch:  # the device chooses by the claims themselves
+            score = claims.confidence
+            proposed = proposed_of(claims.row, column, claims.depth, score, nodes.drawn, expected)
+            after.supply = learnt_supply(state.supply, proposed, _places_of(outcome))
+        known = column, nodes.drawn, score, nodes.accepted
+        place = claims.row, claims.depth, expected
+        rest = self._present(state, slot, outcome.view), state.rests + 1
+        after.calibration = state.calibration.learnt(*known, *place, *rest)
+        after.rests = 0
 
     def _present(self, state: PlannerState, slot: IntArray, view: View | None) -> BoolArray:
         """Return bool[C, 2]: the columns of the tenants that have rows at these slots, and whether
