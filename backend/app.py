@@ -45,7 +45,7 @@ from backend.speculation.explaining import explain_last
 from backend.speculation.learned_state import LearnedState, learned_key
 from backend.speculation.policy_factory import check_policy, compile_planner, make_policy
 from backend.storage import cache
-from backend.storage.tables import load_tables, shipped_tables, timed_engines
+from backend.storage.tables import load_tables, timed_engines
 from backend.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from policy import LatencyTable
 
@@ -292,15 +292,11 @@ def _timed_folders(config: ServingConfig) -> dict[str, Path]:
 
 def _measured(config: ServingConfig) -> tuple[Mapping[str, LatencyTable], int]:
     """Return the tables measured on this machine, and the threads that they are of."""
-    tables, threads = load_tables(config, _timed_folders(config))
-    return {**tables, **shipped_tables(config, model_path)}, threads
+    return load_tables(config, _timed_folders(config))
 
 
 def _cpu_only(config: ServingConfig) -> bool:
-    return all(
-        not engine.kind.answer("MANAGES_KV", False) and engine.device == "cpu"
-        for engine in (config.target, *config.drafts)
-    )
+    return all(engine.device == "cpu" for engine in (config.target, *config.drafts))
 
 
 def _loop(
@@ -312,14 +308,13 @@ def _loop(
 ) -> Orchestrator:
     """Return the loop over these engines, with its KV ledger, admission and drafting."""
     limits, k_max = config.limits, config.policy.k_max
-    shares_kv = limits.enable_kv_cache_reuse and not config.target.kind.answer("MANAGES_KV", False)
     ledger = KVLedger(
         {engine.name: engine.limits.kv_blocks for engine in (target, *drafts)},
         headroom_tokens=(k_max + 1) * (1 + target.limits.lookahead),
         guaranteed=limits.batch_scheduler_policy == "guaranteed_no_evict",
-        target=target if shares_kv else None,
+        target=target if limits.enable_kv_cache_reuse else None,
     )
-    if shares_kv and (endpoint := os.environ.get("KV_EVENTS")):
+    if limits.enable_kv_cache_reuse and (endpoint := os.environ.get("KV_EVENTS")):
         from backend.ops.kv_events import KVEvents
 
         ledger.observe(KVEvents(endpoint))

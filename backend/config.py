@@ -76,12 +76,6 @@ class EngineConfig:
     """``cuda`` target: submissions in flight besides the one that runs. With 1 heads propose on the
     target's device.
     """
-    gpus: tuple[int, ...] = (0,)  # ``trtllm``: one a rank
-    kv_share: float = setting(0.9, low=0.01, high=1.0)
-    """``trtllm``: the share of the memory left by the weights that KV gets."""
-    turn_timeout_s: float = setting(30.0, low=0.1, high=3600.0)  # ``trtllm``
-    worker: str = "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"
-    """``trtllm``: the program of the ranks where an engine spans GPUs."""
 
     @property
     def step_s(self) -> float:
@@ -560,16 +554,7 @@ def _check_engine(where: str, engine: EngineConfig) -> None:
 
 
 def _check_drafts(config: ServingConfig) -> None:
-    target = config.target.kind
-    builds = target.model and not target.checkpoint  # others load any draft, and are not asked
-    allowed = target.answer("DRAFTS", ()) if builds else ()
     for index, draft in enumerate(config.drafts):
-        if allowed and draft.engine not in allowed:
-            names = " or ".join(map(repr, allowed))
-            raise ConfigError(
-                f"drafts[{index}].engine must be {names} with a target of "
-                f"{config.target.engine!r}, got {draft.engine!r}"
-            )
         if draft.kind.reads_target and not config.target.kind.gives_states:
             giving = [repr(name) for name, kind in KINDS.items() if kind.gives_states]
             raise ConfigError(

@@ -292,7 +292,7 @@ KINDS = {
         known_s=1e-4,
         token_bytes=64,  # 32 in the ring, the rest its share of what is noted of texts
     ),
-    "trtllm": Kind("backend.engines.trtllm.deployment"),
+    "tensorrt_llm": Kind("backend.engines.tensorrt_llm.kind", hosted=True),
     "trt_graph": Kind("backend.engines.trt_graph.kind", behaviour=1),
 }
 

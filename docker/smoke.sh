@@ -129,7 +129,6 @@ if [ -n "${2:-}" ]; then run+=(--volume "$(realpath "$2"):/checkpoints/draft:ro"
 item "image builds" docker build --file docker/trtllm.Dockerfile --tag "$IMAGE" .
 item "engines build" "${run[@]}" "$IMAGE" "$PYTHON" -m engines_build.build /work/deployment.yaml
 item "a second build does nothing" "${run[@]}" "$IMAGE" "$PYTHON" -m engines_build.build /work/deployment.yaml
-item "latency is measured" "${run[@]}" "$IMAGE" "$PYTHON" -m engines_build.trtllm.measure_executor --config /work/engines/serving.json
 item "the container starts" docker run --detach --name "$CONTAINER" --restart unless-stopped --gpus all --shm-size 1g \
     --publish "127.0.0.1:${HTTP_PORT:-8000}:8000" --publish "127.0.0.1:${METRICS_PORT:-8002}:8002" \
     --volume "$work:/work" --env SPINDLE_CONFIG=/work/engines/serving.json --env PROBE_PERIOD_S=5 "$IMAGE"

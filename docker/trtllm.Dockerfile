@@ -1,4 +1,4 @@
-# Spindle on TensorRT-LLM 1.2.1 engines, in NVIDIA's container. Build from the project's root:
+# Spindle on TensorRT-LLM 1.2.1, checkpoints and engines, in NVIDIA's container. Build from the project's root:
 #   docker build -f docker/trtllm.Dockerfile -t spindle:trtllm .
 # RELEASE may be 26.04 to 26.07, which all hold TensorRT-LLM 1.2.1.
 # Not built or run yet: see docs/how-to/tensorrt-llm.md.
@@ -13,13 +13,13 @@ RUN test "$("$SPINDLE_PYTHON" -c 'from importlib.metadata import version; print(
 
 # Only what the container lacks is added, every package by name. Without a network:
 # `pip download --no-deps -d wheels -r` of both files elsewhere, COPY wheels, and
-# PIP_FIND_LINKS=wheels PIP_NO_INDEX=1.
+# PIP_FIND_LINKS=wheels PIP_NO_INDEX=1. The container lacks python3-venv, so the front end's environment gets no pip of its own.
 COPY docker/trtllm-requirements.txt /tmp/requirements.txt
 COPY docker/frontend-requirements.txt /tmp/frontend-requirements.txt
 RUN "$SPINDLE_PYTHON" -m pip install --no-cache-dir --no-deps -r /tmp/requirements.txt \
-    && "$SPINDLE_PYTHON" -m venv /opt/frontend \
-    && /opt/frontend/bin/pip install --no-cache-dir --no-deps -r /tmp/frontend-requirements.txt \
-    && /opt/frontend/bin/pip check \
+    && "$SPINDLE_PYTHON" -m venv --without-pip /opt/frontend \
+    && "$SPINDLE_PYTHON" -m pip --python /opt/frontend/bin/python install --no-cache-dir --no-deps -r /tmp/frontend-requirements.txt \
+    && "$SPINDLE_PYTHON" -m pip --python /opt/frontend/bin/python check \
     && rm /tmp/requirements.txt /tmp/frontend-requirements.txt
 
 RUN (id spindle || useradd --create-home --uid 10001 spindle) && install -d -o spindle /var/cache/spindle /engines

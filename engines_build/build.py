@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from backend.engines.trtllm.folder import check_draft, check_target, read_engine_folder
+from backend.engines.tensorrt_llm.folder import read_engine_folder
 from backend.settings import ConfigError
 from backend.storage.manifest import check_pair, read_manifest
+from engines_build.trtllm.commands import convert_command, engine_command
 from engines_build.trtllm.deployment import Deployment, EngineBuild, load_deployment, serving
-from engines_build.trtllm.executor_commands import convert_command, engine_command
 
 MANIFEST = "manifest.json"
 SERVING = Path(__file__).parent.parent / "model_repository" / "spindle" / "1" / "serving.json"
@@ -49,11 +49,8 @@ def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
     if dry_run:
         return
     check_engines(deployment, folders)
-    _write(output / "serving.json", serving(deployment, folders))
-    print(
-        f"{output / 'serving.json'} is ready; now: python -m engines_build.trtllm.measure_executor "
-        f"--config {output / 'serving.json'}"
-    )
+    _write(output / "serving.json", serving(deployment, folders[deployment.target.name]))
+    print(f"{output / 'serving.json'} is ready")
 
 
 def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
@@ -86,18 +83,18 @@ def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
 
 
 def check_engines(deployment: Deployment, folders: dict[str, Path]) -> None:
-    """Read what was built back, and refuse what cannot serve. Raises ConfigError."""
-    engines = {name: read_engine_folder(folder) for name, folder in folders.items()}
-    target = engines[deployment.target.name]
-    check_target(target, deployment.max_draft_len)
-    for draft in deployment.drafts:
-        check_draft(engines[draft.name], target)
-    for name, engine in engines.items():
-        gib = engine.activation_bytes / (1 << 30)
-        print(
-            f"{name}: {engine.max_num_tokens} tokens of text an iteration; activations take "
-            f"about {gib:.1f} GiB on each of its GPUs"
-        )
+    """Read what was built back, and refuse engines that are not as asked. Raises ConfigError."""
+    for build in deployment.engines:
+        engine, draft_len = read_engine_folder(folders[build.name]), 0
+        if build is deployment.target:
+            draft_len = deployment.max_draft_len
+        wrong = []
+        if not engine.paged_context_fmha:
+            wrong.append("without --use_paged_context_fmha enable: KV cannot be reused")
+        if engine.verifies_drafts != bool(draft_len) or engine.max_draft_len != draft_len:
+            wrong.append(f"with max_draft_len {engine.max_draft_len} instead of {draft_len}")
+        if wrong:
+            raise ConfigError(f"{engine.folder} was built {'; '.join(wrong)}")
 
 
 def _build_engine(
@@ -252,7 +249,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
-def build_executors(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def build_engines(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Build the engines of a deployment file."""
     if args.file is None:
         parser.error("a deployment file is needed")
@@ -277,7 +274,7 @@ def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         raise BuildError(str(error)) from error
 
 
-BUILDERS = {"trtllm": build_executors, "trt_graph": build_networks}
+BUILDERS = {"trtllm": build_engines, "trt_graph": build_networks}
 """The kinds that ``--engine`` names."""
 
 if __name__ == "__main__":

@@ -38,11 +38,6 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     _check_change(app, config)
     running = dict(zip(app.config.drafts, app.drafts, strict=True))
     added = [draft for draft in config.drafts if draft not in running]
-    if any(draft.kind.answer("MANAGES_KV", False) for draft in added):
-        raise ConfigError(
-            "a TensorRT-LLM draft cannot be added while the service runs: the memory of the GPUs "
-            "is planned for all engines at once; restart the service"
-        )
     wanted = Service(config, 1, model_path).taps
     if not set(wanted) <= set(app.taps):
         raise ConfigError(

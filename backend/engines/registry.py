@@ -2,12 +2,10 @@
 ``backend.kinds`` names.
 
 Functions that few kinds have are asked where they are there (``Kind.answer``), and so are
-constants. ``TABLE_FILE``: the file in a model folder with times that were measured with the model.
-``DRAFTS``: the kinds that it can have as a target, if not all. ``MANAGES_KV``: it plans its GPUs'
-memory, finds KV and draws tokens by itself. ``REFUSES``: request attributes that it does not serve,
-with the reason. ``RUNS_IN_TARGET``: a draft that reads its target runs in one with lookahead.
-``LEAST_CAPABILITY``, ``GPU_PACKAGE``: what it needs on a GPU; ``GPU_DTYPES``: those of its dtypes
-that it runs there, if not all.
+constants. ``REFUSES``: request attributes that it does not serve, with the reason.
+``RUNS_IN_TARGET``: a draft that reads its target runs in one with lookahead. ``LEAST_CAPABILITY``,
+``GPU_PACKAGE``: what it needs on a GPU; ``GPU_DTYPES``: those of its dtypes that it runs there, if
+not all.
 """
 
 from __future__ import annotations

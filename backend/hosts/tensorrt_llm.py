@@ -37,6 +37,7 @@ from backend.hosts.settings import TARGET, HostConfig, host_config
 from backend.ops.stats import Stats, StepStats
 from backend.sequence import Proposal
 from backend.settings import ConfigError
+from backend.speculation.explaining import explain_last
 from policy import LatencyTable
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,10 @@ class SpindleDrafter(Drafter):  # type: ignore[misc] # TensorRT-LLM is not there
         """By client id. A program that submits a request holds ``lock`` until it is noted here."""
         self.lock = Lock()
         self.resources = SpindleResources(self._host, self._proposals, self.asked)
+
+    def explain(self) -> dict[str, Any]:
+        """Explain the last plan (any thread)."""
+        return explain_last(self._host.cycle)
 
     def get_draft_len_for_batch_size(self, batch_size: int) -> int:
         """Plan the step of the requests that decode now; return 0 if none of them speculates."""

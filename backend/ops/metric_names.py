@@ -247,7 +247,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         "Tokens of answers that a draft has kept, and of old ones that it has forgotten for them",
         ("draft", "event"),
     ),
-    Family("spindle_engine_deaths_total", _C, "Times an executor died", ("engine",)),
+    Family("spindle_engine_deaths_total", _C, "Times a TensorRT-LLM engine was lost", ("engine",)),
     Family("spindle_engine_restarts_total", _C, "Restarts of the engine process"),
     Family(
         "spindle_guard_ratio",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,19 +48,6 @@ def load_tables(
     return tables, 1 if threads == "auto" else int(
         threads
     )  # nothing was measured where no model runs
-
-
-def shipped_tables(
-    config: ServingConfig, path: Callable[[EngineConfig], Path]
-) -> dict[str, LatencyTable]:
-    """Return the tables that lie in the folders of engines, as their kinds say. Raises LatencyError
-    for one that is missing or unsound.
-    """
-    return {
-        engine.name: read_table(path(engine) / file)
-        for engine in (config.target, *config.drafts)
-        if engine.kind.model and (file := engine.kind.answer("TABLE_FILE", ""))
-    }
 
 
 def missing_tables(

@@ -14,7 +14,7 @@ GUARANTEES = """\
 | `torch` in fp32 | plain decoding's text [2] | one text for a seed, any load [2] |
 | `invariant: false`, int8, `torch` in bf16 | may part at near-ties [2] | may part [2] |
 | `cuda` with `invariant` [4] | one text; with trees, but for near-ties | the same for a seed |
-| TensorRT-LLM [3] | its decoder's own text | one text only with the same plans |
+| TensorRT-LLM [3] | its own text | by its own draws |
 | plug-in of vLLM, fp32 | plain vLLM's text [2] | by vLLM's own distribution |
 """
 """Guarantees under speculation, by number format and kind of request: README and

@@ -1,8 +1,9 @@
-"""Make a ``serving.json`` of NVIDIA's models: ``python -m engines_build.trtllm.adopt
-TARGET/config.pbtxt [DRAFT/config.pbtxt ...]``.
+"""Make a ``serving.json`` of NVIDIA's model: ``python -m engines_build.trtllm.adopt
+tensorrt_llm/config.pbtxt``.
 
-Reads the parameters of ``tensorrt_llm`` models as ``fill_template.py`` left them and prints the
-settings that mean the same here; what has no counterpart is named on standard error.
+Reads the parameters of a ``tensorrt_llm`` model as ``fill_template.py`` left them and prints the
+settings that mean the same here, for the engine folder that it names; parameters without a
+counterpart are named on standard error.
 """
 
 from __future__ import annotations
@@ -14,33 +15,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from backend.engines.trtllm.folder import (
-    EngineFolder,
-    check_draft,
-    check_target,
-    read_engine_folder,
-    token_budget,
-)
-from backend.sequence import BLOCK_TOKENS
+from backend.engines.tensorrt_llm.folder import EngineFolder, read_engine_folder
 from backend.settings import ConfigError
 
 _PARAMETER = re.compile(r'key:\s*"([^"]+)"\s*value:\s*\{\s*string_value:\s*"([^"]*)"', re.S)
-_SETTLED = (
+_KV = {
+    "kv_cache_free_gpu_mem_fraction": ("free_gpu_memory_fraction", float),
+    "max_tokens_in_paged_kv_cache": ("max_tokens", int),
+    "kv_cache_host_memory_bytes": ("host_cache_size", int),
+    "sink_token_length": ("sink_token_length", int),
+}
+"""Parameters that are fields of the LLM API's ``kv_cache_config``, and their types."""
+
+_USED = (
+    *_KV,
+    "gpt_model_path",
+    "tokenizer_dir",
     "enable_kv_cache_reuse",
     "enable_chunked_context",
+    "max_queue_size",
     "exclude_input_in_output",
     "gpt_model_type",
     "FORCE_CPU_ONLY_INPUT_TENSORS",
 )
-"""Settings that are always the same here (chunked context: off), or each request's to say."""
-
-_USED = (
-    "gpt_model_path",
-    "gpu_device_ids",
-    "executor_worker_path",
-    "tokenizer_dir",
-    "kv_cache_free_gpu_mem_fraction",
-)
+"""Parameters with a counterpart, and those that each request says here."""
 
 
 def read_parameters(path: Path) -> dict[str, str]:
@@ -65,87 +63,58 @@ def read_parameters(path: Path) -> dict[str, str]:
     return found
 
 
-def adopt(target_path: Path, draft_paths: list[Path]) -> tuple[dict[str, Any], list[str]]:
+def adopt(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the settings, and one sentence for each parameter that has no counterpart. Raises
-    ConfigError for engines that do not fit.
+    ConfigError for an engine that cannot be read.
     """
-    parameters = [read_parameters(path) for path in (target_path, *draft_paths)]
-    engines = [read_engine_folder(Path(found["gpt_model_path"])) for found in parameters]
-    names = _names([target_path, *draft_paths])
-    target, drafts = engines[0], engines[1:]
-    check_target(target, 1)
-    for draft in drafts:
-        check_draft(draft, target)
-    entries = [
-        _entry(name, found, engine)
-        for name, found, engine in zip(names, parameters, engines, strict=True)
-    ]
-    k_max, budget = min(target.max_draft_len, 64), min(engine.max_num_tokens for engine in engines)
-    context = min(
-        *(engine.max_context_tokens for engine in engines),
-        budget // BLOCK_TOKENS * BLOCK_TOKENS - k_max - 1,
-    )
-    limits = {
-        "max_active_requests": target.max_batch_size,
-        "max_context_tokens": context,
-        "prefill_chunk_tokens": context,
+    found = read_parameters(path)
+    engine = read_engine_folder(Path(found["gpt_model_path"]))
+    args: dict[str, Any] = {}
+    if kv := {name: read(found[key]) for key, (name, read) in _KV.items() if key in found}:
+        args["kv_cache_config"] = kv
+    if "enable_chunked_context" in found:
+        args["enable_chunked_prefill"] = _is_true(found["enable_chunked_context"])
+    limits: dict[str, Any] = {
+        "max_active_requests": engine.max_batch_size,
+        "max_context_tokens": engine.max_context_tokens,
     }
+    if "max_queue_size" in found:
+        limits["max_queued_requests"] = int(found["max_queue_size"])
+    if "enable_kv_cache_reuse" in found and not engine.verifies_drafts:
+        limits["enable_kv_cache_reuse"] = _is_true(found["enable_kv_cache_reuse"])
+    name = path.resolve().parent.name
+    target = {"engine": "tensorrt_llm", "name": name, "model": str(engine.folder)}
     settings = {
-        "target": entries[0],
-        "drafts": [*entries[1:], {"engine": "lookup", "name": "lookup"}],
-        "policy": {"k_max": k_max},
+        "target": target | ({"engine_args": args} if args else {}),
+        "policy": {"kind": "none"},
         "limits": limits,
     }
-    notes = [
-        note for name, found in zip(names, parameters, strict=True) for note in _notes(name, found)
-    ]
-    if budget < (whole := token_budget(target.max_batch_size, context, k_max)):
-        notes.append(
-            f"an iteration takes at most {budget} tokens of text, by the engines' "
-            f"max_num_tokens; build them with {whole} for more"
-        )
-    return settings, notes
+    return settings, _notes(name, found, engine)
 
 
-def _names(paths: list[Path]) -> list[str]:
-    """Name engines by their models' folders."""
-    names = [path.resolve().parent.name for path in paths]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"models must have folders of different names, got {names}")
-    return names
+def _is_true(text: str) -> bool:
+    return text.lower() in ("true", "1")
 
 
-def _entry(name: str, parameters: dict[str, str], engine: EngineFolder) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "engine": "trtllm",
-        "name": name,
-        "model": str(engine.folder),
-        "gpus": list(range(engine.ranks)),
-    }
-    if "gpu_device_ids" in parameters:
-        entry["gpus"] = [int(gpu) for gpu in parameters["gpu_device_ids"].split(";")[0].split(",")]
-    if "executor_worker_path" in parameters:
-        entry["worker"] = parameters["executor_worker_path"]
-    return entry
-
-
-def _notes(name: str, parameters: dict[str, str]) -> list[str]:
+def _notes(name: str, parameters: dict[str, str], engine: EngineFolder) -> list[str]:
     notes = [
         f"{name}: {key} {value!r} has no counterpart"
         for key, value in parameters.items()
-        if key not in (*_USED, *_SETTLED)
+        if key not in (*_USED, "gpu_device_ids")
     ]
-    if "kv_cache_free_gpu_mem_fraction" in parameters:
+    if gpus := parameters.get("gpu_device_ids"):
+        first = gpus.split(";")[0]
+        notes.append(f"{name}: start the server with CUDA_VISIBLE_DEVICES={first}")
+    if engine.verifies_drafts:
         notes.append(
-            f"{name}: kv_cache_free_gpu_mem_fraction "
-            f"{parameters['kv_cache_free_gpu_mem_fraction']} is planned here (kv_share)"
+            f"{name}: its engine takes draft tokens from outside, which the LLM API does not send: "
+            f"it is served without drafts. For drafts serve its checkpoint"
         )
-    if (where := parameters.get("tokenizer_dir")) and not Path(
-        parameters["gpt_model_path"], "tokenizer.json"
+    if (where := parameters.get("tokenizer_dir")) and not (
+        engine.folder / "tokenizer.json"
     ).is_file():
         notes.append(
-            f"{name}: copy tokenizer.json and generation_config.json of {where} to "
-            f"{parameters['gpt_model_path']}"
+            f"{name}: copy tokenizer.json and generation_config.json of {where} to {engine.folder}"
         )
     return notes
 
@@ -153,11 +122,10 @@ def _notes(name: str, parameters: dict[str, str]) -> list[str]:
 def main() -> None:
     """Print the settings."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("target", type=Path, help="config.pbtxt of the target's tensorrt_llm model")
-    parser.add_argument("drafts", type=Path, nargs="*", help="those of draft models")
+    parser.add_argument("file", type=Path, help="config.pbtxt of the tensorrt_llm model")
     args = parser.parse_args()
     try:
-        settings, notes = adopt(args.target, args.drafts)
+        settings, notes = adopt(args.file)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     print(*notes, sep="\n", file=sys.stderr)

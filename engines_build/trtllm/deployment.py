@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from backend.engines.trtllm.folder import token_budget
+from backend.sequence import BLOCK_TOKENS
 from backend.settings import ConfigError, build_settings, setting
 
 FAMILIES = ("llama", "qwen")
@@ -23,6 +23,10 @@ FP8_KV_FORMATS = ("fp8", "w4a8_awq")
 """With other formats the builder turns paged context FMHA off where the KV cache is fp8; with an
 int8 cache always.
 """
+
+
+PROMPT_TOKENS = 65_536
+"""The most tokens of prompts in an iteration where a deployment does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +62,27 @@ class Deployment:
     """The examples folder of TensorRT-LLM 1.2.1."""
     max_batch_size: int = setting(64, low=1, high=4096)
     max_context_tokens: int = setting(4096, low=16, high=1 << 20)
-    max_draft_len: int = setting(8, low=1, high=256)
-    """Built into the target, and the limit of ``policy.k_max``."""
+    max_draft_len: int = setting(8, low=0, high=256)
+    """Built into the target, which verifies drafts up to this length that others send, such as
+    NVIDIA's ``tensorrt_llm_bls``; 0: a plain engine.
+    """
     max_text_tokens: int = setting(0, low=0, high=1 << 22)
-    """The most tokens that the texts of one iteration have together (0: those of a full batch, at
-    most 65,536). Twice that may be in flight; activations take memory by it.
+    """The most tokens of prompts that an iteration takes (0: those of a full batch, at most
+    65,536). Activations take memory by it.
     """
     tokens_per_block: int = setting(32, choices=(8, 16, 32, 64, 128))
-    kv_share: float = setting(0.9, low=0.01, high=1.0)
     sampling_logits: bool = True
     """Engines return logits, which requests for log-probabilities need."""
 
     @property
     def token_budget(self) -> int:
-        """``max_num_tokens`` of all engines."""
-        return token_budget(
-            self.max_batch_size, self.max_context_tokens, self.max_draft_len, self.max_text_tokens
-        )
+        """``max_num_tokens`` of all engines: at least the longest prompt with its draft, in whole
+        blocks.
+        """
+        longest = self.max_context_tokens + self.max_draft_len + 1
+        longest = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
+        prompts = self.max_text_tokens or min(self.max_batch_size * longest, PROMPT_TOKENS)
+        return max(longest, prompts, self.max_batch_size * (self.max_draft_len + 1))
 
     @property
     def engines(self) -> list[EngineBuild]:
@@ -136,29 +144,19 @@ def _check_engine(where: str, engine: EngineBuild, names: list[str]) -> None:
         )
 
 
-def serving(deployment: Deployment, folders: dict[str, Path]) -> dict[str, Any]:
-    """Return the ``serving.json`` of a deployment whose engines lie in ``folders``, by name."""
-
-    def engine(build: EngineBuild) -> dict[str, Any]:
-        settings = {
-            "engine": "trtllm",
-            "name": build.name,
-            "model": str(folders[build.name]),
-            "gpus": list(build.gpus),
-        }
-        return settings | {"kv_share": deployment.kv_share}
-
-    limits = {
-        "max_active_requests": deployment.max_batch_size,
-        "max_context_tokens": deployment.max_context_tokens,
-        "prefill_chunk_tokens": deployment.max_context_tokens,
-    }
+def serving(deployment: Deployment, folder: Path) -> dict[str, Any]:
+    """Return the ``serving.json`` of a deployment whose target's engine is in ``folder``. The LLM
+    API serves it without drafts.
+    """
     return {
-        "target": engine(deployment.target),
-        "drafts": [
-            *(engine(draft) for draft in deployment.drafts),
-            {"engine": "lookup", "name": "lookup"},
-        ],
-        "policy": {"k_max": deployment.max_draft_len},
-        "limits": limits,
+        "target": {
+            "engine": "tensorrt_llm",
+            "name": deployment.target.name,
+            "model": str(folder),
+        },
+        "policy": {"kind": "none"},
+        "limits": {
+            "max_active_requests": deployment.max_batch_size,
+            "max_context_tokens": deployment.max_context_tokens,
+        },
     }

@@ -5,7 +5,7 @@
 import json
 from pathlib import Path
 
-from tests.contract.fake_executor import DRAFT_TOKENS_EXTERNAL
+DRAFT_TOKENS_EXTERNAL = 2
 
 
 def engine_folder(
@@ -15,17 +15,11 @@ def engine_folder(
     vocab_size: int,
     max_draft_len: int = 0,
     paged_context_fmha: bool = True,
-    tokens_per_block: int = 4,
     max_seq_len: int = 128,
     max_batch_size: int = 8,
     tp_size: int = 1,
-    gather_generation_logits: bool = True,
-    max_num_tokens: int = 0,
-    logits_dtype: str = "float32",
 ) -> Path:
-    """Write and return ``parent/name``; ``max_draft_len`` above 0 makes a target;
-    ``max_num_tokens`` 0 is enough for all texts.
-    """
+    """Write and return ``parent/name``; ``max_draft_len`` above 0 makes a target."""
     folder = parent / name
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -33,7 +27,6 @@ def engine_folder(
         "pretrained_config": {
             "architecture": "LlamaForCausalLM",
             "dtype": "bfloat16",
-            "logits_dtype": logits_dtype,
             "vocab_size": vocab_size,
             "hidden_size": 64,
             "num_hidden_layers": 2,
@@ -47,16 +40,13 @@ def engine_folder(
             "max_seq_len": max_seq_len,
             "max_batch_size": max_batch_size,
             "max_beam_width": 1,
-            "max_num_tokens": max_num_tokens or max_batch_size * (max_seq_len + max_draft_len),
             "max_draft_len": max_draft_len,
             "speculative_decoding_mode": DRAFT_TOKENS_EXTERNAL if max_draft_len else 1,
             "kv_cache_type": "PAGED",
             "gather_context_logits": False,
-            "gather_generation_logits": gather_generation_logits,
             "plugin_config": {
                 "use_paged_context_fmha": paged_context_fmha,
                 "paged_kv_cache": True,
-                "tokens_per_block": tokens_per_block,
                 "remove_input_padding": True,
             },
         },

@@ -16,7 +16,6 @@ from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import ROOT, Proposal, Sequence
 from tests.contract.deployment import K_MAX, VOCAB, tiny_engine
-from tests.contract.trtllm_deployment import trtllm_engine
 from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.markov import VOCAB_SIZE
 
@@ -28,22 +27,12 @@ KINDS = {
         VOCAB_SIZE,
         list(b"abcdefgh xyz"),
     ),
-    "trtllm": (
-        lambda name: trtllm_engine(tiny_engine(name), target=name == "target"),
-        VOCAB,
-        range(VOCAB),
-    ),
 }
 MOST_NODES = 7
-GREEDY_ONLY = ("trtllm",)
-"""Kinds whose random numbers are not the race's (their sampling is checked in distribution), whose
-turns stop after an end token (so here there is none), and whose log-probabilities are those of fp32
-logits.
-"""
 
 
 @st.composite
-def samplings(draw, likely, greedy_only):
+def samplings(draw, likely):
     tokens = st.sampled_from(likely)
     options = {
         "repetition_penalty": draw(st.sampled_from([1.0, 0.8, 1.4])),
@@ -59,9 +48,7 @@ def samplings(draw, likely, greedy_only):
         "bias": tuple(draw(st.lists(st.tuples(tokens, st.floats(-4.0, 30.0)), max_size=3))),
         "log_probs": True,
     }
-    if greedy_only:
-        options["end_ids"] = ()
-    if greedy_only or draw(st.booleans()):
+    if draw(st.booleans()):
         return SamplingParams(**options)
     filters = {
         "temperature": draw(st.floats(0.3, 2.0)),
@@ -84,10 +71,10 @@ def complete(engine, sequence, tokens, **turn):
     return completion
 
 
-def sequence_of(data, likely, greedy_only):
+def sequence_of(data, likely):
     prompt = data.draw(st.lists(st.sampled_from(likely), min_size=1, max_size=20), label="prompt")
     output = data.draw(st.lists(st.sampled_from(likely), max_size=8), label="output")
-    sampling = data.draw(samplings(likely, greedy_only), label="sampling")
+    sampling = data.draw(samplings(likely), label="sampling")
     blocks = {name: [0, 1, 2] for name in ("target", "draft")}
     return Sequence(0, [*prompt, *output], len(prompt), sampling, blocks)
 
@@ -117,7 +104,7 @@ def test_a_decision_in_a_run_is_the_one_that_is_made_alone(kind):
     @settings(max_examples=100)
     @given(st.data())
     def holds(data):
-        sequence = sequence_of(data, likely, kind in GREEDY_ONLY)
+        sequence = sequence_of(data, likely)
         proposal = tree_of(data, vocab, target, sequence)
         together = complete(target, sequence, sequence.tokens, proposal=proposal)
         assert together.accepted == len(proposal.followed(together.tokens))
@@ -127,8 +114,7 @@ def test_a_decision_in_a_run_is_the_one_that_is_made_alone(kind):
         ):
             alone = complete(target, sequence, [*sequence.tokens, *together.tokens[:row]])
             assert alone.tokens == [token]
-            tolerance = 1e-5 if kind in GREEDY_ONLY else 1e-9
-            assert alone.log_probs == pytest.approx([log_prob], abs=tolerance)
+            assert alone.log_probs == pytest.approx([log_prob], abs=1e-9)
 
     holds()
 
@@ -141,7 +127,7 @@ def test_a_proposal_is_a_tree_along_single_steps_and_its_copy_as_target_accepts_
     @settings(max_examples=75)
     @given(st.data())
     def holds(data):
-        sequence = sequence_of(data, likely, kind in GREEDY_ONLY)
+        sequence = sequence_of(data, likely)
         k = data.draw(st.integers(1, K_MAX), label="k")
         nodes = data.draw(st.integers(1, MOST_NODES), label="nodes")
         made = complete(draft, sequence, sequence.tokens, run=k, nodes=nodes).proposal

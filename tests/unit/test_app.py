@@ -8,7 +8,6 @@ from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
 from backend.engines.lookup import LookupEngine
 from backend.engines.proposer import InTarget
-from backend.kinds import KINDS
 from backend.ops.stats import Stats, StepStats
 from backend.request import FinishReason, GenerationRequest, RequestError, SamplingParams
 from backend.sampling.options import sampling_params
@@ -321,32 +320,6 @@ def test_a_plan_is_for_the_whole_batch_if_the_target_runs_all_drafts_so(alike):
     drafts = [InTarget(name, max_draft_tokens=8, whole_batch=kind) for name, kind in kinds.items()]
     guard = make_policy(config, drafts, {}, StepStats(Stats()))
     assert guard.policy.config.whole_batch is alike
-
-
-SERVED_BY_TENSORRT_LLM = {
-    *("text_input", "max_tokens", "stream", "stop_words", "temperature", "top_k", "top_p", "seed"),
-    *("end_id", "pad_id", "exclude_input_in_output", "num_draft_tokens", "min_tokens"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_ignore_length"),
-    *("bad_words", "bias"),
-    *("embedding_bias_words", "embedding_bias_weights", "return_log_probs", "cache_salt"),
-    *("remember", "fit_max_tokens", "min_p", "stop_token_ids", "skip_special_tokens"),
-    "add_special_tokens",
-    *(
-        "fit_max_tokens",
-        "input_ids",
-        "prompt_token_ids",
-        "stop_word_ids",
-        "bad_word_ids",
-        "timeout_s",
-    ),
-    *("guide", "top_p_min", "top_p_reset_id"),  # of no effect with what is refused
-}
-
-
-def test_every_option_is_served_or_refused_by_tensorrt_llm():
-    """A new one is refused in ``backend/kinds.py`` until ``trtllm/requests.py`` serves it."""
-    options = {field.name for field in fields(GenerationRequest)}
-    assert options == SERVED_BY_TENSORRT_LLM | set(KINDS["trtllm"].answer("REFUSES", {}))
 
 
 COMPILED = {"temperature", "top_k", "top_p", "seed", "end_ids"}

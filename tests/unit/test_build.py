@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from backend.config import parse_config
-from backend.engines.trtllm.folder import read_engine_folder, token_budget
+from backend.engines.tensorrt_llm.kind import check_folder
 from backend.settings import ConfigError
 from engines_build.build import BuildError, build, run_program
-from engines_build.trtllm.deployment import load_deployment
+from engines_build.trtllm.deployment import Deployment, load_deployment
 from tests.contract.engine_folders import engine_folder
 from tests.fakes.checkpoints import folder
 
@@ -76,9 +76,7 @@ def test_the_examples_name_only_arguments_that_the_programs_have(path, capsys):
             int(engine.max_num_tokens) >= deployment.max_context_tokens + deployment.max_draft_len
         )
         assert int(engine.max_num_tokens) == deployment.token_budget == 65_536
-        assert (
-            int(engine.max_input_len) >= deployment.max_context_tokens
-        )  # every turn sends the whole text
+        assert int(engine.max_input_len) >= deployment.max_context_tokens
 
 
 @pytest.mark.parametrize(
@@ -91,21 +89,16 @@ def test_the_examples_name_only_arguments_that_the_programs_have(path, capsys):
         (64, 8192, 8, 100, 8224),
     ],
 )
-def test_the_token_budget_is_for_all_texts_in_flight_and_at_least_one(
+def test_the_token_budget_is_for_all_prompts_of_a_batch_and_at_least_one(
     batch, context, draft, asked, budget
 ):
-    assert token_budget(batch, context, draft, asked) == budget
-
-
-def test_activations_are_estimated_by_the_token_budget(tmp_path):
-    """A gated MLP has both halves and four rows of the hidden size: for Llama 3.1 8B in bfloat16
-    88 KiB a token, 5.5 GiB for 65,536.
-    """
-    made = engine_folder(tmp_path, vocab_size=VOCAB, max_num_tokens=65_536)
-    config = json.loads((made / "config.json").read_text())
-    config["pretrained_config"] |= {"hidden_size": 4096, "intermediate_size": 14_336}
-    (made / "config.json").write_text(json.dumps(config))
-    assert read_engine_folder(made).activation_bytes == 65_536 * 88 * 1024
+    made = Deployment(
+        max_batch_size=batch,
+        max_context_tokens=context,
+        max_draft_len=draft,
+        max_text_tokens=asked,
+    )
+    assert made.token_budget == budget
 
 
 def test_a_quantised_engine_is_made_by_the_quantiser_and_keeps_its_paged_context(capsys):
@@ -152,7 +145,7 @@ def written(path, **changes):
     [
         ({"maximum": 1}, "unknown key 'maximum'"),
         ({"output": ""}, "output must name a folder"),
-        ({"max_draft_len": 0}, "max_draft_len must be at least 1, got 0"),
+        ({"max_draft_len": -1}, "max_draft_len must be at least 0, got -1"),
         ({"drafts": [{"name": "big", "checkpoint": "x"}]}, "target.name must be unique"),
         (
             {"drafts": [{"name": "d", "checkpoint": "x", "tp_size": 2}]},
@@ -239,11 +232,12 @@ def test_a_second_run_does_nothing_and_the_result_can_be_served(tmp_path):
     build(load_deployment(file), programs)
     assert programs.ran == ALL
     config = parse_config(json.loads((tmp_path / "engines/serving.json").read_text()))
-    assert (config.target.engine, config.policy.k_max, [d.name for d in config.drafts]) == (
-        "trtllm",
-        4,
-        ["small", "lookup"],
+    assert (config.target.engine, config.target.model, config.drafts) == (
+        "tensorrt_llm",
+        str(tmp_path / "engines/big"),
+        (),
     )
+    check_folder("target", config.target, config, lambda engine: Path(engine.model))
     manifest = json.loads((tmp_path / "engines/big/manifest.json").read_text())
     assert set(manifest["sha256"]) == {"config.json", "rank0.engine"}
     assert (tmp_path / "engines/big/tokenizer.json").exists()
@@ -275,9 +269,17 @@ def test_what_was_built_otherwise_than_asked_is_refused(tmp_path):
             (output / "config.json").write_text("{}")
 
     with pytest.raises(
-        ConfigError, match=r"without --use_paged_context_fmha enable.*Build it again: trtllm-build"
+        ConfigError, match=r"big was built without --use_paged_context_fmha.*instead of 4"
     ):
         build(load_deployment(written(tmp_path)), careless)
+
+
+def test_a_plain_target_is_built_without_drafts(tmp_path, capsys):
+    lines = [parse(one)[1] for one in dry_run(written(tmp_path, max_draft_len=0), capsys)]
+    assert lines[1].speculative_decoding_mode is lines[1].max_draft_len is None
+    programs = Programs()
+    build(load_deployment(written(tmp_path, max_draft_len=0)), programs)
+    assert programs.ran == ALL
 
 
 def test_without_the_container_the_missing_program_is_named():

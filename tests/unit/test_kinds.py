@@ -76,7 +76,7 @@ def owns(file):
 @pytest.mark.parametrize(
     "source",
     [
-        'if engine.engine == "trtllm": pass',
+        'if engine.engine == "torch": pass',
         'missing = KINDS["openvino"].missing',
         'if draft.engine in ("head", "lookup"): pass',
         'match draft.engine:\n    case "suffix":\n        pass',
@@ -149,7 +149,7 @@ def test_a_draft_s_engine_is_known_by_its_folder_or_that_of_a_target_without_one
         return with_auto_resolved(draft, target=EngineConfig(engine=target, model="m")).engine
 
     assert (kind_of("torch"), kind_of("cuda", "cuda")) == ("openvino", "torch")
-    assert (kind_of("trtllm"), kind_of("tests.fakes.fake")) == ("trtllm", "openvino")
+    assert (kind_of("trt_graph"), kind_of("tests.fakes.fake")) == ("trt_graph", "openvino")
     monkeypatch.setitem(KINDS, "new", replace(KINDS["new"], automatic=()))
     assert kind_of("torch") == "new"
 

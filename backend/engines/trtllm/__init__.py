@@ -1,1 +1,0 @@
-"""TensorRT-LLM's executor: written against recorded signatures, run on a fake only."""
