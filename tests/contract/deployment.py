@@ -27,9 +27,10 @@ from backend.engines.torch.engine import TorchEngine
 from backend.ops.stats import Stats, StepStats
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
-from backend.speculation.cycle import Cycle
+from backend.speculation.cycle import Cycle, Step
 from backend.speculation.drafting import Drafting, Proposals
 from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
+from policy.plan import IntArray
 from tests.fakes.clients import NoText, SureSink
 
 GREEDY = SamplingParams()
@@ -84,7 +85,7 @@ def tiny_engine(
     )
 
 
-class Scripted(Policy):
+class Scripted(Policy[int]):
     """A policy that reads (draft column, length) off a script, another place of it in every step
     and for every request.
 
@@ -109,7 +110,7 @@ class Scripted(Policy):
         chosen = [self.script[(state + row) % len(self.script)] for row in range(len(view))]
         return Plan.within(view, *np.array(chosen, np.int64).reshape(-1, 2).T), state + 1
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: int) -> np.ndarray:
+    def trim(self, view: View, plan: Plan, drafted: Drafted, state: int) -> IntArray:
         nodes = [self.trims[(state + n) % len(self.trims)] for n in range(len(view))]
         for row in set(drafted.row.tolist()):
             self.trimmed[int(view.request[row]), int(view.context[row])] = nodes[row]
@@ -198,7 +199,7 @@ class Asked(NamedTuple):
 class RecordedDrafting(Drafting):
     """Keeps all rows that were verified in ``recorded``."""
 
-    def __init__(self, *arguments, **options) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.recorded: list[Asked] = []
 
@@ -206,7 +207,9 @@ class RecordedDrafting(Drafting):
         """Record the rows of a cycle."""
         verified = cycle.verified
 
-        def recording(step, sequence, nodes, emitted, **options):
+        def recording(
+            step: Step, sequence: Sequence, nodes: int, emitted: list[int], **options: bool
+        ) -> None:
             row, name = step.proposals.get(sequence.id), ""
             if row is not None:
                 draft = step.plan.draft[step.view.request.tolist().index(sequence.id)]
@@ -282,7 +285,7 @@ class Deployment:
         max_tokens: int,
         sampling: SamplingParams = GREEDY,
         salt: str = "",
-        **options,
+        **options: Any,
     ) -> Session:
         """Hand a request to the loop and return its session."""
         sequence = Sequence(next(numbers), list(prompt), len(prompt), sampling, salt=salt)
