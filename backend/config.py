@@ -52,7 +52,12 @@ class EngineConfig:
     folder is looked for where the ``serving.json`` is, then where the packages are (the shipped
     drafts).
     """
-    dtype: str = setting("auto", choices=("auto", "bf16", "int8", "fp32", "fp64"))
+    dtype: str = setting("auto", choices=("auto", "bf16", "int4", "int8", "fp32", "fp64"))
+    """``int4``: matrices of 4 bits as a quantised folder has them (``openvino``)."""
+    lm_head: str = setting("folder", choices=("folder", "int8", "int4"))
+    """With ``int4``, the format of the head's matrix: the folder's, or rounded to fewer bits, which
+    a pass reads sooner.
+    """
     device: str = "cpu"
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``: ``cuda`` where the engine of GPUs can run it; a
     draft that reads the target runs where that does.
@@ -401,8 +406,8 @@ def with_auto_resolved(
     does. ``target`` is that of a draft.
 
     ``engine``: a draft's by its folder (``_kind_of_draft``); else the first of ``automatic`` that
-    can run. ``device``: ``cuda`` where the best kind there can run. ``dtype``: int8 on CPUs where
-    the kind prefers it; bf16 on GPUs and where the processor multiplies that; else fp32.
+    can run. ``device``: ``cuda`` where the best kind there can run. ``dtype``: int4 where the
+    kind keeps the folder's 4 bits; int8 on CPUs where the kind prefers it; bf16 on GPUs and where the processor multiplies that; else fp32.
     """
     if engine.engine == "auto" and engine.model and target:
         engine = replace(engine, engine=_kind_of_draft(engine.model, target))
@@ -416,12 +421,21 @@ def with_auto_resolved(
         known = automatic(engine.device)
         can_run = (name for name in known if not why_not(name, engine, machine))
         engine = replace(engine, engine=next(can_run, "torch"))
+    if engine.dtype == "auto" and on_cpu and "int4" in engine.kind.dtypes:
+        misfit = engine.kind.answer("misfit_of_four_bits", _all_widened)
+        if not misfit(_model_config(engine.model)):
+            engine = replace(engine, dtype="int4")
     if engine.dtype == "auto" and on_cpu and engine.kind.runs_int8:
         engine = replace(engine, dtype="int8")
     if engine.dtype == "auto":
         narrow = not on_cpu or not engine.kind.checkpoint or machine.multiplies_bf16()
         engine = replace(engine, dtype="bf16" if narrow else "fp32")
     return engine
+
+
+def _all_widened(config: Mapping[str, Any]) -> str:
+    del config
+    return "its kind widens all folders"
 
 
 def _kind_of_draft(model: str, target: EngineConfig) -> str:
@@ -546,6 +560,9 @@ def _check_engine(where: str, engine: EngineConfig) -> None:
         raise ConfigError(f"{where}.dtype must be one of {names} {what}{on}, got {engine.dtype!r}")
     if engine.dtype == "int8" and engine.device != "cpu":
         raise ConfigError(f"{where}.dtype 'int8' needs the device 'cpu', got {engine.device!r}")
+    if engine.lm_head != "folder" and engine.dtype != "int4":
+        text = f"{where}.lm_head {engine.lm_head!r} needs the dtype 'int4', got {engine.dtype!r}"
+        raise ConfigError(text)
     if engine.lookahead and not (kind.most_ahead and where == "target"):
         able = " or ".join(repr(name) for name, kind in KINDS.items() if kind.most_ahead)
         raise ConfigError(

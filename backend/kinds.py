@@ -51,7 +51,7 @@ QUANTIZED_ELSEWHERE = {
 """Other methods and the package that reads them, by which a folder may be saved in bf16."""
 
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Settings of models with experts, whose passes no CUDA graph captures."""
 
 
@@ -134,7 +134,7 @@ def _misfit_of_pages(config: Mapping[str, Any]) -> str:
     """Return why the CUDA engine's kernels cannot run a model of this ``config.json``."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
-    for setting in ("draft_vocab_size", *_EXPERTS):
+    for setting in ("draft_vocab_size", *EXPERTS):
         if text.get(setting):
             return f"{setting} {text[setting]!r}"
     if unread := quantization_of(config)[1]:
@@ -244,7 +244,7 @@ KINDS = {
         any_decoder=True,
         automatic=("cpu",),
         misfit=_misfit_of_paged_attention,
-        dtypes=("bf16", "int8", "fp32"),
+        dtypes=("bf16", "int4", "int8", "fp32"),
         package=_OPENVINO,
         behaviour=4,
     ),

@@ -146,12 +146,22 @@ def load(
 
 def read_weights(folder: Path) -> Weights:
     """Return the tensors of a folder by name, quantised ones widened. Raises CheckpointError."""
+    return widen_stored(folder, read_stored(folder))
+
+
+def read_stored(folder: Path) -> Weights:
+    """Return the tensors of a folder by name. Raises CheckpointError."""
     weights: Weights = {}
     for file in weight_files(folder):
         for name, tensor in _read_tensors(file).items():
             if name in weights:
                 raise CheckpointError(f"{file}: tensor {name} is in two files")
             weights[name] = tensor
+    return weights
+
+
+def widen_stored(folder: Path, weights: Weights) -> Weights:
+    """Return a folder's tensors with quantised ones widened. Raises CheckpointError."""
     quantization = read_model_config(folder).get("quantization_config")
     if not quantization:
         return weights

@@ -56,10 +56,17 @@ def words(digits: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
 
 
-def grouped(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def grouped(
+    weight: torch.Tensor, bits: int, group: int = GROUP, *, symmetric: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return digits [rows, columns], and zeros and scales [rows, groups], of this many bits."""
     rows, columns = weight.shape
-    parts = weight.view(rows, -1, GROUP)
+    parts = weight.reshape(rows, -1, group)
+    if symmetric:
+        scale = (parts.abs().amax(-1) / (2 ** (bits - 1) - 1)).half()
+        zero = torch.full_like(scale, 2 ** (bits - 1)).float()
+        digits = (parts / scale[..., None]).round() + zero[..., None]
+        return digits.clamp(0, 2**bits - 1).view(rows, columns), zero, scale
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
     scale = ((high - low) / (2**bits - 1)).half()
     zero = (-low / scale).round().clamp(1, 2**bits - 1)
@@ -73,15 +80,17 @@ def meant(digits: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor) -> torc
     return (wide * scale.float()[..., None]).flatten(1)
 
 
-def _gptq(bits: int, ordered: bool) -> Callable[[torch.Tensor], Quantized]:
+def _gptq(
+    bits: int, ordered: bool, group: int = GROUP, *, symmetric: bool = False
+) -> Callable[[torch.Tensor], Quantized]:
     def write(weight: torch.Tensor) -> Quantized:
         generator = torch.Generator().manual_seed(len(weight))
-        groups = weight.shape[1] // GROUP
-        index = torch.arange(weight.shape[1]) // GROUP
+        groups = weight.shape[1] // group
+        index = torch.arange(weight.shape[1]) // group
         if ordered:
             index = index[torch.randperm(len(index), generator=generator)]
         order = torch.argsort(index, stable=True)
-        digits, zero, scale = grouped(weight[:, order], bits)
+        digits, zero, scale = grouped(weight[:, order], bits, group, symmetric=symmetric)
         wide = torch.empty_like(weight)
         wide[:, order] = meant(digits, zero, scale)
         placed = torch.empty_like(digits)
@@ -98,26 +107,33 @@ def _gptq(bits: int, ordered: bool) -> Callable[[torch.Tensor], Quantized]:
     return write
 
 
-def _awq(weight: torch.Tensor) -> Quantized:
-    digits, zero, scale = grouped(weight, 4)
-
+def _awq(group: int) -> Callable[[torch.Tensor], Quantized]:
     def columns(rows: torch.Tensor) -> torch.Tensor:
         order = [0, 2, 4, 6, 1, 3, 5, 7]
         return rows.view(len(rows), -1, 8)[..., order].flatten(1)
 
-    parts = {"qweight": words(columns(digits.T), 4), "qzeros": words(columns(zero.T), 4)}
-    return parts | {"scales": scale.T}, meant(digits, zero, scale)
-
-
-def _packed(bits: int) -> Callable[[torch.Tensor], Quantized]:
     def write(weight: torch.Tensor) -> Quantized:
-        digits, zero, scale = grouped(weight, bits)
+        digits, zero, scale = grouped(weight, 4, group)
+        parts = {"qweight": words(columns(digits.T), 4), "qzeros": words(columns(zero.T), 4)}
+        return parts | {"scales": scale.T}, meant(digits, zero, scale)
+
+    return write
+
+
+def _packed(
+    bits: int, group: int = GROUP, *, symmetric: bool = False
+) -> Callable[[torch.Tensor], Quantized]:
+    def write(weight: torch.Tensor) -> Quantized:
+        digits, zero, scale = grouped(weight, bits, group, symmetric=symmetric)
         parts = {
             "weight_packed": words(digits, bits),
-            "weight_scale": scale,
-            "weight_zero_point": words(zero.T, bits).T,
+            "weight_scale": scale.bfloat16() if symmetric else scale,
             "weight_shape": torch.tensor(weight.shape),
         }
+        if symmetric:
+            scale = scale.bfloat16()
+        else:
+            parts["weight_zero_point"] = words(zero.T, bits).T
         return parts, meant(digits, zero, scale)
 
     return write
@@ -182,8 +198,39 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Quantized]]] =
     "compressed int8": (_groups("int-quantized"), _int8),
     "compressed 4 bits": (_groups("pack-quantized"), _packed(4)),
     "compressed 8 bits": (_groups("pack-quantized"), _packed(8)),
-    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, _awq),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, _awq(GROUP)),
     "gptq 4 bits": ({"quant_method": "gptq", "bits": 4}, _gptq(4, ordered=False)),
     "gptq 8 bits, by activations": ({"quant_method": "gptq", "bits": 8}, _gptq(8, ordered=True)),
 }
 """By name: the ``quantization_config`` of a format, and what writes a matrix."""
+
+
+def _int4(group: int, *, symmetric: bool) -> dict[str, Any]:
+    return _groups(
+        "pack-quantized",
+        num_bits=4,
+        type="int",
+        strategy="group",
+        group_size=group,
+        symmetric=symmetric,
+    )
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False}
+_AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+FOUR_BITS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Quantized]]] = {
+    "gptq in 32": ({**_GPTQ, "group_size": 32}, _gptq(4, ordered=False, group=32)),
+    "gptq in 32, symmetric": (
+        {**_GPTQ, "group_size": 32},
+        _gptq(4, ordered=False, group=32, symmetric=True),
+    ),
+    "awq in 32": ({**_AWQ, "group_size": 32}, _awq(32)),
+    "int4 in 32": (_int4(32, symmetric=False), _packed(4, 32)),
+    "int4 in 32, symmetric": (_int4(32, symmetric=True), _packed(4, 32, symmetric=True)),
+    "gptq in 128": ({**_GPTQ, "group_size": 128}, _gptq(4, ordered=False, group=128)),
+    "awq in 64": ({**_AWQ, "group_size": 64}, _awq(64)),
+    "int4 in 128, symmetric": (_int4(128, symmetric=True), _packed(4, 128, symmetric=True)),
+}
+"""The same of formats that the engine of CPUs keeps in 4 bits."""
+
+METHODS |= FOUR_BITS

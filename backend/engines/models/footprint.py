@@ -24,7 +24,9 @@ PROB_BYTES = 4
 
 
 def activation_bytes(dtype: str) -> int:
-    """Return the bytes of a number of activations and KV; int8 rounds matrices only."""
+    """Return the bytes of a number of activations and KV; int8 and int4 round matrices only."""
+    if dtype == "int4":
+        return 4
     if dtype == "int8":
         return 2 if machine.multiplies_bf16() else 4
     return DTYPES[dtype].itemsize

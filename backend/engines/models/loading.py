@@ -11,7 +11,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from backend.engines.checkpoint import DTYPES, CheckpointError, read_weights
+from backend.engines.checkpoint import DTYPES, CheckpointError, Weights, read_weights
 from backend.engines.models.attention import ATTENTION
 from backend.engines.models.configuration import read_decoder_config
 from backend.storage.manifest import read_model_config
@@ -28,10 +28,15 @@ _OTHER_PARTS = ("audio", "embed_audio", "embed_vision", "multi_modal", "vision")
 
 
 def load_decoder(
-    folder: Path, dtype: str = "bf16", device: str | torch.device = "cpu", **options: Any
+    folder: Path,
+    dtype: str = "bf16",
+    device: str | torch.device = "cpu",
+    weights: Weights | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Return a folder's language model in ``dtype`` (one of ``DTYPES``), ready for inference, whose
-    attention is ``ATTENTION``. ``options`` are more of ``from_pretrained``.
+    attention is ``ATTENTION``. ``weights`` are loaded instead of the folder's; ``options`` are more of
+    ``from_pretrained``.
 
     Raises ConfigError for a folder that is not served, a file that is missing or damaged, and
     tensors that are missing, left over or of another shape.
@@ -44,7 +49,7 @@ def load_decoder(
     experts = {"experts_implementation": "eager"} if dtype == "fp64" else {}  # others have no fp64
     quantized = bool(read_model_config(folder).get("quantization_config"))
     built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    source = {"state_dict": read_weights(folder)} if quantized else {}
+    source = {"state_dict": weights or read_weights(folder)} if quantized else {}
     try:
         loaded = built.from_pretrained(
             None if quantized else folder,

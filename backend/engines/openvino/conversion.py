@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,23 @@ from openvino.frontend.pytorch import ConversionExtension
 from torch import nn
 from transformers.utils import logging
 
-from backend.engines.checkpoint import CheckpointError
+from backend.engines.checkpoint import CheckpointError, read_stored, widen_stored
 from backend.engines.memory import PROCESS_BYTES, host_bytes
 from backend.engines.models.attention import AttentionSpec, attending_by
 from backend.engines.models.comparison import BLOCKS, TOKENS, compare
 from backend.engines.models.loading import load_decoder
 from backend.engines.models.probe import DecoderSpec, check_taps, probe
-from backend.engines.openvino.converted import complete
+from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.experts import EXPERTS
+from backend.engines.openvino.four_bits import take_four_bits
+from backend.engines.openvino.kind import PACKED_PEAK
 from backend.engines.openvino.llama import OpenvinoConverted
 from backend.engines.openvino.marks import Attended, AttentionMark, mark
+from backend.engines.openvino.packed import PackedMatrices
+from backend.engines.openvino.parts import SMALL_WEIGHT
 from backend.engines.openvino.passes import narrow, side_by_side
+from backend.storage.manifest import read_model_config
+from backend.storage.weight_files import weight_files
 
 _EXAMPLE = (torch.arange(5, 12), torch.arange(7), torch.tensor([3, 6]))
 """Token ids, positions and the rows whose logits are wanted, for tracing."""
@@ -77,7 +84,7 @@ def _traced(
     return found.view(1, -1, spec.heads, spec.value_dim)
 
 
-class _Packed(nn.Module):
+class _Rows(nn.Module):
     """A decoder with packed rows: logits of wanted rows, and the output of the layers ``taps``."""
 
     def __init__(self, lm: nn.Module, taps: Seq[int]) -> None:
@@ -115,9 +122,10 @@ def check_convertible(folder: Path, spec: DecoderSpec) -> None:
 
 
 def convert_folder(
-    folder: Path, dtype: str, taps: Seq[int], file: Path, say: Callable[[str], None]
+    folder: Path, dtype: str, taps: Seq[int], file: Path, say: Callable[[str], None], head: str
 ) -> None:
-    """Write a folder's graph to ``file`` as an engine of this ``dtype`` reads it.
+    """Write a folder's graph to ``file`` as an engine of this ``dtype`` reads it; ``head``: that of
+    the head, if it is another.
 
     ``say`` is given what that will take before it begins. Raises CheckpointError for a folder that
     cannot be served, for too little memory, and for a graph whose logits differ from those of
@@ -127,12 +135,15 @@ def convert_folder(
     spec = probe(folder)
     check_convertible(folder, spec)
     check_taps(folder, spec, taps)
-    _check_memory(folder, spec, say)
+    if dtype == "int4":
+        _convert_packed(folder, spec, taps, file, say, head)
+        return
+    _check_memory(folder, spec, PEAK_BYTES * spec.weights, say)
     lm: Any = load_decoder(folder, "fp32")
     try:
         graph = convert(lm, taps)
         side_by_side(graph)
-        _compare(folder, lm, graph, taps)
+        _compare(folder, lm, graph.clone(), taps)
         del lm
         narrow(graph, dtype)
         graph.validate_nodes_and_infer_types()
@@ -141,25 +152,59 @@ def convert_folder(
         AttentionMark.alive.clear()
 
 
-def convert(lm: Any, taps: Seq[int] = ()) -> Model:
-    """Return the graph of a decoder in fp32.
+def _convert_packed(
+    folder: Path,
+    spec: DecoderSpec,
+    taps: Seq[int],
+    file: Path,
+    say: Callable[[str], None],
+    head: str,
+) -> None:
+    """Do the same for a folder with matrices of 4 bits, without a copy of it in another format."""
+    stored = sum(part.stat().st_size for part in weight_files(folder))
+    _check_memory(folder, spec, int(PACKED_PEAK * stored), say)
+    tensors = read_stored(folder)
+    quantization = read_model_config(folder).get("quantization_config") or {}
+    matrices, reasons = take_four_bits(tensors, quantization)
+    for name, reason in reasons.items():
+        say(f"{folder}: {name} is widened to bf16: {reason}")
+    others = widen_stored(folder, tensors)
+    large = {n: t for n, t in others.items() if t.dim() == 2 and t.numel() >= SMALL_WEIGHT}
+    packed = PackedMatrices(matrices | large)
+    lm: Any = load_decoder(folder, "fp32", weights=others | packed.stand_ins)
+    if lost := packed.assign(lm):
+        text = f"tensor {lost} is multiplied where it cannot stay packed; set dtype to 'bf16'"
+        raise CheckpointError(f"{folder}: {text}")
+    if head:
+        packed.round(lm.get_output_embeddings(), head)
+    try:
+        graph = convert(lm, taps, packed)
+        openvino.save_model(graph, file, compress_to_fp16=False)
+        del graph
+    finally:
+        AttentionMark.alive.clear()
+    with packed.multiplied():
+        _compare(folder, lm, read(file), taps)
+
+
+def convert(lm: Any, taps: Seq[int] = (), packed: PackedMatrices | None = None) -> Model:
+    """Return the graph of a decoder in fp32, but for matrices that are ``packed``.
 
     Inputs: ``ids``, ``positions`` and ``rows``, all i64. Outputs: ``logits`` f32[R, vocab], and
     with ``taps``, layers counted from 1, ``hidden_states`` f32[T, taps x hidden].
     """
     if hasattr(lm, "set_experts_implementation"):
         lm.set_experts_implementation(EXPERTS)
-    packed = _Packed(lm, taps).eval()
+    rows = _Rows(lm, taps).eval()
     layers = lm.get_decoder().layers
-    hooks = [layers[tap - 1].register_forward_hook(packed.keep) for tap in taps]
+    hooks = [layers[tap - 1].register_forward_hook(rows.keep) for tap in taps]
+    extensions = [ConversionExtension("spindle::attend", _marked)]
+    extensions += packed.extensions if packed else []
     try:
         with torch.no_grad(), attending_by(_traced), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tracing: what is constant is so for every pass
-            graph = openvino.convert_model(
-                packed,
-                example_input=_EXAMPLE,
-                extension=[ConversionExtension("spindle::attend", _marked)],
-            )
+            with packed.traced(rows, *_EXAMPLE) if packed else nullcontext():
+                graph = openvino.convert_model(rows, example_input=_EXAMPLE, extension=extensions)
     finally:
         for hook in hooks:
             hook.remove()
@@ -170,9 +215,11 @@ def convert(lm: Any, taps: Seq[int] = ()) -> Model:
     return graph
 
 
-def _check_memory(folder: Path, spec: DecoderSpec, say: Callable[[str], None]) -> None:
+def _check_memory(
+    folder: Path, spec: DecoderSpec, peak: int, say: Callable[[str], None]
+) -> None:
     """Say what a conversion takes. Raises CheckpointError where that is not there."""
-    needed, free = PEAK_BYTES * spec.weights + PROCESS_BYTES, host_bytes()
+    needed, free = peak + PROCESS_BYTES, host_bytes()
     text = (
         f"converting {folder} ({spec.architecture}) for OpenVINO needs {needed / GIB:.1f} GiB of "
         f"memory, {free / GIB:.1f} GiB are free"
@@ -183,14 +230,15 @@ def _check_memory(folder: Path, spec: DecoderSpec, say: Callable[[str], None]) -
 
 
 def _compare(folder: Path, lm: Any, graph: Model, taps: Seq[int]) -> None:
-    """Run a copy of the graph. Raises CheckpointError where it is not transformers' forward."""
+    """Run the graph. Raises CheckpointError where it is not transformers' forward."""
     decoder = OpenvinoConverted(
-        complete(graph.clone(), positions=TOKENS, repeats=False),
+        complete(graph, positions=TOKENS, repeats=False),
         kv_blocks=BLOCKS,
         threads=torch.get_num_threads(),
         invariant=False,
         repeats=False,
         taps=taps,
+        group=0,
     )
     compare(lm, decoder.forward, str(folder))
 

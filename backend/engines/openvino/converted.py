@@ -11,7 +11,7 @@ from openvino import Model, Type, opset13
 
 from backend.engines.openvino.graph import ranked
 from backend.engines.openvino.marks import Attended, AttentionMark, replace_marks
-from backend.engines.openvino.passes import has_experts, sums, tabulate_angles
+from backend.engines.openvino.passes import has_experts, smallest_group, sums, tabulate_angles
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Converted:
     """Terms of the sums in its products."""
     has_experts: bool
     """Whether rows choose their matrices."""
+    group: int | None
+    """Columns of the smallest group of a matrix of 4 bits; None without any."""
 
 
 def read(file: Path) -> Model:
@@ -61,4 +63,4 @@ def complete(
         graph.add_results([opset13.result(converted)])
     graph.validate_nodes_and_infer_types()
     vocab = graph.output("logits").get_partial_shape()[1].get_length()
-    return Converted(graph, layers, vocab, sums(graph), chooses)
+    return Converted(graph, layers, vocab, sums(graph), chooses, smallest_group(graph))

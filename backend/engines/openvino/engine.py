@@ -48,6 +48,7 @@ class OpenvinoEngine(StepEngine):
         *,
         dtype: str = "fp32",
         threads: int = 1,
+        lm_head: str = "",
         **sizes: int | bool | Seq[int],
     ) -> None:
         """Load a Hugging Face folder; ``sizes`` are those of ``from_weights``. A family without a
@@ -57,14 +58,16 @@ class OpenvinoEngine(StepEngine):
         than is known.
         """
         torch.set_num_threads(1)  # between passes it only moves rows: waking a thread takes longer
-        if not misfit_of_llama(read_model_config(folder)):
+        if dtype != "int4" and not misfit_of_llama(read_model_config(folder)):
             stored = "bf16" if dtype == "bf16" else "fp32"
             config, weights = load(folder, stored)
             self._set_up(name, config, weights, dtype=dtype, threads=threads, **sizes)  # type: ignore[arg-type]
         else:
             check_version()
             check_precision(precision_of(dtype))
-            self._set_up_converted(name, folder, dtype=dtype, threads=threads, **sizes)  # type: ignore[arg-type]
+            self._set_up_converted(  # type: ignore[arg-type]
+                name, folder, dtype=dtype, lm_head=lm_head, threads=threads, **sizes
+            )
 
     @classmethod
     def from_weights(
@@ -132,10 +135,11 @@ class OpenvinoEngine(StepEngine):
         invariant: bool = True,
         verifies: bool = True,
         taps: Seq[int] = (),
+        lm_head: str = "",
     ) -> None:
         repeats, best = verifies or invariant, 0 if verifies else CANDIDATES
         converted = complete(
-            read(bring_graph(folder, dtype, taps)),
+            read(bring_graph(folder, dtype, taps, head=lm_head)),
             positions=max_context_tokens + max_draft_tokens,
             repeats=repeats,
             best=best,
@@ -151,6 +155,7 @@ class OpenvinoEngine(StepEngine):
             repeats=repeats,
             ranks=best > 0,
             taps=taps,
+            group=converted.group,
         )
         self._branches_left = self._most_branches = most_branches(max_draft_tokens)
         limits = step_limits(
@@ -204,7 +209,11 @@ class OpenvinoEngine(StepEngine):
 
 
 def precision_of(dtype: str) -> str:
-    """Return what activations and KV are stored in: int8 rounds matrices only."""
+    """Return what activations and KV are stored in: int8 rounds matrices only. Products with 4 bits
+    round activations to int8 and have the same bits in any pass, but on AMX in bf16.
+    """
+    if dtype == "int4":
+        return "fp32"
     if dtype != "int8":
         return dtype
     return "bf16" if machine.multiplies_bf16() else "fp32"

@@ -19,17 +19,17 @@ from backend.storage.manifest import weights_sha256
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same folder would be converted to another graph."""
 
 GRAPH = "graph.xml"
 
 
-def graph_folder(folder: Path, dtype: str, taps: Seq[int] = ()) -> Path:
+def graph_folder(folder: Path, dtype: str, taps: Seq[int] = (), head: str = "") -> Path:
     """Return where a folder's graph lies in the cache, or will lie."""
     versions = [metadata.version(name) for name in ("openvino", "transformers", "torch")]
     config = (folder / "config.json").read_text("utf-8")
-    parts = [FORMAT, weights_sha256(folder), config, versions, dtype, list(taps)]
+    parts = [FORMAT, weights_sha256(folder), config, versions, dtype, list(taps), head]
     return cache.graph_folder(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32])
 
 
@@ -43,18 +43,23 @@ def has_graph(place: Path) -> bool:
 
 
 def bring_graph(
-    folder: Path, dtype: str, taps: Seq[int] = (), say: Callable[[str], None] = logger.info
+    folder: Path,
+    dtype: str,
+    taps: Seq[int] = (),
+    say: Callable[[str], None] = logger.info,
+    head: str = "",
 ) -> Path:
-    """Return the file of a folder's graph, which is converted first unless the cache has it.
+    """Return the file of a folder's graph, which is converted first unless the cache has it;
+    ``head``: the dtype of the head, if it is another.
 
     ``say`` is given what that will take before it begins. Raises CheckpointError for a folder that
     cannot be served, or when there is too little memory.
     """
-    place = graph_folder(folder, dtype, taps)
+    place = graph_folder(folder, dtype, taps, head)
     if not has_graph(place):
         from backend.engines.openvino.conversion import convert_folder  # it imports transformers
 
-        provenance = {"folder": str(folder), "dtype": dtype, "taps": list(taps)}
+        provenance = {"folder": str(folder), "dtype": dtype, "taps": list(taps), "head": head}
         with cache.publish(place, provenance) as fresh:
-            convert_folder(folder, dtype, taps, fresh / GRAPH, say)
+            convert_folder(folder, dtype, taps, fresh / GRAPH, say, head)
     return place / GRAPH

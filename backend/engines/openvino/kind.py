@@ -3,30 +3,80 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.models import kind
-from backend.engines.models.kind import check_any_decoder as check_folder
-from backend.engines.models.kind import latency_cases
+from backend.engines.models.kind import check_any_decoder, latency_cases
 from backend.engines.port import Engine, Footprint
-from backend.kinds import misfit_of_llama
+from backend.kinds import EXPERTS, misfit_of_llama, quantization_of
 from backend.machine import machine
+from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
+from backend.storage.weight_files import weight_files
 
 if TYPE_CHECKING:
     from backend.engines.registry import Service
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["check_folder", "convert", "footprint", "latency_cases", "make"]
+__all__ = ["check_folder", "convert", "footprint", "latency_cases", "make", "misfit_of_four_bits"]
+
+PACKED_PEAK = 1.3
+"""Bytes at the peak over those of the files of a folder that stays in 4 bits."""
+
+FOUR_BIT_GROUPS = (128, 64, 32)
+"""Columns of a group of a matrix of 4 bits that stays as it is."""
 
 WEIGHT_BYTES = {"fp32": (4, 8, 8), "bf16": (4, 6, 6), "int8": (4, 2, 6)}
 """By dtype, of a weight that is looked up, of one that is multiplied, and of one in an expert: as
 read, and as packed.
 """
+
+
+
+
+def misfit_of_four_bits(config: Mapping[str, Any]) -> str:
+    """Return why a folder with this ``config.json`` is not served in its own 4 bits."""
+    method, reason = quantization_of(config)
+    if not method or reason:
+        return reason or "its weights are not quantised"
+    text = config.get("text_config") or config
+    if any(text.get(setting) for setting in EXPERTS):
+        return "matrices of experts are widened"
+    quantization = config["quantization_config"]
+    if method in ("gptq", "awq"):
+        bits = quantization.get("bits", quantization.get("w_bit"))
+        group = quantization.get("group_size", quantization.get("q_group_size"))
+        is_reordered = bool(quantization.get("desc_act"))
+    elif method == "compressed-tensors":
+        parts = [part.get("weights") or {} for part in quantization["config_groups"].values()]
+        bits, group = (
+            next(iter(values)) if len(values := {part.get(key) for part in parts}) == 1 else None
+            for key in ("num_bits", "group_size")
+        )
+        is_reordered = any(part.get("actorder") in ("group", True) for part in parts)
+    else:
+        return f"{method} has no integers of 4 bits"
+    if bits != 4:
+        return f"its integers have {bits} bits"
+    if group not in FOUR_BIT_GROUPS:
+        known = ", ".join(map(str, FOUR_BIT_GROUPS))
+        return f"its groups have {group} columns, not one of {known}"
+    return "its columns are in the order of activations (act-order)" if is_reordered else ""
+
+
+def check_folder(
+    key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> None:
+    """Raise ConfigError for a folder that is not a decoder we serve, with the reason."""
+    check_any_decoder(key, engine, config, path)
+    reason = misfit_of_four_bits(read_model_config(path(engine)))
+    if engine.dtype == "int4" and reason:
+        raise ConfigError(f"{key} {path(engine)} is not served in int4: {reason}")
 
 
 def make(engine: EngineConfig, service: Service) -> Engine:
@@ -43,6 +93,7 @@ def make(engine: EngineConfig, service: Service) -> Engine:
         invariant=engine.invariant,
         verifies=target,
         taps=service.taps if target else (),
+        lm_head=head_dtype(engine),
         **service.sizes,
     )
     if target and engine.invariant and not made.limits.invariant:
@@ -54,22 +105,32 @@ def convert(
     engine: EngineConfig, folder: Path, service: Service, say: Callable[[str], None]
 ) -> None:
     """Convert a folder that has no graph of our own, unless the cache has it converted."""
-    if misfit_of_llama(read_model_config(folder)):
+    if engine.dtype == "int4" or misfit_of_llama(read_model_config(folder)):
         from backend.engines.openvino.graph_cache import bring_graph  # it imports OpenVINO
 
         taps = service.taps if engine.name == service.config.target.name else ()
-        bring_graph(folder, engine.dtype, taps, say)
+        bring_graph(folder, engine.dtype, taps, say, head_dtype(engine))
+
+
+def head_dtype(engine: EngineConfig) -> str:
+    """Return what the head is rounded to; nothing where it stays."""
+    return "" if engine.lm_head == "folder" else engine.lm_head
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
     """Return what an engine takes of memory."""
     from backend.engines.openvino.layout import SCRATCH_TOKENS
 
-    return kind.footprint(
+    is_packed = engine.dtype == "int4"
+    plan = kind.footprint(
         engine,
         config,
         folder,
-        weight_sizes=WEIGHT_BYTES[engine.dtype],
+        weight_sizes=WEIGHT_BYTES["int8" if is_packed else engine.dtype],
         packs_head=True,
         scratch_tokens=SCRATCH_TOKENS,
     )
+    if is_packed:
+        stored = sum(file.stat().st_size for file in weight_files(folder))
+        plan = replace(plan, weights=int(PACKED_PEAK * stored))
+    return plan

@@ -57,7 +57,7 @@ class OpenvinoDecoder:
     ``graph`` is one of ``graph.build``; ``layers`` are the shapes of its layers' keys and values.
     ``precision`` is that of activations and KV (``fp32``, ``bf16``). ``invariant``: logits are the
     same bits whatever else is in a pass (``layout``). ``repeats`` and ``taps`` are those of the
-    graph; ``ranks``: it ranks columns.
+    graph; ``ranks``: it ranks columns; ``group`` is that of ``parts.compiled``.
     """
 
     device = torch.device("cpu")
@@ -75,6 +75,7 @@ class OpenvinoDecoder:
         repeats: bool = True,
         ranks: bool = False,
         taps: Seq[int] = (),
+        group: int | None = None,
     ) -> None:
         """Compile the graph. Raises CheckpointError for heads whose size its attention gets wrong,
         and for a precision that the processor lacks.
@@ -91,7 +92,7 @@ class OpenvinoDecoder:
         self._branches: dict[tuple[int, int], Blocks] = {}
         check_precision(precision)
         self._dtype, stored = _STORED[precision]
-        self._compiled = compiled(graph, stored, threads)
+        self._compiled = compiled(graph, stored, threads, group)
         self._vocab = vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
         self._make_pools(layers, kv_blocks + SCRATCH_BLOCKS)

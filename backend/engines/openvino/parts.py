@@ -10,13 +10,20 @@ from openvino import CompiledModel, Model, Output, PartialShape, Tensor, Type, o
 
 Floats = npt.NDArray[np.float32]
 
+_ROWS = 4096
+"""Rows of a matrix that are in fp32 at once while it is rounded."""
+
 SMALL_WEIGHT = 1 << 17
 """Elements below which a matrix is not rounded to int8: its product takes no longer in fp32."""
 
 
-def compiled(graph: Model, precision: str, threads: int) -> CompiledModel:
-    """Compile a graph whose activations and KV are stored in ``precision`` (``f32``, ``bf16``)."""
-    settings = {
+def compiled(graph: Model, precision: str, threads: int, group: int | None = None) -> CompiledModel:
+    """Compile a graph whose activations and KV are stored in ``precision`` (``f32``, ``bf16``).
+
+    ``group``: columns with one scale where activations are rounded to int8 for products with
+    integers; 0: they are not rounded; None: as OpenVINO does by default.
+    """
+    settings: dict[str, str | int | bool] = {
         "INFERENCE_PRECISION_HINT": precision,
         "KV_CACHE_PRECISION": precision,
         "INFERENCE_NUM_THREADS": threads,
@@ -24,6 +31,8 @@ def compiled(graph: Model, precision: str, threads: int) -> CompiledModel:
         "PERFORMANCE_HINT": "LATENCY",
         "ENABLE_CPU_PINNING": False,
     }
+    if group is not None:
+        settings["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = group
     return openvino.Core().compile_model(graph, "CPU", settings)
 
 
@@ -39,7 +48,7 @@ def named(outputs: dict[str, Output], inputs: list[op.Parameter], name: str) -> 
 def matrix(weight: torch.Tensor, *, rounded: bool) -> Output:
     """Return a matrix in its own precision, or ``rounded`` to int8 where that pays."""
     if rounded and weight.numel() >= SMALL_WEIGHT:
-        return _int8(floats(weight))
+        return int8(*round_to_int8(weight))
     if weight.dtype == torch.bfloat16:
         return opset13.convert(_bf16(weight), "f32")
     return opset13.constant(floats(weight))
@@ -75,12 +84,22 @@ def number(value: float) -> op.Constant:
     return opset13.constant(np.array(value, np.float32))
 
 
-def _int8(weight: Floats) -> Output:
-    """Return a matrix in int8, a scale a row: the form that its kernels read."""
-    scale = np.maximum(np.abs(weight).max(1, keepdims=True) / 127, 1e-8).astype(np.float16)
-    digits = np.clip(np.rint(weight / scale.astype(np.float32)), -127, 127).astype(np.int8)
-    wide = opset13.convert(opset13.constant(digits), "f16")
-    return opset13.convert(opset13.multiply(wide, opset13.constant(scale)), "f32")
+def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the integers of a matrix in int8 and their scale a row [rows, 1]."""
+    parts = [_rounded(part.float()) for part in weight.split(_ROWS)]
+    digits, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    return digits, scales
+
+
+def int8(digits: torch.Tensor, scale: torch.Tensor) -> Output:
+    """Return a matrix in int8 in the form that its kernels read."""
+    wide = opset13.convert(opset13.constant(digits.numpy()), "f16")
+    return opset13.convert(opset13.multiply(wide, opset13.constant(scale.numpy())), "f32")
+
+
+def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8).half()
+    return (weight / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def _bf16(weight: torch.Tensor) -> op.Constant:

@@ -90,6 +90,18 @@ def sums(graph: Model) -> set[int]:
     }
 
 
+def smallest_group(graph: Model) -> int | None:
+    """Return how many columns the smallest group of a matrix of 4 bits has; None without any."""
+    groups = [
+        node.get_output_shape(0)[-1]
+        for node in graph.get_ops()
+        if _is_constant(node)
+        and node.get_element_type() in (Type.i4, Type.u4)
+        and node.get_output_shape(0)[-1] > 1
+    ]
+    return min(groups, default=None)
+
+
 def has_experts(graph: Model) -> bool:
     """Return whether rows choose their matrices: those are the only choices in a decoder."""
     return any(node.get_type_name() in ("GroupedMatMul", "TopK") for node in graph.get_ops())
@@ -102,7 +114,7 @@ def _products(graph: Model) -> Iterator[tuple[Node, Output]]:
             continue
         weight = node.input_value(1)
         source = weight.get_node()
-        while source.get_type_name() in ("Convert", "Multiply"):
+        while source.get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape"):
             source = source.input_value(0).get_node()
         if _is_constant(source) and len(weight.get_partial_shape()) == 2:
             yield node, weight

@@ -1,0 +1,203 @@
+"""Matrices of a folder that hold integers of 4 bits, kept as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backend.engines.openvino.kind import FOUR_BIT_GROUPS
+
+Tensors = dict[str, torch.Tensor]
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Place of each column among the 8 numbers of an int32 in AWQ, the lowest bits first."""
+
+
+class UnfitError(ValueError):
+    """A matrix that is no plain one of 4 bits; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """A matrix of integers from 0 to 15, with a zero and a scale for each group of a row's
+    columns.
+    """
+
+    digits: torch.Tensor
+    """uint8 [rows, columns / 2]: two integers, the earlier column's in the lower half."""
+    scale: torch.Tensor
+    """[rows, groups]"""
+    zero: torch.Tensor | None
+    """uint8 [rows, groups]; none: all are 8."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.digits.shape[0], 2 * self.digits.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Columns that have one scale."""
+        return self.shape[1] // self.scale.shape[1]
+
+    def widen(self, rows: slice = slice(None)) -> torch.Tensor:
+        """Return the matrix, or some of its rows, in fp32."""
+        scale = self.scale[rows].float()[..., None]
+        zero = 8 if self.zero is None else self.zero[rows].float()[..., None]
+        digits = split_bytes(self.digits[rows]).float().unflatten(1, (-1, self.group))
+        return ((digits - zero) * scale).flatten(1)
+
+
+def join(parts: Seq[FourBits]) -> FourBits:
+    """Return matrices of the same columns and groups as one, above each other."""
+    if len(parts) == 1:
+        return parts[0]
+    zeros = [torch.full_like(p.scale, 8, dtype=torch.uint8) if p.zero is None else p.zero for p in parts]
+    is_plain = all(part.zero is None for part in parts)
+    return FourBits(
+        torch.cat([part.digits for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        None if is_plain else torch.cat(zeros),
+    )
+
+
+def split_bytes(packed: torch.Tensor) -> torch.Tensor:
+    """Return the integers of 4 bits in bytes along the last axis, the lower half first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def join_bytes(digits: torch.Tensor) -> torch.Tensor:
+    """Return integers of 4 bits, two of the last axis in a byte."""
+    return digits[..., 0::2] | digits[..., 1::2] << 4
+
+
+def take_four_bits(
+    tensors: Tensors, quantization: Mapping[str, Any]
+) -> tuple[dict[str, FourBits], dict[str, str]]:
+    """Take the matrices of 4 bits out of a folder's ``tensors``; return them by the names that
+    they have without quantisation, and why others that are packed stay, by the same names.
+    """
+    taken: dict[str, FourBits] = {}
+    reasons: dict[str, str] = {}
+    read: Callable[[str, Tensors, Mapping[str, Any]], tuple[FourBits, Seq[str]]]
+    for end, read in (
+        ("qweight", _read_awq if quantization.get("quant_method") == "awq" else _read_gptq),
+        ("weight_packed", _read_packed),
+    ):
+        for name in [name for name in tensors if name.endswith(end)]:
+            prefix = name.removesuffix(end)
+            try:
+                matrix, parts = read(prefix, tensors, quantization)
+                _check(matrix)
+            except (KeyError, UnfitError) as error:
+                reasons[f"{prefix}weight"] = str(error)
+                continue
+            taken[f"{prefix}weight"] = matrix
+            for part in parts:
+                tensors.pop(prefix + part, None)
+            bias = tensors.get(f"{prefix}bias")
+            if bias is not None and not bias.any():  # some writers store zeros
+                del tensors[f"{prefix}bias"]
+    return taken, reasons
+
+
+def _read_gptq(
+    prefix: str, tensors: Tensors, quantization: Mapping[str, Any]
+) -> tuple[FourBits, Seq[str]]:
+    """Read int32 with 8 integers each along the columns of a transposed matrix."""
+    packed, zeros, scales = (tensors[prefix + end] for end in ("qweight", "qzeros", "scales"))
+    index = tensors.get(f"{prefix}g_idx")
+    columns = 8 * packed.shape[0] if index is None else len(index)
+    if 8 * packed.shape[0] != columns or quantization.get("bits", 4) != 4:
+        raise UnfitError("its integers do not have 4 bits")
+    _check_order(index, columns, scales.shape[0])
+    if zeros.is_floating_point():
+        raise UnfitError("its zeros are no integers")
+    moved = quantization.get("checkpoint_format") != "gptq_v2"  # the first format stores one less
+    zero = (split_bytes(zeros.contiguous().view(torch.uint8)) + moved) & 15
+    digits = packed.T.contiguous().view(torch.uint8)
+    return _made(digits, scales.T, zero.T), ("qweight", "qzeros", "scales", "g_idx")
+
+
+def _read_awq(
+    prefix: str, tensors: Tensors, quantization: Mapping[str, Any]
+) -> tuple[FourBits, Seq[str]]:
+    """Read int32 with 8 integers each along the rows of a transposed matrix, out of order."""
+    del quantization
+    packed, zeros, scales = (tensors[prefix + end] for end in ("qweight", "qzeros", "scales"))
+    if 8 * packed.shape[1] != scales.shape[1]:
+        raise UnfitError("its integers do not have 4 bits")
+
+    def ordered(words: torch.Tensor) -> torch.Tensor:
+        digits = split_bytes(words.contiguous().view(torch.uint8))
+        return digits.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1).T
+
+    return _made(join_bytes(ordered(packed)), scales.T, ordered(zeros)), (
+        "qweight",
+        "qzeros",
+        "scales",
+    )
+
+
+def _read_packed(
+    prefix: str, tensors: Tensors, quantization: Mapping[str, Any]
+) -> tuple[FourBits, Seq[str]]:
+    """Read int32 with 8 integers each along a row (compressed-tensors, pack-quantized)."""
+    del quantization
+    packed, scale = tensors[f"{prefix}weight_packed"], tensors[f"{prefix}weight_scale"]
+    rows, columns = (int(size) for size in tensors[f"{prefix}weight_shape"])
+    if 8 * packed.shape[1] != columns:
+        raise UnfitError("its integers do not have 4 bits")
+    index = tensors.get(f"{prefix}weight_g_idx")
+    _check_order(None if index is None or int(index.min()) < 0 else index, columns, scale.shape[1])
+    zeros = tensors.get(f"{prefix}weight_zero_point")
+    zero = None
+    if zeros is not None:
+        zero = split_bytes(zeros.T.contiguous().view(torch.uint8)).T[:rows]
+    parts = ("packed", "scale", "shape", "zero_point", "g_idx")
+    return _made(packed.contiguous().view(torch.uint8), scale, zero), [f"weight_{p}" for p in parts]
+
+
+def _made(digits: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> FourBits:
+    """Return a matrix, without zeros where all are 8."""
+    if zero is not None and bool((zero == 8).all()):
+        zero = None
+    return FourBits(digits, scale.contiguous(), None if zero is None else zero.contiguous())
+
+
+def _check(matrix: FourBits) -> None:
+    """Raise UnfitError for groups that the kernels do not know."""
+    rows, columns = matrix.shape
+    if rows % 2 or columns % matrix.scale.shape[1] or matrix.group not in FOUR_BIT_GROUPS:
+        known = ", ".join(map(str, FOUR_BIT_GROUPS))
+        sizes = f"{matrix.scale.shape[1]} groups of {columns} columns"
+        raise UnfitError(f"it has {sizes}, not of one of {known}")
+
+
+def _check_order(index: torch.Tensor | None, columns: int, groups: int) -> None:
+    """Raise UnfitError for columns whose groups (``index``) do not follow each other."""
+    in_order = torch.arange(columns) // max(1, columns // groups)
+    if index is not None and not torch.equal(index.long(), in_order):
+        raise UnfitError("the groups of its columns do not follow each other (act-order)")
+
+
+def round_to_four_bits(weight: torch.Tensor) -> FourBits:
+    """Return a matrix rounded to the nearest integers, in the largest groups that fit."""
+    group = next((size for size in FOUR_BIT_GROUPS if weight.shape[1] % size == 0), 0)
+    if not group or weight.shape[0] % 2:
+        raise UnfitError(f"a matrix {list(weight.shape)} has no groups of 4 bits")
+    parts = [_rounded(part.float().unflatten(1, (-1, group))) for part in weight.split(4096)]
+    digits, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    return FourBits(digits, scales, None)
+
+
+def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    greatest = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
+    scale = (greatest / -8).half()
+    scale = torch.where(scale == 0, torch.full_like(scale, 1e-4), scale)
+    digits = (weight / scale.float()).round().clamp(-8, 7) + 8
+    return join_bytes(digits.to(torch.uint8).flatten(1)), scale[..., 0]
