@@ -407,7 +407,8 @@ def with_auto_resolved(
 
     ``engine``: a draft's by its folder (``_kind_of_draft``); else the first of ``automatic`` that
     can run. ``device``: ``cuda`` where the best kind there can run. ``dtype``: int4 where the
-    kind keeps the folder's 4 bits; int8 on CPUs where the kind prefers it; bf16 on GPUs and where the processor multiplies that; else fp32.
+    kind keeps a folder's 4 bits; int8 on CPUs where the kind prefers it; bf16 on GPUs and where the
+    processor multiplies that; else fp32.
     """
     if engine.engine == "auto" and engine.model and target:
         engine = replace(engine, engine=_kind_of_draft(engine.model, target))

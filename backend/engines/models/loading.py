@@ -35,8 +35,8 @@ def load_decoder(
     **options: Any,
 ) -> nn.Module:
     """Return a folder's language model in ``dtype`` (one of ``DTYPES``), ready for inference, whose
-    attention is ``ATTENTION``. ``weights`` are loaded instead of the folder's; ``options`` are more of
-    ``from_pretrained``.
+    attention is ``ATTENTION``. ``weights`` are loaded instead of the folder's; ``options`` are more
+    of ``from_pretrained``.
 
     Raises ConfigError for a folder that is not served, a file that is missing or damaged, and
     tensors that are missing, left over or of another shape.

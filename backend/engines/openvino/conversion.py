@@ -215,9 +215,7 @@ def convert(lm: Any, taps: Seq[int] = (), packed: PackedMatrices | None = None) 
     return graph
 
 
-def _check_memory(
-    folder: Path, spec: DecoderSpec, peak: int, say: Callable[[str], None]
-) -> None:
+def _check_memory(folder: Path, spec: DecoderSpec, peak: int, say: Callable[[str], None]) -> None:
     """Say what a conversion takes. Raises CheckpointError where that is not there."""
     needed, free = peak + PROCESS_BYTES, host_bytes()
     text = (

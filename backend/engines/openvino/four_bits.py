@@ -56,7 +56,9 @@ def join(parts: Seq[FourBits]) -> FourBits:
     """Return matrices of the same columns and groups as one, above each other."""
     if len(parts) == 1:
         return parts[0]
-    zeros = [torch.full_like(p.scale, 8, dtype=torch.uint8) if p.zero is None else p.zero for p in parts]
+    zeros = [
+        torch.full_like(p.scale, 8, dtype=torch.uint8) if p.zero is None else p.zero for p in parts
+    ]
     is_plain = all(part.zero is None for part in parts)
     return FourBits(
         torch.cat([part.digits for part in parts]),

@@ -37,8 +37,6 @@ read, and as packed.
 """
 
 
-
-
 def misfit_of_four_bits(config: Mapping[str, Any]) -> str:
     """Return why a folder with this ``config.json`` is not served in its own 4 bits."""
     method, reason = quantization_of(config)

@@ -92,7 +92,9 @@ class PackedMatrices:
         """Store the matrix of a module as ``int8`` or ``int4``, unless it has 4 bits."""
         matrix = self._by_module.get(module)
         if isinstance(matrix, torch.Tensor):
-            rounded = Int8(*round_to_int8(matrix)) if dtype == "int8" else round_to_four_bits(matrix)
+            rounded = (
+                Int8(*round_to_int8(matrix)) if dtype == "int8" else round_to_four_bits(matrix)
+            )
             self._by_module[module] = rounded
 
     @property
@@ -217,9 +219,9 @@ class PackedMatrices:
             zeros = self._packed(join_bytes(matrix.zero.flatten()), kind, [rows, groups, 1])
             wide = opset13.subtract(wide, opset13.convert(zeros, "f32"))
         scale = opset13.convert(self._shared(matrix.scale[..., None]), "f32")
-        return opset13.reshape(
-            opset13.multiply(wide, scale), ints([rows, columns]), False
-        ).output(0)
+        return opset13.reshape(opset13.multiply(wide, scale), ints([rows, columns]), False).output(
+            0
+        )
 
     def _shared(self, tensor: torch.Tensor) -> op.Constant:
         """Return a constant of floats in the tensor's own memory."""
