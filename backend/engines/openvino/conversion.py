@@ -170,7 +170,7 @@ def _convert_packed(
         say(f"{folder}: {name} is widened to bf16: {reason}")
     others = widen_stored(folder, tensors)
     large = {n: t for n, t in others.items() if t.dim() == 2 and t.numel() >= SMALL_WEIGHT}
-    packed = PackedMatrices(matrices | large)
+    packed = PackedMatrices({**matrices, **large})
     lm: Any = load_decoder(folder, "fp32", weights=others | packed.stand_ins)
     if lost := packed.assign(lm):
         text = f"tensor {lost} is multiplied where it cannot stay packed; set dtype to 'bf16'"

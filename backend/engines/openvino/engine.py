@@ -65,9 +65,8 @@ class OpenvinoEngine(StepEngine):
         else:
             check_version()
             check_precision(precision_of(dtype))
-            self._set_up_converted(  # type: ignore[arg-type]
-                name, folder, dtype=dtype, lm_head=lm_head, threads=threads, **sizes
-            )
+            form = {"dtype": dtype, "lm_head": lm_head}
+            self._set_up_converted(name, folder, threads=threads, **form, **sizes)  # type: ignore[arg-type]
 
     @classmethod
     def from_weights(

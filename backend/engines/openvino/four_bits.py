@@ -49,7 +49,8 @@ class FourBits:
         scale = self.scale[rows].float()[..., None]
         zero = 8 if self.zero is None else self.zero[rows].float()[..., None]
         digits = split_bytes(self.digits[rows]).float().unflatten(1, (-1, self.group))
-        return ((digits - zero) * scale).flatten(1)
+        wide: torch.Tensor = ((digits - zero) * scale).flatten(1)
+        return wide
 
 
 def join(parts: Seq[FourBits]) -> FourBits:
@@ -136,7 +137,8 @@ def _read_awq(
 
     def ordered(words: torch.Tensor) -> torch.Tensor:
         digits = split_bytes(words.contiguous().view(torch.uint8))
-        return digits.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1).T
+        columns: torch.Tensor = digits.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)]
+        return columns.flatten(1).T
 
     return _made(join_bytes(ordered(packed)), scales.T, ordered(zeros)), (
         "qweight",

@@ -337,7 +337,7 @@ class OpenvinoConverted(OpenvinoDecoder):
         *,
         precision: str = "fp32",
         taps: Seq[int] = (),
-        **sizes: int | bool,
+        **sizes: int | bool | None,
     ) -> None:
         """Compile the graph. Raises CheckpointError as ``OpenvinoDecoder`` does."""
         heads = [

@@ -118,9 +118,9 @@ class PackedMatrices:
             return torch.cat(parts, -1)
 
         def look_up(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-            return torch.stack(
-                [_wide(self._by_module[module], slice(i, i + 1))[0] for i in ids.flatten().tolist()]
-            ).view(*ids.shape, -1)
+            matrix = self._by_module[module]
+            rows = [_wide(matrix, slice(row, row + 1)) for row in ids.flatten().tolist()]
+            return torch.cat(rows).view(*ids.shape, -1)
 
         with self._instead(product, look_up):
             yield
@@ -139,7 +139,8 @@ class PackedMatrices:
                 widths = [self._by_module[one].shape[0] for one in group]
                 whole = _product(rows, self._place(group), sum(widths))
                 parts.update(zip(group, whole.split(widths, -1), strict=True))
-            return parts.pop(module)
+            part: torch.Tensor = parts.pop(module)
+            return part
 
         def look_up(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
             return _look_up(ids, self._place([module]), self._by_module[module].shape[1])
@@ -182,11 +183,12 @@ class PackedMatrices:
             found: torch.Tensor = look_up(module, ids)
             return found
 
-        nn.Linear.forward, nn.Embedding.forward = multiply, embed  # type: ignore[method-assign]
+        classes: tuple[Any, Any] = nn.Linear, nn.Embedding
+        classes[0].forward, classes[1].forward = multiply, embed
         try:
             yield
         finally:
-            nn.Linear.forward, nn.Embedding.forward = linear, embedding  # type: ignore[method-assign]
+            classes[0].forward, classes[1].forward = linear, embedding
 
     def _place(self, modules: list[nn.Module]) -> int:
         """Return the number of modules' matrices: the same in every trace."""
