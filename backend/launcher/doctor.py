@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from backend.config import (
     EMBEDDED_MODEL,
@@ -371,8 +372,7 @@ def check_engines(model: str, machine: Machine = machine) -> list[Finding]:
     able = [finding.name for finding in found if finding.state == OK]
     if able and (reason := _refusal(folder)):
         found, able = [Finding("folder", MISSING, reason)], []
-    if able and (method := quantization_of(read_model_config(folder))[0]):
-        text = f"quantised ({method}); every engine widens them to bf16 when it loads them"
+    if able and (text := _weights(read_model_config(folder))):
         found.insert(0, Finding("weights", OK, text))
     if not able:
         text = f"no engine can serve {folder} here"
@@ -382,6 +382,23 @@ def check_engines(model: str, machine: Machine = machine) -> list[Finding]:
     option = "" if name == chosen.engine else f', with "engine": "{name}" in a --config file'
     text = f"spindle serve --model {folder}{option}: engine {name}"
     return [*found, Finding("serve", OK, text)]
+
+
+def _weights(config: dict[str, Any]) -> str:
+    """Return how engines read the quantised weights of a folder; '' where it has none."""
+    method = quantization_of(config)[0]
+    if not method:
+        return ""
+    reasons = {}
+    for name, kind in KINDS.items():
+        misfit = kind.answer("misfit_of_four_bits", None)
+        if misfit is not None and not (reason := misfit(config)):
+            head = "lm_head int8 or int4 rounds the head, too"
+            kept = f"{name} keeps them on CPUs (dtype int4; {head})"
+            return f"quantised ({method}); {kept}, other engines widen them to bf16"
+        reasons |= {name: reason} if misfit is not None else {}
+    why = "".join(f"; {name} has no dtype int4 for it: {why}" for name, why in reasons.items())
+    return f"quantised ({method}); every engine widens them to bf16 when it loads them{why}"
 
 
 def _refusal(folder: Path) -> str:

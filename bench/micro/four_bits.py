@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +186,8 @@ class Llama:
     """llama.cpp with a text's beginning in the KV of every sequence."""
 
     def __init__(self, args: argparse.Namespace, file: Path) -> None:
-        from cffi import FFI  # of the machine that measures
-
         source = args.bindings.read_text()
-        ffi = FFI()
+        ffi = import_module("cffi").FFI()
         ffi.cdef(source.split('_LLAMA_H_CDEF = """')[1].split('"""')[0])
         (base,) = args.libs.glob("libggml.v*.so*")
         ctypes.CDLL(str(base), ctypes.RTLD_GLOBAL).ggml_backend_load_all_from_path(

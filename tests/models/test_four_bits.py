@@ -151,8 +151,8 @@ def test_the_graph_holds_the_folder_s_integers(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["int8", "int4"])
 def test_a_rounded_head_is_compared_and_differs(head, tmp_path):
-    packed, _ = converted(
-        tmp_path, tmp_path, "int4 in 32, symmetric", hidden_size=128, intermediate_size=256
+    packed, _ = write_packed(
+        tmp_path, "int4 in 32, symmetric", hidden_size=128, intermediate_size=256
     )
     as_it_is, rounded = (logits_of(packed, "int4", 0, head) for head in ("", head))
     difference = (rounded - as_it_is).std() / as_it_is.std()
@@ -196,8 +196,8 @@ def rows_alone_and_together(decoder, count):
 
 @pytest.mark.slow
 def test_one_to_24_rows_have_the_same_bits_as_activations_are_rounded(tmp_path):
-    packed, _ = converted(
-        tmp_path, tmp_path, "int4 in 128, symmetric", hidden_size=512, intermediate_size=1024
+    packed, _ = write_packed(
+        tmp_path, "int4 in 128, symmetric", hidden_size=512, intermediate_size=1024
     )
     graph = bring_graph(packed, "int4")
 

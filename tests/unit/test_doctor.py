@@ -269,12 +269,21 @@ def test_a_folder_is_asked_of_every_engine(tmp_path, capsys):
 
 
 def test_quantised_weights_are_named(tmp_path, capsys):
-    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    model = tiny(tmp_path, **quantized)
-    assert report_model(str(model), as_json=True, machine=FakeMachine(flags=BF16_FLAGS)) == 0
-    found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert found["weights"]["text"].startswith("quantised (gptq); every engine widens them to bf16")
-    assert found["openvino"]["state"] == "ok"
+    quantization = {"quant_method": "gptq", "bits": 4}
+    for more, text, dtype in (
+        (
+            {},
+            "every engine widens them to bf16 when it loads them; openvino has no dtype int4 for "
+            "it: its groups have None columns",
+            "bf16",
+        ),
+        ({"group_size": 128}, "openvino keeps them on CPUs (dtype int4; lm_head", "int4"),
+    ):
+        model = tiny(tmp_path / dtype, quantization_config=quantization | more)
+        assert report_model(str(model), as_json=True, machine=FakeMachine(flags=BF16_FLAGS)) == 0
+        found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+        assert found["weights"]["text"].startswith(f"quantised (gptq); {text}")
+        assert found["openvino"]["text"].startswith(f"can, in {dtype}; memory")
 
 
 @pytest.mark.medium
