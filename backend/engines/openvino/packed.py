@@ -143,7 +143,9 @@ class PackedMatrices:
             return part
 
         def look_up(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-            return _look_up(ids, self._place([module]), self._by_module[module].shape[1])
+            width = self._by_module[module].shape[1]
+            found: torch.Tensor = _look_up(ids, self._place([module]), width)
+            return found
 
         with self._instead(product, look_up):
             yield
