@@ -146,7 +146,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
         "sha256": cache.sha256(gguf_file),
         "license": fields.get("general.license"),
     }
-    name = f"converting {gguf_file.name}"
+    name = f"converting {gguf_file.name}{_widened(reader.tensors, keeps_q4_0=not is_known)}"
     with stage(name) as progress, cache.publish(folder, provenance) as fresh:
         if not is_known:
             try:
@@ -160,6 +160,17 @@ def convert(gguf_file: Path, folder: Path) -> None:
         _write_json(fresh / "generation_config.json", _generation_config(fields))
         _write_json(fresh / "tokenizer.json", _tokenizer(fields))
         _write_json(fresh / "tokenizer_config.json", _tokenizer_config(fields))
+
+
+def _widened(tensors: list[Any], *, keeps_q4_0: bool) -> str:
+    """Return which matrices of a file are widened to bf16; those of layers in Q4_0 may stay."""
+    kinds = {
+        tensor.tensor_type.name
+        for tensor in tensors
+        if len(tensor.shape) > 1 and not (keeps_q4_0 and tensor.tensor_type.name == "Q4_0")
+    }
+    quantized = ", ".join(sorted(kinds - {"F32", "F16", "BF16"}))
+    return f" (matrices in {quantized} are widened to bf16)" if quantized else ""
 
 
 def _difference(fields: dict[str, Any]) -> str:

@@ -8,6 +8,25 @@ from typing import Any
 FAMILIES = ("llama", "qwen2", "qwen3")
 """``general.architecture`` of files that are read, besides that of the embedded model."""
 
+QUANTIZATION: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 32,
+                "symmetric": True,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+"""What a folder's configuration says of matrices that were Q4_0."""
+
 _LOST = "rope_freqs.weight"
 """A tensor with factors of angles, which transformers leaves out without a word."""
 
@@ -35,8 +54,8 @@ def reason_against(fields: dict[str, Any], tensor_names: list[str]) -> str:
 
 
 def write_folder(gguf_file: Path, fields: dict[str, Any], folder: Path) -> None:
-    """Write the folder of a file, with its weights as bf16. Raises ValueError for one that
-    transformers cannot read.
+    """Write the folder of a file, with its weights as bf16, but for matrices of layers in Q4_0,
+    which stay as they are. Raises ValueError for one that transformers cannot read.
     """
     import torch
     from safetensors.torch import save_file
@@ -59,9 +78,54 @@ def write_folder(gguf_file: Path, fields: dict[str, Any], folder: Path) -> None:
     missing = sorted(names - tensors.keys() - {"lm_head.weight"})
     if missing:
         raise ValueError(f"tensor {missing[0]} is missing")
+    packed = _pack_q4_0(gguf_file, fields, lm)
+    if packed:
+        config.quantization_config = QUANTIZATION
+        kept = {name.removesuffix("_packed") for name in packed if name.endswith("_packed")}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in kept} | packed
     config.architectures, config.dtype = [type(lm).__name__], torch.bfloat16
     config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, trust_remote_code=False, **where)
     tokenizer.chat_template = fields.get("tokenizer.chat_template")
     tokenizer.save_pretrained(folder)
+
+
+def _pack_q4_0(gguf_file: Path, fields: dict[str, Any], lm: Any) -> dict[str, Any]:
+    """Return the matrices of layers in Q4_0 by the names of compressed-tensors: the same integers
+    and scales.
+    """
+    import gguf
+    import numpy as np
+    import torch
+
+    family = fields["general.architecture"]
+    blocks = fields[f"{family}.block_count"]
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    names = gguf.get_tensor_name_map(architecture, blocks)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_file).tensors}
+    heads = fields[f"{family}.attention.head_count"]
+    counts = {"q_proj": heads, "k_proj": fields.get(f"{family}.attention.head_count_kv", heads)}
+    found: dict[str, Any] = {}
+    for name, module in lm.get_decoder().named_modules(prefix="model"):
+        tensor = stored.get(f"{names.get_name(name)}.weight")
+        if (
+            tensor is None
+            or not isinstance(module, torch.nn.Linear)
+            or tensor.tensor_type != gguf.GGMLQuantizationType.Q4_0
+        ):
+            continue
+        rows = module.out_features
+        parts = np.asarray(tensor.data).reshape(rows, -1, 18)  # a scale in fp16, 32 integers
+        count = counts.get(name.rpartition(".")[2]) if family == "llama" else None
+        if count:  # llama.cpp rotates neighbouring rows of a head
+            parts = parts.reshape(count, rows // count // 2, 2, *parts.shape[1:]).swapaxes(1, 2)
+            parts = parts.reshape(rows, *parts.shape[3:])
+        halves = np.ascontiguousarray(parts[..., 2:])
+        digits = np.concatenate((halves & 15, halves >> 4), -1).reshape(rows, -1)
+        words = (digits[:, 0::2] | digits[:, 1::2] << 4).view(np.int32)
+        scale = np.ascontiguousarray(parts[..., :2]).view(np.float16)[..., 0]
+        found[f"{name}.weight_packed"] = torch.from_numpy(words.copy())
+        found[f"{name}.weight_scale"] = torch.from_numpy(scale.copy())
+        found[f"{name}.weight_shape"] = torch.tensor([rows, module.in_features])
+    return found

@@ -389,7 +389,7 @@ def _weights(config: dict[str, Any]) -> str:
     method = quantization_of(config)[0]
     if not method:
         return ""
-    reasons = {}
+    reasons: dict[str, str] = {}
     for name, kind in KINDS.items():
         misfit = kind.answer("misfit_of_four_bits", None)
         if misfit is not None and not (reason := misfit(config)):

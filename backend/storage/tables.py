@@ -90,6 +90,8 @@ def table_file(
         "invariant": engine.invariant,
         "threads": threads,
     }
+    if engine.lm_head != "folder":
+        subject["lm_head"] = engine.lm_head
     if engine.lookahead:
         subject["lookahead"] = engine.lookahead
     if engine.tree_width > 1:

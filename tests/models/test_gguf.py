@@ -5,8 +5,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from backend.engines.checkpoint import load
+from backend.engines.checkpoint import load, read_stored
 from backend.engines.models.loading import load_decoder
+from backend.engines.openvino.four_bits import take_four_bits
+from backend.engines.openvino.kind import misfit_of_four_bits
+from backend.storage.manifest import read_model_config
 from engines_build.convert import ConvertError, convert
 from tests.models.families import SERVED, config_of, spread_weights
 from tests.unit.test_convert import convert_alphabet, permute
@@ -18,8 +21,8 @@ ARCHITECTURES["qwen3"] = gguf.MODEL_ARCH.QWEN3
 FAMILIES = {"llama": "mistral", "qwen2": "qwen 2", "qwen3": "qwen 3"}
 
 
-def write(path, name):
-    """A random model of a family, and its file in 8 bits; its weights are those of the file."""
+def write(path, name, kind=gguf.GGMLQuantizationType.Q8_0):
+    """A random model of a family, and its file of this kind; its weights are those of the file."""
     usual = SERVED[FAMILIES[name]][1]
     config = config_of(name, {**usual, "vocab_size": 258, "intermediate_size": 96})
     lm = AutoModelForCausalLM.from_config(config).eval()
@@ -52,7 +55,6 @@ def write(path, name):
             continue
         place, _, end = key.rpartition(".")
         count = heads.get(place.rpartition(".")[2]) if name == "llama" else None
-        kind = gguf.GGMLQuantizationType.Q8_0
         if tensor.dim() > 1:
             digits = gguf.quantize(tensor.numpy(), kind)
             tensor.copy_(torch.from_numpy(gguf.dequantize(digits, kind)))
@@ -94,3 +96,19 @@ def test_a_file_that_lacks_a_tensor_is_refused(tmp_path):
     with pytest.raises(ConvertError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight is miss"):
         convert(tmp_path / "m.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_q4_0_keeps_its_integers(name, tmp_path):
+    lm = write(tmp_path / "m.gguf", name, gguf.GGMLQuantizationType.Q4_0)
+    convert(tmp_path / "m.gguf", tmp_path / "out")
+    stored = read_stored(tmp_path / "out")
+    config = read_model_config(tmp_path / "out")
+    assert not misfit_of_four_bits(config)
+    taken, reasons = take_four_bits(stored, config["quantization_config"])
+    assert not reasons
+    assert len(taken) == 7 * len(lm.model.layers)
+    for key, matrix in taken.items():
+        assert matrix.zero is None
+        assert torch.equal(matrix.widen(), lm.state_dict()[key]), key
+    assert "model.embed_tokens.weight" in stored
