@@ -25,7 +25,9 @@ def plain(tmp_path_factory):
     return {name: make_folder(name, folder / name) for name in ("qwen 2", "qwen 3")}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if "in 64" not in name and "128" not in name]
+)
 def test_every_format_is_read_by_both_forwards(method, plain, tmp_path):
     for family, folder in plain.items():
         place = quantize(folder, tmp_path / family, method)

@@ -99,7 +99,7 @@ class PackedMatrices:
 
     @property
     def extensions(self) -> list[ConversionExtension]:
-        """What makes constants of the matrices."""
+        """Converters of the operations of a trace, which make constants."""
         return [
             ConversionExtension("spindle::product", self._convert_product),
             ConversionExtension("spindle::look_up", self._convert_look_up),
