@@ -246,7 +246,7 @@ KINDS = {
         misfit=_misfit_of_paged_attention,
         dtypes=("bf16", "int4", "int8", "fp32"),
         package=_OPENVINO,
-        behaviour=4,
+        behaviour=5,
     ),
     "cuda": Kind(
         "backend.engines.cuda.kind",

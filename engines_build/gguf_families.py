@@ -25,7 +25,7 @@ QUANTIZATION: dict[str, Any] = {
     },
     "ignore": ["lm_head"],
 }
-"""What a folder's configuration says of matrices that were Q4_0."""
+"""The entry in ``config.json`` for matrices that were Q4_0."""
 
 _LOST = "rope_freqs.weight"
 """A tensor with factors of angles, which transformers leaves out without a word."""

@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 128256,
     },
 }
-"""Of Llama 3.2."""
+"""Shapes of Llama 3.2."""
 
 Items = list[tuple[int, int]]
 """Sequence and place in the text of each row."""

@@ -259,6 +259,12 @@ def test_the_same_request_has_the_same_text_to_the_last_bit_under_any_load_and_p
     same_texts_under(range(1, 4), 24, dtype, threads)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_int8_has_the_same_bits_under_any_load_and_plan(threads, monkeypatch):
+    monkeypatch.setattr("backend.engines.openvino.parts.SMALL_WEIGHT", 1)
+    same_texts_under(range(1, 3), 12, "int8", threads)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -312,7 +318,8 @@ def test_a_target_that_a_head_reads_has_the_bits_of_one_without(monkeypatch, dty
     ("changed", "dtype", "kept"),
     [
         ({}, "fp32", True),
-        ({}, "int8", False),
+        ({}, "int8", True),
+        ({}, "int4", True),
         ({}, "bf16", True),
         ({"hidden_size": 32}, "bf16", False),
         ({"intermediate_size": 80}, "bf16", False),
@@ -366,7 +373,7 @@ def test_the_graph_of_every_family_has_the_logits_of_the_reference(changed, dtyp
     assert torch.allclose(found.double(), wanted, atol=2e-4, rtol=2e-4)
 
 
-def test_int8_rounds_matrices_alone(monkeypatch):
+def test_int8_rounds_matrices_and_little_else(monkeypatch):
     monkeypatch.setattr("backend.engines.openvino.parts.SMALL_WEIGHT", 1)
     generator = torch.Generator().manual_seed(3)
     weights = {n: torch.randn(s, generator=generator) / 3 for n, s in FAMILY.shapes().items()}
@@ -377,10 +384,10 @@ def test_int8_rounds_matrices_alone(monkeypatch):
     sizes = {"kv_blocks": 4, "max_context_tokens": 96}
     made = OpenvinoEngine.from_weights("target", FAMILY, weights, dtype="int8", **sizes)
     reference = OpenvinoEngine.from_weights("target", FAMILY, rounded, **sizes)
-    assert not made.limits.invariant
+    assert made.limits.invariant
     chunk = Chunk(list(range(VOCAB)), 0, table(0), VOCAB, prompt_rows=VOCAB)
-    close = 1e-3 if made._model.pools[0].dtype == torch.float32 else 0.3
-    assert torch.allclose(logits_of(made, chunk), logits_of(reference, chunk), atol=close)
+    found, wanted = logits_of(made, chunk), logits_of(reference, chunk)
+    assert 0 < (found - wanted).std() < 0.02 * wanted.std()  # activations are rounded, too
 
 
 def rounded_to_rows(weight):

@@ -11,7 +11,6 @@ from backend.engines.models.shape import shape_of_decoder
 from backend.engines.port import Footprint
 from backend.engines.stepping.counterfactual import SCORED_ROWS
 from backend.kinds import misfit_of_llama
-from backend.machine import machine
 from backend.storage.manifest import read_model_config
 
 LOGIT_BYTES = 28
@@ -24,12 +23,8 @@ PROB_BYTES = 4
 
 
 def activation_bytes(dtype: str) -> int:
-    """Return the bytes of a number of activations and KV; int8 and int4 round matrices only."""
-    if dtype == "int4":
-        return 4
-    if dtype == "int8":
-        return 2 if machine.multiplies_bf16() else 4
-    return DTYPES[dtype].itemsize
+    """Return the bytes of a number of activations and KV, which int8 and int4 have in fp32."""
+    return 4 if dtype in ("int8", "int4") else DTYPES[dtype].itemsize
 
 
 class Shape(Protocol):

@@ -34,6 +34,11 @@ from backend.storage.manifest import read_model_config
 
 logger = logging.getLogger(__name__)
 
+INT8_GROUP = 32
+"""Columns with one scale where activations are rounded to be multiplied by int8; 128 is faster and
+further from fp32 (ADR 0068).
+"""
+
 AMX_TERMS = 32
 """Terms of a sum in bf16 that a tile of AMX holds."""
 
@@ -112,6 +117,7 @@ class OpenvinoEngine(StepEngine):
             max_positions=max_context_tokens + max_draft_tokens,
             precision=precision,
             int8=dtype == "int8",
+            group=INT8_GROUP if dtype == "int8" else None,
             threads=threads,
             invariant=invariant,
             trees=verifies,
@@ -154,7 +160,7 @@ class OpenvinoEngine(StepEngine):
             repeats=repeats,
             ranks=best > 0,
             taps=taps,
-            group=converted.group,
+            group=INT8_GROUP if dtype == "int8" else converted.group,
         )
         self._branches_left = self._most_branches = most_branches(max_draft_tokens)
         limits = step_limits(
@@ -208,21 +214,19 @@ class OpenvinoEngine(StepEngine):
 
 
 def precision_of(dtype: str) -> str:
-    """Return what activations and KV are stored in: int8 rounds matrices only. Products with 4 bits
-    round activations to int8 and have the same bits in any pass, but on AMX in bf16.
+    """Return what activations and KV are stored in.
+
+    int8 and int4 round matrices, and activations to int8 for a product: so a row has the same bits
+    in any pass. With activations in bf16, AMX has other kernels for few rows than for many.
     """
-    if dtype == "int4":
-        return "fp32"
-    if dtype != "int8":
-        return dtype
-    return "bf16" if machine.multiplies_bf16() else "fp32"
+    return "bf16" if dtype == "bf16" else "fp32"
 
 
 def keeps_bits(config: LlamaConfig, dtype: str) -> bool:
     """Return whether a row's products are the same bits among any other rows.
 
-    In int8 few rows go through other kernels than many; so do bf16's on AMX where a sum is not of
-    whole tiles (asked of every processor: models that are served have no other sums).
+    In bf16 on AMX few rows go through other kernels than many where a sum is not of whole tiles
+    (asked of every processor: models that are served have no other sums).
     """
     sums = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
     return keeps_sums(sums, dtype)
@@ -230,6 +234,4 @@ def keeps_bits(config: LlamaConfig, dtype: str) -> bool:
 
 def keeps_sums(sums: Iterable[int], dtype: str) -> bool:
     """Return the same of products whose sums have this many terms."""
-    if dtype == "bf16":
-        return all(terms % AMX_TERMS == 0 and terms > AMX_TERMS for terms in sums)
-    return dtype != "int8"
+    return dtype != "bf16" or all(terms % AMX_TERMS == 0 and terms > AMX_TERMS for terms in sums)

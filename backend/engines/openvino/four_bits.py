@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from backend.engines.openvino.kind import FOUR_BIT_GROUPS
+from backend.engines.openvino.formats import FOUR_BIT_GROUPS
 
 Tensors = dict[str, torch.Tensor]
 
@@ -123,7 +123,7 @@ def _read_gptq(
     moved = quantization.get("checkpoint_format") != "gptq_v2"  # the first format stores one less
     zero = (split_bytes(zeros.contiguous().view(torch.uint8)) + moved) & 15
     digits = packed.T.contiguous().view(torch.uint8)
-    return _made(digits, scales.T, zero.T), ("qweight", "qzeros", "scales", "g_idx")
+    return _drop_plain_zeros(digits, scales.T, zero.T), ("qweight", "qzeros", "scales", "g_idx")
 
 
 def _read_awq(
@@ -140,7 +140,7 @@ def _read_awq(
         columns: torch.Tensor = digits.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)]
         return columns.flatten(1).T
 
-    return _made(join_bytes(ordered(packed)), scales.T, ordered(zeros)), (
+    return _drop_plain_zeros(join_bytes(ordered(packed)), scales.T, ordered(zeros)), (
         "qweight",
         "qzeros",
         "scales",
@@ -163,10 +163,14 @@ def _read_packed(
     if zeros is not None:
         zero = split_bytes(zeros.T.contiguous().view(torch.uint8)).T[:rows]
     parts = ("packed", "scale", "shape", "zero_point", "g_idx")
-    return _made(packed.contiguous().view(torch.uint8), scale, zero), [f"weight_{p}" for p in parts]
+    return _drop_plain_zeros(packed.contiguous().view(torch.uint8), scale, zero), [
+        f"weight_{p}" for p in parts
+    ]
 
 
-def _made(digits: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> FourBits:
+def _drop_plain_zeros(
+    digits: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+) -> FourBits:
     """Return a matrix, without zeros where all are 8."""
     if zero is not None and bool((zero == 8).all()):
         zero = None

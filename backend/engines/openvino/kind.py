@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.models import kind
 from backend.engines.models.kind import check_any_decoder, latency_cases
 from backend.engines.port import Engine, Footprint
-from backend.kinds import EXPERTS, misfit_of_llama, quantization_of
+from backend.engines.openvino.formats import PACKED_PEAK, misfit_of_four_bits
+from backend.kinds import misfit_of_llama
 from backend.machine import machine
 from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
@@ -25,46 +26,10 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["check_folder", "convert", "footprint", "latency_cases", "make", "misfit_of_four_bits"]
 
-PACKED_PEAK = 1.3
-"""Bytes at the peak over those of the files of a folder that stays in 4 bits."""
-
-FOUR_BIT_GROUPS = (128, 64, 32)
-"""Columns of a group of a matrix of 4 bits that stays as it is."""
-
 WEIGHT_BYTES = {"fp32": (4, 8, 8), "bf16": (4, 6, 6), "int8": (4, 2, 6)}
 """By dtype, of a weight that is looked up, of one that is multiplied, and of one in an expert: as
 read, and as packed.
 """
-
-
-def misfit_of_four_bits(config: Mapping[str, Any]) -> str:
-    """Return why a folder with this ``config.json`` is not served in its own 4 bits."""
-    method, reason = quantization_of(config)
-    if not method or reason:
-        return reason or "its weights are not quantised"
-    text = config.get("text_config") or config
-    if any(text.get(setting) for setting in EXPERTS):
-        return "matrices of experts are widened"
-    quantization = config["quantization_config"]
-    if method in ("gptq", "awq"):
-        bits = quantization.get("bits", quantization.get("w_bit"))
-        group = quantization.get("group_size", quantization.get("q_group_size"))
-        is_reordered = bool(quantization.get("desc_act"))
-    elif method == "compressed-tensors":
-        parts = [part.get("weights") or {} for part in quantization["config_groups"].values()]
-        bits, group = (
-            next(iter(values)) if len(values := {part.get(key) for part in parts}) == 1 else None
-            for key in ("num_bits", "group_size")
-        )
-        is_reordered = any(part.get("actorder") in ("group", True) for part in parts)
-    else:
-        return f"{method} has no integers of 4 bits"
-    if bits != 4:
-        return f"its integers have {bits} bits"
-    if group not in FOUR_BIT_GROUPS:
-        known = ", ".join(map(str, FOUR_BIT_GROUPS))
-        return f"its groups have {group} columns, not one of {known}"
-    return "its columns are in the order of activations (act-order)" if is_reordered else ""
 
 
 def check_folder(

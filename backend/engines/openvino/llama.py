@@ -295,7 +295,7 @@ class OpenvinoLlama(OpenvinoDecoder):
         trees: bool = True,
         best: int = 0,
         taps: Seq[int] = (),
-        **sizes: int,
+        **sizes: int | None,
     ) -> None:
         """Build the graph and compile it. Raises VersionError for another OpenVINO than is known,
         and CheckpointError as ``OpenvinoDecoder`` does.
@@ -324,7 +324,7 @@ class OpenvinoLlama(OpenvinoDecoder):
             repeats=trees or invariant,
             ranks=best > 0,
             taps=taps,
-            **sizes,
+            **sizes,  # type: ignore[arg-type]
         )
 
 
