@@ -11,9 +11,9 @@ import torch
 from backend.config import EngineConfig, with_auto_resolved
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.engine import OpenvinoEngine
+from backend.engines.openvino.formats import misfit_of_four_bits
 from backend.engines.openvino.four_bits import round_to_four_bits, take_four_bits
 from backend.engines.openvino.graph_cache import bring_graph
-from backend.engines.openvino.formats import misfit_of_four_bits
 from backend.engines.openvino.llama import OpenvinoConverted
 from backend.engines.stepping.chunks import Chunk, KVTable
 from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, VOCAB

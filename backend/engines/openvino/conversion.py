@@ -28,8 +28,8 @@ from backend.engines.models.loading import load_decoder
 from backend.engines.models.probe import DecoderSpec, check_taps, probe
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.experts import EXPERTS
-from backend.engines.openvino.four_bits import take_four_bits
 from backend.engines.openvino.formats import PACKED_PEAK
+from backend.engines.openvino.four_bits import take_four_bits
 from backend.engines.openvino.llama import OpenvinoConverted
 from backend.engines.openvino.marks import Attended, AttentionMark, mark
 from backend.engines.openvino.packed import PackedMatrices

@@ -27,7 +27,6 @@ from backend.engines.port import Completion, Turn
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
 from backend.kinds import misfit_of_llama
-from backend.machine import machine
 from backend.sampling.verification import Row
 from backend.sequence import Sequence
 from backend.storage.manifest import read_model_config

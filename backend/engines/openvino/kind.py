@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.models import kind
 from backend.engines.models.kind import check_any_decoder, latency_cases
-from backend.engines.port import Engine, Footprint
 from backend.engines.openvino.formats import PACKED_PEAK, misfit_of_four_bits
+from backend.engines.port import Engine, Footprint
 from backend.kinds import misfit_of_llama
 from backend.machine import machine
 from backend.settings import ConfigError
