@@ -195,7 +195,7 @@ class Llama:
         )
         (library,) = args.libs.glob("libllama.v*.so*")
         self._lib = lib = ffi.dlopen(str(library))
-        self._quiet = ffi.callback("void(int, const char *, void *)", lambda *_: None)
+        self._quiet = ffi.callback("ggml_log_callback", lambda *_: None)
         lib.llama_log_set(self._quiet, ffi.NULL)
         lib.llama_backend_init()
         self._model = lib.llama_model_load_from_file(

@@ -10,9 +10,9 @@ from backend.triton_adapter.rendering import ORIGIN, dims
 GUARANTEES = """\
 | | greedy | sampled |
 | --- | --- | --- |
-| CPUs, default | one text, bit for bit [1] | one text for a seed, bit for bit [1] |
+| CPUs | one text, bit for bit [1] | one text for a seed, bit for bit [1] |
 | `torch` in fp32 | plain decoding's text [2] | one text for a seed, any load [2] |
-| `invariant: false`, int8, `torch` in bf16 | may part at near-ties [2] | may part [2] |
+| `invariant: false`, `torch` in bf16 | may part at near-ties [2] | may part [2] |
 | `cuda` with `invariant` [4] | one text; with trees, but for near-ties | the same for a seed |
 | TensorRT-LLM [3] | its own text | by its own draws |
 | plug-in of vLLM, fp32 | plain vLLM's text [2] | by vLLM's own distribution |
