@@ -7,12 +7,14 @@ import json
 import os
 import re
 import sys
+import threading
 from contextlib import aclosing
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
+from backend.app import build
 from backend.config import parse_config
 from backend.engines.hosted import Ask, HostedService
 from backend.engines.port import EngineLostError
@@ -23,6 +25,8 @@ from backend.settings import ConfigError
 from policy import Switches
 from tests.contract import fake_llm_api
 from tests.contract.engine_folders import engine_folder
+from tests.fakes.apps import ask as ask_app
+from tests.fakes.apps import fake_app, finish
 from tests.fakes.markov import VOCAB_SIZE, MarkovChain
 
 END = 97
@@ -314,6 +318,53 @@ def test_a_schedule_of_lengths_has_another_meaning_after_1_3():
     assert all([m.length(n) for n in range(1, 11)] == [4] * 3 + [2] * 4 + [0] * 3 for m in made)
     with pytest.raises(ValueError, match="must include batch_size=1"):
         fake_llm_api.DecodingConfig("1.2.1", "NGram", 4, new)
+
+
+# -- in the loop, as every hosted engine is (tests/unit/test_hosted_loop.py)
+
+
+@pytest.fixture(params=["checkpoint", "engine"])
+def app(request, server, monkeypatch):
+    """A deployment of one flow; texts are bytes."""
+    fake_llm_api.install("1.2.1", monkeypatch.setitem)  # and is taken away again
+    raw = settings(server.folder(request.param))
+    raw["target"]["engine"] = "tests.contract.fake_llm_kind"
+    app = build(parse_config(raw))
+    yield app
+    app.close()
+
+
+def test_many_requests_share_the_places_and_get_the_reference_s_text(app):
+    finish(reference := fake_app(), alone := ask_app(reference, "same ", 20))
+    reference.close()
+    sinks = [ask_app(app, "same ", 20) for _ in range(10)]
+    finish(app, *sinks)
+    assert {sink.text for sink in sinks} == {alone.text}
+    assert not fake_llm_api.LLM.made[-1].running
+
+
+def test_a_stop_word_and_a_cancellation_abort_in_tensorrt_llm(app):
+    finish(app, reference := ask_app(app, "stop ", 60))
+    word = reference.text[20:24]
+    finish(app, one := ask_app(app, "stop ", 60, stop_words=(word,)))
+    assert one.text == reference.text[: reference.text.index(word)]
+    gone, other = ask_app(app, "go on ", 80), ask_app(app, "stop ", 60)
+    while not (llm := fake_llm_api.LLM.made[-1]).running:
+        app.loop.step()
+    gone.cancelled = True
+    app.loop.wake()
+    finish(app, gone, other)
+    assert (gone.reason, other.text) == (ErrorCode.CANCELLED, reference.text)
+    app.loop.step()
+    assert not llm.running
+
+
+def test_a_lost_worker_ends_the_loop_and_each_request_by_one_error(app):
+    sinks = [ask_app(app, "tokens ", 60) for _ in range(6)]  # four places
+    fake_llm_api.LLM.made[-1].fail(OSError("a worker died"))
+    app.loop.run(threading.Event())
+    assert all(len(sink.ends) == 1 for sink in sinks)
+    assert any("a worker died" in sink.ends[0][1] for sink in sinks)
 
 
 # -- settings
