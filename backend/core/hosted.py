@@ -188,6 +188,8 @@ class HostedLoop(Loop):
         if session.commit(part.tokens, part.log_probs, Extras(top=part.top)):
             if session.trace is not None and session.first_commit_s is None:
                 session.trace.enter("decode")
+            blocks = -(-len(session.sequence.tokens) // BLOCK_TOKENS)
+            session.sequence.new_blocks = blocks - session.sequence.reused_blocks
             self._emit(session)
 
     def _release(self, session: Session) -> None:

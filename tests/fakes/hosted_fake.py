@@ -12,6 +12,7 @@ from typing import Any
 from backend.config import EngineConfig
 from backend.engines.hosted import Ask, HostedLimits, HostedService, Part
 from backend.kinds import Kind
+from backend.sequence import BLOCK_TOKENS
 from tests.fakes.markov import VOCAB_SIZE, MarkovChain
 
 KIND = Kind(__name__, model=False, tokenizer=False, hosted=True)
@@ -46,6 +47,7 @@ class HostedFake:
         self.running: set[int] = set()
         """The ids of the generations that have begun and not ended."""
         self._chain = MarkovChain(engine.options.get("seed", 0))
+        self._starts: set[tuple[str, tuple[int, ...]]] = set()
         self._step_s = engine.step_s
         self._stepped_s = 0.0
         self._service = service
@@ -61,12 +63,13 @@ class HostedFake:
 
     async def _runs(self, ask: Ask) -> AsyncGenerator[Part, None]:
         text, left, accepted, steps = list(ask.tokens), ask.max_tokens, -1, []
+        cached = self._cache(ask)
         while left:
             await asyncio.sleep(self._step_s)
             self.step(ask)
             most = self._most(ask)
             accepted = min((accepted + 1) % (most + 1), left - 1)
-            part = Part([], [] if ask.sampling.log_probs else None)
+            part = Part([], [] if ask.sampling.log_probs else None, cached_tokens=cached)
             for _ in range(accepted + 1):
                 self._draw(ask, text, part)
                 left -= 1
@@ -83,6 +86,14 @@ class HostedFake:
         """Note that a step of a generation is over; subclasses may raise."""
         del ask
         self._stepped_s = monotonic()
+
+    def _cache(self, ask: Ask) -> int:
+        """Keep a prompt, and return how many of its first tokens were kept before."""
+        ends = range(BLOCK_TOKENS, ask.prompt_tokens, BLOCK_TOKENS)
+        starts = [(ask.salt, ask.tokens[:end]) for end in ends]
+        cached = sum(start in self._starts for start in starts) * BLOCK_TOKENS
+        self._starts.update(starts)
+        return cached
 
     def _most(self, ask: Ask) -> int:
         """Return how many tokens are proposed for a request."""
@@ -105,6 +116,7 @@ class HostedFake:
     def _count(self, drafted: int, emitted: int) -> None:
         count, draft = self._service.meters.count, DRAFT if drafted else "none"
         count("spindle_steps_total")
+        self._service.meters.observe("spindle_step_seconds", self._step_s)
         count("spindle_emitted_tokens_total", emitted, draft=draft, arm="planner")
         if drafted:
             count("spindle_draft_tokens_total", drafted, draft=draft, arm="planner")

@@ -63,11 +63,37 @@ def start_service(tmp_path_factory):
         yield start
 
 
+HOSTED_CONFIG = CONFIG.with_name("hosted.json")
+HOSTED = {
+    "test_requests": (),
+    "test_cancellation": pytest.mark.slow,
+    "test_guides": pytest.mark.slow,
+    "test_one_to_one": pytest.mark.slow,
+    "test_options": pytest.mark.slow,
+    "test_tensors": pytest.mark.slow,
+}
+"""Files that run over a hosted engine too, which has the texts of the fake one."""
+
+
+def pytest_generate_tests(metafunc):
+    name = metafunc.module.__name__.rpartition(".")[2]
+    if "service" in metafunc.fixturenames and name in HOSTED:
+        hosted = pytest.param(HOSTED_CONFIG, id="hosted", marks=HOSTED[name])
+        steps = pytest.param(CONFIG, id="steps")
+        metafunc.parametrize("service", [steps, hosted], indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def service(tmp_path_factory):
+def service(tmp_path_factory, request):
     """The service that tests share; they must leave it as they found it."""
     with services(tmp_path_factory) as start:
-        yield start().wait_ready()
+        yield start(getattr(request, "param", CONFIG)).wait_ready()
+
+
+@pytest.fixture
+def refused(service):
+    """The options that the target of the service refuses, with the reason."""
+    return load_config(service.config).target.kind.answer("REFUSES", {})
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ class Service:
 
     def __init__(self, log, config, *arguments, root=PROJECT_ROOT, inside=(), **environment):
         self.http, self.grpc, self.metrics = free_ports(3)
-        self.log = log
+        self.log, self.config = log, config
         ports = {
             "HTTP_PORT": str(self.http),
             "GRPC_PORT": str(self.grpc),

@@ -10,7 +10,7 @@ import pytest
 from tritonclient.grpc import KeepAliveOptions, service_pb2_grpc
 
 from backend.config import load_config
-from tests.server.harness import CONFIG, infer_request, text_of
+from tests.server.harness import infer_request, text_of
 from tests.server.tensors import END, connected
 
 NAMES = ("ensemble", "tensorrt_llm_bls")
@@ -44,14 +44,14 @@ def test_the_reply_says_which_drafts_proposed_how_much(service):
         listed(reply[name]) for name in ("draft_names", "draft_tokens", "accepted_draft_tokens")
     )
     assert names
-    assert set(names) <= {draft.name for draft in load_config(CONFIG).drafts}
+    assert set(names) <= {draft.name for draft in load_config(service.config).drafts}
     assert sum(proposed) == reply["total_draft_tokens"] > 0
     assert sum(accepted) == reply["total_accepted_draft_tokens"]
     steps = [listed(reply[name]) for name in ("per_step_drafted", "per_step_accepted")]
     assert [sum(steps[0]), sum(steps[1])] == [sum(proposed), sum(accepted)]
     histogram = listed(reply["acceptance_histogram"])
     assert histogram == [steps[1].count(tokens) for tokens in range(len(histogram))]
-    assert len(histogram) == 1 + load_config(CONFIG).policy.k_max
+    assert len(histogram) == 1 + load_config(service.config).policy.k_max
 
 
 def listed(value):

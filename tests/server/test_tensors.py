@@ -61,8 +61,16 @@ def smallest(model):
 
 
 @pytest.mark.parametrize(("model", "field"), TENSORS, ids=lambda part: part.name)
-def test_every_tensor_is_taken_or_refused_by_name_and_reason_over_grpc(client, model, field):
+def test_every_tensor_is_taken_or_refused_by_name_and_reason_over_grpc(
+    client, refused, model, field
+):
     inputs = {**smallest(model), **together(model, field), field.name: sample(field)}
+    if reason := refused.get(field.name):
+        with pytest.raises(
+            InferenceServerException, match=f"{field.name} is not supported: {reason}"
+        ):
+            client.ask(model.name, **inputs)
+        return
     if field.refused is None:
         assert client.ask(model.name, **inputs)[-1]["finish_reason"].item() in (
             b"length",
@@ -81,12 +89,16 @@ def test_every_tensor_is_taken_or_refused_by_name_and_reason_over_grpc(client, m
     [each for each in TENSORS if len(each[1].dims) == 1],
     ids=lambda part: part.name,
 )
-def test_every_tensor_of_one_dimension_is_taken_or_refused_over_http(service, model, field):
+def test_every_tensor_of_one_dimension_is_taken_or_refused_over_http(
+    service, refused, model, field
+):
     """Triton's generate interfaces carry no others."""
     inputs = {**smallest(model), **together(model, field), field.name: sample(field)}
     body = {name: row[0] if len(row) == 1 else row for name, (row,) in inputs.items()}
     _, text = service.post(f"/v2/models/{model.name}/generate_stream", body)
-    if field.refused is None:
+    if reason := refused.get(field.name):
+        assert f"{field.name} is not supported: {reason}" in text
+    elif field.refused is None:
         assert '"finish_reason":"' in text
         assert "error" not in text
     else:
