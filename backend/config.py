@@ -394,7 +394,8 @@ def _check_engines(config: ServingConfig) -> None:
             raise ConfigError(
                 f"{where}.model must name a folder or {EMBEDDED_MODEL!r}, got {engine.model!r}"
             )
-        if engine.kind.model and not engine.kind.checkpoint and engine.model == EMBEDDED_MODEL:
+        loads_folders = engine.kind.checkpoint or engine.kind.hosted
+        if engine.kind.model and not loads_folders and engine.model == EMBEDDED_MODEL:
             raise ConfigError(f"{where}.model must name an engine folder, got {engine.model!r}")
         _check_engine(where, engine)
 

@@ -293,6 +293,7 @@ KINDS = {
         token_bytes=64,  # 32 in the ring, the rest its share of what is noted of texts
     ),
     "tensorrt_llm": Kind("backend.engines.tensorrt_llm.kind", hosted=True),
+    "vllm": Kind("backend.engines.vllm.kind", hosted=True, dtypes=("bf16", "fp32")),
     "trt_graph": Kind("backend.engines.trt_graph.kind", behaviour=1),
 }
 

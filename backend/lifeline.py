@@ -68,6 +68,29 @@ def spawn(
     return process, ours
 
 
+def end_group() -> None:
+    """Have all processes of this one's group killed when it ends, however it ends: those that a
+    library has started, too. Only the leader of a group does it.
+    """
+    if os.getpgrp() == os.getpid():
+        command = [sys.executable, "-I", "-S", "-c", _END_GROUP, str(os.getpid())]
+        subprocess.Popen(command, start_new_session=True)
+
+
+_END_GROUP = """
+import os, select, signal, sys
+leader = int(sys.argv[1])
+try:
+    select.select([os.pidfd_open(leader)], [], [])
+except ProcessLookupError:
+    pass
+try:
+    os.killpg(leader, signal.SIGKILL)
+except ProcessLookupError:
+    pass
+"""
+
+
 def _run(reader: Connection, target: Callable[..., None], *arguments: Any) -> None:
     _die_when_closed(reader.fileno())
     target(*arguments)

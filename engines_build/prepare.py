@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
-from backend.engine_process import policy_folders
 from backend.engines.registry import NotPreparedError, Service
+from backend.ipc.process import policy_folders
 from backend.machine import Machine, machine
 from backend.model_folders import (
     check_folders,

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from backend.config import EngineConfig, ServingConfig
 from backend.request import SamplingParams
-from policy import Switches
+
+if TYPE_CHECKING:
+    from policy import Switches  # settings are read without it: its loops are compiled
 
 
 @dataclass(frozen=True, slots=True)

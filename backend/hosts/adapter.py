@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +30,9 @@ from backend.request import SamplingParams, tenant_id
 from backend.sequence import Proposal, Sequence
 from backend.speculation.cycle import Cycle, Step
 from backend.speculation.drafting import Drafting
+from backend.speculation.learned_state import LearnedState
 from backend.speculation.policy_factory import compile_planner, make_policy
-from policy import LatencyTable, NoSpeculation, Plan, View
+from policy import AnyPolicy, LatencyTable, NoSpeculation, Plan, SwitchedPolicy, Switches, View
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,10 @@ class Row:
     sampled: bool = False
     salt: str = ""
     """Names its tenant: remembered answers and learned estimates are kept apart by it."""
+    most: int | None = None
+    """A ceiling on the length of its proposals; None: none of its own."""
+    control: bool = False
+    """It takes a canary's fixed choice."""
 
 
 @dataclass(slots=True)
@@ -103,6 +109,12 @@ class Host:
         self.sequences: dict[Hashable, Sequence] = {}
         """The drafts' state of each request that is not over."""
         self._step: Step | None = None
+        self.has_plans = False
+        """There is a latency table to plan by."""
+        self._switches = Switches()
+        self._learned: LearnedState | None = None
+        self._learned_key = config.learned_key
+        self._in_control: set[Hashable] = set()
 
     @property
     def plan(self) -> Plan | None:
@@ -116,9 +128,29 @@ class Host:
         """
         tables: Mapping[str, LatencyTable] = {**self._tables, TARGET: target}
         arguments = self._serving, self.drafts, tables, self._stats
-        policy = make_policy(*arguments, padded_tokens=padded_tokens)
+        made = make_policy(*arguments, padded_tokens=padded_tokens)
+        policy: AnyPolicy = made
+        if self._learned_key:
+            policy = SwitchedPolicy(made, lambda: self._switches)
         self.cycle.trims = padded_tokens == 0
         self.cycle.runner.change(policy, policy.start())
+        if self._learned_key:
+            keep = self._serving.policy.keep_learned
+            self._learned = LearnedState(
+                policy, self.cycle.runner, self._stats, self._learned_key, keep=keep
+            )
+            self._learned.restore()
+            self._learned.start()
+        self.has_plans = True
+
+    def switch(self, switches: Switches) -> None:
+        """Plan as these switches say from the next step on (any thread)."""
+        self._switches = switches
+        self._stats.switches(switches)
+
+    def show_learned(self) -> dict[str, Any]:
+        """Return what was learned (any thread)."""
+        return {} if self._learned is None else self._learned.show()
 
     # -- before a step
 
@@ -161,6 +193,8 @@ class Host:
                 next(self._numbers), tokens, row.prompt_tokens, sampling, salt=row.salt
             )
             self.sequences[row.key] = sequence
+            if row.control:
+                self._in_control.add(row.key)
         elif len(row.tokens) > len(sequence.tokens):
             sequence.tokens += row.tokens[len(sequence.tokens) :]
         if self.ledger is not None:
@@ -172,7 +206,7 @@ class Host:
 
     def _view(self, rows: Seq[Row], sequences: list[Sequence]) -> View:
         numbers = [
-            (s.id, len(s.tokens), row.remaining, min(self.k_max, row.remaining - 1))
+            (s.id, len(s.tokens), row.remaining, self._most(row))
             for row, s in zip(rows, sequences, strict=True)
         ]
         request, context, remaining, most = np.array(numbers, np.int64).T
@@ -183,8 +217,14 @@ class Host:
         names = self.cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)
         drawn = np.array([not s.sampling.greedy for s in sequences], np.bool_)
+        control = np.array([row.control for row in rows], np.bool_) if self._in_control else None
         columns = request, context, remaining, ceiling, unseen
-        return View(names, *columns, tenant=tenant, drawn=drawn, evidence=evidence)
+        return View(names, *columns, tenant=tenant, drawn=drawn, evidence=evidence, control=control)
+
+    def _most(self, row: Row) -> int:
+        """Return the longest proposal that a row may have."""
+        most = min(self.k_max, row.remaining - 1)
+        return most if row.most is None else min(most, row.most)
 
     # -- after it
 
@@ -206,7 +246,8 @@ class Host:
             if not emitted:
                 continue
             mine &= _is_start(row.proposed, step.proposal_of(sequence.id))
-            self.cycle.verified(step, sequence, len(row.proposed), emitted)
+            control = row.key in self._in_control
+            self.cycle.verified(step, sequence, len(row.proposed), emitted, control=control)
             sequence.tokens += emitted
         if not mine:
             self._stats.fallback("not_as_proposed")
@@ -227,13 +268,16 @@ class Host:
 
     def _forget(self, key: Hashable) -> None:
         sequence = self.sequences.pop(key)
+        self._in_control.discard(key)
         self.cycle.drafting.cancel([sequence.id])
         if self.ledger is not None:
             self.ledger.release(sequence)
         self.cycle.forget(sequence.id)
 
     def close(self) -> None:
-        """Release the drafts."""
+        """Save what was learned, and release the drafts."""
+        if self._learned is not None:
+            self._learned.close()
         for draft in self.drafts:
             with suppress(Exception):
                 draft.close()

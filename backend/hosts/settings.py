@@ -7,7 +7,7 @@ host.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backend.config import HOSTED, ServingConfig, parse_config
@@ -32,6 +32,12 @@ class HostConfig:
     """
     calibration_s: float = setting(20.0, low=0.1, high=600.0)
     """The most seconds of measuring."""
+    home: str = ""
+    """The socket of Spindle's engine process, where the host is its target: switches come from
+    there, and metrics go there.
+    """
+    learned_key: str = ""
+    """The name under which what is learned is kept in the cache folder; empty: nothing is kept."""
     metrics_port: int = setting(0, low=0, high=65535)
     """A port on the loopback with the plug-in's own metrics; 0: none."""
 
@@ -60,4 +66,4 @@ def host_config(
         {**known, "target": target, "policy": {**policy, "k_max": k_max}, "limits": limits}
     )
     made: HostConfig = build_settings(HostConfig, {**own}, "")
-    return HostConfig(serving, made.latency_file, made.calibration_s, made.metrics_port)
+    return replace(made, serving=serving)

@@ -31,6 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.calibration import Calibration, Shape, shapes
+from backend.hosts.home import Home
 from backend.hosts.metrics import Exporter
 from backend.hosts.settings import TARGET, HostConfig
 from backend.hosts.vllm_config import (
@@ -104,7 +105,11 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         self._stats = Stats()
         self._host = self._make_host()
         warn_of_v1(self.vllm_config)
-        self._exporter = Exporter(self._stats, self._spindle.metrics_port)
+        self._exporter: Exporter | Home = (
+            Home(self._spindle.home, self._stats, self._host)
+            if self._spindle.home
+            else Exporter(self._stats, self._spindle.metrics_port)
+        )
         self._samples = draws_right(self.vllm_config)
         self._steps: deque[ScheduledStep] = deque()
         """The steps that are scheduled and not over, oldest first: two where vLLM schedules
@@ -168,6 +173,12 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         self._host.ran(rows, verify_s=verify_s, prefill_tokens=step.prefill_tokens)
         return outputs
 
+    def make_spec_decoding_stats(self, stats: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count for vLLM's metrics, but not the steps that are measured."""
+        if self._calibration is not None:
+            return stats
+        return super().make_spec_decoding_stats(stats, *args, **kwargs)
+
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Leave what the workers propose: nothing, or zeros near the model's length."""
 
@@ -180,17 +191,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
     # -- the policy's view of it
 
     def _proposed(self, decoding: dict[str, Request]) -> dict[str, list[int]]:
-        rows = [
-            Row(
-                name,
-                request.all_token_ids,
-                request.num_prompt_tokens,
-                self._remaining(request),
-                request.sampling_params.temperature > 0,
-                request.cache_salt or "",
-            )
-            for name, request in decoding.items()
-        ]
+        rows = [self._row(request, self._remaining(request)) for request in decoding.values()]
         prefilling = len(self.running) - len(decoding)
         new = self._newcomers()
         tokens = sum(
@@ -204,6 +205,22 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             prefilling=prefilling + len(new),
         )
         return {str(name): proposal.tokens for name, proposal in proposals.items()}
+
+    def _row(self, request: Request, remaining: int) -> Row:
+        """Return a request as the policy knows it; Spindle's front end says more by its
+        ``extra_args`` (``backend.engines.vllm.options``).
+        """
+        asked = (request.sampling_params.extra_args or {}).get("spindle", {})
+        return Row(
+            request.request_id,
+            request.all_token_ids,
+            request.num_prompt_tokens,
+            remaining,
+            request.sampling_params.temperature > 0,
+            request.cache_salt or "",
+            asked.get("most_drafted"),
+            asked.get("control", False),
+        )
 
     def _remaining(self, request: Request) -> int:
         """Return the tokens that a request may still emit; 1, for which nothing is proposed, where

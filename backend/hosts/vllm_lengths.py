@@ -17,7 +17,6 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from backend.hosts.adapter import Row
 from backend.hosts.calibration import Calibration
 from backend.hosts.lengths import Lengths
 from backend.hosts.settings import HostConfig
@@ -72,7 +71,12 @@ class SpindleLengthScheduler(SpindleScheduler):
             self._ask_for(scheduler_output, *self._calibration_lengths(scheduler_output))
             return
         scheduled = [self.requests[name] for name in scheduler_output.num_scheduled_tokens]
-        rows = [self._row(request) for request in scheduled if not request.is_prefill_chunk]
+        # Each step that is not over leaves a request at least a token nearer to its end.
+        rows = [
+            self._row(request, max(1, self._remaining(request) - len(self._steps) - 1))
+            for request in scheduled
+            if not request.is_prefill_chunk
+        ]
         prefilling = [request for request in self.running if request.is_prefill_chunk]
         tokens = sum(one.num_tokens - one.num_computed_tokens for one in prefilling)
         most = max(self.max_num_scheduled_tokens - len(rows), 0)
@@ -92,19 +96,6 @@ class SpindleLengthScheduler(SpindleScheduler):
         assert self._calibration is not None
         shape = self._calibration.shape
         return (0 if shape is None else shape.drafted), {}
-
-    def _row(self, request: Any) -> Row:
-        """Return a request of the next step; each step before it that is not over leaves it at
-        least a token nearer to its end.
-        """
-        return Row(
-            request.request_id,
-            request.all_token_ids,
-            request.num_prompt_tokens,
-            max(1, self._remaining(request) - len(self._steps) - 1),
-            request.sampling_params.temperature > 0,
-            request.cache_salt or "",
-        )
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Cut what was drafted to the planned lengths."""

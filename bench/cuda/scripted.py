@@ -29,7 +29,6 @@ from typing import Any
 import torch
 
 from backend.config import parse_config
-from backend.engine_process import spare_the_collector
 from backend.engines.cuda.forward import Size
 from backend.engines.cuda.lookahead import LookaheadEngine
 from backend.engines.head.folder import HeadConfig
@@ -37,6 +36,7 @@ from backend.engines.head.in_target import HeadInTarget
 from backend.engines.head.network import HeadNetwork
 from backend.engines.latency_cases import Case
 from backend.engines.port import Completion, Engine
+from backend.ipc.process import spare_the_collector
 from backend.machine import machine
 from backend.ops.stats import Stats, StepStats
 from backend.sequence import BLOCK_TOKENS

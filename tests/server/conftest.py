@@ -1,5 +1,6 @@
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -64,13 +65,13 @@ def start_service(tmp_path_factory):
 
 
 HOSTED_CONFIG = CONFIG.with_name("hosted.json")
-HOSTED = {
-    "test_requests": (),
-    "test_cancellation": pytest.mark.slow,
-    "test_guides": pytest.mark.slow,
-    "test_one_to_one": pytest.mark.slow,
-    "test_options": pytest.mark.slow,
-    "test_tensors": pytest.mark.slow,
+HOSTED: dict[str, list[Any]] = {
+    "test_requests": [],
+    "test_cancellation": [pytest.mark.slow],
+    "test_guides": [pytest.mark.slow],
+    "test_one_to_one": [pytest.mark.slow],
+    "test_options": [pytest.mark.slow],
+    "test_tensors": [pytest.mark.slow],
 }
 """Files that run over a hosted engine too, which has the texts of the fake one."""
 

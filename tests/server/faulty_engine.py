@@ -4,8 +4,8 @@
 
 import sys
 
-from backend.engine_process import main
 from backend.engines.port import EngineLostError
+from backend.ipc.process import main
 from tests.fakes.fake_engine import FakeEngine
 
 RAISES_OVER = {True: b"poison", False: b"orphan"}

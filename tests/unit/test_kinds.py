@@ -195,7 +195,7 @@ def test_folders_are_checked_without_a_tensor_library():
 WITHOUT_OPENVINO = """
 import sys
 sys.modules["openvino"] = None  # its import fails
-import backend.app, backend.engine_process
+import backend.app, backend.ipc.process
 import backend.engines.cuda.lookahead, backend.engines.head.engine, backend.engines.torch.engine
 """
 

@@ -6,7 +6,7 @@ import pytest
 
 from backend.app import build
 from backend.config import parse_config
-from backend.engine_process import policy_folders
+from backend.ipc.process import policy_folders
 from backend.launcher.environment import policy_path, read_settings
 from backend.settings import ConfigError
 from policy import NO_DRAFT, Drafted, LatencyModel, Plan, View, simulate

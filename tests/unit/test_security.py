@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend import cli, engine_process
+from backend import cli
 from backend.engines.checkpoint import load
 from backend.engines.models.configuration import read_decoder_config
+from backend.ipc import process as engine_process
 from backend.ipc.messages import Chunk
 from backend.settings import ConfigError
 from backend.storage.manifest import read_manifest

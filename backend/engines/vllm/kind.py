@@ -1,0 +1,100 @@
+"""vLLM's deployments before vLLM is imported: their folder, and vLLM's own arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from backend.config import EngineConfig, PolicyConfig, ServingConfig
+from backend.engines.hosted import HostedEngine, HostedService
+from backend.engines.vllm import contract
+from backend.settings import ConfigError
+
+REFUSES = contract.REFUSES
+
+FOLLOWS = {
+    "model": "target.model",
+    "tokenizer": "target.model",
+    "max_model_len": "limits.max_context_tokens",
+    "max_num_seqs": "limits.max_active_requests",
+    "enable_prefix_caching": "limits.enable_kv_cache_reuse",
+    "dtype": "target.dtype",
+    "scheduler_cls": "policy",
+    "logprobs_mode": "return_log_probs, which has one meaning",
+    "structured_outputs_config": "guided_decoding_guide_type",
+    "per_request_spec_decode_metrics": "return_perf_metrics",
+    "disable_log_stats": "the metrics",
+}
+"""Arguments of vLLM that follow from serving.json or from the contract, and from what."""
+
+
+def check_folder(
+    key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> None:
+    """Raise ConfigError for a folder without a config.json or a tokenizer."""
+    del config
+    folder = path(engine)
+    for name in ("config.json", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{key}: {folder} has no {name}")
+
+
+def drafter(engine: EngineConfig) -> tuple[str, int]:
+    """Return vLLM's drafter (``HostedModule``)."""
+    arguments = engine.engine_args
+    for name in arguments:
+        if name in FOLLOWS:
+            raise ConfigError(
+                f"target.engine_args.{name} must be left out: it follows from {FOLLOWS[name]}"
+            )
+    where, speculation = "target.engine_args.speculative_config", arguments.get(_SPECULATIVE)
+    if speculation is None:
+        return "", 0
+    if not isinstance(speculation, dict):
+        raise ConfigError(f"{where} must be an object, got {speculation!r}")
+    method, length = speculation.get("method"), speculation.get("num_speculative_tokens")
+    if not isinstance(method, str) or method == "custom_class":
+        raise ConfigError(f"{where}.method must name a drafter of vLLM's own, got {method!r}")
+    if type(length) is not int or length < 1:
+        raise ConfigError(f"{where}.num_speculative_tokens must be at least 1, got {length!r}")
+    return method, length
+
+
+_SPECULATIVE = "speculative_config"
+
+
+def arguments(config: ServingConfig, folder: Path) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine: the user's, and those that follow (``FOLLOWS``)."""
+    limits = config.limits
+    follow: dict[str, Any] = {
+        "model": str(folder),
+        "max_model_len": limits.max_context_tokens,
+        "max_num_seqs": limits.max_active_requests,
+        "enable_prefix_caching": limits.enable_kv_cache_reuse,
+        "dtype": {"bf16": "bfloat16", "fp32": "float32"}[config.target.dtype],
+        "logprobs_mode": "processed_logprobs",
+        "structured_outputs_config": {"backend": "guidance"},
+        "per_request_spec_decode_metrics": "detailed",
+    }
+    return {"max_logprobs": 20, **config.target.engine_args, **follow}
+
+
+def planner_settings(config: ServingConfig, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the scheduler that plans lengths (``backend.hosts.settings``)."""
+    defaults = asdict(PolicyConfig())
+    policy = {
+        name: value
+        for name, value in asdict(config.policy).items()
+        if name != "k_max" and value != defaults[name]
+    }
+    limits = {"max_active_requests": config.limits.max_active_requests}
+    return {"policy": policy, "limits": limits, **own}
+
+
+async def start(engine: EngineConfig, service: HostedService) -> HostedEngine:
+    """Start vLLM (``HostedModule``)."""
+    from backend.engines.vllm.engine import start_vllm
+
+    return await start_vllm(engine.name, service)
