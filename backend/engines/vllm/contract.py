@@ -7,6 +7,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from backend.engines.hosted import Ask
+from backend.request import ErrorCode, RequestError
+
+MOST_TEMPERATURE = MOST_PENALTY = 2.0
+"""Values beyond which vLLM takes none."""
+
 
 class Meaning(Enum):
     """How an option compares with the same one on Spindle's own engines."""
@@ -96,3 +102,46 @@ REFUSES = {
     if name not in ("top_p_min", "top_p_reset_id")  # they do nothing without top_p_decay
 }
 """Reasons by option, as ``backend.core.preparation.check_served`` reads them."""
+
+
+def check(ask: Ask, *, speculates: bool, eos: int | None) -> None:
+    """Raise RequestError for an option that vLLM has not, or that means something else there."""
+    asked = ask.sampling
+    sampled = not asked.greedy
+    if speculates and asked.min_p and sampled:
+        raise _refusal("min_p", "vLLM has none where it speculates", asked.min_p)
+    if speculates and asked.bias:
+        raise _refusal("embedding_bias", "vLLM has none where it speculates")
+    if sampled and asked.temperature > MOST_TEMPERATURE:
+        raise _refusal("temperature", f"vLLM's is at most {MOST_TEMPERATURE:g}", asked.temperature)
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(asked, name)
+        if abs(value) > MOST_PENALTY:
+            between = f"vLLM's is between -{MOST_PENALTY:g} and {MOST_PENALTY:g}"
+            raise _refusal(name, between, value)
+        if value and asked.prompt_ignore_length < ask.prompt_tokens:
+            reason = (
+                f"vLLM counts the output alone: prompt_ignore_length must be at least the "
+                f"prompt's {ask.prompt_tokens} tokens, it is {asked.prompt_ignore_length}"
+            )
+            raise _refusal(name, reason, value)
+    is_cut = asked.top_k > 0 or asked.top_p < 1.0 or asked.min_p > 0.0
+    if sampled and is_cut and (asked.log_probs or asked.top_log_probs is not None):
+        name = "return_log_probs" if asked.log_probs else "return_top_log_probs"
+        raise _refusal(name, "with top_k, top_p or min_p vLLM computes them after those")
+    if len(ask.tokens) > ask.prompt_tokens and (
+        asked.presence_penalty or asked.frequency_penalty or asked.min_tokens or ask.guide
+    ):
+        reason = "with penalties, min_tokens or a grammar vLLM takes them as prompt"
+        raise _refusal("resumed_tokens", reason, len(ask.tokens) - ask.prompt_tokens)
+    if asked.min_tokens and asked.end_ids and eos not in asked.end_ids:
+        reason = f"vLLM bans the model's own end token, {eos}, too, which must be an end id"
+        raise _refusal("min_tokens", reason, asked.min_tokens)
+    if ask.guide is not None and eos not in asked.end_ids:
+        reason = f"vLLM's grammars end with the model's own end token, {eos}, which must end it"
+        raise _refusal("guided_decoding_guide", reason)
+
+
+def _refusal(name: str, reason: str, value: float | None = None) -> RequestError:
+    got = "" if value is None else f", got {value:g}"
+    return RequestError(ErrorCode.UNIMPLEMENTED, f"{name} is not supported: {reason}{got}")
