@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backend.cli import DELEGATED_COMMANDS
+from backend.engines.vllm.contract import ROWS
 from backend.openai_frontend.triton import _STATUS
 from backend.ops.metric_names import NVIDIA_FAMILIES, SPINDLE_FAMILIES, Family
 from backend.request import ErrorCode
@@ -63,6 +64,15 @@ def openai_codes(before: str) -> str:
     return "\n".join(rows)
 
 
+def vllm_options() -> str:
+    """Return a row for some options, with their meaning where vLLM is the target."""
+    rows = ["| options | meaning | |", "| --- | --- | --- |"]
+    for row in ROWS:
+        names = ", ".join(f"`{name}`" for name in row.options)
+        rows.append(f"| {names} | {row.meaning.value} | {row.note} |")
+    return "\n".join(rows)
+
+
 def help_of(command: str) -> str:
     """Return what ``spindle COMMAND --help`` prints."""
     done = subprocess.run(
@@ -89,6 +99,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "errors": errors,
     "openai codes": openai_codes,
     "commands": lambda _: commands(),
+    "vllm options": lambda _: vllm_options(),
 }
 """The new text of a place, given the old one."""
 

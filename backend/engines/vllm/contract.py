@@ -33,7 +33,8 @@ class Row(NamedTuple):
 
 _PENALTY = (
     "refused where it would count the prompt: vLLM counts the output alone, which "
-    "prompt_ignore_length asks for if it is as long as the prompt; refused beyond -2 to 2, and "
+    "prompt_ignore_length asks for if it is as long as the prompt, and OpenAI's routes do always; "
+    "refused beyond -2 to 2 once multiplied by the temperature, and "
     "with resumed_tokens"
 )
 
@@ -115,10 +116,10 @@ def check(ask: Ask, *, speculates: bool, eos: int | None) -> None:
     if sampled and asked.temperature > MOST_TEMPERATURE:
         raise _refusal("temperature", f"vLLM's is at most {MOST_TEMPERATURE:g}", asked.temperature)
     for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(asked, name)
+        value = penalty(ask, name)
         if abs(value) > MOST_PENALTY:
-            between = f"vLLM's is between -{MOST_PENALTY:g} and {MOST_PENALTY:g}"
-            raise _refusal(name, between, value)
+            between = f"times the temperature it must be between -{MOST_PENALTY:g} and "
+            raise _refusal(name, f"{between}{MOST_PENALTY:g} for vLLM", value)
         if value and asked.prompt_ignore_length < ask.prompt_tokens:
             reason = (
                 f"vLLM counts the output alone: prompt_ignore_length must be at least the "
@@ -140,6 +141,15 @@ def check(ask: Ask, *, speculates: bool, eos: int | None) -> None:
     if ask.guide is not None and eos not in asked.end_ids:
         reason = f"vLLM's grammars end with the model's own end token, {eos}, which must end it"
         raise _refusal("guided_decoding_guide", reason)
+
+
+def penalty(ask: Ask, name: str) -> float:
+    """Return vLLM's value of a penalty: it is taken from the logits before they are divided by the
+    temperature, ours after that.
+    """
+    asked = ask.sampling
+    value: float = getattr(asked, name)
+    return value if asked.greedy else value * asked.temperature
 
 
 def _refusal(name: str, reason: str, value: float | None = None) -> RequestError:

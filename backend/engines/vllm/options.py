@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from backend.engines.hosted import Ask
-from backend.engines.vllm.contract import check
+from backend.engines.vllm.contract import check, penalty
 
 _GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 
@@ -28,8 +28,8 @@ def sampling_params(ask: Ask, *, speculates: bool, eos: int | None) -> SamplingP
         **truncation,
         seed=None if asked.greedy else asked.seed & _SEED_BITS,
         repetition_penalty=asked.repetition_penalty,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
+        presence_penalty=penalty(ask, "presence_penalty"),
+        frequency_penalty=penalty(ask, "frequency_penalty"),
         stop_token_ids=list(asked.end_ids),
         ignore_eos=True,  # the request's end ids count, whatever the model's are
         max_tokens=ask.max_tokens,
