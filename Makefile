@@ -5,7 +5,8 @@
 # make check     lint, types, import contracts, fast unit and property tests: under a minute
 # make test      the same and the everyday tests: under eight minutes
 # make test-all  the rest: deliberate faults, many draws, restarts, the real model, training
-# make test-vllm the policy inside vLLM: its CPU build, 4 GB into .venv-vllm, six minutes
+# make vllm      vLLM's environment for --engine vllm: its CPU build, 4 GB into .venv-vllm
+# make test-vllm vLLM behind Spindle's front, and the policy inside vLLM: 20 minutes
 # make vllm-wheel  the same as a wheel of one import name, spindle_vllm, into dist
 # make fleet     the environment of the Dynamo worker: .venv-fleet, 0.5 GB, half a minute
 # make docs-pages  the pages of docs/reference and the config.pbtxt that the code writes
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 DOCS := .venv-docs
 FLEET := .venv-fleet
 
-.PHONY: help serve format lint check test test-all test-vllm vllm-wheel fleet docs-pages docs bench audit clean
+.PHONY: help serve format lint check test test-all vllm test-vllm vllm-wheel fleet docs-pages docs bench audit clean
 
 serve: $(BIN)/spindle
 	@exec $(BIN)/spindle serve $(ARGS)
@@ -60,7 +61,10 @@ bench: $(VENV)/.test
 
 # torchvision and the like need not fit this torch, and text models need none of them.
 VLLM := .venv-vllm
-test-vllm: $(VLLM)/.vllm
+vllm: $(VLLM)/.vllm
+
+test-vllm: $(VLLM)/.vllm $(VENV)/.test
+	$(BIN)/pytest -n0 -m slow tests/server/test_vllm.py
 	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -o addopts=--import-mode=importlib \
 		-W default -p no:cacheprovider tests/hosts
 

@@ -54,7 +54,8 @@ SERVE_EXAMPLES = """examples:
 
 What follows -- goes to tritonserver. --model without --drafts serves with suffix as the only
 draft: the shipped drafts fit only the shipped model. The command `reload drafts` reads --config
-again; with --model, --drafts, --dtype or --policy it reads the file that these were written to.
+again; with --model, --drafts, --engine, --dtype or --policy it reads the file that these were
+written to.
 """
 VARIABLES = {
     "config": "SPINDLE_CONFIG",
@@ -95,7 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from backend.launcher.overrides import Overrides
     from backend.launcher.serving import serve
 
-    overrides = Overrides(options.model, options.drafts, options.dtype, options.policy)
+    overrides = Overrides(
+        model=options.model,
+        drafts=options.drafts,
+        engine=options.engine,
+        dtype=options.dtype,
+        policy=options.policy,
+    )
     return serve(overrides, rest, verbose=options.verbose)
 
 
@@ -138,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--drafts", help="none, or a list of name=FOLDER, lookup, suffix, names in the file"
     )
+    serve.add_argument("--engine", metavar="KIND", help="of the target: auto, openvino, vllm, ...")
     serve.add_argument("--dtype", help="of the target: auto, bf16, int8, fp32, fp64")
     serve.add_argument(
         "--served-model-name",

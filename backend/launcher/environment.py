@@ -63,6 +63,8 @@ class Settings:
     """Name that ``BIND`` gives instead of an address; requests may call it."""
     kv_events: str = ""
     """The ZeroMQ endpoint at which the engine publishes KV events; empty: none."""
+    engine_python: str = ""
+    """The interpreter of the engine process; empty: this one."""
     dynamo_namespace: str = ""
     """Namespace of NVIDIA Dynamo's fleet that this server is a replica of; empty: none."""
 

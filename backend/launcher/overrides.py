@@ -23,6 +23,7 @@ MODEL_FREE_DRAFTS = {
     name: {"name": name, "engine": name} for name, kind in KINDS.items() if kind.free
 }
 """The entries of drafts that need no model, by name."""
+HOSTED_KINDS = [name for name, kind in KINDS.items() if kind.hosted]
 DEFAULT_DRAFT = "suffix"
 """That of them which serves a model without drafts of its own."""
 
@@ -37,6 +38,7 @@ class Overrides:
 
     model: str | None = None
     drafts: str | None = None
+    engine: str | None = None
     dtype: str | None = None
     policy: str | None = None
 
@@ -57,19 +59,27 @@ def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[st
         target["model"] = folder_or_name(overrides.model)
     if overrides.dtype is not None:
         target["dtype"] = overrides.dtype
+    if overrides.engine is not None:
+        target["engine"] = overrides.engine
+    is_hosted = target.get("engine") in HOSTED_KINDS
     if overrides.drafts is not None:
         raw["drafts"] = drafts(overrides.drafts, raw.get("drafts", []), target)
+    elif is_hosted:
+        raw["drafts"] = []
     elif target.get("model", "") != config.target.model:
         raw["drafts"] = [MODEL_FREE_DRAFTS[DEFAULT_DRAFT]]
     if overrides.policy is not None:
         kept = {key: value for key, value in raw.get("policy", {}).items() if key != "options"}
         raw["policy"] = {**kept, "kind": overrides.policy}  # options are of the policy in the file
+    if is_hosted and not config.target.kind.hosted:  # lengths of other drafts
+        kept = {key: value for key, value in raw.get("policy", {}).items() if key != "k_max"}
+        raw["policy"] = kept
     try:
         effective = parse_config(raw, folder=path.absolute().parent)
     except ConfigError as error:
         raise ConfigError(f"{path} with the options of the command line: {error}") from None
-    engines = (effective.target, *effective.drafts)
-    for written, engine in zip([target, *raw.get("drafts", [])], engines, strict=True):
+    engines = (effective.target, *effective.drafts)  # with a hosted target's drafter at the end
+    for written, engine in zip([target, *raw.get("drafts", [])], engines, strict=False):
         written["model"] = engine.model
     if effective.openai.chat_template:  # the file is written elsewhere
         raw["openai"]["chat_template"] = effective.openai.chat_template

@@ -288,7 +288,7 @@ class TritonServer:
             "SPINDLE_SOCKET": str(self._socket),
             "KV_EVENTS": self._settings.kv_events,
             "no_proxy": no_proxy(old),  # a collector of traces may be on this machine
-            "SPINDLE_PYTHON": old.get("SPINDLE_PYTHON") or sys.executable,
+            "SPINDLE_PYTHON": self._settings.engine_python or sys.executable,
             **(
                 {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self._settings.trace_url}
                 if self._settings.trace_url

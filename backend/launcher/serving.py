@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
-from backend.config import ServingConfig
+from backend.config import PROJECT_ROOT, ServingConfig
 from backend.launcher.checks import OPEN_TRITON, check_machine, check_ports, raise_open_files
 from backend.launcher.environment import (
     LaunchError,
@@ -138,7 +138,25 @@ def fill_run_folder(
     if overrides.model and not overrides.drafts and names == [DEFAULT_DRAFT]:
         text = "the shipped ones fit only the shipped model (see --drafts)"
         say(f"{DEFAULT_DRAFT} is the only draft: {text}")
-    return replace(settings, config=path), config
+    return replace(settings, config=path, engine_python=_engine_python(config)), config
+
+
+def _engine_python(config: ServingConfig) -> str:
+    """Return the interpreter of the engine process: ``SPINDLE_PYTHON``, or that of the environment
+    which the target's engine has for itself; empty: this one. Raises LaunchError.
+    """
+    named = os.environ.get("SPINDLE_PYTHON", "")
+    folder = config.target.kind.answer("ENVIRONMENT", "")
+    if named or not folder:
+        return named
+    python = PROJECT_ROOT / folder / "bin" / "python"
+    if not python.exists():
+        raise LaunchError(
+            f"the engine {config.target.engine!r} runs in {python.parent.parent}, which is "
+            f"missing: make {config.target.engine}, or name an interpreter that has its packages "
+            f"in SPINDLE_PYTHON"
+        )
+    return str(python)
 
 
 def _prepare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from backend.ipc.messages import Stats
@@ -25,39 +26,41 @@ class MetricExporter:
             Kind.GAUGE: pb_utils.MetricFamily.GAUGE,
             Kind.HISTOGRAM: pb_utils.MetricFamily.HISTOGRAM,
         }
-        self._families = {
-            family.name: (
-                family,
-                pb_utils.MetricFamily(
-                    name=family.name, description=family.help, kind=kinds[family.kind]
-                ),
-            )
-            for family in FAMILIES
-        }
+        self._make_family: Callable[[Family], Any] = lambda family: pb_utils.MetricFamily(
+            name=family.name, description=family.help, kind=kinds[family.kind]
+        )
+        self._families = {family.name: (family, self._make_family(family)) for family in FAMILIES}
         self._series: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         for family in FAMILIES:
             if not family.labels:
-                self._metric(family.name, {})  # visible, at zero, from the start
+                self._metric(family.name, {}, family.kind)  # visible, at zero, from the start
 
     def update(self, message: Stats) -> None:
         """Apply one stats message."""
         for name, labels, delta in message.counters:
-            self._metric(name, labels).increment(delta)
+            self._metric(name, labels, Kind.COUNTER).increment(delta)
         for name, labels, value in message.gauges:
-            self._metric(name, labels).set(value)
+            self._metric(name, labels, Kind.GAUGE).set(value)
         for name, labels, values in message.observations:
-            metric = self._metric(name, labels)
+            metric = self._metric(name, labels, Kind.HISTOGRAM)
             for value in values:
                 metric.observe(value)
 
-    def _metric(self, name: str, labels: dict[str, str]) -> Any:
+    def _metric(self, name: str, labels: dict[str, str], kind: Kind) -> Any:
         key = (name, tuple(sorted(labels.items())))
         if key not in self._series:
+            if name not in self._families and ":" in name:
+                self._add_foreign(name, labels, kind)
             family, made = self._families[name]
             _check_labels(family, labels)
             buckets = {"buckets": list(family.buckets)} if family.kind is Kind.HISTOGRAM else {}
             self._series[key] = made.Metric(labels=labels, **buckets)
         return self._series[key]
+
+    def _add_foreign(self, name: str, labels: dict[str, str], kind: Kind) -> None:
+        """Take up a metric of a hosted engine, whose names have a colon (``vllm:...``)."""
+        family = Family(name, kind, f"{name.partition(':')[0]}'s own", tuple(labels))
+        self._families[name] = family, self._make_family(family)
 
 
 def _check_labels(family: Family, labels: dict[str, str]) -> None:

@@ -95,3 +95,13 @@ def test_the_table_is_sound():
     for family in FAMILIES:
         assert bool(family.buckets) == (family.kind is Kind.HISTOGRAM)
         assert list(family.buckets) == sorted(set(family.buckets))
+
+
+def test_metrics_of_a_hosted_engine_are_made_when_they_first_come(exporter, made):
+    labels = {"engine": "0"}
+    sent = [("vllm:tokens_total", labels, 3.0)]
+    exporter.update(message(counters=sent, gauges=[("vllm:running", labels, 2.0)]))
+    exporter.update(message(counters=sent))
+    key = (("engine", "0"),)
+    assert made["vllm:tokens_total"].series[key].value == 6.0
+    assert (made["vllm:running"].kind, made["vllm:running"].series[key].value) == ("gauge", 2.0)

@@ -131,3 +131,11 @@ def test_a_chat_template_next_to_the_file_is_found_from_the_run_folder(tmp_path)
     template.write_text("")
     assert load_config(file).openai.chat_template == str(template)
     assert effective(folder, file, policy="none").openai.chat_template == str(template)
+
+
+def test_a_hosted_engine_replaces_drafts_and_their_lengths(tmp_path):
+    config, written = write_overridden(
+        DEFAULT_CONFIG, Overrides(engine="vllm", model=str(tmp_path), dtype="bf16"), tmp_path
+    )
+    assert (config.target.engine, config.drafts, config.policy.k_max) == ("vllm", (), 0)
+    assert load_config(written) == config

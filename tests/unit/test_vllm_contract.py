@@ -1,6 +1,7 @@
 """The table of what options mean with vLLM as the target, against the code that refuses them."""
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,9 @@ from backend.core.preparation import check_served
 from backend.engines.hosted import Ask
 from backend.engines.vllm import kind
 from backend.engines.vllm.contract import REFUSES, ROWS, Meaning, check, penalty
+from backend.engines.vllm.metrics import Passing
 from backend.kinds import KINDS
+from backend.ops.stats import Stats
 from backend.request import GenerationRequest, RequestError, SamplingParams
 from backend.settings import ConfigError
 
@@ -153,3 +156,38 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"target\.model: .* has no tokenizer\.json"):
         kind.check_folder("target.model", config.target, config, lambda _: tmp_path)
+
+
+def family(name, kind, *samples):
+    named = [SimpleNamespace(name=n, labels=labels, value=value) for n, labels, value in samples]
+    return SimpleNamespace(name=name, type=kind, samples=named)
+
+
+def test_metrics_of_vllm_are_passed_on_by_what_is_new():
+    stats = Stats()
+    passing = Passing(stats)
+    bucket = {"le": "1.0"}
+
+    def collect(total):
+        return [
+            family("python_info", "gauge", ("python_info", {}, 1.0)),
+            family("vllm:running", "gauge", ("vllm:running", {"engine": "0"}, total)),
+            family(
+                "vllm:tokens",
+                "counter",
+                ("vllm:tokens_total", {"engine": "0"}, total),
+                ("vllm:tokens_created", {"engine": "0"}, 9.0),
+            ),
+            family("vllm:s", "histogram", ("vllm:s_bucket", bucket, total)),
+        ]
+
+    passing.update(collect(3.0))
+    counters, _, gauges = stats.drain()
+    assert sorted(counters) == [
+        ("vllm:s_bucket", bucket, 3.0),
+        ("vllm:tokens_total", {"engine": "0"}, 3.0),
+    ]
+    assert gauges == [("vllm:running", {"engine": "0"}, 3.0)]
+    passing.update(collect(5.0))
+    passing.update(collect(5.0))
+    assert [amount for _, _, amount in stats.drain().counters] == [2.0, 2.0]

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any
 
 import vllm
+from prometheus_client import REGISTRY
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
@@ -24,6 +25,7 @@ from backend.engines.hosted import Ask, HostedLimits, HostedService, Meters, Par
 from backend.engines.port import EngineLostError
 from backend.engines.vllm.home import Home
 from backend.engines.vllm.kind import arguments, planner_settings
+from backend.engines.vllm.metrics import Passing
 from backend.engines.vllm.options import sampling_params
 from backend.files import read_json
 from backend.request import ErrorCode, RequestError
@@ -39,6 +41,8 @@ steps of a request.
 """
 CALIBRATION_LIMIT_S = 900.0
 """The most seconds that the planner's measuring takes at start, with what vLLM compiles in it."""
+METRICS_PERIOD_S = 0.5
+"""Seconds between two passings of vLLM's own metrics."""
 _SCHEDULER = "backend.hosts.vllm_lengths.Spindle{}LengthScheduler"
 
 
@@ -155,6 +159,14 @@ class VllmEngine:
             k_max=0 if speculation is None else speculation.num_speculative_tokens,
         )
 
+        self._passing = asyncio.create_task(self._pass_metrics(service.meters))
+
+    async def _pass_metrics(self, meters: Meters) -> None:
+        passing = Passing(meters)
+        while True:
+            passing.update(REGISTRY.collect())
+            await asyncio.sleep(METRICS_PERIOD_S)
+
     async def wait_for_plans(self, home: Home) -> None:
         """Wait until the planner has measured what steps take. Raises ConfigError where it does not
         end.
@@ -205,6 +217,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End vLLM's processes."""
+        self._passing.cancel()
         self._llm.shutdown()
         if self._home is not None:
             self._home.close()

@@ -13,6 +13,8 @@ from backend.engines.vllm import contract
 from backend.settings import ConfigError
 
 REFUSES = contract.REFUSES
+ENVIRONMENT = ".venv-vllm"
+"""The folder of its interpreter, in a clone (``make vllm``)."""
 
 FOLLOWS = {
     "model": "target.model",
