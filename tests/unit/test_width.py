@@ -31,6 +31,12 @@ def test_without_a_price_nothing_is_widened():
     assert widths(0, 9, 8, 9, 1) == [9, 8, 9, 1]
 
 
+def test_a_pass_has_the_least_rows_at_any_price():
+    for price in (0, 16):
+        made = Width(price, least=2)
+        assert [made.of(count) for count in (1, 2, 1)] == [2, 2, 2]
+
+
 def test_after_a_reset_the_next_pass_is_the_first():
     made = Width(16)
     made.of(9)

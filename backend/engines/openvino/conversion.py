@@ -28,7 +28,6 @@ from backend.engines.models.loading import load_decoder
 from backend.engines.models.probe import DecoderSpec, check_taps, probe
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.experts import EXPERTS
-from backend.engines.openvino.formats import PACKED_PEAK
 from backend.engines.openvino.four_bits import take_four_bits
 from backend.engines.openvino.llama import OpenvinoConverted
 from backend.engines.openvino.marks import Attended, AttentionMark, mark
@@ -162,7 +161,7 @@ def _convert_packed(
 ) -> None:
     """Do the same for a folder with matrices of 4 bits, without a copy of it in another format."""
     stored = sum(part.stat().st_size for part in weight_files(folder))
-    _check_memory(folder, spec, int(PACKED_PEAK * stored), say)
+    _check_memory(folder, spec, 2 * stored + 4 * spec.looked_up, say)  # it multiplies in fp32
     tensors = read_stored(folder)
     quantization = read_model_config(folder).get("quantization_config") or {}
     matrices, reasons = take_four_bits(tensors, quantization)
@@ -181,6 +180,7 @@ def _convert_packed(
         graph = convert(lm, taps, packed)
         openvino.save_model(graph, file, compress_to_fp16=False)
         del graph
+        packed.forget_constants()
     finally:
         AttentionMark.alive.clear()
     with packed.multiplied():

@@ -7,9 +7,6 @@ from typing import Any
 
 from backend.kinds import EXPERTS, quantization_of
 
-PACKED_PEAK = 1.3
-"""Bytes at the peak over those of the files of a folder that stays in 4 bits."""
-
 FOUR_BIT_GROUPS = (128, 64, 32)
 """Columns of a group of a matrix of 4 bits that stays as it is."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.models import kind
 from backend.engines.models.kind import check_any_decoder, latency_cases
-from backend.engines.openvino.formats import PACKED_PEAK, misfit_of_four_bits
+from backend.engines.openvino.formats import misfit_of_four_bits
 from backend.engines.port import Engine, Footprint
 from backend.kinds import misfit_of_llama
 from backend.machine import machine
@@ -40,6 +40,10 @@ def check_folder(
     reason = misfit_of_four_bits(read_model_config(path(engine)))
     if engine.dtype == "int4" and reason:
         raise ConfigError(f"{key} {path(engine)} is not served in int4: {reason}")
+
+
+HEAD_BYTES = {"folder": 4.0, "int8": 1.0, "int4": 0.6}
+"""Bytes of a number of the head as int4 packs it, by ``lm_head``: the folder's becomes fp32."""
 
 
 def make(engine: EngineConfig, service: Service) -> Engine:
@@ -94,6 +98,10 @@ def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Foot
         scratch_tokens=SCRATCH_TOKENS,
     )
     if is_packed:
+        from backend.engines.models.footprint import shape_of  # it imports torch
+
+        shape = shape_of(folder)
         stored = sum(file.stat().st_size for file in weight_files(folder))
-        plan = replace(plan, weights=int(PACKED_PEAK * stored))
+        head = int(HEAD_BYTES[engine.lm_head] * shape.vocab_size * shape.hidden_size)
+        plan = replace(plan, weights=stored + head)
     return plan

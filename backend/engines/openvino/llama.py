@@ -57,7 +57,8 @@ class OpenvinoDecoder:
     ``graph`` is one of ``graph.build``; ``layers`` are the shapes of its layers' keys and values.
     ``precision`` is that of activations and KV (``fp32``, ``bf16``). ``invariant``: logits are the
     same bits whatever else is in a pass (``layout``). ``repeats`` and ``taps`` are those of the
-    graph; ``ranks``: it ranks columns; ``group`` is that of ``parts.compiled``.
+    graph; ``ranks``: it ranks columns; ``group`` is that of ``parts.compiled``. A pass
+    has at least ``least_rows`` rows, where it ``repeats``.
     """
 
     device = torch.device("cpu")
@@ -76,6 +77,7 @@ class OpenvinoDecoder:
         ranks: bool = False,
         taps: Seq[int] = (),
         group: int | None = None,
+        least_rows: int = 1,
     ) -> None:
         """Compile the graph. Raises CheckpointError for heads whose size its attention gets wrong,
         and for a precision that the processor lacks.
@@ -99,7 +101,7 @@ class OpenvinoDecoder:
         self._begin()
         self._widths = Width(0), Width(0)
         price = price_of_change(self._probe) if self._repeats else 0
-        self._widths = Width(price), Width(price)  # of the pass, and of its attention
+        self._widths = Width(price, least_rows), Width(price)  # of the pass, and of its attention
 
     def _make_pools(self, layers: Seq[Heads], blocks: int) -> None:
         """Make KV of ``blocks`` blocks: one pool for all caches of the same shape."""

@@ -97,6 +97,10 @@ class PackedMatrices:
             )
             self._by_module[module] = rounded
 
+    def forget_constants(self) -> None:
+        """Free the memory of constants, which no graph needs any more."""
+        self._kept.clear()
+
     @property
     def extensions(self) -> list[ConversionExtension]:
         """Converters of the operations of a trace, which make constants."""

@@ -15,11 +15,11 @@ _PROBED, _PROBES = (8, 9), 3
 
 class Width:
     """The rows of passes to come; ``rows`` the last one had. ``price``: as many rows take as long
-    as a change.
+    as a change; ``least``: fewer rows would take longer.
     """
 
-    def __init__(self, price: float) -> None:
-        self.price = price
+    def __init__(self, price: float, least: int = 1) -> None:
+        self.price, self._least = price, least
         self.reset()
 
     def reset(self) -> None:
@@ -32,6 +32,7 @@ class Width:
         Rows are added until they would cost more than the change that they save; a pass as wide
         as the one before begins that count again.
         """
+        rows = max(rows, self._least)
         added = self.rows - rows
         if added < 0 or self._added + added > self.price:
             self.rows, added = rows, 0
