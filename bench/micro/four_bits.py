@@ -62,6 +62,9 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Shapes of Llama 3.2."""
 
+KEPT: list[Any] = []
+"""Functions that llama.cpp may call until the process ends."""
+
 Items = list[tuple[int, int]]
 """Sequence and place in the text of each row."""
 
@@ -195,8 +198,8 @@ class Llama:
         )
         (library,) = args.libs.glob("libllama.v*.so*")
         self._lib = lib = ffi.dlopen(str(library))
-        self._quiet = ffi.callback("ggml_log_callback", lambda *_: None)
-        lib.llama_log_set(self._quiet, ffi.NULL)
+        KEPT.append(ffi.callback("ggml_log_callback", lambda *_: None))
+        lib.llama_log_set(KEPT[-1], ffi.NULL)
         lib.llama_backend_init()
         self._model = lib.llama_model_load_from_file(
             str(file).encode(), lib.llama_model_default_params()
