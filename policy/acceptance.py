@@ -77,13 +77,16 @@ class AcceptanceState:
         """Return the state with other arrays among its estimates."""
         return AcceptanceState(self.estimates._replace(**arrays), self.request, self.slot, self.now)
 
-    def copied(self, names: Iterable[str] = loops.Estimates._fields) -> AcceptanceState:
-        """Return a state in which these arrays may be written to."""
-        return self.changed(**{name: getattr(self.estimates, name).copy() for name in names})
+    def copied(self, written: tuple[bool, ...]) -> AcceptanceState:
+        """Return a state in which these arrays of its estimates may be written to."""
+        pairs = zip(self.estimates, written, strict=True)
+        arrays = [array.copy() if write else array for array, write in pairs]
+        estimates = loops.Estimates._make(arrays)
+        return AcceptanceState(estimates, self.request, self.slot, self.now)
 
     def with_room(self, count: int) -> AcceptanceState:
         """Return a state whose arrays may be written to, with at least ``count`` free slots."""
-        after, size = self.copied(), len(self.estimates.tenant)
+        after, size = self.copied(_ALL), len(self.estimates.tenant)
         free = size - 1 - len(self.request)
         if free >= count:
             return after
@@ -98,7 +101,16 @@ class AcceptanceState:
 
 
 _BY_SLOT = ("information", "prior", "deviation", "recent", "request_tokens")
-_LEARNT = (
+
+
+def _only(*names: str) -> tuple[bool, ...]:
+    """Return which fields of ``policy.loops.acceptance.Estimates`` have these names."""
+    return tuple(name in names for name in loops.Estimates._fields)
+
+
+_ALL = _only(*loops.Estimates._fields)
+_LEVELS = _only("deviation", "draft_accepted", "draft_reached", "draft_hazard")
+_LEARNT = _only(
     *("information", "deviation", "recent", "request_tokens"),
     *("draft_accepted", "draft_reached", "draft_hazard"),
 )
@@ -174,7 +186,7 @@ class AcceptanceModel:
         gone = np.array([*requests], np.int64)
         if state.find(gone)[1] == len(gone):
             return state
-        after = state.copied()
+        after = state.copied(_ALL)
         after.request, after.slot = known = state.request.copy(), state.slot.copy()
         left = loops.forget(after.estimates, self.constants, *known, gone)
         after.request, after.slot = (column[:left].copy() for column in known)
@@ -257,7 +269,6 @@ class AcceptanceModel:
 
     def _refreshed(self, state: AcceptanceState, keep: float = 1.0) -> AcceptanceState:
         """Return the state with ``keep`` of the drafts' counts, and the levels that follow."""
-        names = ("deviation", "draft_accepted", "draft_reached", "draft_hazard")
-        after = state.copied(names)
+        after = state.copied(_LEVELS)
         loops.refresh(after.estimates, self.constants, keep)
         return after
