@@ -2,10 +2,10 @@
 comes back where it pays again.
 
 By load, in buckets of the number of rows, steps by the *level* that is applied (the policy's own
-plans at first) are compared with short experiments by the other one. A sample is the logarithm of a
-ratio of goodputs, with the same rows and without prefill; ``policy.paired`` decides when they are
-enough. No level is final: the other one is still tried, for a share of the time that is small, and
-smaller where the policy's plans are clearly better.
+plans at first) are compared with short experiments by an alternative. A sample is the logarithm of
+a ratio of goodputs, with the same rows and without prefill; ``policy.paired`` decides when they
+are enough. No level is final: at each the others are still tried, for a share of the time that is
+small, and smaller where the policy's plans are clearly better.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.random import Generator as Rng
 
 from .levels import (
     LEVELS,
+    NO_LEVEL,
     NONE,
     PLANNED,
+    SHORT,
     Bucket,
     Seen,
     bucket_of,
@@ -63,8 +66,8 @@ class PendingStep(NamedTuple):
     """
     last: bool
     """Whether it ends an experiment."""
-    settles: bool = False
-    """Whether it follows an experiment so soon that it is part of what that cost."""
+    settles: int = NO_LEVEL
+    """The level of the experiment that it follows so soon that it is part of what that cost."""
 
 
 class Trial(NamedTuple):
@@ -94,13 +97,15 @@ class Memory:
     """The level of the last planned step, whether it was an experiment's, and its rows; None: it
     had a prompt, or there was none.
     """
-    settling: int = 0
-    """The steps for which the last experiment may still make a change."""
+    settling: tuple[int, int] = (NO_LEVEL, 0)
+    """The level of the last experiment, and the steps for which it may have made a change."""
     pending: tuple[PendingStep, ...] = ()
     """The last planned steps. One submission ahead: at most two."""
     trial: Trial = _NO_TRIAL
     seen: tuple[Seen, ...] = ()
     """Steps of one bucket that it has not taken up yet."""
+    was_plain: bool = False
+    """Whether the last step had no proposals."""
 
 
 _copied = copier(Memory)
@@ -133,9 +138,7 @@ class Guard(Wrapper[State]):
         level = _level(memory, rows)
         memory.block = block = _block(memory, rows, view.prefill_tokens)
         applied, trial = (level, False) if block is None else (block.level, True)
-        plan, inner = Plan.nothing(rows), state.inner
-        if applied == PLANNED:
-            plan, inner = self.policy.plan(view, inner, now, rng)
+        plan, inner = self._planned(applied, memory, view, state.inner, now, rng)
         if level != PLANNED or trial:
             notes: dict[str, Any] = {"guard": LEVELS[level]}
             if trial:
@@ -144,24 +147,37 @@ class Guard(Wrapper[State]):
         counted = memory.before == (applied, trial, rows)
         counted &= applied != NONE or view.pass_tokens in (0, rows)
         last = block is not None and block.planned == block.steps
-        settles = self._settles(memory, trial, rows, view.prefill_tokens)
+        settles = self._settles(memory, applied if trial else NO_LEVEL, rows, view.prefill_tokens)
         step = PendingStep(view.request, rows, applied, trial, counted, last, settles)
         memory.before = None if view.prefill_tokens else (applied, trial, rows)
         memory.pending = (*memory.pending[-1:], step)
         return plan, Wrapped(inner, memory)
 
     @staticmethod
-    def _settles(memory: Memory, trial: bool, rows: int, prefill_tokens: int) -> bool:
-        """Return whether a step still suffers from an experiment, in place; ``trial``: it is part
-        of one.
+    def _settles(memory: Memory, tried: int, rows: int, prefill_tokens: int) -> int:
+        """Return the level of the experiment that a step still suffers from, in place; ``tried`` is
+        that of the one which it is part of.
         """
-        if trial:
-            memory.settling = _SETTLING_STEPS
-            return False
-        is_other = prefill_tokens or memory.before is None or memory.before[2] != rows
-        left = 0 if is_other else memory.settling
-        memory.settling = max(left - 1, 0)
-        return left > 0
+        level, left = memory.settling
+        if tried != NO_LEVEL:
+            memory.settling = tried, _SETTLING_STEPS
+            return NO_LEVEL
+        if prefill_tokens or memory.before is None or memory.before[2] != rows:
+            left = 0
+        memory.settling = level, max(left - 1, 0)
+        return level if left else NO_LEVEL
+
+    def _planned(
+        self, level: int, memory: Memory, view: View, inner: State, now: float, rng: Rng
+    ) -> tuple[Plan, State]:
+        """Return a level's plan, and the policy's state after it."""
+        if level == PLANNED:
+            return self.policy.plan(view, inner, now, rng)
+        if level == SHORT:
+            most = memory.buckets[bucket_of(len(view))].short_length
+            short = replace(view, ceiling=np.minimum(view.ceiling, most))
+            return self.policy.plan(short, inner, now, rng)
+        return Plan.nothing(len(view)), inner
 
     def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
         """Return the policy's answer; False where the next step is plain in any case."""
@@ -198,20 +214,22 @@ class Guard(Wrapper[State]):
         """Learn from a step that was planned here, in place."""
         place, rows, seconds = bucket_of(step.rows), step.rows, outcome.times.measured_s
         if (bucket := memory.buckets.get(place)) is None:
-            bucket = Bucket()
+            bucket = Bucket().prepared()
             memory.buckets = {**memory.buckets, place: bucket}
             memory.credit_s += _START_STEPS * seconds
         credit_s = memory.credit_s + bucket.share * seconds
         memory.credit_s = min(credit_s, _MOST_CREDIT_STEPS * seconds)
-        done = outcome.rows
-        tokens, proposed = sum(done.emitted.tolist()), sum(done.length.tolist())
+        lengths = outcome.rows.length.tolist()
+        tokens, proposed = sum(outcome.rows.emitted.tolist()), sum(lengths)
+        was_plain, memory.was_plain = memory.was_plain, not proposed
         is_clean = not outcome.prefill_tokens and tokens > 0 and seconds > 0
         if step.trial:
-            memory.credit_s -= bucket.cost.share * seconds
+            memory.credit_s -= bucket.loss * seconds
         if not step.trial or step.level == NONE:
             seconds = bucket.usual_s(rows, seconds)
-        if (step.trial or step.settles) and is_clean:
-            bucket = bucket.billed(rows, tokens, seconds, experiment=step.trial)
+        tried = step.level if step.trial else step.settles
+        if tried != NO_LEVEL and is_clean:
+            bucket = bucket.billed(tried, rows, tokens, seconds, experiment=step.trial)
             memory.buckets = {**memory.buckets, place: bucket}
         if step.trial:
             before = memory.trial if step.counted else _NO_TRIAL
@@ -227,20 +245,27 @@ class Guard(Wrapper[State]):
             if step.last or is_enough:
                 memory.block = None if is_enough else memory.block
                 self._conclude(step, memory)
-        elif step.level == bucket.level and not step.settles and step.counted and is_clean:
+        elif step.level == bucket.level and tried == NO_LEVEL and step.counted and is_clean:
+            length = proposed / (len(lengths) - lengths.count(0)) if proposed else 0.0
             if memory.seen and bucket_of(memory.seen[0].rows) != place:
                 self._take_up(memory)
-            memory.seen = (*memory.seen, Seen(rows, tokens, seconds, proposed > 0))
+            memory.seen = (*memory.seen, Seen(rows, tokens, seconds, length, was_plain))
             if len(memory.seen) >= _SEEN_STEPS:
                 self._take_up(memory)
 
-    @staticmethod
-    def _take_up(memory: Memory) -> None:
-        """Take up the steps that were seen, in place."""
-        if seen := memory.seen:
-            place, memory.seen = bucket_of(seen[-1].rows), ()
-            bucket = memory.buckets[place].with_steps(seen, memory.step)
-            memory.buckets = {**memory.buckets, place: bucket}
+    def _take_up(self, memory: Memory) -> None:
+        """Take up the steps that were seen, in place. Those that the policy wanted without
+        proposals are compared with the others.
+        """
+        seen, memory.seen = memory.seen, ()
+        if not seen:
+            return
+        rows = seen[-1].rows
+        place = bucket_of(rows)
+        bucket = memory.buckets[place].with_steps(seen, memory.step)
+        memory.buckets = {**memory.buckets, place: bucket}
+        if bucket.level != NONE and (plain := bucket.plain(rows)) is not None:
+            self._sample(rows, NONE, plain.goodput, memory)
 
     def _conclude(self, step: PendingStep, memory: Memory) -> None:
         """Compare an experiment, in place; its result is ignored where it is no pair."""
@@ -249,14 +274,22 @@ class Guard(Wrapper[State]):
         bucket = memory.buckets[bucket_of(step.rows)]
         if trial.steps < _COUNTED_STEPS or step.level == bucket.level:
             return
-        place, against = bucket_of(step.rows), bucket.against(step.rows, memory.step)
-        after = bucket.tried()
-        if against is not None and (bucket.level != NONE or trial.proposed):
-            memory.samples += 1
-            after = bucket.sampled(trial.tokens / trial.seconds, against)
-            if after.level != bucket.level:
-                memory.settling = 0
-                memory.credit_s += _START_STEPS * against.seconds / against.steps
+        if bucket.level != NONE or trial.proposed:
+            self._sample(step.rows, step.level, trial.tokens / trial.seconds, memory)
+        else:
+            bucket = bucket.tried(step.level).prepared()
+            memory.buckets = {**memory.buckets, bucket_of(step.rows): bucket}
+
+    def _sample(self, rows: int, level: int, goodput: float, memory: Memory) -> None:
+        """Pair a level's goodput with that of the level that is applied, in place."""
+        place = bucket_of(rows)
+        bucket = memory.buckets[place]
+        if (against := bucket.against(level, rows, memory.step)) is None:
+            return
+        memory.samples += 1
+        after = bucket.sampled(level, goodput, against)
+        if after.level != bucket.level:
+            memory.credit_s += _START_STEPS * against.seconds / against.steps
         memory.buckets = {**memory.buckets, place: after}
 
     # -- shown, and kept
@@ -309,13 +342,13 @@ def _block(memory: Memory, rows: int, prefill_tokens: int) -> Block | None:
     if block is not None and block.rows == rows:
         return block._replace(planned=block.planned + 1)
     bucket = memory.buckets.get(bucket_of(rows))
-    against = bucket and bucket.against(rows, memory.step)
+    against = bucket and bucket.against(bucket.next_level, rows, memory.step)
     if bucket is None or against is None:
         return None
-    level, steps = 1 - bucket.level, 1 + _COUNTED_STEPS
-    if level == NONE:
+    steps = 1 + _COUNTED_STEPS
+    if bucket.next_level == NONE:
         most = _MOST_PLAIN_STEPS
     else:  # tokens vary: at few rows, more steps
         most = steps = max(steps, 1 + -(-_COUNTED_ROWS // rows))
-    cost_s = bucket.cost.share * steps * against.seconds / against.steps
-    return Block(level, rows, most, 1) if memory.credit_s >= cost_s else None
+    cost_s = bucket.loss * steps * against.seconds / against.steps
+    return Block(bucket.next_level, rows, most, 1) if memory.credit_s >= cost_s else None

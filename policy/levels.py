@@ -1,5 +1,5 @@
 """The guard's estimates for a load (``policy.guard``): the level that is applied to it, and how
-much better or worse the other one is.
+much better or worse the others are.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 
 from .paired import Comparison, from_data
 
-PLANNED, NONE = range(2)
-LEVELS = ("planned", "none")
-"""The levels that a step can be planned by: the policy, no speculation."""
-ALL, PROPOSING = range(2)
-"""Kinds of steps by the level that is applied: all, and those with proposals."""
+NO_LEVEL = -1
+PLANNED, SHORT, NONE = range(3)
+LEVELS = ("planned", "short", "none")
+"""The levels that a step can be planned by: the policy, the policy with half its lengths, no
+speculation.
+"""
+ALL, PROPOSING, PLAIN = range(3)
+"""Kinds of steps by the level that is applied: all, those with proposals, and those without where
+the policy did not want any; the last are as good as an experiment.
+"""
 COST_SHARE, CLEAR_COST_SHARE, PROMISING_COST_SHARE = 0.005, 0.001, 0.02
 """The most goodput that experiments may cost, where the policy's plans are clearly better, and
 until it is certain that another level is better, as it seems.
@@ -23,10 +28,15 @@ SCHEMA = 1
 _LEAST_LOSS = 0.02  # of an experiment's time
 _UNKNOWN_LOSS, _UNKNOWN_STEPS = 0.3, 3.0  # the same before any, and the steps that this weighs
 _COST_KEPT = 0.95  # of what experiments cost, with each of them
+_UNKNOWN_PROMISE = 0.2  # of an alternative without samples
+_LONGEST_WAIT = 3  # of an alternative, in experiments by others
+_OTHERS_FADE = 0.98  # of the evidence on one alternative, with a sample of another
 _WINDOW_ROWS, _WINDOW_STEPS = 16, 4  # the least to be compared with
 _WINDOW_KEPT = 1 - 1 / 48  # of a window, with each step
 _FRESH_STEPS = 256  # since the last step of a window
 _ODD = 2.0  # times the usual seconds, at which a step's time is cut
+_LEAST_LENGTH = 1.5  # mean length from which half is less
+_LENGTH_RATE = 0.05  # of the mean length, with each step
 _MOST_BUCKETS = 32
 
 
@@ -37,7 +47,10 @@ class Seen(NamedTuple):
     tokens: int
     """Tokens that it emitted."""
     seconds: float
-    proposes: bool
+    length: float
+    """The mean length of its proposals; 0: there are none."""
+    after_plain: bool
+    """Whether the step before had no proposals, either."""
 
 
 class Side(NamedTuple):
@@ -75,7 +88,7 @@ class Side(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """The cost of experiments, until the engine works as before them; fading, in steps
+    """The cost of experiments by a level, until the engine works as before them; fading, in steps
     by the level that is applied.
     """
 
@@ -98,28 +111,40 @@ class Bucket(NamedTuple):
     """The estimates for a range of numbers of rows; its pairs have the same number exactly."""
 
     level: int = PLANNED
-    other: Comparison = Comparison()
-    """The goodput of the other level over that of the level that is applied."""
+    compared: tuple[Comparison, ...] = (Comparison(),) * len(LEVELS)
+    """By level, its goodput over that of the level that is applied."""
+    length: float = 0.0
+    """The mean length of planned proposals."""
     windows: Mapping[tuple[int, int], Side] = {}
     """Steps by the level that is applied, by rows and kind."""
-    cost: Cost = Cost()
-    """The cost of experiments by the other level."""
-
-    @property
-    def share(self) -> float:
-        """The share of all time that experiments may lose now."""
-        if self.other.is_promising:
-            return PROMISING_COST_SHARE
-        # Without speculation the way back is looked for.
-        clear = self.level == PLANNED and self.other.is_clearly_worse
-        return CLEAR_COST_SHARE if clear else COST_SHARE
+    waits: tuple[int, ...] = (0,) * len(LEVELS)
+    """By level, the experiments since it was last tried."""
+    next_level: int = NONE
+    """That of the next experiment."""
+    costs: tuple[Cost, ...] = (Cost(),) * len(LEVELS)
+    """By level, the cost of experiments by it."""
+    share: float = COST_SHARE
+    """The share of all time that experiments may lose now."""
 
     @property
     def ratio(self) -> float:
         """Goodput as planned over that without speculation; nan: not measured."""
-        if not self.other.weight:
-            return math.nan
-        return math.exp(-self.other.mean if self.level == PLANNED else self.other.mean)
+        planned, none = self.compared[PLANNED], self.compared[NONE]
+        measured = all(
+            comparison.weight or self.level == level
+            for level, comparison in ((PLANNED, planned), (NONE, none))
+        )
+        return math.exp(planned.mean - none.mean) if measured else math.nan
+
+    @property
+    def loss(self) -> float:
+        """The share of its time that the next experiment is expected to lose."""
+        return self.costs[self.next_level].share
+
+    @property
+    def short_length(self) -> int:
+        """The most tokens of a proposal at the level ``short``."""
+        return max(1, int(self.length / 2))
 
     def usual_s(self, rows: int, seconds: float) -> float:
         """Return a step's seconds, cut where they are odd: a pause is no property of a level."""
@@ -128,14 +153,16 @@ class Bucket(NamedTuple):
             return seconds
         return min(seconds, _ODD * usual.seconds / usual.steps)
 
-    def against(self, rows: int, now: int) -> Side | None:
-        """Return what steps by the other level are compared with; None: not enough yet."""
-        side = self.windows.get((rows, PROPOSING if self.level == PLANNED else ALL))
+    def against(self, level: int, rows: int, now: int) -> Side | None:
+        """Return what steps by another level are compared with; None: not enough yet."""
+        side = self.windows.get((rows, PROPOSING if level == NONE else ALL))
         return side if side is not None and side.is_enough(rows, now) else None
 
-    def billed(self, rows: int, tokens: int, seconds: float, *, experiment: bool) -> Bucket:
-        """Return the bucket after a step of an experiment, or one that followed it. The latter is
-        as any other, but for its time.
+    def billed(
+        self, level: int, rows: int, tokens: int, seconds: float, *, experiment: bool
+    ) -> Bucket:
+        """Return the bucket after a step of an experiment by a level, or one that followed it. The
+        latter is as any other, but for its time.
         """
         usual = self.windows.get((rows, ALL))
         if usual is None:
@@ -145,33 +172,88 @@ class Bucket(NamedTuple):
         if experiment:
             spent = seconds / usual_s
             lost = spent - tokens / usual.tokens * usual.steps
-        return self._replace(cost=Cost(self.cost.lost + lost, self.cost.spent + spent))
+        costs, cost = list(self.costs), self.costs[level]
+        costs[level] = Cost(cost.lost + lost, cost.spent + spent)
+        return self._replace(costs=tuple(costs))
 
     def with_steps(self, steps: Sequence[Seen], at: int) -> Bucket:
         """Return the bucket with more steps by the level that is applied."""
-        windows = dict(self.windows)
+        windows, length = dict(self.windows), self.length
         kinds: dict[tuple[int, int], list[Seen]] = {}
         for step in steps:
             kinds.setdefault((step.rows, ALL), []).append(step)
-            if step.proposes:
+            if step.length:
                 kinds.setdefault((step.rows, PROPOSING), []).append(step)
+                if self.level == PLANNED:
+                    length += _LENGTH_RATE * (step.length - length) if length else step.length
+            elif step.after_plain and self.level != NONE:
+                kinds.setdefault((step.rows, PLAIN), []).append(step)
         for key, group in kinds.items():
             windows[key] = windows.get(key, Side()).more(group, at)
-        return self._replace(windows=windows)
+        return self._replace(windows=windows, length=length)
 
-    def sampled(self, goodput: float, against: Side) -> Bucket:
-        """Return the bucket with a pair, the other level's goodput and other steps; at the level
-        that the comparison now says.
+    def plain(self, rows: int) -> Side | None:
+        """Return such steps since the last sample, if there are enough."""
+        side = self.windows.get((rows, PLAIN))
+        return side if side is not None and side.steps >= _WINDOW_STEPS else None
+
+    def sampled(self, level: int, goodput: float, against: Side) -> Bucket:
+        """Return the bucket with a pair: a level's goodput and other steps. It has the level that
+        the comparisons now say.
         """
-        windows = {key: side.halved() for key, side in self.windows.items()}
-        other = self.other.learnt(math.log(goodput / against.goodput))
-        if other.is_better:  # what is known counts half there, and costs are unknown
-            return Bucket(1 - self.level, other.reversed())
-        return self.tried()._replace(other=other, windows=windows)
+        compared = [comparison.faded(_OTHERS_FADE) for comparison in self.compared]
+        compared[level] = self.compared[level].learnt(math.log(goodput / against.goodput))
+        windows = {k: side.halved() for k, side in self.windows.items() if k[1] != PLAIN}
+        after = self.tried(level)._replace(compared=tuple(compared), windows=windows)
+        better = [other for other in after.alternatives() if compared[other].is_better]
+        if better:
+            after = after.moved(max(better, key=lambda other: compared[other].mean))
+        return after.prepared()
 
-    def tried(self) -> Bucket:
+    def tried(self, level: int) -> Bucket:
         """Return the bucket after an experiment."""
-        return self._replace(cost=self.cost.faded())
+        waits = [0 if other == level else count + 1 for other, count in enumerate(self.waits)]
+        costs = list(self.costs)
+        costs[level] = costs[level].faded()
+        return self._replace(waits=tuple(waits), costs=tuple(costs))
+
+    def alternatives(self) -> list[int]:
+        """Return the levels that are tried at the bucket's own; half the lengths are where
+        speculation has ended.
+        """
+        is_short = self.level == NONE and self.length >= _LEAST_LENGTH
+        others = (PLANNED, SHORT, NONE) if is_short else (PLANNED, NONE)
+        return [level for level in others if level != self.level]
+
+    def moved(self, level: int) -> Bucket:
+        """Return the bucket at another level, with half the evidence; costs are unknown there."""
+        won = self.compared[level]
+        known = [c.seen_from(won) if c.weight else c for c in self.compared]
+        known[level], known[self.level] = Comparison(), won.reversed()
+        costs = (Cost(),) * len(LEVELS)
+        return self._replace(level=level, compared=tuple(known), windows={}, costs=costs)
+
+    def prepared(self) -> Bucket:
+        """Return the bucket with the next experiment: the alternative that may be worth most, or
+        one that has waited long.
+        """
+        compared, alternatives = self.compared, self.alternatives()
+        level = max(alternatives, key=lambda other: _promise(compared[other]))
+        longest = max(alternatives, key=self.waits.__getitem__)
+        level = longest if self.waits[longest] >= _LONGEST_WAIT else level
+        worse = all(compared[other].is_clearly_worse for other in alternatives)
+        clear = worse and self.level == PLANNED  # elsewhere the way back is looked for
+        share = CLEAR_COST_SHARE if clear else COST_SHARE
+        if compared[level].is_promising:
+            share = PROMISING_COST_SHARE
+        return self._replace(next_level=level, share=share)
+
+
+def _promise(comparison: Comparison) -> float:
+    """Return what an alternative may be worth."""
+    if not comparison.weight:
+        return _UNKNOWN_PROMISE
+    return comparison.mean + 2 * comparison.error
 
 
 def bucket_of(rows: int) -> int:
@@ -194,17 +276,23 @@ class GuardError(ValueError):
 
 def saved(buckets: Mapping[int, Bucket]) -> dict[str, Any]:
     """Return what outlasts a restart, JSON-able."""
-    rows = {}
-    for place, bucket in sorted(buckets.items()):
-        other = {LEVELS[1 - bucket.level]: [*bucket.other]} if bucket.other.weight else {}
-        rows[rows_of(place)] = {"level": LEVELS[bucket.level], "compared": other}
+    rows = {
+        rows_of(place): {
+            "level": LEVELS[bucket.level],
+            "length": bucket.length,
+            "compared": {
+                name: list(comparison)
+                for name, comparison in zip(LEVELS, bucket.compared, strict=True)
+                if comparison.weight
+            },
+        }
+        for place, bucket in sorted(buckets.items())
+    }
     return {"schema": SCHEMA, "rows": rows}
 
 
 def restored(data: Any, share: float) -> dict[int, Bucket]:
-    """Return the buckets of saved data, with a share of their evidence; a level that there is no
-    more is the first. Raises GuardError.
-    """
+    """Return the buckets of saved data, with a share of their evidence. Raises GuardError."""
     schema = _mapping(data, "guard").get("schema")
     if schema != SCHEMA:
         raise GuardError(f"guard.schema must be {SCHEMA}, got {schema!r}")
@@ -213,18 +301,26 @@ def restored(data: Any, share: float) -> dict[int, Bucket]:
     for rows, entry in _mapping(data.get("rows"), "guard.rows").items():
         if rows not in places:
             raise GuardError(f"guard.rows must have ranges such as 9-16, got {rows!r}")
-        where = f"guard.rows.{rows}"
-        level = _mapping(entry, where).get("level")
-        compared = _mapping(entry.get("compared"), f"{where}.compared")
-        bucket = Bucket(LEVELS.index(level)) if level in LEVELS else Bucket()
-        name = LEVELS[1 - bucket.level]
-        if level in LEVELS and name in compared:
-            try:
-                bucket = bucket._replace(other=from_data(compared[name]).faded(share))
-            except ValueError as error:
-                raise GuardError(f"{where}.compared.{name} {error}") from None
-        buckets[places[rows]] = bucket
+        bucket = _restored(_mapping(entry, f"guard.rows.{rows}"), f"guard.rows.{rows}", share)
+        buckets[places[rows]] = bucket.prepared()
     return buckets
+
+
+def _restored(entry: dict[str, Any], where: str, share: float) -> Bucket:
+    level, length = entry.get("level"), entry.get("length")
+    if type(length) not in (int, float) or not 0 <= length < math.inf:  # type: ignore[operator]
+        raise GuardError(f"{where}.length must be a number from 0, got {length!r}")
+    compared = [Comparison()] * len(LEVELS)
+    for name, values in _mapping(entry.get("compared"), f"{where}.compared").items():
+        if name not in LEVELS:
+            continue  # there is no such level any more
+        try:
+            compared[LEVELS.index(name)] = from_data(values).faded(share)
+        except ValueError as error:
+            raise GuardError(f"{where}.compared.{name} {error}") from None
+    if level not in LEVELS:
+        return Bucket(length=float(length))  # type: ignore[arg-type]
+    return Bucket(LEVELS.index(level), tuple(compared), float(length))  # type: ignore[arg-type]
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:

@@ -258,7 +258,8 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_guard_level",
         _G,
-        "What the guard applies, by the requests of a step: 0 the plan, 2 no speculation",
+        "What the guard applies, by the requests of a step: 0 the plan, 1 half its lengths, 2 no "
+        "speculation",
         ("rows",),
     ),
     Family(

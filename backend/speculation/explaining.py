@@ -85,5 +85,6 @@ def _guard_words(plan: Plan, verdicts: list[Verdict]) -> list[str]:
 
 _WORDS = {
     "planned": "the planner's choice",
+    "short": "half the planner's lengths",
     "none": "no speculation",
 }

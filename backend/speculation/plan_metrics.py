@@ -11,14 +11,13 @@ import numpy as np
 from backend.ops.stats import StepStats
 from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Plan, StepNodes, StepRows
 from policy.guard import Verdict
-from policy.levels import bucket_of, rows_of
+from policy.levels import LEVELS, bucket_of, rows_of
 from policy.trim import EDGES, Calibration
 
 SMALL_PROPOSAL_TOKENS = 4
 """Tokens drafted for a batch that cost too little to matter if none is verified."""
 
 _PROMISE_KEPT = 0.98  # of the sums of promises, with each step
-_LEVEL = {"planned": 0, "none": 2}  # 1 was half the lengths
 _CLAIMED = [str(edge) for edge in (*EDGES, 1.0)]
 
 
@@ -32,7 +31,8 @@ class PlanMetrics:
     def guard(self, verdicts: list[Verdict]) -> None:
         """Set the gauges of what the guard found."""
         for verdict in verdicts:
-            self._stats.gauge("spindle_guard_level", _LEVEL[verdict.level], rows=verdict.rows)
+            level = LEVELS.index(verdict.level)
+            self._stats.gauge("spindle_guard_level", level, rows=verdict.rows)
             if verdict.ratio == verdict.ratio:  # else not measured
                 self._stats.gauge("spindle_guard_ratio", verdict.ratio, rows=verdict.rows)
 

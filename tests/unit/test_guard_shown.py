@@ -35,8 +35,9 @@ def samples(mean, count=8):
 
 
 def bucket(level, **means):
-    """Return a bucket at a level; the logarithm of the other one's goodput over its own."""
-    return Bucket(LEVELS.index(level), *map(samples, means.values()))
+    """Return a bucket at a level; the logarithm of each other one's goodput over its own."""
+    compared = tuple(samples(means[name]) if name in means else Comparison() for name in LEVELS)
+    return Bucket(LEVELS.index(level), compared).prepared()
 
 
 def gauges(stats):
@@ -69,7 +70,7 @@ def test_steps_of_experiments_are_counted():
     counted = PlanMetrics(StepStats(stats))
     seen = view(2, DRAFTS)
     plan = FixedLength("small", 2).plan(seen, None, 0.0, None)[0]
-    for level in ("none", "none", "planned", None):
+    for level in ("none", "none", "short", None):
         plan.notes = {"experiment": level} if level else {"guard": "none"}
         counted.step(plan, outcome(seen, plan, 1), DRAFTS, [False] * 2)
     counts = {
@@ -77,7 +78,7 @@ def test_steps_of_experiments_are_counted():
         for name, labels, value in stats.drain().counters
         if name == "spindle_guard_experiment_steps_total"
     }
-    assert counts == {"none": 2, "planned": 1}
+    assert counts == {"none": 2, "short": 1}
 
 
 def test_two_open_steps_are_paired_by_what_each_was_planned_for(monkeypatch):
@@ -104,7 +105,7 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for(monkeypatch):
             memory = cycle.runner.state.own
             assert len(memory.pending) == 1
             is_planned = memory.buckets[2].level == PLANNED  # by this machine's times
-            assert not is_planned or all(step.proposes for step in memory.seen)
+            assert not is_planned or all(bool(step.length) for step in memory.seen)
     assert not all(levels)
     assert memory.samples
 
@@ -114,6 +115,7 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for(monkeypatch):
     [
         ("planned", "", "with 2 in flight the planner's choice measures 1.22x plain decoding"),
         ("none", "", "the guard applies no speculation"),
+        ("short", "", "the guard applies half the planner's lengths"),
         ("planned", "none", "the guard tries no speculation in this step"),
     ],
 )
