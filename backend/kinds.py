@@ -18,12 +18,6 @@ T = TypeVar("T")
 Package = tuple[str, str]
 """A distribution and the one version of it that is known."""
 
-LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-"""Architectures that our own forward of Llamas builds."""
-
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Rotary embeddings that it knows."""
-
 QUANTIZED = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "awq", "gptq")
 """Methods of quantised weights that are read, widened to bf16."""
 
@@ -93,27 +87,6 @@ def _unread(method: str, quantized: Mapping[str, Any]) -> str:
     return ""
 
 
-def misfit_of_llama(config: Mapping[str, Any]) -> str:
-    """Return what of this ``config.json`` our own forward of Llamas does not build."""
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in LLAMA_FAMILY:
-        return f"the architecture {architecture}"
-    qwen2 = architecture == "Qwen2ForCausalLM"
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    for setting, is_there in (
-        ("sliding_window", config.get("use_sliding_window", not qwen2)),
-        ("mlp_bias", True),
-        ("draft_vocab_size", True),
-        ("quantization_config", bool(quantization_of(config)[1])),
-    ):
-        if is_there and config.get(setting):
-            return f"{setting} {config[setting]!r}"
-    if config.get("hidden_act", "silu") != "silu":
-        return f"hidden_act {config['hidden_act']!r}"
-    return "" if kind in ROPE_TYPES else f"rope_type {kind!r}"
-
-
 def _misfit_of_paged_attention(config: Mapping[str, Any]) -> str:
     """Return what of this ``config.json`` OpenVINO's attention cannot run."""
     text = config.get("text_config")
@@ -154,9 +127,9 @@ class Kind:
     model: bool = True
     """It runs one, which the setting ``model`` names."""
     architectures: tuple[str, ...] = ()
-    """Those of the Hugging Face folders that it loads; none: it loads other folders."""
+    """Those of the Hugging Face folders that it loads."""
     any_decoder: bool = False
-    """It loads others, too: any that transformers builds and we can serve."""
+    """It loads those of any decoder that transformers builds and we can serve."""
     automatic: tuple[str, ...] = ()
     """The devices, "cpu" or "cuda", where ``auto`` means the first kind that can run."""
     misfit: Callable[[Mapping[str, Any]], str] = _all_fit
@@ -192,7 +165,7 @@ class Kind:
     @property
     def checkpoint(self) -> bool:
         """Whether its model is a Hugging Face folder."""
-        return bool(self.architectures)
+        return self.any_decoder or bool(self.architectures)
 
     @property
     def gives_states(self) -> bool:
@@ -240,7 +213,6 @@ _OPENVINO = ("openvino", "2026.4.1")
 KINDS = {
     "openvino": Kind(
         "backend.engines.openvino.kind",
-        architectures=LLAMA_FAMILY,
         any_decoder=True,
         automatic=("cpu",),
         misfit=_misfit_of_paged_attention,
@@ -250,7 +222,6 @@ KINDS = {
     ),
     "cuda": Kind(
         "backend.engines.cuda.kind",
-        architectures=LLAMA_FAMILY,
         any_decoder=True,
         automatic=("cuda",),
         misfit=_misfit_of_pages,
@@ -260,7 +231,6 @@ KINDS = {
     ),
     "torch": Kind(
         "backend.engines.torch.kind",
-        architectures=LLAMA_FAMILY,
         any_decoder=True,
         automatic=("cpu", "cuda"),
         dtypes=("bf16", "fp32", "fp64"),

@@ -50,7 +50,7 @@ class Found(NamedTuple):
     size: int
 
 
-class Text(NamedTuple):
+class PastText(NamedTuple):
     """An answer after the last ``context`` tokens of its prompt."""
 
     tenant: bytes
@@ -58,7 +58,7 @@ class Text(NamedTuple):
     context: int
 
 
-class _Kept(NamedTuple):
+class _Place(NamedTuple):
     start: int
     tokens: int
     context: int
@@ -81,12 +81,12 @@ class Answers:
         self.tokens = 0
         self.added = 0
         self._at = 0  # the slot that is written next
-        self._kept: deque[_Kept] = deque()  # the oldest first
+        self._kept: deque[_Place] = deque()  # the oldest first
         self._tenants: dict[int, bytes] = {}  # by the slot that a text starts at
         self._ring, self._text = (_filled(capacity) for _ in range(2))
         self._newest, self._before = ([_filled(capacity) for _ in SIZES] for _ in range(2))
 
-    def add(self, text: Text) -> tuple[int, int]:
+    def add(self, text: PastText) -> tuple[int, int]:
         """Keep a text; return how many tokens were kept, and forgotten for it. One that is too long
         loses its beginning, one too short is left.
         """
@@ -102,7 +102,7 @@ class Answers:
         np.frombuffer(self._ring, np.int32)[slots] = [*tokens, BORDER]
         np.frombuffer(self._text, np.int32)[slots] = start
         self._tenants[start] = text.tenant
-        self._kept.append(_Kept(start, size, context))
+        self._kept.append(_Place(start, size, context))
         self._at, self.tokens = (start + size) % self.capacity, self.tokens + size
         self.added += 1
         self._chain(text.tenant, tokens, context, slots)
@@ -119,8 +119,8 @@ class Answers:
             ngram = last[-size:]
             places = [
                 (-self._matching(slot, last, size), slot)
-                for slot in self._chained(newest[self._bucket(root, ngram)], before)
-                if (ring[slot - size : slot] if slot >= size else self._wrapped(slot, size))
+                for slot in self._follow_chain(newest[self._bucket(root, ngram)], before)
+                if (ring[slot - size : slot] if slot >= size else self._read_wrapped(slot, size))
                 == ngram
                 and self._tenants.get(self._text[slot]) == tenant
             ]
@@ -147,7 +147,7 @@ class Answers:
             found += self._ring[: length - len(found)]
         return found[: found.index(BORDER)] if BORDER in found else found
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """Return all texts, for ``unpacked``: no pickle, no salts."""
         texts, file = list(self.texts()), io.BytesIO()
         np.savez(
@@ -160,7 +160,7 @@ class Answers:
         return file.getvalue()
 
     @staticmethod
-    def unpacked(content: bytes) -> list[Text]:
+    def unpack(content: bytes) -> list[PastText]:
         """Return the texts that were packed, the oldest first. Raises ValueError, KeyError or
         EOFError for what is none of that.
         """
@@ -180,16 +180,16 @@ class Answers:
         names = (whose[at : at + _TENANT_BYTES] for at in range(0, len(whose), _TENANT_BYTES))
         columns = zip(names, ends, sizes.tolist(), contexts.tolist(), strict=True)
         return [
-            Text(tenant, tokens[end - size : end].tolist(), context)
+            PastText(tenant, tokens[end - size : end].tolist(), context)
             for tenant, end, size, context in columns
         ]
 
-    def texts(self) -> Iterator[Text]:
+    def texts(self) -> Iterator[PastText]:
         """Yield all texts, the oldest first."""
         ring = np.frombuffer(self._ring, np.int32)
         for start, size, context in self._kept:
             tokens = ring[self._slots(start, size - 1)].tolist()
-            yield Text(self._tenants[start], tokens, context)
+            yield PastText(self._tenants[start], tokens, context)
 
     @property
     def array_bytes(self) -> int:
@@ -222,7 +222,7 @@ class Answers:
     def _arrays(self) -> list[array[int]]:
         return [self._ring, self._text, *self._newest, *self._before]
 
-    def _chained(self, slot: int, before: array[int]) -> Iterator[int]:
+    def _follow_chain(self, slot: int, before: array[int]) -> Iterator[int]:
         """Yield the last ``visits`` places of a chain, from its newest on."""
         at, capacity, age = self._at, self.capacity, 0
         for _ in range(self._visits):
@@ -233,7 +233,7 @@ class Answers:
             yield slot
             slot = before[slot]
 
-    def _wrapped(self, slot: int, size: int) -> array[int]:
+    def _read_wrapped(self, slot: int, size: int) -> array[int]:
         """Return the tokens before a place near the ring's beginning."""
         return self._ring[slot - size :] + self._ring[:slot]
 

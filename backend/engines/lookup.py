@@ -113,7 +113,7 @@ class LookupEngine(Proposer):
                 path._replace(tokens=path.tokens[: guide.allowed(output, path.tokens)])
                 for path in paths
             ]
-        return Proposal.best(self.name, _merged(paths), turn.nodes)
+        return Proposal.best(self.name, _merge(paths), turn.nodes)
 
 
 def continuation(tokens: list[int], position: int, length: int) -> list[int]:
@@ -135,7 +135,7 @@ def reach(tokens: list[int], position: int, most: int) -> int:
     return size
 
 
-def _merged(paths: Iterable[Path]) -> list[tuple[int, int, float]]:
+def _merge(paths: Iterable[Path]) -> list[tuple[int, int, float]]:
     """Return the nodes (token, parent, confidence) of paths.
 
     A match votes for each of its path's tokens by its length, which every token before it has made

@@ -18,7 +18,7 @@ from pathlib import Path as File
 from typing import Any
 
 from backend.config import EngineConfig
-from backend.engines.answers import CONTEXT, LONGEST, Answers, Found, Text, tenant_of
+from backend.engines.answers import CONTEXT, LONGEST, Answers, Found, PastText, tenant_of
 from backend.engines.lookup import (
     LONGEST_MATCH,
     LookupEngine,
@@ -91,7 +91,7 @@ class SuffixEngine(LookupEngine):
             return
         context = min(CONTEXT, sequence.prompt_tokens)
         tokens = sequence.tokens[sequence.prompt_tokens - context :]
-        self._keep(Text(self._tenant(sequence), tokens, context))
+        self._keep(PastText(self._tenant(sequence), tokens, context))
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         """Forget the sequences' indices; answers that were kept stay."""
@@ -169,7 +169,7 @@ class SuffixEngine(LookupEngine):
             tenant = self._tenants[sequence.id] = tenant_of(sequence.salt)
         return tenant
 
-    def _keep(self, text: Text) -> None:
+    def _keep(self, text: PastText) -> None:
         kept, forgotten = self.answers.add(text)
         self._unsaved |= kept > 0
         if self._count is not None and kept:
@@ -182,7 +182,7 @@ class SuffixEngine(LookupEngine):
     def _load(self, file: File) -> None:
         """Take up what an engine before kept; a file that cannot be used is left, with a metric."""
         try:
-            for text in Answers.unpacked(file.read_bytes()):
+            for text in Answers.unpack(file.read_bytes()):
                 self._keep(text)
         except FileNotFoundError:
             logger.info("draft %s: no saved answers to restore", self.name)
@@ -195,7 +195,7 @@ class SuffixEngine(LookupEngine):
 
     def _save(self, file: File) -> None:
         try:
-            cache.publish_file(file, self.answers.packed(), mode=0o600)
+            cache.publish_file(file, self.answers.pack(), mode=0o600)
         except OSError as error:
             logger.error("draft %s cannot save its answers: %s: %s", self.name, file, error)
             self._fallback("remembered_unsaved")

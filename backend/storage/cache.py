@@ -47,9 +47,9 @@ def head_folder(key: str) -> Path:
     return root() / "heads" / key
 
 
-def shape_file(key: str) -> Path:
-    """Return where the sizes of the decoder of this key lie."""
-    return root() / "shapes" / f"{key}.json"
+def spec_file(key: str) -> Path:
+    """Return where the description of the decoder of this key lies."""
+    return root() / "decoders" / f"{key}.json"
 
 
 def table_file(key: str) -> Path:
@@ -81,7 +81,7 @@ def exclusive() -> Iterator[None]:
                 "models",
                 "graphs",
                 "heads",
-                "shapes",
+                "decoders",
                 "latency",
                 "learned",
                 "remembered",

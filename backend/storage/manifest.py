@@ -66,8 +66,7 @@ def check_model(
     Raises ConfigError saying what to do.
     """
     tokenizer, folder = engine.name == config.target.name, path(engine)
-    architectures = () if engine.kind.any_decoder else engine.kind.architectures
-    check_folder(key, engine.model, folder, architectures, tokenizer=tokenizer)
+    check_folder(key, engine.model, folder, engine.kind.architectures, tokenizer=tokenizer)
     with named(key):
         check_weight_files(folder)
     if misfit := engine.kind.misfit(read_model_config(folder)):

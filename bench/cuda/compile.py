@@ -56,7 +56,7 @@ def steps() -> None:
     layers.add_rms_norm(x, x, weight, 1e-5, x)
     qkv, angles = of(bf16, tokens, 48 * 128), of(bf16, tokens, 128)
     layers.rotate_and_store(qkv, q, kv, angles, angles, place)
-    layers.gated(of(bf16, tokens, 2 * 14336), of(bf16, tokens, 14336))
+    layers.apply_gate(of(bf16, tokens, 2 * 14336), of(bf16, tokens, 14336))
     for wide in (columns, 63):
         nodes = of(i32, rows, wide), of(i64, rows, wide), of(i32, rows, wide)
         long = [of(i64, tokens) for _ in range(3)]

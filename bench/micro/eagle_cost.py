@@ -23,23 +23,24 @@ from typing import Any
 
 import torch
 
-from backend.engines.checkpoint import LlamaConfig
 from backend.engines.eagle.engine import EagleEngine
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.eagle.model import EagleModel, TorchRows
 from backend.engines.eagle.openvino import OpenvinoRows
 from backend.engines.latency_cases import Case, blocks_for
+from backend.engines.models.spec import AttentionSpec
 from backend.engines.port import HiddenStates
 from backend.engines.torch.engine import TorchEngine
 from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sequence import Sequence
+from bench.cuda.random_models import Shape, random_llama
 from engines_build.timing import Rig
 
 SHAPES = {
-    "SmolLM2-135M": (LlamaConfig(49152, 576, 1536, 30, 9, 3, 64, tied=True), 16384),
-    "Qwen2.5-0.5B": (LlamaConfig(151936, 896, 4864, 24, 14, 2, 64, tied=True), 32000),
-    "Llama-3.2-1B": (LlamaConfig(128256, 2048, 8192, 16, 32, 8, 64, tied=True), 32000),
+    "SmolLM2-135M": (Shape(30, 576, 1536, 9, 3, 64, 49152, tied=True), 16384),
+    "Qwen2.5-0.5B": (Shape(24, 896, 4864, 14, 2, 64, 151936, tied=True), 32000),
+    "Llama-3.2-1B": (Shape(16, 2048, 8192, 32, 8, 64, 128256, tied=True), 32000),
 }
 """A target, and the tokens that its head can propose."""
 
@@ -51,33 +52,35 @@ def engines(
     name: str, dtype: torch.dtype
 ) -> tuple[TorchEngine, dict[str, EagleEngine], EagleShape]:
     """Return a target and its head in both number formats, with random weights."""
-    config, rows = SHAPES[name]
-    layers = (2, config.num_layers // 2, config.num_layers - 3)
+    model, rows = SHAPES[name]
+    layers = (2, model.layers // 2, model.layers - 3)
     shape = EagleShape(
-        vocab_size=config.vocab_size,
+        vocab_size=model.vocab,
         draft_vocab_size=rows,
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        hidden_size=model.hidden,
+        target_hidden_size=model.hidden,
+        intermediate_size=model.inner,
+        num_heads=model.heads,
+        num_kv_heads=model.kv_heads,
+        head_dim=model.dim,
         layers=layers,
     )
-    weights = {n: 0.02 * torch.randn(size, dtype=dtype) for n, size in config.shapes().items()}
-    embedding = weights["model.embed_tokens.weight"]
+    lm = random_llama(model, "cpu", dtype)
+    embedding = lm.get_input_embeddings().weight.detach()
     tensors = {n: 0.02 * torch.randn(size, dtype=dtype) for n, size in shape.tensors().items()}
     tensors["token_ids"] = torch.arange(rows)
     for norm in (one for one in tensors if "norm" in one):
         tensors[norm].fill_(6.0 if norm == "norm.weight" else 1.0)  # few tokens are likely
     cases = [Case(max(ROWS), CONTEXT, length=0), Case(1, CONTEXT, new=CHUNK, run=0)]
     sizes: dict[str, Any] = {"kv_blocks": blocks_for(cases) + 8, "max_context_tokens": 2 * CONTEXT}
-    target = TorchEngine.from_weights("target", config, weights, taps=layers, **sizes)
+    heads_of, dim = (model.heads, model.kv_heads), model.dim
+    asked = [AttentionSpec(n, *heads_of, dim, dim, dim**-0.5) for n in range(model.layers)]
+    target = TorchEngine("target", lm, asked, taps=layers, **sizes)
     precision = "bf16" if dtype == torch.bfloat16 else "f32"
     int8 = partial(OpenvinoRows, precision=precision, threads=1)
     heads = {}
     for form, kernels in (("", TorchRows), (" in int8", int8)):
-        model = EagleModel(
+        run_by = EagleModel(
             shape,
             tensors,
             embedding=embedding,
@@ -86,7 +89,7 @@ def engines(
             dtype=dtype,
             kernels=kernels,
         )
-        heads[form] = EagleEngine("eagle", model, max_draft_tokens=DEPTH, **sizes)
+        heads[form] = EagleEngine("eagle", run_by, max_draft_tokens=DEPTH, **sizes)
     return target, heads, shape
 
 
@@ -146,7 +149,7 @@ def measure(name: str, rounds: int, dtype: torch.dtype) -> dict[str, Any]:
         "of_the_target_s_pass": shares,
         "head_mb": round(numbers * dtype.itemsize / 1e6, 1),
         "kv_kb_a_token": token / 1e3,
-        "kv_of_the_target_s": round(1 / SHAPES[name][0].num_layers, 4),
+        "kv_of_the_target_s": round(1 / SHAPES[name][0].layers, 4),
     }
 
 

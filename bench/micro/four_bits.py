@@ -257,7 +257,7 @@ class Spindle:
             kv_blocks=SEQUENCES * each,
             max_context_tokens=args.context + 40,
         )
-        self.model = engine._model
+        self.model = engine.model
         self.tables = [KVTable(range(each * n, each * (n + 1)), "cpu") for n in range(SEQUENCES)]
         text = [token_at(place) for place in range(args.context)]
         for table in self.tables:

@@ -45,7 +45,8 @@ def make(arm: str, folder: Path, context: int) -> StepEngine:
     blocks = max(n * -(-(context + 1 + k) // BLOCK_TOKENS) for n, k in STEPS)
     sizes: dict[str, Any] = {"kv_blocks": blocks, "max_context_tokens": max(context, *PROMPTS) + 16}
     if engine == "torch":
-        return TorchEngine("arm", folder, dtype=dtype, threads=1, **sizes)
+        torch.set_num_threads(1)
+        return TorchEngine.load("arm", folder, dtype=dtype, **sizes)
     return OpenvinoEngine("arm", folder, dtype=dtype, threads=1, invariant=not runs, **sizes)
 
 
@@ -114,7 +115,8 @@ def fidelity(
     def log_probs(engine: StepEngine, text: list[int]) -> torch.Tensor:
         table = KVTable(range(-(-EXCERPT_TOKENS // BLOCK_TOKENS)), "cpu")
         chunk = Chunk(text, 0, table, len(text), prompt_rows=len(text))
-        return engine._model.forward([chunk]).float().log_softmax(-1)
+        logits = engine.model.forward([chunk])
+        return logits.float().log_softmax(-1)
 
     first, *others = engines
     found: dict[str, dict[str, dict[str, float]]] = {}

@@ -10,7 +10,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from backend.engines.checkpoint import LlamaConfig, Weights
 from backend.storage.manifest import weights_sha256
 from backend.tokenizer import load_tokenizer
 from engines_build.distill.corpora import WORKLOADS
@@ -45,8 +44,7 @@ def claim(work: Path, target: Path) -> None:
 
 def generate(
     args: argparse.Namespace,
-    config: LlamaConfig,
-    weights: Weights,
+    dtype: str,
     tokenizer: Any,
     start: float,
     taps: Sequence[int] = (),
@@ -61,7 +59,7 @@ def generate(
         (args.train, shards, args.tokens, args.slots),
     ):
         if store.generated < tokens:
-            teacher = Teacher(config, weights, min(slots, args.slots), taps)
+            teacher = Teacher(args.target, dtype, min(slots, args.slots), taps)
             if args.answers_file and not corpus.held_out:
                 read_again(args.answers_file, weights_sha256(args.target), teacher, store)
                 if store.generated >= tokens:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backend.engines.checkpoint import LlamaConfig
 from backend.engines.eagle.dialects import DEFAULT_THETA, default_layers
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.eagle.whole_text import WholeText
+from backend.engines.models.spec import PlainLlama
 from engines_build.distill.generate import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS
 from engines_build.distill.head import HeadSample, starts_of
 
@@ -31,7 +31,7 @@ _AT_TOP = ("fc", "norm")
 """Tensors that SafeAILab's files have outside of the layer."""
 
 
-def eagle_shape(config: LlamaConfig, taps: Sequence[int], rows: int) -> EagleShape:
+def eagle_shape(config: PlainLlama, taps: Sequence[int], rows: int) -> EagleShape:
     """Return the shape of a head for a target of this ``config``, which proposes ``rows`` tokens
     and reads the layers ``taps``; none: those of a folder that names none.
     """

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from backend.engines.checkpoint import LlamaConfig
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.network import HeadNetwork, load
+from backend.engines.models.spec import PlainLlama
 from engines_build.distill.head import HeadSample
 from engines_build.distill.train import choose_shortlist
 
@@ -19,7 +19,7 @@ _DEPTHS = (0.1, 0.5, 0.9, 1.0)
 _INNER_STEP = 64
 
 
-def taps_of(wanted: Sequence[int], config: LlamaConfig) -> tuple[int, ...]:
+def taps_of(wanted: Sequence[int], config: PlainLlama) -> tuple[int, ...]:
     """Return the layers to read, counted from 1: those wanted, or where none is, the default.
     Raises ValueError for one that is not there.
     """
@@ -33,7 +33,7 @@ def taps_of(wanted: Sequence[int], config: LlamaConfig) -> tuple[int, ...]:
 
 def first_head(
     start: Path | None,
-    config: LlamaConfig,
+    config: PlainLlama,
     taps: Sequence[int],
     samples: Sequence[HeadSample],
     rows: int,

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from backend.engines.checkpoint import LlamaConfig
 from backend.engines.eagle.whole_text import load_reader, states_of
 from backend.engines.head.network import HeadNetwork
 from backend.engines.head.network import load as load_network
+from backend.engines.models.spec import PlainLlama
 from backend.storage.manifest import weights_sha256
 from engines_build.distill.eagle import EagleNetwork, EagleUnroller, eagle_shape, export_eagle
 from engines_build.distill.first_head import first_head, taps_of
@@ -60,7 +60,7 @@ class Form(Protocol):
 class RecurrentForm:
     """A head of ours (``backend.engines.head``)."""
 
-    def __init__(self, args: argparse.Namespace, config: LlamaConfig) -> None:
+    def __init__(self, args: argparse.Namespace, config: PlainLlama) -> None:
         self._args, self._config = args, config
         self.kept_layers = taps_of(args.taps, config)
         self.name = f"head-{'-'.join(map(str, self.kept_layers))}"
@@ -94,7 +94,7 @@ class EagleForm:
 
     kept_layers: tuple[int, ...] = ()
 
-    def __init__(self, args: argparse.Namespace, config: LlamaConfig) -> None:
+    def __init__(self, args: argparse.Namespace, config: PlainLlama) -> None:
         self._args, self._config = args, config
         self._taps = taps_of(args.taps, config) if args.taps else ()
         self.name = f"eagle-{'-'.join(map(str, self._taps))}"
@@ -130,7 +130,7 @@ class EagleForm:
         )
 
 
-FORMS: dict[str, Callable[[argparse.Namespace, LlamaConfig], Form]] = {
+FORMS: dict[str, Callable[[argparse.Namespace, PlainLlama], Form]] = {
     "recurrent": RecurrentForm,
     "eagle": EagleForm,
 }

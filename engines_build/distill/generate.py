@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.core.block_pool import BlockPool
-from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.models.llama import load_llama
+from backend.engines.models.reading import read_spec
 from backend.engines.stepping.chunks import Chunk, KVTable, logit_rows
 from backend.engines.stepping.engine import Model
-from backend.engines.torch.llama import Llama
 from backend.kinds import KINDS
 from backend.machine import machine
 from backend.sequence import BLOCK_TOKENS
@@ -96,12 +96,12 @@ class Teacher:
     (counted from 1): what a head reads.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Weights, slots: int, taps: Sequence[int] = ()):
+    def __init__(self, target: Path, dtype: str, slots: int, taps: Sequence[int] = ()):
         self.slots, self.taps = slots, taps
         room = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS
         blocks = slots * -(-room // BLOCK_TOKENS)
         self._pool = BlockPool(blocks)
-        self._model = _model(config, weights, kv_blocks=blocks, max_positions=room, taps=taps)
+        self._model = _model(target, dtype, room, kv_blocks=blocks, taps=taps)
 
     def begin(self, prompt_tokens: int) -> list[int]:
         """Return blocks for a new prompt and its answer."""
@@ -160,23 +160,28 @@ def answered(
     return row
 
 
-def _model(config: LlamaConfig, weights: Weights, **sizes: Any) -> Model:
-    """Return the faster model here: OpenVINO's on a CPU, where it runs such heads."""
-    embedding = weights["model.embed_tokens.weight"]
-    if embedding.is_cpu and not KINDS["openvino"].missing:
+def _model(target: Path, dtype: str, positions: int, **sizes: Any) -> Model:
+    """Return the faster model here: OpenVINO's where it runs such heads."""
+    spec = read_spec(target)
+    if not KINDS["openvino"].missing and spec.llama:
         from backend.engines.openvino.llama import HEAD_DIM_STEP, OpenvinoLlama  # not everywhere
 
-        if config.head_dim % HEAD_DIM_STEP == 0:
-            precision = "bf16" if embedding.dtype == torch.bfloat16 else "fp32"
-            threads = torch.get_num_threads()
-            own: dict[str, Any] = {
-                "precision": precision,
-                "threads": threads,
-                "invariant": False,
-                "trees": False,
-            }
-            return OpenvinoLlama(config, dict(weights), **own, **sizes)
-    return Llama(config, dict(weights), **sizes)
+        if spec.llama.head_dim % HEAD_DIM_STEP == 0:
+            config, weights = load_llama(target, dtype)
+            return OpenvinoLlama(
+                config,
+                weights,
+                max_positions=positions,
+                precision=dtype,
+                threads=torch.get_num_threads(),
+                invariant=False,
+                trees=False,
+                **sizes,
+            )
+    from backend.engines.models.loading import load_decoder  # not where a head is trained
+    from backend.engines.torch.decoder import Decoder
+
+    return Decoder(load_decoder(target, dtype), spec.layers, **sizes)
 
 
 @dataclass(slots=True)

@@ -20,10 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from backend.engines.checkpoint import read_config
 from backend.engines.head.folder import WEIGHTS_FILE, config_json
 from backend.engines.head.network import HeadNetwork
-from backend.storage.manifest import vocabulary_sha256, weights_sha256
+from backend.storage.manifest import read_manifest, vocabulary_sha256, weights_sha256
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.generate import Shards
 
@@ -268,6 +267,6 @@ def export_head(network: HeadNetwork, shortlist: Tensor, target: Path, out: Path
         network.config,
         vocabulary_sha256=vocabulary_sha256(target / "tokenizer.json"),
         target_sha256=weights_sha256(target),
-        max_position_embeddings=read_config(target).max_position_embeddings,
+        max_position_embeddings=read_manifest(target).max_context_tokens,
     )
     (out / "config.json").write_text(text, encoding="utf-8")

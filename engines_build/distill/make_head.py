@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from backend.engines.checkpoint import load
+from backend.engines.checkpoint import load_embeddings
+from backend.engines.models.llama import read_llama
 from backend.tokenizer import load_tokenizer
 from engines_build.distill.arguments import parse
 from engines_build.distill.card import command_line, head_card
@@ -33,13 +34,10 @@ def distil_head(args: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
     claim(args.work, args.target)
     tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=False)
-    config, weights = load(args.target, served_dtype("cpu"), "cpu")
-    form = FORMS[args.form](args, config)
+    form = FORMS[args.form](args, read_llama(args.target))
     layers = form.kept_layers
-    shards, held_out = generate(args, config, weights, tokenizer, start, layers)
-    embedding = weights["model.embed_tokens.weight"].float()
-    rows = weights.get("lm_head.weight", embedding).float()
-    weights.clear()
+    shards, held_out = generate(args, served_dtype("cpu"), tokenizer, start, layers)
+    embedding, rows = (table.float() for table in load_embeddings(args.target))
     samples = load_head_samples(shards, len(layers))
     samples = [s for s in samples if s.workload in set(args.workloads)]
     samples = unjudged(args, first_tokens(samples, args.tokens), tokenizer)

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from backend.config import EngineConfig, ServingConfig, load_config
-from backend.engines.checkpoint import load
+from backend.engines.models.llama import load_llama
 from backend.engines.trt_graph.engine import Shapes
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
 from backend.model_folders import model_path
@@ -77,7 +77,7 @@ def build_folder(
         model_path(engine),
         choice.dtype or ("bf16" if engine.dtype == "int8" else engine.dtype),
     )
-    model, weights = load(source, "fp32" if dtype == "fp16" else dtype)
+    model, weights = load_llama(source, "fp32" if dtype == "fp16" else dtype)
     if dtype == "fp16":
         weights = {name: tensor.half() for name, tensor in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)

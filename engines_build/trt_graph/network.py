@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backend.engines.checkpoint import LlamaConfig
-from backend.engines.torch.llama import rope_tables  # type: ignore[attr-defined]
+from backend.engines.models.spec import PlainLlama
+from backend.engines.stepping.rope import rope_tables
 from backend.engines.trt_graph.inputs import LOGITS
 from engines_build.trt_graph.distributions import Vocabulary
 from engines_build.trt_graph.graph import (
@@ -43,7 +43,7 @@ class Step:
     ``dtype`` is the model's (f64, f32, f16, bf16).
     """
 
-    config: LlamaConfig
+    config: PlainLlama
     dtype: str
     max_positions: int
     network: str = LOGITS

@@ -20,10 +20,10 @@ from backend.core.admission import Admission
 from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
-from backend.engines.checkpoint import LlamaConfig
+from backend.engines.models.spec import PlainLlama
 from backend.engines.port import Completion, Engine, EngineLimits, Turn
 from backend.engines.stepping.engine import StepEngine
-from backend.engines.torch.engine import TorchEngine
+from backend.engines.torch.decoder import Decoder
 from backend.ops.stats import Stats, StepStats
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
@@ -32,6 +32,7 @@ from backend.speculation.drafting import Drafting, Proposals
 from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
 from policy.plan import IntArray
 from tests.fakes.clients import NoText, SureSink
+from tests.fakes.llamas import llama, torch_engine
 
 GREEDY = SamplingParams()
 VOCAB, K_MAX, BLOCKS = 24, 4, 64
@@ -43,22 +44,25 @@ TAPS = (1, 2)
 
 numbers = itertools.count(1)
 
+make_engine: Callable[..., Any] = torch_engine
+"""(name, description, weights, **sizes) to an engine: what ``tiny_engine`` makes."""
 
-def tiny_config(vocab: int = VOCAB, *, layers: int = 2) -> LlamaConfig:
+
+def tiny_config(vocab: int = VOCAB, *, layers: int = 2) -> PlainLlama:
     """A Llama of a few hundred weights with grouped heads."""
-    return LlamaConfig(vocab, 16, 24, layers, 4, 2, 4)
+    return llama(vocab, 16, 24, layers, 4, 2, 4)
 
 
 def tiny_engine(
     name: str = "target",
     *,
-    config: LlamaConfig | None = None,
+    config: PlainLlama | None = None,
     seed: int = 0,
     noise: float = 0.0,
     scale: float = 0.5,
     dtype: torch.dtype = torch.float64,
     kv_blocks: int = BLOCKS,
-) -> TorchEngine:
+) -> Any:
     """An engine of random weights that are the same for every name, moved by ``noise`` of ``seed``:
     a draft that is right now and then.
     """
@@ -74,14 +78,14 @@ def tiny_engine(
         )
         for key, w in weights.items()
     }
-    return TorchEngine.from_weights(
+    return make_engine(
         name,
         config,
         weights,
         kv_blocks=kv_blocks,
         max_context_tokens=MAX_CONTEXT_TOKENS,
         max_draft_tokens=K_MAX,
-        taps=TAPS if name == "target" else (),
+        taps=TAPS[: config.num_layers] if name == "target" else (),
     )
 
 
@@ -343,19 +347,24 @@ def usable(engine: StepEngine, sequence: Sequence) -> int:
     dropped: it may still come true.
     """
     count = seen(engine, sequence)
-    return len(engine._caches.of(sequence).ran) if count == len(sequence.tokens) else count
+    return len(engine.caches.of(sequence).ran) if count == len(sequence.tokens) else count
 
 
 def cells(engine: StepEngine) -> list[torch.Tensor]:
-    """Views of an engine's keys and values by layer [blocks, BLOCK_TOKENS, 2 x kv_heads, ...]."""
-    model: Any = engine._model
+    """Views of an engine's keys and values, in the order of layers, keys before values where they
+    lie apart [blocks, BLOCK_TOKENS, heads, ...].
+    """
+    model: Any = engine.model
+    if isinstance(model, Decoder):
+        pools = [pool for layer in model.pools.values() for pool in layer]
+        return [pool.unflatten(0, (-1, BLOCK_TOKENS)) for pool in pools]
     if hasattr(model, "pools"):  # OpenVINO's, which is not installed on every GPU machine
         layers = [layer for pool in model.pools for layer in pool.unflatten(0, (-1, 2))]
         return [layer.permute(1, 3, 0, 2, 4) for layer in layers]
     if hasattr(model, "kv"):  # the CUDA engine's
         return [kv.permute(0, 3, 1, 2, 4) for kv in model.kv]
     size = engine.limits.kv_blocks * BLOCK_TOKENS  # of compiled networks there is one more
-    return [pool[:size].unflatten(0, (-1, BLOCK_TOKENS)) for pool in model._pool]
+    return [pool[:size].unflatten(0, (-1, BLOCK_TOKENS)) for pool in model.pool]
 
 
 def poison(engine: StepEngine, sequences: Iterable[Sequence]) -> None:
@@ -367,7 +376,7 @@ def poison(engine: StepEngine, sequences: Iterable[Sequence]) -> None:
     live = {slot for s in sequences for slot in slots(engine, s, usable(engine, s))}
     known = {
         block * BLOCK_TOKENS + offset
-        for block in engine._caches.contents
+        for block in engine.caches.contents
         for offset in range(BLOCK_TOKENS)
     }
     kept = torch.tensor(sorted(live | known), dtype=torch.int64)
@@ -379,7 +388,7 @@ def poison(engine: StepEngine, sequences: Iterable[Sequence]) -> None:
 
 
 def kv(engine: StepEngine, sequence: Sequence) -> torch.Tensor:
-    """The keys and values of the committed tokens [layers, seen, 2 x kv_heads, head_dim]."""
+    """The keys and values of the committed tokens [seen, numbers], layer by layer."""
     places = torch.tensor(slots(engine, sequence, seen(engine, sequence)), dtype=torch.int64)
     found = [pool[places // BLOCK_TOKENS, places % BLOCK_TOKENS] for pool in cells(engine)]
-    return torch.stack(found).flatten(2, -2)
+    return torch.cat([part.flatten(1) for part in found], 1)

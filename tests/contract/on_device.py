@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from backend.engines.torch.engine import TorchEngine
 from tests.contract import deployment
 from tests.contract.scenarios import BUSY, MIXED, plain_text
+from tests.fakes.llamas import torch_engine
 
 
 @contextmanager
@@ -20,14 +20,12 @@ def engines_on(device: torch.device) -> Iterator[None]:
     """
     for ask in (*BUSY.asks, *MIXED.asks):
         plain_text(ask)
-    from_weights = TorchEngine.from_weights
 
     def put(name, config, weights, **options):
-        return from_weights(
-            name, config, {key: weight.to(device) for key, weight in weights.items()}, **options
-        )
+        there = {key: weight.to(device) for key, weight in weights.items()}
+        return torch_engine(name, config, there, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchEngine, "from_weights", put)
+        patch.setattr(deployment, "make_engine", put)
         patch.setattr(deployment, "poison", lambda engine, sequences: None)
         yield

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.checkpoint import Weights
+from backend.engines.models.spec import PlainLlama
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import Tensors
 from engines_build.trt_graph.graph import F32, F64
@@ -23,7 +24,7 @@ class OnnxRuntime:
 
     passes: Sequence[Shapes] = (Shapes(4, 6), Shapes(2, 20))
 
-    def __init__(self, config: LlamaConfig, weights: Weights, max_positions: int) -> None:
+    def __init__(self, config: PlainLlama, weights: Weights, max_positions: int) -> None:
         weights = dict(weights)
         self.device, self.dtype = torch.device("cpu"), weights["model.norm.weight"].dtype
         self.verifies = True
@@ -51,7 +52,7 @@ class OnnxRuntime:
 
 def onnx_engine(
     name: str,
-    config: LlamaConfig,
+    config: PlainLlama,
     weights: Weights,
     *,
     max_context_tokens: int,
@@ -59,9 +60,7 @@ def onnx_engine(
     kv_blocks: int,
     **_,
 ):
-    """An engine over networks that ONNX Runtime executes, made as ``TorchEngine.from_weights``
-    is.
-    """
+    """An engine over networks that ONNX Runtime executes (``deployment.make_engine``)."""
     runtime = OnnxRuntime(config, weights, max_context_tokens + max_draft_tokens + 1)
     sizes = {
         "kv_blocks": kv_blocks,

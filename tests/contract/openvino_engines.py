@@ -8,19 +8,19 @@ from functools import cache
 
 import pytest
 
-from backend.engines.checkpoint import LlamaConfig
+from backend.engines.models.spec import PlainLlama
 from backend.engines.openvino.engine import OpenvinoEngine
-from backend.engines.torch.engine import TorchEngine
 from tests.contract import deployment, scenarios
 from tests.contract.deployment import VOCAB
 from tests.contract.scenarios import Scenario, plain_text
+from tests.fakes.llamas import llama
 
 
-def heads_of_sixteen(vocab: int = VOCAB, *, layers: int = 2) -> LlamaConfig:
+def heads_of_sixteen(vocab: int = VOCAB, *, layers: int = 2) -> PlainLlama:
     """OpenVINO's attention has no heads of 4, and perhaps none of 8; sums of whole tiles keep their
     bits on AMX.
     """
-    return LlamaConfig(vocab, 64, 96, layers, 4, 2, 16)
+    return llama(vocab, 64, 96, layers, 4, 2, 16)
 
 
 @contextmanager
@@ -52,5 +52,5 @@ def on_openvino(
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchEngine, "from_weights", made)
+        patch.setattr(deployment, "make_engine", made)
         yield

@@ -1,7 +1,7 @@
-"""The output of a target by itself: every prefix is run afresh, and the options are applied by the
-book, in numpy and one row at a time.
+"""The output of a target by itself: every prefix is run afresh by transformers' own forward, and
+the options are applied by the book, in numpy and one row at a time.
 
-Nothing of the engine but its weights and its forward pass is used, and that on an empty KV pool.
+Nothing of the engine but its weights is used.
 """
 
 from __future__ import annotations
@@ -12,28 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from backend.engines.stepping.chunks import Chunk, KVTable
-from backend.engines.stepping.engine import StepEngine
-from backend.engines.torch.llama import Llama
 from backend.request import SamplingParams
 from backend.sampling.draw import HEAD
 from backend.sampling.randomness import TAIL, exponentials, word
+from tests.fakes.llamas import copy_of
 from tests.options import processed, top_p_after
 
 GREEDY = SamplingParams()
-PRISTINE = type(
-    "Pristine", (Llama,), {name: value for name, value in vars(Llama).items() if callable(value)}
-)
-"""The forward pass as it was before any mutant patched it."""
 
 
 class Reference:
-    """Distributions and texts of an engine made for this purpose alone."""
+    """Distributions and texts of an engine's weights."""
 
-    def __init__(self, engine: StepEngine) -> None:
-        self._model: Any = engine._model
-        self._model.__class__ = PRISTINE
-        self._table = KVTable(range(engine.limits.kv_blocks), "cpu")
+    def __init__(self, engine: Any) -> None:
+        self._lm: Any = copy_of(engine.model.lm)
         self._logits: dict[tuple[int, ...], np.ndarray] = {}
         self._kv: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -42,19 +34,19 @@ class Reference:
         key = tuple(tokens)
         if key not in self._logits:
             with torch.inference_mode():
-                row = self._model.forward([Chunk(list(key), 0, self._table, 1)])[0].double().numpy()
-            self._logits[key] = row
+                out = self._lm(torch.tensor([key]), use_cache=False, logits_to_keep=1)
+            self._logits[key] = out.logits[0, 0].double().numpy()
         return self._logits[key]
 
     def kv(self, tokens: Seq[int]) -> torch.Tensor:
-        """Keys and values of a prefill of ``tokens`` [layers, tokens, 2 x kv_heads, head_dim]."""
+        """Keys and values of a prefill of ``tokens`` [tokens, numbers], layer by layer."""
         key = tuple(tokens)
         if key not in self._kv:  # a draft at rest has the same from step to step
             with torch.inference_mode():
-                self._model.forward([Chunk(list(key), 0, self._table, 1)])
-                self._kv[key] = torch.stack(
-                    [layer.pool[: len(key)].clone() for layer in self._model._layers]
-                )
+                out = self._lm(torch.tensor([key]), use_cache=True, logits_to_keep=1)
+            layers = out.past_key_values.layers
+            parts = [part for layer in layers for part in (layer.keys, layer.values)]
+            self._kv[key] = torch.cat([part[0].transpose(0, 1).flatten(1) for part in parts], 1)
         return self._kv[key]
 
     def log_probs(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from backend.engines.checkpoint import load
+from backend.engines.models.loading import load_decoder
+from backend.engines.models.reading import read_spec
 from backend.engines.stepping.chunks import Chunk, KVTable
-from backend.engines.torch.llama import Llama
+from backend.engines.torch.decoder import Decoder
 from backend.sequence import BLOCK_TOKENS
 
 MAX_TOKENS = 1024
@@ -20,11 +21,10 @@ class Model:
     """
 
     def __init__(self, folder: Path, dtype: str, rows: int = 1) -> None:
-        config, weights = load(folder, dtype)
-        blocks = MAX_TOKENS // BLOCK_TOKENS
-        self.vocab_size = config.vocab_size
-        with torch.inference_mode():
-            self._llama = Llama(config, weights, kv_blocks=rows * blocks, max_positions=MAX_TOKENS)
+        spec, blocks = read_spec(folder), MAX_TOKENS // BLOCK_TOKENS
+        self.vocab_size = spec.vocab_size
+        lm = load_decoder(folder, dtype)
+        self._decoder = Decoder(lm, spec.layers, kv_blocks=rows * blocks)
         self._tables = [
             KVTable(list(range(row * blocks, (row + 1) * blocks)), "cpu") for row in range(rows)
         ]
@@ -34,7 +34,7 @@ class Model:
         """Return the logits after every prefix of ``tokens`` from that of ``first`` tokens on, the
         whole left out: [n - first, vocab].
         """
-        return self._llama.forward(
+        return self._decoder.forward(
             [Chunk(tokens[:-1], 0, self._tables[0], len(tokens) - first)]
         ).float()
 
@@ -61,7 +61,7 @@ class Model:
                 chunks.append(
                     Chunk(new, len(prompts[row]) + len(own) - len(new), self._tables[row], 1)
                 )
-            logits = self._llama.forward(chunks).float()
+            logits = self._decoder.forward(chunks).float()
             if temperature > 0:
                 logits = (
                     logits / temperature

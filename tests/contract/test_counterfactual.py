@@ -205,7 +205,7 @@ def test_scoring_changes_no_kv():
     assert scored.proposal.parents == plain.proposal.parents
     firsts = (0, 4 * BLOCK_TOKENS)
     kv = [
-        torch.stack([layer.pool[first : first + 25] for layer in draft._model._layers])
+        torch.stack([p[first : first + 25] for layer in draft.model.pools.values() for p in layer])
         for first in firsts
     ]
     assert np.allclose(*kv, atol=1e-12)

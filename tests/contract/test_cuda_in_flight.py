@@ -14,7 +14,7 @@ import torch
 from backend.core.session import Session
 from backend.engines.cuda.forward import Inputs
 from backend.engines.cuda.lookahead import LookaheadEngine, _Slot
-from backend.engines.cuda.stream import Columns, Stream
+from backend.engines.cuda.stream import PinnedColumns, Stream
 from backend.engines.port import AFTER, Turn
 from backend.request import SamplingParams
 from backend.sequence import Sequence as Text
@@ -113,7 +113,7 @@ def test_a_turn_that_follows_has_no_more_room_than_its_blocks_have_then() -> Non
 def test_more_blocks_than_a_row_can_have_fail_their_turn_alone() -> None:
     target = engine(60)
     texts = [Text(n, [5, 6, 7], 3, SamplingParams(), {"target": [2 * n]}) for n in range(2)]
-    texts[1].blocks["target"] = [*range(2, 2 + target._paged.row_pages + 1)]
+    texts[1].blocks["target"] = [*range(2, 2 + target.model.paged.row_pages + 1)]
     target.submit([Turn(text, 3) for text in texts])
     done = {completion.sequence_id: completion for completion in target.poll(0.0)}
     assert done[0].error is None
@@ -123,7 +123,7 @@ def test_more_blocks_than_a_row_can_have_fail_their_turn_alone() -> None:
 def test_submitting_waits_for_nothing_under_way() -> None:
     """Decoding rows and short chunks in graphs of one size, each launched while the last runs."""
     target, waited = engine(60), list[object]()
-    forward, stream = target._model, target._stream
+    forward, stream = target.model, target._stream
     forward.graphs.captures, stream.capture = True, lambda run: run  # type: ignore[method-assign]
     texts = [
         Text(n, random_prompt(9, VOCAB, n), 9, SamplingParams(), {"target": [2 * n, 2 * n + 1]})
@@ -174,12 +174,12 @@ def rows_that_begin_at_0(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_pinned_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Columns, "COPIES", 1)
+    patch.setattr(PinnedColumns, "COPIES", 1)
 
 
 def buffers_that_nothing_guards(patch: pytest.MonkeyPatch) -> None:
     one_pinned_copy(patch)
-    patch.setattr(Columns, "host", property(lambda self: self._host_views[self._turn]))
+    patch.setattr(PinnedColumns, "host", property(lambda self: self._host_views[self._turn]))
 
 
 def no_current_device(patch: pytest.MonkeyPatch) -> None:

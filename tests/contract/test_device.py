@@ -27,7 +27,7 @@ def test_texts_of_a_device_are_those_of_plain_decoding_and_nothing_meets_the_hos
 ):
     with pretended():
         served = serve(scenario)
-        assert isinstance(served.deployment.target._model._pool, OnDevice)
+        assert isinstance(served.deployment.target.model.pools[0][0], OnDevice)
         checks.texts(served)
 
 

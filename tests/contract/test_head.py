@@ -72,7 +72,7 @@ class RecordedHead(HeadEngine):
         for completion in found:
             if completion.sequence_id in asked:
                 tokens, sequence, run = asked[completion.sequence_id]
-                states = self._states[sequence.id].row.clone()
+                states = self.states[sequence.id].row.clone()
                 self.noted.append((tokens, sequence, run, states, completion.proposal))
         return found
 
@@ -169,12 +169,12 @@ def old_state(patch):
     kept = HeadEngine.absorb
 
     def absorbed(engine, states):
-        before = dict(engine._states)
+        before = dict(engine.states)
         kept(engine, states)
         for sequence, _ in states:
             if sequence.id in before:
-                now = engine._states[sequence.id]
-                engine._states[sequence.id] = replace(now, row=before[sequence.id].row)
+                now = engine.states[sequence.id]
+                engine.states[sequence.id] = replace(now, row=before[sequence.id].row)
 
     patch.setattr(HeadEngine, "absorb", absorbed)
 
@@ -198,12 +198,12 @@ def asked(engine, tokens, run=3, nodes=8, **options):
 
 def test_it_proposes_its_static_tokens_and_those_of_the_text_only():
     engine = RecordedHead()
-    static = set(engine._columns.token_ids.tolist())
+    static = set(engine.columns.token_ids.tolist())
     others = sorted(set(range(VOCAB)) - static)
     found = set()
     for seed in range(40):
         torch.manual_seed(seed)
-        engine._head._network.load_state_dict(network(seed).state_dict())
+        engine.head._network.load_state_dict(network(seed).state_dict())
         engine.cancel([5])
         tokens = [others[0], 3, others[1], 7]
         proposal = asked(engine, tokens).proposal
@@ -228,13 +228,13 @@ def test_a_text_without_its_state_has_nothing_available_and_a_turn_for_it_fails_
 @pytest.mark.parametrize("case", latency_cases(target=False))
 def test_what_is_timed_of_a_head_is_its_passes(case):
     engine = RecordedHead(most=case.run)
-    passes, step = [], engine._head.step
+    passes, step = [], engine.head.step
 
     def noted(state, token):
         passes.append(len(state))
         return step(state, token)
 
-    engine._head.step = noted
+    engine.head.step = noted
     Rig(engine, random.Random(0)).time(case)
     assert passes == [case.rows] * case.run
 

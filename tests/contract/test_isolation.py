@@ -3,7 +3,7 @@
 import pytest
 
 from backend.engines.stepping import engine as stepping
-from backend.engines.torch.llama import Llama
+from backend.engines.torch.decoder import Decoder
 from backend.speculation import drafting
 from tests.contract import checks
 from tests.contract.scenarios import BUSY
@@ -26,7 +26,7 @@ def break_now_and_then(monkeypatch, owner, name):
     return calls
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Llama, "forward"), (stepping, "verify")])
+@pytest.mark.parametrize(("owner", "name"), [(Decoder, "forward"), (stepping, "verify")])
 def test_passes_that_raise_change_no_text(monkeypatch, owner, name):
     calls = break_now_and_then(monkeypatch, owner, name)
     monkeypatch.setattr(drafting, "COOLDOWN_S", 0.0)

@@ -16,7 +16,7 @@ import torch
 
 from backend import kinds
 from backend.config import parse_config, with_auto_resolved
-from backend.engines.checkpoint import CheckpointError, LlamaConfig
+from backend.engines.checkpoint import CheckpointError
 from backend.engines.openvino import llama
 from backend.engines.openvino.engine import OpenvinoEngine, keeps_bits
 from backend.engines.openvino.layout import Layout, in_calls, paths
@@ -25,7 +25,6 @@ from backend.engines.openvino.paged_attention import VersionError
 from backend.engines.openvino.width import Width
 from backend.engines.port import KeepsWidth, Turn
 from backend.engines.stepping.chunks import Chunk, KVTable
-from backend.engines.torch.engine import TorchEngine
 from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sampling.distributions import likeliest
@@ -43,6 +42,8 @@ from tests.contract.deployment import (
 )
 from tests.contract.openvino_engines import heads_of_sixteen, on_openvino, with_larger_heads
 from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, CROWDED, MIXED, TAILED, serve
+from tests.fakes.llamas import llama as tiny_llama
+from tests.fakes.llamas import torch_engine
 
 SCENARIOS = {
     "busy": BUSY,
@@ -83,9 +84,9 @@ def test_a_draft_s_graph_ranks_as_the_rule_does():
     sizes = {"kv_blocks": 4, "max_context_tokens": 96, "verifies": False, "invariant": False}
     draft = OpenvinoEngine.from_weights("draft", config, weights, **sizes)
     with torch.inference_mode():
-        logits = draft._model.forward([Chunk(list(range(9)), 0, table(0), 9)])
-        found, wanted = draft._model.best(logits, 3), likeliest(logits, 3)
-        assert draft._model.best(logits[:5], 3) is None
+        logits = draft.model.forward([Chunk(list(range(9)), 0, table(0), 9)])
+        found, wanted = draft.model.best(logits, 3), likeliest(logits, 3)
+        assert draft.model.best(logits[:5], 3) is None
     assert [[column for column, _ in row] for row in found] == [
         [column for column, _ in row] for row in wanted
     ]
@@ -100,7 +101,7 @@ def test_a_draft_s_graph_ranks_as_the_rule_does():
 def logits_of(engine, *chunks):
     """The logits of one pass [rows, vocab]."""
     with torch.inference_mode():
-        return engine._model.forward(list(chunks)).clone()
+        return engine.model.forward(list(chunks)).clone()
 
 
 def table(number, blocks=2):
@@ -168,7 +169,7 @@ def test_a_tree_has_the_bits_of_its_paths_and_leaves_the_kv_of_the_one_that_is_k
     path = [1, 3, 4, 5, 6]
     assert torch.equal(found[[0, *(1 + node for node in path)]], whole[1:7])
     with torch.inference_mode():
-        engine._model.keep([(tree, path)])
+        engine.model.keep([(tree, path)])
     assert torch.equal(
         logits_of(engine, Chunk([tokens[PROMPT + 6]], PROMPT + 6, where, 1)), whole[7:8]
     )
@@ -331,7 +332,7 @@ def test_the_same_bits_are_promised_where_products_keep_them(changed, dtype, kep
     assert keeps_bits(replace(heads_of_sixteen(), **changed), dtype) == kept
 
 
-FAMILY = LlamaConfig(VOCAB, 32, 48, 2, 4, 2, 16)
+FAMILY = tiny_llama(VOCAB, 32, 48, 2, 4, 2, 16)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -365,7 +366,7 @@ def test_the_graph_of_every_family_has_the_logits_of_the_reference(changed, dtyp
     sizes = {"kv_blocks": 4, "max_context_tokens": 96}
     made = OpenvinoEngine.from_weights("target", config, weights, **sizes)
     wide = {name: weight.double() for name, weight in weights.items()}
-    reference = TorchEngine.from_weights("target", config, wide, **sizes)
+    reference = torch_engine("target", config, wide, **sizes)
     tokens = [*range(VOCAB), *range(VOCAB)]
     chunk = Chunk(tokens, 0, table(0), len(tokens), prompt_rows=len(tokens))
     found, wanted = logits_of(made, chunk), logits_of(reference, chunk)
@@ -457,12 +458,12 @@ def test_a_silent_pass_is_an_error_and_the_next_is_not(engine):
         def infer(self, **_):
             pass
 
-    request = engine._model._request
+    request = engine.model._request
     chunk = Chunk([1, 2], 0, table(0), 1, prompt_rows=2)
     before = logits_of(engine, chunk)
     pool_of(engine)[:, :, engine.limits.kv_blocks :] = 1.0
     contents = pool_of(engine)[:, :, : engine.limits.kv_blocks].clone()
-    engine._model._request = Silent()
+    engine.model._request = Silent()
     with pytest.raises(PassError, match="1 sequences left no logits"):
         logits_of(engine, Chunk([5, 6], 0, table(0), 1, prompt_rows=2))
     assert torch.equal(pool_of(engine)[:, :, : engine.limits.kv_blocks], contents)
@@ -471,7 +472,7 @@ def test_a_silent_pass_is_an_error_and_the_next_is_not(engine):
 
 def pool_of(engine):
     """Keys and values by layer [layers, 2, blocks, kv_heads, tokens, head_dim]."""
-    return engine._model.pools[0].unflatten(0, (-1, 2))
+    return engine.model.pools[0].unflatten(0, (-1, 2))
 
 
 def test_weights_and_caches_outlive_the_arrays_that_they_came_from(engine, text):
@@ -490,7 +491,7 @@ def test_caches_laid_out_otherwise_are_refused(monkeypatch):
 
 def test_heads_that_its_attention_gets_wrong_are_refused():
     with on_openvino(), pytest.raises(CheckpointError, match="head_dim must be a multiple of 16"):
-        tiny_engine(config=LlamaConfig(VOCAB, 16, 24, 2, 4, 2, 8))
+        tiny_engine(config=tiny_llama(VOCAB, 16, 24, 2, 4, 2, 8))
 
 
 def test_caches_are_ours_and_of_the_size_that_was_planned(engine):
@@ -570,7 +571,7 @@ def test_branches_of_a_first_call_outlast_the_second(engine, text):
     found = logits_of(engine, tree, more)
     assert torch.equal(found[[0, 3]], whole[1:3])
     with torch.inference_mode():
-        engine._model.keep([(tree, [2])])
+        engine.model.keep([(tree, [2])])
     after = Chunk([tokens[PROMPT + 2]], PROMPT + 2, where, 1)
     assert torch.equal(logits_of(engine, after), whole[3:4])
 

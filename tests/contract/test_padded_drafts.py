@@ -10,16 +10,14 @@ from functools import partial
 import pytest
 import torch
 
-from backend.engines.checkpoint import LlamaConfig
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.openvino.engine import OpenvinoEngine
-from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
-from tests.contract.cuda_engines import llama
 from tests.contract.deployment import BLOCKS, K_MAX, MAX_CONTEXT_TOKENS, Deployment, Scripted
+from tests.fakes.llamas import in_modules, llama, torch_engine
 
 FEW, MANY = 24, 40
-CONFIG = LlamaConfig(MANY, 64, 96, 2, 4, 2, 16)
+CONFIG = llama(MANY, 64, 96, 2, 4, 2, 16)
 SIZES = {
     "kv_blocks": BLOCKS,
     "max_context_tokens": MAX_CONTEXT_TOKENS,
@@ -37,20 +35,20 @@ def weights(rows: int, padding: float) -> dict[str, torch.Tensor]:
     return made
 
 
-def torch_engine(name, config, made):
-    return TorchEngine.from_weights(name, config, made, **SIZES)
-
-
 def openvino_engine(name, config, made):
     sizes = {**SIZES, "verifies": name == "target"}
     return OpenvinoEngine.from_weights(name, config, made, dtype="fp32", **sizes)
 
 
 def cuda_engine(name, config, made):
-    return CudaEngine(name, llama(config, made), vocab_size=config.vocab_size, **SIZES)
+    return CudaEngine(name, in_modules(config, made), vocab_size=config.vocab_size, **SIZES)
 
 
-ENGINES = {"torch": torch_engine, "openvino": openvino_engine, "cuda": cuda_engine}
+ENGINES = {
+    "torch": partial(torch_engine, **SIZES),
+    "openvino": openvino_engine,
+    "cuda": cuda_engine,
+}
 KNOWN = [5, 6, 7, 8, 9, 10]
 GREEDY = SamplingParams()
 REQUESTS = {

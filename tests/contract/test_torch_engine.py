@@ -52,7 +52,7 @@ def kv(engine, sequence, count):
         sequence.blocks[engine.name][p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS
         for p in range(count)
     ]
-    return torch.stack([layer.pool[slots] for layer in engine._model._layers])
+    return torch.stack([pool[slots] for layer in engine.model.pools.values() for pool in layer])
 
 
 def test_an_idle_engine_completes_nothing(engine):

@@ -9,14 +9,14 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from backend.engines.port import Turn
-from backend.engines.torch.engine import TorchEngine
 from backend.request import SamplingParams
 from backend.sequence import ROOT, Proposal, Sequence
-from tests.contract import checks
+from tests.contract import checks, deployment
 from tests.contract.deployment import K_MAX, VOCAB, tiny_engine
 from tests.contract.exact_cases import SCENARIOS
 from tests.contract.onnx_runtime import onnx_engine
 from tests.contract.reference import Reference
+from tests.fakes.llamas import torch_engine
 
 pytestmark = pytest.mark.slow
 
@@ -26,14 +26,14 @@ def compiled(monkeypatch):
     """Make every tiny engine one of compiled networks, and compare it with the torch engine of the
     same weights.
     """
-    of_torch, reference = TorchEngine.from_weights, Reference.__init__
+    reference = Reference.__init__
 
-    def from_weights(*arguments, **options):
+    def make_engine(*arguments, **options):
         engine = onnx_engine(*arguments, **options)
-        engine.of_torch = lambda: of_torch(*arguments, **options)
+        engine.of_torch = lambda: torch_engine(*arguments, **options)
         return engine
 
-    monkeypatch.setattr(TorchEngine, "from_weights", staticmethod(from_weights))
+    monkeypatch.setattr(deployment, "make_engine", make_engine)
     monkeypatch.setattr(
         Reference, "__init__", lambda self, engine: reference(self, engine.of_torch())
     )
@@ -79,7 +79,7 @@ def test_texts_are_those_of_the_torch_engine_and_trees_are_followed_in_every_net
             followed += done.accepted
             assert one.tokens == texts[one.id][: len(one.tokens)]
     assert followed > 20
-    assert set(engine._compiled._runtime.ran) == {"logits", "greedy", "drawn"}
+    assert set(engine.model._runtime.ran) == {"logits", "greedy", "drawn"}
 
 
 def new_sequence(engine, number):

@@ -67,7 +67,7 @@ def test_a_row_without_numbers_ends_and_no_other(
     copies = [sequence(n, seed=n, **options) for n in range(3)]
     step(target, texts)
     step(alone, copies)
-    target._paged.kv[0][texts[1].blocks["target"][0]] = value
+    target.model.paged.kv[0][texts[1].blocks["target"][0]] = value
     chain = {n: Proposal.chain("d", [5, 6]) for n in range(3)}
     done, expected = step(target, texts, chain), step(alone, copies, chain)
     assert done[1].error == NO_NUMBERS
@@ -90,7 +90,7 @@ def test_a_broken_context_loses_the_engine_and_sequences_can_be_cancelled(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(target._paged, "run", fail)
+        patch.setattr(target.model.paged, "run", fail)
         with pytest.raises(RuntimeError, match="illegal memory access") as caught:
             step(target, [text])
         assert not isinstance(caught.value, EngineLostError)
@@ -117,7 +117,7 @@ def texts_of(target: CudaEngine) -> list[list[int]]:
 
 def on_graphs(target: CudaEngine, monkeypatch: pytest.MonkeyPatch, capture: Capture) -> None:
     """Let an engine run in graphs as on a GPU, captured by ``capture``."""
-    target._model.graphs.captures = True
+    target.model.graphs.captures = True
     if isinstance(target, LookaheadEngine):
         target._steps._parts.captures = True
     monkeypatch.setattr(stream.Stream, "capture", lambda _, run: capture(run))
@@ -243,7 +243,7 @@ def test_a_turn_may_follow_one_without_numbers() -> None:
     target = engine(lookahead=True)
     texts = [sequence(n, seed=n) for n in range(2)]
     step(target, texts)
-    target._paged.kv[0][texts[1].blocks["target"][0]] = float("nan")
+    target.model.paged.kv[0][texts[1].blocks["target"][0]] = float("nan")
     target.submit([Turn(text, len(text.tokens)) for text in texts])
     target.submit([Turn(text, AFTER) for text in texts])  # it embeds what the last one drew
     for _ in range(2):

@@ -18,7 +18,7 @@ from backend.engines.cuda.bounds import bounds
 from backend.engines.cuda.candidates import candidates
 from backend.engines.cuda.draw import draw
 from backend.engines.cuda.kernels import triton_kernels
-from backend.engines.cuda.layers import add_rms_norm, gated, rotate_and_store
+from backend.engines.cuda.layers import add_rms_norm, apply_gate, rotate_and_store
 from backend.engines.cuda.linear import Tiling, linear, tiling_for
 from backend.engines.cuda.pages import MAX_NEW_TOKENS, ancestor_words, split_tokens
 from backend.request import SamplingParams
@@ -166,8 +166,8 @@ def test_rotate_and_store(rotary: int, has_norm: bool) -> None:
 def test_gated(gelu: bool) -> None:
     x = torch.randn(3, 2 * 1500, device=DEVICE)
     out, wanted = (torch.empty(3, 1500, device=DEVICE) for _ in range(2))
-    gated(x, out, gelu=gelu)
-    plain.gated(x, wanted, gelu=gelu)
+    apply_gate(x, out, gelu=gelu)
+    plain.apply_gate(x, wanted, gelu=gelu)
     assert relative_error(out, wanted) < 1e-6
 
 

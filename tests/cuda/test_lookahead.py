@@ -109,7 +109,7 @@ def test_a_cancelled_sequence_leaves_its_slot_though_a_turn_of_it_runs() -> None
 def test_nan_ends_the_row_that_has_it() -> None:
     target, broken, whole = engine(), sequence(0), sequence(1)
     decode(target, broken, 1)
-    kv = target._paged.kv[0]
+    kv = target.model.paged.kv[0]
     kv[broken.blocks["target"][0]] = float("nan")
     target.submit([turn(broken), turn(whole)])
     failed, ran = sorted(target.poll(0.0), key=lambda completion: completion.sequence_id)

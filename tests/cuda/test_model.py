@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend.engines.cuda.pages import PAGE, Layout, ancestor_words
+from backend.engines.cuda.pages import PAGE, PassLayout, ancestor_words
 from backend.engines.cuda.prompts import Prompts
 from tests.cuda.families import ALL_FUSED, FAMILIES, models
 
@@ -37,7 +37,7 @@ def rows(texts: list[tuple[list[int], int, list[int], list[int]]]) -> tuple[Any,
     )
     firsts = torch.tensor(first, dtype=torch.int32)
     spans = [(text[1], len(text[0])) for text in texts]
-    layout = Layout(
+    layout = PassLayout(
         table,
         torch.tensor([text[1] for text in texts], dtype=torch.int32),
         firsts,
@@ -99,7 +99,7 @@ def test_a_leaf_whose_kernel_is_too_large_for_the_gpu_stays_as_it_is() -> None:
         raise OutOfResources
 
     plain_model, paged = models("llama")
-    paged.kernels = replace(paged.kernels, gated=too_large)
+    paged.kernels = replace(paged.kernels, apply_gate=too_large)
     paged.fuse()
     assert paged.fused["units"] == 0
     assert paged.fused["attentions"] == 4

@@ -26,7 +26,12 @@ def folder(
     made.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "vocab_size": 10,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
         "max_position_embeddings": 64,
         **config,
     }

@@ -17,4 +17,4 @@ pytestmark = [
 def test_texts_in_fp64_are_those_of_plain_decoding_on_the_host(scenario):
     with engines_on(torch.device("cuda")):
         served = checks.exact(scenario, checks.texts)
-    assert served.deployment.target._model.device.type == "cuda"
+    assert served.deployment.target.model.device.type == "cuda"

@@ -43,6 +43,7 @@ def folders(tmp_path_factory):
     model.mkdir()
     raw = {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
     }
@@ -95,7 +96,7 @@ TREE = Proposal("draft", [5, 6, 7, 8], [ROOT, 0, ROOT, 2], [1.0] * 4)
 def test_the_ids_are_those_of_torch_in_fp32(folders, sampling):
     model, folder = folders
     compiled = open_engine("target", folder, "cuda", **SIZES)
-    plain = TorchEngine("target", model, dtype="fp32", device="cuda", **SIZES)
+    plain = TorchEngine.load("target", model, dtype="fp32", device="cuda", **SIZES)
     for proposal in (None, Proposal.chain("draft", [5, 6, 7]), TREE):
         assert decode(compiled, [1, 2, 3], 16, sampling, proposal) == decode(
             plain, [1, 2, 3], 16, sampling, proposal
@@ -106,7 +107,7 @@ def test_a_step_is_timed_next_to_torch_s(folders, capsys):
     model, folder = folders
     engines = [
         open_engine("target", folder, "cuda", **SIZES),
-        TorchEngine("target", model, dtype="fp32", device="cuda", **SIZES),
+        TorchEngine.load("target", model, dtype="fp32", device="cuda", **SIZES),
     ]
     for engine in engines:
         decode(engine, [1, 2, 3], 20, SamplingParams())

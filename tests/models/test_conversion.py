@@ -62,7 +62,7 @@ class Compared:
     @torch.inference_mode()
     def check(self, *parts):
         """Run chunks in a pass; each comes with the text whose last rows its logits are."""
-        logits = self.engine._model.forward([chunk for chunk, _ in parts])
+        logits = self.engine.model.forward([chunk for chunk, _ in parts])
         for (chunk, text), rows in zip(
             parts, logits.split([chunk.logits for chunk, _ in parts]), strict=True
         ):
@@ -88,7 +88,7 @@ def test_ragged_batches_trees_and_taps_are_those_of_transformers(family, tmp_pat
     a, b, c, nodes = texts(70, 41, 33, len(TREE))
     for_a, for_b, for_c = table(5, 2, 9, 11), table(1, 7, 3), table(12, 4, 6)
     compared.check((Chunk(a[:50], 0, for_a, 50, prompt_rows=50), a[:50]))
-    states = compared.engine._model.hidden_states.clone()
+    states = compared.engine.model.hidden_states.clone()
     compared.check(
         (Chunk(a[50:51], 50, for_a, 1), a[:51]),
         (Chunk(b[:37], 0, for_b, 37, prompt_rows=37), b[:37]),

@@ -115,18 +115,19 @@ def test_taps_are_the_layers_output_at_every_row(tmp_path, family):
 def test_an_engine_compares_64_tokens_before_it_serves_a_folder(tmp_path, dtype, monkeypatch):
     folder = make_folder("gpt-oss", tmp_path)
     sizes = {"kv_blocks": 8, "max_context_tokens": 128}
-    engine = TorchEngine("target", folder, dtype=dtype, **sizes)
+    engine = TorchEngine.load("target", folder, dtype=dtype, **sizes)
     assert (engine.limits.vocab_size, engine.limits.tree) == (256, True)
 
     real = decoder.attend
 
-    def without_windows(spec, queries, keys, values, hidden, sinks):
+    def without_windows(spec, queries, keys, values, mask, sinks):
         causal = torch.arange(len(keys)) > torch.arange(len(keys))[-queries.shape[1] :, None]
-        return real(spec, queries, keys, values, causal, sinks)
+        mask = torch.zeros(causal.shape, dtype=queries.dtype).masked_fill(causal, -torch.inf)
+        return real(spec, queries, keys, values, mask.repeat(spec.heads // spec.kv_heads, 1), sinks)
 
     monkeypatch.setattr(decoder, "attend", without_windows)
     with pytest.raises(CheckpointError, match=r"target: .*logits of 64 tokens are .* at most"):
-        TorchEngine("target", folder, dtype=dtype, **sizes)
+        TorchEngine.load("target", folder, dtype=dtype, **sizes)
 
 
 @pytest.mark.medium

@@ -14,7 +14,6 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from backend.engines.checkpoint import load
 from engines_build.distill import data as distill_data
 from engines_build.distill import train as distill_train
 from engines_build.distill.generate import Shards, Teacher, _Row
@@ -178,7 +177,7 @@ def test_more_tokens_are_generated_after_the_old_shards(target, finished, tmp_pa
 def test_the_served_model_answers_prompts_in_one_batch(target, tmp_path):
     """Logits of transformers, answers to one prompt from its shared KV, prompts with answers."""
     model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
-    teacher = Teacher(*load(target, "fp32"), slots=20)
+    teacher = Teacher(target, "fp32", slots=20)
     numbers = random.Random(1)
 
     def row(prompt_tokens, blocks=None, prompt=None):
@@ -210,7 +209,7 @@ def test_the_served_model_answers_prompts_in_one_batch(target, tmp_path):
 @pytest.mark.parametrize("kind", ["qwen2", "llama3"])
 def test_the_teacher_knows_biases_untied_heads_and_scaled_rope(relative, kind):
     model, folder = relative(kind)
-    teacher = Teacher(*load(folder, "fp32"), slots=2)
+    teacher = Teacher(folder, "fp32", slots=2)
     tokens = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     row = _Row(0, 39, tokens[:39], 0.0, teacher.begin(39))
     with torch.inference_mode():

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from backend.config import PROJECT_ROOT
-from backend.engines.checkpoint import load_embeddings, read_config
+from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle.conversion import convert
 from backend.engines.eagle.dialects import TargetShape, read_published
 from backend.engines.eagle.folder import load
 from backend.engines.eagle.whole_text import WholeText
+from backend.engines.models.llama import read_llama
 from engines_build.distill.arguments import parse
 from engines_build.distill.eagle import EagleNetwork, EagleUnroller, eagle_shape, export_eagle
 from engines_build.distill.head import HeadSample
@@ -36,7 +37,7 @@ def states(tokens):
 
 
 def network_of(target, taps=(1, 2)):
-    config = read_config(target)
+    config = read_llama(target)
     shortlist = torch.arange(3, 3 + SHORTLIST)
     return EagleNetwork(eagle_shape(config, taps, SHORTLIST), shortlist), shortlist
 
@@ -87,7 +88,7 @@ def test_a_head_is_written_in_safeailab_s_files(names_layers, target, tmp_path):
 
 
 def test_without_taps_it_reads_the_layers_that_a_folder_means_which_names_none(target):
-    config = replace(read_config(target), num_layers=32)
+    config = replace(read_llama(target), num_layers=32)
     assert eagle_shape(config, (), 9).layers == (2, 16, 29)
 
 

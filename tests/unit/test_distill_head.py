@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.engines.checkpoint import load, load_embeddings
+from backend.engines.checkpoint import load_embeddings
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.network import load as load_network
 from backend.engines.port import HiddenStates, Turn
@@ -62,7 +62,9 @@ def engine_of(folder, target):
 
 
 def test_what_is_kept_is_what_the_serving_target_gives(target, samples):
-    engine = TorchEngine("t", target, dtype="fp32", kv_blocks=32, max_context_tokens=800, taps=TAPS)
+    engine = TorchEngine.load(
+        "t", target, dtype="fp32", kv_blocks=32, max_context_tokens=800, taps=TAPS
+    )
     for number, sample in enumerate(samples[:6]):
         tokens = sample.tokens.tolist()
         blocks = {"t": list(range(28))}
@@ -195,7 +197,7 @@ def test_kept_answers_have_the_distributions_and_states_that_generating_had(
     generated = Shards(args.work / "train-1-2")
     keep(generated, weights_sha256(target), tmp_path / "kept.npz")
     again = Shards(tmp_path / "again")
-    teacher = Teacher(*load(target, "fp32"), slots=2, taps=TAPS)
+    teacher = Teacher(target, "fp32", slots=2, taps=TAPS)
     read_again([tmp_path / "kept.npz"], weights_sha256(target), teacher, again)
     assert (again.generated, again.next_prompt) == (generated.generated, generated.next_prompt)
     for old, new in zip(

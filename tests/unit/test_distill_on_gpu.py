@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engines.checkpoint import load
 from backend.engines.head.network import load as load_network
+from backend.engines.models.llama import load_llama
 from backend.storage.manifest import weights_sha256
 from engines_build.distill import kept
 from engines_build.distill.first_head import first_head
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def model():
-    config, weights = load(TARGET, "fp32")
+    config, weights = load_llama(TARGET, "fp32")
     torch.manual_seed(0)
     return BatchModel(config, weights, 4, TAPS, ENDS)
 
@@ -100,7 +100,7 @@ def first(prepared, tmp_path_factory):
 
 
 def test_greedy_answers_of_a_batch_are_those_of_one_request_at_a_time(greedy, asked):
-    teacher = Teacher(*load(TARGET, "fp32"), slots=1, taps=TAPS)
+    teacher = Teacher(TARGET, "fp32", slots=1, taps=TAPS)
     assert len({len(one.tokens) for one in asked}) == 3
     for one, sample in zip(asked, greedy, strict=True):
         tokens = sample.tokens.tolist()
@@ -202,7 +202,7 @@ def test_a_run_without_transformers_writes_a_head_that_has_learnt(first):
     assert network.config.layers == (1, 2, 4)
     assert len(tokens) == network.config.rows == 4096
     assert report["after"]["held"] > report["before"]["held"]
-    config, weights = load(TARGET, "fp32")
+    config, weights = load_llama(TARGET, "fp32")
     texts = read_texts(folder / "answers.npz", weights_sha256(TARGET), "--answers")[1][:3]
     asked = [Asked(workload, text[:prompt]) for workload, text, prompt, _ in texts]
     answers = [text[prompt:] for _, text, prompt, _ in texts]
@@ -218,7 +218,7 @@ def test_a_run_without_transformers_writes_a_head_that_has_learnt(first):
 
 
 def test_training_whose_time_is_over_ends_at_once(tmp_path):
-    config, weights = load(TARGET, "fp32")
+    config, weights = load_llama(TARGET, "fp32")
     three = BatchModel(config, weights, 1, (1, 2, 4), ENDS)
     samples = three.read([Asked("qa", [5, 6, 7])], [[8, 9, 10]], [True])
     network, tokens = first_head(None, config, (1, 2, 4), samples, 4096, ENDS)

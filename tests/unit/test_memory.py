@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from backend.config import parse_config
 from backend.engines import memory
-from backend.engines.checkpoint import read_config
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.forward import ROW_SIZES
 from backend.engines.cuda.kind import RUNTIME_BYTES
@@ -16,10 +15,10 @@ from backend.engines.head import folder as heads
 from backend.engines.head.folder import HeadConfig, config_json
 from backend.engines.memory import PROCESS_BYTES
 from backend.engines.models.attention import ATTENTION
+from backend.engines.models.llama import read_llama
 from backend.engines.openvino.kind import WEIGHT_BYTES
 from backend.engines.port import Footprint
 from backend.engines.registry import Service, make_engine
-from backend.engines.torch import engine as torch_engine
 from backend.engines.torch.engine import TorchEngine
 from backend.kinds import KINDS
 from backend.model_folders import check_memory, model_path, with_kv
@@ -29,6 +28,7 @@ from tests.fakes.machine import FakeMachine
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 300,
     "hidden_size": 16,
     "intermediate_size": 40,
@@ -69,17 +69,18 @@ def test_weights_and_kv_are_those_of_the_engine_that_is_loaded(tmp_path, name, t
         serving(path, path, kv_cache_tokens=4096), {"target": path, "small": path}
     )[name]
     weights = {
-        key: torch.rand(shape).bfloat16() for key, shape in read_config(path).shapes().items()
+        key: torch.rand(shape).bfloat16() for key, shape in read_llama(path).shapes().items()
     }
     save_file(weights, path / "model.safetensors")
-    engine = TorchEngine(
+    engine = TorchEngine.load(
         name,
         path,
         dtype="bf16" if name == "target" else "fp32",
         kv_blocks=4096 // BLOCK_TOKENS,
         max_context_tokens=64,
     )
-    assert footprint.kv == sum(layer.pool.nbytes for layer in engine._model._layers)
+    pools = [pool for layer in engine.model.pools.values() for pool in layer]
+    assert footprint.kv == sum(pool.nbytes for pool in pools)
     assert footprint.weights == sum(weight.numel() for weight in weights.values()) * dtype.itemsize
 
 
@@ -89,7 +90,7 @@ def test_a_tied_embedding_is_looked_up_and_packed_as_the_head(tmp_path, dtype):
     path = folder(tmp_path / "model", tie_word_embeddings=True)
     raw = {"target": {"engine": "openvino", "model": str(path), "dtype": dtype}}
     found = memory.plan(parse_config(raw), {"target": path})["target"].weights
-    shapes = read_config(path).shapes()
+    shapes = read_llama(path).shapes()
     looked_up, multiplied, _ = WEIGHT_BYTES[dtype]
     embedding = prod(shapes["model.embed_tokens.weight"])
     assert found == looked_up * embedding + multiplied * sum(map(prod, shapes.values()))
@@ -150,13 +151,15 @@ def cuda(path, *, lookahead=0, device="cuda", **limits):
 
 def test_kv_of_the_cuda_engine_has_a_page_of_no_sequence(tmp_path):
     path = folder(tmp_path / "model")
-    config = AutoConfig.for_model("llama", **{k: v for k, v in MODEL.items() if k[0] != "a"})
+    config = AutoConfig.for_model(
+        "llama", **{k: v for k, v in MODEL.items() if k not in ("architectures", "model_type")}
+    )
     lm = AutoModelForCausalLM.from_config(
         config, attn_implementation=ATTENTION, dtype=torch.bfloat16
     )
     sizes = {"vocab_size": 300, "kv_blocks": 4096 // BLOCK_TOKENS, "max_context_tokens": 64}
     engine = CudaEngine("target", lm, **sizes)
-    kv = sum(pages.nbytes for pages in engine._paged.stacked_kv)
+    kv = sum(pages.nbytes for pages in engine.model.paged.stacked_kv)
     assert cuda(path, kv_cache_tokens=4096, device="cpu").kv == kv
 
 
@@ -184,7 +187,7 @@ def test_a_gpu_s_plan_has_graphs_and_slots_that_grow_with_what_may_be_verified(t
     few, many = (cuda(path, max_active_requests=n) for n in (4, 64))
     on_host = cuda(path, max_active_requests=64, device="cpu")
     assert few.passes > RUNTIME_BYTES
-    captured = 64 * (1 + 5) * 2 * (4 * 16 + 2 * 32 + 3 * 40 + 2 * 300)
+    captured = 64 * (1 + 5) * 2 * (4 * 16 + 3 * 32 + 3 * 40 + 2 * 300)
     partials = 5 * 64 * (1 + 5) * 4 * (4 + 1) * 4  # a context of 2,048 and drafts in 5 pieces
     assert many.passes - on_host.passes == RUNTIME_BYTES + captured + partials
     long = cuda(path, max_active_requests=64, max_context_tokens=131072)
@@ -285,7 +288,7 @@ def test_an_engine_s_dtype_is_logged_and_a_slow_one_warned_of(
     monkeypatch, caplog, instructions, dtype, warned
 ):
     monkeypatch.setattr("backend.machine.machine.instructions", lambda: instructions)
-    monkeypatch.setattr(torch_engine, "TorchEngine", lambda *args, **options: options["dtype"])
+    monkeypatch.setattr(TorchEngine, "load", lambda *args, **options: options["dtype"])
     config = parse_config({"target": {"engine": "torch", "model": "m", "dtype": dtype}})
     with caplog.at_level("INFO"):
         assert make_engine(config.target, Service(config, 1, model_path)) == dtype

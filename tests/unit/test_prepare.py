@@ -33,7 +33,12 @@ def a_cache_of_its_own(tmp_path, monkeypatch):
 
 MANIFEST = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
     "max_position_embeddings": 64,
     "vocabulary_sha256": "0" * 64,
 }

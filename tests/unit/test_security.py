@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from backend import cli
-from backend.engines.checkpoint import load
+from backend.engines.checkpoint import read_weights
 from backend.engines.models.configuration import read_decoder_config
 from backend.ipc import process as engine_process
 from backend.ipc.messages import Chunk
@@ -136,7 +136,7 @@ def test_pickled_weights_are_refused_and_not_opened(tmp_path):
     shutil.copyfile(TINY / "config.json", tmp_path / "config.json")
     torch.save(Trap(sprung), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="is a pickle, which is not read"):
-        load(tmp_path, "fp32", "cpu")
+        read_weights(tmp_path)
     assert not sprung.exists()
     torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
     assert sprung.exists(), "the trap would have been noticed"

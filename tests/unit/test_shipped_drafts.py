@@ -6,8 +6,8 @@ from safetensors import safe_open
 
 from backend.config import EMBEDDED_MODEL, load_config
 from backend.core.session import Session
-from backend.engines.checkpoint import load
 from backend.engines.head.network import load as load_head
+from backend.engines.models.loading import load_decoder
 from backend.model_folders import model_path
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Proposal, Sequence
@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 16 * 2**20
 
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda folder: folder.name)
 def test_a_shipped_model_loads_is_small_files_and_says_what_it_learnt_from(folder):
-    load_head(folder) if folder.name.endswith("-head") else load(folder, "bf16")
+    load_head(folder) if folder.name.endswith("-head") else load_decoder(folder)
     files = [file for file in folder.iterdir() if file.is_file()]
     assert max(file.stat().st_size for file in files) <= MAX_FILE_BYTES
     for file in folder.glob("*.safetensors"):

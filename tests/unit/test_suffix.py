@@ -9,7 +9,7 @@ import pytest
 from backend.app import build
 from backend.config import parse_config
 from backend.engines import answers, memory
-from backend.engines.answers import CONTEXT, LONGEST, SHORTEST, Answers, Text, tenant_of
+from backend.engines.answers import CONTEXT, LONGEST, SHORTEST, Answers, PastText, tenant_of
 from backend.engines.lookup import LookupEngine
 from backend.engines.port import Turn
 from backend.engines.registry import Service, make_engine
@@ -204,7 +204,7 @@ def test_no_tenant_is_ever_proposed_what_only_others_were_answered(seed):
 def test_a_salt_is_kept_nowhere():
     suffix = engine()
     answered(suffix, [1], [2, 3, 4, 5], salt="a secret salt")
-    assert b"a secret salt" not in suffix.answers.packed()
+    assert b"a secret salt" not in suffix.answers.pack()
     assert tenant_of("a") != tenant_of("b")
 
 
@@ -221,9 +221,9 @@ def test_who_asks_not_to_be_remembered_is_not_but_gets_what_others_left():
 
 def test_short_answers_are_left_and_long_ones_lose_their_beginning():
     kept = Answers(20)
-    assert kept.add(Text(HERE, list(range(SHORTEST - 1)), 3)) == (0, 0)
-    assert kept.add(Text(HERE, list(range(SHORTEST)), SHORTEST)) == (0, 0)
-    assert kept.add(Text(HERE, list(range(30)), 2)) == (20, 0)
+    assert kept.add(PastText(HERE, list(range(SHORTEST - 1)), 3)) == (0, 0)
+    assert kept.add(PastText(HERE, list(range(SHORTEST)), SHORTEST)) == (0, 0)
+    assert kept.add(PastText(HERE, list(range(30)), 2)) == (20, 0)
     (text,) = kept.texts()
     assert (text.tokens, text.context) == (list(range(11, 30)), 0)
 
@@ -231,7 +231,7 @@ def test_short_answers_are_left_and_long_ones_lose_their_beginning():
 def test_the_oldest_go_first_whole_and_nothing_of_them_stays():
     kept, sizes = Answers(100), []
     for number in range(30):
-        kept.add(Text(HERE, [1000 + number] * (SHORTEST + number % 9), 0))
+        kept.add(PastText(HERE, [1000 + number] * (SHORTEST + number % 9), 0))
         numbers = [text.tokens[0] - 1000 for text in kept.texts()]
         assert numbers == list(range(numbers[0], number + 1))
         assert kept.tokens == sum(len(text.tokens) + 1 for text in kept.texts()) <= 100
@@ -244,7 +244,7 @@ def test_memory_is_taken_at_the_start_and_bounded_by_what_is_planned():
     kept, rng = Answers(4096), random.Random(0)
     taken = kept.array_bytes
     for _ in range(2000):  # the shortest: notes are their largest share
-        kept.add(Text(tenant_of(str(rng.random())), rng.choices(range(9), k=SHORTEST), CONTEXT))
+        kept.add(PastText(tenant_of(str(rng.random())), rng.choices(range(9), k=SHORTEST), CONTEXT))
     notes = len(list(kept.texts())) * (8 + 72 + 3 * 32 + 104 + 49)
     kept.check()
     assert kept.array_bytes == taken
@@ -272,7 +272,9 @@ def test_places_are_those_of_brute_force(capacity):
     rng, kept, many = random.Random(capacity), Answers(capacity, visits=10**6), 0
     for _ in range(400):
         size = rng.randrange(SHORTEST, 35)
-        text = Text(HERE, rng.choices(range(4), k=size), rng.randrange(0, min(size, CONTEXT) + 1))
+        text = PastText(
+            HERE, rng.choices(range(4), k=size), rng.randrange(0, min(size, CONTEXT) + 1)
+        )
         kept.add(text)
         end = rng.choices(range(4), k=rng.randrange(1, 20))
         if rng.random() < 0.5:
@@ -287,7 +289,7 @@ def test_places_are_those_of_brute_force(capacity):
 def test_a_look_up_visits_a_bounded_number_of_places():
     kept = Answers(2**14)
     for _ in range(200):
-        kept.add(Text(HERE, [7] * 60, 0))
+        kept.add(PastText(HERE, [7] * 60, 0))
     assert len(kept.find(HERE, [7] * 20, 10**6)) == answers.VISITS
 
 
@@ -358,8 +360,8 @@ def test_a_file_that_cannot_be_used_is_a_metric_and_no_more(tmp_path, content):
     assert counted == [(("spindle_fallback_total",), {"reason": "remembered_unusable"})]
     answered(suffix, [1, 2], [3, 4, 5, 6, 7])
     suffix.close()
-    assert len(Answers.unpacked(file.read_bytes())) == 1
-    assert len(Answers.unpacked(damaged())) == 2
+    assert len(Answers.unpack(file.read_bytes())) == 1
+    assert len(Answers.unpack(damaged())) == 2
 
 
 def test_a_file_that_cannot_be_written_is_a_metric(tmp_path):

@@ -88,7 +88,7 @@ class DeviceSteps:
         states: tuple[int, int] = (0, 0),
         count: Callable[[str], None] | None = None,
     ) -> None:
-        model = forward.model
+        model = forward.paged
         self.model, self.heads, self._forward, self._most = model, heads, forward, most
         self.stream = model.stream
         self._idle = slots  # the slot of rows that no sequence owns

@@ -79,18 +79,18 @@ class CudaEngine(StepEngine):
             lookahead=lookahead,
             widths=TOKEN_SIZES if is_cuda else (),
         )
-        self._paged, self._stream = model, model.stream
+        self._stream = model.stream
         forward = PagedForward(
             model, most=limits.max_draft_tokens + 1, graph_tokens=graph_tokens, count=count
         )
         super().__init__(name, forward, limits)
-        self._model: PagedForward
+        self.model: PagedForward
 
     def prepare(self, drafts: Sequence[Engine], rows: int) -> None:  # noqa: ARG002 (it runs none)
         """Capture the graphs of all passes (``port.Prepares``)."""
-        if self._model.graphs.captures:
+        if self.model.graphs.captures:
             with self._stream.current(), torch.inference_mode():
-                self._model.capture(rows)
+                self.model.capture(rows)
 
     def check(self, expected: torch.Tensor, name: str) -> float:
         """Compare passes with transformers' own (``models.comparison``), of a prompt and then of a
@@ -101,10 +101,10 @@ class CudaEngine(StepEngine):
             pieces = [[*chunks]]
             if chunks[0].start:
                 pieces = _pieces(chunks[0], self.limits.max_draft_tokens + 1)
-            return torch.cat([self._model.forward(piece).clone() for piece in pieces])
+            return torch.cat([self.model.forward(piece).clone() for piece in pieces])
 
         with self._stream.current():
-            return compare(self._paged.lm, forward, name, expected)
+            return compare(self.model.paged.lm, forward, name, expected)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Run all queued turns. Raises EngineLostError."""

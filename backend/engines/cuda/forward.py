@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from backend.engines.cuda.model import PagedModel
-from backend.engines.cuda.pages import MAX_NEW_TOKENS, PAGE, Layout, ancestor_words
+from backend.engines.cuda.pages import MAX_NEW_TOKENS, PAGE, PassLayout, ancestor_words
 from backend.engines.cuda.prompts import Prompts
-from backend.engines.cuda.stream import Columns, Graphs, to_device
+from backend.engines.cuda.stream import Graphs, PinnedColumns, to_device
 from backend.engines.stepping.chunks import Chunk, logit_rows, moves
 
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -50,7 +50,7 @@ def sizes_of(rows: int, most: int) -> Iterator[Size]:
         yield from (Size(count, tokens) for tokens in TOKEN_SIZES[::-1] if count <= tokens <= end)
 
 
-class Inputs(Columns):
+class Inputs(PinnedColumns):
     """The columns that a pass reads. A row has at most ``most`` new tokens."""
 
     def __init__(self, model: PagedModel, size: Size, most: int) -> None:
@@ -75,13 +75,13 @@ class Inputs(Columns):
             column.zero_()
         self.device["place"].fill_(self._scratch)
 
-    def layout(self, spans: list[tuple[int, int]] | None = None) -> Layout:
+    def layout(self, spans: list[tuple[int, int]] | None = None) -> PassLayout:
         """Return what attention reads. ``spans`` are the committed and new tokens of each row of a
         pass of prompts.
         """
         columns = self.device
         prompts = None if spans is None else Prompts(spans, columns["table"], columns["first"])
-        return Layout(
+        return PassLayout(
             columns["table"],
             columns["start"],
             columns["first"],
@@ -184,7 +184,7 @@ class PagedForward:
         graph_tokens: int = TOKEN_SIZES[-1],
         count: Callable[[str], None] | None = None,
     ) -> None:
-        self.model, self.device = model, model.device
+        self.paged, self.device = model, model.device
         self.token_ids: torch.Tensor | None = None
         self.taps = model.taps
         self.hidden_states: torch.Tensor | None = None
@@ -196,13 +196,13 @@ class PagedForward:
     @property
     def kv(self) -> list[torch.Tensor]:
         """Keys and values by layer, without the page that no sequence has."""
-        return [kv[:-1] for kv in self.model.kv]
+        return [kv[:-1] for kv in self.paged.kv]
 
     def pass_of(self, size: Size) -> Pass:
         """Return a pass of decoding, captured where it is not yet and the device captures."""
         if size not in self._passes:
             outputs = self._outputs if size.tokens <= self._graph_tokens else None
-            self._passes[size] = Pass(self.model, size, self._most, outputs)
+            self._passes[size] = Pass(self.paged, size, self._most, outputs)
         made = self._passes[size]
         made.launch = self.graphs.of(size, made.run, made.inputs.clear)
         return made
@@ -238,7 +238,7 @@ class PagedForward:
             (block, offset), (to_block, to_offset) = (
                 (slots // PAGE, slots % PAGE) for slots in (sources, targets)
             )
-            for kv in self.model.kv:
+            for kv in self.paged.kv:
                 kv[to_block, :, :, to_offset] = kv[block, :, :, offset]
 
     def _run(
@@ -248,24 +248,24 @@ class PagedForward:
         lengths = [len(chunk.tokens) for chunk in chunks]
         tokens = sum(lengths)
         wanted = to_device(logit_rows(chunks), torch.int64, self.device)
-        if (size := self._captured_size(lengths)) is not None:
+        if (size := self._find_size(lengths)) is not None:
             captured = self.pass_of(size)
             captured.inputs.fill(chunks)
             captured.launch()
             states = captured.states
             return captured.logits[wanted], None if states is None else states[:tokens]
-        inputs = Inputs(self.model, Size(len(chunks), tokens), max(lengths))
+        inputs = Inputs(self.paged, Size(len(chunks), tokens), max(lengths))
         inputs.fill(chunks)
         spans = [(chunk.start, n) for chunk, n in zip(chunks, lengths, strict=True)]
         columns, layout = inputs.device, inputs.layout(spans if are_prompts else None)
-        logits = self.model.run(columns["ids"], columns["position"], layout, wanted)
-        return logits, self.model.states
+        logits = self.paged.run(columns["ids"], columns["position"], layout, wanted)
+        return logits, self.paged.states
 
     def _longest(self, chunk: Chunk) -> int:
         """Return the new tokens up to which a chunk's attention is that of decoding."""
         return MAX_NEW_TOKENS if chunk.parents else self._most
 
-    def _captured_size(self, lengths: Sequence[int]) -> Size | None:
+    def _find_size(self, lengths: Sequence[int]) -> Size | None:
         """Return the size of the captured pass that rows of these lengths fit; None for none."""
         rows, tokens = size_of(ROW_SIZES, len(lengths)), size_of(TOKEN_SIZES, sum(lengths))
         if not self.graphs.captures or max(lengths) > self._most or rows is None or tokens is None:

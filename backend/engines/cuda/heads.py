@@ -20,9 +20,9 @@ class DeviceHead:
         self,
         name: str,
         network: HeadNetwork,
-        token_ids: torch.Tensor,
-        embedding: torch.Tensor,
-        lm_head: torch.Tensor,
+        token_ids: torch.Tensor,  # int64[static]
+        embedding: torch.Tensor,  # [vocab, hidden]
+        lm_head: torch.Tensor,  # [vocab, hidden]
     ) -> None:
         self.name = name
         self.network, self.token_ids = network, token_ids.to(lm_head.device)

@@ -25,7 +25,7 @@ class Kernels:
 
     add_rms_norm: Callable[..., torch.Tensor]
     rotate_and_store: Callable[..., None]
-    gated: Callable[..., None]
+    apply_gate: Callable[..., None]
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     attention: Callable[..., torch.Tensor]
     bounds: Callable[..., torch.Tensor]
@@ -58,7 +58,11 @@ def triton_kernels(*, invariant: bool, own_product: bool = True) -> Kernels:
     """
     from backend.engines.cuda import attention, bounds, candidates, draw, layers, linear, trees
 
-    def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(
+        x: torch.Tensor,  # [tokens, in]
+        weight: torch.Tensor,  # [out, in]
+        bias: torch.Tensor | None,  # [out]
+    ) -> torch.Tensor:
         tiling = None
         if own_product and len(x) and (invariant or len(x) <= MOST_INVARIANT_TOKENS):
             tiling = linear.tiling_for(weight.shape[0], weight.shape[1], len(x))
@@ -70,7 +74,7 @@ def triton_kernels(*, invariant: bool, own_product: bool = True) -> Kernels:
     return Kernels(
         layers.add_rms_norm,
         layers.rotate_and_store,
-        layers.gated,
+        layers.apply_gate,
         multiply,
         attention.attention,
         bounds.bounds,

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.models.kind import check_any_decoder as check_folder
 from backend.engines.models.kind import latency_cases
+from backend.engines.models.reading import read_spec
 from backend.engines.port import Engine, Footprint
-from backend.kinds import heads_of, misfit_of_llama
+from backend.kinds import heads_of
 from backend.storage.manifest import read_model_config
 
 if TYPE_CHECKING:
@@ -43,19 +44,19 @@ def make(engine: EngineConfig, service: Service) -> Engine:
 
     from backend.engines.cuda.engine import CudaEngine
     from backend.engines.cuda.forward import most_graph_tokens
-    from backend.engines.models.comparison import own_logits
+    from backend.engines.models.comparison import run_eagerly
     from backend.engines.models.loading import load_decoder
-    from backend.engines.models.probe import check_taps, probe
+    from backend.engines.models.probe import check_taps
 
     folder = service.path(engine)
     logger.info("%s: %s by the engine cuda on %s", engine.name, engine.dtype, engine.device)
     taps = service.taps if engine.name == service.config.target.name else ()
-    if taps and misfit_of_llama(read_model_config(folder)):
-        check_taps(folder, probe(folder), taps)
+    spec = read_spec(folder)
+    check_taps(folder, spec, taps)
     if engine.device == "cpu":
         torch.set_num_threads(service.threads)
     lm: Any = load_decoder(folder, engine.dtype, engine.device)
-    expected = own_logits(lm)
+    expected = run_eagerly(lm)
 
     def count(reason: str) -> None:
         if service.count is not None:
@@ -70,7 +71,7 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     made = kind(
         engine.name,
         lm,
-        vocab_size=lm.config.get_text_config().vocab_size,
+        vocab_size=spec.vocab_size,
         kv_blocks=sizes["kv_blocks"],
         max_context_tokens=sizes["max_context_tokens"],
         max_draft_tokens=sizes["max_draft_tokens"],
@@ -95,9 +96,9 @@ def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Foot
 
     limits, k_max = config.limits, config.policy.k_max
     planned = planning.footprint(engine, config, folder, scratch_tokens=PAGE)
-    shape, item = planning.shape_of(folder), DTYPES[engine.dtype].itemsize
+    spec, item = read_spec(folder), DTYPES[engine.dtype].itemsize
     pages = row_pages(limits.max_context_tokens, k_max)
-    kv_row = shape.kv_width // shape.num_layers
+    kv_row = spec.kv_width // len(spec.layers)
     # Attention of a prompt has a row's keys and values in one piece.
     passes = planned.passes + pages * PAGE * kv_row * item
     if engine.lookahead:
@@ -106,7 +107,7 @@ def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Foot
         # Activations and logits of the largest pass that is captured, a copy of its logits, and
         # what attention has of each piece of a context.
         tokens = most_graph_tokens(limits.max_active_requests, k_max)
-        passes += tokens * item * (shape.row_width + 2 * shape.vocab_size) + RUNTIME_BYTES
+        passes += tokens * item * (spec.row_width + 2 * spec.vocab_size) + RUNTIME_BYTES
         heads, dim = heads_of(read_model_config(folder))
         passes += partial_bytes(tokens, heads, dim, pages * PAGE)
     return replace(planned, passes=passes)

@@ -170,7 +170,7 @@ def _gated(x_ptr, out_ptr, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.co
     tl.store(out_ptr + token * INNER + column, activated * up, mask=exists)
 
 
-def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
+def apply_gate(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
     """Write act(gate) * up into ``out`` [tokens, inner]; ``x`` [tokens, 2 inner] is gate and up.
 
     The activation is SiLU, or GELU by tanh.

@@ -65,7 +65,7 @@ class Unit(nn.Module):
         """Return the unit's output for ``x`` [1, tokens, hidden]."""
         both = self._gate_up(x[0])
         inner = both.new_empty(len(both), both.shape[1] // 2)
-        self._kernels.gated(both, inner, gelu=self._gelu)
+        self._kernels.apply_gate(both, inner, gelu=self._gelu)
         out: torch.Tensor = self._down(inner)
         return out[None]
 

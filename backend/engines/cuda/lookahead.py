@@ -110,7 +110,7 @@ class LookaheadEngine(CudaEngine):
         taps, hidden = tuple(options.get("taps", ())), lm.get_input_embeddings().weight.shape[1]
         self._lm = lm
         self._steps = self.steps_type(
-            self._model,
+            self.model,
             {},
             slots=sequences,
             most=self.limits.max_draft_tokens + 1,
@@ -139,7 +139,7 @@ class LookaheadEngine(CudaEngine):
         for draft in drafts:
             if isinstance(draft, HeadInTarget):
                 self._head(draft)
-        if self._model.graphs.captures:
+        if self.model.graphs.captures:
             with self._stream.current(), torch.inference_mode():
                 self._steps.capture(rows)
 
@@ -235,7 +235,7 @@ class LookaheadEngine(CudaEngine):
                 done.append(Completion(turn.sequence.id, [], error=str(error)))
         begun = ended = self._stream.event()
         if chunks:
-            self._model.forward(chunks)
+            self.model.forward(chunks)
             ended = self._stream.event()
         launched = self._steps.launch(rows) if rows else None
         return _Submission(jobs, launched, done, by_host, begun, ended)
@@ -295,7 +295,7 @@ class LookaheadEngine(CudaEngine):
         slot = self._slots.get(sequence.id)
         if slot is None or not slot.under_way:
             raise ValueError(f"turn of sequence {sequence.id}: there is none that it may follow")
-        return _RowJob(turn, slot, self._caches.of(sequence))
+        return _RowJob(turn, slot, self.caches.of(sequence))
 
     def _row(self, job: _RowJob) -> DeviceRow:
         """Return a job's row, its slot brought up to date. Raises ValueError for blocks that do not

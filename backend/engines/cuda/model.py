@@ -15,10 +15,11 @@ from torch import nn
 
 from backend.engines.cuda.kernels import Kernels
 from backend.engines.cuda.leaves import Attention, Norm, Product, Unit
-from backend.engines.cuda.pages import PAGE, Layout, Pages, Scoring
+from backend.engines.cuda.pages import PAGE, Pages, PassLayout, Scoring
 from backend.engines.cuda.prompts import choose
 from backend.engines.cuda.stream import Stream
-from backend.engines.models.attention import AttentionError, AttentionSpec, attending_by
+from backend.engines.models.attention import AttentionError, attending_by
+from backend.engines.models.spec import AttentionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class PagedModel:
     ) -> None:
         self.lm, self.kernels = lm, kernels
         self.row_pages = row_pages
-        self.layout: Layout | None = None
+        self.layout: PassLayout | None = None
         weight = next(lm.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.stream = Stream(self.device)
@@ -95,7 +96,7 @@ class PagedModel:
         self,
         ids: torch.Tensor,
         position: torch.Tensor,
-        layout: Layout,
+        layout: PassLayout,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return logits [wanted, vocab] of packed tokens ``ids`` at ``position``, int64[tokens].
@@ -135,10 +136,10 @@ class PagedModel:
     def _attend(
         self,
         spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
+        query: torch.Tensor,  # [1, heads, rows, key_dim]
+        key: torch.Tensor,  # [1, kv_heads, rows, key_dim]
+        value: torch.Tensor,  # [1, kv_heads, rows, value_dim]
+        sinks: torch.Tensor | None,  # [heads]
     ) -> torch.Tensor:
         """Store and attend (``models.attention.Attend``). Raises AttentionError for sinks."""
         if sinks is not None:
@@ -148,7 +149,7 @@ class PagedModel:
         pages.scoring = Scoring(spec.scale, spec.window, spec.softcap)
         return pages.attend(query[0].transpose(0, 1).contiguous(), pages.scoring)[None]
 
-    def _current_layout(self) -> Layout:
+    def _current_layout(self) -> PassLayout:
         assert self.layout is not None
         return self.layout
 
@@ -202,7 +203,7 @@ class PagedModel:
         keys and values stored there, too.
         """
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
-        self.layout = Layout(
+        self.layout = PassLayout(
             torch.zeros(1, 16, **integers),
             torch.zeros(1, **integers),
             torch.tensor([0, _PROBE_TOKENS], **integers),

@@ -11,7 +11,7 @@ import torch
 
 from backend.engines.cuda.prompts import PAGE, Prompts, Scoring, choose
 
-__all__ = ["MAX_NEW_TOKENS", "PAGE", "Layout", "Pages", "Scoring", "ancestor_words"]
+__all__ = ["MAX_NEW_TOKENS", "PAGE", "Pages", "PassLayout", "Scoring", "ancestor_words"]
 
 MAX_NEW_TOKENS = 64
 """New tokens of a row in one pass: bits of an ancestor word."""
@@ -58,7 +58,7 @@ def partial_bytes(tokens: int, heads: int, dim: int, keys: int) -> int:
 
 
 @dataclass
-class Layout:
+class PassLayout:
     """Inputs of the attention of a pass, for rows of new tokens packed one after the other.
 
     ``table`` int32[rows, blocks] has room for the longest row, ``start`` int32[rows] committed
@@ -85,9 +85,9 @@ class Pages:
 
     def __init__(
         self,
-        kv: torch.Tensor,
+        kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
         heads: int,
-        layout: Callable[[], Layout],
+        layout: Callable[[], PassLayout],
         attention: Callable[..., torch.Tensor],
     ) -> None:
         self.kv, self.heads, self.layout = kv, heads, layout

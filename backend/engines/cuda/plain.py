@@ -18,11 +18,11 @@ from backend.sampling.distributions import FAINT, target_probs
 
 
 def add_rms_norm(
-    x: torch.Tensor | None,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | None,  # [tokens, hidden]
+    residual: torch.Tensor,  # [tokens, hidden]
+    weight: torch.Tensor,  # [hidden]
     eps: float,
-    out: torch.Tensor,
+    out: torch.Tensor,  # [tokens, hidden]
     *,
     wide: bool = False,
 ) -> torch.Tensor:
@@ -35,15 +35,15 @@ def add_rms_norm(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    place: torch.Tensor,
+    qkv: torch.Tensor,  # [tokens, (heads + 2 kv_heads) dim]
+    q: torch.Tensor,  # [tokens, heads, dim]
+    kv: torch.Tensor,  # [blocks, 2, kv_heads, page, dim]
+    cos: torch.Tensor,  # [tokens, rotary]
+    sin: torch.Tensor,  # [tokens, rotary]
+    place: torch.Tensor,  # int32[tokens]
     *,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,  # [dim]
+    k_norm: torch.Tensor | None = None,  # [dim]
     eps: float = 0.0,
 ) -> None:
     """As ``layers.rotate_and_store``."""
@@ -57,22 +57,32 @@ def rotate_and_store(
             functional.rms_norm(_wide(x), (dim,), eps=eps).to(x.dtype) * weight
             for x, weight in ((queries, q_norm), (keys, k_norm))
         )
-    queries, keys = (_rotated(x, cos, sin, rotary) for x in (queries, keys))
+    queries, keys = (_rotate(x, cos, sin, rotary) for x in (queries, keys))
     q.copy_(queries)
     block, offset = (place // page).long(), (place % page).long()
     kv[block, 0, :, offset] = keys
     kv[block, 1, :, offset] = values.where(values == values, 0.0)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> torch.Tensor:
+def _rotate(
+    x: torch.Tensor,  # [tokens, heads, dim]
+    cos: torch.Tensor,  # [tokens, rotary]
+    sin: torch.Tensor,  # [tokens, rotary]
+    rotary: int,
+) -> torch.Tensor:
     half = rotary // 2
     low, high, rest = torch.split(_wide(x), [half, half, x.shape[-1] - rotary], -1)
     cos, sin = (_wide(angle[:, None, :half]) for angle in (cos, sin))
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1).to(x.dtype)
 
 
-def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
-    """As ``layers.gated``."""
+def apply_gate(
+    x: torch.Tensor,  # [tokens, 2 inner]
+    out: torch.Tensor,  # [tokens, inner]
+    *,
+    gelu: bool = False,
+) -> None:
+    """As ``layers.apply_gate``."""
     gate, up = x.chunk(2, -1)
     wide = _wide(gate)
     activated = functional.gelu(wide, approximate="tanh") if gelu else functional.silu(wide)
@@ -80,12 +90,12 @@ def gated(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
 
 
 def attention(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    table: torch.Tensor,
-    start: torch.Tensor,
-    first: torch.Tensor,
-    ancestors: torch.Tensor,
+    q: torch.Tensor,  # [tokens, heads, dim]
+    kv: torch.Tensor,  # [blocks, 2, kv_heads, page, dim]
+    table: torch.Tensor,  # int32[rows, blocks]
+    start: torch.Tensor,  # int32[rows]
+    first: torch.Tensor,  # int32[rows + 1]
+    ancestors: torch.Tensor,  # int64[tokens]
     *,
     most: int,
     scale: float,
@@ -135,7 +145,10 @@ def _visible_keys(words: torch.Tensor, committed: int, window: int) -> torch.Ten
 
 
 def draw(
-    logits: torch.Tensor, temperature: torch.Tensor, bound: torch.Tensor, words: torch.Tensor
+    logits: torch.Tensor,  # [rows, vocab]
+    temperature: torch.Tensor,  # float32[rows]
+    bound: torch.Tensor,  # float32[rows]
+    words: torch.Tensor,  # int64[rows]
 ) -> torch.Tensor:
     """As ``draw.draw``, by the host's own draw."""
     drawn, is_broken = logits.argmax(-1), ~logits.amax(-1).isfinite()
@@ -149,11 +162,11 @@ def draw(
 
 
 def bounds(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    logits: torch.Tensor,  # [rows, vocab]
+    temperature: torch.Tensor,  # float32[rows]
+    top_k: torch.Tensor,  # int32[rows]
+    top_p: torch.Tensor,  # float32[rows]
+    min_p: torch.Tensor,  # float32[rows]
 ) -> torch.Tensor:
     """As ``bounds.bounds``, by the host's own distributions."""
     bound = torch.full_like(temperature, -torch.inf, dtype=_wide(logits).dtype)
@@ -167,11 +180,11 @@ def bounds(
 
 
 def candidates(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    temperature: torch.Tensor,
-    bound: torch.Tensor,
-    words: torch.Tensor,
+    logits: torch.Tensor,  # [rows, columns]
+    tokens: torch.Tensor,  # int64[rows, columns]
+    temperature: torch.Tensor,  # float32[rows]
+    bound: torch.Tensor,  # float32[rows]
+    words: torch.Tensor,  # int64[rows]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``candidates.candidates``."""
     is_sampled = (temperature > 0.0)[:, None]
@@ -189,14 +202,14 @@ def candidates(
 
 
 def pack(
-    chosen: torch.Tensor,
-    token: torch.Tensor,
-    parent: torch.Tensor,
-    length: torch.Tensor,
-    last: torch.Tensor,
-    table: torch.Tensor,
-    first: torch.Tensor,
-    *written: torch.Tensor,
+    chosen: torch.Tensor,  # int32[rows, columns]
+    token: torch.Tensor,  # int64[rows, columns]
+    parent: torch.Tensor,  # int32[rows, columns]
+    length: torch.Tensor,  # int64[rows]
+    last: torch.Tensor,  # int64[rows]
+    table: torch.Tensor,  # int32[rows, blocks]
+    first: torch.Tensor,  # int32[rows + 1]
+    *written: torch.Tensor,  # six of [tokens]
     page: int,
     scratch: int,
 ) -> None:
@@ -219,13 +232,13 @@ def pack(
 
 
 def walk(
-    drawn: torch.Tensor,
-    ids: torch.Tensor,
-    origin: torch.Tensor,
-    first: torch.Tensor,
-    emitted: torch.Tensor,
-    path: torch.Tensor,
-    count: torch.Tensor,
+    drawn: torch.Tensor,  # int32[tokens]
+    ids: torch.Tensor,  # int64[tokens]
+    origin: torch.Tensor,  # int32[tokens]
+    first: torch.Tensor,  # int32[rows + 1]
+    emitted: torch.Tensor,  # int64[rows, most]
+    path: torch.Tensor,  # int32[rows, most]
+    count: torch.Tensor,  # int64[rows]
     *,
     places: int,
 ) -> None:
@@ -251,11 +264,11 @@ def walk(
 
 
 def move(
-    kv: torch.Tensor,
-    table: torch.Tensor,
-    start: torch.Tensor,
-    path: torch.Tensor,
-    count: torch.Tensor,
+    kv: torch.Tensor,  # [layers, blocks, 2, kv_heads, page, dim]
+    table: torch.Tensor,  # int32[rows, blocks]
+    start: torch.Tensor,  # int32[rows]
+    path: torch.Tensor,  # int32[rows, most]
+    count: torch.Tensor,  # int64[rows]
 ) -> None:
     """As ``trees.move``."""
     page = kv.shape[4]

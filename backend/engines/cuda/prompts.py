@@ -37,12 +37,15 @@ class Prompts:
     """The rows of a pass of prompts, which is causal, of any length, and is not captured."""
 
     def __init__(
-        self, spans: list[tuple[int, int]], table: torch.Tensor, first: torch.Tensor
+        self,
+        spans: list[tuple[int, int]],
+        table: torch.Tensor,  # int32[rows, blocks]
+        first: torch.Tensor,  # int32[rows + 1]
     ) -> None:
         self.spans = spans
         """Each row's committed and new tokens."""
         self.table, self.first = table, first
-        """int32[rows, blocks] and int32[rows + 1], as ``pages.Layout`` has them."""
+        """int32[rows, blocks] and int32[rows + 1], as ``pages.PassLayout`` has them."""
         self.most_new = max(new for _, new in spans)
         self.most_keys = max(committed + new for committed, new in spans)
 
@@ -74,7 +77,7 @@ kv_heads, PAGE, dim], rows and scoring.
 """
 
 
-def _paged(kv: torch.Tensor) -> list[torch.Tensor]:
+def _to_pages(kv: torch.Tensor) -> list[torch.Tensor]:
     """Return keys and values as the libraries have pages: [blocks, PAGE, kv_heads, dim]."""
     return [kv[:, which].transpose(1, 2) for which in (0, 1)]
 
@@ -92,11 +95,16 @@ def of_torch(*, reads_pages: bool) -> Attend:
     known = inspect.signature(run).parameters
     options = {name: value for name, value in options.items() if name in known}
 
-    def attend(q: torch.Tensor, kv: torch.Tensor, rows: Prompts, scoring: Scoring) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor,  # [tokens, heads, dim]
+        kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
+        rows: Prompts,
+        scoring: Scoring,
+    ) -> torch.Tensor:
         if scoring.softcap:
             raise ValueError("varlen_attn has no softcap")
         if reads_pages:
-            kv_pair, first_key = _paged(kv), None
+            kv_pair, first_key = _to_pages(kv), None
             pages = {"seqused_k": rows.keys, "block_table": rows.table}
         else:
             block, offset = rows.places
@@ -110,7 +118,12 @@ def of_torch(*, reads_pages: bool) -> Attend:
     return attend
 
 
-def by_row(q: torch.Tensor, kv: torch.Tensor, rows: Prompts, scoring: Scoring) -> torch.Tensor:
+def by_row(
+    q: torch.Tensor,  # [tokens, heads, dim]
+    kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
+    rows: Prompts,
+    scoring: Scoring,
+) -> torch.Tensor:
     """Attend row by row over gathered pages, by torch's ``scaled_dot_product_attention``."""
     kv_heads, dim = kv.shape[2], kv.shape[4]
     at, out = 0, torch.empty_like(q)

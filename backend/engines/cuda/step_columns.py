@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from backend.engines.cuda.step import OPTIONS, Slots, VerifyStep
-from backend.engines.cuda.stream import Columns, Stream
+from backend.engines.cuda.stream import PinnedColumns, Stream
 from backend.request import SamplingParams
 
 MOST_HEADS = 8
@@ -71,7 +71,7 @@ class StepColumns:
         """Entries of block tables, and of texts' own tokens, that one step can bring along."""
         of_row, of_node = (rows,), (rows, columns)
         long, short, real = np.int64, np.int32, np.float32
-        self.inputs = Columns(
+        self.inputs = PinnedColumns(
             {
                 "slot": (long, of_row),
                 "length": (long, of_row),
@@ -87,7 +87,7 @@ class StepColumns:
             },
             stream,
         )
-        self._outputs = Columns(
+        self._outputs = PinnedColumns(
             {
                 "emitted": (long, (rows, most)),
                 "count": (long, of_row),

@@ -127,7 +127,11 @@ class Stream:
         else:
             self.wait(_Moment(self._queued, 0.0))
 
-    def copy_back(self, host: torch.Tensor, source: torch.Tensor) -> Any:
+    def copy_back(
+        self,
+        host: torch.Tensor,  # of any shape
+        source: torch.Tensor,  # of the same
+    ) -> Any:
         """Copy from the device into a pinned buffer; return the event after which it is there."""
         if self.is_cuda:
             host.copy_(source, non_blocking=True)
@@ -137,7 +141,11 @@ class Stream:
         self._late.append((event.number, lambda: np.copyto(there, late)))
         return event
 
-    def copy_there(self, target: torch.Tensor, host: torch.Tensor) -> Any:
+    def copy_there(
+        self,
+        target: torch.Tensor,  # of any shape
+        host: torch.Tensor,  # of the same
+    ) -> Any:
         """Copy a pinned buffer to the device; return the event after which it may be written."""
         target.copy_(host, non_blocking=True)
         if not self.is_cuda:
@@ -202,10 +210,10 @@ class Graphs:
         ``clear``, which leaves nothing to them that is a sequence's.
         """
         if size not in self._runs or 0 < self._failures.get(size, 0) < self.MOST_TRIES:
-            self._runs[size] = self._captured(size, run, clear) if self.captures else run
+            self._runs[size] = self._capture(size, run, clear) if self.captures else run
         return self._runs[size]
 
-    def _captured(
+    def _capture(
         self, size: Any, run: Callable[[], object], clear: Callable[[], object]
     ) -> Callable[[], object]:
         clear()
@@ -242,7 +250,7 @@ def to_device(
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-class Columns:
+class PinnedColumns:
     """Columns on a device in one piece of memory, so that one copy moves them all.
 
     The host has two pinned buffers that take turns: one is written while the other's copy is under

@@ -24,7 +24,7 @@ _NONE = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass(slots=True)
-class _Text:
+class _TextRows:
     """Columns that a sequence's own text adds to the head's: ``rows`` [n, hidden], of the first
     ``CONTEXT_ROWS`` tokens that have no static row. ``read`` tokens were looked at.
     """
@@ -45,7 +45,7 @@ class _State:
 @dataclass(slots=True)
 class _Job:
     turn: Turn
-    text: _Text
+    text: _TextRows
     place: Row
     spine: Spine = field(default_factory=Spine)
 
@@ -77,10 +77,10 @@ class HeadEngine(Proposer):
         weight = network.join.weight
         self._device, self._dtype = weight.device, weight.dtype
         self._embedding, self._lm_head = embedding, lm_head
-        self._columns = Columns(token_ids)
-        self._head = kernels(network, self._rows_of(token_ids))
-        self._texts: dict[int, _Text] = {}
-        self._states: dict[int, _State] = {}
+        self.columns = Columns(token_ids)
+        self.head = kernels(network, self._rows_of(token_ids))
+        self._texts: dict[int, _TextRows] = {}
+        self.states: dict[int, _State] = {}
 
     def absorb(self, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
         """Keep the last of each sequence's states (``port.ReadsTarget``), as they are: most are
@@ -88,21 +88,21 @@ class HeadEngine(Proposer):
         """
         layers = self._config.layers
         for sequence, one in states:
-            self._states[sequence.id] = _State(one.end + 1, one.of(layers)[-1])
+            self.states[sequence.id] = _State(one.end + 1, one.of(layers)[-1])
 
     def assume(self, sequence: Sequence, tokens: int) -> None:
         """For measuring only: take the target as having given its state, and the text as read."""
         del tokens
         state = self._embedding.new_zeros(len(self._config.layers), self._config.hidden_size)
-        self._states[sequence.id] = _State(len(sequence.tokens), state)
+        self.states[sequence.id] = _State(len(sequence.tokens), state)
         self._text(sequence)
 
     def close(self) -> None:
         """Forget everything; the engine is of no use afterwards."""
         super().close()
         self._texts.clear()
-        self._states.clear()
-        del self._embedding, self._lm_head, self._head
+        self.states.clear()
+        del self._embedding, self._lm_head, self.head
 
     def _propose(self, turns: Seq[Turn]) -> Iterable[Proposal | None]:
         jobs = [
@@ -115,10 +115,10 @@ class HeadEngine(Proposer):
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
             self._texts.pop(sequence_id, None)
-            self._states.pop(sequence_id, None)
+            self.states.pop(sequence_id, None)
 
     def _missing(self, sequence: Sequence) -> str:
-        state, tokens = self._states.get(sequence.id), len(sequence.tokens)
+        state, tokens = self.states.get(sequence.id), len(sequence.tokens)
         if state is None or state.tokens != tokens:
             return f"the target has given no state of its {tokens} tokens"
         return ""
@@ -127,11 +127,11 @@ class HeadEngine(Proposer):
         """Return the target's rows of tokens [n, hidden], contiguous."""
         return self._lm_head[token_ids].to(self._device, self._dtype)
 
-    def _text(self, sequence: Sequence) -> _Text:
+    def _text(self, sequence: Sequence) -> _TextRows:
         """Return a sequence's columns, with those of the tokens that are new in its text."""
         text = self._texts.get(sequence.id)
         if text is None:
-            text = self._texts[sequence.id] = _Text(self._columns, self._rows_of(_NONE))
+            text = self._texts[sequence.id] = _TextRows(self.columns, self._rows_of(_NONE))
         new = dict.fromkeys(t for t in sequence.tokens[text.read :] if t not in text.columns)
         text.read = len(sequence.tokens)
         if new and len(text.rows) < CONTEXT_ROWS:
@@ -142,13 +142,13 @@ class HeadEngine(Proposer):
 
     def _run(self, jobs: list[_Job]) -> None:
         """Grow every job's spine, one pass for each of its places."""
-        states = torch.stack([self._states[job.turn.sequence.id].row for job in jobs])
-        state = self._head.begin(states.to(self._device, self._dtype))
+        states = torch.stack([self.states[job.turn.sequence.id].row for job in jobs])
+        state = self.head.begin(states.to(self._device, self._dtype))
         running = jobs
         while running:
             last = torch.tensor([job.place.before_last for job in running])
             token = self._embedding[last].to(self._device, self._dtype)
-            state, vectors, static = self._head.step(state, token)
+            state, vectors, static = self.head.step(state, token)
             self._extend(running, vectors, static.float())
             going = [place for place, job in enumerate(running) if job.goes_on]
             if len(going) < len(running):
@@ -168,7 +168,7 @@ class HeadEngine(Proposer):
             ]
         else:
             most = min(CANDIDATES, max(job.turn.nodes for job in jobs))
-            found = candidates(static, [job.place for job in jobs], most, self._columns)
+            found = candidates(static, [job.place for job in jobs], most, self.columns)
         for job, ones in zip(jobs, found, strict=True):
             columns = job.text.columns
             job.spine.extend((columns.token(column), p) for column, p in ones)

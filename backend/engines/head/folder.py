@@ -63,7 +63,7 @@ def read_config(folder: Path) -> HeadConfig:
     return HeadConfig(layers=tuple(layers), **values)
 
 
-def made_for(folder: Path) -> str:
+def read_target_sha256(folder: Path) -> str:
     """Return the hash of the target's weights that a head was trained on (``weights_sha256``);
     empty where its folder does not say.
     """

@@ -37,20 +37,20 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     from backend.engines.head.engine import HeadEngine
     from backend.engines.head.in_target import HeadInTarget
     from backend.engines.head.network import load
-    from backend.engines.models.footprint import shape_of
+    from backend.engines.models.reading import read_spec
 
     folder, target = service.path(engine), service.path(service.config.target)
-    config, whole = folders.read_config(folder), shape_of(target)
+    config, whole = folders.read_config(folder), read_spec(target)
     for name, own, theirs in (
         ("hidden_size", config.hidden_size, whole.hidden_size),
         ("vocab_size", config.vocab_size, whole.vocab_size),
     ):
         if own != theirs:
             raise ConfigError(f"draft {folder}: {name} is {own}, its target's {theirs}")
-    if config.layers[-1] > whole.num_layers:
-        text = f"layers go to {config.layers[-1]}, its target has {whole.num_layers}"
+    if config.layers[-1] > len(whole.layers):
+        text = f"layers go to {config.layers[-1]}, its target has {len(whole.layers)}"
         raise ConfigError(f"draft {folder}: {text}")
-    trained_on, weights = folders.made_for(folder), weights_sha256(target)
+    trained_on, weights = folders.read_target_sha256(folder), weights_sha256(target)
     if trained_on not in ("", weights):
         raise ConfigError(
             f"draft {folder} was trained on the weights {trained_on[:12]}, its target {target} has "

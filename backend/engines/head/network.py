@@ -34,7 +34,11 @@ class Head(Protocol):
         """Return states [n, hidden] of the target's, ``hidden`` [n, layers, hidden]."""
         ...
 
-    def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(
+        self,
+        state: Tensor,  # [n, hidden]
+        token: Tensor,  # [n, hidden]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the states after tokens of these embeddings [n, hidden], the vectors that the
         target's head multiplies, and their products with the static rows.
         """
@@ -51,7 +55,11 @@ class TorchHead:
         """Return states of the target's (``Head``)."""
         return self._network.begin(hidden)
 
-    def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(
+        self,
+        state: Tensor,  # [n, hidden]
+        token: Tensor,  # [n, hidden]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Move states on by tokens (``Head``)."""
         state, vectors = self._network.step(state, token)
         return state, vectors, vectors @ self._rows.T
@@ -76,20 +84,24 @@ class HeadNetwork(nn.Module):
 
     def begin(self, hidden: Tensor) -> Tensor:
         """Return states [n, hidden] of the target's, ``hidden`` [n, layers, hidden]."""
-        state: Tensor = self.join(self._normed(hidden, self.features_norm).flatten(1))
+        state: Tensor = self.join(self._norm(hidden, self.features_norm).flatten(1))
         return state
 
     def step(self, state: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Move states [n, hidden] on by tokens whose embeddings are ``token`` [n, hidden]; return
         the states after them, and the vectors [n, hidden] that the head multiplies.
         """
-        read = [self._normed(state, self.state_norm), self._normed(token, self.token_norm)]
+        read = [self._norm(state, self.state_norm), self._norm(token, self.token_norm)]
         state = state + self.mix(torch.cat(read, dim=1))
-        gate, up = self.gate_up(self._normed(state, self.mlp_norm)).chunk(2, dim=1)
+        gate, up = self.gate_up(self._norm(state, self.mlp_norm)).chunk(2, dim=1)
         state = state + self.down(functional.silu(gate) * up)
-        return state, self._normed(state, self.norm)
+        return state, self._norm(state, self.norm)
 
-    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def _norm(
+        self,
+        rows: Tensor,  # [..., hidden]
+        weight: Tensor,  # [hidden] or [layers, hidden]
+    ) -> Tensor:
         shape = (self.config.hidden_size,)
         return functional.rms_norm(rows, shape, eps=self.config.rms_norm_eps) * weight
 

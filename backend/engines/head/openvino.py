@@ -28,7 +28,9 @@ class OpenvinoHead:
         return self._begin.run(hidden=hidden.flatten(1))["state"]
 
     def step(
-        self, state: torch.Tensor, token: torch.Tensor
+        self,
+        state: torch.Tensor,  # [n, hidden]
+        token: torch.Tensor,  # [n, hidden]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Move states on by tokens (``Head``)."""
         found = self._step.run(before=state, token=token)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
+
+from backend.engines.models.spec import AttentionSpec
 
 ATTENTION = "spindle"
 """The name under which transformers knows the attention function."""
@@ -39,26 +40,6 @@ class AttentionError(ValueError):
     """An attention that no engine computes; the message names the layer and the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """A layer's requirements of attention."""
-
-    layer: int
-    heads: int
-    kv_heads: int
-    key_dim: int
-    """Columns of a head's query and key."""
-    value_dim: int
-    """Columns of a head's value and output."""
-    scale: float
-    window: int = 0
-    """Tokens that a query sees, itself included; 0: all before it."""
-    softcap: float = 0.0
-    """Bound of the scores, by tanh; 0: none."""
-    sinks: bool = False
-    """Whether each head has a learned score that takes part in softmax without a value."""
-
-
 Attend = Callable[
     [AttentionSpec, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
 ]
@@ -81,9 +62,9 @@ def attending_by(attend: Attend) -> Iterator[None]:
 
 def spec_of(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: torch.Tensor,  # [1, heads, rows, key_dim]
+    key: torch.Tensor,  # [1, kv_heads, rows, key_dim]
+    value: torch.Tensor,  # [1, kv_heads, rows, value_dim]
     scaling: float | None,
     options: Mapping[str, Any],
 ) -> AttentionSpec:
@@ -116,9 +97,9 @@ def spec_of(
 
 def _attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: torch.Tensor,  # [1, heads, rows, key_dim]
+    key: torch.Tensor,  # [1, kv_heads, rows, key_dim]
+    value: torch.Tensor,  # [1, kv_heads, rows, value_dim]
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     **options: Any,

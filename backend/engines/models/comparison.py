@@ -27,7 +27,7 @@ _MOST = {torch.bfloat16: 0.1}
 """The largest difference by dtype that is rounding, over the logits' standard deviation."""
 
 
-def own_logits(lm: nn.Module) -> torch.Tensor:
+def run_eagerly(lm: nn.Module) -> torch.Tensor:
     """Return the logits of the text that is compared, by transformers' own eager forward."""
     model: Any = lm
     text, _ = _texts(lm)
@@ -45,10 +45,10 @@ def compare(
     lm: nn.Module,
     forward: Callable[[Seq[Chunk]], torch.Tensor],
     name: str,
-    expected: torch.Tensor | None = None,
+    expected: torch.Tensor | None = None,  # [TOKENS, vocab]
 ) -> float:
     """Return how far ``forward`` is from transformers' own eager one on ``TOKENS`` tokens;
-    ``expected`` are its logits (none: ``own_logits``).
+    ``expected`` are its logits (none: ``run_eagerly``).
 
     It runs them in two passes, the first with another text. How far is the median row's root mean
     square over the logits' standard deviation, of the worse pass.
@@ -63,7 +63,7 @@ def compare(
             forward([Chunk(text[:_FIRST], 0, table, _FIRST), Chunk(other, 0, others, 0)]).clone(),
             forward([Chunk(text[_FIRST:], _FIRST, table, TOKENS - _FIRST)]).clone(),
         ]
-    expected = own_logits(lm) if expected is None else expected
+    expected = run_eagerly(lm) if expected is None else expected
     wanted = expected.split((_FIRST, TOKENS - _FIRST))
     difference = max(
         float((got.double() - want).square().mean(-1).sqrt().median() / expected.std())

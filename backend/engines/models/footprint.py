@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 from backend.config import EngineConfig, ServingConfig
-from backend.engines.checkpoint import DTYPES, read_config
-from backend.engines.models.shape import shape_of_decoder
+from backend.engines.checkpoint import DTYPES
+from backend.engines.models.reading import read_spec
+from backend.engines.models.spec import DecoderSpec
 from backend.engines.port import Footprint
 from backend.engines.stepping.counterfactual import SCORED_ROWS
-from backend.kinds import misfit_of_llama
-from backend.storage.manifest import read_model_config
 
 LOGIT_BYTES = 28
 """Bytes for each logit of a pass while distributions are made of them (copies, sort and indices of
@@ -27,48 +25,18 @@ def activation_bytes(dtype: str) -> int:
     return 4 if dtype in ("int8", "int4") else DTYPES[dtype].itemsize
 
 
-class Shape(Protocol):
-    """The sizes that memory depends on, of a ``LlamaConfig`` or a ``DecoderShape``."""
-
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_layers(self) -> int: ...  # noqa: D102
-    @property
-    def tied(self) -> bool: ...  # noqa: D102
-    @property
-    def weights(self) -> int: ...  # noqa: D102
-    @property
-    def looked_up(self) -> int: ...  # noqa: D102
-    @property
-    def experts(self) -> int: ...  # noqa: D102
-    @property
-    def kv_width(self) -> int: ...  # noqa: D102
-    @property
-    def row_width(self) -> int: ...  # noqa: D102
-
-
-def shape_of(folder: Path) -> Shape:
-    """Return the shape of a folder's model. Raises CheckpointError for one that is not served."""
-    if not misfit_of_llama(read_model_config(folder)):
-        return read_config(folder)
-    return shape_of_decoder(folder)
-
-
 def weight_bytes(
-    shape: Shape, looked_up: int, multiplied: int, in_experts: int, *, packs_head: bool
+    spec: DecoderSpec, looked_up: int, multiplied: int, in_experts: int, *, packs_head: bool
 ) -> int:
     """Return what weights take, by the bytes of a weight that is looked up, of one that is
     multiplied and of one in an expert. ``packs_head``: a tied embedding is copied to be multiplied
     by.
     """
-    copied = packs_head and shape.tied
-    others = shape.weights - shape.looked_up - shape.experts
-    others += shape.vocab_size * shape.hidden_size if copied else 0
-    experts = in_experts * shape.experts
-    return looked_up * shape.looked_up + multiplied * others + experts
+    copied = packs_head and spec.tied
+    others = spec.weights - spec.looked_up - spec.experts
+    others += spec.vocab_size * spec.hidden_size if copied else 0
+    experts = in_experts * spec.experts
+    return looked_up * spec.looked_up + multiplied * others + experts
 
 
 def footprint(
@@ -90,13 +58,13 @@ def footprint(
     rows = logit_rows + limits.prefill_chunk_tokens
     prob_rows = 0 if target else limits.max_active_requests * k_max
     logit_rows += 0 if target else SCORED_ROWS
-    shape, item = shape_of(folder), activation_bytes(engine.dtype)
-    vocab = shape.vocab_size
+    spec, item = read_spec(folder), activation_bytes(engine.dtype)
+    vocab = spec.vocab_size
     kept_rows = min(limits.prefill_chunk_tokens, limits.max_logits_bytes // (4 * vocab)) * target
-    weights = weight_bytes(shape, *(weight_sizes or 3 * (item,)), packs_head=packs_head)
-    passes = rows * shape.row_width * item + vocab * (
+    weights = weight_bytes(spec, *(weight_sizes or 3 * (item,)), packs_head=packs_head)
+    passes = rows * spec.row_width * item + vocab * (
         logit_rows * LOGIT_BYTES + prob_rows * PROB_BYTES
     )
     passes += vocab * kept_rows * (item + 4)  # logits that are kept for replies, and in fp32
-    kv = (limits.kv_cache_tokens + scratch_tokens) * shape.kv_width * item
+    kv = (limits.kv_cache_tokens + scratch_tokens) * spec.kv_width * item
     return Footprint(engine.device, weights, kv, passes)

@@ -8,10 +8,10 @@ from typing import Any
 
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.latency_cases import latency_cases
+from backend.engines.models.reading import read_spec
 from backend.engines.port import Footprint
-from backend.kinds import misfit_of_llama
 from backend.storage.manifest import check_model as check_folder
-from backend.storage.manifest import read_model_config
+from backend.storage.manifest import named
 
 __all__ = ["check_any_decoder", "check_folder", "footprint", "latency_cases"]
 
@@ -21,11 +21,8 @@ def check_any_decoder(
 ) -> None:
     """Raise ConfigError for a folder that is not a decoder we serve, with the reason."""
     check_folder(key, engine, config, path)
-    folder = path(engine)
-    if misfit_of_llama(read_model_config(folder)):
-        from backend.engines.models.shape import check_decoder  # it imports torch
-
-        check_decoder(key, folder)
+    with named(key):
+        read_spec(path(engine))
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path, **own: Any) -> Footprint:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,26 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from backend.engines.checkpoint import CheckpointError
-from backend.engines.models.attention import ATTENTION, AttentionSpec, attending_by
+from backend.engines.models.attention import ATTENTION, attending_by
 from backend.engines.models.configuration import read_decoder_config, refuse
+from backend.engines.models.spec import AttentionSpec, DecoderSpec, PlainLlama
+from backend.engines.stepping.rope import ROPE_TYPES
 
 _ROWS, _WANTED = 5, 2
 """Tokens of the pass on the meta device, and rows of them whose logits are asked for."""
 
+_LLAMAS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+"""Architectures that are a Llama and nothing more, with the settings that ``_plain`` looks at."""
 
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """Facts about a decoder that are known before its weights are read."""
-
-    architecture: str
-    """The class that transformers builds."""
-    vocab_size: int
-    hidden_size: int
-    max_context_tokens: int
-    layers: tuple[AttentionSpec, ...]
-    weights: int
-    """Numbers in all matrices together, each counted once."""
-    looked_up: int
-    """Numbers in the matrices of embeddings."""
-    experts: int
-    """Numbers in the matrices of experts."""
-    tied: bool
-    """Whether the head is a matrix of embeddings."""
-    row_width: int
-    """Numbers that the widest layer makes of a token."""
-
-    @property
-    def kv_width(self) -> int:
-        """Numbers that a token keeps in all layers together."""
-        return sum(spec.kv_heads * (spec.key_dim + spec.value_dim) for spec in self.layers)
+_ROPE_SETTINGS = {
+    "factor",
+    "high_freq_factor",
+    "low_freq_factor",
+    "original_max_position_embeddings",
+    "rope_theta",
+    "rope_type",
+}
+"""Settings of a rotary embedding that ``stepping.rope`` computes."""
 
 
 def probe(folder: Path) -> DecoderSpec:
@@ -62,7 +49,7 @@ def probe(folder: Path) -> DecoderSpec:
         refuse(folder, architecture, str(error) or type(error).__name__)
     for reason in _reasons(lm, config, layers):
         refuse(folder, architecture, reason)
-    embeddings, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     return DecoderSpec(
         architecture=architecture,
         vocab_size=int(config.vocab_size),
@@ -72,8 +59,9 @@ def probe(folder: Path) -> DecoderSpec:
         weights=sum(weight.numel() for weight in lm.parameters()),
         looked_up=sum(m.weight.numel() for m in lm.modules() if isinstance(m, nn.Embedding)),
         experts=sum(weight.numel() for weight in lm.parameters() if weight.dim() == 3),
-        tied=head.weight is embeddings.weight,
+        tied=tied,
         row_width=_row_width(lm, config, layers),
+        llama=_plain(lm, config, layers, tied=tied),
     )
 
 
@@ -90,10 +78,10 @@ def _run(config: PretrainedConfig) -> tuple[Any, list[AttentionSpec]]:
 
     def attend(
         spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
+        query: torch.Tensor,  # [1, heads, rows, key_dim]
+        key: torch.Tensor,  # [1, kv_heads, rows, key_dim]
+        value: torch.Tensor,  # [1, kv_heads, rows, value_dim]
+        sinks: torch.Tensor | None,  # [heads]
     ) -> torch.Tensor:
         del key, value, sinks
         layers.append(spec)
@@ -128,6 +116,8 @@ def _reasons(lm: Any, config: PretrainedConfig, layers: Sequence[AttentionSpec])
     if any(isinstance(module, nn.Conv1d) for module in lm.modules()):
         yield "a convolution keeps a state that is not KV"
     for spec in layers:
+        if spec.heads % spec.kv_heads:
+            yield f"its {spec.heads} heads are no multiple of its {spec.kv_heads} of keys"
         kind = kinds[spec.layer] if len(kinds) > spec.layer else ""
         if kind == "sliding_attention" and not spec.window:
             layer = f"the sliding window of layer {spec.layer}"
@@ -152,3 +142,33 @@ def _row_width(lm: Any, config: PretrainedConfig, layers: Sequence[AttentionSpec
     experts = getattr(config, "num_experts_per_tok", None) or 1
     routed = experts * int(getattr(config, "moe_intermediate_size", None) or units)
     return int(4 * config.hidden_size + attention + 3 * max(units, routed))
+
+
+def _plain(
+    lm: Any, config: PretrainedConfig, layers: Sequence[AttentionSpec], *, tied: bool
+) -> PlainLlama | None:
+    """Return a decoder as a Llama; None for one that is more than that."""
+    settings: Any = config
+    if type(lm).__name__ not in _LLAMAS or any(spec.window for spec in layers):
+        return None
+    rope = {k: value for k, value in settings.rope_parameters.items() if k != "type"}
+    if rope["rope_type"] not in ROPE_TYPES or not rope.keys() <= _ROPE_SETTINGS:
+        return None
+    if settings.hidden_act != "silu" or getattr(settings, "mlp_bias", False):
+        return None
+    attention, first = lm.get_decoder().layers[0].self_attn, layers[0]
+    return PlainLlama(
+        vocab_size=int(settings.vocab_size),
+        hidden_size=int(settings.hidden_size),
+        intermediate_size=int(settings.intermediate_size),
+        num_layers=len(layers),
+        num_heads=first.heads,
+        num_kv_heads=first.kv_heads,
+        head_dim=first.key_dim,
+        rms_norm_eps=float(settings.rms_norm_eps),
+        rope_theta=float(rope["rope_theta"]),
+        rope=rope,
+        tied=tied,
+        qkv_bias=attention.q_proj.bias is not None,
+        output_bias=attention.o_proj.bias is not None,
+    )

@@ -22,10 +22,11 @@ from transformers.utils import logging
 
 from backend.engines.checkpoint import CheckpointError, read_stored, widen_stored
 from backend.engines.memory import PROCESS_BYTES, host_bytes
-from backend.engines.models.attention import AttentionSpec, attending_by
+from backend.engines.models.attention import attending_by
 from backend.engines.models.comparison import BLOCKS, TOKENS, compare
 from backend.engines.models.loading import load_decoder
-from backend.engines.models.probe import DecoderSpec, check_taps, probe
+from backend.engines.models.probe import check_taps, probe
+from backend.engines.models.spec import AttentionSpec, DecoderSpec
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.experts import EXPERTS
 from backend.engines.openvino.four_bits import take_four_bits

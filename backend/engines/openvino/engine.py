@@ -10,7 +10,10 @@ from pathlib import Path
 
 import torch
 
-from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.checkpoint import Weights
+from backend.engines.models.llama import load_llama
+from backend.engines.models.reading import read_spec
+from backend.engines.models.spec import PlainLlama
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.graph_cache import bring_graph
 from backend.engines.openvino.layout import paths
@@ -26,10 +29,8 @@ from backend.engines.openvino.paged_attention import check_version
 from backend.engines.port import Completion, Turn
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
-from backend.kinds import misfit_of_llama
 from backend.sampling.verification import Row
 from backend.sequence import Sequence
-from backend.storage.manifest import read_model_config
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,9 @@ class OpenvinoEngine(StepEngine):
         than is known.
         """
         torch.set_num_threads(1)  # between passes it only moves rows: waking a thread takes longer
-        if dtype != "int4" and not misfit_of_llama(read_model_config(folder)):
+        if dtype != "int4" and read_spec(folder).llama:
             stored = "bf16" if dtype == "bf16" else "fp32"
-            config, weights = load(folder, stored)
+            config, weights = load_llama(folder, stored)
             self._set_up(name, config, weights, dtype=dtype, threads=threads, **sizes)  # type: ignore[arg-type]
         else:
             check_version()
@@ -77,7 +78,7 @@ class OpenvinoEngine(StepEngine):
 
     @classmethod
     def from_weights(
-        cls, name: str, config: LlamaConfig, weights: Weights, **sizes: int | bool | str | Seq[int]
+        cls, name: str, config: PlainLlama, weights: Weights, **sizes: int | bool | str | Seq[int]
     ) -> OpenvinoEngine:
         """Build an engine of weights in memory, which are fp32 or bf16.
 
@@ -95,7 +96,7 @@ class OpenvinoEngine(StepEngine):
     def _set_up(
         self,
         name: str,
-        config: LlamaConfig,
+        config: PlainLlama,
         weights: Weights,
         *,
         kv_blocks: int,
@@ -225,7 +226,7 @@ def precision_of(dtype: str) -> str:
     return "bf16" if dtype == "bf16" else "fp32"
 
 
-def keeps_bits(config: LlamaConfig, dtype: str) -> bool:
+def keeps_bits(config: PlainLlama, dtype: str) -> bool:
     """Return whether a row's products are the same bits among any other rows.
 
     In bf16 on AMX few rows go through other kernels than many where a sum is not of whole tiles

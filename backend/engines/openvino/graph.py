@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from openvino import Model, Output, Type, op, opset13
 
-from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.checkpoint import Weights
+from backend.engines.models.spec import PlainLlama
 from backend.engines.openvino.paged_attention import Heads, paged_attention
 from backend.engines.openvino.parts import (
     floats,
@@ -32,7 +33,7 @@ LAYOUT = {
 
 
 def build(
-    config: LlamaConfig,
+    config: PlainLlama,
     weights: Weights,
     *,
     max_positions: int,
@@ -75,7 +76,7 @@ class _Inputs:
 class _Builder:
     def __init__(
         self,
-        config: LlamaConfig,
+        config: PlainLlama,
         weights: Weights,
         max_positions: int,
         *,

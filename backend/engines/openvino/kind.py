@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from backend.config import EngineConfig, ServingConfig
 from backend.engines.models import kind
 from backend.engines.models.kind import check_any_decoder, latency_cases
+from backend.engines.models.reading import read_spec
 from backend.engines.openvino.formats import misfit_of_four_bits
 from backend.engines.port import Engine, Footprint
-from backend.kinds import misfit_of_llama
 from backend.machine import machine
 from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
@@ -72,7 +72,7 @@ def convert(
     engine: EngineConfig, folder: Path, service: Service, say: Callable[[str], None]
 ) -> None:
     """Convert a folder that has no graph of our own, unless the cache has it converted."""
-    if engine.dtype == "int4" or misfit_of_llama(read_model_config(folder)):
+    if engine.dtype == "int4" or read_spec(folder).llama is None:
         from backend.engines.openvino.graph_cache import bring_graph  # it imports OpenVINO
 
         taps = service.taps if engine.name == service.config.target.name else ()
@@ -98,10 +98,8 @@ def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Foot
         scratch_tokens=SCRATCH_TOKENS,
     )
     if is_packed:
-        from backend.engines.models.footprint import shape_of  # it imports torch
-
-        shape = shape_of(folder)
+        spec = read_spec(folder)
         stored = sum(file.stat().st_size for file in weight_files(folder))
-        head = int(HEAD_BYTES[engine.lm_head] * shape.vocab_size * shape.hidden_size)
+        head = int(HEAD_BYTES[engine.lm_head] * spec.vocab_size * spec.hidden_size)
         plan = replace(plan, weights=stored + head)
     return plan

@@ -13,7 +13,8 @@ import openvino
 import torch
 from openvino import Model, Type
 
-from backend.engines.checkpoint import CheckpointError, LlamaConfig, Weights
+from backend.engines.checkpoint import CheckpointError, Weights
+from backend.engines.models.spec import PlainLlama
 from backend.engines.openvino.converted import Converted
 from backend.engines.openvino.graph import build
 from backend.engines.openvino.layout import SCRATCH_TOKENS, Blocks, Layout, in_calls
@@ -287,7 +288,7 @@ class OpenvinoLlama(OpenvinoDecoder):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: PlainLlama,
         weights: Weights,
         *,
         max_positions: int,

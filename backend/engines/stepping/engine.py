@@ -91,9 +91,9 @@ class StepEngine:
     def __init__(self, name: str, model: Model, limits: EngineLimits) -> None:
         self.name, self.limits = name, limits
         self._max_positions = limits.max_context_tokens + limits.max_draft_tokens
-        self._model = model
+        self.model = model
         self._columns = Columns(size=limits.vocab_size)
-        self._caches = Caches(name, limits.kv_blocks, model.device)
+        self.caches = Caches(name, limits.kv_blocks, model.device)
         self._turns: list[Turn] = []
         self._rows_to_score = SCORED_ROWS  # left in this submission
 
@@ -120,9 +120,9 @@ class StepEngine:
                 completions.append(Completion(turn.sequence.id, [], error=str(error)))
         with torch.inference_mode():
             self._run(jobs)
-            if self._model.device.type == "cuda" and not any(job.tokens for job in jobs):
+            if self.model.device.type == "cuda" and not any(job.tokens for job in jobs):
                 # Passes without a result run later; their time may be taken.
-                torch.cuda.current_stream(self._model.device).synchronize()
+                torch.cuda.current_stream(self.model.device).synchronize()
             return completions + [self._complete(job) for job in jobs]
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
@@ -130,11 +130,11 @@ class StepEngine:
         gone = set(sequence_ids)
         if any(turn.sequence.id in gone for turn in self._turns):
             self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
-        self._caches.forget(gone)
+        self.caches.forget(gone)
 
     def unseen(self, sequence: Sequence) -> int:
         """Return how many committed tokens have no KV here."""
-        return len(sequence.tokens) - self._caches.matching(sequence)
+        return len(sequence.tokens) - self.caches.matching(sequence)
 
     def available(self, sequence: Sequence, length: int) -> int:
         """Return ``length`` cut to the engine's limit and to the room left in the context and in
@@ -149,14 +149,14 @@ class StepEngine:
         """For measuring only: take the first ``tokens`` tokens as seen without running them (their
         KV is whatever the pool holds).
         """
-        cache = self._caches.of(sequence)
+        cache = self.caches.of(sequence)
         cache.ran, cache.agreed = sequence.tokens[:tokens], 0
 
     def close(self) -> None:
         """Release the model and its KV; the engine is of no use afterwards."""
-        self._caches.clear()
+        self.caches.clear()
         self._turns.clear()
-        del self._model
+        del self.model
 
     # -- one submission
 
@@ -165,13 +165,13 @@ class StepEngine:
         ValueError names what is wrong.
         """
         sequence, end = turn.sequence, turn.end
-        cache = self._caches.of(sequence)
+        cache = self.caches.of(sequence)
         request = Row.of(sequence, turn.proposal)
         if wrong := self._wrong(turn) or self._wrong_in_blocks(turn, len(cache.table)):
             raise ValueError(f"turn of sequence {sequence.id}: {wrong}")
         decides = turn.run > 0
         start = min(
-            self._caches.matching_in(cache, sequence), end - decides
+            self.caches.matching_in(cache, sequence), end - decides
         )  # the last row is run again where its logits are wanted
         tokens = [*sequence.tokens[start:end], *request.tokens]
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size):
@@ -199,7 +199,7 @@ class StepEngine:
         sequence = turn.sequence
         if turn.end == start + 1:  # the only token that it runs is the first
             return 0
-        first = max(start + 1, sequence.prompt_tokens, cache.own_end(sequence.tokens))
+        first = max(start + 1, sequence.prompt_tokens, cache.find_end(sequence.tokens))
         price = 1 if sequence.sampling.greedy else DRAWN_ROWS
         rows = max(0, min(turn.end - first, self._rows_to_score // price))
         self._rows_to_score -= rows * price
@@ -252,13 +252,13 @@ class StepEngine:
 
     def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
         """Run chunks, and decide about their last rows."""
-        logits = self._score(self._model.forward([chunk for _, chunk in running]), running)
+        logits = self._score(self.model.forward([chunk for _, chunk in running]), running)
         self._ran(running)
         deciding = [job for job, _ in running if job.turn.run]
         if deciding:
             self._decide(logits, deciding)
-        if self._model.hidden_states is not None:
-            self._take_hidden_states(running, self._model.hidden_states)
+        if self.model.hidden_states is not None:
+            self._take_hidden_states(running, self.model.hidden_states)
 
     @staticmethod
     def _take_hidden_states(running: list[tuple[Job, Chunk]], states: torch.Tensor) -> None:
@@ -362,7 +362,7 @@ class StepEngine:
     def _keep(self, accepted: list[tuple[Job, Chunk]]) -> None:
         """Note that accepted nodes have KV, and have it where their tokens are in the text."""
         if accepted:
-            self._model.keep([(chunk, job.path) for job, chunk in accepted])
+            self.model.keep([(chunk, job.path) for job, chunk in accepted])
         for job, _ in accepted:
             job.cache.ran += [job.request.tokens[node] for node in job.path]
 
@@ -390,7 +390,7 @@ class StepEngine:
             return None
         parts = job.hidden_states
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return HiddenStates(job.chunk.start, self._model.taps, rows)
+        return HiddenStates(job.chunk.start, self.model.taps, rows)
 
 
 def step_limits(

@@ -39,7 +39,7 @@ class Cache:
         self.agreed = agreed
         return agreed
 
-    def own_end(self, tokens: list[int]) -> int:
+    def find_end(self, tokens: list[int]) -> int:
         """Return where the tokens end that the step of its last proposal emitted: what was accepted
         of it and one more.
         """

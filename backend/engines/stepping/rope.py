@@ -8,9 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Rotary embeddings that ``rope_tables`` computes."""
+
 
 class Rotary(Protocol):
-    """The settings of a rotary embedding, by the names of ``LlamaConfig``."""
+    """The settings of a rotary embedding, as transformers names them."""
 
     @property
     def head_dim(self) -> int:

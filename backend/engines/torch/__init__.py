@@ -1,1 +1,1 @@
-"""The readable reference engine: one Llama forward on torch, CPU and CUDA."""
+"""The readable reference engine: decoders of transformers on torch, CPU and CUDA."""

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from backend.engines.models.attention import AttentionSpec, attending_by
+from backend.engines.models.attention import attending_by
+from backend.engines.models.spec import AttentionSpec
 from backend.engines.stepping.chunks import Chunk, ancestors, logit_rows, moves
 from backend.sequence import BLOCK_TOKENS
 
-Masks = dict[int, torch.Tensor | None]
-"""The mask of what the rows [rows, keys] of a chunk do not see, by window; None where they see
-every key.
+Masks = dict[tuple[int, int], torch.Tensor | None]
+"""Masks of a chunk's scores [group x rows, keys], by window and by the heads of a KV head:
+minus infinity where a row does not see a key, else 0; None where all rows see all keys.
 """
 
 
@@ -26,7 +27,8 @@ class Decoder:
     """A decoder whose layers keep KV in ``kv_blocks`` blocks (``stepping.engine.Model``).
 
     ``lm`` attends by ``ATTENTION``; ``layers`` is what it asks. ``taps`` are the layers, counted
-    from 1, whose output drafts read.
+    from 1, whose output drafts read. ``pools`` has each layer's keys and its values [slots, heads,
+    columns].
     """
 
     def __init__(
@@ -35,13 +37,15 @@ class Decoder:
         self.lm = lm
         self.device: torch.device = self.lm.device
         self.dtype: torch.dtype = self.lm.dtype
+        self.vocab_size: int = self.lm.config.get_text_config().vocab_size
         self.taps = tuple(taps)
         self.hidden_states: torch.Tensor | None = None
         slots = kv_blocks * BLOCK_TOKENS
-        self._pools = {
+        self.pools = {
             spec.layer: [self._pool(slots, *shape) for shape in _kv(spec)] for spec in layers
         }
-        self._windows = {spec.window for spec in layers}
+        self._groups = {(spec.window, spec.heads // spec.kv_heads) for spec in layers}
+        self._has_windows = any(window for window, _ in self._groups)
         self._tapped: list[torch.Tensor] = []
         for layer in taps:
             self.lm.get_decoder().layers[layer - 1].register_forward_hook(self._tap)
@@ -56,7 +60,7 @@ class Decoder:
         ids = torch.tensor([[t for chunk in chunks for t in chunk.tokens]], device=self.device)
         positions = torch.tensor([[p for c in chunks for p in c.positions]], device=self.device)
         wanted = torch.tensor(logit_rows(chunks), dtype=torch.int64, device=self.device)
-        self._chunks, self._masks = chunks, [self._hidden(chunk) for chunk in chunks]
+        self._chunks, self._masks = chunks, [self._masks_of(chunk) for chunk in chunks]
         self._slots = torch.cat([c.table.slots[c.start : c.start + len(c.tokens)] for c in chunks])
         self._tapped.clear()
         with attending_by(self._attend):
@@ -71,7 +75,7 @@ class Decoder:
         """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
         sources, targets = moves(accepted)
         if len(sources):
-            for pool in (pool for pools in self._pools.values() for pool in pools):
+            for pool in (pool for pools in self.pools.values() for pool in pools):
                 pool.index_copy_(0, targets, pool.index_select(0, sources))
 
     def _pool(self, slots: int, heads: int, columns: int) -> torch.Tensor:
@@ -83,8 +87,10 @@ class Decoder:
         states = output[0] if isinstance(output, tuple) else output
         self._tapped.append(states.reshape(-1, states.shape[-1]))
 
-    def _hidden(self, chunk: Chunk) -> Masks:
-        """Return what the rows of a chunk do not see."""
+    def _masks_of(self, chunk: Chunk) -> Masks:
+        """Return the masks of a chunk."""
+        if len(chunk.tokens) == 1 and not self._has_windows:
+            return dict.fromkeys(self._groups)
         positions = torch.tensor(chunk.positions)
         keys = torch.cat((torch.arange(chunk.start), positions))
         hidden = keys > positions[:, None]
@@ -92,21 +98,22 @@ class Decoder:
             hidden[:-nodes, -nodes:] = True
             hidden[-nodes:, -nodes:] = ~ancestors(chunk.parents)
         masks: Masks = {}
-        for window in self._windows:
+        for window, group in self._groups:
             outside = hidden | (keys <= positions[:, None] - window) if window else hidden
-            masks[window] = outside.to(self.device) if outside.any() else None
+            mask = torch.zeros(outside.shape, dtype=self.dtype).masked_fill_(outside, -math.inf)
+            masks[window, group] = mask.repeat(group, 1).to(self.device)
         return masks
 
     def _attend(
         self,
         spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        sinks: torch.Tensor | None,
+        query: torch.Tensor,  # [1, heads, rows, key_dim]
+        key: torch.Tensor,  # [1, kv_heads, rows, key_dim]
+        value: torch.Tensor,  # [1, kv_heads, rows, value_dim]
+        sinks: torch.Tensor | None,  # [heads]
     ) -> torch.Tensor:
         """Store keys and values, and attend, each chunk to its own keys (``Attend``)."""
-        pools = self._pools[spec.layer]
+        pools = self.pools[spec.layer]
         for pool, new in zip(pools, (key, value), strict=True):
             pool.index_copy_(0, self._slots, new[0].transpose(0, 1))
         outputs, row = [], 0
@@ -114,18 +121,19 @@ class Decoder:
             rows = len(chunk.tokens)
             keys, values = (chunk.table.read(pool, chunk.start + rows) for pool in pools)
             queries = query[0, :, row : row + rows]
-            outputs.append(attend(spec, queries, keys, values, masks[spec.window], sinks))
+            mask = masks[spec.window, spec.heads // spec.kv_heads]
+            outputs.append(attend(spec, queries, keys, values, mask, sinks))
             row += rows
         return torch.cat(outputs)[None]
 
 
 def attend(
     spec: AttentionSpec,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    hidden: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    queries: torch.Tensor,  # [heads, rows, key_dim]
+    keys: torch.Tensor,  # [keys, kv_heads, key_dim]
+    values: torch.Tensor,  # [keys, kv_heads, value_dim]
+    mask: torch.Tensor | None,  # [group x rows, keys]
+    sinks: torch.Tensor | None,  # [heads]
 ) -> torch.Tensor:
     """Return the attention [rows, heads, value_dim] of a sequence's ``queries`` [heads, rows, dim]
     to its ``keys`` and ``values`` [keys, kv_heads, dim].
@@ -135,10 +143,6 @@ def attend(
     rows, group = queries.shape[1], spec.heads // spec.kv_heads
     q = queries.reshape(spec.kv_heads, group * rows, spec.key_dim)
     k, v = keys.transpose(0, 1), values.transpose(0, 1)
-    mask = None
-    if hidden is not None:
-        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
-        mask = mask.masked_fill_(hidden, -math.inf).repeat(group, 1)
     if spec.softcap or sinks is not None:
         scores = q @ k.transpose(1, 2) * spec.scale
         if spec.softcap:

@@ -1,4 +1,4 @@
-"""The readable reference on any device: a Llama forward on torch, or transformers' modules."""
+"""The readable reference on any device: transformers' modules, pass by pass."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import logging
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
-import torch
+from torch import nn
 
-from backend.engines.checkpoint import LlamaConfig, Weights, load
+from backend.engines.models.comparison import BLOCKS, compare
+from backend.engines.models.loading import load_decoder
+from backend.engines.models.probe import check_taps
+from backend.engines.models.reading import read_spec
+from backend.engines.models.spec import AttentionSpec
 from backend.engines.stepping.engine import StepEngine, step_limits
-from backend.engines.torch.llama import Llama
-from backend.kinds import misfit_of_llama
-from backend.storage.manifest import read_model_config
+from backend.engines.torch.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -23,84 +25,40 @@ class TorchEngine(StepEngine):
     def __init__(
         self,
         name: str,
+        lm: nn.Module,
+        layers: Seq[AttentionSpec],
+        *,
+        kv_blocks: int,
+        max_context_tokens: int,
+        max_draft_tokens: int = 8,
+        taps: Seq[int] = (),
+    ) -> None:
+        """Serve a causal language model of transformers that attends by ``ATTENTION``, on its
+        device and in its dtype; ``taps`` are the layers whose output drafts read.
+        """
+        model = Decoder(lm, layers, kv_blocks=max(kv_blocks, BLOCKS), taps=taps)
+        limits = step_limits(model.vocab_size, kv_blocks, max_context_tokens, max_draft_tokens)
+        super().__init__(name, model, limits)
+        self.model: Decoder
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
         folder: Path,
         *,
         dtype: str = "bf16",
         device: str = "cpu",
-        threads: int | None = None,
-        **sizes: int | Seq[int],
-    ) -> None:
-        """Load a Hugging Face folder. ``threads`` sets torch's threads, for the whole process;
-        ``sizes`` are those of ``from_weights``.
-
-        Raises CheckpointError for a folder that cannot be served.
-        """
-        if threads is not None:
-            torch.set_num_threads(threads)
-        if misfit_of_llama(read_model_config(folder)):
-            self._set_up_decoder(name, folder, dtype, device, **sizes)  # type: ignore[arg-type]
-        else:
-            self._set_up(name, *load(folder, dtype, device), **sizes)  # type: ignore[arg-type]
-
-    @classmethod
-    def from_weights(
-        cls, name: str, config: LlamaConfig, weights: Weights, **sizes: int | Seq[int]
+        taps: Seq[int] = (),
+        **sizes: int,
     ) -> TorchEngine:
-        """Build an engine of weights that are in memory (``config.shapes()`` names them), in their
-        dtype and on their device.
-
-        ``sizes``: ``kv_blocks``, ``max_context_tokens``, ``max_draft_tokens`` (8) and ``taps``, the
-        layers whose output drafts read (none).
+        """Serve a folder, after a comparison with transformers' own forward. Raises ConfigError for
+        one that cannot be served.
         """
-        engine = cls.__new__(cls)
-        engine._set_up(name, config, dict(weights), **sizes)  # type: ignore[arg-type]
-        return engine
-
-    def _set_up(
-        self,
-        name: str,
-        config: LlamaConfig,
-        weights: Weights,
-        *,
-        kv_blocks: int,
-        max_context_tokens: int,
-        max_draft_tokens: int = 8,
-        taps: Seq[int] = (),
-    ) -> None:
-        limits = step_limits(config.vocab_size, kv_blocks, max_context_tokens, max_draft_tokens)
-        with torch.inference_mode():
-            model = Llama(
-                config,
-                weights,
-                kv_blocks=kv_blocks,
-                max_positions=max_context_tokens + max_draft_tokens,
-                taps=taps,
-            )
-        super().__init__(name, model, limits)
-
-    def _set_up_decoder(
-        self,
-        name: str,
-        folder: Path,
-        dtype: str,
-        device: str,
-        *,
-        kv_blocks: int,
-        max_context_tokens: int,
-        max_draft_tokens: int = 8,
-        taps: Seq[int] = (),
-    ) -> None:
-        from backend.engines.models.comparison import compare  # transformers takes seconds
-        from backend.engines.models.loading import load_decoder
-        from backend.engines.models.probe import check_taps, probe
-        from backend.engines.torch.decoder import Decoder
-
-        spec = probe(folder)
+        spec = read_spec(folder)
         check_taps(folder, spec, taps)
-        lm = load_decoder(folder, dtype, device)
-        model = Decoder(lm, spec.layers, kv_blocks=kv_blocks, taps=taps)
-        difference = compare(lm, model.forward, f"{name}: {folder}")
+        engine = cls(name, load_decoder(folder, dtype, device), spec.layers, taps=taps, **sizes)
+        difference = compare(engine.model.lm, engine.model.forward, f"{name}: {folder}")
         text = "%s: a %s of transformers, %.1g standard deviations from its own forward"
         logger.info(text, name, spec.architecture, difference)
-        limits = step_limits(spec.vocab_size, kv_blocks, max_context_tokens, max_draft_tokens)
-        super().__init__(name, model, limits)
+        return engine

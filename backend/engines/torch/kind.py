@@ -21,6 +21,8 @@ __all__ = ["check_folder", "footprint", "latency_cases", "make"]
 
 def make(engine: EngineConfig, service: Service) -> Engine:
     """Load an engine."""
+    import torch
+
     from backend.engines.torch.engine import TorchEngine
 
     on_cpu = engine.device == "cpu"
@@ -32,12 +34,12 @@ def make(engine: EngineConfig, service: Service) -> Engine:
             "fast here",
             engine.name,
         )
-    return TorchEngine(
+    torch.set_num_threads(service.threads)
+    return TorchEngine.load(
         engine.name,
         service.path(engine),
         dtype=engine.dtype,
         device=engine.device,
-        threads=service.threads,
         taps=service.taps if engine.name == service.config.target.name else (),
         **service.sizes,
     )

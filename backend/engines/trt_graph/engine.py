@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backend.engines.checkpoint import LlamaConfig
+from backend.engines.models.spec import PlainLlama
 from backend.engines.stepping.chunks import Chunk, ancestors, moves
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
 from backend.engines.trt_graph.inputs import (
@@ -60,21 +60,21 @@ class Runtime(Protocol):
 
 class CompiledModel:
     """A compiled decoder with a KV pool of ``kv_blocks`` blocks, in the place of
-    ``backend.engines.torch.llama.Llama``.
+    ``backend.engines.torch.decoder.Decoder``.
 
     After the pool lies one slot that stays zero: what a padded sequence reads in the place of
     keys.
     """
 
-    def __init__(self, config: LlamaConfig, runtime: Runtime, kv_blocks: int) -> None:
+    def __init__(self, config: PlainLlama, runtime: Runtime, kv_blocks: int) -> None:
         self.taps: tuple[int, ...] = ()
         self.hidden_states: torch.Tensor | None = None
         self.config, self.device, self.dtype = config, runtime.device, runtime.dtype
         self._runtime, self._nowhere = runtime, kv_blocks * BLOCK_TOKENS
         self._longest = runtime.passes[-1].queries
         shape = (config.num_layers, self._nowhere + 1, 2 * config.num_kv_heads, config.head_dim)
-        self._pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
-        self._pools = {f"pool_{layer}": pool for layer, pool in enumerate(self._pool)}
+        self.pool = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        self._pools = {f"pool_{layer}": pool for layer, pool in enumerate(self.pool)}
         self._wide = torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
@@ -113,7 +113,7 @@ class CompiledModel:
         """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
         sources, targets = moves(accepted)
         if len(sources):
-            self._pool.index_copy_(1, targets, self._pool.index_select(1, sources))
+            self.pool.index_copy_(1, targets, self.pool.index_select(1, sources))
 
     def _tail(self, chunk: Chunk) -> Chunk:
         """Return as much of a chunk's end as is run at once."""
@@ -163,9 +163,9 @@ class CompiledModel:
             slots[number, : len(chunk.tokens)] = chunk.table.slots[
                 chunk.start : chunk.start + len(chunk.tokens)
             ]
-        for layer, pool in enumerate(self._pool):
+        for layer, pool in enumerate(self.pool):
             pool.index_copy_(0, slots.flatten(), outputs[f"kv_{layer}"].flatten(0, 1))
-        self._pool[:, self._nowhere] = 0.0
+        self.pool[:, self._nowhere] = 0.0
         return outputs
 
     def _step(self, chunks: Seq[Chunk]) -> Tensors:
@@ -214,7 +214,7 @@ class TrtGraphEngine(StepEngine):
     def __init__(
         self,
         name: str,
-        config: LlamaConfig,
+        config: PlainLlama,
         runtime: Runtime,
         *,
         kv_blocks: int,
@@ -222,15 +222,11 @@ class TrtGraphEngine(StepEngine):
         max_draft_tokens: int = 8,
     ) -> None:
         with torch.inference_mode():
-            self._compiled = CompiledModel(config, runtime, kv_blocks)
+            model = CompiledModel(config, runtime, kv_blocks)
         limits = step_limits(config.vocab_size, kv_blocks, max_context_tokens, max_draft_tokens)
-        super().__init__(name, self._compiled, limits)
+        super().__init__(name, model, limits)
+        self.model: CompiledModel
         self._verifies = runtime.verifies
-
-    def close(self) -> None:
-        """Release the networks and the KV; the engine is of no use afterwards."""
-        super().close()
-        del self._compiled
 
     def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
         """Decide about chunks inside the networks where that is compiled, else from logits."""
@@ -239,7 +235,7 @@ class TrtGraphEngine(StepEngine):
             (inside if self._verifies and _suits(*pair) else others).append(pair)
         if inside:
             jobs, chunks = zip(*inside, strict=True)
-            verdicts = self._compiled.decide(chunks, [job.request for job in jobs])
+            verdicts = self.model.decide(chunks, [job.request for job in jobs])
             self._ran(inside)
             for job, verdict in zip(jobs, verdicts, strict=True):
                 self._apply_verdict(job, verdict)

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from backend.engines.checkpoint import DTYPES, Weights, load
+from backend.engines.checkpoint import DTYPES, Weights
+from backend.engines.models.llama import load_llama
 from backend.engines.trt_graph import LIBRARIES
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import GREEDY, Tensors
@@ -77,7 +78,7 @@ class TrtRuntime:
                 f"found (torch {torch.__version__})"
             )
         self._trt = _library(manifest)
-        self.config, weights = load(folder, manifest.dtype, device)
+        self.config, weights = load_llama(folder, manifest.dtype, device)
         self.device, self.dtype = torch.device(device), DTYPES[manifest.dtype]
         self.verifies = GREEDY in manifest.engines
         self.passes: Seq[Shapes] = manifest.passes

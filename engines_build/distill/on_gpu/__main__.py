@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from backend.engines.checkpoint import LlamaConfig, Weights, load
-from backend.engines.head.folder import made_for, read_config
+from backend.engines.checkpoint import Weights
+from backend.engines.head.folder import read_config, read_target_sha256
+from backend.engines.models.llama import load_weights
+from backend.engines.models.spec import PlainLlama
 from backend.storage.manifest import weights_sha256
 from engines_build.distill.arguments import LEARNING_RATE, SHORTLIST_TOKENS
 from engines_build.distill.corpora import LICENCES
@@ -47,10 +49,11 @@ _RATE_ON = 4e-3
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Answer, train, score; write ``--out``. Returns the report."""
     sha256 = weights_sha256(args.target)
-    if args.start and made_for(args.start) not in ("", sha256):
+    if args.start and read_target_sha256(args.start) not in ("", sha256):
         raise ValueError(f"--start: {args.start} is the head of another target than {args.target}")
     about = read_about(args.prompts)
-    config, weights = load(args.target, served_dtype(args.device), args.device)
+    config = PlainLlama(**about["target"])
+    weights = load_weights(args.target, config, served_dtype(args.device), args.device)
     taps = read_config(args.start).layers if args.start else taps_of((), config)
     torch.manual_seed(about["seed"])
     torch.set_float32_matmul_precision("high")
@@ -98,7 +101,7 @@ def _answer(
     args: argparse.Namespace,
     sha256: str,
     about: dict[str, Any],
-    config: LlamaConfig,
+    config: PlainLlama,
     weights: Weights,
     taps: tuple[int, ...],
     report: dict[str, Any],

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.engines.checkpoint import LlamaConfig, Weights
+from backend.engines.checkpoint import Weights
+from backend.engines.models.spec import PlainLlama
 from backend.engines.stepping.rope import rope_tables
-from backend.engines.torch.llama import Linear
 from engines_build.distill.generate import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, TOP_K
 from engines_build.distill.head import HeadSample
 
@@ -39,21 +39,29 @@ class Asked(NamedTuple):
     tokens: list[int]
 
 
+class _Linear(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return functional.linear(rows, self.weight, self.bias)
+
+
 class _Layer(NamedTuple):
     attention_norm: Tensor
-    qkv: Linear
-    output: Linear
+    qkv: _Linear
+    output: _Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: _Linear
+    down: _Linear
 
 
 def _layer(weights: Weights, index: int) -> _Layer:
-    def linear(*names: str) -> Linear:
+    def linear(*names: str) -> _Linear:
         full = [f"model.layers.{index}.{name}" for name in names]
         biases = [weights[f"{n}.bias"] for n in full if f"{n}.bias" in weights]
         joined = torch.cat([weights[f"{n}.weight"] for n in full])
-        return Linear(joined, torch.cat(biases) if biases else None)
+        return _Linear(joined, torch.cat(biases) if biases else None)
 
     return _Layer(
         weights[f"model.layers.{index}.input_layernorm.weight"],
@@ -89,11 +97,11 @@ class BatchModel:
     """
 
     def __init__(
-        self, config: LlamaConfig, weights: Weights, rows: int, taps: Sequence[int], ends: set[int]
+        self, config: PlainLlama, weights: Weights, rows: int, taps: Sequence[int], ends: set[int]
     ) -> None:
         self.config, self.rows, self.taps = config, rows, tuple(taps)
         self._embedding = weights["model.embed_tokens.weight"]
-        self._head = Linear(weights.get("lm_head.weight", self._embedding))
+        self._head = _Linear(weights.get("lm_head.weight", self._embedding))
         self._norm = weights["model.norm.weight"]
         self._layers = [_layer(weights, index) for index in range(config.num_layers)]
         self.device, dtype = self._embedding.device, self._embedding.dtype

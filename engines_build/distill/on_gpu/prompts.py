@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from backend.engines.models.llama import read_llama
 from backend.storage.manifest import weights_sha256
 from backend.tokenizer import load_tokenizer
 from engines_build.distill import kept
@@ -76,6 +78,7 @@ def write_prompts(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "ends": sorted(load_tokenizer(args.target).end_ids),
         "around": _around(tokenizer),
+        "target": asdict(read_llama(args.target)),
     }
     (args.out / "about.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
 
@@ -91,8 +94,9 @@ def _around(tokenizer: Any) -> list[str] | None:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Return the other notes of ``write_prompts``: ``seed``, ``ends`` (the tokens that end a text)
-    and ``around`` (``PlainTokenizer``).
+    """Return the other notes of ``write_prompts``: ``seed``, ``ends`` (the tokens that end a text),
+    ``around`` (``PlainTokenizer``) and ``target`` (``PlainLlama``), which a machine without
+    transformers cannot read.
     """
     return dict(json.loads((folder / "about.json").read_text("utf-8")))
 

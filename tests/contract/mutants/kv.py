@@ -9,7 +9,7 @@ from backend.core.block_pool import BlockPool
 from backend.core.kv_ledger import KVLedger
 from backend.engines.stepping import kv_caches
 from backend.engines.stepping.engine import StepEngine
-from backend.engines.torch import llama
+from backend.engines.torch.decoder import Decoder
 from backend.sequence import BLOCK_TOKENS
 from tests.contract import checks
 from tests.contract.mutants.planting import Patch, killed_by, wrap
@@ -20,7 +20,7 @@ from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, CROWDED, greedily
 
 @killed_by(checks.kv_is_fresh, BUSY)
 def leave_the_kv_of_accepted_nodes_where_it_was(patch: Patch) -> None:
-    patch.setattr(llama.Llama, "keep", lambda model, accepted: None)
+    patch.setattr(Decoder, "keep", lambda model, accepted: None)
 
 
 @killed_by(checks.one_token_is_unseen, BUSY)
@@ -83,7 +83,7 @@ def keep_the_kv_of_a_draft_s_rejected_tokens(patch: Patch) -> None:
 
     def prepare(original, engine, turn):
         if engine.name != "target":
-            cache = engine._caches.of(turn.sequence)
+            cache = engine.caches.of(turn.sequence)
             cache.agreed = min(len(cache.ran), len(turn.sequence.tokens))
         return original(engine, turn)
 

@@ -8,7 +8,7 @@ import torch
 
 from backend.engines.stepping import engine as stepping
 from backend.engines.stepping.chunks import Chunk
-from backend.engines.torch import llama
+from backend.engines.torch import decoder
 from backend.sequence import Proposal
 from backend.speculation.drafting import Drafting
 from backend.speculation.step_log import StepLog
@@ -27,7 +27,7 @@ def let_a_node_see_its_siblings(patch: Patch) -> None:
             seen[node] |= torch.tensor([other == parent for other in parents])
         return seen
 
-    wrap(patch, llama, "ancestors", ancestors)
+    wrap(patch, decoder, "ancestors", ancestors)
 
 
 @killed_by(checks.texts, BUSY)
@@ -35,16 +35,16 @@ def let_a_node_see_all_before_it(patch: Patch) -> None:
     def ancestors(parents):
         return torch.ones(len(parents), len(parents), dtype=torch.bool).tril()
 
-    patch.setattr(llama, "ancestors", ancestors)
+    patch.setattr(decoder, "ancestors", ancestors)
 
 
 @killed_by(checks.texts, BUSY)
 def let_a_row_see_the_next_proposed_token(patch: Patch) -> None:
-    def mask(original, model, chunk):
-        made = original(model, chunk)
-        return made if made is None or len(chunk.tokens) < 2 else made.roll(-1, -2)
+    def attend(original, spec, queries, keys, values, mask, sinks):
+        shifted = mask if mask is None else mask.roll(-1, 0)
+        return original(spec, queries, keys, values, shifted, sinks)
 
-    wrap(patch, llama.Llama, "_mask", mask)
+    wrap(patch, decoder, "attend", attend)
 
 
 def move_nodes(patch: Patch, positions: Callable) -> None:

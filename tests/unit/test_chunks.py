@@ -1,0 +1,44 @@
+"""Places of a sequence's KV, and the rotary embedding as tables."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from backend.engines.stepping.chunks import KVTable
+from backend.engines.stepping.rope import rope_tables
+from backend.sequence import BLOCK_TOKENS
+from tests.fakes.llamas import llama
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, LLAMA3],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_tables_are_those_of_transformers(rope):
+    cos, sin = rope_tables(llama(10, 32, 8, 1, 4, 1, 8, rope=rope, rope_theta=5e3), 100)
+    shape = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=100)
+    shape.rope_parameters = {**rope, "rope_theta": 5e3}
+    wanted = LlamaRotaryEmbedding(shape)(torch.zeros(1), torch.arange(100)[None])
+    signs = torch.tensor([-1.0] * 4 + [1.0] * 4)  # of halves that are swapped
+    torch.testing.assert_close(cos, wanted[0][0])
+    torch.testing.assert_close(sin, wanted[1][0] * signs)
+
+
+def test_a_table_finds_and_reads_positions_in_its_blocks():
+    slots = 8 * BLOCK_TOKENS
+    table, pool = KVTable([4, 6], "cpu"), torch.arange(slots * 2).view(slots, 2)
+    first, last, next_one = 4 * BLOCK_TOKENS, 5 * BLOCK_TOKENS - 1, 6 * BLOCK_TOKENS
+    assert table.slots[[0, BLOCK_TOKENS - 1, BLOCK_TOKENS]].tolist() == [first, last, next_one]
+    assert len(table) == 2 * BLOCK_TOKENS
+    for positions in (1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS):
+        assert torch.equal(table.read(pool, positions), pool[table.slots[:positions]])
