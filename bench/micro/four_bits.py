@@ -18,7 +18,6 @@ import gc
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -327,7 +326,8 @@ def main() -> None:
     record = {
         "commit": commit(),
         "machine": f"{machine.processor()}, {machine.instructions()}",
-        "command": " ".join(sys.argv[1:]),
+        "command": f"python -m bench.micro.four_bits --layers {args.layers} "
+        f"--threads {args.threads} --context {args.context} --repeats {args.repeats}",
         "cells": cells,
     }
     args.out.write_text(json.dumps(record, indent=1) + "\n")
