@@ -76,6 +76,8 @@ class Advice:
     """Tokens a second by length at ``flights``."""
     bands: dict[int, tuple[FloatArray, FloatArray]]
     flights: list[int]
+    table_if_speculating: list[Range]
+    """The table with a draft, also where none is advised."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -237,6 +239,7 @@ def advise(
     none = PLAIN if has_plain else 0
     rows = _rows(table, loads, flights, now, none, speed, drawn)
     speculate = any(one.length > 0 for one in table) and _pays(rows, table, none, flights, speed)
+    with_draft = table
     if not speculate:
         table = [Range(1, int(flights[-1]), 0)]
         rows = _rows(table, loads, flights, now, none, speed, drawn, plain=True)
@@ -255,6 +258,7 @@ def advise(
         speed,
         bands,
         flights.tolist(),
+        with_draft,
     )
 
 

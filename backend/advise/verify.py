@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,32 +191,35 @@ def run(
     blocks = options.blocks or BLOCKS
     count = len(arms) * blocks * settings.requests(loads)
     consent([*urls.values()], count, options, bodies)
-    proof = Proof(advised)
+    proof, clock = Proof(advised), "cpu" if options.by_cpu else "wall"
     with ExitStack() as stack:
         servers = _Servers(campaign, arms, urls, stack, together=options.together)
         for block in range(blocks):
             for name in abba([*arms], block):
                 with servers.use(name) as client:
-                    _measure(proof, campaign, client, name, block, by_cpu=options.by_cpu)
+                    measure_arm({clock: proof}, campaign, client, name, block)
     print(proof.text())
     if options.out:
         options.out.write_text(json.dumps(proof.to_dict(), indent=1) + "\n", "utf-8")
     return proof.outcome()[0]
 
 
-def _measure(
-    proof: Proof, campaign: Started, client: Client, name: str, block: int, *, by_cpu: bool
+def measure_arm(
+    proofs: Mapping[str, Proof], campaign: Started, client: Client, name: str, block: int
 ) -> None:
+    """Measure a server at all loads, for proofs by ``wall`` or ``cpu`` time."""
     model = campaign.look(client)
     for n in campaign.settings.loads:
-        bodies = campaign.settings.slice(n, block, model)
-        cell = measure(client, bodies, 0, n)
-        seconds = cell.window.cpu_s if by_cpu else cell.window.wall_s
-        speed = cell.window["generated"] / seconds
-        proof.speeds.setdefault((name, n), []).append(speed)
-        campaign.say(f"  block {block + 1}, {name}, {n} in flight: {speed:.4g} tokens/s")
-        if name == "after":
-            proof.drafted.setdefault(n, []).append(drafted_length(cell) or 0.0)
+        cell = measure(client, campaign.settings.slice(n, block, model), 0, n)
+        for clock, proof in proofs.items():
+            seconds = cell.window.cpu_s if clock == "cpu" else cell.window.wall_s
+            if not seconds:
+                raise AdviceError("--by-cpu needs --serve: only there is the processor time known")
+            speed = cell.window["generated"] / seconds
+            proof.speeds.setdefault((name, n), []).append(speed)
+            campaign.say(f"  block {block + 1}, {name}, {n} in flight: {speed:.4g} tokens/s")
+            if name == "after":
+                proof.drafted.setdefault(n, []).append(drafted_length(cell) or 0.0)
 
 
 @dataclass
