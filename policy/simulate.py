@@ -24,6 +24,7 @@ from policy.custom import PolicyError
 from policy.latency import LatencyTable
 from policy.loops import compiling
 from policy.simulation import presets
+from policy.simulation.advised import read_advice
 from policy.simulation.arms import check_arms, known_arms
 from policy.simulation.deployment import Deployment
 from policy.simulation.experiments import (
@@ -126,11 +127,15 @@ def seeds(text: str) -> list[int]:
 def compare_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     """Run the arms asked for at the rates asked for."""
     planning_s = ((1, options.planning_us / 1e6),) if options.planning_us else ()
-    deployment = replace(deployments()[options.deployment], planning_s=planning_s)
+    if options.advice:
+        deployment, mix = read_advice(options.advice)
+    else:
+        deployment, mix = deployments()[options.deployment], mixes()[options.mix]
+    deployment = replace(deployment, planning_s=planning_s)
     scenario = Scenario(
-        f"{deployment.name}-{options.mix}",
+        f"{deployment.name}-{mix.name}",
         deployment,
-        mixes()[options.mix],
+        mix,
         variation=options.variation,
         requests=options.requests,
         table_error=options.table_error,
@@ -166,6 +171,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("compare", help="arms at request rates")
     one.add_argument("--json", type=Path, help="write the results here")
+    about = "the server that `spindle advise` measured: advice.json; its draft is called draft"
+    one.add_argument("--from", dest="advice", type=Path, metavar="FILE", help=about)
     add_deployment(one)
     one.add_argument("--rates", type=rates, default="5,backlog", help="a second, or backlog")
     about = "of the gaps between arrivals: 1 Poisson, above it bursts"
@@ -187,18 +194,19 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command and write what was asked for; returns 2 for a policy that cannot be run."""
-    options = _options(arguments)
+    """Run a command and write its results; returns 2 for a policy or file that is wrong."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _options(["compare", *words] if words[:1] == ["--from"] else words)
     return run(options, lambda: compare_command(options, Runner(options.jobs)))
 
 
 def run(options: argparse.Namespace, command: Callable[[], dict[str, Any]]) -> int:
-    """Run a command and keep its results; returns 2 for a policy that cannot be run."""
+    """Run a command and keep its results; returns 2 for a policy or file that is wrong."""
     if not {"", str(Path.cwd())} & {*sys.path}:
         sys.path.append(str(Path.cwd()))  # where a user's policy may lie
     try:
         document = command()
-    except PolicyError as error:
+    except (PolicyError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     speed = f"{document['steps_per_s']:,.0f} simulated steps a second"

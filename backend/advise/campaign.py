@@ -230,9 +230,9 @@ def drafted_length(cell: Cell) -> float | None:
     return cell.window["drafted"] / drafts if drafts else None
 
 
-def is_length(drafted: float, length: int) -> bool:
+def is_length(drafted: float, length: int, above: float = _ABOVE) -> bool:
     """Return whether a mean of drafted tokens is a length's."""
-    return (1 - _BELOW) * length <= drafted <= length + _ABOVE
+    return (1 - _BELOW) * length <= drafted <= length + above
 
 
 def _asked(arm: int) -> Body:

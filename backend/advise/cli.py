@@ -55,7 +55,8 @@ _BUILT_IN = (
 def main(arguments: Sequence[str] | None = None, **client: Any) -> int:
     """Run the command; ``client`` is passed to ``load.Client``."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, _end) if arguments is None else None
+    if arguments is None:
+        signal.signal(signal.SIGTERM, _end)
     make = partial(Client, **client)
     try:
         if words[:1] == ["verify"]:
@@ -185,6 +186,11 @@ def consent(
             f"that is above --most-requests {options.most_requests}: give smaller loads "
             "(--in-flight), fewer --lengths or --blocks, or a larger limit"
         )
+    check_places(urls, options)
+
+
+def check_places(urls: Sequence[str], options: argparse.Namespace) -> None:
+    """Raise AdviceError for another machine, unless the user agreed."""
     remote = [url for url in urls if not is_local(url)]
     if remote and not options.yes:
         raise AdviceError(f"{', '.join(remote)}: another machine; add --yes to send requests there")
@@ -255,8 +261,7 @@ def _plan(
         return started, [PLAIN, *sorted({*lengths})], longest
     plain = make(options.plain_url) if options.plain_url else None
     probed = Probed(settings, _say, server=make(options.url), plain=plain)
-    if not is_local(options.url) and not options.yes:
-        consent([options.url], 0, options, settings.bodies)
+    check_places([url for url in (options.url, options.plain_url) if url], options)
     page = probed.server.page()
     require(page, "drafts", "drafted", "accepted")
     longest = max(options.lengths or [len(page.accepted) or max(now, _LEAST_LONGEST)])

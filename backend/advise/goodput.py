@@ -71,7 +71,7 @@ class Goodput:
         replies = [reply for cell in cells for reply in cell.replies]
         firsts = sum(cell.firsts for cell in cells)
         output = [reply.output_tokens for reply in replies]
-        mean = float(np.mean(output)) if output else _output_tokens(cells)
+        mean = float(np.mean(output)) if any(output) else _output_tokens(cells)
         prompt = sum(cell.prompt_tokens for cell in cells) / max(firsts, 1.0)
         return cls(times, acceptance.expect(rng), prompt, mean)
 

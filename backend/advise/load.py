@@ -270,13 +270,18 @@ def measure(
         worker.start()
     try:
         _watch(client, first, workers, in_flight, last)
+    except QueuedError:
+        over.set()
+        for worker in workers:  # the next cell begins on an idle server
+            worker.join()
+        raise
     finally:
         over.set()
     if problems:
         raise problems[0]
-    if sum(reply.output_tokens for reply in replies) == 0:
-        raise AdviceError("the answers have no usage.completion_tokens: is it an OpenAI server?")
     window = Window.between(first, last[0])
+    if not window["generated"]:
+        raise AdviceError(f"{client.url} answered, and its counters show no generated token")
     _check(last[0], window, in_flight, len(bodies))
     cell = Cell(length, in_flight, window, tuple(replies), sent=len(bodies), **about)
     if last[0].gauges.get("waiting", 0) > 0 and cell.batch < _FULL * in_flight:
@@ -319,9 +324,11 @@ def _watch(
     while any(worker.is_alive() for worker in workers):
         for worker in workers:
             worker.join(max(next_s - time.monotonic(), 0.0))
-        if time.monotonic() < next_s or last:
+        if time.monotonic() < next_s:
             continue
         next_s = time.monotonic() + POLL_S
+        if last:
+            continue
         page = client.page()
         _check(page, Window.between(first, page), in_flight, 1 << 30)
         waited = waited + 1 if page.gauges.get("waiting", 0) > 0 else 0

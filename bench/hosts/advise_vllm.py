@@ -119,6 +119,36 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def prove(
+    native: Started,
+    plain: Client,
+    table: list[Range],  # the best one with a draft, also where none is advised
+    blocks: int,
+    deadline_s: float,
+    stack: ExitStack,
+) -> dict[str, Any]:
+    """Run plain, before and after in turn, until the deadline at most; returns both proofs."""
+    native.settings.blocks = 1
+    advised = Advised(table, True, NOW, dict(native.spec), "vllm")
+    arms, clients = advised.arms(), {"plain": plain}
+    for name in ("before", "after"):
+        clients[name] = stack.enter_context(native.serve(arms[name], LONGEST))
+        native.warm(clients[name])
+    proofs = {"cpu": Proof(advised), "wall": Proof(advised)}
+    block = 0
+    while block < blocks and time.monotonic() < deadline_s:
+        for name in abba([*arms], block):
+            measure_arm(proofs, native, clients[name], name, block)
+        block += 1
+    for clock, proof in proofs.items():
+        native.say(f"{clock}: {proof.text()}")
+    return {
+        "proof_of": [[*one] for one in table],
+        "proof_blocks": block,
+        "proof": {clock: proof.to_dict() for clock, proof in proofs.items()},
+    }
+
+
 def main() -> None:
     """Measure, predict, prove, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -127,14 +157,15 @@ def main() -> None:
     parser.add_argument("--smollm2", type=Path, default=Path())
     parser.add_argument("--loads", default="1,4,8")
     parser.add_argument("--blocks", type=int, default=2, help="of the grid")
-    parser.add_argument("--proof-blocks", type=int, default=5)
+    parser.add_argument("--proof-blocks", type=int, default=5, help="0: no proof")
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--limit-s", type=float, default=280.0, help="for everything")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     started_s, say = time.monotonic(), partial(print, flush=True)
     loads = [int(n) for n in options.loads.split(",")]
     command, spec = commands(options.kind, options.python, options.smollm2)
-    settings = Settings(bodies(options.kind), loads, options.blocks, most_tokens=48)
+    settings = Settings(bodies(options.kind), loads, options.blocks, most_tokens=options.tokens)
     with ExitStack() as stack:
         wheel = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         vllm_wheel.write_tree(wheel)
@@ -164,7 +195,7 @@ def main() -> None:
             "cores": machine.cores(),
             "command": " ".join(["python -m bench.hosts.advise_vllm", *sys.argv[1:]]),
             "engine": f"vLLM {probed.version}, CPU build, one thread",
-            "requests": f"{len(settings.bodies)} made-up bodies, temperature 0, 48 tokens",
+            "requests": f"{len(settings.bodies)} made-up bodies, temperature 0, {options.tokens} tokens",
             "now": NOW,
             "left_out": {},
             "advice": {clock: one.to_dict() for clock, one in advices.items()},
@@ -174,33 +205,14 @@ def main() -> None:
             record["left_out"][clock] = {"summary": summary(rows), "rows": rows}
         record["cells"] = advise(cells, NOW).to_dict()["cells"]
         options.out.write_text(json.dumps(record, indent=1) + "\n")
-        best = advise(used, NOW, by_cpu=True, heeds_tables=True)
-        table_of = best.table
-        if not best.speculate:  # the best table with a draft, to be refuted or not
-            table_of = best.table_if_speculating
-        record["proof_of"] = [[*one] for one in table_of]
-        settings.blocks = 1
-        native = Started(settings, say, engine="vllm", command=command, spec=spec)
-        advised = Advised(table_of, True, NOW, spec, "vllm")
-        arms = advised.arms()
-        clients = {"plain": plain}
-        for name in ("before", "after"):
-            clients[name] = stack.enter_context(native.serve(arms[name], LONGEST))
-            native.warm(clients[name])
-        proofs = {"cpu": Proof(advised), "wall": Proof(advised)}
-        block = 0
-        while block < options.proof_blocks and time.monotonic() - started_s < options.limit_s:
-            for name in abba([*arms], block):
-                measure_arm(proofs, native, clients[name], name, block)
-            block += 1
-        for clock, proof in proofs.items():
-            record.setdefault("proof", {})[clock] = proof.to_dict()
-        record["proof_blocks"] = block
+        if options.proof_blocks:
+            deadline_s = started_s + options.limit_s
+            table = advices["cpu"].table_if_speculating
+            native = Started(settings, say, engine="vllm", command=command, spec=spec)
+            record |= prove(native, plain, table, options.proof_blocks, deadline_s, stack)
         record["wall_s"] = round(time.monotonic() - started_s, 1)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     say(json.dumps({clock: one["summary"] for clock, one in record["left_out"].items()}))
-    for clock, proof in proofs.items():
-        say(clock, proof.text())
 
 
 if __name__ == "__main__":

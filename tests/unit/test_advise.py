@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+import zipfile
+from types import ModuleType
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,6 +17,8 @@ from backend.advise.cli import main
 from backend.advise.goodput import PLAIN, Range, length_at, lengths_by_load
 from backend.advise.load import Cell, Reply
 from backend.advise.scrape import Window, parse
+from policy import simulate
+from policy.simulation.advised import read_advice
 from tests.fakes.speculating import (
     Machine,
     bent,
@@ -263,8 +268,52 @@ def test_aiperf_s_runs_are_an_advice(tmp_path, capsys):
 def test_it_needs_no_triton_torch_or_openvino():
     code = """
 import sys
+import zipfile
+from types import ModuleType
+from unittest.mock import MagicMock
 for name in ("torch", "openvino", "tritonclient", "transformers", "msgspec", "fastapi", "vllm"):
     sys.modules[name] = None
 import backend.advise.cli
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_simulator_runs_policies_on_the_measured_server(tmp_path, capsys):
+    machine = lambda _: Machine(linear, 0.8)  # noqa: E731
+    advice = advise(cells_of(machine, ARMS, [1, 4, 16]), now=5)
+    about = {"engine": "vllm", "date": "2026-11-28"}
+    path = tmp_path / "advice.json"
+    path.write_text(json.dumps(about | advice.to_dict()))
+    deployment, mix = read_advice(path)
+    assert deployment.k_max == 6
+    work_s = deployment.latency.target.seconds(16 * 4, 16)
+    assert work_s == pytest.approx(linear(16, 3, 0, True) - 3 * (4e-4 + 2e-6 * 16), rel=0.15)
+    assert mix.categories[0].hazard["draft"] == pytest.approx(0.8, abs=0.03)
+    words = ["--from", str(path), "--arms", "none,fixed:draft:5", "--requests", "8"]
+    assert simulate.main([*words, "--rates", "backlog", "--seeds", "3"]) == 0
+    assert "fixed:draft:5" in capsys.readouterr().out
+    path.write_text("{}")
+    assert simulate.main(words) == 2
+    assert "has no fit of spindle advise" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sglang_s_own_reader_takes_the_file_as_it_was_meant(tmp_path, monkeypatch):
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path]
+    subprocess.run([*map(str, command), "sglang==0.5.23"], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as package:
+        source = package.read("sglang/srt/speculative/adaptive_spec_params.py").decode()
+    for name in ("arg_groups.overrides", "runtime_context", "speculative.spec_info", "utils"):
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", MagicMock())
+    reader = ModuleType("adaptive_spec_params")
+    monkeypatch.setitem(sys.modules, reader.__name__, reader)
+    exec(compile(source, reader.__name__, "exec"), reader.__dict__)
+    path = tmp_path / "sglang.json"
+    path.write_text(formats.sglang(TABLE))
+    lengths = reader.AdaptiveSpeculativeParams(5, str(path))
+    batches = range(1, 100)
+    meant = [length_at(TABLE, n) for n in batches]
+    assert [lengths.get_steps_for_batch(n) for n in batches] == meant
+    lengths.on_verify_complete([5] * 4, 4)  # one candidate: nothing to adapt
+    assert lengths.get_steps_for_batch(4) == 5

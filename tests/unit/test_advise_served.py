@@ -229,6 +229,9 @@ def proof(after, before, plain_speed=(100.0,) * 5, drafted=(3.0, 0.0)):
         made.speeds[name, 1] = list(speeds)
         made.speeds[name, 16] = [speed / 2 for speed in speeds]
     made.drafted = {1: [drafted[0]] * 5, 16: [drafted[1]] * 5}
+    made.proposing = {(arm, n): [1.0] * 5 for arm in ("before", "after") for n in (1, 16)}
+    if not drafted[1]:
+        made.proposing["after", 16] = [0.02] * 5
     return made
 
 
