@@ -22,7 +22,7 @@ import numpy as np
 
 from backend.advise.advice import advise
 from backend.advise.campaign import Probed, Settings, Started
-from backend.advise.goodput import PLAIN, Goodput
+from backend.advise.goodput import PLAIN, Goodput, Range
 from backend.advise.load import Cell, Client
 from backend.advise.servers import running
 from backend.advise.times import Load
@@ -195,7 +195,7 @@ def main() -> None:
             "cores": machine.cores(),
             "command": " ".join(["python -m bench.hosts.advise_vllm", *sys.argv[1:]]),
             "engine": f"vLLM {probed.version}, CPU build, one thread",
-            "requests": f"{len(settings.bodies)} made-up bodies, temperature 0, {options.tokens} tokens",
+            "requests": f"{len(settings.bodies)} made-up bodies, greedy, {options.tokens} tokens",
             "now": NOW,
             "left_out": {},
             "advice": {clock: one.to_dict() for clock, one in advices.items()},
@@ -207,9 +207,9 @@ def main() -> None:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
         if options.proof_blocks:
             deadline_s = started_s + options.limit_s
-            table = advices["cpu"].table_if_speculating
+            advised = advices["cpu"].table_if_speculating
             native = Started(settings, say, engine="vllm", command=command, spec=spec)
-            record |= prove(native, plain, table, options.proof_blocks, deadline_s, stack)
+            record |= prove(native, plain, advised, options.proof_blocks, deadline_s, stack)
         record["wall_s"] = round(time.monotonic() - started_s, 1)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     say(json.dumps({clock: one["summary"] for clock, one in record["left_out"].items()}))
