@@ -88,7 +88,7 @@ class Acceptance:
         self.ordered = bool(texts)
         survival, fired = self._by_position(None)
         if not texts:
-            texts = [_drawn(survival, fired, part) for part in range(8)]
+            texts = [_draw_steps(survival, fired, part) for part in range(8)]
         lengths = range(self.longest + 1)
         self._texts = np.array([[replay(text, k) for k in lengths] for text in texts], float)
         self._between = sorted({cell.length for cell in cells})
@@ -210,7 +210,7 @@ def _steps(reply: Reply) -> Steps:
     return steps + [(0, 0)] * max(silent, 0)
 
 
-def _drawn(survival: FloatArray, fired: float, seed: int) -> Steps:
+def _draw_steps(survival: FloatArray, fired: float, seed: int) -> Steps:
     """Return steps drawn from averages by position, for servers that do not report their order."""
     rng, length = np.random.default_rng(seed), len(survival)
     exactly = np.maximum(-np.diff([1.0, *survival, 0.0]), 0.0)

@@ -25,6 +25,8 @@ _ABOVE, _BELOW = 0.2, 0.25
 since the last proposal of a text is cut.
 """
 MOST_IN_FLIGHT = 1 << 16
+_WARM_TOKENS = 12
+"""The length of the requests that a load begins with, unmeasured."""
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Settings:
 
     def requests(self, loads: Sequence[int]) -> int:
         """Return how many requests one length takes at these loads, in all blocks."""
-        return self.blocks * sum(self._each(n) for n in loads)
+        return sum(n + self.blocks * self._each(n) for n in loads)
 
     def _each(self, in_flight: int) -> int:
         return max(self.least_requests, in_flight + (in_flight + 1) // 2)
@@ -112,13 +114,16 @@ class Campaign:
         bodies = [one | body for one in self.settings.slice(in_flight, block, model)]
         about: dict[str, Any] = {"loaded": arm != PLAIN, "block": block}
         try:
+            if not block:  # new shapes compile, and caches fill
+                short = [one | {"max_tokens": _WARM_TOKENS} for one in bodies[:in_flight]]
+                measure(client, short, max(arm, 0), in_flight)
             cell = measure(client, bodies, max(arm, 0), in_flight, **about)
         except QueuedError as problem:
             self._lower(in_flight, str(problem))
             return False
         if arm > 0:
             require(client.page(), "accepted")
-        if self._is_as_asked(cell):
+        if self._is_as_length_field(cell):
             self.cells.append(cell)
         name = "plain" if arm == PLAIN else f"length {arm}"
         ms = 1e3 * cell.seconds()
@@ -133,7 +138,7 @@ class Campaign:
             raise AdviceError(f"{why}. Give at least two loads that it can take, by --in-flight.")
         self.note(f"{why}: loads above {self.loads[-1]} are left out")
 
-    def _is_as_asked(self, cell: Cell) -> bool:
+    def _is_as_length_field(self, cell: Cell) -> bool:
         """Return whether the server drafted the length that it was asked for."""
         drafted = drafted_length(cell)
         if not cell.loaded or drafted is None or is_length(drafted, cell.length):
@@ -206,13 +211,13 @@ class Probed(Campaign):
         for arm in by_name.values():  # first requests compile and fill caches
             client = self._client(arm)
             quiet_page(client)
-            client.ask(self.settings.slice(1, 0, names[client.url])[0] | _asked(arm))
+            client.ask(self.settings.slice(1, 0, names[client.url])[0] | _length_field(arm))
         for block in range(self.settings.blocks):
             for in_flight in self.loads[:: -1 if block % 2 else 1]:
                 for name in abba([*by_name], block):
                     arm, client = by_name[name], self._client(by_name[name])
                     model = names[client.url]
-                    if not self.cell(client, arm, in_flight, block, _asked(arm), model):
+                    if not self.cell(client, arm, in_flight, block, _length_field(arm), model):
                         break
 
     def _client(self, arm: int) -> Client:
@@ -235,7 +240,7 @@ def is_length(drafted: float, length: int, above: float = _ABOVE) -> bool:
     return (1 - _BELOW) * length <= drafted <= length + above
 
 
-def _asked(arm: int) -> Body:
+def _length_field(arm: int) -> Body:
     return {} if arm == PLAIN else {"vllm_xargs": {"probe_k": arm}}
 
 

@@ -102,16 +102,16 @@ def files(
     ``emitted`` what its steps bring.
     """
 
-    def own(name: str, newest: Version) -> Version:
+    def version_for(name: str, newest: Version) -> Version:
         return version_of(version, newest) if engine == name else newest
 
     speculates = any(one.length for one in table)
     written = {
-        "vllm.txt": vllm(table, spec, own("vllm", (0, 32)), fixed),
-        "model.yaml": tensorrt_llm(table, own("tensorrt_llm", (1, 3))),
+        "vllm.txt": vllm(table, spec, version_for("vllm", (0, 32)), fixed),
+        "model.yaml": tensorrt_llm(table, version_for("tensorrt_llm", (1, 3))),
         "model-1.2.yaml": tensorrt_llm(table, (1, 2)),
     }
-    if own("tensorrt_llm", (1, 3)) < (1, 3):
+    if version_for("tensorrt_llm", (1, 3)) < (1, 3):
         written["model.yaml"] = written.pop("model-1.2.yaml")
     if speculates:
         written["sglang.json"] = sglang(table)

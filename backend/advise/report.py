@@ -12,7 +12,7 @@ from backend.advise.formats import files
 from backend.advise.goodput import PLAIN, Interval, length_at
 
 
-def _shown(one: Interval) -> str:
+def _interval_text(one: Interval) -> str:
     if one.high == float("inf"):
         return "not measured"
     text = f"{one.ratio:.2f}x ({one.low:.2f}-{one.high:.2f})"
@@ -25,7 +25,7 @@ def table_text(advice: Advice) -> str:
     rows = [("in flight", "now", "advised", "over now (90 %)", f"over {over} (90 %)")]
     for row in advice.rows:
         advised = str(row.length) if advice.speculate else "none"
-        texts = _shown(row.over_now), _shown(row.over_none)
+        texts = _interval_text(row.over_now), _interval_text(row.over_none)
         rows.append((str(row.in_flight), str(advice.now), advised, *texts))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
@@ -99,7 +99,7 @@ def _page(
     ]
     for row in advice.rows:
         advised = row.length if advice.speculate else "none"
-        texts_of = f"{_shown(row.over_now)} | {_shown(row.over_none)}"
+        texts_of = f"{_interval_text(row.over_now)} | {_interval_text(row.over_none)}"
         lines.append(f"| {row.in_flight} | {advice.now} | {advised} | {texts_of} |")
     lines += ["", "Intervals are 90 %.", "", *_sentences(advice), ""]
     if picture:

@@ -27,8 +27,8 @@ from policy.simulation.statistics import abba, median_interval
 PROVEN, REFUTED, NOT_SHOWN = 0, 3, 4
 _WORDS = {PROVEN: "proven", REFUTED: "refuted", NOT_SHOWN: "not shown"}
 _IGNORED, _ABOVE = 0.5, 0.5
-"""What is left of proposals where a table has length 0, and tokens above a length, since the first
-and last requests are fewer at a time.
+"""The share of proposals left at length 0, and tokens above a length, that a heeded table may show:
+the first and last requests are fewer at a time.
 """
 BLOCKS = 5
 """Blocks below which a median's interval says little."""
