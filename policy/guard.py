@@ -206,7 +206,8 @@ class Guard(Wrapper[State]):
         for place, step in enumerate(memory.pending):
             if outcome.view is not None and step.request is outcome.view.request:
                 memory.pending = memory.pending[place + 1 :]
-                self._learn(step, outcome, memory)
+                if step.rows:  # else prompts ended in it, and nothing decoded
+                    self._learn(step, outcome, memory)
                 break
         return Wrapped(inner, memory)
 

@@ -313,6 +313,13 @@ def test_steps_that_the_policy_wants_plain_are_evidence_that_costs_nothing(monke
     assert policy.verdicts(state)[0].level == "none"
 
 
+def test_a_step_in_which_prompts_end_and_nothing_decodes_is_no_evidence():
+    policy, empty, ended = guard(), view(0, DRAFTS), view(1, DRAFTS)
+    _, state = policy.plan(empty, policy.start(), 0.0, RNG)
+    done = outcome(ended, Plan.nothing(1), 0, view=empty)
+    assert not policy.observe(done, state, 0.0).own.buckets
+
+
 def test_a_policy_that_never_speculates_is_left_alone():
     world = World(Guard(NoSpeculation()))
     assert world.run(500) == [{}] * 500
