@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     ensure_secret()
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop.signalled)
+        signal.signal(number, stop.take_signal)
     worker = None
     if settings.dynamo_namespace:
         worker = DynamoWorker(settings, load_config(settings.config, plans=False), PROJECT_ROOT)

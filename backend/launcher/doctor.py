@@ -79,19 +79,19 @@ def _print(findings: list[Finding], as_json: bool) -> None:
 
 def check_everything(machine: Machine = machine) -> list[Finding]:
     """Check the machine, the ports and the configuration."""
-    installed = packages(machine, pinned())
+    installed = packages(machine, read_pins())
     found = [
-        _checked("system", lambda: checks.check_system(machine)),
-        _checked("python", lambda: checks.check_python(machine)),
-        _checked("tritonserver", checks.check_triton),
+        _run_check("system", lambda: checks.check_system(machine)),
+        _run_check("python", lambda: checks.check_python(machine)),
+        _run_check("tritonserver", checks.check_triton),
         installed,
         processor(machine),
         kernels(),
         memory(machine),
-        _checked("open files", lambda: checks.check_open_files(machine)),
+        _run_check("open files", lambda: checks.check_open_files(machine)),
         gpu(machine),
         *disks(machine),
-        _checked("run folder", lambda: checks.check_temporary(machine)),
+        _run_check("run folder", lambda: checks.check_temporary(machine)),
     ]
     try:
         settings = read_settings(os.environ)
@@ -105,7 +105,7 @@ def check_everything(machine: Machine = machine) -> list[Finding]:
     ]
 
 
-def _checked(name: str, check: Callable[[], str]) -> Finding:
+def _run_check(name: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(name, OK, check())
     except LaunchError as error:
@@ -130,7 +130,7 @@ def packages(machine: Machine, pins: list[tuple[str, str]]) -> Finding:
     )
 
 
-def pinned(folder: Path = PROJECT_ROOT) -> list[tuple[str, str]]:
+def read_pins(folder: Path = PROJECT_ROOT) -> list[tuple[str, str]]:
     """Return the names and versions of a clone's requirements.txt, else of the distribution."""
     file = folder / "requirements.txt"
     in_clone = file.is_file()

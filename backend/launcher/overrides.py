@@ -48,7 +48,7 @@ class Overrides:
         return any(getattr(self, field.name) is not None for field in fields(self))
 
 
-def overridden(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[str, Any]]:
+def override(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[str, Any]]:
     """Return a configuration with the options in their place, and the same as ``serving.json``.
 
     Raises LaunchError or ConfigError naming the option or key and the value.
@@ -93,7 +93,7 @@ def write_overridden(path: Path, overrides: Overrides, folder: Path) -> tuple[Se
     """
     if not overrides.is_given:
         return load_config(path), path
-    config, raw = overridden(path, overrides)
+    config, raw = override(path, overrides)
     written = folder / "serving.json"
     written.write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
     return config, written

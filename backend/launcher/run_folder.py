@@ -37,7 +37,7 @@ def run_folder(machine: Machine = machine) -> Iterator[Path]:
     """
     temporary, shared_memory = machine.temporary_folder(), machine.shared_memory_folder()
     for folder in temporary.glob(f"{RUN_PREFIX}*"):
-        if (lock := _locked(folder)) is not None:
+        if (lock := _lock(folder)) is not None:
             _delete(folder, shared_memory)
             os.close(lock)
     lock = None
@@ -45,7 +45,7 @@ def run_folder(machine: Machine = machine) -> Iterator[Path]:
         lock is None or not folder.exists()
     ):  # another launcher that starts now may take an unlocked folder for a leftover
         folder = Path(tempfile.mkdtemp(prefix=RUN_PREFIX, dir=temporary))
-        lock = _locked(folder)
+        lock = _lock(folder)
     try:
         yield folder
     finally:
@@ -62,7 +62,7 @@ def socket_in(folder: Path) -> Path:
     return path
 
 
-def _locked(folder: Path) -> int | None:
+def _lock(folder: Path) -> int | None:
     """Return an open handle that locks the folder until this process ends; None when another
     process has locked it, or it is another user's.
     """

@@ -99,11 +99,11 @@ class Stop(threading.Event):
     """Set by the first signal to stop; ``at_once`` is set by a second one."""
 
     def __init__(self) -> None:
-        """Wait for signals, which ``signalled`` takes."""
+        """Wait for signals, which ``take_signal`` takes."""
         super().__init__()
         self.at_once = threading.Event()
 
-    def signalled(self, *_: object) -> None:
+    def take_signal(self, *_: object) -> None:
         """Take a signal."""
         (self.at_once if self.is_set() else self).set()
 
@@ -273,17 +273,17 @@ class TritonServer:
         ``python3`` on PATH.
         """
 
-        def joined(*parts: str | None) -> str:
+        def join(*parts: str | None) -> str:
             return ":".join(filter(None, parts))
 
         old = os.environ
         return {
             **old,
-            "LD_LIBRARY_PATH": joined(
+            "LD_LIBRARY_PATH": join(
                 str(python_library_folder()), str(packaged_libraries()), old.get("LD_LIBRARY_PATH")
             ),
-            "PATH": joined(str(Path(sys.executable).parent), old.get("PATH")),
-            "PYTHONPATH": joined(str(PROJECT_ROOT), old.get("PYTHONPATH")),
+            "PATH": join(str(Path(sys.executable).parent), old.get("PATH")),
+            "PYTHONPATH": join(str(PROJECT_ROOT), old.get("PYTHONPATH")),
             "SPINDLE_CONFIG": str(self._settings.config),
             "SPINDLE_SOCKET": str(self._socket),
             "KV_EVENTS": self._settings.kv_events,

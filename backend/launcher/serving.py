@@ -72,7 +72,7 @@ def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
     stop = Stop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, stop.signalled)
+            signal.signal(number, stop.take_signal)
     ensure_secret()
     os.environ["SPINDLE_CACHE"] = str(cache.root().absolute())  # others have another current folder
     status = 0

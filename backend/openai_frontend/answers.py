@@ -130,11 +130,11 @@ class Answer:
     async def tokens(self, triton: Triton) -> list[list[int]]:
         """Return the token ids of each prompt. Raises ApiError."""
         return [
-            prompt if isinstance(prompt, list) else await self._tokenized(triton, prompt)
+            prompt if isinstance(prompt, list) else await self._tokenize(triton, prompt)
             for prompt in self.prompts
         ]
 
-    async def _tokenized(self, triton: Triton, prompt: str | Escaped) -> list[int]:
+    async def _tokenize(self, triton: Triton, prompt: str | Escaped) -> list[int]:
         special = self.options.get("add_special_tokens")
         return await triton.tokenize(prompt, self._fields(), add_special_tokens=special)
 
@@ -144,7 +144,7 @@ class Answer:
         """
         fields = self._fields()
         prompts = [
-            await self._tokenized(triton, prompt) if isinstance(prompt, Escaped) else prompt
+            await self._tokenize(triton, prompt) if isinstance(prompt, Escaped) else prompt
             for prompt in self.prompts
         ]
         echoed = [await _text(triton, prompt) if self.style.echo else "" for prompt in prompts]
@@ -160,7 +160,7 @@ class Answer:
         salt = tenant_salt(request.state.tenant, self.options.get("cache_salt"))
         salted = {} if salt is None else {"cache_salt": salt}
         pieces = triton.generate(prompts, self.options | counted | salted, fields, self.body.n)
-        answer = self._streamed if self.body.stream else self._whole
+        answer = self._stream if self.body.stream else self._whole
         counts = Counts(triton, self.style.silent)
         return await until_gone(request, answer(pieces, choices, head, counts))
 
@@ -173,7 +173,7 @@ class Answer:
             fields = {**fields, "max_tokens": "max_completion_tokens"}
         return fields
 
-    async def _streamed(
+    async def _stream(
         self,
         pieces: AsyncIterator[Piece],
         choices: list[Choice],

@@ -102,16 +102,16 @@ def _decode(data: bytes, encoding: str) -> Any:
         byte = f"byte {data[error.start]:#04x} at offset {error.start}"
         raise ApiError(400, f"The body is not JSON: it is not UTF-8, {byte}") from None
     except RecursionError:
-        raise _nested() from None
+        raise _nesting_error() from None
     except ValueError:
         most = sys.get_int_max_str_digits()
         raise ApiError(400, f"The body has an integer of more than {most} digits") from None
     if data.count(b"[") + data.count(b"{") > MOST_LEVELS and _levels(value) > MOST_LEVELS:
-        raise _nested()
+        raise _nesting_error()
     return value
 
 
-def _nested() -> ApiError:
+def _nesting_error() -> ApiError:
     return ApiError(400, f"The body is nested too deeply: more than {MOST_LEVELS} levels")
 
 

@@ -278,7 +278,7 @@ def _call(name: Any, arguments: Any, functions: Functions) -> Call:
     made = arguments_of(arguments)
     if not isinstance(made, dict):
         raise ValueError("arguments are an object")
-    return Call(_name_of(name, functions), dumped(made))
+    return Call(_name_of(name, functions), dump(made))
 
 
 def _name_of(name: str, functions: Functions) -> str:
@@ -305,7 +305,7 @@ def _python_call(node: ast.expr | None, functions: Functions) -> Call:
     return _call(name, arguments, functions)
 
 
-def dumped(arguments: Any) -> str:
+def dump(arguments: Any) -> str:
     """Return arguments as JSON that is text, also with half a surrogate pair. Raises ValueError for
     what is none.
     """

@@ -124,7 +124,7 @@ class Choice:
         if not self.style.silent:
             self.text += piece.text
             self.seed = piece.seed
-            tokens = self._listed(piece)
+            tokens = self._list_tokens(piece)
             self.tokens += tokens
             self._offsets += self._places.of_output(token.data for token in tokens)
         if piece.finish_reason is not None:
@@ -132,7 +132,7 @@ class Choice:
                 "length" if piece.finish_reason == "length" or self.style.silent else "stop"
             )
 
-    def _listed(self, piece: Piece) -> list[Token]:
+    def _list_tokens(self, piece: Piece) -> list[Token]:
         """Return the tokens of the text. With the prompt before it all count: evaluation harnesses
         take the last one away.
         """
@@ -270,7 +270,7 @@ def token_text(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        return _escaped(data)
+        return _escape(data)
 
 
 def by_text(tokens: Iterable[tuple[bytes, float]]) -> dict[str, float]:
@@ -280,11 +280,11 @@ def by_text(tokens: Iterable[tuple[bytes, float]]) -> dict[str, float]:
     named: dict[str, float] = {}
     for data, log_prob in tokens:
         text = token_text(data)
-        named.setdefault(_escaped(data) if text in named else text, log_prob)
+        named.setdefault(_escape(data) if text in named else text, log_prob)
     return named
 
 
-def _escaped(data: bytes) -> str:
+def _escape(data: bytes) -> str:
     letters = (chr(b) if 0x20 <= b < 0x7F and b != ord("\\") else f"\\x{b:02x}" for b in data)
     return "bytes:" + "".join(letters)
 

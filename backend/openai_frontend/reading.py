@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
-from backend.openai_frontend.call_bodies import Functions, arguments_call, dumped
+from backend.openai_frontend.call_bodies import Functions, arguments_call, dump
 from backend.openai_frontend.calls import CallReader
 from backend.openai_frontend.texts import Blanks, Call, Parts, Scanner, marks
 
@@ -269,7 +269,7 @@ class ForcedCallReader:
             return "", [Call(self._tool, text)]
         try:
             call = json.loads(text)
-            return "", [Call(call["name"], dumped(call["parameters"]))]
+            return "", [Call(call["name"], dump(call["parameters"]))]
         except (ValueError, KeyError, TypeError, RecursionError):
             return text, []
 

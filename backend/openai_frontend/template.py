@@ -231,11 +231,11 @@ class ChatTemplate:
             ]
         given = {"messages": messages, "tools": tools, "add_generation_prompt": opens_answer}
         try:
-            return self._rendered(given, variables or {})
+            return self._render(given, variables or {})
         except Exception as error:  # a template can compute anything, and fail at it
             raise self._refusal(given, variables or {}, error) from None
 
-    def _rendered(self, given: dict[str, Any], variables: Mapping[str, Any]) -> str:
+    def _render(self, given: dict[str, Any], variables: Mapping[str, Any]) -> str:
         template = self._templates[bool(given["tools"])]
         return template.render({**given, **self._tokens, **variables})
 
@@ -247,7 +247,7 @@ class ChatTemplate:
         """
         if variables:
             try:
-                self._rendered(given, {})
+                self._render(given, {})
             except Exception:
                 variables = {}
         reason = str(error) or type(error).__name__

@@ -82,12 +82,12 @@ def test_a_package_that_is_missing_or_another_is_named_with_the_pinned_version()
 
 
 def test_what_is_pinned_is_read_with_and_without_a_clone(monkeypatch, tmp_path):
-    of_the_clone = doctor.pinned()
+    of_the_clone = doctor.read_pins()
     assert ("torch", "2.13.0") in of_the_clone
     assert ("tritonclient", "2.51.0") in of_the_clone
     lines = ["torch==2.13.0", "tritonclient[grpc,http]==2.51.0"]
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: lines)
-    assert doctor.pinned(tmp_path) == [("torch", "2.13.0"), ("tritonclient", "2.51.0")]
+    assert doctor.read_pins(tmp_path) == [("torch", "2.13.0"), ("tritonclient", "2.51.0")]
 
 
 @pytest.mark.parametrize(

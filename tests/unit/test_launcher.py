@@ -311,7 +311,7 @@ class FakeEngine:
     def health(self, _settings):
         self._asked += 1
         if self._asked == self._second_after:
-            self._stop.signalled()
+            self._stop.take_signal()
         left = 0 if len(self.signals) > 1 or self._asked > 5 else 1
         return {"pid": 1, "unanswered": left, "drains_for_s": 30.0}
 
@@ -319,7 +319,7 @@ class FakeEngine:
 @pytest.mark.parametrize(("second_after", "signals"), [(3, 2), (0, 1)])
 def test_a_second_signal_has_the_engine_end_what_runs(monkeypatch, capsys, second_after, signals):
     stop = Stop()
-    stop.signalled()
+    stop.take_signal()
     assert stop.is_set()
     assert not stop.at_once.is_set()
     engine = FakeEngine(monkeypatch, stop, second_after=second_after)

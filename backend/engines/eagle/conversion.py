@@ -95,7 +95,7 @@ def convert(
     sizes = config.hidden_size, config.vocab_size, config.num_hidden_layers
     head = read_published(published, TargetShape(*sizes, tokens))
     embedding, rows = load_embeddings(target)
-    head = _shared(head, embedding, rows)
+    head = _leave_shared_out(head, embedding, rows)
     scores: list[Score] = []
     reading = head.shape
     if answers is not None:
@@ -113,7 +113,7 @@ def convert(
     )
 
 
-def _shared(head: PublishedHead, embedding: Tensor, rows: Tensor) -> PublishedHead:
+def _leave_shared_out(head: PublishedHead, embedding: Tensor, rows: Tensor) -> PublishedHead:
     """Return a head without the matrices that are the target's own."""
     tensors = dict(head.tensors)
     own, head_rows = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")

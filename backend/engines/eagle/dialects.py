@@ -111,7 +111,7 @@ def read_published(folder: Path, target: TargetShape) -> PublishedHead:
     """
     own, published = _Folder(folder), read_tensors(folder)
     _check_kind(own, published)
-    tensors = _renamed(own, published)
+    tensors = _rename(own, published)
     fc, q, k = (
         tensors[n] for n in ("fc.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight")
     )
@@ -170,7 +170,7 @@ def _check_kind(own: _Folder, published: Mapping[str, Tensor]) -> None:
         raise own.refuse(f"hidden_act is {activation!r}, only 'silu' is served")
 
 
-def _renamed(own: _Folder, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _rename(own: _Folder, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, tensor in published.items():
         new = name

@@ -109,10 +109,10 @@ class EagleModel:
         states = states.to(self.device, self.dtype)
         if self.shape.fuse == "each":
             parts = enumerate(states.unbind(1))
-            states = torch.stack([self._normed(part, f"fc_norm.{n}") for n, part in parts], 1)
+            states = torch.stack([self._norm(part, f"fc_norm.{n}") for n, part in parts], 1)
         flat = states.flatten(1)
         if self.shape.fuse == "joint":
-            flat = self._normed(flat, "input_norm")
+            flat = self._norm(flat, "input_norm")
         return functional.linear(flat, self._weights["fc.weight"], self._weights.get("fc.bias"))
 
     def key_values(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class EagleModel:
         read = self._read(tokens, hidden)[0]
         heads = functional.linear(read, self._kv).view(len(read), -1, self.shape.head_dim)
         keys, values = heads.split(self.shape.num_kv_heads, 1)
-        return torch.cat([self._rotated(keys, positions, "k"), values], 1)
+        return torch.cat([self._rotate(keys, positions, "k"), values], 1)
 
     def rows(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, pool: Tensor, mask: Tensor
@@ -139,9 +139,9 @@ class EagleModel:
         heads = self._rows.heads(read).to(self.dtype).view(len(read), -1, shape.head_dim)
         query, keys, values = heads.split([shape.num_heads, *[shape.num_kv_heads] * 2], 1)
         places = positions.flatten()
-        new = torch.cat([self._rotated(keys, places, "k"), values], 1)
+        new = torch.cat([self._rotate(keys, places, "k"), values], 1)
         pool[:, -count:] = new.view(texts, count, *new.shape[1:])
-        query = self._rotated(query, places, "q").view(texts, count, *query.shape[1:])
+        query = self._rotate(query, places, "q").view(texts, count, *query.shape[1:])
         attended = self._attend(query, pool, mask).reshape(len(read), -1)
         out, vectors, logits = self._rows.finish(attended, residual)
         carried = (vectors if shape.norm_output else out).to(self.dtype)
@@ -165,18 +165,18 @@ class EagleModel:
 
     def _read(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return what attention reads of rows [n, 2 hidden], and their residual [n, hidden]."""
-        normed = self._normed(hidden, "hidden_norm")
+        normed = self._norm(hidden, "hidden_norm")
         embedded = self._embedding[tokens.to(self._embedding.device)].to(self.device, self.dtype)
-        read = torch.cat([self._normed(embedded, "input_layernorm"), normed], -1)
+        read = torch.cat([self._norm(embedded, "input_layernorm"), normed], -1)
         return read, normed if self.shape.norm_before_residual else hidden
 
-    def _rotated(self, heads: Tensor, positions: Tensor, which: str) -> Tensor:
+    def _rotate(self, heads: Tensor, positions: Tensor, which: str) -> Tensor:
         """Return queries or keys ("q", "k") [n, heads, head_dim] turned to their positions."""
         if self.shape.qk_norm:
-            heads = self._normed(heads, f"self_attn.{which}_norm")
+            heads = self._norm(heads, f"self_attn.{which}_norm")
         swapped = torch.roll(heads, self.shape.head_dim // 2, -1)
         return heads * self._cos[positions] + swapped * self._sin[positions]
 
-    def _normed(self, rows: Tensor, name: str) -> Tensor:
+    def _norm(self, rows: Tensor, name: str) -> Tensor:
         weight = self._weights[f"{name}.weight"]
         return functional.rms_norm(rows, weight.shape, weight, self.shape.rms_norm_eps)

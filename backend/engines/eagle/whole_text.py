@@ -58,7 +58,7 @@ class WholeText:
         rows = len(tokens) - 1
         cos, sin = (table.to(states) for table in rope_tables(self.shape, rows))
         embedded = self._embedding[tokens[1:]]
-        state = self._fused(states[:-1])
+        state = self._fuse(states[:-1])
         drafted: list[tuple[Tensor, Tensor]] = []
         for step in range(min(steps, rows)):
             at = slice(step, rows)  # of all rows, those that this step has
@@ -74,7 +74,7 @@ class WholeText:
         weight = self._tensors[f"{name}.weight"]
         return functional.rms_norm(rows, weight.shape, eps=self.shape.rms_norm_eps) * weight
 
-    def _fused(self, states: Tensor) -> Tensor:
+    def _fuse(self, states: Tensor) -> Tensor:
         """Return f of states [n, layers, hidden]."""
         if self.shape.fuse == "each":
             each = [self._norm(states[:, tap], f"fc_norm.{tap}") for tap in range(states.shape[1])]
