@@ -21,8 +21,9 @@ from starlette.routing import Route
 from backend.loopback import open_url
 from backend.openai_frontend.access import REQUEST_ID, Guard, RequestIds
 from backend.openai_frontend.errors import ApiError, handle_errors
-from backend.openai_frontend.front_end import FrontEnd, chat_of, completion_of, text_of, tokens_of
+from backend.openai_frontend.front_end import FrontEnd
 from backend.openai_frontend.reader import BodyReader
+from backend.openai_frontend.routes import chat_of, completion_of, text_of, tokens_of
 from backend.openai_frontend.triton import Triton
 
 PAGE = (Path(__file__).parent / "status.html").read_text("utf-8")

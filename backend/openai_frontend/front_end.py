@@ -1,42 +1,26 @@
-"""The front end's start-up settings, and each route's requests to Triton for a body: pure
-functions, which can run in any process.
+"""The front end's start-up settings, and what follows from them for every body.
+
+A process that waits for its first body imports this, and not yet the routes (20 MiB).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from backend.config import OpenaiConfig
-from backend.limits import check_stop_words
 from backend.openai_frontend.access import Hosts, Keys
-from backend.openai_frontend.answers import Answer, tensors
-from backend.openai_frontend.bodies import INT32, parse
-from backend.openai_frontend.choices import CHAT, COMPLETION, Style
+from backend.openai_frontend.bodies import INT32
 from backend.openai_frontend.conversation import Message, Tool, first_broken_call
-from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
-from backend.openai_frontend.guides import guide_of
+from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.reading import Channels, Frame, reasoning_after
-from backend.openai_frontend.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Options,
-    TokenizeRequest,
-)
 from backend.openai_frontend.template import ChatTemplate, Escaped, Escaper, RenderError
 from backend.openai_frontend.texts import as_json
-from backend.request import RequestError
 
 MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 32
 """The longest body: bytes for each token of the context, but never less than ``MIN_BODY_BYTES``."""
-_KEPT = {"model", "n", "stream", "stream_options", "max_completion_tokens"}
-"""Fields of a body that its answer reads."""
-AnyBody = TypeVar("AnyBody", CompletionRequest, ChatRequest)
-DEFAULT_MAX_TOKENS = 16
-"""OpenAI's own for completions; chats go on to the end of the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,92 +94,3 @@ class FrontEnd:
             return None
         text = prompt.text if isinstance(prompt, Escaped) else prompt
         return reasoning_after(self.template.reasoning, text)
-
-
-def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:
-    """Return the answer to a body of ``/v1/completions``. Raises ApiError, as all of these do."""
-    body = parse(data, headers, CompletionRequest)
-    body.model = settings.check_model(body.model)
-    _check_stop(body)
-    for ids in (prompt for prompt in body.prompt if isinstance(prompt, list)):
-        if len(ids) >= (context := settings.max_context_tokens):
-            message = f"text_input of {len(ids)} tokens is over the limit of {context - 1}"
-            raise upstream_error(400, message, FIELDS)
-    silent = body.max_tokens == 0
-    # the text model writes one token at least: it never sees a max_tokens of 0
-    most = 1 if silent else body.max_tokens
-    options = tensors(body, most, DEFAULT_MAX_TOKENS, echo=body.echo, top=body.logprobs)
-    special = frozenset(name.encode() for name in settings.special_tokens)
-    scored = body.logprobs is not None
-    style = Style(COMPLETION, scored, echo=body.echo, silent=silent, special=special)
-    return Answer(_slim(body), style, body.prompt, options, settings.options.spec_decode_metrics)
-
-
-def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:
-    """Return the answer to a body of ``/v1/chat/completions``."""
-    body = parse(data, headers, ChatRequest)
-    body.model = settings.check_model(body.model)
-    _check_stop(body)
-    called = body.tool_choice is None or body.tool_choice.type != "none"
-    tools, effort = body.tools if called else None, body.reasoning_effort
-    prompt = settings.prompt(body.messages, tools, body.chat_template_kwargs, effort)
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
-    frame = settings.frame(prompt, splits=body.separate_reasoning)
-    tool, guide = guide_of(body, frame, settings.special_tokens)
-    options |= guide | {"add_special_tokens": False}  # the template writes all of them
-    special = frozenset(name.encode() for name in settings.special_tokens)
-    parallel = body.parallel_tool_calls
-    style = Style(
-        CHAT,
-        body.logprobs,
-        tool,
-        parallel=parallel,
-        frame=frame,
-        shows_reasoning=body.include_reasoning,
-        special=special,
-    )
-    if body.tools and called:
-        style = replace(
-            style, functions={t.function.name: t.function.parameters for t in body.tools}
-        )
-        if tool is None and settings.template is not None:
-            style = replace(style, calls=settings.template.calls)
-    if settings.special_tokens.keys() & style.marks:
-        options["skip_special_tokens"] = False
-    return Answer(_slim(body), style, [prompt], options, settings.options.spec_decode_metrics)
-
-
-def _check_stop(body: Options) -> None:
-    """Refuse here what the text model would refuse: a million words take long to send."""
-    try:
-        check_stop_words("stop", body.stop or [])
-    except RequestError as error:
-        raise ApiError(400, error.message, "stop") from None
-
-
-def _slim(body: AnyBody) -> AnyBody:
-    """Return a body without what has been rendered or is in the options."""
-    fields = type(body).model_fields.keys() & _KEPT
-    return type(body).model_construct(**{name: getattr(body, name) for name in fields})
-
-
-def text_of(
-    settings: FrontEnd, data: bytes, headers: Mapping[str, str]
-) -> tuple[str | Escaped, bool | None]:
-    """Return the text that a body of ``/tokenize`` is about, and whether it gets special tokens
-    (None: as the deployment says).
-    """
-    body = parse(data, headers, TokenizeRequest)
-    settings.check_model(body.model)
-    if body.messages is None:
-        return body.prompt or "", body.add_special_tokens
-    prompt = settings.prompt(body.messages, body.tools, body.chat_template_kwargs)
-    return prompt, False
-
-
-def tokens_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> list[int]:
-    """Return the tokens that a body of ``/detokenize`` is about."""
-    body = parse(data, headers, DetokenizeRequest)
-    settings.check_model(body.model)
-    return body.tokens

@@ -7,7 +7,8 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from backend.openai_frontend.front_end import FrontEnd, chat_of
+from backend.openai_frontend.front_end import FrontEnd
+from backend.openai_frontend.routes import chat_of
 from backend.openai_frontend.template import ChatTemplate
 from backend.openai_frontend.triton import Piece
 

@@ -10,7 +10,8 @@ from starlette.testclient import TestClient
 from backend.config import OpenaiConfig
 from backend.openai_frontend.access import Keys
 from backend.openai_frontend.app import create_app
-from backend.openai_frontend.front_end import FrontEnd, completion_of
+from backend.openai_frontend.front_end import FrontEnd
+from backend.openai_frontend.routes import completion_of
 from backend.openai_frontend.template import ChatTemplate
 from tests.server.harness import free_ports
 

@@ -14,8 +14,9 @@ import pytest
 from backend.launcher.processes import is_running
 from backend.openai_frontend import reader as reader_module
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.front_end import FrontEnd, chat_of, completion_of, text_of, tokens_of
+from backend.openai_frontend.front_end import FrontEnd
 from backend.openai_frontend.reader import LARGE_BODY_BYTES, PROCESSES, BodyReader
+from backend.openai_frontend.routes import chat_of, completion_of, text_of, tokens_of
 from backend.openai_frontend.template import ChatTemplate
 
 pytestmark = pytest.mark.medium

@@ -8,7 +8,8 @@ import pytest
 
 from backend.config import OpenaiConfig
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.front_end import FrontEnd, text_of
+from backend.openai_frontend.front_end import FrontEnd
+from backend.openai_frontend.routes import text_of
 from backend.openai_frontend.template import ChatTemplate
 from tests.fakes.chats import HEADERS
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from backend.openai_frontend.errors import ApiError
-from backend.openai_frontend.front_end import FrontEnd, chat_of, completion_of, text_of
+from backend.openai_frontend.front_end import FrontEnd
+from backend.openai_frontend.routes import chat_of, completion_of, text_of
 from backend.openai_frontend.template import ChatTemplate, Escaped
 from backend.openai_frontend.triton import Triton, _Texts
 from tests.fakes.chats import HEADERS, HI
