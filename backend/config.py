@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -316,8 +315,7 @@ def _with_hosted_drafter(config: ServingConfig, raw: Mapping[str, Any]) -> Servi
             )
     if not target.kind.hosted:
         return config
-    module: Any = import_module(target.kind.module)
-    name, k_max = module.drafter(target)
+    name, k_max = target.kind.answer("drafter", _no_drafter)(target)
     what = f"for the engine {target.engine!r}: target.engine_args set the drafter up"
     if config.drafts:
         raise ConfigError(f"drafts must be empty {what}")
@@ -326,6 +324,12 @@ def _with_hosted_drafter(config: ServingConfig, raw: Mapping[str, Any]) -> Servi
     drafts = (EngineConfig(HOSTED, name),) if name else ()
     policy = replace(config.policy, k_max=k_max, draft=config.policy.draft or name)
     return replace(config, drafts=drafts, policy=policy)
+
+
+def _no_drafter(target: EngineConfig) -> tuple[str, int]:
+    """Return the drafter of a hosted kind that says nothing of one."""
+    del target
+    return "", 0
 
 
 def _is_dotted(name: str) -> bool:
