@@ -26,7 +26,6 @@ from backend.engines.tensorrt_llm.options import check, sampling_params
 from backend.request import ErrorCode, RequestError
 from backend.settings import ConfigError
 
-_PLUG_IN = "backend.hosts.tensorrt_llm"
 _NO_EXPLANATION: dict[str, Any] = {
     "age_s": None,
     "step": "TensorRT-LLM plans by itself",
@@ -47,7 +46,7 @@ async def start_engine(engine: EngineConfig, service: HostedService) -> LlmApiEn
     drafter = None
     if (settings := kind.plug_in_settings(engine, config)) is not None:
         lengths = kind.drafter(engine)[1], config.limits.max_context_tokens
-        arguments |= import_module(_PLUG_IN).engine_args(settings, *lengths, service.meters)
+        arguments |= _plug_in().engine_args(settings, *lengths, service.meters)
         drafter = arguments["speculative_config"].drafter
     loop = asyncio.get_running_loop()
     llm = await loop.run_in_executor(None, partial(_llm_class(folder), **arguments))
@@ -138,7 +137,7 @@ class LlmApiEngine:
             except RuntimeError as error:
                 raise EngineLostError(str(error)) from error
             if self._drafter is not None:
-                asked = import_module(_PLUG_IN).Asked(self._ceiling(ask), ask.salt)
+                asked = _plug_in().Asked(self._ceiling(ask), ask.salt)
                 self._drafter.asked[result.request_id] = asked
         return result
 
@@ -212,3 +211,8 @@ def _log_prob(row: Any, token: int) -> float:
 def _top(row: Any, most: int) -> list[tuple[int, float]]:
     pairs = [(token, float(one.logprob)) for token, one in row.items()]
     return sorted(pairs, key=lambda pair: -pair[1])[:most]
+
+
+def _plug_in() -> Any:
+    """Return Spindle's drafter inside TensorRT-LLM, which only its own interpreter can import."""
+    return import_module("backend.hosts.tensorrt_llm")
