@@ -122,7 +122,7 @@ def refusal(service, **inputs):
 
 def chat(service, **body):
     connection = http.client.HTTPConnection("127.0.0.1", service.openai, timeout=ANSWER_LIMIT_S)
-    asked = {"model": "spindle", "messages": [{"role": "user", "content": "Say hello."}], **body}
+    asked = {"model": EMBEDDED_MODEL, "messages": [{"role": "user", "content": "Say hello."}], **body}
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
     answer = connection.getresponse()
