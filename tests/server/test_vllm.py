@@ -122,7 +122,8 @@ def refusal(service, **inputs):
 
 def chat(service, **body):
     connection = http.client.HTTPConnection("127.0.0.1", service.openai, timeout=ANSWER_LIMIT_S)
-    asked = {"model": EMBEDDED_MODEL, "messages": [{"role": "user", "content": "Say hello."}], **body}
+    messages = [{"role": "user", "content": "Say hello."}]
+    asked = {"model": EMBEDDED_MODEL, "messages": messages, **body}
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
     answer = connection.getresponse()
