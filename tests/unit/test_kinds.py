@@ -65,11 +65,13 @@ def is_text(node):
 
 
 def owns(file):
-    """Whether a file may know a kind by its name: it lies in that kind's folder, or runs a model of
-    OpenVINO's engine by itself.
+    """Whether a file may know a kind by its name: it lies in that kind's folder, runs a model of
+    OpenVINO's engine by itself, or names servers that others run.
     """
-    return file.name == "generate.py" or bool(
-        {*file.relative_to(PROJECT_ROOT).with_suffix("").parts} & {*KINDS}
+    return (
+        file.name == "generate.py"
+        or "advise" in file.parts
+        or bool({*file.relative_to(PROJECT_ROOT).with_suffix("").parts} & {*KINDS})
     )
 
 
