@@ -207,12 +207,8 @@ class PackedMatrices:
         return [*opset13.matmul(context.get_input(0), self._constant(place), False, True).outputs()]
 
     def _convert_look_up(self, context: Any) -> list[Output]:
-        ids, place = context.get_input(0), int(context.get_values_from_const_input(1))
-        (matrix,) = (self._by_module[module] for module in self._places[place])
-        if isinstance(matrix, torch.Tensor):  # widened afterwards, or the whole would be
-            rows = opset13.gather(self._shared(matrix), ids, ints(0))
-            return [*opset13.convert(rows, "f32").outputs()]
-        return [*opset13.gather(self._constant(place), ids, ints(0)).outputs()]
+        place = int(context.get_values_from_const_input(1))
+        return [*opset13.gather(self._constant(place), context.get_input(0), ints(0)).outputs()]
 
     def _constant(self, place: int) -> Output:
         """Return a matrix as part of the graph, in the form that kernels read."""
