@@ -42,3 +42,8 @@ def test_the_index_marks_what_was_superseded():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_decision_is_half_a_page(page):
     assert len(page.read_text("utf-8").split()) <= MOST_WORDS
+
+
+def test_every_decision_has_a_number_of_its_own():
+    numbers = [page.name[:4] for page in PAGES]
+    assert len(set(numbers)) == len(numbers)
