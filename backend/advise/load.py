@@ -205,8 +205,11 @@ class Client:
             raise AdviceError(f"{self.url}{path} cannot be reached: {reason}") from None
 
 
+_PROXIED = urllib.request.build_opener()  # by the environment: of servers elsewhere
+
+
 def _open_remote(request: urllib.request.Request, timeout_s: float) -> Any:
-    return urllib.request.urlopen(request, timeout=timeout_s)
+    return _PROXIED.open(request, timeout=timeout_s)
 
 
 def reply_of(reply: dict[str, Any]) -> Reply:

@@ -69,5 +69,5 @@ def test_a_head_that_reads_a_layer_too_many_is_refused(tmp_path, monkeypatch):
     folder = make_folder("qwen 3", tmp_path / "model")
     head = write_head(tmp_path / "head", layers=(1, 5))
     for kind in ("torch", "openvino"):
-        with pytest.raises(CheckpointError, match="a draft reads layer 5 of it, and it has 4"):
+        with pytest.raises(CheckpointError, match="has 4 layers, and a draft reads layer 5"):
             engines(folder, head, kind)

@@ -17,7 +17,7 @@ ARMS = [
     "schedule:1b",
     "ema:eagle",
     "smartspec:1b",
-    "spin:3",
+    "bench.baselines.spin.SpinSelection:length=3",
     "adaptive",
     "oracle",
 ]

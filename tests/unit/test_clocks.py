@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DATES = {
+    "backend/advise/cli.py",
+    "backend/advise/passive.py",
     "backend/ops/kv_events.py",
     "backend/ops/nvidia_metrics.py",
     "backend/openai_frontend/answers.py",
@@ -15,8 +17,8 @@ DATES = {
     "backend/ops/request_trace.py",
     "backend/speculation/learned_state.py",
 }
-"""Files that write a date: into a metric, an event, a reply, a chat template's text, a span, and
-with what was learnt, which fades by its age (never below 0).
+"""Files that write a date: into an advice, a metric, an event, a reply, a chat template's text, a
+span, and with what was learnt, which fades by its age (never below 0).
 """
 WALL = {
     ("time", "time"),

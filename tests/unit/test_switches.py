@@ -40,7 +40,7 @@ def test_it_starts_as_configured_and_sets_several_at_once():
     [
         ([], ["key=value"]),
         (["off"], ["key=value", "off"]),
-        (["speculations=off"], ["switches.speculations", "speculation,"]),
+        (["speculations=off"], ["switches.speculations", "did you mean 'speculation'"]),
         (["speculation=maybe"], ["switches.speculation", "maybe"]),
         (["canary_share=1.5"], ["switches.canary_share", "1.5"]),
         (["canary_share=nan"], ["switches.canary_share", "nan"]),

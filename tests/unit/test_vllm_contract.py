@@ -8,7 +8,7 @@ import pytest
 from backend.config import parse_config
 from backend.core.preparation import check_served
 from backend.engines.hosted import Ask
-from backend.engines.vllm import kind
+from backend.engines.vllm import arguments, kind
 from backend.engines.vllm.contract import REFUSES, ROWS, Meaning, check, penalty
 from backend.engines.vllm.metrics import Passing
 from backend.kinds import KINDS
@@ -125,11 +125,11 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 5}
 def test_arguments_are_the_users_and_those_that_follow():
     config = deployment(speculative_config=NGRAMS, tensor_parallel_size=2)
     assert (config.policy.k_max, config.policy.draft) == (5, "ngram")
-    made = kind.arguments(config, "folder")
+    made = arguments.arguments(config, "folder")
     assert made["tensor_parallel_size"] == 2
     assert made["max_num_seqs"] == config.limits.max_active_requests
     assert {*kind.FOLLOWS} - {*made} == {"tokenizer", "scheduler_cls", "disable_log_stats"}
-    settings = kind.planner_settings(config, {"home": "socket"})
+    settings = arguments.planner_settings(config, {"home": "socket"})
     assert settings["policy"] == {"kind": "fixed", "length": 2, "draft": "ngram"}
     assert settings["home"] == "socket"
 

@@ -73,14 +73,18 @@ def load_decoder(
 def _check(folder: Path, report: dict[str, Iterable[Any]]) -> None:
     """Raise CheckpointError unless the folder's tensors are exactly the model's."""
     left_over = [name for name in report["unexpected_keys"] if not _is_other_part(name)]
+    for name, stored, wanted in sorted(report["mismatched_keys"]):
+        raise CheckpointError(
+            f"{folder}: tensor {name} must have shape {list(wanted)}, as config.json says, "
+            f"and has {list(stored)}"
+        )
     for what, names in (
         ("is missing", report["missing_keys"]),
-        ("has another shape than config.json says", report["mismatched_keys"]),
         ("is not one of the model's", left_over),
     ):
-        found = sorted(str(name[0] if isinstance(name, tuple) else name) for name in names)
-        if found:
-            raise CheckpointError(f"{folder}: tensor {found[0]} {what} ({len(found)} such tensors)")
+        wrong = sorted(map(str, names))
+        if wrong:
+            raise CheckpointError(f"{folder}: tensor {wrong[0]} {what} ({len(wrong)} such tensors)")
     for error in report.get("error_msgs") or ():
         raise CheckpointError(f"{folder}: {error}")
 

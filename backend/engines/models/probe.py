@@ -68,8 +68,8 @@ def probe(folder: Path) -> DecoderSpec:
 def check_taps(folder: Path, spec: DecoderSpec, taps: Sequence[int]) -> None:
     """Raise CheckpointError for a layer of ``taps``, counted from 1, that a decoder lacks."""
     if taps and max(taps) > len(spec.layers):
-        text = f"a draft reads layer {max(taps)} of it, and it has {len(spec.layers)}"
-        raise CheckpointError(f"{folder}: {text}")
+        text = f"has {len(spec.layers)} layers, and a draft reads layer {max(taps)}"
+        raise CheckpointError(f"{folder} {text}")
 
 
 def _run(config: PretrainedConfig) -> tuple[Any, list[AttentionSpec]]:

@@ -20,7 +20,8 @@ from tensorrt_llm.llmapi.llm_utils import update_llm_args_with_extra_dict
 from backend.config import EngineConfig
 from backend.engines.hosted import Ask, HostedLimits, HostedService, Part
 from backend.engines.port import EngineLostError
-from backend.engines.tensorrt_llm import kind
+from backend.engines.tensorrt_llm.arguments import drafter as drafter_of
+from backend.engines.tensorrt_llm.arguments import llm_arguments, plug_in_settings, vocabulary
 from backend.engines.tensorrt_llm.folder import is_engine_folder
 from backend.engines.tensorrt_llm.options import check, sampling_params
 from backend.request import ErrorCode, RequestError
@@ -38,20 +39,20 @@ async def start_engine(engine: EngineConfig, service: HostedService) -> LlmApiEn
     TensorRT-LLM does not have.
     """
     config, folder = service.config, service.path(engine)
-    words = kind.arguments(engine, config, folder)
+    words = llm_arguments(engine, config, folder)
     if words.get("tensor_parallel_size", 1) * words.get("pipeline_parallel_size", 1) == 1:
         # Else it spawns a worker by MPI, and a drafter of ours could not be handed over.
         os.environ.setdefault("TLLM_WORKER_USE_SINGLE_PROCESS", "1")
     arguments = update_llm_args_with_extra_dict({}, words)
     drafter = None
-    if (settings := kind.plug_in_settings(engine, config)) is not None:
-        lengths = kind.drafter(engine)[1], config.limits.max_context_tokens
+    if (settings := plug_in_settings(engine, config)) is not None:
+        lengths = drafter_of(engine)[1], config.limits.max_context_tokens
         arguments |= _plug_in().engine_args(settings, *lengths, service.meters)
         drafter = arguments["speculative_config"].drafter
     loop = asyncio.get_running_loop()
     llm = await loop.run_in_executor(None, partial(_llm_class(folder), **arguments))
-    name, k_max = ("", 0) if config.policy.kind == "none" else kind.drafter(engine)
-    sizes = kind.vocabulary(folder), config.limits.max_context_tokens
+    name, k_max = ("", 0) if config.policy.kind == "none" else drafter_of(engine)
+    sizes = vocabulary(folder), config.limits.max_context_tokens
     limits = HostedLimits(*sizes, draft=name, k_max=k_max)
     return LlmApiEngine(engine.name, llm, limits, service, is_engine_folder(folder), drafter)
 

@@ -23,8 +23,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from backend import lifeline
 from backend.engines.hosted import Ask, HostedLimits, HostedService, Meters, Part
 from backend.engines.port import EngineLostError
+from backend.engines.vllm.arguments import arguments, planner_settings
 from backend.engines.vllm.home import Home
-from backend.engines.vllm.kind import arguments, planner_settings
 from backend.engines.vllm.metrics import Passing
 from backend.engines.vllm.options import sampling_params
 from backend.files import read_json
