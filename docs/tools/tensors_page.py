@@ -10,12 +10,13 @@ from backend.triton_adapter.rendering import ORIGIN, dims
 GUARANTEES = """\
 | | greedy | sampled |
 | --- | --- | --- |
-| CPUs | one text, bit for bit [1] | one text for a seed, bit for bit [1] |
+| CPUs, bf16 or fp32 | one text, bit for bit [1] | one text for a seed, bit for bit [1] |
+| CPUs, int8 or 4 bits | the same on AMX, untested elsewhere [1] | the same on AMX [1] |
 | `torch` in fp32 | plain decoding's text [2] | one text for a seed, any load [2] |
-| `invariant: false`, `torch` in bf16 | may part at near-ties [2] | may part [2] |
-| `cuda` with `invariant` [4] | one text; with trees, but for near-ties | the same for a seed |
+| `invariant: false`, `torch` in bf16 | may diverge at near-ties [2] | may diverge [2] |
+| `cuda` with `invariant` [4] | one text; with trees, except at near-ties | the same for a seed |
 | TensorRT-LLM [3] | its own text | by its own draws |
-| plug-in of vLLM, fp32 | plain vLLM's text [2] | by vLLM's own distribution |
+| vLLM in fp32 | plain vLLM's text [2] | by vLLM's own draws |
 """
 """Guarantees under speculation, by number format and kind of request: README and
 ``docs/explanation/exactness.md`` have this table.

@@ -101,7 +101,12 @@ def said(**values):
         ("tiny-head", "head", said(vocabulary_sha256="0" * 64), "the vocabulary 000000000000"),
         ("tiny-head", "head", said(hidden_size=512), "hidden_size is 512, its target's 256"),
         ("tiny-head", "head", said(vocab_size=4160), "4160 tokens, its target .* 4096"),
-        ("tiny-head", "head", said(layers=[1, 2, 5]), "has 4 layers, and a draft reads layer 5"),
+        (
+            "tiny-head",
+            "head",
+            said(layers=[1, 2, 5]),
+            "reads layer 5 of its target .*, which has 4",
+        ),
         ("tiny-head", "head", said(target_sha256="1" * 64), "the weights 111111111111"),
         (
             "tiny-head",

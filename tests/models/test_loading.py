@@ -45,7 +45,7 @@ def changed(folder, change):
         (lambda t: t.update({"model.odd": torch.zeros(3)}), "model.odd is not one of the model's"),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
-            "tensor model.norm.weight has another shape",
+            r"tensor model.norm.weight must have shape \[64\]",
         ),
     ],
 )

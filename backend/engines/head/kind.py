@@ -13,10 +13,10 @@ from backend.engines import latency_cases as cases
 from backend.engines.head import folder as folders
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
+from backend.files import read_object
 from backend.machine import machine
 from backend.settings import ConfigError
-from backend.storage.manifest import check_model as check_folder
-from backend.storage.manifest import weights_sha256
+from backend.storage.manifest import check_model, weights_sha256
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,24 @@ logger = logging.getLogger(__name__)
 __all__ = ["RUNS_IN_TARGET", "check_folder", "footprint", "latency_cases", "make", "taps"]
 
 RUNS_IN_TARGET = True
+
+
+def check_folder(
+    key: str, engine: EngineConfig, config: ServingConfig, path: Callable[[EngineConfig], Path]
+) -> None:
+    """Raise ConfigError for a folder without a head, or one that reads a layer that its target
+    lacks.
+    """
+    check_model(key, engine, config, path)
+    folder, target = path(engine), path(config.target) / "config.json"
+    if not target.is_file():
+        return
+    raw = read_object(target)
+    layers = raw.get("num_hidden_layers") or raw.get("text_config", {}).get("num_hidden_layers")
+    if isinstance(layers, int) and (last := taps(folder)[-1]) > layers:
+        raise ConfigError(
+            f"{key}: {folder} reads layer {last} of its target {target.parent}, which has {layers}"
+        )
 
 
 def make(engine: EngineConfig, service: Service) -> Engine:
@@ -47,9 +65,6 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     ):
         if own != theirs:
             raise ConfigError(f"draft {folder}: {name} is {own}, its target's {theirs}")
-    if config.layers[-1] > len(whole.layers):
-        text = f"layers go to {config.layers[-1]}, its target has {len(whole.layers)}"
-        raise ConfigError(f"draft {folder}: {text}")
     trained_on, weights = folders.read_target_sha256(folder), weights_sha256(target)
     if trained_on not in ("", weights):
         raise ConfigError(
