@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from backend.config import load_config
+from backend.config import DEFAULT_CONFIG, load_config
 from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.server.harness import CONFIG, free_ports
 
@@ -84,3 +84,20 @@ def test_the_policy_plans_what_is_served_and_never_fails(examples):
 
 def test_the_configuration_names_the_policy():
     assert load_config(EXAMPLES / "serving-my-policy.json").policy.is_custom
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial/first-request.md"])
+def test_the_first_answer_is_the_one_that_the_page_shows(page, start_service):
+    text = (PROJECT_ROOT / page).read_text("utf-8")
+    (block,) = re.findall(r"```python\n(from openai.*?)```", text, re.DOTALL)
+    (shown,) = re.findall(r"print\(.*\)  # (.*)", block)
+    (port,) = free_ports(1)
+    start_service(DEFAULT_CONFIG, OPENAI_PORT=str(port)).wait_ready(
+        limit_s=300
+    ).wait_for_front_end()
+    block = block.replace("localhost:9000", f"127.0.0.1:{port}")
+    done = subprocess.run(
+        [sys.executable, "-c", block], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout.strip(), done.stderr) == (shown, "")
