@@ -173,7 +173,7 @@ MOMENTS = {
     ),
     "the engine runs": lambda service: service.pids("engine"),
     "the engine loads": lambda service: said(service, "engine INFO"),
-    "the engine listens": lambda service: said(service, "engine INFO __main__: ready"),
+    "the engine listens": lambda service: said(service, "engine INFO backend.ipc.process: ready"),
     "all models are loaded": lambda service: said(service, "Started HTTPService"),
     "the front end starts": lambda service: service.pids("front end"),
 }

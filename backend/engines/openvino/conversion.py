@@ -25,7 +25,8 @@ from backend.engines.memory import PROCESS_BYTES, host_bytes
 from backend.engines.models.attention import attending_by
 from backend.engines.models.comparison import BLOCKS, TOKENS, compare
 from backend.engines.models.loading import load_decoder
-from backend.engines.models.probe import check_taps, probe
+from backend.engines.models.probe import check_taps
+from backend.engines.models.reading import read_spec
 from backend.engines.models.spec import AttentionSpec, DecoderSpec
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.experts import EXPERTS
@@ -132,7 +133,7 @@ def convert_folder(
     transformers' own forward.
     """
     logging.set_verbosity_error()  # its warnings are of training
-    spec = probe(folder)
+    spec = read_spec(folder)  # and keep it: a later start reads it without transformers
     check_convertible(folder, spec)
     check_taps(folder, spec, taps)
     if dtype == "int4":
