@@ -253,6 +253,14 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json")
 
 
+def layer_count(folder: Path) -> int:
+    """Return how many layers a folder's decoder has by its ``config.json``; 0: it does not say."""
+    raw = read_model_config(folder)
+    return int(
+        raw.get("num_hidden_layers") or raw.get("text_config", {}).get("num_hidden_layers", 0)
+    )
+
+
 def _text_config(folder: Path) -> dict[str, Any]:
     """Return what transformers makes of a folder whose ``config.json`` leaves out defaults, or has
     the language model's in a part of it; nothing where that fails.

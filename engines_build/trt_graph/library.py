@@ -34,11 +34,6 @@ def find_library(name: str | None = None) -> ModuleType:
     )
 
 
-def without_gpu(library: ModuleType) -> bool:
-    """Return whether the library compiles where there is no GPU."""
-    return library.__name__ == "tensorrt_rtx"
-
-
 def has_attention(library: ModuleType) -> bool:
     """Return whether there is a layer for attention (TensorRT 11, TensorRT-RTX 1.7) rather than
     matrix products only.

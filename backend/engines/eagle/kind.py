@@ -162,8 +162,7 @@ def _kernels(engine: EngineConfig, threads: int) -> Callable[[RowWeights], RowPr
 
 def _check_fits(folder: Path, shape: EagleShape, target: Path, embedding: Tensor) -> None:
     """Raise ConfigError for a head of another target; warn of one whose weights have changed."""
-    raw = manifest.read_model_config(target)
-    layers = raw.get("num_hidden_layers") or raw.get("text_config", {}).get("num_hidden_layers", 0)
+    layers = manifest.layer_count(target)
     pairs = [
         ("vocab_size", shape.vocab_size, embedding.shape[0]),
         ("target_hidden_size", shape.target_hidden_size, embedding.shape[1]),

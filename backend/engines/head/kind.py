@@ -13,10 +13,9 @@ from backend.engines import latency_cases as cases
 from backend.engines.head import folder as folders
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
-from backend.files import read_object
 from backend.machine import machine
 from backend.settings import ConfigError
-from backend.storage.manifest import check_model, weights_sha256
+from backend.storage.manifest import check_model, layer_count, weights_sha256
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,14 +37,11 @@ def check_folder(
     lacks.
     """
     check_model(key, engine, config, path)
-    folder, target = path(engine), path(config.target) / "config.json"
-    if not target.is_file():
-        return
-    raw = read_object(target)
-    layers = raw.get("num_hidden_layers") or raw.get("text_config", {}).get("num_hidden_layers")
-    if isinstance(layers, int) and (last := taps(folder)[-1]) > layers:
+    folder, target = path(engine), path(config.target)
+    layers = layer_count(target) if (target / "config.json").is_file() else 0
+    if layers and (last := taps(folder)[-1]) > layers:
         raise ConfigError(
-            f"{key}: {folder} reads layer {last} of its target {target.parent}, which has {layers}"
+            f"{key}: {folder} reads layer {last} of its target {target}, which has {layers}"
         )
 
 
