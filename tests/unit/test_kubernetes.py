@@ -15,7 +15,8 @@ from backend.config import LimitsConfig
 from backend.launcher.environment import read_settings
 from backend.ops.metric_names import FAMILIES
 
-FOLDER = Path(__file__).parents[2] / "docker" / "kubernetes"
+DOCKER = Path(__file__).parents[2] / "docker"
+FOLDER, OVERLAYS = DOCKER / "kubernetes", DOCKER / "overlays"
 VERSIONS = ("1.30", "1.34")
 
 
@@ -30,9 +31,9 @@ RESOURCES = [
     *documents("network.yaml"),
 ]
 FLEET = [
-    *documents("fleet/discovery.yaml"),
-    *documents("fleet/front-end.yaml"),
-    *documents("fleet/network.yaml"),
+    *documents("../overlays/fleet/discovery.yaml"),
+    *documents("../overlays/fleet/front-end.yaml"),
+    *documents("../overlays/fleet/network.yaml"),
 ]
 KINDS = {resource["kind"]: resource for resource in RESOURCES}
 
@@ -60,7 +61,10 @@ def test_a_resource_is_valid_by_the_schema_of_its_kind(kind, version):
 
 def patched():
     """Return the Deployment and the Service as the fleet's patches make them."""
-    (worker,), (labels,) = documents("fleet/worker.yaml"), documents("fleet/service.yaml")
+    (worker,), (labels,) = (
+        documents("../overlays/fleet/worker.yaml"),
+        documents("../overlays/fleet/service.yaml"),
+    )
     deployment, service = json.loads(json.dumps([selected(KINDS["Deployment"]), KINDS["Service"]]))
     pod, patch = (each["spec"]["template"]["spec"] for each in (deployment, worker))
     (container,), (more,) = pod["containers"], patch.pop("containers")
@@ -78,8 +82,6 @@ def test_the_fleet_is_valid_by_the_schemas(version):
 
 
 def test_workers_and_front_ends_of_a_fleet_find_each_other():
-    (kustomization,) = documents("fleet/kustomization.yaml")
-    assert kustomization["resources"] == ["..", "discovery.yaml", "front-end.yaml", "network.yaml"]
     deployment, service = patched()
     front_end = next(resource for resource in FLEET if resource["kind"] == "Deployment")
     pods = [each["spec"]["template"]["spec"] for each in (deployment, front_end)]
@@ -94,7 +96,7 @@ def test_workers_and_front_ends_of_a_fleet_find_each_other():
     names = {each["metadata"]["name"] for each in FLEET if each["kind"] == "ServiceAccount"}
     assert accounts == names
     assert service["metadata"]["labels"]["nvidia.com/dynamo-discovery-enabled"] == "true"
-    dockerfile = (FOLDER.parent / "fleet.Dockerfile").read_text()
+    dockerfile = (DOCKER / "fleet.Dockerfile").read_text()
     python = front_end["spec"]["template"]["spec"]["containers"][0]["command"][0]
     assert f"DYNAMO_PYTHON={python}" in dockerfile
 
@@ -122,7 +124,7 @@ def test_what_is_asked_for_and_selected_is_there():
     assert container["image"] == kustomization["images"][0]["name"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert {port["targetPort"] for port in KINDS["Service"]["spec"]["ports"]} <= set(ports)
-    dockerfile = (FOLDER.parent / "trtllm.Dockerfile").read_text()
+    dockerfile = (DOCKER / "trtllm.Dockerfile").read_text()
     assert f"EXPOSE {' '.join(map(str, ports.values()))}" in dockerfile
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in pod["volumes"]
@@ -180,16 +182,45 @@ def test_the_autoscaler_asks_for_metrics_that_the_adapter_makes_of_ours():
     assert asked == set(made)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
-def test_kustomize_makes_of_it_what_the_schemas_accept():
-    built = subprocess.run(
-        ["kubectl", "kustomize", str(FOLDER)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    resources = list(yaml.safe_load_all(built.stdout))
-    assert len(resources) == len(RESOURCES)
+def built(folder):
+    """Return the resources that kustomize makes of a folder."""
+    command = ["kubectl", "kustomize", str(folder)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return list(yaml.safe_load_all(text))
+
+
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
+
+
+@needs_kubectl
+@pytest.mark.parametrize(
+    ("folder", "count"),
+    [
+        (FOLDER, len(RESOURCES)),
+        (OVERLAYS / "vllm", len(RESOURCES)),
+        (OVERLAYS / "fleet", len(RESOURCES) + len(FLEET)),
+    ],
+)
+def test_kustomize_makes_of_it_what_the_schemas_accept(folder, count):
+    resources = built(folder)
+    assert len(resources) == count
     for resource in resources:
         kubernetes_validate.validate(resource, VERSIONS[-1], strict=True)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", ["vllm", "fleet"])
+def test_pods_of_an_overlay_have_its_image_and_probe_by_its_python(overlay):
+    (deployment,) = [
+        each
+        for each in built(OVERLAYS / overlay)
+        if (each["kind"], each["metadata"]["name"]) == ("Deployment", "spindle")
+    ]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == f"spindle:{overlay}"
+    dockerfile = (DOCKER / f"{overlay}.Dockerfile").read_text()
+    for probe in ("startupProbe", "livenessProbe"):
+        assert json.dumps(container[probe]["exec"]["command"]) in dockerfile
+        assert container[probe]["periodSeconds"]
+    (config,) = [each["value"] for each in container["env"] if each["name"] == "SPINDLE_CONFIG"]
+    assert config.rpartition("/")[0] in {each["mountPath"] for each in container["volumeMounts"]}
