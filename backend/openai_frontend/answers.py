@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +38,18 @@ end of one.
 WATCH_PERIOD_S = 0.25
 
 
-class Speculation:
-    """Adds up the proposals of an answer's texts."""
+class Counts:
+    """Adds up the tokens and the proposals of an answer.
 
-    def __init__(self, level: str) -> None:
-        """``level``: ``none``, ``summary`` or ``detailed``, as in vLLM."""
+    A prompt counts once, however many texts continue it; with ``silent`` nothing else does.
+    """
+
+    def __init__(self, level: str = "summary", *, silent: bool = False) -> None:
+        """``level`` of the counts of proposals: ``none``, ``summary`` or ``detailed``, as in
+        vLLM.
+        """
         self._level = level
+        self._silent = silent
         self._pieces: list[Piece] = []
 
     def add(self, piece: Piece) -> None:
@@ -74,6 +80,27 @@ class Speculation:
             counts["per_step_accepted"] = self._pieces[0].per_step_accepted
             counts["per_step_drafted"] = self._pieces[0].per_step_drafted
         return {"metrics": {"speculative_decoding": counts}}
+
+    async def usage(self, choices: Sequence[Choice], triton: Triton) -> dict[str, Any]:
+        """Return OpenAI's ``usage``; the tokens of reasoning only where they can be counted, for no
+        answer is lost by that.
+        """
+        inputs = sum({piece.prompt: piece.input_tokens for piece in self._pieces}.values())
+        output = 0 if self._silent else sum(piece.output_tokens for piece in self._pieces)
+        usage: dict[str, Any] = {
+            "prompt_tokens": inputs,
+            "completion_tokens": output,
+            "total_tokens": inputs + output,
+        }
+        if any(choice.splits_reasoning for choice in choices):
+            with suppress(ApiError):
+                texts = ["".join(choice.reasoning) for choice in choices]
+                ids = [
+                    await triton.tokenize(text, add_special_tokens=False) for text in texts if text
+                ]
+                tokens = min(sum(map(len, ids)), output)
+                usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
+        return usage
 
 
 def tensors(
@@ -160,9 +187,10 @@ class Answer:
         salt = tenant_salt(request.state.tenant, self.options.get("cache_salt"))
         salted = {} if salt is None else {"cache_salt": salt}
         pieces = triton.generate(prompts, self.options | counted | salted, fields, self.body.n)
+        counts = Counts(self.spec_decode_metrics, silent=self.style.silent)
+        output = _Output(pieces, choices, counts, head, self.body.n)
         answer = self._stream if self.body.stream else self._whole
-        counts = Counts(triton, self.style.silent)
-        return await until_gone(request, answer(pieces, choices, head, counts))
+        return await until_gone(request, answer(output, triton))
 
     def _fields(self) -> dict[str, str]:
         """Return the fields of the tensors whose name is another one."""
@@ -173,108 +201,62 @@ class Answer:
             fields = {**fields, "max_tokens": "max_completion_tokens"}
         return fields
 
-    async def _stream(
-        self,
-        pieces: AsyncIterator[Piece],
-        choices: list[Choice],
-        head: dict[str, Any],
-        counts: Counts,
-    ) -> Response:
+    async def _stream(self, output: _Output, triton: Triton) -> Response:
         """Return a stream once it has something: what is wrong with a request has a status."""
-        first = await anext(pieces)
-        events = self._events(first, pieces, choices, head, counts)
-        return StreamingResponse(events, headers=_STREAM_HEADERS)
+        first = await anext(output.pieces)
+        return StreamingResponse(self._events(first, output, triton), headers=_STREAM_HEADERS)
 
-    async def _whole(
-        self,
-        pieces: AsyncIterator[Piece],
-        choices: list[Choice],
-        head: dict[str, Any],
-        counts: Counts,
-    ) -> Response:
-        speculation = Speculation(self.spec_decode_metrics)
-        async for piece in pieces:
-            self._choice(choices, piece).add(piece)
-            counts.add(piece)
-            speculation.add(piece)
-        head = {**head, "object": self.style.kind.whole}
-        made = [choice.whole() for choice in choices]
-        usage = await counts.usage(choices)
-        return JSONResponse({**head, "choices": made, "usage": usage, **speculation.metrics()})
+    async def _whole(self, output: _Output, triton: Triton) -> Response:
+        async for piece in output.pieces:
+            output.add(piece)
+        body = {
+            **output.head,
+            "object": self.style.kind.whole,
+            "choices": [choice.whole() for choice in output.choices],
+            "usage": await output.counts.usage(output.choices, triton),
+        }
+        return JSONResponse({**body, **output.counts.metrics()})
 
-    async def _events(
-        self,
-        first: Piece,
-        pieces: Any,
-        choices: list[Choice],
-        head: dict[str, Any],
-        counts: Counts,
-    ) -> AsyncIterator[str]:
+    async def _events(self, first: Piece, output: _Output, triton: Triton) -> AsyncIterator[str]:
         """Yield server-sent events; the requests are cancelled when the client has left."""
-        speculation = Speculation(self.spec_decode_metrics)
-        options, head = self.body.stream_options, {**head, "object": self.style.kind.part}
+        options, head = self.body.stream_options, {**output.head, "object": self.style.kind.part}
         with_usage = options is not None and options.include_usage
-        async with aclosing(pieces):
+        choices, counts = output.choices, output.counts
+        async with aclosing(output.pieces):
             piece: Piece | None = first
             try:
                 while piece is not None:
-                    choice = self._choice(choices, piece)
-                    choice.add(piece)
-                    counts.add(piece)
-                    speculation.add(piece)
-                    if (made := choice.part()) is not None:
+                    if (part := output.add(piece).part()) is not None:
                         ended = all(choice.reason is not None for choice in choices)
-                        last = speculation.metrics() if ended and not with_usage else {}
-                        yield _event({**head, "choices": [made], **last})
-                    piece = await anext(pieces, None)
+                        last = counts.metrics() if ended and not with_usage else {}
+                        yield _event({**head, "choices": [part], **last})
+                    piece = await anext(output.pieces, None)
             except ApiError as error:
                 yield _event(error.body())
                 return
             if with_usage:
-                usage = {"choices": [], "usage": await counts.usage(choices)}
-                yield _event({**head, **usage, **speculation.metrics()})
+                usage = {"choices": [], "usage": await counts.usage(choices, triton)}
+                yield _event({**head, **usage, **counts.metrics()})
             yield "data: [DONE]\n\n"
 
-    def _choice(self, choices: list[Choice], piece: Piece) -> Choice:
-        return choices[piece.prompt * self.body.n + piece.sequence]
 
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """The pieces of an answer, and where they go."""
 
-class Counts:
-    """Tokens of a request: a prompt counts once, however many texts continue it; of a ``silent``
-    one nothing else does.
-    """
+    pieces: AsyncGenerator[Piece, None]
+    choices: list[Choice]
+    counts: Counts
+    head: dict[str, Any]
+    n: int
+    """Choices of each prompt."""
 
-    def __init__(self, triton: Triton, silent: bool = False) -> None:
-        self._triton, self._silent = triton, silent
-        self._inputs: dict[int, int] = {}
-        self._output = 0
-
-    def add(self, piece: Piece) -> None:
-        """Count a piece."""
-        if piece.finish_reason is not None:
-            self._inputs[piece.prompt] = piece.input_tokens
-            self._output += 0 if self._silent else piece.output_tokens
-
-    async def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return OpenAI's ``usage``; the tokens of reasoning only where they can be counted, for no
-        answer is lost by that.
-        """
-        inputs = sum(self._inputs.values())
-        usage: dict[str, Any] = {
-            "prompt_tokens": inputs,
-            "completion_tokens": self._output,
-            "total_tokens": inputs + self._output,
-        }
-        if any(choice.splits_reasoning for choice in choices):
-            with suppress(ApiError):
-                counted = [await self._tokens("".join(choice.reasoning)) for choice in choices]
-                tokens = min(sum(counted), self._output)
-                usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
-        return usage
-
-    async def _tokens(self, text: str) -> int:
-        """Return how many tokens a text has."""
-        return len(await self._triton.tokenize(text, add_special_tokens=False)) if text else 0
+    def add(self, piece: Piece) -> Choice:
+        """Return the choice of a piece, with the piece."""
+        choice = self.choices[piece.prompt * self.n + piece.sequence]
+        choice.add(piece)
+        self.counts.add(piece)
+        return choice
 
 
 def _event(body: dict[str, Any]) -> str:

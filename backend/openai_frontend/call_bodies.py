@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from backend.openai_frontend.texts import Call, arguments_of
-
+_MOST_SHOWN = 60
+"""Characters of a value that an error shows."""
 Functions = Mapping[str, Any]
 """The schemas of functions' parameters, by the functions' names."""
 _NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -20,6 +20,24 @@ _BLANKS, _NAME = re.compile(r"\s*"), re.compile(r"[^\s\[{]*")
 _DECODER = json.JSONDecoder()
 _NAMESPACES = ("functions.", "default_api.")
 """Names that models write before those of functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a function; ``arguments`` are JSON."""
+
+    name: str
+    arguments: str
+
+
+def arguments_of(value: Any) -> Any:
+    """Return a call's arguments as a value: JSON is parsed, and nothing, blanks or null are no
+    arguments. Raises ValueError for a text that is no JSON, RecursionError for one nested too
+    deeply.
+    """
+    if isinstance(value, str):
+        value = json.loads(value) if value.strip() else None
+    return {} if value is None else value
 
 
 class Notation(Protocol):
@@ -315,6 +333,12 @@ def dump(arguments: Any) -> str:
     except UnicodeEncodeError:
         return json.dumps(arguments, allow_nan=False)
     return text
+
+
+def as_json(value: Any) -> str:
+    """Return a value as an error shows it: JSON, cut off where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
 
 def _properties(schema: Any) -> Mapping[str, Any]:

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.openai_frontend.call_bodies import Functions
-from backend.openai_frontend.calls import CallFormat, CallReader
+from backend.openai_frontend.call_bodies import Call, Functions
+from backend.openai_frontend.calls import CallFormat, CallReader, Parts
 from backend.openai_frontend.reading import (
     CHANNEL,
     MESSAGE,
@@ -21,7 +21,6 @@ from backend.openai_frontend.reading import (
     Frame,
     Reader,
 )
-from backend.openai_frontend.texts import Call, Parts
 from backend.openai_frontend.triton import Piece, Token
 
 

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
-from backend.openai_frontend.texts import as_json
+from backend.openai_frontend.call_bodies import as_json
 
 _EXPECTED = {
     "string": "a string",

@@ -11,12 +11,11 @@ from typing import Any
 
 from backend.config import OpenaiConfig
 from backend.openai_frontend.access import Hosts, Keys
-from backend.openai_frontend.bodies import INT32
-from backend.openai_frontend.conversation import Message, Tool, first_broken_call
+from backend.openai_frontend.bodies import INT32, Message, Tool, first_broken_call
+from backend.openai_frontend.call_bodies import as_json
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.reading import Channels, Frame, reasoning_after
 from backend.openai_frontend.template import ChatTemplate, Escaped, Escaper, RenderError
-from backend.openai_frontend.texts import as_json
 
 MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 32
@@ -45,6 +44,11 @@ class FrontEnd:
     """The model's special tokens: ids by name."""
     admin_secret: str = ""
     """The secret that administrative commands need."""
+
+    @property
+    def special_names(self) -> frozenset[bytes]:
+        """The names of the special tokens, as pieces of a text have them."""
+        return frozenset(name.encode() for name in self.special_tokens)
 
     def check_model(self, name: str | None) -> str:
         """Return the name of the model that answers have. Raises ApiError for another model's."""

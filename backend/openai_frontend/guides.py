@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from backend.openai_frontend.conversation import Function
+from backend.openai_frontend.bodies import Function
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.reading import CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels, Frame
 from backend.openai_frontend.schema import ChatRequest

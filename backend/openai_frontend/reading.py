@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
-from backend.openai_frontend.call_bodies import Functions, arguments_call, dump
-from backend.openai_frontend.calls import CallReader
-from backend.openai_frontend.texts import Blanks, Call, Parts, Scanner, marks
+from backend.openai_frontend.call_bodies import Call, Functions, arguments_call, dump
+from backend.openai_frontend.calls import Blanks, CallReader, Parts, Scanner, marks
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CONSTRAIN = "<|constrain|>"

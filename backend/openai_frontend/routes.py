@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 from backend.limits import check_stop_words
@@ -43,8 +42,7 @@ def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -
     # the text model writes one token at least: it never sees a max_tokens of 0
     most = 1 if silent else body.max_tokens
     options = tensors(body, most, DEFAULT_MAX_TOKENS, echo=body.echo, top=body.logprobs)
-    special = frozenset(name.encode() for name in settings.special_tokens)
-    scored = body.logprobs is not None
+    scored, special = body.logprobs is not None, settings.special_names
     style = Style(COMPLETION, scored, echo=body.echo, silent=silent, special=special)
     return Answer(_slim(body), style, body.prompt, options, settings.options.spec_decode_metrics)
 
@@ -54,31 +52,26 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
     body = parse(data, headers, ChatRequest)
     body.model = settings.check_model(body.model)
     _check_stop(body)
-    called = body.tool_choice is None or body.tool_choice.type != "none"
-    tools, effort = body.tools if called else None, body.reasoning_effort
+    may_call = body.tool_choice is None or body.tool_choice.type != "none"
+    tools, effort = body.tools if may_call else None, body.reasoning_effort
     prompt = settings.prompt(body.messages, tools, body.chat_template_kwargs, effort)
     top = (body.top_logprobs or 0) if body.logprobs else None
     options = tensors(body, body.max_completion_tokens or body.max_tokens, INT32, top=top)
     frame = settings.frame(prompt, splits=body.separate_reasoning)
     tool, guide = guide_of(body, frame, settings.special_tokens)
     options |= guide | {"add_special_tokens": False}  # the template writes all of them
-    special = frozenset(name.encode() for name in settings.special_tokens)
-    parallel = body.parallel_tool_calls
+    template = settings.template if tools and tool is None else None
     style = Style(
         CHAT,
         body.logprobs,
         tool,
-        parallel=parallel,
+        calls=None if template is None else template.calls,
+        functions={each.function.name: each.function.parameters for each in tools or ()},
+        parallel=body.parallel_tool_calls,
         frame=frame,
         shows_reasoning=body.include_reasoning,
-        special=special,
+        special=settings.special_names,
     )
-    if body.tools and called:
-        style = replace(
-            style, functions={t.function.name: t.function.parameters for t in body.tools}
-        )
-        if tool is None and settings.template is not None:
-            style = replace(style, calls=settings.template.calls)
     if settings.special_tokens.keys() & style.marks:
         options["skip_special_tokens"] = False
     return Answer(_slim(body), style, [prompt], options, settings.options.spec_decode_metrics)

@@ -15,13 +15,18 @@ from pydantic import (
     model_validator,
 )
 
-from backend.openai_frontend.bodies import CACHE_CONTROL, INT32, Body, ignored, one_of, refused
-from backend.openai_frontend.conversation import (
+from backend.openai_frontend.bodies import (
+    CACHE_CONTROL,
+    INT32,
+    Body,
     Message,
     ResponseFormat,
     Tool,
     ToolChoice,
     Variables,
+    ignored,
+    one_of,
+    refused,
 )
 from backend.openai_frontend.errors import wrong
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +157,7 @@ class Triton:
         options: dict[str, Any],
         names: Mapping[str, str],
         n: int = 1,
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the texts that continue the prompts, ``n`` for each: every text is a
         request of its own with the same options, the next one as soon as there is a place.
 

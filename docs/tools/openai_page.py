@@ -8,8 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from backend.openai_frontend import schema
-from backend.openai_frontend.bodies import IGNORED, REFUSED
-from backend.openai_frontend.conversation import Message
+from backend.openai_frontend.bodies import IGNORED, REFUSED, Message
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 PAGE = PROJECT_ROOT / "docs" / "reference" / "openai.md"

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.openai_frontend.call_bodies import PythonNotation, typed
+from backend.openai_frontend.call_bodies import Call, PythonNotation, typed
 from backend.openai_frontend.calls import FORMATS, CallReader, call_format
 from backend.openai_frontend.choices import CHAT, COMPLETION, Choice, Style
 from backend.openai_frontend.reading import Channels
-from backend.openai_frontend.texts import Call
 from backend.openai_frontend.triton import Piece
 
 (

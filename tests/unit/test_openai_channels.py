@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backend.openai_frontend.call_bodies import Call
 from backend.openai_frontend.reading import ChannelReader, has_channels
-from backend.openai_frontend.texts import Call
 from backend.sampling.guides import Grammars
 from backend.tokenizer import ByteTokenizer
 from tests.fakes.chats import HI, chat, message_of

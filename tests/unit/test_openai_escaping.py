@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from backend.config import OpenaiConfig
-from backend.openai_frontend.conversation import Message
+from backend.openai_frontend.bodies import Message
 from backend.openai_frontend.front_end import FrontEnd
 from backend.openai_frontend.template import ChatTemplate, Escaped
 

@@ -162,7 +162,7 @@ def test_eight_thousand_blanks_in_an_argument_are_read():
         assert read(name, [text]) == ("", text, [])
 
 
-MODULES = ("call_bodies", "calls", "reading", "texts")
+MODULES = ("call_bodies", "calls", "reading")
 BOUNDED = {"_HEADER", "_HEADER_START"}
 """Patterns of texts of at most 200 letters."""
 

@@ -5,8 +5,7 @@ from pydantic import ValidationError
 
 from backend.openai_frontend import schema
 from backend.openai_frontend.answers import tensors
-from backend.openai_frontend.bodies import IGNORED, REFUSED
-from backend.openai_frontend.conversation import Message
+from backend.openai_frontend.bodies import IGNORED, REFUSED, Message
 from backend.openai_frontend.errors import invalid_body, upstream_error
 from backend.openai_frontend.schema import ChatRequest, CompletionRequest
 from docs.tools.openai_page import BODIES, PAGE, with_fields

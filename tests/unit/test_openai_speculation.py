@@ -2,7 +2,7 @@
 
 import pytest
 
-from backend.openai_frontend.answers import Speculation
+from backend.openai_frontend.answers import Counts
 from backend.openai_frontend.app import VLLM_COUNTERS, with_vllm_counters
 from backend.openai_frontend.triton import Piece
 
@@ -17,11 +17,11 @@ NONE = {"acceptance_histogram": [0, 0, 0, 0]}
 
 def counts(*texts, level="summary"):
     """Return the counts of an answer of these texts, each of two pieces."""
-    speculation = Speculation(level)
+    added = Counts(level)
     for number, text in enumerate(texts):
-        speculation.add(Piece(0, number, "some"))
-        speculation.add(Piece(0, number, "", "length", **text))
-    metrics = speculation.metrics()
+        added.add(Piece(0, number, "some"))
+        added.add(Piece(0, number, "", "length", **text))
+    metrics = added.metrics()
     return metrics and metrics["metrics"]["speculative_decoding"]
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from backend.openai_frontend.call_bodies import Call
 from backend.openai_frontend.calls import FORMATS, CallReader
 from backend.openai_frontend.reading import ChannelReader
-from backend.openai_frontend.texts import Call
 
 FORMS = {form.name: form for form in FORMATS}
 FUNCTIONS = {
