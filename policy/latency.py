@@ -321,6 +321,7 @@ class LatencyModel:
             overhead_s=float(self.overhead_s),
             speculation_s=float(self.speculation_s),
             factor=np.ones(FIRST_DRAFT + drafts),
+            change_s=-1.0,
         )
         object.__setattr__(self, "tables", tables)
 
@@ -373,6 +374,10 @@ class Correction:
     """Seconds of a step besides forwards, of plain steps and of those that speculate; 0: unknown,
     and the model's are taken.
     """
+    change: FloatArray = field(default_factory=lambda: np.zeros(2))
+    """Seconds of a change of width, and the steps that showed it; 0 steps: unknown, and what the
+    engine measured at its start is taken.
+    """
 
     @classmethod
     def start(cls, drafts: int) -> Correction:
@@ -388,22 +393,24 @@ class Correction:
         more_s = model.speculation_s
         if plain_s and speculating_s:
             more_s = max(speculating_s - plain_s, 0.0)
-        return Times._make((*target, *tables[:-3], overhead_s, more_s, self.factor))
+        change_s, changes = self.change.tolist()
+        change_s = change_s if changes else -1.0
+        return Times._make((*target, *tables[:-4], overhead_s, more_s, self.factor, change_s))
 
     def learnt(
         self,
-        learn: Callable[[FloatArray, FloatArray, FloatArray, FloatArray, int], int],
+        learn: Callable[[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, int], int],
     ) -> Correction:
-        """Return the correction after a step: ``learn`` changes factor, shape, evidence and
-        overhead in place and returns the age (``policy.loops.times.learn_step``).
+        """Return the correction after a step: ``learn`` changes factor, shape, evidence, overhead
+        and change of width in place and returns the age (``policy.loops.times.learn_step``).
         """
-        columns = self.factor, self.log_factor, self.seen, self.overhead_s
-        factor, log_factor, seen, overhead_s = (column.copy() for column in columns)
-        age = learn(factor, log_factor, seen, overhead_s, self.age)
+        columns = self.factor, self.log_factor, self.seen, self.overhead_s, self.change
+        factor, log_factor, seen, overhead_s, change = (column.copy() for column in columns)
+        age = learn(factor, log_factor, seen, overhead_s, change, self.age)
         applied = self.applied
         if age < 0 or (age == 0 and self.age > 0):
             applied, age = (log_factor if age == 0 else None), 0
-        return Correction(factor, log_factor, seen, applied, age, overhead_s)
+        return Correction(factor, log_factor, seen, applied, age, overhead_s, change)
 
 
 @lru_cache(maxsize=8)

@@ -22,8 +22,9 @@ _RATE = 0.05  # share of a step's surprise that moves a factor
 _MAX_SURPRISE = 4.0  # of one step: a garbage collection is no trend
 _IDLE_FACTOR, _IDLE_KEEP = 1.5, 0.9995  # an unused draft's slowdown decays, or it would stay unused
 _MAX_SHAPE_SURPRISE = 0.25  # of one step
-_SHAPE_PRIOR = 2.0  # steps that the table is worth
+_TABLE_STEPS = 2.0  # steps that what the start measured is worth
 _FADING = 0.998  # share of the evidence by octave that a step leaves
+_MAX_CHANGE_SURPRISE = 0.5  # of one step, as a share of its pass
 _SMALL_CHANGE = 0.05  # share of a pass that a change of width may take if the pass teaches
 _LEAST_OCTAVES = 3.0  # octaves that what they have in common holds for all of
 _NEIGHBOUR = 0.5  # share of an octave's shape that the next one has, which was not seen
@@ -55,12 +56,14 @@ class Times(NamedTuple):
     """A step that speculates, in addition."""
     factor: Floats
     """[2 + D] measured over predicted time, places as ``VERIFY``; the overhead's is 1."""
+    change_s: float
+    """A change of the pass's width, as steps showed it; below 0: none has."""
 
 
 TIMES = record(
     Times,
     *(FLOATS[1], FLOATS[0], FLOATS[0], FLOATS[0], FLOATS[0], FLOATS[2], FLOATS[1], FLOATS[1]),
-    *(FLOATS[1], FLOATS[0], FLOATS[0], FLOATS[1]),
+    *(FLOATS[1], FLOATS[0], FLOATS[0], FLOATS[1], FLOATS[0]),
 )
 
 
@@ -74,7 +77,11 @@ def verify_s(times: Times, tokens: int) -> float:
 
 @helper
 def change_s(times: Times, last_tokens: int, change_tokens: int) -> float:
-    """Return what a change of width takes after a pass of ``last_tokens``, in seconds."""
+    """Return what a change of width takes after a pass of ``last_tokens``, in seconds: before any
+    step showed it, as long as ``change_tokens`` more tokens.
+    """
+    if times.change_s >= 0:
+        return times.change_s
     return verify_s(times, last_tokens + change_tokens) - verify_s(times, last_tokens)
 
 
@@ -86,8 +93,8 @@ def price_passes(
     trim charge them; rows and context apart.
 
     On an engine that prefers to keep its width, a pass of another number of tokens than the
-    ``last_tokens`` of the one before takes as long as ``change_tokens`` more of them (0: no
-    longer). That is spread over the passes that keep the new width: charged to one, it would hold
+    ``last_tokens`` of the one before takes ``change_s`` longer (``change_tokens`` 0: no longer).
+    That is spread over the passes that keep the new width: charged to one, it would hold
     the batch at any width it ever had. A narrower pass is padded to that width if this is quicker.
     """
     target_s, slope_s, factor = times.target_s, times.target_slope_s, times.factor[VERIFY]
@@ -212,6 +219,31 @@ def _learn_factors(factor: Floats, predicted: Floats, measured: Floats) -> None:
 
 
 @helper
+def _learn_change(
+    change: Floats,  # [2] seconds of a change of width, and the steps that showed it
+    before_s: float,
+    expected_s: float,
+    measured_s: float,
+) -> None:
+    """Learn from a pass of another width, in place, what that took beyond the ``expected_s`` of a
+    pass that keeps its width; it was thought to take ``before_s``.
+    """
+    surprise_s = measured_s - expected_s - before_s
+    most_s = _MAX_CHANGE_SURPRISE * expected_s
+    rate = max(_RATE, 1 / (_TABLE_STEPS + change[1]))
+    change[0] = max(before_s + rate * min(max(surprise_s, -most_s), most_s), 0.0)
+    change[1] += 1
+
+
+@helper
+def _shape_at(shape: Floats, tokens: int) -> float:
+    """Return how far the target's curve is off at n tokens."""
+    place = min(math.log2(tokens), LAST_PLACE)
+    low = int(place)
+    return shape[low] + (place - low) * (shape[low + 1] - shape[low])
+
+
+@helper
 def _learn_shape(
     factor: Floats,
     shape: Floats,
@@ -227,15 +259,14 @@ def _learn_shape(
     place = min(math.log2(tokens), LAST_PLACE)
     low = int(place)
     share = place - low
-    now = (1 - share) * shape[low] + share * shape[low + 1]
-    predicted[VERIFY] += base_s * (math.exp(now) - 1)
+    predicted[VERIFY] += base_s * (math.exp(_shape_at(shape, tokens)) - 1)
     surprise = math.log(measured_s / (predicted[VERIFY] * factor[VERIFY]))
     surprise = min(max(surprise, -_MAX_SHAPE_SURPRISE), _MAX_SHAPE_SURPRISE)
     for octave in range(len(seen)):
         seen[octave] *= _FADING
     for octave in range(low, low + 2):
         part = share if octave > low else 1 - share
-        rate = part * max(_RATE, 1 / (_SHAPE_PRIOR + seen[octave]))
+        rate = part * max(_RATE, 1 / (_TABLE_STEPS + seen[octave]))
         shape[octave] = min(max(shape[octave] + rate * surprise, -MAX_SHAPE), MAX_SHAPE)
         seen[octave] += part
 
@@ -251,7 +282,7 @@ def _settle_shape(factor: Floats, shape: Floats, seen: Floats) -> bool:
     weight, common = 0.0, 0.0
     for octave in range(OCTAVES):
         if seen[octave] >= _ENOUGH:
-            known = seen[octave] / (seen[octave] + _SHAPE_PRIOR)
+            known = seen[octave] / (seen[octave] + _TABLE_STEPS)
             weight += known
             common += known * shape[octave]
     if weight == 0:
@@ -326,7 +357,7 @@ def _learn_overhead(overhead_s: Floats, speculates: bool, measured_s: float) -> 
     overhead_s[kind] += _RATE * (measured_s - overhead_s[kind])
 
 
-@entry(*(TIMES, STEP, FLOATS[1], FLOATS[0]), *(FLOATS[1], FLOATS[1], FLOATS[1], FLOATS[1], INTS[0]))
+@entry(TIMES, STEP, FLOATS[1], FLOATS[0], *[FLOATS[1]] * 5, INTS[0])
 def learn_step(
     times: Times,
     step: Step,
@@ -335,18 +366,25 @@ def learn_step(
     factor: Floats,
     shape: Floats,
     seen: Floats,
-    overhead_s: Floats,
+    overhead_s: Floats,  # [2] of plain steps and of others
+    change: Floats,  # [2] as in _learn_change
     age: int,
 ) -> int:
     """Learn from the times of a step, in place; see ``learn_times``.
 
-    ``overhead_s[2]`` are those of plain steps and of others. A pass whose width changed says
-    nothing about what its tokens take, unless a change takes little of it.
+    A pass whose width changed says nothing about what its tokens take, unless a change takes little
+    of it.
     """
     predicted = np.empty(len(factor))
     tokens, base_s = predict(times, step, predicted)
     if step.change_tokens and tokens != step.last_tokens:
-        whole_s = change_s(times, step.last_tokens, step.change_tokens)
+        whole_s = change[0]
+        if change[1] == 0:
+            whole_s = factor[VERIFY] * change_s(times, step.last_tokens, step.change_tokens)
+        if step.last_tokens and not step.prefill_tokens and measured[VERIFY] > 0:
+            shaped_s = base_s * (math.exp(_shape_at(shape, tokens)) - 1)
+            expected_s = factor[VERIFY] * (predicted[VERIFY] + shaped_s)
+            _learn_change(change, whole_s, expected_s, measured[VERIFY])
         if whole_s > _SMALL_CHANGE * base_s:
             measured[VERIFY] = 0.0
     if step.prefill_tokens == 0:  # taking requests in is no cost of a plan

@@ -16,7 +16,7 @@ MODEL = LatencyModel(CURVE, ())
 def learnt(correction, tokens, base_s, parts, measured_s, step_s=0.0):
     """The correction after a step of these parts."""
 
-    def learn(factor, shape, seen, overhead_s, age):
+    def learn(factor, shape, seen, overhead_s, change, age):
         step = tokens, base_s, parts.copy(), measured_s.copy(), step_s
         return learn_times(factor, shape, seen, age, *step)
 
@@ -226,6 +226,41 @@ def test_a_pass_whose_width_changed_teaches_nothing_unless_a_change_is_cheap(cha
 
     assert (learnt(3).factor[0] > 1) == learns
     assert learnt(9).factor[0] > 1
+
+
+def after_changes(probed_tokens, true_tokens, steps, noise=0.0, correction=None):
+    """The correction after passes of 9 and 25 tokens in turn, every one of another width."""
+    model, rng = LatencyModel(CURVE, (CURVE,)), np.random.default_rng(3)
+    correction = correction or Correction.start(1)
+    for step in range(steps):
+        last, tokens = (9, 25) if step % 2 else (25, 9)
+        widths = {"last_tokens": last, "change_tokens": probed_tokens, "pass_tokens": tokens}
+        verify_s = CURVE.at(tokens + true_tokens) * np.exp(noise * rng.standard_normal())
+
+        def learn(*columns, widths=widths, verify_s=verify_s):
+            measured_s = np.array([verify_s, 0.1, 0.0])
+            return learn_step(model.tables, step_of((0,), **widths), measured_s, 0.0, *columns)
+
+        correction = correction.learnt(learn)
+    return correction
+
+
+@pytest.mark.parametrize("probed_tokens", [8, 24, 72])
+def test_the_price_of_a_change_of_width_is_learnt_whatever_the_start_measured(probed_tokens):
+    for noise in (0.0, 0.03):
+        change_s, steps = after_changes(probed_tokens, 24, 40, noise).change
+        assert change_s == pytest.approx(0.24, rel=0.05 + 5 * noise)
+        assert steps == 40
+
+
+def test_the_price_of_a_change_is_never_negative_and_a_stall_hardly_moves_it():
+    free = after_changes(24, -8, 60)
+    assert free.change[0] == 0.0
+    assert free.times(LatencyModel(CURVE, (CURVE,))).change_s == 0.0
+    steady = after_changes(24, 24, 60)
+    stalled = after_changes(24, 5000, 1, correction=steady)
+    assert steady.change[0] < stalled.change[0] < 1.15 * steady.change[0]
+    assert after_changes(24, 24, 100, correction=stalled).change[0] == pytest.approx(0.24, rel=0.01)
 
 
 def test_a_padded_pass_teaches_what_its_width_takes():

@@ -18,6 +18,7 @@ from policy import (
     RandomChoice,
 )
 from policy.baselines import BASELINES
+from policy.simulate import deployments
 from policy.simulation.arms import WITHOUT, Oracle, arm_of, make_policy
 from policy.simulation.deployment import Deployment, Width, Work, perturbed, step_parts
 from policy.simulation.experiments import Scenario, Task, run_once
@@ -244,6 +245,40 @@ def test_passes_are_as_wide_as_the_engine_makes_them(change_tokens):
         changed = simulated.widen(tokens)
         assert simulated.tokens == real.of(tokens)
         assert changed == (simulated.tokens != last)
+
+
+class Misread(AdaptivePlanner):
+    """A planner that reads ``factor`` times the price of a change of width, and what it learns."""
+
+    factor: float
+    change_s: list[float]
+
+    def read(self, seen):
+        return replace(seen, change_tokens=int(seen.change_tokens * self.factor))
+
+    def plan(self, view, *rest):
+        return super().plan(self.read(view), *rest)
+
+    def trim(self, view, *rest):
+        return super().trim(self.read(view), *rest)
+
+    def observe(self, outcome, *rest):
+        after = super().observe(replace(outcome, view=self.read(outcome.view)), *rest)
+        self.change_s.append(after.correction.change[0])
+        return after
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 3.0])
+def test_a_wrong_price_of_a_change_of_width_is_learnt_within_a_hundred_steps(factor):
+    made = replace(deployments()["smollm2-cpu"], change_tokens=15, noise=0.05)
+    drift = Drift.none(len(MIXED.categories), len(made.drafts))
+    work = draw(MIXED, made.drafts, backlog(12), 3, made.k_max, 1.0, drift)
+    policy = Misread(made.drafts, made.latency)
+    policy.factor, policy.change_s = factor, []
+    simulate_closed(made, work, policy, 3, 8)
+    target = made.latency.target
+    assert len(policy.change_s) > 100
+    assert np.mean(policy.change_s[80:100]) == pytest.approx(target.at(31) - target.at(16), rel=0.3)
 
 
 def test_what_is_read_is_off_by_at_most_the_error_and_still_monotone():
