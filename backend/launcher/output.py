@@ -18,7 +18,10 @@ from backend.storage import cache
 
 MOST_BYTES = 64 * 2**20
 SIZE_CHECK_PERIOD_S = 5.0
-OUR_ERROR = re.compile(r' (ERROR|CRITICAL) (backend\.|__main__:)|"level": "(error|critical)"')
+OUR_ERROR = re.compile(
+    r' (ERROR|CRITICAL) (backend\.|__main__:)|"level": "(error|critical)"'
+    r"|^\((EngineCore|Worker)\b.*\) ERROR .*\] \w+(Error|Exception): "  # vLLM's processes
+)
 HARMLESS = re.compile(r"[IW]\d{4} |[+|]|\s*$")
 """Triton's information and warnings, its tables, empty lines."""
 

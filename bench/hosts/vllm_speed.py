@@ -1,51 +1,92 @@
-"""The policy in vLLM compared with vLLM's own speculation, on its CPU build: the same weights,
-prompts and machine, interleaved, on one CPU.
+"""The policy in vLLM, and Spindle's front before it, compared with vLLM's own ways: the same
+weights, prompts and machine, interleaved.
 
-    make test-vllm && spindle prepare                              # vLLM's environment, the model
+    make vllm && spindle prepare                                   # vLLM's environment, the model
     python -m bench.hosts.vllm_speed --out docs/results/vllm.json  # twelve minutes
+    python -m bench.hosts.vllm_speed front --out FILE              # against vLLM's OpenAI server
+    python -m bench.hosts.vllm_speed lengths --out FILE            # planned against fixed lengths
 
-Arms: plain vLLM, its n-grams with each of ``--ngram`` lengths, and the plug-in in both modes: as it
-comes (draft ``suffix``, at most 8 tokens), and with planned lengths for vLLM's n-grams. vLLM's
-suffix decoding needs a package that it does not bring, its adaptive verification its other model
-runner: neither can be had here. In each block every arm serves the same prompts of five workloads,
-greedily, at each number in flight, one arm right after the other, forwards in even blocks and
-backwards in odd ones. Tokens per second count prompts; what counts are ratios within a block and
-workload (medians, bootstrap intervals). The plug-in has measured its table before the first block.
+``plug-in``, in one process and on one CPU: plain vLLM, its n-grams with each of ``--lengths``, and
+the plug-in in both modes, as it comes (draft ``suffix``, at most 8 tokens) and with planned lengths
+for vLLM's n-grams. vLLM's suffix decoding needs a package that it does not bring, its adaptive
+verification its other model runner: neither can be had here.
+
+``front``: vLLM's own OpenAI server, Spindle's and Spindle's Triton models, with the same arguments
+of vLLM, no drafter and no prefix cache. ``lengths``: Spindle's server without a drafter, with each
+of ``--lengths``, and planned. The drafter is ``--speculation``, as vLLM has it. A fixed length is a
+request's ceiling at a server whose policy is fixed.
+
+In each block every arm serves the same prompts of each workload, greedily, at each number in
+flight, one arm right after the other, forwards in even blocks and backwards in odd ones. Tokens per
+second count prompts; what counts are ratios within a block and workload (medians, bootstrap
+intervals). Planners have measured their tables before the first block. The best fixed length of a
+block is the one that was best in the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
+import math
 import os
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
+from backend.advise.load import Client
+from backend.advise.servers import free_port, running
 from backend.config import PROJECT_ROOT
 from backend.machine import machine
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
 from bench import workloads
+from bench.records import commit
 from policy.simulation.statistics import abba, median_interval
 
 ENVIRONMENT = PROJECT_ROOT / ".venv-vllm"
 MODEL = "models/smollm2-135m-instruct"
 PLAIN, SPINDLE, LENGTHS = "plain", "spindle", "ngram-planned"
-OURS = (SPINDLE, LENGTHS)
-IN_FLIGHT = (1, 8)
+OWN, OPENAI, TRITON = "vllm", "spindle-openai", "spindle-triton"
+PLANNED, FIXED, BEST = "planned", "fixed", "fixed-best"
+OURS = (SPINDLE, LENGTHS, OPENAI, TRITON, PLANNED)
+BASELINES = {"plug-in": PLAIN, "front": OWN, "lengths": PLAIN}
+"""The arm of each mode by which texts are compared."""
 MAX_PROMPT_CHARACTERS = 900
 K_MAX = 8
+START_S, ANSWER_S = 600.0, 120.0
+SERVED, CONTEXT = "m", 1024
+NGRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 Run = dict[str, Any]
 
 
-class Arm:
-    """A process that serves."""
+class Prompt(NamedTuple):
+    """A prompt as text, and as vLLM's tokens."""
+
+    text: str
+    ids: list[int]
+
+
+class Arm(Protocol):
+    """Something that serves."""
+
+    def serve(self, prompts: list[Prompt], max_tokens: int) -> Run:
+        """Serve prompts all at once; return ``tokens``, ``wall_s`` and ``texts``."""
+        ...
+
+
+class Worker:
+    """A process that serves, on one CPU."""
 
     def __init__(self, engine: dict[str, Any]) -> None:
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT_ROOT)}
@@ -70,11 +111,12 @@ class Arm:
         if self._process.stdout.readline() != "ready\n":
             raise RuntimeError("vLLM did not start")
 
-    def serve(self, prompts: list[list[int]], max_tokens: int) -> Run:
+    def serve(self, prompts: list[Prompt], max_tokens: int) -> Run:
         """Return tokens, seconds and texts."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+        work = {"prompts": [prompt.ids for prompt in prompts], "max_tokens": max_tokens}
+        self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         answer: Run = json.loads(self._process.stdout.readline())
         return answer
@@ -83,6 +125,61 @@ class Arm:
         """End it."""
         self._process.kill()
         self._process.wait()
+
+
+Asking = Callable[[Prompt, int], tuple[str, Run]]
+"""Makes of a prompt and a number of tokens the path and the body of a request."""
+
+
+class Streams:
+    """Streams of a server, a connection each."""
+
+    def __init__(self, url: str, ask: Asking) -> None:
+        self._address, self._ask = urlsplit(url).netloc, ask
+
+    def serve(self, prompts: list[Prompt], max_tokens: int) -> Run:
+        """Return tokens, seconds and texts."""
+        started_s = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = [*pool.map(lambda prompt: self._stream(prompt, max_tokens), prompts)]
+        wall_s = time.perf_counter() - started_s
+        first_s = median(first_s for _, first_s in answers) - started_s
+        run = {"tokens": len(prompts) * max_tokens, "wall_s": wall_s, "first_s": first_s}
+        return run | {"texts": [text for text, _ in answers]}
+
+    def _stream(self, prompt: Prompt, max_tokens: int) -> tuple[str, float]:
+        """Return a text and when its first part came. Raises RuntimeError."""
+        path, body = self._ask(prompt, max_tokens)
+        connection = http.client.HTTPConnection(self._address, timeout=ANSWER_S)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(f"{path} answered {answer.status}: {answer.read(300)!r}")
+        text, first_s = "", 0.0
+        for line in answer:
+            if line.startswith(b"data: {"):
+                first_s = first_s or time.perf_counter()
+                part = json.loads(line[6:])
+                text += part["choices"][0]["text"] if "choices" in part else part["text_output"]
+        connection.close()
+        return text, first_s
+
+
+def of_openai(**more: Any) -> Asking:
+    """Return what makes requests of ``/v1/completions``."""
+
+    def ask(prompt: Prompt, max_tokens: int) -> tuple[str, Run]:
+        body = {"model": SERVED, "prompt": prompt.ids, "max_tokens": max_tokens, "temperature": 0}
+        return "/v1/completions", body | {"stream": True, "ignore_eos": True, **more}
+
+    return ask
+
+
+def of_triton(prompt: Prompt, max_tokens: int) -> tuple[str, Run]:
+    """Return a request of the model ``tensorrt_llm_bls``."""
+    body = {"text_input": prompt.text, "max_tokens": max_tokens, "stream": True}
+    body |= {"end_id": -1, "exclude_input_in_output": True}
+    return "/v2/models/tensorrt_llm_bls/generate_stream", body
 
 
 def engines(model: Path, dtype: str, table: Path, ngrams: list[int]) -> dict[str, dict[str, Any]]:
@@ -98,13 +195,12 @@ def engines(model: Path, dtype: str, table: Path, ngrams: list[int]) -> dict[str
         "scheduler_cls": "backend.hosts.vllm.SpindleScheduler",
         "additional_config": {"spindle": {"latency_file": str(table)}},
     }
-    ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     arms: dict[str, dict[str, Any]] = {
-        f"ngram-{k}": {"speculative_config": ngram | {"num_speculative_tokens": k}} for k in ngrams
+        f"ngram-{k}": {"speculative_config": NGRAMS | {"num_speculative_tokens": k}} for k in ngrams
     }
     arms[SPINDLE] = ours
     arms[LENGTHS] = {
-        "speculative_config": ngram | {"num_speculative_tokens": K_MAX},
+        "speculative_config": NGRAMS | {"num_speculative_tokens": K_MAX},
         "scheduler_cls": "backend.hosts.vllm_lengths.SpindleLengthScheduler",
         "additional_config": {"spindle": {"latency_file": str(table.with_name("lengths.json"))}},
         "async_scheduling": False,
@@ -112,122 +208,226 @@ def engines(model: Path, dtype: str, table: Path, ngrams: list[int]) -> dict[str
     return {PLAIN: base, **{name: base | one for name, one in arms.items()}}
 
 
-def texts(model: Path, blocks: int, seed: int) -> dict[str, list[list[int]]]:
+def workers(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Arm]:
+    """Return the arms of the mode ``plug-in``, once they serve."""
+    arms: dict[str, Arm] = {}
+    table = folder / "table.json"
+    for name, engine in engines(options.model, options.dtype, table, options.lengths).items():
+        arms[name] = worker = Worker(engine)
+        stack.callback(worker.close)
+        worker.ready()
+    return arms
+
+
+def servers(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Arm]:
+    """Return the arms of the modes ``front`` and ``lengths``, once they serve."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["SPINDLE_PYTHON"] = options.python
+    engine: Run = {"kv_cache_memory_bytes": 1 << 29, **json.loads(options.engine_args)}
+
+    def start(words: list[str]) -> str:
+        return stack.enter_context(running(shlex.join(words), [], Client, START_S)).url
+
+    def spindle(name: str, policy: Run, http_port: int = 0, **more: Any) -> str:
+        target = {"engine": "vllm", "model": str(options.model), "engine_args": engine | more}
+        target["dtype"] = {"bfloat16": "bf16", "float32": "fp32"}[options.dtype]
+        limits = {"max_active_requests": max(options.in_flight), "max_context_tokens": CONTEXT}
+        limits["enable_kv_cache_reuse"] = False
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps({"target": target, "policy": policy, "limits": limits}))
+        http_port, grpc, metrics = http_port or free_port(), free_port(), free_port()
+        words = [sys.executable, "-m", "backend.cli", "serve", "--verbose", "--config", str(file)]
+        words += ["--served-model-name", SERVED, "--openai-port", "{port}", "--port"]
+        return start([*words, str(http_port), f"--grpc-port={grpc}", f"--metrics-port={metrics}"])
+
+    http_port = free_port()
+    plain = spindle(PLAIN, {"kind": "none"}, http_port)
+    if options.mode == "front":
+        words = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--port", "{port}"]
+        words += ["--served-model-name", SERVED, "--no-enable-prefix-caching"]
+        sizes = {"max_model_len": CONTEXT, "max_num_seqs": max(options.in_flight)}
+        follow = {"model": str(options.model), "dtype": options.dtype} | sizes
+        for name, value in (follow | engine).items():
+            option = name.replace("_", "-")
+            text = value if isinstance(value, str) else json.dumps(value)
+            words += {"true": [f"--{option}"], "false": [f"--no-{option}"]}.get(
+                text, [f"--{option}", text]
+            )
+        return {
+            OWN: Streams(start(words), of_openai()),
+            OPENAI: Streams(plain, of_openai()),
+            TRITON: Streams(f"http://127.0.0.1:{http_port}", of_triton),
+        }
+    drafter = json.loads(options.speculation) | {"num_speculative_tokens": K_MAX}
+    fixed = spindle(FIXED, {"kind": "fixed", "length": K_MAX}, speculative_config=drafter)
+    planned = spindle(PLANNED, {"kind": "adaptive"}, speculative_config=drafter)
+    arms: dict[str, Arm] = {PLAIN: Streams(plain, of_openai())}
+    for k in options.lengths:
+        arms[f"{FIXED}-{k}"] = Streams(fixed, of_openai(num_draft_tokens=k))
+    return {**arms, PLANNED: Streams(planned, of_openai())}
+
+
+def texts(
+    model: Path, blocks: int, seed: int, names: Sequence[str], in_flight: Sequence[int]
+) -> dict[str, list[Prompt]]:
     """Return prompts by workload, enough that none is served twice."""
-    tokenizer, needed = load_tokenizer(model), (blocks + 1) * sum(IN_FLIGHT)
+    tokenizer, needed = load_tokenizer(model), (blocks + 1) * sum(in_flight)
     found = {}
-    for name in workloads.NAMES:
+    for name in names:
         messages = workloads.load(name, 10 * needed, seed).messages
         short = [m for m in messages if len(m) <= MAX_PROMPT_CHARACTERS]
         rendered = [workloads.render(message, model) for message in short[:needed]]
-        found[name] = [tokenizer.encode(text, False) for text in rendered]
+        found[name] = [Prompt(text, tokenizer.encode(text, False)) for text in rendered]
     return found
 
 
-def summary(runs: list[Run], seed: int) -> list[Run]:
-    """Return the tokens per second of the plug-in's modes over each other arm's."""
+def summary(runs: list[Run], in_flight: Sequence[int], seed: int) -> list[Run]:
+    """Return the tokens per second of our arms over each other arm's."""
     rate = {
         (r["block"], r["workload"], r["in_flight"], r["arm"]): r["tokens"] / r["wall_s"]
         for r in runs
     }
-    arms = sorted({r["arm"] for r in runs})
-    versus = [(ours, other) for ours in OURS for other in arms if ours != other]
+    rate |= best_fixed(rate)
+    arms = sorted({arm for *_, arm in rate})
+    names = sorted({workload for _, workload, *_ in rate})
+    versus = [(ours, other) for ours in OURS for other in arms if ours in arms and ours != other]
     found = []
-    for in_flight in IN_FLIGHT:
+    for flying in in_flight:
         for ours, other in versus:
-            for workload in (workloads.MIX, *workloads.NAMES):
+            for workload in (workloads.MIX, *names):
                 pairs = [
                     rate[b, w, n, ours] / rate[b, w, n, other]
                     for b, w, n, arm in rate
-                    if arm == other and n == in_flight and workload in (workloads.MIX, w)
+                    if arm == other and n == flying and workload in (workloads.MIX, w)
                 ]
                 low, high = median_interval(pairs, seed)
-                row = {"in_flight": in_flight, "arm": ours, "over": other, "workload": workload}
+                row = {"in_flight": flying, "arm": ours, "over": other, "workload": workload}
                 row |= {"ratio": round(median(pairs), 3), "low": round(low, 3)}
                 found.append(row | {"high": round(high, 3), "pairs": len(pairs)})
     return found
 
 
-def drift(runs: list[Run]) -> dict[str, float]:
-    """Return measured over predicted seconds of the plug-in's steps, by number in flight."""
+Rates = dict[tuple[int, str, int, str], float]
+"""Tokens per second by block, workload, number in flight and arm."""
+
+
+def best_fixed(rate: Rates) -> Rates:
+    """Return the rates of the fixed length that was best in the other blocks, for each number in
+    flight one length for all workloads.
+    """
+    fixed = {arm for *_, arm in rate if arm.startswith(FIXED)}
+    cells = {cell[:3] for cell in rate} if fixed else set()
     found = {}
-    for in_flight in IN_FLIGHT:
-        own = [r["steps"] for r in runs if r["arm"] == SPINDLE and r["in_flight"] == in_flight]
-        measured_s = sum(s["spindle_step_seconds_sum"] for s in own)
-        predicted_s = sum(s["spindle_step_predicted_seconds_sum"] for s in own)
-        found[str(in_flight)] = round(measured_s / predicted_s, 3) if predicted_s else 0.0
+    for block, workload, in_flight in cells:
+        elsewhere: dict[str, list[float]] = {arm: [] for arm in fixed}
+        for (other, _, n, arm), tokens_per_s in rate.items():
+            if arm in fixed and n == in_flight and other != block:
+                elsewhere[arm].append(math.log(tokens_per_s))
+        best = max(sorted(fixed), key=lambda arm: sum(elsewhere[arm]))
+        found[block, workload, in_flight, BEST] = rate[block, workload, in_flight, best]
     return found
 
 
+def drift(runs: list[Run], in_flight: Sequence[int]) -> dict[str, float]:
+    """Return measured over predicted seconds of the plug-in's steps, by number in flight."""
+    found = {}
+    for flying in in_flight:
+        own = [r["steps"] for r in runs if r["arm"] == SPINDLE and r["in_flight"] == flying]
+        measured_s = sum(s["spindle_step_seconds_sum"] for s in own)
+        predicted_s = sum(s["spindle_step_predicted_seconds_sum"] for s in own)
+        if predicted_s:
+            found[str(flying)] = round(measured_s / predicted_s, 3)
+    return found
+
+
+def _folder(name: str) -> Path:
+    return Path(name).absolute()
+
+
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print and write after each block."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("mode", nargs="?", choices=BASELINES, default="plug-in")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--limit-s", type=float, default=600.0, help="no block begins later")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--ngram", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2, 4], help="fixed ones")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--model", type=_folder, default=cache.root() / MODEL)
+    parser.add_argument("--python", default=str(ENVIRONMENT / "bin" / "python"))
+    parser.add_argument("--speculation", default=json.dumps(NGRAMS), help="of lengths")
+    parser.add_argument(
+        "--engine-args", default='{"enforce_eager": true}', help="more of vLLM, as JSON"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=workloads.NAMES, default=[*workloads.NAMES]
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    model, runs = cache.root() / MODEL, []
-    prompts = texts(model, options.blocks, options.seed)
+    prompts = texts(
+        options.model, options.blocks, options.seed, options.workloads, options.in_flight
+    )
+    runs: list[Run] = []
     started_s = time.perf_counter()
-    with TemporaryDirectory() as folder:
-        table = Path(folder) / "table.json"
-        arms = {}
-        try:
-            for name, engine in engines(model, options.dtype, table, options.ngram).items():
-                arms[name] = Arm(engine)
-                arms[name].ready()
-            for block in range(-1, options.blocks):
-                if time.perf_counter() - started_s > options.limit_s:
-                    break
-                for workload, own in prompts.items():
-                    first = (block + 1) * sum(IN_FLIGHT)
-                    for in_flight in IN_FLIGHT:
-                        mine = [own[i % len(own)] for i in range(first, first + in_flight)]
-                        first += in_flight
-                        for name in abba([*arms], block):
-                            run = arms[name].serve(mine, options.tokens)
-                            if block >= 0:
-                                labels = {"block": block, "workload": workload, "arm": name}
-                                runs.append(labels | {"in_flight": in_flight} | run)
-                print(f"block {block}: {time.perf_counter() - started_s:.0f} s", flush=True)
-            tables = json.loads(table.read_text("utf-8"))
-        finally:
-            for arm in arms.values():
-                arm.close()
-    alike = equal_texts(runs)
-    for run in runs:
-        del run["texts"]
-    record = {
+    with TemporaryDirectory() as temporary, ExitStack() as stack:
+        folder = Path(temporary)
+        start = workers if options.mode == "plug-in" else servers
+        arms = start(options, folder, stack)
+        print(f"started: {time.perf_counter() - started_s:.0f} s", flush=True)
+        for block in range(-1, options.blocks):
+            if time.perf_counter() - started_s > options.limit_s:
+                break
+            for workload, own in prompts.items():
+                first = (block + 1) * sum(options.in_flight)
+                for in_flight in options.in_flight:
+                    mine = [own[i % len(own)] for i in range(first, first + in_flight)]
+                    first += in_flight
+                    for name in abba([*arms], block):
+                        run = arms[name].serve(mine, options.tokens)
+                        if block >= 0:
+                            labels = {"block": block, "workload": workload, "arm": name}
+                            runs.append(labels | {"in_flight": in_flight} | run)
+            print(f"block {block}: {time.perf_counter() - started_s:.0f} s", flush=True)
+            if runs:
+                write(options, runs, folder / "table.json")
+
+
+def write(options: argparse.Namespace, runs: list[Run], table: Path) -> None:
+    """Print a summary, and write the record."""
+    record: Run = {
         "command": " ".join(["python -m bench.hosts.vllm_speed", *sys.argv[1:]]),
+        "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "machine": machine.processor(),
-        "engine": tables["provenance"]["torch_version"],
+        "cores": machine.cores(),
         "seed": options.seed,
         "dtype": options.dtype,
         "tokens": options.tokens,
-        "summary": summary(runs, options.seed),
-        "measured_over_predicted": drift(runs),
-        "texts_equal_to_plain": alike,
-        "table": tables,
-        "runs": runs,
+        "summary": summary(runs, options.in_flight, options.seed),
+        "texts_equal": equal_texts(runs, BASELINES[options.mode]),
     }
-    print(json.dumps({key: record[key] for key in ("command", "machine", "seed")}))
+    if table.exists():
+        tables = json.loads(table.read_text("utf-8"))
+        record |= {"engine": tables["provenance"]["torch_version"], "table": tables}
+        record["measured_over_predicted"] = drift(runs, options.in_flight)
     for row in record["summary"]:
         if row["workload"] == workloads.MIX:
             print(json.dumps(row))
-    print(json.dumps(record["measured_over_predicted"]), json.dumps(alike))
+    print(json.dumps(record["texts_equal"]))
     if options.out:
-        options.out.write_text(json.dumps(record) + "\n", "utf-8")
+        bare = [{k: v for k, v in run.items() if k != "texts"} for run in runs]
+        options.out.write_text(json.dumps(record | {"runs": bare}) + "\n", "utf-8")
 
 
-def equal_texts(runs: list[Run]) -> dict[str, str]:
-    """Return by arm how many texts are those of plain vLLM."""
+def equal_texts(runs: list[Run], baseline: str) -> dict[str, str]:
+    """Return by arm how many texts are those of one that drafts nothing."""
     plain = {
-        (r["block"], r["workload"], r["in_flight"]): r["texts"] for r in runs if r["arm"] == PLAIN
+        (r["block"], r["workload"], r["in_flight"]): r["texts"]
+        for r in runs
+        if r["arm"] == baseline
     }
     found: dict[str, list[bool]] = {}
     for run in runs:

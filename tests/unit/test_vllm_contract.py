@@ -134,6 +134,14 @@ def test_arguments_are_the_users_and_those_that_follow():
     assert settings["home"] == "socket"
 
 
+def test_steps_of_a_request_are_asked_for_only_with_a_drafter():
+    """vLLM refuses to start otherwise."""
+    alone = parse_config({"target": {"engine": "vllm", "model": "m"}})
+    for config, steps in ((alone, None), (deployment(speculative_config=NGRAMS), "detailed")):
+        made = arguments.arguments(config, "folder")
+        assert made.get("per_request_spec_decode_metrics") == steps
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -20,8 +20,9 @@ def arguments(config: ServingConfig, folder: Path) -> dict[str, Any]:
         "dtype": {"bf16": "bfloat16", "fp32": "float32"}[config.target.dtype],
         "logprobs_mode": "processed_logprobs",
         "structured_outputs_config": {"backend": "guidance"},
-        "per_request_spec_decode_metrics": "detailed",
     }
+    if "speculative_config" in config.target.engine_args:
+        follow["per_request_spec_decode_metrics"] = "detailed"  # refused without a drafter
     return {"max_logprobs": 20, **config.target.engine_args, **follow}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import vllm
 from prometheus_client import REGISTRY
+from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
@@ -72,7 +73,7 @@ async def start_vllm(name: str, service: HostedService) -> VllmEngine:
     home = Home(service) if "speculative_config" in asked else None
     if home is not None:
         asked |= {"additional_config": _planner_config(service, asked, home.path)}
-    config = AsyncEngineArgs(**asked).create_engine_config()
+    config = _engine_config(asked)
     if home is not None:
         scheduling = "Async" if config.scheduler_config.async_scheduling else ""
         config.scheduler_config.scheduler_cls = _SCHEDULER.format(scheduling)
@@ -80,6 +81,17 @@ async def start_vllm(name: str, service: HostedService) -> VllmEngine:
     if home is not None:
         await engine.wait_for_plans(home)
     return engine
+
+
+def _engine_config(asked: dict[str, Any]) -> Any:
+    """Return vLLM's configuration. Raises ConfigError with vLLM's reasons for refusing it."""
+    try:
+        return AsyncEngineArgs(**asked).create_engine_config()
+    except ValidationError as error:
+        reasons = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+    except (TypeError, ValueError) as error:
+        reasons = str(error)
+    raise ConfigError(f"vLLM refuses target.engine_args: {reasons}")
 
 
 def _planner_config(service: HostedService, asked: dict[str, Any], home: str) -> dict[str, Any]:
