@@ -1,4 +1,6 @@
 # make serve     spindle serve: ARGS="--model FOLDER --port 8080", ARGS=--help for more
+# make install   spindle with EXTRAS into .venv, to try policies: sim (0.3 GB), advise, serve
+# make wheel     one wheel of all that serves, with these extras, into dist
 # make help      these lines
 # make format    what ruff can mend, in place
 # make lint      ruff, mypy, import-linter; TensorRT need not be installed
@@ -20,11 +22,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS := .venv-docs
 FLEET := .venv-fleet
+EXTRAS ?= sim
 
-.PHONY: help serve format lint check test test-all vllm test-vllm vllm-wheel fleet docs-pages docs bench audit clean
+.PHONY: help serve install wheel format lint check test test-all vllm test-vllm vllm-wheel fleet docs-pages docs bench audit clean
 
 serve: $(BIN)/spindle
 	@exec $(BIN)/spindle serve $(ARGS)
+
+install: | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+
+# build/lib is setuptools' own and would keep modules that are gone.
+wheel:
+	@rm -rf build/lib
+	@$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	@ls dist/spindle-*.whl
 
 help:
 	@sed -n 's/^# \(make \|PYTHON\)/\1/p' $(MAKEFILE_LIST)

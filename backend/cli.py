@@ -20,22 +20,31 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 DELEGATED_COMMANDS = {
     "prepare": (
         "engines_build.prepare",
+        "serve",
         "bring the models and latency tables that a configuration needs",
     ),
     "admin": (
         "backend.launcher.admin",
+        "serve",
         "switch speculation off or on, ask for an explanation, reload drafts",
     ),
-    "measure": ("engines_build.measure", "measure again how fast the engines are here"),
-    "simulate": ("policy.simulate", "try policies on a simulated deployment"),
+    "measure": ("engines_build.measure", "serve", "measure again how fast the engines are here"),
+    "simulate": ("policy.simulate", "sim", "try policies on a simulated deployment"),
     "advise": (
         "backend.advise.cli",
+        "advise",
         "advise lengths for a vLLM, SGLang or TensorRT-LLM server that you run",
     ),
-    "replay": ("policy.replay", "read a trace of what the policy saw and decided"),
-    "bench": ("bench.sweep.run", "load the server and compare policies (in a clone only)"),
+    "replay": ("policy.replay", "sim", "read a trace of what the policy saw and decided"),
+    "bench": (
+        "bench.sweep.run",
+        "serve",
+        "load the server and compare policies (in a clone only)",
+    ),
 }
-"""Commands that have an option parser of their own: where, and what they do."""
+"""Commands that have an option parser of their own: its module, the extra that brings what it
+imports, and what it does.
+"""
 
 _DOTTED = re.compile(r"(?:^|[,=])[^\W\d]\w*(?:\.[^\W\d]\w*)+(?:$|[,:])")
 """The path of a user's policy among arguments."""
@@ -108,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _delegate(command: str, arguments: list[str]) -> int:
     """Run a command by its module's name, with the arguments that follow."""
-    module, _ = DELEGATED_COMMANDS[command]
+    module, extra, _ = DELEGATED_COMMANDS[command]
     if str(PROJECT_ROOT) not in sys.path:
         sys.path.insert(0, str(PROJECT_ROOT))
     if any(map(_DOTTED.search, arguments)):
@@ -118,7 +127,15 @@ def _delegate(command: str, arguments: list[str]) -> int:
         print(f"spindle: error: `spindle {command}` {where}", file=sys.stderr)
         return 1
     sys.argv = [f"spindle {command}", *arguments]
-    return int(importlib.import_module(module).main() or 0)
+    try:
+        return int(importlib.import_module(module).main() or 0)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or PROJECT_ROOT.joinpath(package).exists():
+            raise
+        text = f"needs the package {package}: install spindle[{extra}]"
+        print(f"spindle: error: `spindle {command}` {text}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in (serve, doctor):
         _add_places(command)
-    for name, (_, what) in DELEGATED_COMMANDS.items():
+    for name, (*_, what) in DELEGATED_COMMANDS.items():
         commands.add_parser(name, help=what, add_help=False)
     return parser
 

@@ -114,17 +114,13 @@ def _run_check(name: str, check: Callable[[], str]) -> Finding:
 
 def packages(machine: Machine, pins: list[tuple[str, str]]) -> Finding:
     """Compare what is installed with the names and versions that are pinned."""
-    wrong = []
-    for name, version in pins:
-        found = machine.package_version(name) or "none"
-        if found.partition("+")[0] != version:
-            wrong.append(f"{name}=={version} (found: {found})")
+    installed = {name: machine.package_version(name) or "" for name, _ in pins}
+    wrong = [pin for pin in pins if installed[pin[0]].partition("+")[0] != pin[1]]
     if wrong:
-        return Finding(
-            "packages",
-            MISSING,
-            f"pip install {' '.join(item.split(' ')[0] for item in wrong)}: {', '.join(wrong)}",
-        )
+        command = f"pip install {' '.join('=='.join(pin) for pin in wrong)}"
+        others = ", ".join(f"{name} {installed[name]}" for name, _ in wrong if installed[name])
+        text = f"{command} (installed now: {others or 'none of these'})"
+        return Finding("packages", MISSING, text)
     return Finding(
         "packages", OK, f"torch {machine.package_version('torch')} and all others as pinned"
     )

@@ -24,12 +24,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from backend.machine import machine
-from bench.pictures import THEMES
 from bench.records import commit
 from bench.traces.arms import by_path, known_arms
 from bench.traces.costs import Costs
 from bench.traces.figures import MIXED, TOKENS, cell, summary, table
-from bench.traces.pictures import picture, save
 from bench.traces.reading import TraceError
 from bench.traces.world import LEAST_TOKENS, MOST_TOKENS, World
 from policy.custom import closest
@@ -145,7 +143,13 @@ def main(arguments: list[str] | None = None) -> int:
     print(table(record["summary"]))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(lines(record), "utf-8")
-    save(picture(record["summary"], THEMES["light"]), options.out.with_suffix(".svg"))
+    try:
+        from bench.pictures import THEMES
+        from bench.traces.pictures import picture, save
+    except ImportError as error:
+        print(f"no picture: pip install {error.name}", file=sys.stderr)
+    else:
+        save(picture(record["summary"], THEMES["light"]), options.out.with_suffix(".svg"))
     return 0
 
 

@@ -91,3 +91,12 @@ def test_benchmarks_without_a_clone_say_where_they_are(monkeypatch, tmp_path, ca
         "spindle: error: `spindle bench` is not in the installed package. It runs in a clone of "
         "the source: make bench\n"
     )
+
+
+def test_a_command_without_its_extra_names_it(tmp_path):
+    words = [sys.executable, "-S", "-m", "backend.cli", "replay", str(tmp_path / "absent")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "spindle: error: `spindle replay` needs the package numpy: install spindle[sim]\n",
+    )

@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import socket
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,8 @@ def test_a_package_that_is_missing_or_another_is_named_with_the_pinned_version()
     pins = [("numpy", "1.0"), ("no-such-package", "2.0"), ("pytest", "9.2.0")]
     found = doctor.packages(FakeMachine(packages={"pytest": "9.2.0+local"}), pins)
     assert found.state == "missing"
-    assert found.text.startswith("pip install numpy==1.0 no-such-package==2.0: ")
+    command = "pip install numpy==1.0 no-such-package==2.0"
+    assert found.text == f"{command} (installed now: numpy {metadata.version('numpy')})"
 
 
 def test_what_is_pinned_is_read_with_and_without_a_clone(monkeypatch, tmp_path):

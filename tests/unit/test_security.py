@@ -205,7 +205,7 @@ def start_preparation(file, monkeypatch):
 
 def start_command(file, monkeypatch):
     del file
-    monkeypatch.setitem(cli.DELEGATED_COMMANDS, "simulate", ("policy.simulate", ""))
+    monkeypatch.setitem(cli.DELEGATED_COMMANDS, "simulate", ("policy.simulate", "sim", ""))
     monkeypatch.setattr("policy.simulate.main", look_for_an_optional_module)
     with pytest.raises(EndedError):
         cli.main(["simulate", "compare", "--rates", "0.5,8", "--arms", "none,fixed:eagle:2"])
