@@ -76,7 +76,7 @@ VLLM := .venv-vllm
 vllm: $(VLLM)/.vllm
 
 test-vllm: $(VLLM)/.vllm $(VENV)/.test
-	$(BIN)/pytest -n0 -m slow tests/server/test_vllm.py
+	$(BIN)/pytest -n0 -m slow tests/server/test_vllm.py tests/server/test_vllm_small.py
 	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -o addopts=--import-mode=importlib \
 		-W default -p no:cacheprovider tests/hosts
 

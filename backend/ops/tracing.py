@@ -104,9 +104,16 @@ class Tracing:
 
 
 def _sdk() -> tuple[Tracer, SpanExporter]:
-    from opentelemetry.exporter.otlp.json.http import OTLPSpanExporter
+    exporter: SpanExporter
+    try:
+        from opentelemetry.exporter.otlp.json.http import OTLPSpanExporter
 
-    return tracer(), OTLPSpanExporter()
+        exporter = OTLPSpanExporter()
+    except ModuleNotFoundError:  # vLLM's environment has the other one
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Proto
+
+        exporter = Proto()
+    return tracer(), exporter
 
 
 def tracer() -> Tracer:

@@ -224,7 +224,7 @@ def servers(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["SPINDLE_PYTHON"] = options.python
-    engine: Run = {"kv_cache_memory_bytes": 1 << 29, **json.loads(options.engine_args)}
+    engine: Run = json.loads(options.engine_args)
 
     def start(words: list[str]) -> str:
         return stack.enter_context(running(shlex.join(words), [], Client, START_S)).url
@@ -341,6 +341,9 @@ def drift(runs: list[Run], in_flight: Sequence[int]) -> dict[str, float]:
     return found
 
 
+_ON_CPU = '{"enforce_eager": true, "kv_cache_memory_bytes": 536870912}'
+
+
 def _folder(name: str) -> Path:
     return Path(name).absolute()
 
@@ -359,9 +362,7 @@ def main() -> None:
     parser.add_argument("--model", type=_folder, default=cache.root() / MODEL)
     parser.add_argument("--python", default=str(ENVIRONMENT / "bin" / "python"))
     parser.add_argument("--speculation", default=json.dumps(NGRAMS), help="of lengths")
-    parser.add_argument(
-        "--engine-args", default='{"enforce_eager": true}', help="more of vLLM, as JSON"
-    )
+    parser.add_argument("--engine-args", default=_ON_CPU, help="more arguments of vLLM, as JSON")
     parser.add_argument(
         "--workloads", nargs="+", choices=workloads.NAMES, default=[*workloads.NAMES]
     )

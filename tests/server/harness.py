@@ -93,11 +93,20 @@ def write_config(folder, chat_template, **options):
 
 
 class Service:
-    """A launcher process and what it serves; ``root`` is the checkout that it runs, ``inside`` a
-    command that runs it.
+    """A launcher process and what it serves; ``root`` is the folder that it runs in, by default a
+    checkout, ``inside`` a command that runs it.
     """
 
-    def __init__(self, log, config, *arguments, root=PROJECT_ROOT, inside=(), **environment):
+    def __init__(
+        self,
+        log,
+        config,
+        *arguments,
+        root=PROJECT_ROOT,
+        inside=(),
+        python=sys.executable,
+        **environment,
+    ):
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log, self.config = log, config
         ports = {
@@ -118,7 +127,7 @@ class Service:
         }
         self.openai = int(environment["OPENAI_PORT"])
         with log.open("wb") as output:
-            command = [sys.executable, "-m", "backend.cli", "serve", "--verbose", "--", *arguments]
+            command = [python, "-m", "backend.cli", "serve", "--verbose", "--", *arguments]
             self.process = subprocess.Popen(
                 [*inside, *command],
                 cwd=root,

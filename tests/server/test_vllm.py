@@ -9,8 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,15 +16,23 @@ from pathlib import Path
 import pytest
 
 from backend.app import EMBEDDED_MODEL
-from backend.launcher.processes import command_line
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
-from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.server.conftest import services
 from tests.server.harness import free_ports
 from tests.server.tensors import connected, ids_of, token_request
+from tests.server.vllm_servers import (
+    ANSWER_LIMIT_S,
+    ENVIRONMENT,
+    PYTHON,
+    START_LIMIT_S,
+    answers,
+    asking,
+    generate,
+    vllm_processes,
+    written_by_vllm,
+)
 
-PYTHON = PROJECT_ROOT / ".venv-vllm" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make vllm"),
@@ -34,7 +40,6 @@ pytestmark = [
         not cache.model_folder(EMBEDDED_MODEL).exists(), reason="prepare it: spindle prepare"
     ),
 ]
-START_LIMIT_S, ANSWER_LIMIT_S = 900, 300
 PROMPTS = [
     "Madrid is the capital of Spain. Paris is the capital of",
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",
@@ -55,11 +60,6 @@ CONFIG = {
         },
     },
     "limits": {"max_active_requests": 8, "max_context_tokens": 1024, "kv_cache_tokens": 8192},
-}
-ENVIRONMENT = {
-    "SPINDLE_PYTHON": str(PYTHON),
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -83,33 +83,8 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def plain(tokenizer):
     """The token ids that vLLM alone writes after each of the prompts."""
-    asked = {"temperature": 0.0, "max_tokens": SHORT, "ignore_eos": True}
-    engine = {"model": str(cache.model_folder(EMBEDDED_MODEL)), "dtype": "float32"}
-    engine |= {"max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
-    engine["disable_log_stats"] = True
-    rounds = [{"prompts": [tokenizer.encode(text, True) for text in PROMPTS], "params": asked}]
-    done = subprocess.run(
-        [PYTHON, PROJECT_ROOT / "tests/hosts/worker.py"],
-        input=json.dumps({"engine": engine, "rounds": rounds}),
-        capture_output=True,
-        text=True,
-        timeout=START_LIMIT_S,
-        env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT)},
-        check=False,
-    )
-    line = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert line, (done.stdout + done.stderr)[-4000:]
-    (texts,) = json.loads(line[0].removeprefix("RESULT "))["rounds"]
-    return [ids for (ids,) in texts]
-
-
-def generate(service, text, max_tokens=SHORT, model="tensorrt_llm_bls", **inputs):
-    """Return the reply, without the prompt."""
-    body = {"text_input": text, "max_tokens": max_tokens, "end_id": -1}
-    body |= {"exclude_input_in_output": True, **inputs}
-    status, reply = service.post(f"/v2/models/{model}/generate", body, ANSWER_LIMIT_S)
-    assert status == 200, reply
-    return json.loads(reply)
+    prompts = [tokenizer.encode(text, True) for text in PROMPTS]
+    return written_by_vllm(cache.model_folder(EMBEDDED_MODEL), prompts, SHORT)
 
 
 def refusal(service, **inputs):
@@ -335,44 +310,20 @@ def test_a_request_that_is_cancelled_frees_its_place(service):
 # -- faults, which end the engine: last
 
 
-def vllm_processes(service, title):
-    """Return the processes with a title, which vLLM writes over their environment."""
-    return [pid for pid in service.tree() if title in " ".join(command_line(pid))]
-
-
 @pytest.mark.parametrize("title", ["VLLM::EngineCore", "VLLM::Worker", "backend.engine_process"])
 def test_a_killed_process_ends_each_request_by_one_error_and_comes_back(service, title):
-    answers = []
-
-    def ask(number):
-        body = {"text_input": f"{PROMPTS[0]} {number}", "max_tokens": 900, "end_id": -1}
-        path = "/v2/models/tensorrt_llm_bls/generate"
-        answers.append(service.post(path, body, ANSWER_LIMIT_S))
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
-    for thread in threads:
-        thread.start()
+    finish = asking(service, 10, PROMPTS[0], 900)
     service.wait_until(lambda: service.health()["active"] == 8, 60)
     (before,) = vllm_processes(service, "VLLM::EngineCore")
     starts = service.log.read_text(errors="replace").count("engine process")
     os.kill(vllm_processes(service, title)[0], signal.SIGKILL)
-    for thread in threads:
-        thread.join(120)
-    assert len(answers) == 10
-    assert all(status >= 400 for status, _ in answers), answers
+    assert all(status >= 400 for status in finish())
     service.wait_until(lambda: not Path(f"/proc/{before}").exists(), 60)
     service.wait_until(
         lambda: service.log.read_text(errors="replace").count("engine process") > starts, 60
     )
-    service.wait_until(lambda: _answers(service), START_LIMIT_S)
+    service.wait_until(lambda: answers(service), START_LIMIT_S)
     assert len(vllm_processes(service, "VLLM::EngineCore")) == 1
-
-
-def _answers(service):
-    body = {"text_input": PROMPTS[0], "max_tokens": 4}
-    status, _ = service.post("/v2/models/tensorrt_llm_bls/generate", body, ANSWER_LIMIT_S)
-    time.sleep(0.5)
-    return status == 200
 
 
 def test_nothing_is_left_after_the_end(service):
