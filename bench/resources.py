@@ -23,6 +23,8 @@ ROLES = {
     "backend.openai_frontend": "front end",
     "/spindle/": "stub spindle",
     "bin/tritonserver": "tritonserver",
+    "VLLM::EngineCore": "vLLM's core",
+    "VLLM::Worker": "vLLM's worker",
 }
 ROOM = {"rss_mib": (1.2, 24.0), "threads": (1.2, 8.0), "handles": (1.2, 16.0), "mib": (1.2, 4.0)}
 """By how much the last third may exceed the first, factor and addend, before it counts as

@@ -49,7 +49,6 @@ FAKE = {
 MODELS = ("ensemble", "tensorrt_llm_bls")
 DOORS = ("grpc", "http", "openai")
 SAMPLE_PERIOD_S = 3.0
-RECOVERY_LIMIT_S = 60.0
 LEAVING_LIMIT_S = 3.0
 CANCELLED_SHARE, SLOW_SHARE, OVERSIZE_SHARE = 0.15, 0.1, 0.03
 OVERSIZE_CHARACTERS = (100_000, 1_000_000, 4_000_000, 8_000_000)
@@ -181,7 +180,7 @@ class Soak:
 
     async def _kill_and_time(self, victim: str) -> None:
         words = (
-            ("backend.engine_process", "--config")
+            (self.args.kill,)
             if victim == "engine process"
             else ("triton_python_backend_stub ", f"/{victim.split()[1]}/")
         )
@@ -194,7 +193,7 @@ class Soak:
         killed_s = time.perf_counter()
         while (
             not await asyncio.to_thread(self._all_answer)
-            and time.perf_counter() < killed_s + RECOVERY_LIMIT_S
+            and time.perf_counter() < killed_s + self.args.recovery_s
         ):
             await asyncio.sleep(0.05)
         took_s = round(time.perf_counter() - killed_s, 2)
@@ -206,10 +205,10 @@ class Soak:
             }
         )
         print(f"killed the {victim}: everything answered again after {took_s} s", flush=True)
-        if took_s >= RECOVERY_LIMIT_S:
+        if took_s >= self.args.recovery_s:
             self.violations.append(
                 f"after the {victim} was killed the service did not come back within "
-                f"{RECOVERY_LIMIT_S:.0f} s"
+                f"{self.args.recovery_s:.0f} s"
             )
 
     def _all_answer(self) -> bool:
@@ -322,6 +321,14 @@ def _arguments() -> argparse.Namespace:
         type=float,
         default=5,
         help="in every such period one engine process and one stub are killed",
+    )
+    parser.add_argument(
+        "--kill",
+        default="backend.engine_process --config",
+        help="words of the engine process's command; VLLM::EngineCore: vLLM's own",
+    )
+    parser.add_argument(
+        "--recovery-s", type=float, default=60.0, help="the most seconds until all answers again"
     )
     parser.add_argument(
         "--config", type=Path, help="a serving.json (default: the fake engine at 30 ms a step)"
