@@ -59,7 +59,7 @@ def test_a_copy_serves_from_another_folder(copy, python, tmp_path_factory):
         SPINDLE_CACHE=str(folder / "cache"),
     )
     try:
-        service.wait_ready(limit_s=300)
+        service.wait_ready(limit_s=600)
         status, reply = service.generate("SELECT name FROM", 8)
         assert (status, reply["finish_reason"]) == (200, "length")
     finally:
