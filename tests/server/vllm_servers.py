@@ -21,9 +21,14 @@ BLS = "tensorrt_llm_bls"
 def written_by_vllm(folder, prompts, max_tokens):
     """Return the token ids that vLLM alone writes after each of the prompts, greedily in fp32."""
     asked = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
-    engine = {"model": str(folder), "dtype": "float32"}
-    engine |= {"max_model_len": 512, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}
-    engine["disable_log_stats"] = True
+    engine = {
+        "model": str(folder),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 28,
+        "disable_log_stats": True,
+    }
     rounds = [{"prompts": prompts, "params": asked}]
     done = subprocess.run(
         [PYTHON, PROJECT_ROOT / "tests/hosts/worker.py"],
