@@ -1,4 +1,4 @@
-"""What tests of vLLM behind a real tritonserver share."""
+"""The parts that tests of vLLM with a real tritonserver share."""
 
 import json
 import os
