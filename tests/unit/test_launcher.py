@@ -396,6 +396,10 @@ def test_why_a_start_failed_is_found_in_the_log(tmp_path):
     assert reasons(log) == ["Error: could not bind"]
     log.write_text("\n".join([triton[0], engine, *triton[1:]]))
     assert reasons(log) == [engine]
+    prefix = "(EngineCore pid=7) ERROR 11-28 20:58:30 [core.py:1510]"
+    vllm = [f'{prefix}   File "core.py", line 1', f"{prefix} ValueError: no memory for the cache"]
+    log.write_text("\n".join([triton[0], *vllm, engine, *triton[1:]]))
+    assert reasons(log) == [vllm[1], engine]
 
 
 def test_a_log_is_started_again_and_the_last_one_kept(tmp_path):
