@@ -212,8 +212,9 @@ class AdaptivePlanner(Policy[PlannerState]):
         if not len(view) or view.prefill_tokens or view.control_plan is not None:
             return False
         octave, most = len(view).bit_length() - 1, self.config.first_plain_steps
-        seen = state.correction.seen[octave : octave + 2].sum()
-        return state.first_plain[octave] < most and seen < most
+        if state.first_plain[octave] >= most:
+            return False
+        return bool(state.correction.seen[octave : octave + 2].sum() < most)
 
     def _columns_of(self, view: View, state: PlannerState) -> tuple[Batch, step_loops.Known]:
         """Return the columns of a view whose requests were admitted, and what is known of them."""

@@ -43,7 +43,7 @@ def ints(column: npt.NDArray[Any]) -> IntArray:
 
 def evidence_of(view: View) -> IntArray:
     """Return the evidence of a view, int64[n, d], as the loops take it."""
-    return np.zeros_like(view.ceiling) if view.evidence is None else ints(view.evidence)
+    return np.zeros(view.ceiling.shape, np.int64) if view.evidence is None else ints(view.evidence)
 
 
 def batch_of(view: View, rows: IntArray, slot: IntArray) -> Batch:

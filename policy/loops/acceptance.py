@@ -141,22 +141,21 @@ def _odds(probability: float) -> float:
 
 @entry(INTS[1], FLOATS[2], FLOATS[3], FLOATS[3], INTS[1], INTS[2], CLAIMS, FLOATS[1], FLOATS[1])
 def weigh_claims(
-    tenant: Ints,
-    deviation: Floats,
-    level: Floats,
-    other: Floats,
-    slot: Ints,
-    evidence: Ints,
+    tenant: Ints,  # [S]
+    deviation: Floats,  # [S, D]
+    level: Floats,  # [C, B, K]
+    other: Floats,  # [K, D, n]
+    slot: Ints,  # [n]
+    evidence: Ints,  # [n, D]
     claims: Claims,
-    score: Floats,
-    first: Floats,
+    score: Floats,  # [q]
+    first: Floats,  # [q]
 ) -> None:
-    """Compute ``score[q]``: the geometric mean of the odds that the draft claims of a path and of
-    those that are expected of its row, never rising within a row; and ``first[q]``, how likely the
+    """Compute ``score``: the geometric mean of the odds that the draft claims of a path and of
+    those that are expected of its row, never rising within a row; and ``first``, how likely the
     first token of its row's proposal is expected to be accepted.
 
-    ``tenant[S], deviation[S, D], level[C, B, K]`` as in ``Estimates``; ``slot[n]`` and the bins
-    ``evidence[n, D]`` by row. ``other[K, D, n]`` are hazards instead of these; empty: none.
+    ``other`` are hazards instead of those of the ``Estimates``; empty: none.
     """
     p, drafts, k_max = claims, deviation.shape[1], level.shape[2]
     survival, row, least = np.empty(k_max), -1, 1.0
@@ -354,13 +353,13 @@ def _learn_chains(
 def learn(
     estimates: Estimates,
     constants: Constants,
-    known: Ints,
-    slots: Ints,
+    known: Ints,  # [m]
+    slots: Ints,  # [m]
     step: Chains,
-    emitted: Ints,
+    emitted: Ints,  # [n]
     free: Chains,
     steps: int,
-    slot: Ints,
+    slot: Ints,  # [n]
 ) -> None:
     """Learn, in place, from the rows of a step and from ``free`` chains; ``slot`` becomes the
     slots of the rows.
@@ -404,13 +403,13 @@ def learn(
 @entry(ESTIMATES, INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[1])
 def admit(
     estimates: Estimates,
-    known: Ints,
-    slots: Ints,
-    request: Ints,
-    tenant: Ints,
-    all_known: Ints,
-    all_slots: Ints,
-    slot: Ints,
+    known: Ints,  # [m]
+    slots: Ints,  # [m]
+    request: Ints,  # [n]
+    tenant: Ints,  # [n]
+    all_known: Ints,  # [m + n]
+    all_slots: Ints,  # [m + n]
+    slot: Ints,  # [n]
 ) -> int:
     """Give each request (a tenant's row each) a slot, those without one a free one, into ``slot``;
     ``all_known, all_slots`` become the requests, rising, and their slots. Return how many are new.
@@ -450,9 +449,9 @@ def admit(
 def forget(
     estimates: Estimates,
     constants: Constants,
-    known: Ints,
-    slots: Ints,
-    request: Ints,
+    known: Ints,  # [m]
+    slots: Ints,  # [m]
+    request: Ints,  # [n]
 ) -> int:
     """Free the slots of finished requests, in place, and take them from ``known, slots``; return
     how many requests are left there.
@@ -511,11 +510,11 @@ def set_doubt(
     s: int,
     d: int,
     b: int,
-    hazard: Floats,
-    spread: Floats,
+    hazard: Floats,  # [K]
+    spread: Floats,  # [K]
 ) -> float:
-    """Compute how far the hazards [K] of a request may be off, as deviations ``spread[K]``, and
-    return the variance of its deviation (squared logits).
+    """Compute how far the hazards of a request may be off, as deviations ``spread``, and return the
+    variance of its deviation (squared logits).
     """
     e = estimates
     c = e.tenant[s] * e.deviation.shape[1] + d

@@ -203,11 +203,11 @@ def limit_s(problem: StepProblem) -> float:
 def _fix_control(
     times: Times,
     batch: Batch,
-    hazard: Floats,
-    row_s: Floats,
-    occupied: Ints,
+    hazard: Floats,  # [K, D, N]
+    row_s: Floats,  # [K, D, N]
+    occupied: Ints,  # [D, K]
 ) -> tuple[int, float, float]:
-    """Put the control rows into the drafts' forwards, ``occupied[D, K]``. Return their tokens,
+    """Put the control rows into the drafts' forwards, ``occupied``. Return their tokens,
     their expected gain, and the seconds of drafting for them.
     """
     b = batch

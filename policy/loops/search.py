@@ -98,16 +98,16 @@ def _open_drafts(worth: Floats, chains: Floats, longest: Ints) -> bool:
 def _fill(
     problem: StepProblem,
     price: float,
-    pick: Ints,
-    longest: Ints,
-    own: Floats,
+    pick: Ints,  # [n]
+    longest: Ints,  # [D]
+    own: Floats,  # [K, n]
     last: int,
     most_s: float,
-    draft: Ints,
-    length: Ints,
+    draft: Ints,  # [n]
+    length: Ints,  # [n]
 ) -> int:
-    """Let tokens join in the order of their worth ``own[K, n]``; the best depth and total win by
-    the exact objective. ``draft, length`` become that choice; return its tokens.
+    """Let tokens join in the order of their worth, ``own``; the best depth and total win by the
+    exact objective. ``draft, length`` become that choice; return its tokens.
     """
     gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
     forward_s, undrafted_s, switch_s = problem.forward_s, problem.undrafted_s, problem.switch_s
@@ -167,14 +167,13 @@ def _improve(
     price: float,
     last: int,
     most_s: float,
-    count: Ints,
+    count: Ints,  # [D, K] tokens of the choice's forwards
     step_s: float,
-    draft: Ints,
-    length: Ints,
+    draft: Ints,  # [n]
+    length: Ints,  # [n]
 ) -> None:
-    """Change in place, one at a time, the row whose change gains most, until none gains.
-
-    ``count[D, K]`` are the tokens of the choice's forwards, ``step_s`` the seconds of its step.
+    """Change in place, one at a time, the row whose change gains most, until none gains. The
+    choice's step takes ``step_s``.
     """
     p = problem
     drafts, n = p.ceiling.shape
@@ -278,9 +277,9 @@ def _fill_all(
     price: float,
     last: int,
     most_s: float,
-    count: Ints,
-    draft: Ints,
-    length: Ints,
+    count: Ints,  # [D, K]
+    draft: Ints,  # [n]
+    length: Ints,  # [n]
 ) -> None:
     """Find the best choice for all rows at once, into ``draft, length``.
 
@@ -354,13 +353,13 @@ def _set_worth(
 def _pick_drafts(
     problem: StepProblem,
     dear: float,
-    token_s: Floats,
-    worth: Floats,
-    longest: Ints,
-    pick: Ints,
-    own: Floats,
+    token_s: Floats,  # [K, D]
+    worth: Floats,  # [K, D, n]
+    longest: Ints,  # [D]
+    pick: Ints,  # [n]
+    own: Floats,  # [K, n]
 ) -> None:
-    """Give each row the open draft that gains it most, and its tokens their worth ``own[K, n]``.
+    """Give each row the open draft that gains it most, and its tokens their worth, ``own``.
 
     A token is worth no more than the one before it. A charge is deducted in proportion to what a
     row's tokens are worth, so that they stay in order.

@@ -148,12 +148,12 @@ def _choose_for_all(
     batch: Batch,
     known: Known,
     problem: StepProblem,
-    chosen: Ints,
+    chosen: Ints,  # [n]
     goodput: float,
     waiting: float,
     prefill_s: float,
-    draft: Ints,
-    length: Ints,
+    draft: Ints,  # [n]
+    length: Ints,  # [n]
 ) -> tuple[float, float, float, float, int]:
     """Choose one draft, depth and number of nodes for the ``chosen`` rows, into ``draft, length``.
     Return price, goodput, expected tokens, the step's seconds and the nodes of the batch.
@@ -190,10 +190,10 @@ def choose(
     limits: Limits,
     known: Known,
     mode: Mode,
-    draft: Ints,
-    length: Ints,
+    draft: Ints,  # [N]
+    length: Ints,  # [N]
 ) -> tuple[float, float, float, float, float, float, float, int, int]:
-    """Choose for a batch, into ``draft[N], length[N]`` in the view's order. Returns ``Chosen``."""
+    """Choose for a batch, into ``draft, length`` in the view's order. Returns ``Chosen``."""
     b, m = batch, mode
     draft[:] = -1
     length[:] = 0

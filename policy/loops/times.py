@@ -245,12 +245,12 @@ def _shape_at(shape: Floats, tokens: int) -> float:
 
 @helper
 def _learn_shape(
-    factor: Floats,
-    shape: Floats,
-    seen: Floats,
+    factor: Floats,  # [2 + D]
+    shape: Floats,  # [OCTAVES]
+    seen: Floats,  # [OCTAVES]
     tokens: int,
     base_s: float,
-    predicted: Floats,
+    predicted: Floats,  # [2 + D]
     measured_s: float,
 ) -> None:
     """Let the two octaves about the target's tokens share what surprises there, in place;
@@ -310,14 +310,14 @@ def _settle_shape(factor: Floats, shape: Floats, seen: Floats) -> bool:
 
 @entry(*[FLOATS[1]] * 3, INTS[0], INTS[0], FLOATS[0], *[FLOATS[1]] * 2, FLOATS[0])
 def learn_times(
-    factor: Floats,
-    shape: Floats,
-    seen: Floats,
+    factor: Floats,  # [2 + D]
+    shape: Floats,  # [OCTAVES]
+    seen: Floats,  # [OCTAVES]
     age: int,
     tokens: int,
     base_s: float,
-    predicted: Floats,
-    measured: Floats,
+    predicted: Floats,  # [2 + D]
+    measured: Floats,  # [2 + D]
     step_s: float,
 ) -> int:
     """Learn from a step of ``step_s`` seconds, in place, and return the age of the shape that is
@@ -361,11 +361,11 @@ def _learn_overhead(overhead_s: Floats, speculates: bool, measured_s: float) -> 
 def learn_step(
     times: Times,
     step: Step,
-    measured: Floats,
+    measured: Floats,  # [2 + D]
     step_s: float,
-    factor: Floats,
-    shape: Floats,
-    seen: Floats,
+    factor: Floats,  # [2 + D]
+    shape: Floats,  # [OCTAVES]
+    seen: Floats,  # [OCTAVES]
     overhead_s: Floats,  # [2] of plain steps and of others
     change: Floats,  # [2] as in _learn_change
     age: int,

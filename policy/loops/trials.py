@@ -32,27 +32,26 @@ def _weigh(
     problem: StepProblem,
     estimates: Estimates,
     constants: Constants,
-    slot: Ints,
-    evidence: Ints,
-    hazard: Floats,
-    unread: Ints,
+    slot: Ints,  # [n]
+    evidence: Ints,  # [n, D]
+    hazard: Floats,  # [K, D, n] not cut to the ceilings
+    unread: Ints,  # [D, n]
     optimism: float,
-    draft: Ints,
-    length: Ints,
+    draft: Ints,  # [n]
+    length: Ints,  # [n]
     price: float,
-    tried: Ints,
-    surplus: Floats,
-    upside: Floats,
-    promise: Floats,
+    tried: Ints,  # [D, n]
+    surplus: Floats,  # [D, n]
+    upside: Floats,  # [D, n]
+    promise: Floats,  # [D, n]
 ) -> None:
-    """Weigh every draft as a trial of each row: ``tried[D, n]`` tokens, ``surplus`` what knowing
+    """Weigh every draft as a trial of each row: ``tried`` tokens, ``surplus`` what knowing
     more is worth less what it costs (tokens, at least 0), ``upside`` what is hoped for, ``promise``
     the same by what it costs.
 
     Forwards and verification are paid for as if all rows took part. Hope is ``optimism`` standard
-    deviations above the mean. ``hazard[K, D, n]`` is not cut to the ceilings. A draft that catches
-    up reads ``unread[D, n]`` tokens emitted without it, and knows of each whether it would have
-    guessed it.
+    deviations above the mean. A draft that catches up reads ``unread`` tokens emitted without it,
+    and knows of each whether it would have guessed it.
     """
     p = problem
     k_max, drafts, n = p.gain.shape
@@ -107,10 +106,10 @@ def _weigh(
 def _candidates(
     problem: StepProblem,
     price: float,
-    surplus: Floats,
-    upside: Floats,
-    promise: Floats,
-    order: Ints,
+    surplus: Floats,  # [D, n]
+    upside: Floats,  # [D, n]
+    promise: Floats,  # [D, n]
+    order: Ints,  # [n]
 ) -> tuple[int, int]:
     """Find the draft that is most worth knowing more about. Return it and how many rows are worth
     trying, into ``order``, the best first.
@@ -151,17 +150,17 @@ def find_trial(
     problem: StepProblem,
     estimates: Estimates,
     constants: Constants,
-    slot: Ints,
-    evidence: Ints,
-    hazard: Floats,
-    unread: Ints,
+    slot: Ints,  # [n]
+    evidence: Ints,  # [n, D]
+    hazard: Floats,  # [K, D, n]
+    unread: Ints,  # [D, n]
     optimism: float,
     price: float,
     credit_s: float,
     value: float,
     step_s: float,
-    draft: Ints,
-    length: Ints,
+    draft: Ints,  # [n]
+    length: Ints,  # [n]
 ) -> tuple[int, float, float, float]:
     """Let as many rows as ``credit_s`` affords try the draft that is most worth knowing more about,
     in place. Return how many, the seconds that it costs, and the choice's value and step seconds.
