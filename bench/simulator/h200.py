@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.records import commit
 from bench.simulator.device_step import K_MAX, DeviceRun, OracleRun, Recorded, Step
 from policy.baselines import FixedLength, NoSpeculation
 from policy.guard import Guard
@@ -145,7 +146,7 @@ def main() -> None:
     for name in options.scripts:
         script = SCRIPTS[name]
         own = recorded if script.rates is None else recorded._replace(rates=script.rates)
-        document[name] = {"command": command, "summary": {}, "runs": []}
+        document[name] = {"command": command, "commit": commit(), "summary": {}, "runs": []}
         for rows in options.loads:
             arms = ["none", *fixed, *ADAPTIVE, "oracle"]
             runs = [run(own, script, arm, rows, seed) for arm in arms for seed in options.seeds]
