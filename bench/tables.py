@@ -49,6 +49,8 @@ FRESH = "fresh-amx"
 """The record of servers that have learnt nothing."""
 WORKLOADS = "workloads-amx"
 """The record of each workload by itself."""
+UNLIKE = "unlike-drafts-amx"
+"""The record of the tiny family with three unlike drafts: a head, a model and ``suffix``."""
 OPEN = "open-amx"
 """The record of open loops."""
 PEERS = {
@@ -307,6 +309,24 @@ def by_workload() -> str:
     return _table(["Spindle's tokens/s over", *names], ["plain decoding", *cells])
 
 
+def unlike_drafts() -> str:
+    """Return every policy over plain decoding and under Spindle, a column a load of each."""
+    record = _record(UNLIKE)
+    found = {(row["policy"], row["over"], row["load"]): row for row in record["ratios"]}
+    loads = list(dict.fromkeys(load for *_, load in found))
+    names = {SPINDLE: "Spindle", **OVER, **OTHERS}
+    rows = []
+    for name in dict.fromkeys([*(name for name, *_ in found), BEST_FIXED]):
+        is_fixed = name.startswith("fixed-")
+        label = "`{}` with {} tokens".format(*fixed_choice(name)) if is_fixed else names[name]
+        pairs = [(name, NONE, load) for load in loads] + [(SPINDLE, name, load) for load in loads]
+        cells = (_format_ratio(found[pair]) if pair in found else "" for pair in pairs)
+        rows.append([label, *cells])
+    levels = [f"{level(load):g} in flight" for load in loads]
+    head = [f"over plain decoding, {levels[0]}", *levels[1:]]
+    return _table(["policy", *head, f"Spindle over it, {levels[0]}", *levels[1:]], *rows)
+
+
 def open_loops() -> str:
     """Return Spindle's speed in open loops, a row what it is over, a column a load."""
     record = _record(OPEN)
@@ -425,14 +445,16 @@ def _loss(load: float, without: dict[str, Any]) -> float:
 
 def over_traces() -> str:
     """Return all arms over traces of a real target, all sets mixed, a column a number of requests
-    in flight: percent over the best fixed length of EAGLE, on each half; that over none.
+    in flight: percent over the best fixed length of EAGLE, on each half; that over none. Some arms
+    have run at some loads only.
     """
     found = {(row["arm"], row["in_flight"]): row for row in _traces(MIXED)}
     loads = sorted({load for _, load in found})
     rows = []
     for arm in dict.fromkeys(arm for arm, _ in found):
         over = "over_none" if arm == FIXED_EAGLE else "over_fixed_eagle"
-        halves = (found[arm, load][f"{over}_by_half"] for load in loads)
+        rows_of = (found.get((arm, load), {}) for load in loads)
+        halves = (row.get(f"{over}_by_half", ()) for row in rows_of)
         show = _times if arm == FIXED_EAGLE else _percent
         rows.append([f"`{arm}`", *(", ".join(map(show, pair)) for pair in halves)])
     return _table(["arm", *(f"{load} in flight" for load in loads)], *rows)
@@ -475,6 +497,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "policies": partial(policies, HEADLINE),
     "stacks-avx2": partial(stacks, OLDER[1]),
     "workloads": by_workload,
+    "unlike-drafts": unlike_drafts,
     "open": open_loops,
     "simulated": simulated,
     "unmet": unmet,
