@@ -116,6 +116,8 @@ VLLM_OTHERS = {
 }
 TRACES = "traces"
 """The record of policies over traces."""
+TRACES_OTHERS = "traces-others"
+"""The record of all arms over all sets together, at two loads."""
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -443,18 +445,16 @@ def _loss(load: float, without: dict[str, Any]) -> float:
     return float(100 * (1 - 1 / ratio if load_name(load) == "backlog" else 1 / ratio - 1))
 
 
-def over_traces() -> str:
+def over_traces(name: str) -> str:
     """Return all arms over traces of a real target, all sets mixed, a column a number of requests
-    in flight: percent over the best fixed length of EAGLE, on each half; that over none. Some arms
-    have run at some loads only.
+    in flight: percent over the best fixed length of EAGLE, on each half; that over none.
     """
-    found = {(row["arm"], row["in_flight"]): row for row in _traces(MIXED)}
+    found = {(row["arm"], row["in_flight"]): row for row in _traces(MIXED, name)}
     loads = sorted({load for _, load in found})
     rows = []
     for arm in dict.fromkeys(arm for arm, _ in found):
         over = "over_none" if arm == FIXED_EAGLE else "over_fixed_eagle"
-        rows_of = (found.get((arm, load), {}) for load in loads)
-        halves = (row.get(f"{over}_by_half", ()) for row in rows_of)
+        halves = (found[arm, load][f"{over}_by_half"] for load in loads)
         show = _times if arm == FIXED_EAGLE else _percent
         rows.append([f"`{arm}`", *(", ".join(map(show, pair)) for pair in halves)])
     return _table(["arm", *(f"{load} in flight" for load in loads)], *rows)
@@ -474,8 +474,8 @@ def traces_by_set() -> str:
     return _table(["data", "arm", *(f"{load} in flight" for load in loads)], *rows)
 
 
-def _traces(data: str) -> list[dict[str, Any]]:
-    return [row for row in _record(TRACES)["summary"] if row["data"] == data]
+def _traces(data: str, name: str = TRACES) -> list[dict[str, Any]]:
+    return [row for row in _record(name)["summary"] if row["data"] == data]
 
 
 def _percent(ratio: float) -> str:
@@ -503,7 +503,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "unmet": unmet,
     "worth": worth,
     "vllm": in_vllm,
-    "traces": over_traces,
+    "traces": partial(over_traces, TRACES),
+    "traces-others": partial(over_traces, TRACES_OTHERS),
     "traces-by-set": traces_by_set,
 }
 
