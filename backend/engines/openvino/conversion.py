@@ -23,7 +23,7 @@ from transformers.utils import logging
 from backend.engines.checkpoint import CheckpointError, read_stored, widen_stored
 from backend.engines.memory import PROCESS_BYTES, host_bytes
 from backend.engines.models.attention import attending_by
-from backend.engines.models.comparison import BLOCKS, TOKENS, compare
+from backend.engines.models.comparison import BLOCKS, TOKENS, compare, run_eagerly
 from backend.engines.models.loading import load_decoder
 from backend.engines.models.probe import check_taps
 from backend.engines.models.reading import read_spec
@@ -163,7 +163,8 @@ def _convert_packed(
 ) -> None:
     """Do the same for a folder with matrices of 4 bits, without a copy of it in another format."""
     stored = sum(part.stat().st_size for part in weight_files(folder))
-    _check_memory(folder, spec, 2 * stored + 4 * spec.looked_up, say)  # it multiplies in fp32
+    wide_head = 0 if head else 4 * spec.looked_up
+    _check_memory(folder, spec, 2 * stored + wide_head, say)
     tensors = read_stored(folder)
     quantization = read_model_config(folder).get("quantization_config") or {}
     matrices, reasons = take_four_bits(tensors, quantization)
@@ -186,7 +187,9 @@ def _convert_packed(
     finally:
         AttentionMark.alive.clear()
     with packed.multiplied():
-        _compare(folder, lm, read(file), taps)
+        expected = run_eagerly(lm)
+    del packed  # the memory of a rounded head
+    _compare(folder, lm, read(file), taps, expected)
 
 
 def convert(lm: Any, taps: Seq[int] = (), packed: PackedMatrices | None = None) -> Model:
@@ -229,7 +232,13 @@ def _check_memory(folder: Path, spec: DecoderSpec, peak: int, say: Callable[[str
     say(f"{text}; once, in about {SECONDS + SECONDS_PER_BILLION * spec.weights / 1e9:.0f} s")
 
 
-def _compare(folder: Path, lm: Any, graph: Model, taps: Seq[int]) -> None:
+def _compare(
+    folder: Path,
+    lm: Any,
+    graph: Model,
+    taps: Seq[int],
+    expected: torch.Tensor | None = None,  # [TOKENS, vocab]
+) -> None:
     """Run the graph. Raises CheckpointError where it is not transformers' forward."""
     decoder = OpenvinoConverted(
         complete(graph, positions=TOKENS, repeats=False),
@@ -240,7 +249,7 @@ def _compare(folder: Path, lm: Any, graph: Model, taps: Seq[int]) -> None:
         taps=taps,
         group=0,
     )
-    compare(lm, decoder.forward, str(folder))
+    compare(lm, decoder.forward, str(folder), expected)
 
 
 def _marked(context: Any) -> list[Output]:

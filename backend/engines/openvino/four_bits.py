@@ -13,6 +13,9 @@ from backend.engines.openvino.formats import FOUR_BIT_GROUPS
 
 Tensors = dict[str, torch.Tensor]
 
+_ROWS = 512
+"""Rows of a matrix that are in fp32 at once while it is rounded."""
+
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place of each column among the 8 numbers of an int32 in AWQ, the lowest bits first."""
 
@@ -198,8 +201,12 @@ def round_to_four_bits(weight: torch.Tensor) -> FourBits:
     group = next((size for size in FOUR_BIT_GROUPS if weight.shape[1] % size == 0), 0)
     if not group or weight.shape[0] % 2:
         raise UnfitError(f"a matrix {list(weight.shape)} has no groups of 4 bits")
-    parts = [_rounded(part.float().unflatten(1, (-1, group))) for part in weight.split(4096)]
-    digits, scales = (torch.cat(part) for part in zip(*parts, strict=True))
+    rows, columns = weight.shape
+    digits = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    scales = torch.empty(rows, columns // group, dtype=torch.float16)
+    for at in range(0, rows, _ROWS):
+        some = slice(at, at + _ROWS)
+        digits[some], scales[some] = _rounded(weight[some].float().unflatten(1, (-1, group)))
     return FourBits(digits, scales, None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -110,16 +111,16 @@ class OpenvinoDecoder:
         for layer, heads in enumerate(layers):
             names.setdefault((heads.kv_heads, heads.head_dim), []).append(f"key_cache.{layer}")
             names.setdefault((heads.kv_heads, heads.v_dim), []).append(f"value_cache.{layer}")
-        self.pools = [
-            torch.zeros(len(caches), blocks, count, BLOCK_TOKENS, dim, dtype=self._dtype)
+        half = self._dtype == torch.bfloat16
+        # NumPy copies a few tokens faster
+        self._kv = [
+            _untouched([len(caches), blocks, count, BLOCK_TOKENS, dim], half)
             for (count, dim), caches in names.items()
         ]
+        self.pools = [torch.from_numpy(kv).view(self._dtype) for kv in self._kv]
         """KV by shape [caches, blocks, kv_heads, BLOCK_TOKENS, head_dim]: keys and values of the
         first layer of that shape, then of the next.
         """
-        half = self._dtype == torch.bfloat16
-        # the same memory: NumPy copies a few tokens of it faster
-        self._kv = [(pool.view(torch.int16) if half else pool).numpy() for pool in self.pools]
         self._caches = {
             name: cache
             for kv, group in zip(self._kv, names.values(), strict=True)
@@ -379,6 +380,14 @@ def check_precision(precision: str) -> None:
             "dtype bf16 needs a processor that multiplies it (AVX512-BF16, AMX), this one has "
             f"{machine.instructions() or 'neither'}; 'auto' is fp32 here"
         )
+
+
+def _untouched(shape: Seq[int], half: bool) -> npt.NDArray[Any]:
+    """Return zeros that take memory only once they are written."""
+    number = np.dtype(np.int16 if half else np.float32)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, math.prod(shape) * number.itemsize, flags)
+    return np.frombuffer(pages, number).reshape(shape)
 
 
 def _check_layout(port: openvino.Output, cache: npt.NDArray[Any]) -> None:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from backend.engines.openvino.four_bits import FourBits, join, join_bytes, round_to_four_bits
 from backend.engines.openvino.parts import int8, ints, round_to_int8
 
-_ROWS = 4096
+_ROWS = 512
 """Rows of a matrix that are in fp32 at once."""
 
 
