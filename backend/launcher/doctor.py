@@ -389,9 +389,9 @@ def _weights(config: dict[str, Any]) -> str:
     for name, kind in KINDS.items():
         misfit = kind.answer("misfit_of_four_bits", None)
         if misfit is not None and not (reason := misfit(config)):
-            head = "lm_head int8 or int4 rounds the head, too"
-            kept = f"{name} keeps them on CPUs (dtype int4; {head})"
-            return f"quantised ({method}); {kept}, other engines widen them to bf16"
+            kept = f"{name} keeps them on CPUs (dtype int4), other engines widen them to bf16"
+            price = kind.answer("price_of_four_bits", str)(config)
+            return f"quantised ({method}); {kept}; {price}"
         reasons |= {name: reason} if misfit is not None else {}
     why = "".join(f"; {name} has no dtype int4 for it: {why}" for name, why in reasons.items())
     return f"quantised ({method}); every engine widens them to bf16 when it loads them{why}"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from backend.cli import main
 from backend.config import DEFAULT_CONFIG, PROJECT_ROOT, parse_config
 from backend.launcher import doctor
-from backend.launcher.doctor import report_model
+from backend.launcher.doctor import check_engines, report_model
 from backend.settings import ConfigError
 from engines_build.prepare import prepare
 from tests.fakes.checkpoints import LFS_POINTER, folder
@@ -279,13 +279,22 @@ def test_quantised_weights_are_named(tmp_path, capsys):
             "it: its groups have None columns",
             "bf16",
         ),
-        ({"group_size": 128}, "openvino keeps them on CPUs (dtype int4; lm_head", "int4"),
+        ({"group_size": 128}, "openvino keeps them on CPUs (dtype int4), other", "int4"),
     ):
         model = tiny(tmp_path / dtype, quantization_config=quantization | more)
         assert report_model(str(model), as_json=True, machine=FakeMachine(flags=BF16_FLAGS)) == 0
         found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
         assert found["weights"]["text"].startswith(f"quantised (gptq); {text}")
         assert found["openvino"]["text"].startswith(f"can, in {dtype}; memory")
+    assert "with lm_head int8 (logits are off by about 1 %)" in found["weights"]["text"]
+    assert "verify slowly" not in found["weights"]["text"]
+
+
+def test_groups_that_verify_slowly_are_named(tmp_path):
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    model = tiny(tmp_path / "model", quantization_config=quantization)
+    weights = check_engines(str(model), FakeMachine(flags=BF16_FLAGS))[0]
+    assert "groups of 32 verify slowly with AMX" in weights.text
 
 
 @pytest.mark.medium

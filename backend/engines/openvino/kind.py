@@ -12,7 +12,7 @@ from backend.config import EngineConfig, ServingConfig
 from backend.engines.models import kind
 from backend.engines.models.kind import check_any_decoder, latency_cases
 from backend.engines.models.reading import read_spec
-from backend.engines.openvino.formats import misfit_of_four_bits
+from backend.engines.openvino.formats import HEAD_BYTES, misfit_of_four_bits, price_of_four_bits
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
 from backend.settings import ConfigError
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["check_folder", "convert", "footprint", "latency_cases", "make", "misfit_of_four_bits"]
+__all__ = [
+    "check_folder",
+    "convert",
+    "footprint",
+    "latency_cases",
+    "make",
+    "misfit_of_four_bits",
+    "price_of_four_bits",
+]
 
 WEIGHT_BYTES = {"fp32": (4, 8, 8), "bf16": (4, 6, 6), "int8": (4, 2, 6)}
 """By dtype, of a weight that is looked up, of one that is multiplied, and of one in an expert: as
@@ -42,16 +50,15 @@ def check_folder(
         raise ConfigError(f"{key} {path(engine)} is not served in int4: {reason}")
 
 
-HEAD_BYTES = {"folder": 4.0, "int8": 1.0, "int4": 0.6}
-"""Bytes of a number of the head as int4 packs it, by ``lm_head``: the folder's becomes fp32."""
-
-
 def make(engine: EngineConfig, service: Service) -> Engine:
     """Load an engine."""
     from backend.engines.openvino.engine import OpenvinoEngine
 
     target = engine.name == service.config.target.name
     logger.info("%s: %s on %s", engine.name, engine.dtype, machine.processor())
+    if engine.dtype == "int4":
+        config = read_model_config(service.path(engine))
+        logger.info("%s: %s", engine.name, price_of_four_bits(config))
     made = OpenvinoEngine(
         engine.name,
         service.path(engine),
