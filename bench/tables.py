@@ -114,6 +114,15 @@ VLLM_OTHERS = {
     "ngram-2": "its n-grams, 2 tokens",
     "ngram-4": "its n-grams, 4 tokens",
 }
+FRONT = "vllm-front"
+"""The record of Spindle's front and vLLM's own server."""
+FRONT_MODES = {
+    "spindle-openai": "Spindle's OpenAI server",
+    "spindle-triton": "Spindle's Triton models",
+}
+PLANNED = {"vllm-lengths-draft": "a draft model, tiny family"}
+"""The records of planned lengths, and vLLM's drafter in each."""
+PLANNED_OVER = {"plain": "no drafter", "fixed-best": "the best fixed length"}
 TRACES = "traces"
 """The record of policies over traces."""
 TRACES_OTHERS = "traces-others"
@@ -272,17 +281,33 @@ def _condition(settings: dict[str, Any]) -> str:
 
 def in_vllm() -> str:
     """Return the plug-in's two modes over vLLM's other ways, all workloads together."""
+    return _table(_VLLM_HEAD, *_over(IN_VLLM, VLLM_MODES, VLLM_OTHERS))
+
+
+def hosted() -> str:
+    """Return Spindle's front over vLLM's own server, and planned lengths over fixed ones."""
+    rows = _over(FRONT, FRONT_MODES, {"vllm": "vLLM's own OpenAI server"})
+    for record, drafter in PLANNED.items():
+        mode = {"planned": f"{drafter}, planned lengths"}
+        rows += _over(record, mode, PLANNED_OVER)
+    return _table(_VLLM_HEAD, *rows)
+
+
+_VLLM_HEAD = ["tokens/s of", "over", "1 in flight", "8 in flight"]
+
+
+def _over(record: str, modes: dict[str, str], others: dict[str, str]) -> list[list[str]]:
+    """Return the rows of each of our modes over each of the other arms of a record."""
     found: dict[tuple[str, str], dict[int, str]] = {}
-    for row in _record(IN_VLLM)["summary"]:
-        if row["workload"] == MIX and row["over"] not in VLLM_MODES:
+    for row in _record(record)["summary"]:
+        if row["workload"] == MIX:
             cell = f"{row['ratio']:.2f} ({_interval((row['low'], row['high']))})"
             found.setdefault((row["arm"], row["over"]), {})[row["in_flight"]] = cell
-    rows = [
+    return [
         [mode, other, *(cell for _, cell in sorted(found[arm, over].items()))]
-        for arm, mode in VLLM_MODES.items()
-        for over, other in VLLM_OTHERS.items()
+        for arm, mode in modes.items()
+        for over, other in others.items()
     ]
-    return _table(["tokens/s of", "over", "1 in flight", "8 in flight"], *rows)
 
 
 def policies(processor: str) -> str:
@@ -503,6 +528,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "unmet": unmet,
     "worth": worth,
     "vllm": in_vllm,
+    "hosted": hosted,
     "traces": partial(over_traces, TRACES),
     "traces-others": partial(over_traces, TRACES_OTHERS),
     "traces-by-set": traces_by_set,

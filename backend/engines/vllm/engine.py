@@ -88,7 +88,10 @@ def _engine_config(asked: dict[str, Any]) -> Any:
     try:
         return AsyncEngineArgs(**asked).create_engine_config()
     except ValidationError as error:
-        reasons = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
+        reasons = "; ".join(
+            ": ".join([*map(str, one["loc"]), one["msg"].removeprefix("Value error, ")])
+            for one in error.errors()
+        )
     except (TypeError, ValueError) as error:
         reasons = str(error)
     raise ConfigError(f"vLLM refuses target.engine_args: {reasons}")
