@@ -189,7 +189,7 @@ class Llama:
 
     def __init__(self, args: argparse.Namespace, file: Path) -> None:
         source = args.bindings.read_text()
-        ffi = import_module("cffi").FFI()
+        ffi = self._ffi = import_module("cffi").FFI()
         ffi.cdef(source.split('_LLAMA_H_CDEF = """')[1].split('"""')[0])
         (base,) = args.libs.glob("libggml.v*.so*")
         ctypes.CDLL(str(base), ctypes.RTLD_GLOBAL).ggml_backend_load_all_from_path(

@@ -1,7 +1,8 @@
 """Costs and fidelity of engines and number formats: ``python -m bench.micro.precisions --model
 FOLDER --out FILE``.
 
-An arm is ``engine:dtype``, with ``:runs`` of OpenVINO without the promise of the same bits. Time:
+An arm is ``engine:dtype``, with ``:runs`` of OpenVINO without the promise of the same bits, with
+``:64`` of int8 whose activations are rounded in groups of 64 columns (0: not rounded). Time:
 whole ``submit`` and ``poll`` of steps after ``--context`` tokens and of prompts, arms interleaved;
 CPU time of the one thread, so that other work on the machine moves it little. Texts: the five
 workloads; every position's arg-max and distribution against the first arm.
@@ -17,9 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+from backend.engines.openvino import engine as openvino
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.port import Turn
 from backend.engines.stepping.chunks import Chunk, KVTable
@@ -36,18 +39,22 @@ STEPS = ((1, 0), (1, 2), (1, 4), (1, 8), (8, 0), (8, 2), (16, 0), (16, 2))
 PROMPTS = (64, 200, 256)
 EXCERPT_TOKENS = 192
 ARMS = ("torch:fp32", "openvino:fp32", "openvino:fp32:runs", "openvino:int8")
+FIDELITY = ("arg_max_equal", "kl_mean", "log_likelihood_more")
 NARROW = ("openvino:bf16", "openvino:bf16:runs")
 
 
 def make(arm: str, folder: Path, context: int) -> StepEngine:
     """Return the engine of an arm."""
-    engine, dtype, *runs = arm.split(":")
+    engine, dtype, *more = arm.split(":")
     blocks = max(n * -(-(context + 1 + k) // BLOCK_TOKENS) for n, k in STEPS)
     sizes: dict[str, Any] = {"kv_blocks": blocks, "max_context_tokens": max(context, *PROMPTS) + 16}
     if engine == "torch":
         torch.set_num_threads(1)
         return TorchEngine.load("arm", folder, dtype=dtype, **sizes)
-    return OpenvinoEngine("arm", folder, dtype=dtype, threads=1, invariant=not runs, **sizes)
+    groups = [int(word) for word in more if word.isdecimal()]
+    with mock.patch.object(openvino, "INT8_GROUP", *groups or [openvino.INT8_GROUP]):
+        runs = "runs" in more
+        return OpenvinoEngine("arm", folder, dtype=dtype, threads=1, invariant=not runs, **sizes)
 
 
 def stepper(engine: StepEngine, sequences: int, proposed: int, context: int) -> Callable[[], None]:
@@ -108,8 +115,8 @@ def times(engines: dict[str, StepEngine], context: int, rounds: int) -> list[dic
 def fidelity(
     engines: dict[str, StepEngine], texts: dict[str, list[list[int]]]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return by kind of text and arm the share of equal arg-maxes and the mean KL from the first
-    arm's distribution.
+    """Return by kind of text and arm the share of equal arg-maxes, the mean KL from the first arm's
+    distribution, and the log-likelihood of a token less the first arm's.
     """
 
     def log_probs(engine: StepEngine, text: list[int]) -> torch.Tensor:
@@ -121,17 +128,18 @@ def fidelity(
     first, *others = engines
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind, ones in texts.items():
-        sums = {arm: torch.zeros(2, dtype=torch.float64) for arm in others}
+        sums = {arm: torch.zeros(3, dtype=torch.float64) for arm in others}
         for text in ones:
             reference = log_probs(engines[first], text)
             for arm in others:
                 other = log_probs(engines[arm], text)
                 same = (other.argmax(-1) == reference.argmax(-1)).double().sum()
                 divergence = (reference.exp() * (reference - other)).sum(-1).double().sum()
-                sums[arm] += torch.stack([same, divergence])
+                more = (other - reference)[:-1].gather(1, torch.tensor(text[1:])[:, None])
+                sums[arm] += torch.stack([same, divergence, more.double().sum()])
         positions = sum(map(len, ones))
         found[kind] = {
-            arm: dict(zip(("arg_max_equal", "kl_mean"), (total / positions).tolist(), strict=True))
+            arm: dict(zip(FIDELITY, (total / positions).tolist(), strict=True))
             for arm, total in sums.items()
         }
     return found
