@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 from backend.launcher.environment import PORTS
 from backend.launcher.side_processes import WORKER_PYTHON
 from backend.loopback import open_url
-from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
+from bench import records
 
 MODEL = "tiny-target"
 TOKENS = 300
@@ -382,8 +382,6 @@ def main() -> None:
             in_turn = fleet.front_end("--router-mode", "round-robin", "--migration-limit", "10")
             by_kv = fleet.front_end("--router-mode", "kv")
             record: dict[str, Any] = {
-                "command": " ".join(["python -m bench.fleet", *sys.argv[1:]]),
-                "machine": machine.describe(),
                 "replicas": options.replicas,
             }
             parts: dict[str, Callable[[], dict[str, Any]]] = {
@@ -395,7 +393,7 @@ def main() -> None:
             }
             for name, measure in parts.items():
                 record[name] = measure()
-                options.out.write_text(json.dumps(record, indent=1) + "\n")
+                records.write(options.out, record)
                 print(name, record[name], flush=True)
         finally:
             fleet.close()

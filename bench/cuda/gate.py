@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS
 from backend.sequence import Sequence as Text
 from backend.speculation.drafting import Drafting
+from bench import records
 from bench.cuda import PLANNER
 from bench.cuda.random_models import SHAPES, random_llama
 from bench.cuda.request_loops import Silent
@@ -256,7 +256,7 @@ class Gate:
     def _note(self, **case: Any) -> None:
         self.record["cases"].append(case)
         print(case, flush=True)
-        self._out.write_text(json.dumps(self.record, indent=1) + "\n", "utf-8")
+        records.write(self._out, self.record)
 
 
 def main() -> int:
@@ -269,8 +269,6 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     record: dict[str, Any] = {
-        "command": ["python", "-m", "bench.cuda.gate", *sys.argv[1:]],
-        "machine": machine.describe(),
         "gpu": [str(gpu) for gpu in machine.gpus()],
         "planner": PLANNER,
         "seed": SEED,
@@ -288,7 +286,7 @@ def main() -> int:
         if differ:
             break
     record["differ"] = differ
-    args.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    records.write(args.out, record)
     print(f"{differ} texts differ" if differ else "all texts are equal", flush=True)
     return int(differ > 0)
 

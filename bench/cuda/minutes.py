@@ -9,7 +9,6 @@ compiled meanwhile. ``--rehearse`` runs the same parts on a CPU (set TRITON_INTE
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 
 from backend.config import PROJECT_ROOT
 from backend.machine import machine
+from bench import records
 
 SEED = 20261126
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "llvmlite", "msgspec")
@@ -91,7 +91,6 @@ def main() -> None:
     wanted = [name for name in PARTS if name in args.parts or "all" in args.parts]
     end_s = time.monotonic() + args.limit
     record: dict[str, Any] = {
-        "command": ["python", "-m", "bench.cuda.minutes", *args.parts],
         "gpu": [str(gpu) for gpu in machine.gpus()],
         "versions": versions(),
         "seed": SEED,
@@ -107,7 +106,7 @@ def main() -> None:
         left_s = end_s - time.monotonic()
         print(f"=== {name}: {PARTS[name].what} ({left_s:.0f} s left)", flush=True)
         record["parts"][name] = run(PARTS[name], args.out, left_s, rehearse=args.rehearse)
-        (args.out / "minutes.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        records.write(args.out / "minutes.json", record)
         if PARTS[name].is_gate and record["parts"][name]["status"] != "exit status 0":
             print(f"=== nothing is measured after {name}: it did not succeed", flush=True)
             break

@@ -14,9 +14,7 @@ with all places taken.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -41,6 +39,7 @@ from backend.machine import machine
 from backend.ops.stats import Stats, StepStats
 from backend.sequence import BLOCK_TOKENS
 from backend.speculation.policy_factory import make_policy
+from bench import records
 from bench.cuda import PLANNER
 from bench.cuda.random_models import SHAPES, Shape, random_llama
 from bench.cuda.request_loops import K_MAX, NEW_TOKENS, SEED, ClosedLoop, OpenLoop
@@ -101,7 +100,7 @@ class Job:
 
     def keep(self) -> None:
         """Write what there is."""
-        self.out.write_text(json.dumps(self.result, indent=1) + "\n", "utf-8")
+        records.write(self.out, self.result)
 
 
 class ScriptedEngine(LookaheadEngine):
@@ -427,9 +426,7 @@ def main() -> None:
         parser.error("--open: the capacity is that of the policy none, which --policies lacks")
     job = Job(args.out, device, args.rehearse, end_s, loads, args.policies, args.open)
     torch.set_num_threads(1)  # as the engine process has with a GPU
-    command = ["python", "-m", "bench.cuda.scripted", *sys.argv[1:]]
-    job.result |= {"command": command, "seed": SEED}
-    job.result |= {"machine": machine.describe(), "rehearsal": args.rehearse}
+    job.result |= {"seed": SEED, "rehearsal": args.rehearse}
     started = time.monotonic()
     compile_all()
     job.result |= {"planner": PLANNER, "compiling_s": round(time.monotonic() - started, 1)}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from backend.app import App, build
 from backend.config import PROJECT_ROOT, parse_config
 from backend.machine import machine
 from backend.request import GenerationRequest
+from bench import records
 from bench.cuda import PLANNER
 from bench.in_process import Sink
 from policy import LatencyTable
@@ -155,9 +155,7 @@ def main() -> int:
     started = time.monotonic()
     app = app_of(rehearse=args.rehearse)
     record: dict[str, Any] = {
-        "command": ["python", "-m", "bench.cuda.served", *sys.argv[1:]],
         "gpu": [str(gpu) for gpu in machine.gpus()],
-        "machine": machine.describe(),
         "planner": PLANNER,
         "seed": SEED,
         "rehearsal": args.rehearse,
@@ -167,7 +165,7 @@ def main() -> int:
     record["found"], differ = compare(app, 12 if args.rehearse else 120, prompts)
     record["differ"] = differ
     app.close()
-    args.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    records.write(args.out, record)
     print(f"{differ} texts differ" if differ else "all texts are equal", flush=True)
     return int(differ > 0)
 

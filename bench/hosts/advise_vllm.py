@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import shlex
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -27,8 +26,7 @@ from backend.advise.load import Cell, Client
 from backend.advise.servers import running
 from backend.advise.times import Load
 from backend.advise.verify import Advised, Proof, measure_arm
-from backend.machine import machine
-from bench.records import commit
+from bench import records
 from engines_build import vllm_wheel
 from policy.simulation.statistics import abba
 
@@ -190,10 +188,6 @@ def main() -> None:
         used = [cell for cell in cells if not cell.loaded or cell.length in MEASURED]
         advices = {clock: advise(used, NOW, by_cpu=clock == "cpu") for clock in ("cpu", "wall")}
         record: dict[str, Any] = {
-            "commit": commit(),
-            "machine": machine.processor(),
-            "cores": machine.cores(),
-            "command": " ".join(["python -m bench.hosts.advise_vllm", *sys.argv[1:]]),
             "engine": f"vLLM {probed.version}, CPU build, one thread",
             "requests": f"{len(settings.bodies)} made-up bodies, greedy, {options.tokens} tokens",
             "now": NOW,
@@ -204,14 +198,14 @@ def main() -> None:
             rows = left_out(cells, by_cpu=clock == "cpu")
             record["left_out"][clock] = {"summary": summary(rows), "rows": rows}
         record["cells"] = advise(cells, NOW).to_dict()["cells"]
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        records.write(options.out, record)
         if options.proof_blocks:
             deadline_s = started_s + options.limit_s
             advised = advices["cpu"].table_if_speculating
             native = Started(settings, say, engine="vllm", command=command, spec=spec)
             record |= prove(native, plain, advised, options.proof_blocks, deadline_s, stack)
         record["wall_s"] = round(time.monotonic() - started_s, 1)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.write(options.out, record)
     say(json.dumps({clock: one["summary"] for clock, one in record["left_out"].items()}))
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
-from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -22,8 +20,8 @@ import numpy as np
 
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.settings import TARGET, host_config
-from backend.machine import machine
 from backend.ops.stats import Stats
+from bench import records
 from policy import LatencyTable
 
 ROWS = (1, 8, 16, 32, 64)
@@ -107,15 +105,12 @@ def main() -> None:
         print(json.dumps(found[-1]))
     if options.out:
         record = {
-            "command": " ".join(["python -m bench.hosts.overhead", *sys.argv[1:]]),
-            "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
-            "machine": machine.processor(),
             "step_s": options.step_s,
             "seed": options.seed,
             "unit": "milliseconds a step",
             "found": found,
         }
-        options.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        records.write(options.out, record)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 from backend.config import EMBEDDED_MODEL
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
-from bench import workloads
+from bench import records, workloads
 
 SEED, K_MAX, START_S, WORK_S = 20261126, 4, 240.0, 120.0
 TOKENS = (8, 72)
@@ -189,7 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [n for n in options.rows if n <= 8] if options.rehearse else options.rows
     began_s = time.perf_counter()
-    record: Job = {"command": " ".join(["python -m bench.hosts.vllm_gpu", *sys.argv[1:]])}
+    record: Job = {}
     with TemporaryDirectory() as folder:
         smollm2 = cache.root() / "models" / EMBEDDED_MODEL
         random_folder = random_model(Path(folder) / "random", rehearse=options.rehearse)
@@ -217,7 +217,7 @@ def main() -> None:
                     row["equal_texts"] = sum(a == b for a, b in zip(mine, its, strict=True))
                 print(json.dumps({"part": part, "arm": name} | done), flush=True)
                 if options.out:
-                    options.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+                    records.write(options.out, record)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -47,11 +46,9 @@ from urllib.parse import urlsplit
 from backend.advise.load import Client
 from backend.advise.servers import free_port, running
 from backend.config import PROJECT_ROOT
-from backend.machine import machine
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
-from bench import workloads
-from bench.records import commit
+from bench import records, workloads
 from policy.simulation.statistics import abba, median_interval
 
 ENVIRONMENT = PROJECT_ROOT / ".venv-vllm"
@@ -402,11 +399,6 @@ def main() -> None:
 def write(options: argparse.Namespace, runs: list[Run], table: Path) -> None:
     """Print a summary, and write the record."""
     record: Run = {
-        "command": " ".join(["python -m bench.hosts.vllm_speed", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
-        "machine": machine.processor(),
-        "cores": machine.cores(),
         "seed": options.seed,
         "dtype": options.dtype,
         "tokens": options.tokens,
@@ -423,7 +415,7 @@ def write(options: argparse.Namespace, runs: list[Run], table: Path) -> None:
     print(json.dumps(record["texts_equal"]))
     if options.out:
         bare = [{k: v for k, v in run.items() if k != "texts"} for run in runs]
-        options.out.write_text(json.dumps(record | {"runs": bare}) + "\n", "utf-8")
+        records.write(options.out, record | {"runs": bare})
 
 
 def equal_texts(runs: list[Run], baseline: str) -> dict[str, str]:

@@ -27,16 +27,14 @@ import sys
 import tempfile
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from backend.machine import machine
 from backend.tokenizer import load_tokenizer
-from bench import servers, workloads
+from bench import records, servers, workloads
 from bench.servers import Offer, Served, ServerArm
 from policy.simulation.statistics import abba
 
@@ -166,7 +164,7 @@ def interval(logs: list[float], seed: int) -> list[float]:
     return [round(float(value), 3) for value in np.exp([values.mean(), *ends])]
 
 
-def opened(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+def opened(options: argparse.Namespace) -> dict[str, Any]:
     """Return the record to go on with. Raises SystemExit for a file of other settings."""
     names = ("max_tokens", "prompt_tokens", "requests", "rounds", "seed", "threads")
     settings = {name: getattr(options, name) for name in names}
@@ -181,10 +179,6 @@ def opened(options: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         return record
     return {
         "benchmark": "checkouts and configurations of Spindle, served in turn",
-        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "bench.micro.checkouts"]
-        + ["=".join(Path(part).name for part in word.split("=")) for word in words],
-        "machine": machine.describe(),
         "settings": settings,
         "runs": [],
     }
@@ -235,9 +229,7 @@ def measure(
 def write(options: argparse.Namespace, record: dict[str, Any]) -> None:
     """Write the record with its ratios so far, all or nothing."""
     record["ratios"] = ratios(record["runs"], options.over, options.seed)
-    part = options.out.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    part.replace(options.out)
+    records.write(options.out, record)
 
 
 def main() -> None:
@@ -263,7 +255,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: the same command goes on"))
     servers.FLAGS.pop("remember")  # an older checkout does not know it; runs have salts
-    record = opened(options, sys.argv[1:])
+    record = opened(options)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         arms = {}
         for arm in options.arm:

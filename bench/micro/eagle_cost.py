@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -34,6 +33,7 @@ from backend.engines.torch.engine import TorchEngine
 from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sequence import Sequence
+from bench import records
 from bench.cuda.random_models import Shape, random_llama
 from engines_build.timing import Rig
 
@@ -167,14 +167,12 @@ def main() -> None:
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     shapes = {name: measure(name, args.rounds, dtype) for name in args.shapes}
     record = {
-        "command": " ".join(["python", "-m", "bench.micro.eagle_cost", *sys.argv[1:]]),
         "seed": args.seed,
         "dtype": args.dtype,
-        "processor": machine.processor(),
         "instructions": machine.instructions(),
         "shapes": shapes,
     }
-    print(json.dumps(record, indent=1))
+    print(json.dumps(records.stamp() | record, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backend.config import PROJECT_ROOT, load_config
 from backend.loopback import open_url
-from backend.machine import machine
+from bench import records
 from engines_build.measure import measure
 from engines_build.prepare import prepare
 from tests.models.families import SERVED, config_of, spread_weights
@@ -137,7 +136,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
                 equal = sum(text == own for text, own in zip(texts, expected, strict=True))
                 report["equal"][engine][family] = equal
                 print(f"{family}, {engine}: {equal} of {len(PROMPTS)} texts equal", flush=True)
-                args.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+                records.write(args.out, report)
 
 
 def main() -> None:
@@ -148,8 +147,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     report: dict[str, Any] = {
-        "command": ["python", "-m", "bench.micro.families", *sys.argv[1:]],
-        "machine": machine.describe(),
         "transformers": transformers.__version__,
         "texts_of_each": len(PROMPTS),
         "tokens": TOKENS,

@@ -33,7 +33,7 @@ from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.machine import machine
 from backend.sequence import BLOCK_TOKENS
-from bench.records import commit
+from bench import records
 
 CELLS = ("1x1", "1x2", "1x3", "1x4", "1x5", "4x1", "8x1", "8x3")
 SEQUENCES = 8
@@ -323,14 +323,7 @@ def main() -> None:
         cells = [measured for shape in args.shapes for measured in _measure(args, shape, place)]
     if args.prepare:
         return
-    record = {
-        "commit": commit(),
-        "machine": f"{machine.processor()}, {machine.instructions()}",
-        "command": f"python -m bench.micro.four_bits --layers {args.layers} "
-        f"--threads {args.threads} --context {args.context} --repeats {args.repeats}",
-        "cells": cells,
-    }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.write(args.out, {"instructions": machine.instructions(), "cells": cells})
 
 
 def _measure(args: argparse.Namespace, name: str, place: Path) -> Sequence[dict[str, Any]]:

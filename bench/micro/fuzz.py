@@ -20,7 +20,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ import grpc
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from backend.loopback import CHANNEL_OPTIONS
-from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
+from bench import records
 from bench.micro.fuzzing import (
     GRPC_CASES,
     HTTP_CASES,
@@ -166,14 +165,11 @@ def main() -> int:
             violations.append(f"the launcher ended with status {status}")
     record = {
         "benchmark": "fuzz: malformed requests through HTTP, gRPC and the OpenAI front end",
-        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "bench.micro.fuzz", *sys.argv[1:]],
         "seed": args.seed,
-        "machine": machine.describe(),
         "violations": violations,
         **figures,
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.write(args.out, record)
     print(json.dumps(record, indent=1))
     return 1 if violations else 0
 

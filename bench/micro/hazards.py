@@ -31,11 +31,11 @@ import torch
 from backend.config import ServingConfig, load_config
 from backend.engines.port import Completion, Engine, HiddenStates, ReadsTarget, Turn
 from backend.engines.registry import Service, make_engine
-from backend.machine import machine
 from backend.model_folders import model_path, with_kv
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from backend.tokenizer import load_tokenizer
+from bench import records
 from bench.workloads import load, render
 from engines_build.distill.evaluation_sets import sql_questions, wikipedia_questions
 
@@ -319,15 +319,15 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = load_config(args.config)
-    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
     record = {
-        "machine": machine.describe(),
-        "command": ["python", "-m", "bench.micro.hazards", *words],
         "dtypes": {e.name: [e.engine, e.dtype] for e in (config.target, *config.drafts)},
     }
     with torch.inference_mode():
-        text = json.dumps(record | measure(config, args), indent=1)
-    args.out.write_text(text + "\n", "utf-8") if args.out else print(text)
+        record |= measure(config, args)
+    if args.out:
+        records.write(args.out, record)
+    else:
+        print(json.dumps(records.stamp() | record, indent=1))
 
 
 if __name__ == "__main__":

@@ -20,16 +20,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from backend.config import load_config
-from backend.machine import machine
 from backend.model_folders import model_path
 from backend.triton_adapter.paths import PROJECT_ROOT
+from bench import records
 from bench.load import FINAL, Served, channel, percentiles_ms, serve
 from bench.prompts import PROMPTS
 from bench.workloads import render
@@ -179,12 +178,9 @@ def main() -> int:
     ratios, violations = check(capacity, overload)
     record = {
         "benchmark": "overload: requests at a multiple of the rate that a full batch completes",
-        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "bench.micro.overload", *sys.argv[1:]],
         "seed": args.seed,
         "minutes": args.minutes,
         "max_tokens": args.max_tokens,
-        "machine": machine.describe(),
         "config": raw,
         "capacity_requests_per_s": round(rate, 3),
         "offered_requests_per_s": round(args.times * rate, 3),
@@ -193,7 +189,7 @@ def main() -> int:
         "at_capacity": capacity,
         "at_overload": overload,
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.write(args.out, record)
     print(json.dumps(record, indent=1))
     return 1 if violations else 0
 

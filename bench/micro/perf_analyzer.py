@@ -18,12 +18,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
+from bench import records
 from bench.load import percentiles_ms
 from tests.server.harness import Service
 
@@ -120,13 +119,10 @@ def main() -> int:
         "benchmark": "perf_analyzer: streamed requests of 50 tokens, a step of the fake engine "
         "every "
         "20 ms",
-        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "bench.micro.perf_analyzer", *sys.argv[1:]],
-        "machine": machine.describe(),
         "config": FAKE,
         "streams": rows,
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.write(args.out, record)
     print(json.dumps(record, indent=1))
     return 0
 

@@ -13,7 +13,6 @@ batch`` is the plan for two drafts that the target's device runs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from bench import records
 from policy import (
     AdaptivePlanner,
     FreeChains,
@@ -204,7 +204,7 @@ def main() -> None:
             rounds = [measure(rows, drafts, 200, 0, whole_batch=whole) for _ in range(3)]
             least = {name: min(each[name] for each in rounds) for name in rounds[0]}
             of_drafts[str(rows)] = least
-    options.out.write_text(json.dumps(figures, indent=2) + "\n")
+    records.write(options.out, figures)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 from backend.tokenizer import load_tokenizer
-from bench import workloads
+from bench import records, workloads
 
 STEPS = ((1, 0), (1, 2), (1, 4), (1, 8), (8, 0), (8, 2), (16, 0), (16, 2))
 """(sequences, proposed tokens of each)"""
@@ -166,17 +165,14 @@ def main() -> None:
         texts[name] = [tokenizer.encode(text, False)[:EXCERPT_TOKENS] for text in rendered]
     with torch.inference_mode():
         kept = fidelity(engines, texts)
-    command = ["python", "-m", "bench.micro.precisions", *sys.argv[1:]]
     report = {
-        "command": [args.model.name if word == str(args.model) else word for word in command],
         "seed": args.seed,
         "threads": 1,
-        "machine": machine.describe(),
         "positions": {name: sum(map(len, ones)) for name, ones in texts.items()},
         f"against {arms[0]}": kept,
         "steps": times(engines, args.context, args.rounds),
     }
-    args.out.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    records.write(args.out, report)
     print(json.dumps(kept, indent=1))
 
 

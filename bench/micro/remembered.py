@@ -29,9 +29,9 @@ from backend.config import EngineConfig, ServingConfig, load_config
 from backend.engines.port import Turn
 from backend.engines.suffix import SuffixEngine
 from backend.kinds import KINDS
-from backend.machine import machine
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import Sequence
+from bench import records
 from bench.in_process import generate
 from bench.prompts import PROMPTS
 
@@ -249,13 +249,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     report = {
-        "command": "python -m bench.micro.remembered " + " ".join(sys.argv[1:]),
         "seed": options.seed,
-        "machine": machine.describe(),
         "costs": costs(options.remembered_tokens, options.seed),
         "workloads": compare(load_config(options.config), options),
     }
-    print(json.dumps(report, indent=1))
+    print(json.dumps(records.stamp() | report, indent=1))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ batch (``bench_planning``). ``flapping`` is how often a steady request's choice 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -23,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from backend.machine import machine
+from bench import records
 from bench.micro.choices import best_choice
 from bench.micro.oracle import (
     Instance,
@@ -117,17 +116,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--instances", type=int, default=4_000)
     options = parser.parse_args()
-    arguments = f"--seed {options.seed} --instances {options.instances}"
     figures = {
-        "command": f"python -m bench.micro.search {arguments}",
-        "machine": machine.describe(),
         "timing": f"least of {ROUNDS} rounds",
         "load_average": os.getloadavg()[0],
         "planning": {str(drafts): timed(drafts, options.seed) for drafts in (2, 4)},
         "lost": losses_by_size(options.instances, options.seed),
         "flapping": {str(rows): flapping(rows, 400, options.seed) for rows in (1, 4, 16, 64)},
     }
-    options.out.write_text(json.dumps(figures, indent=2) + "\n")
+    records.write(options.out, figures)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from backend.loopback import open_url
-from backend.machine import machine
 from backend.triton_adapter.paths import PROJECT_ROOT
+from bench import records
 from bench.load import CANCELLED, FINAL, UNANSWERED, Served, channel, percentiles_ms, serve
 from bench.micro.doors import serve_http
 from bench.resources import Watch
@@ -295,17 +294,14 @@ def main() -> int:
         soak.violations += [f"left over: {thing}" for thing in leftovers(service, tree)]
         record = {
             "benchmark": "soak: streams, cancels, slow readers, killed stubs and engine processes",
-            "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": ["python", "-m", "bench.micro.soak", *sys.argv[1:]],
             "seed": args.seed,
             "minutes": args.minutes,
             "streams": args.streams,
-            "machine": machine.describe(),
             "config": json.loads(config.read_text()),
             "violations": soak.violations,
             **figures,
         }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
+    records.write(args.out, record)
     print(json.dumps(record, indent=1))
     return 1 if soak.violations else 0
 

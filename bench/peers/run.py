@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,7 +36,7 @@ from backend.machine import machine
 from backend.model_folders import model_path
 from backend.tokenizer import Tokenizer, load_tokenizer
 from backend.triton_adapter.paths import PROJECT_ROOT
-from bench import workloads
+from bench import records, workloads
 from bench.in_process import first_difference
 from bench.peers.arms import ALONE, PEERS, Peers
 from bench.servers import Offer, Reply
@@ -293,9 +292,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "benchmark": "peers: other stacks on the same weights and prompts, closed loop, greedy, "
         "one "
         "thread each",
-        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "bench.peers.run", *command],
-        "machine": machine.describe(),
         "settings": {
             key: getattr(options, key)
             for key in ("seed", "blocks", "requests", "max_tokens", "workloads", "dtype")
@@ -306,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         limit_s = (options.deadline_s - time.monotonic()) / (len(options.families) - number)
         with tempfile.TemporaryDirectory() as folder:
             record["families"].append(measured(name, options, limit_s, Path(folder)))
-        options.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        records.write(options.out, record)
     print(f"wrote {options.out}")
 
 

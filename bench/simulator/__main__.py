@@ -21,12 +21,13 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+from bench import records
 from bench.simulator.criteria import criteria, described
 from bench.simulator.growth import NOTE, fleet_row
 from bench.simulator.guard import guard_row, summary
 from bench.simulator.protocol import compare, nominal_rate, planning_cost
 from bench.simulator.shift import shift_test
-from policy.simulate import Runner, add_deployment, deployments, lines, mixes, run, seeds
+from policy.simulate import Runner, add_deployment, deployments, mixes, run, seeds
 from policy.simulation import presets
 from policy.simulation.arms import WITHOUT, check_arms
 from policy.simulation.deployment import Deployment
@@ -86,7 +87,7 @@ def evidence(options: argparse.Namespace, runner: Runner) -> dict[str, Any]:
         print(text(document["comparisons"][-1]) + "\n", flush=True)
         document |= {**runner.document(), "criteria": criteria(document["comparisons"])}
         if options.json:
-            options.json.write_text(lines(document))
+            records.write(options.json, document)
     print(f"{process_time() - began_s:.0f} CPU seconds here, more in {runner.jobs} processes")
     return document
 
@@ -104,7 +105,7 @@ def worth_command(options: argparse.Namespace, runner: Runner) -> dict[str, Any]
         print(text(document["comparisons"][-1]) + "\n", flush=True)
         document |= runner.document()
         if options.json:
-            options.json.write_text(lines(document))
+            records.write(options.json, document)
     return document
 
 

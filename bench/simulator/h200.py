@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.records import commit
+from bench import records
 from bench.simulator.device_step import K_MAX, DeviceRun, OracleRun, Recorded, Step
 from policy.baselines import FixedLength, NoSpeculation
 from policy.guard import Guard
@@ -141,19 +140,18 @@ def main() -> None:
     options, began_s = parser.parse_args(), process_time()
     recorded = Recorded.read()
     document = json.loads(options.out.read_text()) if options.out.exists() else {}
-    command = ["python", "-m", "bench.simulator.h200", *sys.argv[1:]]
     fixed = [f"{head} {length}" for head, lengths in FIXED.items() for length in lengths]
     for name in options.scripts:
         script = SCRIPTS[name]
         own = recorded if script.rates is None else recorded._replace(rates=script.rates)
-        document[name] = {"command": command, "commit": commit(), "summary": {}, "runs": []}
+        document[name] = {**records.stamp(), "summary": {}, "runs": []}
         for rows in options.loads:
             arms = ["none", *fixed, *ADAPTIVE, "oracle"]
             runs = [run(own, script, arm, rows, seed) for arm in arms for seed in options.seeds]
             document[name]["runs"] += runs
             document[name]["summary"][str(rows)] = figures = summary(runs)
             print(name, rows, json.dumps(figures), flush=True)
-            options.out.write_text(json.dumps(document) + "\n")
+            records.write(options.out, document)
     print(f"{process_time() - began_s:.0f} CPU seconds")
 
 

@@ -23,14 +23,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from backend.config import parse_config
-from backend.machine import machine
 from backend.storage import cache
-from bench.records import commit
+from bench import records
 from bench.sweep.arms import NONE, SPINDLE, Servers, Tuning, arm_config
 from bench.sweep.figures import speed
 from bench.sweep.options import DEFAULT_CONFIG
@@ -61,10 +59,6 @@ def main() -> None:
     prepare(parse_config(arm_config(config, SPINDLE, Tuning(), sweep_options.active)))
     record: dict[str, Any] = {
         "benchmark": "a fresh server against plain decoding",
-        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "command": ["python", "-m", "bench.sweep.fresh", *sys.argv[1:]],
-        "machine": machine.describe(),
         "settings": {**vars(options), "out": options.out.name, "config": config},
         "runs": [],
     }
@@ -84,7 +78,7 @@ def main() -> None:
                     for run in _point(options, sweep, servers, in_flight):
                         runs.append(run)
                         record["runs"].append({"temperature": temperature, **run})
-                        options.out.write_text(json.dumps(record) + "\n", "utf-8")
+                        records.write(options.out, record)
                     _print(options, temperature, in_flight, runs)
         finally:
             servers.close()

@@ -78,7 +78,7 @@ def _provenance(record: dict[str, Any]) -> str:
         f"{name} {rate:.2f}" for name, rate in record.get("capacity_requests_per_s", {}).items()
     )
     lines = [
-        " ".join(record["command"]),
+        command if isinstance(command := record["command"], str) else " ".join(command),
         f"{record['time_utc']}, {record['through']}; seed {settings['seed']}, temperature "
         f"{settings['temperature']:g}, at most "
         f"{settings['max_tokens']} tokens, {settings['active']} places, prefixes "

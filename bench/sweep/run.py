@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from tqdm import tqdm
 from backend.config import PolicyConfig, parse_config
 from backend.machine import machine
 from backend.model_folders import model_path
-from bench import workloads
+from bench import records, workloads
 from bench.peers.arms import PEERS, Peers
 from bench.servers import Offer, Served
 from bench.sweep import figures as sweep_figures
@@ -386,17 +385,16 @@ def opened(options: argparse.Namespace) -> dict[str, Any]:
             )
         return record
     return {
+        **records.stamp(),
         "benchmark": "load sweep: policies under the same requests",
-        "time_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "through": "loop in process" if options.in_process else "tritonserver, gRPC streaming",
-        "machine": machine.describe(),
         "settings": settings,
         "runs": [],
     }
 
 
 def write(record: dict[str, Any], policies: list[str], path: Path) -> None:
-    """Write the record with what its runs come to so far, all or nothing."""
+    """Write the record with the figures of its runs so far."""
     found = sweep_figures.blocks(record["runs"], policies)
     ratios = sweep_figures.compared(found, policies)
     record |= {
@@ -407,9 +405,7 @@ def write(record: dict[str, Any], policies: list[str], path: Path) -> None:
         "ablations": sweep_figures.ablations(found, policies),
         "noise": sweep_figures.noise(found),
     }
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record) + "\n", "utf-8")
-    part.replace(path)
+    records.write(path, record)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -420,7 +416,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(command, __doc__ or "")
     record = opened(options)
-    record["command"] = ["python", "-m", "bench.sweep.run", *command]
     config = record["settings"]["config"]
     prepare(parse_config(arm_config(config, SPINDLE, Tuning(), options.active)))
     measured = tables(parse_config(config))

@@ -31,6 +31,7 @@ from backend.config import PolicyConfig, ServingConfig, parse_config
 from backend.engines.port import EngineLimits
 from backend.ops.stats import Stats, StepStats
 from backend.speculation.policy_factory import latency_model, make_policy
+from bench import records
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, Tuning, arm_config, fixed_choice
 from bench.sweep.figures import blocks, is_closed, level
 from bench.sweep.hazards import Hazards, fitted
@@ -473,7 +474,7 @@ def main() -> None:
     options = parser.parse_args()
     record = json.loads(options.record.read_text("utf-8"))
     record |= simulated(record)
-    options.record.write_text(json.dumps(record) + "\n", "utf-8")
+    records.write(options.record, record)
     near = [abs(row["error"]) <= WITHIN for row in record["simulation"] if row["below_saturation"]]
     print(
         record.get("simulation_missing")

@@ -23,8 +23,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from backend.machine import machine
-from bench.records import commit
+from bench import records
 from bench.traces.arms import by_path, known_arms
 from bench.traces.costs import Costs
 from bench.traces.figures import MIXED, TOKENS, cell, summary, table
@@ -33,7 +32,6 @@ from bench.traces.world import LEAST_TOKENS, MOST_TOKENS, World
 from policy.custom import closest
 from policy.latency import LatencyError
 from policy.loops.compiling import compile_all
-from policy.simulate import lines
 
 IN_FLIGHT = 1, 8, 32, 64, 128
 QUICK_ARMS = "none", "fixed-eagle", "rule", "rule-8", "planner", "planner-free"
@@ -69,7 +67,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything that was asked for. Raises TraceError, LatencyError or ValueError."""
-    revision = commit()
     costs = Costs.measured(options.costs) if options.costs else Costs.authors()
     arms = options.arms or (QUICK_ARMS if options.quick else ())
     known = known_arms(costs)
@@ -92,10 +89,6 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         cells = [*pool.map(_cell, asked)]
     return {
         "benchmark": "traces",
-        "command": f"python -m bench.traces {' '.join(sys.argv[1:])}",
-        "commit": revision,
-        "machine": machine.describe(),
-        "versions": machine.versions(),
         "seed": options.seed,
         "requests": {name: int((world.of == n).sum()) for n, name in enumerate(world.sets)},
         "settings": {
@@ -141,8 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(record["summary"]))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(lines(record), "utf-8")
+    records.write(options.out, record)
     try:
         from bench.pictures import THEMES
         from bench.traces.pictures import picture, save
