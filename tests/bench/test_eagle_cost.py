@@ -14,7 +14,7 @@ def test_a_record_has_the_shares_of_every_shape(monkeypatch, capsys):
     eagle_cost.main()
     record = json.loads(capsys.readouterr().out)
     shape = record["shapes"]["tiny"]
-    assert record["command"].endswith("eagle_cost --rounds 1 --dtype fp32")
+    assert record["command"].endswith("--rounds 1 --dtype fp32")
     forms = "absorb", "depth", "depth in int8"
     arms = {f"{form}, {rows} rows" for form in forms for rows in eagle_cost.ROWS}
     assert shape["of_the_target_s_pass"].keys() == arms | {"absorb, 256 tokens"}

@@ -368,7 +368,7 @@ def test_the_command_writes_table_record_and_picture(folder, tmp_path, capsys):
     assert len(planner["over_none_by_half"]) == 2
     assert planner["over_none"] == pytest.approx(np.mean(planner["over_none_by_half"]))
     assert record["costs"]["kv_s"] == AUTHORS["kv_s"]
-    assert {"seed", "command", "versions", "machine"} <= set(record)
+    assert {"seed", "command", "commit", "machine"} <= set(record)
     assert "mixed, over fixed-eagle" in capsys.readouterr().out
     assert out.with_suffix(".svg").read_text().lstrip().startswith("<?xml")
 
