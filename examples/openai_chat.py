@@ -5,12 +5,12 @@ import argparse
 import openai
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--url", default="http://localhost:9000")
+parser.add_argument("--url", default="http://localhost:9000/v1", help="the base_url")
 parser.add_argument("--prompt", default="Write a short poem about the sea.")
 parser.add_argument("--key", default="any", help="OPENAI_API_KEY of the server, where it has one")
 options = parser.parse_args()
 
-client = openai.OpenAI(base_url=f"{options.url}/v1", api_key=options.key)
+client = openai.OpenAI(base_url=options.url, api_key=options.key)
 model = client.models.list().data[0].id
 stream = client.chat.completions.create(
     model=model,

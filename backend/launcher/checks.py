@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from backend.launcher.environment import PORTS, LaunchError, Settings, port_trouble
+from backend.launcher.processes import command_line, listening_process, listening_sockets
 from backend.launcher.run_folder import packaged_stub
 from backend.machine import Machine, machine
 
@@ -35,8 +36,15 @@ def check_ports(settings: Settings) -> None:
     """Raise LaunchError when a port is in use or the address is not this machine's."""
     for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
         if why := port_trouble(settings.bind, port):
-            text = f"{name} {port} cannot be used on BIND {settings.bind}: {why}"
+            text = f"{name} {port} cannot be used on BIND {settings.bind}: {why}{listener(port)}"
             raise LaunchError(f"{text}. Choose another with {option}")
+
+
+def listener(port: int) -> str:
+    """Return the process that listens on a port, as far as this user may know."""
+    if pid := listening_process(port):
+        return f", by process {pid} ({' '.join(command_line(pid))[:60]})"
+    return ", by a process that this user cannot see" if [*listening_sockets(port)] else ""
 
 
 def check_machine(machine: Machine = machine) -> None:

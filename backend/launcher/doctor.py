@@ -35,7 +35,7 @@ from backend.launcher.environment import (
     port_trouble,
     read_settings,
 )
-from backend.launcher.processes import command_line, listening_process, listening_sockets
+from backend.launcher.processes import command_line, listening_process
 from backend.launcher.side_processes import FRONT_END
 from backend.machine import Machine, machine
 from backend.settings import ConfigError
@@ -212,18 +212,16 @@ def disk(machine: Machine, name: str, folder: Path, needed_gb: float, advice: st
 
 
 def ports(settings: Settings) -> list[Finding]:
-    """Report for each port whether it is free, or which process listens on it. One that a running
-    Spindle has is no fault: it serves.
-    """
+    """Report for each port whether it is free, or which process listens on it."""
     found = []
     for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
         label = name.lower().replace("_", " ")
         at = f"{port} on {settings.bind}"
         if why := port_trouble(settings.bind, port):
-            state, text = MISSING, f"{why}{listener(port)}. Choose another with {option}"
+            text = f"{why}{checks.listener(port)}. Choose another with {option}"
             if (pid := listening_process(port)) and _is_spindle(command_line(pid)):
-                state, text = WARNING, f"Spindle runs there, process {pid}; a second needs {option}"
-            found.append(Finding(label, state, f"{at}: {text}"))
+                text = f"Spindle runs there, process {pid}; a second needs {option}"
+            found.append(Finding(label, MISSING, f"{at}: {text}"))
         else:
             text = f"{at} is free" if port else "none: no OpenAI front end"
             found.append(Finding(label, OK, text))
@@ -235,13 +233,6 @@ def exposure(settings: Settings) -> Finding:
     if settings.is_open:
         return Finding("exposure", WARNING, f"BIND {settings.bind} {checks.OPEN_TRITON}")
     return Finding("exposure", OK, f"only this machine reaches {settings.bind}")
-
-
-def listener(port: int) -> str:
-    """Return the process that listens on a port, as far as this user may know."""
-    if pid := listening_process(port):
-        return f", by process {pid} ({' '.join(command_line(pid))[:60]})"
-    return ", by a process that this user cannot see" if [*listening_sockets(port)] else ""
 
 
 def _is_spindle(command: list[str]) -> bool:

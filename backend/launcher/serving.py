@@ -45,7 +45,7 @@ from backend.triton_adapter.admin_secret import ensure_secret
 
 WATCH_PERIOD_S = 0.5
 START_LIMIT_S = 600.0
-REPORT_PERIOD_S = 15.0
+REPORT_PERIOD_S = 5.0
 """Seconds between two lines about a start that goes on."""
 STABLE_S = 60.0
 """A service that ran this long has not failed quickly."""

@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import EMBEDDED_MODEL, EngineConfig, ServingConfig
 from backend.files import check_content, read_object
 from backend.settings import ConfigError
 from backend.storage.weight_files import check_weight_files
@@ -119,7 +120,8 @@ def _download(model: str) -> str:
         convert = f"python -m engines_build.convert --gguf {model} --out FOLDER"
         return f". Of a GGUF file make one: {convert} (spindle serve --model does it by itself)"
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
-        return ", which is not there"
+        meant = get_close_matches(model, [EMBEDDED_MODEL])
+        return f", which is not there{f': did you mean {meant[0]!r}?' if meant else ''}"
     name = model.rpartition("/")[2]
     command = f"hf download {model} --local-dir {name}"
     return f". If that is a Hugging Face id, download it first: {command}; then give {name}"

@@ -69,7 +69,7 @@ def test_grpc(examples):
 
 
 def test_openai(examples):
-    printed = run("openai_chat.py", "--url", f"http://127.0.0.1:{examples.openai}")
+    printed = run("openai_chat.py", "--url", f"http://127.0.0.1:{examples.openai}/v1")
     prompt = re.search(r'--prompt", default="(.*?)"', (EXAMPLES / "openai_chat.py").read_text())[1]
     text = written(examples, prompt)
     assert printed == f"{text}\nfake: {len(prompt)} tokens read, {len(text)} written\n"

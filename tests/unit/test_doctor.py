@@ -156,12 +156,12 @@ def test_a_port_in_use_is_missing_and_says_by_whom(a_good_machine, monkeypatch):
         ["python", "-m", "backend.openai_frontend"],
     ],
 )
-def test_a_port_of_a_running_spindle_is_no_fault(a_good_machine, monkeypatch, command):
+def test_a_port_of_a_running_spindle_ends_a_second_one_too(a_good_machine, monkeypatch, command):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("HTTP_PORT", str(port := taken.getsockname()[1]))
         monkeypatch.setattr(doctor, "command_line", lambda pid: command)
         found = {finding.name: finding for finding in doctor.check_everything()}["http port"]
-    assert found.state == "warning"
+    assert found.state == "missing"
     words = f"Spindle runs there, process {os.getpid()}; a second needs --port"
     assert found.text.startswith(f"{port} on ")
     assert found.text.endswith(words)

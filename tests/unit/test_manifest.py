@@ -24,6 +24,7 @@ FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
             "/nowhere/at/all",
             "target.model must be a folder, got '/nowhere/at/all', which is not there$",
         ),
+        ("smolm2-135m-instruct", "not there: did you mean 'smollm2-135m-instruct'\\?$"),
         (
             "/models/a.gguf",
             r"Of a GGUF file make one: .* --gguf /models/a.gguf --out FOLDER \(spindle serve",
