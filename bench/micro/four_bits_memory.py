@@ -16,10 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from backend.machine import machine
 from backend.storage.weight_files import weight_files
+from bench import records
 from bench.micro.four_bits import SHAPES, write_folder
-from bench.records import commit
 
 WORK = {
     "convert": "from backend.engines.openvino.graph_cache import bring_graph; "
@@ -68,14 +67,11 @@ def main() -> None:
         for work, each in found.items()
     }
     record = {
-        "command": ["python", "-m", "bench.micro.four_bits_memory", *sys.argv[1:]],
-        "commit": commit(),
-        "machine": machine.describe(),
         "file_bytes": stored,
         "peak_bytes": found,
         "peak_over_file_bytes": over,
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    records.write(args.out, record)
     print(json.dumps(over))
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,7 @@ import torch
 from openvino import Model, Output, Type, op, opset13
 
 from backend.engines.openvino.parts import compiled, int8, ints, matrix, round_to_int8
-from backend.machine import machine
-from bench.records import commit
+from bench import records
 
 MATRICES, WIDTH, COLUMNS = 6, 8192, 2048
 ROWS = (1, 2, 4, 5, 8, 24)
@@ -113,12 +111,9 @@ def main() -> None:
         cells.append({"rows": count, "ms": medians, "same_bits": same})
         print(json.dumps(cells[-1]), flush=True)
     record = {
-        "command": ["python", "-m", "bench.micro.products", *sys.argv[1:]],
-        "commit": commit(),
-        "machine": machine.describe(),
         "cells": cells,
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    records.write(args.out, record)
 
 
 if __name__ == "__main__":
