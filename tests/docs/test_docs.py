@@ -123,6 +123,16 @@ def test_readme_has_the_figures_of_the_records():
     assert words <= set(re.findall(r"\d+\.\d+", " ".join(prose)))
 
 
+def test_readme_s_intervals_are_those_of_a_table_and_one_with_1_claims_nothing():
+    prose = " ".join(text_of(README).split())
+    tables_shown = README.read_text("utf-8") + (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    claims = re.findall(r"([\d.]+)x \(([\d.]+) to ([\d.]+)\)([^;.]*)", prose)
+    assert len(claims) >= 4
+    for ratio, low, high, rest in claims:
+        assert f"{ratio} ({low}–{high}" in tables_shown
+        assert not float(low) <= 1 <= float(high) or "no difference" in rest
+
+
 def test_the_picture_of_speed_is_that_of_the_headline():
     alone = interval(*tables.measured()[tables.HEADLINE, 0.0, 48, NONE]["closed-1"])["ratio"]
     drawn = pictures.ratios(pictures.greedy(tables.HEADLINE))[SPINDLE][1]
