@@ -2,4 +2,4 @@
 (``docs/explanation/how-it-works.md``).
 """
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
