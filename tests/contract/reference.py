@@ -28,6 +28,7 @@ class Reference:
         self._lm: Any = copy_of(engine.model.lm)
         self._logits: dict[tuple[int, ...], np.ndarray] = {}
         self._kv: dict[tuple[int, ...], torch.Tensor] = {}
+        self._texts: dict[tuple[tuple[int, ...], int, SamplingParams], list[int]] = {}
 
     def logits(self, tokens: Seq[int]) -> np.ndarray:
         """The model's own logits [vocab] after ``tokens``."""
@@ -73,12 +74,15 @@ class Reference:
 
     def text(self, prompt: Seq[int], count: int, sampling: SamplingParams = GREEDY) -> list[int]:
         """Prompt and the next ``count`` tokens, or fewer up to an end id."""
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(self.next(tokens, len(prompt), sampling))
-            if tokens[-1] in sampling.end_ids:
-                break
-        return tokens
+        key = tuple(prompt), count, sampling
+        if key not in self._texts:  # scenarios share them
+            tokens = list(prompt)
+            for _ in range(count):
+                tokens.append(self.next(tokens, len(prompt), sampling))
+                if tokens[-1] in sampling.end_ids:
+                    break
+            self._texts[key] = tokens
+        return list(self._texts[key])
 
     def next(self, tokens: Seq[int], prompt_tokens: int, sampling: SamplingParams) -> int:
         """The token after ``tokens``."""

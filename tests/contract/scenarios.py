@@ -13,14 +13,17 @@ import torch
 
 from backend.core.session import Session
 from backend.engines.lookup import LookupEngine
-from backend.engines.port import Engine
+from backend.engines.models.spec import PlainLlama
+from backend.engines.port import Engine, HiddenStates, Turn
 from backend.engines.suffix import SuffixEngine
 from backend.request import SamplingParams
-from backend.sequence import BLOCK_TOKENS
+from backend.sequence import BLOCK_TOKENS, Sequence
 from policy import NO_DRAFT
 from tests.contract.deployment import (
     K_MAX,
+    MAX_CONTEXT_TOKENS,
     NODES,
+    TAPS,
     VOCAB,
     Deployment,
     ForetoldDraft,
@@ -272,6 +275,23 @@ def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> Served
         deployment.step()
     deployment.run()
     return Served(scenario, deployment, [sessions[number] for number in range(len(scenario.asks))])
+
+
+def hidden_states(sequence: Sequence, tokens: int, layers: tuple[int, ...] = TAPS) -> torch.Tensor:
+    """The hidden states of the first ``tokens`` of a text, by a target that runs it at once."""
+    rows: torch.Tensor = _states_of(tuple(sequence.tokens), tiny_config).of(layers)
+    return rows[:tokens]
+
+
+@cache
+def _states_of(tokens: tuple[int, ...], config: Callable[[], PlainLlama]) -> HiddenStates:
+    """``config`` is that of the targets at the time."""
+    target = tiny_engine(config=config())
+    blocks = list(range(MAX_CONTEXT_TOKENS // BLOCK_TOKENS))
+    text = Sequence(1, [*tokens], len(tokens), GREEDY, {"target": blocks})
+    target.submit([Turn(text, len(tokens))])
+    states: HiddenStates = target.poll(0.0)[0].hidden_states
+    return states
 
 
 def plain_text(ask: Ask) -> list[int]:

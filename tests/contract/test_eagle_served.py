@@ -15,11 +15,10 @@ from backend.engines.eagle.model import EagleModel
 from backend.engines.port import HiddenStates, Turn
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import StepEngine
-from backend.request import SamplingParams
 from backend.sequence import Sequence
 from tests.contract import checks, deployment, scenarios
 from tests.contract.cuda_engines import on_cuda_engine
-from tests.contract.deployment import BLOCKS, K_MAX, MAX_CONTEXT_TOKENS, TAPS, VOCAB, tiny_engine
+from tests.contract.deployment import BLOCKS, K_MAX, MAX_CONTEXT_TOKENS, TAPS, VOCAB
 from tests.contract.eagle_reference import EagleReference
 from tests.contract.openvino_engines import on_openvino, with_larger_heads
 from tests.contract.scenarios import (
@@ -103,20 +102,13 @@ def served(monkeypatch):
     return serve
 
 
-def states_of(tokens):
-    """The hidden states of a target that runs a whole text at once."""
-    target = tiny_engine()
-    sequence = Sequence(1, tokens, len(tokens), SamplingParams(), {"target": list(range(6))})
-    target.submit([Turn(sequence, len(tokens))])
-    return target.poll(0.0)[0].hidden_states.of(TAPS[::-1])
-
-
-def alone(tokens, prompt_tokens, sampling, run, width):
+def alone(tokens, states, sequence, run, width):
     """Its proposal for one text whose states all come at once."""
     engine = RecordedEagle(width)
-    sequence = Sequence(1, tokens, prompt_tokens, sampling, {"near": list(range(6))})
-    engine.absorb([(sequence, HiddenStates(0, TAPS[::-1], states_of(tokens[:-1])))])
-    engine.submit([Turn(sequence, len(tokens), run=run, nodes=256)])
+    blocks = {"near": list(range(6))}
+    text = Sequence(1, tokens, sequence.prompt_tokens, sequence.sampling, blocks)
+    engine.absorb([(text, HiddenStates(0, TAPS[::-1], states))])
+    engine.submit([Turn(text, len(tokens), run=run, nodes=256)])
     return engine.poll(0.0)[0].proposal
 
 
@@ -133,12 +125,13 @@ def check_proposals(done, width=1, tolerance=1e-4):
     for tokens, sequence, run, completion in noted:
         assert completion.error is None
         proposal, paths = completion.proposal, []
-        same = alone(tokens, sequence.prompt_tokens, sequence.sampling, run, width)
+        states = scenarios.hidden_states(sequence, len(tokens) - 1, TAPS[::-1])
+        same = alone(tokens, states, sequence, run, width)
         assert proposal.tokens == same.tokens
         for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
         if sequence.sampling.plain:
-            expected = reference.tree(tokens, states_of(tokens[:-1]), width, run, CANDIDATES)
+            expected = reference.tree(tokens, states, width, run, CANDIDATES)
             for path, confidence in zip(paths, proposal.confidence, strict=True):
                 assert log(confidence) == pytest.approx(expected[path], abs=tolerance), tokens
 

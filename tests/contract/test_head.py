@@ -23,7 +23,7 @@ from backend.sampling.randomness import word
 from backend.sequence import Sequence
 from engines_build.timing import Rig
 from tests.contract import checks, deployment, scenarios
-from tests.contract.deployment import K_MAX, TAPS, VOCAB, tiny_engine
+from tests.contract.deployment import K_MAX, TAPS, VOCAB
 from tests.contract.openvino_engines import on_openvino, with_larger_heads
 from tests.contract.scenarios import (
     ALIKE,
@@ -95,20 +95,12 @@ def served(monkeypatch):
     return serve
 
 
-def states_of(tokens):
-    """The hidden states of a target that runs a whole text at once."""
-    target = tiny_engine()
-    sequence = Sequence(1, tokens, len(tokens), SamplingParams(), {"target": list(range(6))})
-    target.submit([Turn(sequence, len(tokens))])
-    return target.poll(0.0)[0].hidden_states.rows
-
-
 def check_states(done, tolerance=1e-5):
     """Every proposal was made of the states of the text but its last token."""
     noted = done.deployment.drafts[HEAD].noted
     assert len(noted) > 20
-    for tokens, _, _, states, _ in noted:
-        expected = states_of(tokens[:-1])[-1]
+    for tokens, sequence, _, states, _ in noted:
+        expected = scenarios.hidden_states(sequence, len(tokens) - 1)[-1]
         np.testing.assert_allclose(states, expected, rtol=0, atol=tolerance, err_msg=str(tokens))
 
 

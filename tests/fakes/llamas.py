@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.initialization import no_init_weights
 
 from backend.engines.models.attention import ATTENTION
 from backend.engines.models.spec import AttentionSpec, PlainLlama
@@ -46,11 +47,12 @@ def in_modules(shape: PlainLlama, weights: Mapping[str, torch.Tensor]) -> Any:
         "attn_implementation": ATTENTION,
     }
     settings |= {} if only_qkv else {"attention_bias": shape.qkv_bias}
-    lm: Any = (
-        Qwen2ForCausalLM(Qwen2Config(**settings))
-        if only_qkv
-        else LlamaForCausalLM(LlamaConfig(**settings))
-    )
+    with no_init_weights():
+        lm: Any = (
+            Qwen2ForCausalLM(Qwen2Config(**settings))
+            if only_qkv
+            else LlamaForCausalLM(LlamaConfig(**settings))
+        )
     with torch.inference_mode(False):
         lm.load_state_dict(weights, strict=not shape.tied, assign=True)
         lm.tie_weights()
@@ -71,7 +73,8 @@ def with_exact_norms(lm: Any) -> Any:
 
 def copy_of(lm: Any) -> Any:
     """Return modules of the same weights that attend as transformers does by itself."""
-    other = type(lm)(lm.config)
+    with no_init_weights():
+        other = type(lm)(lm.config)
     other.load_state_dict(lm.state_dict(), assign=True)
     other = with_exact_norms(other.eval().requires_grad_(False))
     other.set_attn_implementation("sdpa")
