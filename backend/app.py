@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, Protocol, cast
 
 import policy
-from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, ServingConfig, slower_on_cpus, unused_gpus
+from backend.config import ServingConfig
 from backend.core.admission import Admission
 from backend.core.hosted import HostedLoop
 from backend.core.kv_ledger import KVLedger
@@ -22,6 +22,7 @@ from backend.core.loop import Loop
 from backend.core.orchestrator import Orchestrator
 from backend.core.preparation import Preparation
 from backend.core.session import ReplySink, Session
+from backend.engine_config import EMBEDDED_MODEL, PROJECT_ROOT, slower_on_cpus, unused_gpus
 from backend.engines.hosted import HostedModule, HostedService
 from backend.engines.port import Engine, Prepares
 from backend.engines.registry import Service, make_engine, module_of
@@ -133,7 +134,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     check_memory(config)
     stats = Stats()
     service = Service(config, threads, model_path, stats.count)
-    engines = [make_engine(engine, service) for engine in (config.target, *config.drafts)]
+    engines = [make_engine(engine, service) for engine in config.engines]
     target, *drafts = engines
     for engine in engines:
         if isinstance(engine, Prepares):
@@ -273,15 +274,15 @@ def _check_imports() -> None:
 
 def _report_slow_kernels(config: ServingConfig, stats: StepStats) -> None:
     """Log and count engines that run without the kernels that are made for their device."""
-    engines = (config.target, *config.drafts)
+    engines = config.engines
     devices = {engine.name: f"{engine.engine} on {engine.device}" for engine in engines}
-    for name, reason in unused_gpus(config).items():
+    for name, reason in unused_gpus(config.engines).items():
         best = automatic("cuda")[0]
         logger.warning("%s: %s, not %s on a GPU: %s", name, devices[name], best, reason)
         if not devices[name].endswith(" cpu"):
             stats.fallback("cuda_engine_unused")
     best = automatic("cpu")[0]
-    for name, reason in slower_on_cpus(config).items():
+    for name, reason in slower_on_cpus(config.engines).items():
         logger.warning("%s: %s, slower than %s: %s", name, devices[name], best, reason)
         stats.fallback("openvino_missing" if KINDS[best].missing else "openvino_unused")
 
@@ -296,7 +297,7 @@ def _measured(config: ServingConfig) -> tuple[Mapping[str, LatencyTable], int]:
 
 
 def _cpu_only(config: ServingConfig) -> bool:
-    return all(engine.device == "cpu" for engine in (config.target, *config.drafts))
+    return all(engine.device == "cpu" for engine in config.engines)
 
 
 def _loop(

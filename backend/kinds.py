@@ -2,8 +2,8 @@
 
 A kind's module (``backend.engines.registry.KindModule``) answers the rest: it makes an engine,
 checks its folder, plans its memory and lists the passes to measure. A new kind is its module and
-its entry here; settings of its own are fields of ``backend.config.EngineConfig``. A user's own kind
-is a module that has its ``KIND``, too.
+its entry here; settings of its own are fields of ``backend.engine_config.EngineConfig``. A user's
+own kind is a module that has its ``KIND``, too.
 """
 
 from __future__ import annotations

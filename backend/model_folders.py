@@ -8,7 +8,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from backend.config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig
 from backend.engines import memory
 from backend.engines.registry import module_of
 from backend.kinds import KINDS
@@ -92,7 +93,7 @@ def check_folders(config: ServingConfig) -> None:
     for a draft with another tokenizer than its target; what is not converted yet is not compared.
     """
     keys = ("target", *(f"drafts[{index}]" for index in range(len(config.drafts))))
-    for key, engine in zip(keys, (config.target, *config.drafts), strict=True):
+    for key, engine in zip(keys, config.engines, strict=True):
         if engine.kind.model and engine.model != EMBEDDED_MODEL:
             _check_kind(key, engine)
             module_of(engine).check_folder(f"{key}.model", engine, config, named_folder)

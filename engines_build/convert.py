@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backend import lifeline
-from backend.config import EMBEDDED_MODEL
+from backend.engine_config import EMBEDDED_MODEL
 from backend.storage import cache
 from engines_build.gguf_families import reason_against, write_folder
 from engines_build.progress import Progress, stage

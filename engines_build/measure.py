@@ -24,7 +24,8 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from backend.config import DEFAULT_CONFIG, EngineConfig, ServingConfig, load_config
+from backend.config import DEFAULT_CONFIG, ServingConfig, load_config
+from backend.engine_config import EngineConfig
 from backend.engines.latency_cases import BASE_CONTEXT, Case, blocks_for
 from backend.engines.registry import Service, make_engine, module_of
 from backend.machine import Machine, machine

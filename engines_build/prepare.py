@@ -15,7 +15,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, ServingConfig, load_config
+from backend.config import DEFAULT_CONFIG, ServingConfig, load_config
+from backend.engine_config import EMBEDDED_MODEL
 from backend.engines.registry import NotPreparedError, Service
 from backend.ipc.process import policy_folders
 from backend.machine import Machine, machine

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.request import SamplingParams
 
 if TYPE_CHECKING:

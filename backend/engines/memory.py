@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from backend.config import LEAST_KV_TOKENS, EngineConfig, ServingConfig
+from backend.config import LEAST_KV_TOKENS, ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.port import Footprint
 from backend.engines.registry import module_of
 from backend.machine import Machine, machine
@@ -29,7 +30,7 @@ def plan(config: ServingConfig, folders: Mapping[str, Path]) -> dict[str, Footpr
     """
     return {
         engine.name: module_of(engine).footprint(engine, config, folders[engine.name])
-        for engine in (config.target, *config.drafts)
+        for engine in config.engines
         if engine.name in folders
     }
 

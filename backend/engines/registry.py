@@ -16,7 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
 from backend.sequence import BLOCK_TOKENS

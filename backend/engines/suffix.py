@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path as File
 from typing import Any
 
-from backend.config import EngineConfig
+from backend.engine_config import EngineConfig
 from backend.engines.answers import CONTEXT, LONGEST, Answers, Found, PastText, tenant_of
 from backend.engines.lookup import (
     LONGEST_MATCH,

@@ -15,16 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from backend.config import (
-    EMBEDDED_MODEL,
-    PROJECT_ROOT,
-    EngineConfig,
-    ServingConfig,
-    load_config,
-    parse_config,
-    unused_gpus,
-    why_not,
-)
+from backend.config import ServingConfig, load_config, parse_config
+from backend.engine_config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig, unused_gpus, why_not
 from backend.kinds import KINDS, automatic, quantization_of
 from backend.launcher import checks
 from backend.launcher.environment import (
@@ -282,7 +274,7 @@ def cuda(config: ServingConfig, machine: Machine) -> Finding:
     capability = min(gpu.capability for gpu in gpus)
     tested = "tested" if capability == TESTED_CAPABILITY else "not tested, expected to work"
     text += f", triton {triton}, compute capability {capability} ({tested})"
-    reasons = unused_gpus(config, machine)
+    reasons = unused_gpus(config.engines, machine)
     text += "".join(f"; {name} is not run by {best}: {why}" for name, why in reasons.items())
     is_fine = capability == TESTED_CAPABILITY and not reasons
     return Finding(CUDA, OK if is_fine else WARNING, text)

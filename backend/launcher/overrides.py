@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from backend.config import EMBEDDED_MODEL, ServingConfig, load_config, parse_config
+from backend.config import ServingConfig, load_config, parse_config
+from backend.engine_config import EMBEDDED_MODEL
 from backend.files import read_json
 from backend.kinds import KINDS
 from backend.launcher.environment import LaunchError

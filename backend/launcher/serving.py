@@ -18,7 +18,8 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
-from backend.config import PROJECT_ROOT, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import PROJECT_ROOT
 from backend.launcher.checks import OPEN_TRITON, check_machine, check_ports, raise_open_files
 from backend.launcher.environment import (
     LaunchError,
@@ -166,7 +167,7 @@ def _prepare(
     verbose: bool,
 ) -> None:
     """Make what a configuration needs, where it is missing. Raises StoppedError, LaunchError."""
-    if not any(engine.kind.checkpoint for engine in (config.target, *config.drafts)):
+    if not any(engine.kind.checkpoint for engine in config.engines):
         return
     command = [sys.executable, "-m", "engines_build.prepare", "--config", str(settings.config)]
     if verbose:

@@ -21,7 +21,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from backend import __version__
-from backend.config import EMBEDDED_MODEL, OpenaiConfig, load_config
+from backend.config import OpenaiConfig, load_config
+from backend.engine_config import EMBEDDED_MODEL
 from backend.launcher.environment import Settings, model_names, read_settings
 from backend.launcher.output import say
 from backend.openai_frontend.access import Hosts, Keys

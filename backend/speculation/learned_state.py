@@ -161,7 +161,7 @@ def learned_key(config: ServingConfig, folders: Mapping[str, Path]) -> str:
             **asdict(engine),
             "model": weights_sha256(folders[engine.name]) if engine.name in folders else "",
         }
-        for engine in (config.target, *config.drafts)
+        for engine in config.engines
     ]
     depends: dict[str, Any] = {"engines": engines, "k_max": config.policy.k_max}
     if config.policy.is_custom:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import policy
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
 from backend.settings import ConfigError
@@ -106,8 +107,7 @@ def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> 
     table.
     """
     known = {
-        engine.name: tables.get(engine.name) or _known_times(engine)
-        for engine in (config.target, *config.drafts)
+        engine.name: tables.get(engine.name) or _known_times(engine) for engine in config.engines
     }
     return policy.LatencyModel.from_tables(
         known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S

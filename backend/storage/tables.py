@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.machine import Machine, machine
 from backend.storage import cache
 from backend.storage.manifest import read_manifest
@@ -24,7 +25,7 @@ def timed_engines(config: ServingConfig) -> list[EngineConfig]:
     ahead = config.target.lookahead
     return [
         replace(engine, lookahead=ahead) if engine.kind.reads_target else engine
-        for engine in (config.target, *config.drafts)
+        for engine in config.engines
         if engine.kind.measured
     ]
 

@@ -13,9 +13,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from backend import config
+from backend import engine_config
 
-PROJECT_ROOT = config.PROJECT_ROOT
+PROJECT_ROOT = engine_config.PROJECT_ROOT
 
 
 def socket_path(args: dict[str, str]) -> Path:

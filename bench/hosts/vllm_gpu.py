@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from backend.config import EMBEDDED_MODEL
+from backend.engine_config import EMBEDDED_MODEL
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
 from bench import records, workloads

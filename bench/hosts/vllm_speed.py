@@ -45,7 +45,7 @@ from urllib.parse import urlsplit
 
 from backend.advise.load import Client
 from backend.advise.servers import free_port, running
-from backend.config import PROJECT_ROOT
+from backend.engine_config import PROJECT_ROOT
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
 from bench import records, workloads

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from backend.app import App, build
-from backend.config import EngineConfig, ServingConfig, load_config
+from backend.config import ServingConfig, load_config
+from backend.engine_config import EngineConfig
 from backend.engines.port import Turn
 from backend.engines.suffix import SuffixEngine
 from backend.kinds import KINDS

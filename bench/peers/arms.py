@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from backend.config import EMBEDDED_MODEL, EngineConfig, parse_config
+from backend.config import parse_config
+from backend.engine_config import EMBEDDED_MODEL, EngineConfig
 from backend.engines import memory
 from backend.machine import Machine, machine
 from backend.model_folders import model_path

@@ -20,7 +20,8 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from backend.app import App, build
-from backend.config import PROJECT_ROOT, ServingConfig, parse_config
+from backend.config import ServingConfig, parse_config
+from backend.engine_config import PROJECT_ROOT
 from backend.model_folders import model_path
 from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines

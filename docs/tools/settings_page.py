@@ -13,7 +13,8 @@ import re
 import typing
 from typing import Any
 
-from backend.config import EngineConfig, ScheduleStep, ServingConfig
+from backend.config import ScheduleStep, ServingConfig
+from backend.engine_config import EngineConfig
 from backend.triton_adapter.paths import PROJECT_ROOT
 
 PAGE = PROJECT_ROOT / "docs" / "reference" / "settings.md"

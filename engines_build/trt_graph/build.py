@@ -17,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from backend.config import EngineConfig, ServingConfig, load_config
+from backend.config import ServingConfig, load_config
+from backend.engine_config import EngineConfig
 from backend.engines.models.llama import load_llama
 from backend.engines.trt_graph.engine import Shapes
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
@@ -51,9 +52,7 @@ def build_all(config_file: Path, output: Path, choice: Choice, report: Report = 
     """
     config, library = load_config(config_file), find_library(choice.library)
     raw = json.loads(config_file.read_text("utf-8"))
-    for engine, entry in zip(
-        (config.target, *config.drafts), (raw["target"], *raw.get("drafts", [])), strict=True
-    ):
+    for engine, entry in zip(config.engines, (raw["target"], *raw.get("drafts", [])), strict=True):
         if engine.kind.checkpoint:
             folder = output / engine.name
             build_folder(engine, config, folder, choice, library, report)

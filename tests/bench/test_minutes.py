@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from backend.config import PROJECT_ROOT
+from backend.engine_config import PROJECT_ROOT
 from bench.cuda import minutes
 from bench.cuda.minutes import PARTS, Part
 

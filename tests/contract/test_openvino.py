@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from backend import kinds
-from backend.config import parse_config, with_auto_resolved
+from backend.config import parse_config
+from backend.engine_config import with_auto_resolved
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.openvino import llama
 from backend.engines.openvino.engine import OpenvinoEngine, keeps_bits

@@ -10,7 +10,8 @@ import torch
 
 from backend.admin.reloading import reload_drafts
 from backend.app import build
-from backend.config import PROJECT_ROOT, parse_config
+from backend.config import parse_config
+from backend.engine_config import PROJECT_ROOT
 from backend.request import GenerationRequest
 from backend.settings import ConfigError
 from backend.tokenizer import load_tokenizer

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from backend.config import PROJECT_ROOT
+from backend.engine_config import PROJECT_ROOT
 
 pytest.importorskip("triton")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.config import EngineConfig
+from backend.engine_config import EngineConfig
 from backend.engines.registry import Service
 from backend.kinds import Kind
 

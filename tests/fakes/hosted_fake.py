@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from time import monotonic
 from typing import Any
 
-from backend.config import EngineConfig
+from backend.engine_config import EngineConfig
 from backend.engines.hosted import Ask, HostedLimits, HostedService, Part
 from backend.kinds import Kind
 from backend.sequence import BLOCK_TOKENS

@@ -8,7 +8,7 @@ import openvino
 import pytest
 import torch
 
-from backend.config import EngineConfig, with_auto_resolved
+from backend.engine_config import EngineConfig, with_auto_resolved
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.openvino.formats import misfit_of_four_bits

@@ -3,7 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from backend.config import load_config, parse_config, slower_on_cpus, unused_gpus
+from backend.config import load_config, parse_config
+from backend.engine_config import slower_on_cpus, unused_gpus
 from backend.settings import ConfigError
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
 
@@ -57,7 +58,7 @@ NO_GPU = FakeMachine(flags=BF16_FLAGS, gpu_lines=[], packages=CUDA_PACKAGES)
 def test_auto_is_the_engine_of_gpus_where_that_can_run(machine, device, expected, reason):
     config = parse_config({"target": {"model": "m", "device": device}}, machine)
     assert (config.target.engine, config.target.device) == expected
-    found = unused_gpus(config, machine)
+    found = unused_gpus(config.engines, machine)
     assert found.get("target", "").endswith(reason)
     assert bool(found) is bool(reason)
 
@@ -98,7 +99,7 @@ def test_kv_is_sized_to_a_gpu_unless_it_is_set(device, limits, expected):
 def test_auto_is_torch_for_a_number_format_that_the_engine_of_gpus_lacks():
     config = parse_config({"target": {"model": "m", "device": "cuda", "dtype": "fp32"}}, GPU)
     assert config.target.engine == "torch"
-    assert unused_gpus(config, GPU)["target"] == "it does not run fp32 on a GPU"
+    assert unused_gpus(config.engines, GPU)["target"] == "it does not run fp32 on a GPU"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_auto_asks_the_model_folder(tmp_path, shape, engine, reason):
     target = {"model": "model", "device": "cuda"}
     config = parse_config({"target": target}, GPU, folder=tmp_path)
     assert config.target.engine == engine
-    assert reason in unused_gpus(config, GPU).get("target", "")
+    assert reason in unused_gpus(config.engines, GPU).get("target", "")
 
 
 @pytest.mark.parametrize(
@@ -137,9 +138,9 @@ def test_auto_means_torch_for_a_model_that_openvino_cannot_run(tmp_path, model, 
     (tmp_path / "model/config.json").write_text(json.dumps(model))
     config = parse_config({"target": {"model": "model"}}, folder=tmp_path)
     assert config.target.engine == engine
-    assert slower_on_cpus(config).get("target", "").endswith(reason)
+    assert slower_on_cpus(config.engines).get("target", "").endswith(reason)
     named = replace(config, target=replace(config.target, engine="openvino"))
-    assert slower_on_cpus(named) == {}
+    assert slower_on_cpus(named.engines) == {}
 
 
 def test_a_draft_that_reads_the_target_follows_it_to_its_device():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from backend.config import EMBEDDED_MODEL
+from backend.engine_config import EMBEDDED_MODEL
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
 from engines_build import convert

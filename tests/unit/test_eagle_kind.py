@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from backend.app import build
-from backend.config import PROJECT_ROOT, EngineConfig, PolicyConfig, parse_config
+from backend.config import PolicyConfig, parse_config
+from backend.engine_config import PROJECT_ROOT, EngineConfig
 from backend.engines.eagle.folder import save
 from backend.engines.eagle.kind import footprint, make, taps
 from backend.engines.eagle.model import RowWeights, TorchRows

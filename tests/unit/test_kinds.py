@@ -10,13 +10,8 @@ from dataclasses import replace
 import pytest
 
 from backend import model_folders
-from backend.config import (
-    PROJECT_ROOT,
-    EngineConfig,
-    load_config,
-    parse_config,
-    with_auto_resolved,
-)
+from backend.config import load_config, parse_config
+from backend.engine_config import PROJECT_ROOT, EngineConfig, with_auto_resolved
 from backend.engines import memory
 from backend.engines.latency_cases import Case
 from backend.engines.port import Footprint
@@ -170,7 +165,8 @@ def test_auto_is_the_first_kind_that_can_run_on_the_device(new, monkeypatch):
 CHECKED = """
 import sys
 from pathlib import Path
-from backend.config import EngineConfig, parse_config
+from backend.config import parse_config
+from backend.engine_config import EngineConfig
 from backend.engines.registry import module_of
 from backend.kinds import KINDS
 from backend.launcher import doctor, serving

@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from backend.config import DEFAULT_CONFIG, EMBEDDED_MODEL, load_config
+from backend.config import DEFAULT_CONFIG, load_config
+from backend.engine_config import EMBEDDED_MODEL
 from backend.launcher.environment import LaunchError
 from backend.launcher.overrides import Overrides, write_overridden
 from backend.settings import ConfigError

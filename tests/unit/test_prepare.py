@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend.config import EMBEDDED_MODEL, parse_config
+from backend.config import parse_config
+from backend.engine_config import EMBEDDED_MODEL
 from backend.launcher import doctor
 from backend.machine import Machine
 from backend.model_folders import model_path

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from backend.config import EMBEDDED_MODEL, load_config
+from backend.config import load_config
 from backend.core.session import Session
+from backend.engine_config import EMBEDDED_MODEL
 from backend.engines.head.network import load as load_head
 from backend.engines.models.loading import load_decoder
 from backend.model_folders import model_path

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.models.kind import check_any_decoder as check_folder
 from backend.engines.models.kind import latency_cases
 from backend.engines.models.reading import read_spec

@@ -53,7 +53,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.config import EngineConfig
+from backend.engine_config import EngineConfig
 from backend.engines.registry import NotPreparedError
 from backend.machine import machine
 from backend.published_heads import CONVERTED, PICKLES, SAFETENSORS

@@ -9,7 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines import latency_cases as cases
 from backend.engines.eagle.folder import (
     EagleShape,

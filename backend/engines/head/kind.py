@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines import latency_cases as cases
 from backend.engines.head import folder as folders
 from backend.engines.latency_cases import Case

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.checkpoint import DTYPES
 from backend.engines.models.reading import read_spec
 from backend.engines.models.spec import DecoderSpec

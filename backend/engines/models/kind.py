@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.latency_cases import latency_cases
 from backend.engines.models.reading import read_spec
 from backend.engines.port import Footprint

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.models import kind
 from backend.engines.models.kind import check_any_decoder, latency_cases
 from backend.engines.models.reading import read_spec

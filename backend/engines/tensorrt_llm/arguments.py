@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.tensorrt_llm.folder import is_engine_folder, read_engine_folder
 from backend.settings import ConfigError
 

@@ -17,7 +17,7 @@ import tensorrt_llm
 from tensorrt_llm.llmapi import RequestError as LlmRequestError
 from tensorrt_llm.llmapi.llm_utils import update_llm_args_with_extra_dict
 
-from backend.config import EngineConfig
+from backend.engine_config import EngineConfig
 from backend.engines.hosted import Ask, HostedLimits, HostedService, Part
 from backend.engines.port import EngineLostError
 from backend.engines.tensorrt_llm.arguments import drafter as drafter_of

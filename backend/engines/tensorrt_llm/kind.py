@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.tensorrt_llm.arguments import PLUG_IN, drafter
 from backend.engines.tensorrt_llm.folder import is_engine_folder, read_engine_folder
 from backend.settings import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from backend.config import EngineConfig
+from backend.engine_config import EngineConfig
 from backend.engines.models.kind import check_any_decoder as check_folder
 from backend.engines.models.kind import footprint, latency_cases
 from backend.engines.port import Engine

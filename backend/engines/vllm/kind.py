@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from backend.config import EngineConfig, ServingConfig
+from backend.config import ServingConfig
+from backend.engine_config import EngineConfig
 from backend.engines.hosted import HostedEngine, HostedService
 from backend.engines.vllm import contract
 from backend.settings import ConfigError
