@@ -61,7 +61,7 @@ SERVE_EXAMPLES = """examples:
   spindle serve --port 8080 --dtype fp32 --policy none
   spindle serve --config my/serving.json -- --log-verbose=1
 
-What follows -- goes to tritonserver. --model without --drafts serves with suffix as the only
+Arguments after -- go to tritonserver. --model without --drafts serves with suffix as the only
 draft: the shipped drafts fit only the shipped model. The command `reload drafts` reads --config
 again; with --model, --drafts, --engine, --dtype or --policy it reads the file that these were
 written to.
@@ -162,20 +162,22 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--drafts", help="none, or a list of name=FOLDER, lookup, suffix, names in the file"
     )
-    serve.add_argument("--engine", metavar="KIND", help="of the target: auto, openvino, vllm, ...")
-    serve.add_argument("--dtype", help="of the target: auto, bf16, int8, fp32, fp64")
+    serve.add_argument(
+        "--engine", metavar="KIND", help="engine of the target: auto, openvino, vllm, ..."
+    )
+    serve.add_argument("--dtype", help="number format of the target: auto, bf16, int8, int4, ...")
     serve.add_argument(
         "--served-model-name",
         metavar="NAME",
         nargs="+",
-        help="names of the model for OpenAI clients (SERVED_MODEL_NAME; the folder's)",
+        help="names for OpenAI clients (env SERVED_MODEL_NAME; default: the folder's)",
     )
     serve.add_argument("--policy", metavar="KIND", help="policy.kind: adaptive, none, ...")
     serve.add_argument("--verbose", action="store_true", help="print the log: no file is written")
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine can do and what is missing",
-        description="Say what this machine can do. Ends with 1 if serving cannot work.",
+        description="Say what this machine can do; exit with 1 if serving cannot work.",
         epilog="examples:\n  spindle doctor\n  spindle doctor --json --port 8080\n"
         "  spindle doctor --model ~/models/qwen3-1.7b",
         formatter_class=text,
@@ -189,12 +191,12 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--dynamo",
         metavar="NAMESPACE",
-        help="be a replica of NVIDIA Dynamo's fleet of this name (DYNAMO_NAMESPACE)",
+        help="join NVIDIA Dynamo's fleet of this name (env DYNAMO_NAMESPACE)",
     )
     serve.add_argument(
         "--kv-events",
         metavar="ENDPOINT",
-        help="publish KV events there for routers, as tcp://*:5557 (KV_EVENTS)",
+        help="publish KV events for routers there, as tcp://*:5557 (env KV_EVENTS)",
     )
     for command in (serve, doctor):
         _add_places(command)
@@ -205,24 +207,32 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_places(parser: argparse.ArgumentParser) -> None:
     """Add the options that stand in for environment variables."""
-    parser.add_argument("--config", metavar="FILE", help="SPINDLE_CONFIG; the shipped serving.json")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="settings (env SPINDLE_CONFIG; default: the shipped serving.json)",
+    )
     parser.add_argument(
         "--cache",
         metavar="FOLDER",
-        help="converted models and tables (SPINDLE_CACHE; ~/.cache/spindle)",
+        help="converted models, tables (env SPINDLE_CACHE; default: ~/.cache/spindle)",
     )
     parser.add_argument(
         "--bind",
         metavar="ADDRESS",
-        help="address or name of this machine (BIND; 127.0.0.1; everywhere: 0.0.0.0 or ::)",
+        help="address to listen on (env BIND; default: 127.0.0.1; all: 0.0.0.0 or ::)",
     )
-    parser.add_argument("--port", help="HTTP (HTTP_PORT; 8000)")
-    parser.add_argument("--grpc-port", metavar="PORT", help="gRPC (GRPC_PORT; 8001)")
-    parser.add_argument("--metrics-port", metavar="PORT", help="metrics (METRICS_PORT; 8002)")
+    parser.add_argument("--port", help="for HTTP (env HTTP_PORT; default: 8000)")
+    parser.add_argument(
+        "--grpc-port", metavar="PORT", help="for gRPC (env GRPC_PORT; default: 8001)"
+    )
+    parser.add_argument(
+        "--metrics-port", metavar="PORT", help="for metrics (env METRICS_PORT; default: 8002)"
+    )
     parser.add_argument(
         "--openai-port",
         metavar="PORT",
-        help="OpenAI API and status page (OPENAI_PORT; 9000; 0: none)",
+        help="for OpenAI clients and the status page (env OPENAI_PORT; default: 9000; 0: none)",
     )
 
 

@@ -187,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="spindle prepare",
         description="Bring the model and the latency tables that a configuration needs into the "
-        "cache (SPINDLE_CACHE; ~/.cache/spindle).",
+        "cache (env SPINDLE_CACHE; default: ~/.cache/spindle).",
         epilog="example: spindle prepare --config my/serving.json",
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")

@@ -36,7 +36,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="+", metavar="WORD")
-    parser.add_argument("--port", help="Triton's HTTP port (HTTP_PORT; 8000)")
+    parser.add_argument("--port", help="Triton's HTTP port (env HTTP_PORT; default: 8000)")
     options = parser.parse_args()
     if options.port:
         os.environ["HTTP_PORT"] = options.port
