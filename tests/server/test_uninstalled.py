@@ -50,14 +50,7 @@ def test_a_copy_serves_from_another_folder(copy, python, tmp_path_factory):
     model = copy / "engines_build" / "drafts" / "tiny-target"
     config.write_text(json.dumps({"target": {"engine": "torch", "model": str(model)}}))
     path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
-    service = Service(
-        folder / "log",
-        config,
-        root=folder,
-        python=str(python),
-        PYTHONPATH=path,
-        SPINDLE_CACHE=str(folder / "cache"),
-    )
+    service = Service(folder / "log", config, root=folder, python=str(python), PYTHONPATH=path)
     try:
         service.wait_ready(limit_s=600)
         status, reply = service.generate("SELECT name FROM", 8)
