@@ -35,11 +35,18 @@ class RowWeights:
 class RowProducts(Protocol):
     """Multiplies rows by ``RowWeights``. The next call may overwrite what it returns."""
 
-    def heads(self, read: Tensor) -> Tensor:
+    def heads(
+        self,
+        read: Tensor,  # [n, 2 hidden]
+    ) -> Tensor:
         """Return the queries, keys and values [n, columns] of what attention reads."""
         ...
 
-    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(
+        self,
+        attended: Tensor,  # [n, heads x head_dim]
+        residual: Tensor,  # [n, hidden]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the layer's output, the same normed, and the logits, of attention's output."""
         ...
 
@@ -50,11 +57,18 @@ class TorchRows:
     def __init__(self, weights: RowWeights) -> None:
         self._weights = weights
 
-    def heads(self, read: Tensor) -> Tensor:
+    def heads(
+        self,
+        read: Tensor,  # [n, 2 hidden]
+    ) -> Tensor:
         """Return queries, keys and values (``RowProducts``)."""
         return functional.linear(read, self._weights.qkv)
 
-    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(
+        self,
+        attended: Tensor,  # [n, heads x head_dim]
+        residual: Tensor,  # [n, hidden]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return output, normed output and logits (``RowProducts``)."""
         w = self._weights
         out = residual + functional.linear(attended, w.o)
@@ -68,7 +82,7 @@ class TorchRows:
 class EagleModel:
     """The weights of a head in one dtype on one device, for positions below ``positions``.
 
-    ``embedding`` [vocab, hidden] and ``lm_head`` [vocab, hidden] are the target's, for heads
+    ``embedding`` and ``lm_head`` are the target's, for heads
     without their own.
     """
 
@@ -77,8 +91,8 @@ class EagleModel:
         shape: EagleShape,
         tensors: Mapping[str, Tensor],
         *,
-        embedding: Tensor,
-        lm_head: Tensor,
+        embedding: Tensor,  # [vocab, hidden]
+        lm_head: Tensor,  # [vocab, hidden]
         positions: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -177,6 +191,10 @@ class EagleModel:
         swapped = torch.roll(heads, self.shape.head_dim // 2, -1)
         return heads * self._cos[positions] + swapped * self._sin[positions]
 
-    def _norm(self, rows: Tensor, name: str) -> Tensor:
+    def _norm(
+        self,
+        rows: Tensor,  # [..., columns of the weight]
+        name: str,
+    ) -> Tensor:
         weight = self._weights[f"{name}.weight"]
         return functional.rms_norm(rows, weight.shape, weight, self.shape.rms_norm_eps)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from backend.engines.eagle.model import RowWeights
 from backend.engines.openvino.paged_attention import check_version
-from backend.engines.openvino.parts import ints, matrix, named, normed, parameter
-from backend.engines.openvino.row_graph import RowGraph
+from backend.engines.openvino.parts import RowGraph, ints, matrix, named, normed, parameter
 
 
 class OpenvinoRows:
@@ -23,11 +22,18 @@ class OpenvinoRows:
         self._heads = RowGraph(_heads(weights), precision, threads)
         self._finish = RowGraph(_finish(weights), precision, threads)
 
-    def heads(self, read: Tensor) -> Tensor:
+    def heads(
+        self,
+        read: Tensor,  # [n, 2 hidden]
+    ) -> Tensor:
         """Return queries, keys and values (``RowProducts``)."""
         return self._heads.run(read=_numbers(read, _is_finite(read)))["heads"]
 
-    def finish(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(
+        self,
+        attended: Tensor,  # [n, heads x head_dim]
+        residual: Tensor,  # [n, hidden]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return output, normed output and logits (``RowProducts``)."""
         finite = _is_finite(attended) & _is_finite(residual)
         inputs = {"attended": attended, "residual": residual}
@@ -36,11 +42,16 @@ class OpenvinoRows:
         return found["output"], found["vectors"], found["logits"]
 
 
-def _is_finite(rows: Tensor) -> Tensor:
+def _is_finite(
+    rows: Tensor,  # [n, columns]
+) -> Tensor:
     return rows.isfinite().all(1)
 
 
-def _numbers(rows: Tensor, finite: Tensor) -> Tensor:
+def _numbers(
+    rows: Tensor,  # [n, columns]
+    finite: Tensor,  # bool [n]
+) -> Tensor:
     """Return rows, zeros in place of those that are not ``finite``."""
     return rows.masked_fill(~finite[:, None], 0.0)
 

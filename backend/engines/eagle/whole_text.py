@@ -70,7 +70,11 @@ class WholeText:
             yield normed @ self._rows.T
             state = (normed if self.shape.norm_output else output)[:-1]
 
-    def _norm(self, rows: Tensor, name: str) -> Tensor:
+    def _norm(
+        self,
+        rows: Tensor,  # [..., columns of the weight]
+        name: str,
+    ) -> Tensor:
         weight = self._tensors[f"{name}.weight"]
         return functional.rms_norm(rows, weight.shape, eps=self.shape.rms_norm_eps) * weight
 
@@ -105,7 +109,11 @@ class WholeText:
         )
         return query, key, value, normed if shape.norm_before_residual else state
 
-    def _attend(self, query: Tensor, drafted: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,  # [rows, heads, head_dim]
+        drafted: list[tuple[Tensor, Tensor]],  # [at least rows, kv_heads, head_dim]
+    ) -> Tensor:
         """Attend to the text's rows, the first of ``drafted``, and to each proposal's own, the
         others: those of step j begin j rows later.
         """
@@ -136,7 +144,11 @@ class WholeText:
             result = result + weights[:, :, count + at].T[:, :, None] * values[:count]
         return result.flatten(1)
 
-    def _finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+    def _finish(
+        self,
+        residual: Tensor,  # [rows, hidden]
+        attended: Tensor,  # [rows, heads x head_dim]
+    ) -> Tensor:
         """Return z: the layer's output before the last norm."""
         output = residual + attended @ self._tensors["self_attn.o_proj.weight"].T
         normed = self._norm(output, "post_attention_layernorm")

@@ -48,11 +48,15 @@ class Head(Protocol):
 class TorchHead:
     """A head on torch."""
 
-    def __init__(self, network: HeadNetwork, rows: Tensor) -> None:
+    def __init__(
+        self,
+        network: HeadNetwork,
+        rows: Tensor,  # [static tokens, hidden]
+    ) -> None:
         self._network, self._rows = network, rows
 
     def begin(self, hidden: Tensor) -> Tensor:
-        """Return states of the target's (``Head``)."""
+        """Return states [n, hidden] of the target's [n, layers, hidden] (``Head``)."""
         return self._network.begin(hidden)
 
     def step(

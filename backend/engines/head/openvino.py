@@ -7,8 +7,7 @@ from openvino import Model, Output, Type, opset13
 
 from backend.engines.head.network import HeadNetwork
 from backend.engines.openvino.paged_attention import check_version
-from backend.engines.openvino.parts import ints, matrix, named, normed, parameter
-from backend.engines.openvino.row_graph import RowGraph
+from backend.engines.openvino.parts import RowGraph, ints, matrix, named, normed, parameter
 
 
 class OpenvinoHead:
@@ -17,14 +16,19 @@ class OpenvinoHead:
     """
 
     def __init__(
-        self, network: HeadNetwork, rows: torch.Tensor, *, precision: str, threads: int
+        self,
+        network: HeadNetwork,
+        rows: torch.Tensor,  # [static tokens, hidden]
+        *,
+        precision: str,
+        threads: int,
     ) -> None:
         check_version()
         self._begin = RowGraph(_begin(network), precision, threads)
         self._step = RowGraph(_step(network, rows), precision, threads)
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return states of the target's (``Head``)."""
+        """Return states [n, hidden] of the target's [n, layers, hidden] (``Head``)."""
         return self._begin.run(hidden=hidden.flatten(1))["state"]
 
     def step(
@@ -48,7 +52,10 @@ def _begin(network: HeadNetwork) -> Model:
     return named({"state": state.output(0)}, [states], "begin")
 
 
-def _step(network: HeadNetwork, rows: torch.Tensor) -> Model:
+def _step(
+    network: HeadNetwork,
+    rows: torch.Tensor,  # [static tokens, hidden]
+) -> Model:
     config, eps = network.config, network.config.rms_norm_eps
     before, token = (parameter(n, [-1, config.hidden_size], Type.f32) for n in ("before", "token"))
 

@@ -196,7 +196,10 @@ class OpenvinoEngine(StepEngine):
         return super().poll(timeout_s)
 
     def _candidates(
-        self, logits: torch.Tensor, places: Seq[Row], most: int
+        self,
+        logits: torch.Tensor,  # [places, vocab]
+        places: Seq[Row],
+        most: int,
     ) -> list[list[tuple[int, float]]]:
         if all(place.sampling.plain for place in places):
             found = self._llama.best(logits, most)

@@ -252,7 +252,11 @@ class OpenvinoDecoder:
             self._request.set_tensor("logits", openvino.Tensor(out, shared_memory=True))
         return out
 
-    def best(self, logits: torch.Tensor, most: int) -> list[list[tuple[int, float]]] | None:
+    def best(
+        self,
+        logits: torch.Tensor,  # [rows, vocab]
+        most: int,
+    ) -> list[list[tuple[int, float]]] | None:
         """Return what ``backend.sampling.distributions.likeliest`` does; None where these are not
         the logits that the last pass returned, or the graph does not rank.
         """
@@ -390,7 +394,10 @@ def _untouched(shape: Seq[int], half: bool) -> npt.NDArray[Any]:
     return np.frombuffer(pages, number).reshape(shape)
 
 
-def _check_layout(port: openvino.Output, cache: npt.NDArray[Any]) -> None:
+def _check_layout(
+    port: openvino.Output,
+    cache: npt.NDArray[Any],  # [blocks, kv_heads, BLOCK_TOKENS, dim]
+) -> None:
     """Raise VersionError unless a cache is laid out as OpenVINO will read it."""
     shape = port.get_partial_shape()
     wanted = [shape[axis].get_length() for axis in range(1, 4)]

@@ -1,6 +1,8 @@
-"""Parts of OpenVINO graphs: weights, norms, inputs, and how a graph is compiled."""
+"""Parts of OpenVINO graphs: weights, norms, inputs; how a graph is compiled, and run on rows."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +38,45 @@ def compiled(graph: Model, precision: str, threads: int, group: int | None = Non
     return openvino.Core().compile_model(graph, "CPU", settings)
 
 
+class RowGraph:
+    """A compiled graph whose inputs and outputs, all [rows, width], lie in our memory."""
+
+    def __init__(self, graph: Model, precision: str, threads: int) -> None:
+        self._request = compiled(graph, precision, threads).create_infer_request()
+        self._widths = [
+            {port.get_any_name(): port.get_partial_shape()[1].get_length() for port in ports}
+            for ports in (self._request.model_inputs, self._request.model_outputs)
+        ]
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._rows = 0
+
+    def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the outputs by name, until the next call. Raises RuntimeError where there are
+        none: with one thread an exception within a graph is swallowed.
+        """
+        rows = len(next(iter(inputs.values())))
+        if rows != self._rows:
+            self._inputs, self._outputs = (self._bound(rows, widths) for widths in self._widths)
+            self._rows = rows
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
+        for output in self._outputs.values():
+            output[:, 0] = math.nan
+        self._request.infer()
+        for name, output in self._outputs.items():
+            if output[:, 0].isnan().any():
+                raise RuntimeError(f"OpenVINO's pass of a draft head left no {name}")
+        return self._outputs
+
+    def _bound(self, rows: int, widths: dict[str, int]) -> dict[str, torch.Tensor]:
+        """Return memory for this many rows, which the request uses from now on."""
+        found = {name: torch.empty(rows, width) for name, width in widths.items()}
+        for name, tensor in found.items():
+            self._request.set_tensor(name, Tensor(tensor.numpy(), shared_memory=True))
+        return found
+
+
 def named(outputs: dict[str, Output], inputs: list[op.Parameter], name: str) -> Model:
     """Return the graph of these outputs by name."""
     for output_name, output in outputs.items():
@@ -45,7 +86,11 @@ def named(outputs: dict[str, Output], inputs: list[op.Parameter], name: str) -> 
     return model
 
 
-def matrix(weight: torch.Tensor, *, rounded: bool) -> Output:
+def matrix(
+    weight: torch.Tensor,  # [rows, columns]
+    *,
+    rounded: bool,
+) -> Output:
     """Return a matrix in its own precision, or ``rounded`` to int8 where that pays."""
     if rounded and weight.numel() >= SMALL_WEIGHT:
         return int8(*round_to_int8(weight))
@@ -54,7 +99,11 @@ def matrix(weight: torch.Tensor, *, rounded: bool) -> Output:
     return opset13.constant(floats(weight))
 
 
-def normed(rows: Output, weight: torch.Tensor, eps: float) -> Output:
+def normed(
+    rows: Output,  # [..., hidden]
+    weight: torch.Tensor,  # [hidden] or [taps, hidden]
+    eps: float,
+) -> Output:
     """Return rows divided by their root mean square and multiplied by ``weight``."""
     squares = opset13.reduce_mean(opset13.power(rows, number(2.0)), ints(-1), True)
     root = opset13.sqrt(opset13.add(squares, number(eps)))
@@ -63,7 +112,7 @@ def normed(rows: Output, weight: torch.Tensor, eps: float) -> Output:
 
 
 def floats(weight: torch.Tensor) -> Floats:
-    """Return a tensor as an array."""
+    """Return a tensor [...] as an array."""
     return weight.float().contiguous().numpy()
 
 
@@ -91,7 +140,10 @@ def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return digits, scales
 
 
-def int8(digits: torch.Tensor, scale: torch.Tensor) -> Output:
+def int8(
+    digits: torch.Tensor,  # int8 [rows, columns]
+    scale: torch.Tensor,  # fp16 [rows, 1]
+) -> Output:
     """Return a matrix in int8 in the form that its kernels read."""
     wide = opset13.convert(opset13.constant(digits.numpy()), "f16")
     return opset13.convert(opset13.multiply(wide, opset13.constant(scale.numpy())), "f32")

@@ -261,7 +261,10 @@ class StepEngine:
             self._take_hidden_states(running, self.model.hidden_states)
 
     @staticmethod
-    def _take_hidden_states(running: list[tuple[Job, Chunk]], states: torch.Tensor) -> None:
+    def _take_hidden_states(
+        running: list[tuple[Job, Chunk]],
+        states: torch.Tensor,  # [tokens of the pass, taps, hidden]
+    ) -> None:
         """Keep those of the text's rows and of the accepted nodes."""
         rows: list[int] = []
         counts, begin = [], 0
@@ -285,7 +288,11 @@ class StepEngine:
             job.cache.ran += chunk.tokens[:-proposed] if proposed else chunk.tokens
             job.cache.agreed = job.turn.end
 
-    def _score(self, logits: torch.Tensor, running: list[tuple[Job, Chunk]]) -> torch.Tensor:
+    def _score(
+        self,
+        logits: torch.Tensor,  # [rows that want them, vocab]
+        running: list[tuple[Job, Chunk]],
+    ) -> torch.Tensor:
         """Score the tokens emitted without this draft from their rows of ``logits``, keep a
         prompt's, and return those that decide.
         """
@@ -315,7 +322,11 @@ class StepEngine:
         job.request = job.request.after(run[:])
         return Chunk(run[-1:], len(job.cache.ran), job.cache.table, 1)
 
-    def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
+    def _decide(
+        self,
+        logits: torch.Tensor,  # [rows, vocab]
+        jobs: list[Job],
+    ) -> None:
         """Turn logits (for each job one row, and one for each proposed token) into tokens or
         nodes.
         """
@@ -337,7 +348,11 @@ class StepEngine:
                 job.logits.append(logits[places].float())
             row += job.request.rows
 
-    def _extend(self, logits: torch.Tensor, jobs: list[Job]) -> None:
+    def _extend(
+        self,
+        logits: torch.Tensor,  # [jobs, vocab]
+        jobs: list[Job],
+    ) -> None:
         """Make nodes of the likeliest tokens after each draft's spine, from its row of
         ``logits``.
         """
@@ -347,7 +362,10 @@ class StepEngine:
             job.spine.extend(ones)
 
     def _candidates(
-        self, logits: torch.Tensor, places: Seq[Row], most: int
+        self,
+        logits: torch.Tensor,  # [places, vocab]
+        places: Seq[Row],
+        most: int,
     ) -> list[list[tuple[int, float]]]:
         return candidates(logits, places, most, self._columns)
 
