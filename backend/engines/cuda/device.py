@@ -155,7 +155,11 @@ class DeviceSteps:
             (slot, (first + at) % room, token) for at, token in enumerate(tokens)
         )
 
-    def place_states(self, slot: int, states: torch.Tensor) -> None:
+    def place_states(
+        self,
+        slot: int,
+        states: torch.Tensor,  # [taps, hidden]
+    ) -> None:
         """Write what the target had at the place that a slot's last token was drawn from."""
         self.slots.states[slot] = states
 

@@ -125,7 +125,11 @@ class Outputs:
         self.tokens = tokens
         self._kept: dict[str, torch.Tensor] = {}
 
-    def leave(self, name: str, output: torch.Tensor) -> None:
+    def leave(
+        self,
+        name: str,
+        output: torch.Tensor,  # [tokens, ...]
+    ) -> None:
         """Copy a result, one row for each token."""
         if name not in self._kept:
             self._kept[name] = output.new_empty(self.tokens, *output.shape[1:])

@@ -169,7 +169,11 @@ _LARGEST_ERROR = 1e-2
 _chosen: dict[tuple[object, ...], tuple[str, Attend]] = {}
 
 
-def choose(kv: torch.Tensor, heads: int, scoring: Scoring) -> tuple[str, Attend]:
+def choose(
+    kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
+    heads: int,
+    scoring: Scoring,
+) -> tuple[str, Attend]:
     """Return the name and function of the first library that gives the right result for such pages
     and scores; once for a process.
     """
@@ -183,7 +187,10 @@ def choose(kv: torch.Tensor, heads: int, scoring: Scoring) -> tuple[str, Attend]
 
 @torch.inference_mode()
 def first_right(
-    libraries: Mapping[str, Callable[[], Attend]], kv: torch.Tensor, heads: int, scoring: Scoring
+    libraries: Mapping[str, Callable[[], Attend]],
+    kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
+    heads: int,
+    scoring: Scoring,
 ) -> tuple[str, Attend]:
     """Return the first library whose result is near to that of ``by_row``, else that."""
     for name, make in libraries.items():
@@ -201,7 +208,12 @@ def first_right(
     return BY_ROW, by_row
 
 
-def error_of(attend: Attend, kv: torch.Tensor, heads: int, scoring: Scoring) -> float:
+def error_of(
+    attend: Attend,
+    kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
+    heads: int,
+    scoring: Scoring,
+) -> float:
     """Return the relative error of a function over random pages shaped as ``kv``: a whole prompt, a
     chunk after committed tokens, and one of a single token.
     """
