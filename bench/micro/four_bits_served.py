@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from backend.config import EMBEDDED_MODEL
+from backend.engine_config import EMBEDDED_MODEL
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
 from bench import records

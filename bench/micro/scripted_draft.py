@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from backend.config import EngineConfig
+from backend.engine_config import EngineConfig
 from backend.engines.port import EngineLimits, Turn
 from backend.engines.proposer import UNLIMITED, Proposer
 from backend.engines.registry import Service
