@@ -98,7 +98,9 @@ class PlannerState:
     rests: int = 0
     """Steps since nodes were last learnt from."""
     plain: int = 0
-    """Plain steps since the last one that showed anything of drafts."""
+    """Plain steps since the last one with proposals."""
+    unlearnt: int = 0
+    """Plain steps since the last one that was learnt from."""
     goodput: float = 0.0
     """The last batch's, in tokens per second without prefill; 0: unknown."""
     trial_budget_s: float = 0.0
@@ -282,14 +284,15 @@ class AdaptivePlanner(Policy[PlannerState]):
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         """Learn acceptance, times, what confidences are worth and what became of proposals."""
         after, rows, free, nodes = _copied(state), outcome.rows, outcome.free, outcome.nodes
-        is_plain = not (len(free) or len(nodes) or rows.length.any())
+        is_plain = not (len(nodes) or rows.length.any())
         after.plain = state.plain + (len(rows) > 0) if is_plain else 0
-        is_known = state.plain > _LEARN_PLAIN and state.plain % _LEARN_PLAIN
-        is_known = is_known and state.rests < _MOST_RESTS and not len(outcome.finished)
-        if is_plain and is_known:
+        shows_nothing = is_plain and not (len(free) or len(outcome.finished))
+        is_known = state.plain > _LEARN_PLAIN and state.unlearnt < _LEARN_PLAIN - 1
+        if shows_nothing and is_known and state.rests < _MOST_RESTS:
+            after.unlearnt += len(rows) > 0
             after.rests += len(rows) > 0
             return after
-        skipped = (state.plain - 1) % _LEARN_PLAIN if state.plain > _LEARN_PLAIN else 0
+        skipped, after.unlearnt = state.unlearnt, 0
         acceptance = self.estimator.decayed_to(state.acceptance, now)
         step, others = _chains(rows), _chains(free)
         passed = ints(rows.emitted), others, 1 + skipped

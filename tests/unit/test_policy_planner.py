@@ -294,6 +294,22 @@ def test_plain_steps_teach_what_they_take_one_by_one_and_later_now_and_then():
     assert 3 <= len(learnt[9:]) <= 6
 
 
+def test_a_look_up_that_is_scored_in_a_plain_step_makes_only_that_step_be_learnt():
+    p, seen = planner(latency()), view(4, k=0)
+    state, learnt = p.start(), []
+    for step in range(80):
+        plan, state = p.plan(seen, state, 0.0, RNG)
+        before = state.correction
+        done = outcome(seen, plan, [0] * 4, 3.1, parts_s={"verify": 3.0, "overhead": 0.1})
+        if step % 8 == 1:
+            done = replace(done, free=FreeChains(*(np.array([n]) for n in (0, 0, 1, 2, 0))))
+        state = p.observe(done, state, 0.0)
+        if state.correction is not before:
+            learnt.append(step)
+    assert {*range(17, 80, 8)} <= {*learnt}
+    assert len([step for step in learnt if step >= 16]) <= 16
+
+
 def test_prompts_teach_nothing_of_the_overhead_of_plans():
     p, seen = planner(latency()), view(4, k=0)
     plan, state = p.plan(seen, p.start(), 0.0, RNG)
