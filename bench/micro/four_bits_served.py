@@ -48,7 +48,7 @@ class Greedy(Llama):
         self._vocab = SHAPES[args.shape]["vocab_size"]
 
     def write(self, prompts: list[list[int]], tokens: int, in_flight: int) -> float:
-        """Return the tokens a second of writing so many tokens after each prompt."""
+        """Return the tokens a second of writing ``tokens`` after each prompt."""
         started = time.perf_counter()
         for at in range(0, len(prompts), in_flight):
             some = prompts[at : at + in_flight]

@@ -31,9 +31,9 @@ class ScriptedDraft(Proposer):
         self._texts: dict[tuple[int, ...], list[int]] = {}
 
     def _missing(self, sequence: Sequence) -> str:
-        return "" if self._known(sequence, 1) else "its text is not known yet"
+        return "" if self._look_up(sequence, 1) else "its text is not known yet"
 
-    def _known(self, sequence: Sequence, length: int) -> list[int]:
+    def _look_up(self, sequence: Sequence, length: int) -> list[int]:
         prompt = tuple(sequence.tokens[: sequence.prompt_tokens])
         text = self._texts.setdefault(prompt, sequence.tokens)  # which grows
         place = len(sequence.tokens)
@@ -42,7 +42,7 @@ class ScriptedDraft(Proposer):
     def _propose(self, turns: Seq[Turn]) -> Iterable[Proposal | None]:
         for turn in turns:
             sequence, place = turn.sequence, len(turn.sequence.tokens)
-            tokens = self._known(sequence, min(turn.nodes, self.limits.max_draft_tokens))
+            tokens = self._look_up(sequence, min(turn.nodes, self.limits.max_draft_tokens))
             coins = np.random.default_rng(sum(sequence.tokens[: sequence.prompt_tokens]))
             is_right = coins.random(place + len(tokens))[place:] < sequence.sampling.seed / THOUSAND
             pairs = zip(tokens, is_right, strict=True)
