@@ -36,7 +36,7 @@ from engines_build.progress import set_up_messages
 
 logger = logging.getLogger(__name__)
 
-CONVERT_S, CACHE_GB, DOWNLOAD_GB = 15, 0.27, 0.2
+CONVERT_S, CACHE_GB, DOWNLOAD_GB = 40, 0.53, 0.2
 """Estimates: to download and convert the embedded model; in the cache; more while it is made."""
 SLOW_PACE = 0.75
 """Measured over tabulated time of passes below which tables are measured again."""
@@ -140,7 +140,7 @@ def convert_folders(config: ServingConfig) -> None:
     service = Service(config, 1, model_path)
     for engine in reversed(timed_engines(config)):
         convert = engine.kind.answer("convert", None)
-        if convert is not None and engine.model != EMBEDDED_MODEL:
+        if convert is not None:
             convert(
                 engine,
                 named_folder(engine),

@@ -34,7 +34,7 @@ from backend.settings import ConfigError
 from backend.storage import cache
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
-CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.5, 0.1, 0.06
+CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.8, 0.1, 0.06
 """For the embedded model while it is made, for a run folder, for what stubs share with Triton."""
 
 CUDA, TESTED_CAPABILITY = "cuda", 9.0

@@ -247,7 +247,7 @@ class Spindle:
 
     def __init__(self, args: argparse.Namespace, folder: Path, head: str) -> None:
         each = -(-(args.context + 40) // BLOCK_TOKENS)
-        engine = OpenvinoEngine(
+        engine = OpenvinoEngine.load(
             "target",
             folder,
             dtype="int4",

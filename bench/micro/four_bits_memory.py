@@ -24,7 +24,7 @@ WORK = {
     "convert": "from backend.engines.openvino.graph_cache import bring_graph; "
     "bring_graph(folder, 'int4', say=print, head=head)",
     "start": "from backend.engines.openvino.engine import OpenvinoEngine; "
-    "OpenvinoEngine('target', folder, dtype='int4', lm_head=head, kv_blocks=64, "
+    "OpenvinoEngine.load('target', folder, dtype='int4', lm_head=head, kv_blocks=64, "
     "max_context_tokens=1024)",
 }
 FIELDS = {"RssAnon": "private", "VmRSS": "resident"}

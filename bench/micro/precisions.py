@@ -52,8 +52,8 @@ def make(arm: str, folder: Path, context: int) -> StepEngine:
         return TorchEngine.load("arm", folder, dtype=dtype, **sizes)
     groups = [int(word) for word in more if word.isdecimal()]
     with mock.patch.object(openvino, "INT8_GROUP", *groups or [openvino.INT8_GROUP]):
-        runs = "runs" in more
-        return OpenvinoEngine("arm", folder, dtype=dtype, threads=1, invariant=not runs, **sizes)
+        sizes |= {"threads": 1, "invariant": "runs" not in more}
+        return OpenvinoEngine.load("arm", folder, dtype=dtype, **sizes)
 
 
 def stepper(engine: StepEngine, sequences: int, proposed: int, context: int) -> Callable[[], None]:

@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.core.block_pool import BlockPool
-from backend.engines.models.llama import load_llama
 from backend.engines.models.reading import read_spec
 from backend.engines.stepping.chunks import Chunk, KVTable, logit_rows
 from backend.engines.stepping.engine import Model
@@ -161,21 +160,23 @@ def answered(
 
 
 def _model(target: Path, dtype: str, positions: int, **sizes: Any) -> Model:
-    """Return the faster model here: OpenVINO's where it runs such heads."""
+    """Return the faster model here: OpenVINO's where it runs such a decoder."""
     spec = read_spec(target)
-    if not KINDS["openvino"].missing and spec.llama:
-        from backend.engines.openvino.llama import HEAD_DIM_STEP, OpenvinoLlama  # not everywhere
+    if not KINDS["openvino"].missing:
+        from backend.engines.openvino.conversion import misfit_of_attention  # not everywhere
+        from backend.engines.openvino.converted import complete, read
+        from backend.engines.openvino.decoder import OpenvinoDecoder, stored_as
+        from backend.engines.openvino.graph_cache import bring_graph
 
-        if spec.llama.head_dim % HEAD_DIM_STEP == 0:
-            config, weights = load_llama(target, dtype)
-            return OpenvinoLlama(
-                config,
-                weights,
-                max_positions=positions,
+        if not misfit_of_attention(spec.layers):
+            graph = read(bring_graph(target, dtype, sizes["taps"]))
+            stored = stored_as(dtype)
+            return OpenvinoDecoder(
+                complete(graph, positions=positions, repeats=False, stored=stored),
                 precision=dtype,
                 threads=torch.get_num_threads(),
                 invariant=False,
-                trees=False,
+                repeats=False,
                 **sizes,
             )
     from backend.engines.models.loading import load_decoder  # not where a head is trained

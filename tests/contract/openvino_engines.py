@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
+from typing import Any
 
+import openvino
 import pytest
+import torch
 
 from backend.engines.models.spec import PlainLlama
+from backend.engines.openvino import parts
+from backend.engines.openvino.conversion import convert
+from backend.engines.openvino.converted import read
 from backend.engines.openvino.engine import OpenvinoEngine
+from backend.engines.openvino.marks import AttentionMark
+from backend.engines.openvino.passes import narrow, side_by_side
 from tests.contract import deployment, scenarios
 from tests.contract.deployment import VOCAB
 from tests.contract.scenarios import Scenario, plain_text
-from tests.fakes.llamas import llama
+from tests.fakes.llamas import in_modules, llama
+
+_GRAPHS = tempfile.TemporaryDirectory(prefix="graphs-")
 
 
 def heads_of_sixteen(vocab: int = VOCAB, *, layers: int = 2) -> PlainLlama:
@@ -21,6 +34,31 @@ def heads_of_sixteen(vocab: int = VOCAB, *, layers: int = 2) -> PlainLlama:
     bits on AMX.
     """
     return llama(vocab, 64, 96, layers, 4, 2, 16)
+
+
+def openvino_engine(
+    name: str,
+    config: PlainLlama,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    dtype: str = "fp32",
+    taps: Sequence[int] = (),
+    **sizes: Any,
+) -> OpenvinoEngine:
+    """Return an engine of weights in memory, whose conversion is kept for others of the same."""
+    wide = {key: weight.float() for key, weight in weights.items()}
+    digest = hashlib.sha256(repr((config, dtype, parts.SMALL_WEIGHT, [*taps])).encode())
+    for weight in wide.values():
+        digest.update(weight.numpy().tobytes())
+    file = Path(_GRAPHS.name) / f"{digest.hexdigest()}.xml"
+    if not file.exists():
+        graph = convert(in_modules(config, wide), taps)
+        side_by_side(graph)
+        narrow(graph, dtype)
+        graph.validate_nodes_and_infer_types()
+        openvino.save_model(graph, file, compress_to_fp16=False)
+        AttentionMark.alive.clear()
+    return OpenvinoEngine(name, read(file), dtype=dtype, taps=taps, **sizes)
 
 
 @contextmanager
@@ -45,11 +83,9 @@ def on_openvino(
             plain_text(ask)
 
     def made(name, config, weights, **sizes):
-        narrow = {k: w.float() if w.is_floating_point() else w for k, w in weights.items()}
         exact = invariant and name == "target"
-        return OpenvinoEngine.from_weights(
-            name, config, narrow, invariant=exact, dtype=dtype, threads=threads, **sizes
-        )
+        sizes |= {"invariant": exact, "threads": threads}
+        return openvino_engine(name, config, weights, dtype=dtype, **sizes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deployment, "make_engine", made)

@@ -21,7 +21,7 @@ FAMILIES = {
 
 
 LOADS, REQUESTS = 6, 60
-"""Fewer than those of the hand-written graph, whose layout of passes is the same."""
+"""Fewer than those of a Llama, whose layout of passes is the same."""
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -31,7 +31,7 @@ def test_requests_have_the_same_bits_under_loads(family, dtype, threads, tmp_pat
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
     promised(monkeypatch)
     random_folder(family, FAMILIES[family], tmp_path / "model")
-    engine = OpenvinoEngine(
+    engine = OpenvinoEngine.load(
         "target",
         tmp_path / "model",
         kv_blocks=20,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from backend.engines.cuda.engine import CudaEngine
-from backend.engines.openvino.engine import OpenvinoEngine
 from backend.request import SamplingParams
 from tests.contract.deployment import BLOCKS, K_MAX, MAX_CONTEXT_TOKENS, Deployment, Scripted
+from tests.contract.openvino_engines import openvino_engine
 from tests.fakes.llamas import in_modules, llama, torch_engine
 
 FEW, MANY = 24, 40
@@ -35,9 +35,8 @@ def weights(rows: int, padding: float) -> dict[str, torch.Tensor]:
     return made
 
 
-def openvino_engine(name, config, made):
-    sizes = {**SIZES, "verifies": name == "target"}
-    return OpenvinoEngine.from_weights(name, config, made, dtype="fp32", **sizes)
+def on_openvino(name, config, made):
+    return openvino_engine(name, config, made, verifies=name == "target", **SIZES)
 
 
 def cuda_engine(name, config, made):
@@ -46,7 +45,7 @@ def cuda_engine(name, config, made):
 
 ENGINES = {
     "torch": partial(torch_engine, **SIZES),
-    "openvino": openvino_engine,
+    "openvino": on_openvino,
     "cuda": cuda_engine,
 }
 KNOWN = [5, 6, 7, 8, 9, 10]

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.openvino.converted import complete, read
+from backend.engines.openvino.decoder import OpenvinoDecoder, stored_as
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.openvino.graph_cache import bring_graph, graph_folder
-from backend.engines.openvino.llama import OpenvinoConverted, stored_as
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.machine import machine
 from backend.sequence import BLOCK_TOKENS
@@ -21,9 +21,8 @@ from tests.models.families import SERVED, config_of, make_folder, spread_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-OWN_GRAPH = ("llama 3", "mistral", "qwen 2")
-SOFT_CAPPED = ("gemma 2",)
-CONVERTED = [name for name in SERVED if name not in OWN_GRAPH + SOFT_CAPPED]
+CONVERTED = [name for name in SERVED if name != "gemma 2"]
+"""Families without soft-caps."""
 
 DTYPES = ["fp32"] + ["bf16"] * machine.multiplies_bf16()
 TAPS = (2, 4)
@@ -55,7 +54,7 @@ class Compared:
         self.lm = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32
         ).eval()
-        self.engine = OpenvinoEngine(
+        self.engine = OpenvinoEngine.load(
             "target", folder, kv_blocks=16, max_context_tokens=128, taps=TAPS, **sizes
         )
 
@@ -176,7 +175,7 @@ def decoder_of(folder, dtype, *, kv_blocks, positions, threads=1):
     """A decoder that is run row by row, also where the engine would not promise its bits."""
     graph = read(bring_graph(folder, dtype))
     stored = stored_as(dtype)
-    return OpenvinoConverted(
+    return OpenvinoDecoder(
         complete(graph, positions=positions, repeats=True, stored=stored),
         kv_blocks=kv_blocks,
         precision=dtype,
@@ -186,10 +185,10 @@ def decoder_of(folder, dtype, *, kv_blocks, positions, threads=1):
 
 def test_experts_are_no_promise_and_soft_caps_are_refused_by_name(tmp_path):
     sizes = {"kv_blocks": 4, "max_context_tokens": 64}
-    moe = OpenvinoEngine("target", make_folder("mixtral", tmp_path / "moe"), **sizes)
+    moe = OpenvinoEngine.load("target", make_folder("mixtral", tmp_path / "moe"), **sizes)
     assert not moe.limits.invariant
-    with pytest.raises(CheckpointError, match=r"Gemma2ForCausalLM bounds its scores .*'torch'"):
-        OpenvinoEngine("target", make_folder("gemma 2", tmp_path / "capped"), **sizes)
+    with pytest.raises(CheckpointError, match=r"Gemma2.*: its scores are bounded .*'torch'"):
+        OpenvinoEngine.load("target", make_folder("gemma 2", tmp_path / "capped"), **sizes)
 
 
 def test_far_positions_in_bf16_have_the_angles_of_fp32(tmp_path):
@@ -217,7 +216,7 @@ def test_a_second_start_reads_the_graph_without_transformers(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
         "from backend.engines.openvino.engine import OpenvinoEngine\n"
-        f"OpenvinoEngine('t', Path({str(folder)!r}), kv_blocks=4, max_context_tokens=64)\n"
+        f"OpenvinoEngine.load('t', Path({str(folder)!r}), kv_blocks=4, max_context_tokens=64)\n"
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,11 +10,11 @@ import torch
 
 from backend.engine_config import EngineConfig, with_auto_resolved
 from backend.engines.openvino.converted import complete, read
+from backend.engines.openvino.decoder import OpenvinoDecoder
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.openvino.formats import misfit_of_four_bits
 from backend.engines.openvino.four_bits import round_to_four_bits, take_four_bits
 from backend.engines.openvino.graph_cache import bring_graph
-from backend.engines.openvino.llama import OpenvinoConverted
 from backend.engines.stepping.chunks import Chunk, KVTable
 from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, VOCAB
 from tests.contract.test_openvino import same_texts_of
@@ -116,7 +116,7 @@ def write_packed(folder, method, family="qwen 3", **settings):
 def logits_of(folder, dtype, group, head=""):
     """The logits of a text in fp32, with activations rounded in groups, or not (0)."""
     graph = complete(read(bring_graph(folder, dtype, head=head)), positions=64, repeats=True)
-    decoder = OpenvinoConverted(graph, kv_blocks=4, group=group)
+    decoder = OpenvinoDecoder(graph, kv_blocks=4, group=group)
     with torch.inference_mode():
         return decoder.forward(
             [Chunk(list(range(3, 40)), 0, KVTable([2, 0, 1], "cpu"), 37)]
@@ -167,7 +167,7 @@ BITS = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": VOCAB, "num_
 @pytest.mark.parametrize("method", ["gptq in 32", "awq in 64", "int4 in 128, symmetric"])
 def test_requests_have_the_same_bits_under_loads(method, threads, tmp_path):
     random_folder("qwen 3", BITS, tmp_path / "plain")
-    engine = OpenvinoEngine(
+    engine = OpenvinoEngine.load(
         "target",
         quantize(tmp_path / "plain", tmp_path / "packed", method),
         kv_blocks=20,
@@ -203,7 +203,7 @@ def test_one_to_24_rows_have_the_same_bits_as_activations_are_rounded(tmp_path):
 
     def decoder(group):
         whole = complete(read(graph), positions=64, repeats=True)
-        return OpenvinoConverted(whole, kv_blocks=4, group=group)
+        return OpenvinoDecoder(whole, kv_blocks=4, group=group)
 
     rounding, exact = decoder(128), decoder(0)
     for count in (2, 3, 4, 5, 8, 16, 24):

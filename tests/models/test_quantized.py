@@ -57,7 +57,7 @@ def test_experts_in_mxfp4_are_read(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [TorchEngine.load, OpenvinoEngine])
+@pytest.mark.parametrize("engine", [TorchEngine.load, OpenvinoEngine.load])
 @pytest.mark.parametrize("family", ["qwen 2", "qwen 3"])
 def test_logits_are_those_of_the_widened_folder(engine, family, plain, tmp_path, monkeypatch):
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))

@@ -129,7 +129,7 @@ def test_a_learned_state_that_cannot_be_read_leaves_tables_alone(work):
 def test_what_is_missing_is_converted_then_measured_and_a_second_run_does_nothing(work, capsys):
     work.prepare(EMBEDDED)
     assert work.calls == ["convert", "measure"]
-    assert re.search(r"about 2 min and 0\.5 GB of disk, 0\.27 GB", capsys.readouterr().out)
+    assert re.search(r"about 2 min and 0\.7 GB of disk, 0\.53 GB", capsys.readouterr().out)
     work.prepare(EMBEDDED)
     assert work.calls == ["convert", "measure"]
     assert capsys.readouterr().out == ""

@@ -7,7 +7,7 @@ whose modules ask the attention function is converted, without a line of its own
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,9 +29,9 @@ from backend.engines.models.probe import check_taps
 from backend.engines.models.reading import read_spec
 from backend.engines.models.spec import AttentionSpec, DecoderSpec
 from backend.engines.openvino.converted import complete, read
+from backend.engines.openvino.decoder import OpenvinoDecoder
 from backend.engines.openvino.experts import EXPERTS
 from backend.engines.openvino.four_bits import take_four_bits
-from backend.engines.openvino.llama import OpenvinoConverted
 from backend.engines.openvino.marks import Attended, AttentionMark, mark
 from backend.engines.openvino.packed import PackedMatrices
 from backend.engines.openvino.parts import SMALL_WEIGHT
@@ -42,6 +42,9 @@ from backend.storage.weight_files import weight_files
 _EXAMPLE = (torch.arange(5, 12), torch.arange(7), torch.tensor([3, 6]))
 """Token ids, positions and the rows whose logits are wanted, for tracing."""
 
+
+HEAD_DIM_STEP = 16
+"""Heads of 4 gave wrong texts where vectors have 8 numbers; they may have 16."""
 
 PEAK_BYTES = 16
 """Bytes a weight at the peak: in fp32 by torch, joined with its neighbours, and compiled."""
@@ -112,14 +115,15 @@ class _Rows(nn.Module):
         self._tapped.append(output[0] if isinstance(output, tuple) else output)
 
 
-def check_convertible(folder: Path, spec: DecoderSpec) -> None:
-    """Raise CheckpointError for a decoder that OpenVINO's attention cannot run."""
-    for layer in spec.layers:
+def misfit_of_attention(layers: Iterable[AttentionSpec]) -> str:
+    """Return why OpenVINO's attention does not run these layers; nothing where it does."""
+    for layer in layers:
         if layer.softcap:
-            raise CheckpointError(
-                f"{folder}: {spec.architecture} bounds its scores (soft-cap {layer.softcap:g}), "
-                "which OpenVINO's attention cannot; set engine to 'torch'"
-            )
+            return f"its scores are bounded (soft-cap {layer.softcap:g})"
+        for dim in (layer.key_dim, layer.value_dim):
+            if dim % HEAD_DIM_STEP:
+                return f"head_dim must be a multiple of {HEAD_DIM_STEP}, got {dim}"
+    return ""
 
 
 def convert_folder(
@@ -134,7 +138,9 @@ def convert_folder(
     """
     logging.set_verbosity_error()  # its warnings are of training
     spec = read_spec(folder)  # and keep it: a later start reads it without transformers
-    check_convertible(folder, spec)
+    if reason := misfit_of_attention(spec.layers):
+        text = f"OpenVINO's attention does not run {spec.architecture}: {reason}"
+        raise CheckpointError(f"{folder}: {text}; set engine to 'torch'")
     check_taps(folder, spec, taps)
     if dtype == "int4":
         _convert_packed(folder, spec, taps, file, say, head)
@@ -240,7 +246,7 @@ def _compare(
     expected: torch.Tensor | None = None,  # [TOKENS, vocab]
 ) -> None:
     """Run the graph. Raises CheckpointError where it is not transformers' forward."""
-    decoder = OpenvinoConverted(
+    decoder = OpenvinoDecoder(
         complete(graph, positions=TOKENS, repeats=False),
         kv_blocks=BLOCKS,
         threads=torch.get_num_threads(),

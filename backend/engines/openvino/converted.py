@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import openvino
-from openvino import Model, Type, opset13
+from openvino import Model, Output, Type, opset13
 
-from backend.engines.openvino.graph import ranked
 from backend.engines.openvino.marks import Attended, AttentionMark, replace_marks
+from backend.engines.openvino.parts import ints
 from backend.engines.openvino.passes import has_experts, smallest_group, sums, tabulate_angles
 
 
@@ -19,7 +19,13 @@ class Converted:
     """A graph to compile."""
 
     graph: Model
-    """As ``graph.build`` makes them."""
+    """Inputs: ``ids`` i64[T], ``positions`` i64[E], ``rows`` i64[R] (which want logits),
+    ``marks.LAYOUT``, and caches ``key_cache.<layer>``, ``value_cache.<layer>``. Outputs: ``logits``
+    f32[R, vocab], and with taps ``hidden_states`` [T, taps x hidden]. Where it repeats, attention
+    has E rows, ``expand`` i32[E] of the T others, and after it ``compress`` i32[T] of those; else
+    E = T. Where it ranks, there are also ``best_ids`` i32 and ``best_logits`` f32[R, best], the
+    greatest first, and ``masses`` f32[R, 1], the sums of exp(logit - greatest).
+    """
     layers: Seq[Attended]
     """Each layer's requirements of attention."""
     vocab_size: int
@@ -43,15 +49,18 @@ def read(file: Path) -> Model:
 def complete(
     graph: Model, *, positions: int, repeats: bool, best: int = 0, stored: Type = Type.f32
 ) -> Converted:
-    """Return a graph with attention in its marks' places, for positions below ``positions``;
-    ``repeats``, ``best`` and ``stored`` are those of ``graph.build``.
+    """Return a graph with attention in its marks' places, for positions below ``positions``.
+
+    ``repeats``: attention may have more rows than the rest. ``best``: columns to rank; 0: none.
+    ``stored``: the type of hidden states; another one than that of the activations would have the
+    sums that lead to them in fp32.
     """
     tabulate_angles(graph, positions)
     chooses = has_experts(graph)
     layers = replace_marks(graph, repeats=repeats)
     results = {next(iter(result.output(0).get_names())): result for result in graph.get_results()}
     if best:
-        for name, output in ranked(results["logits"].input_value(0), best).items():
+        for name, output in _rank(results["logits"].input_value(0), best).items():
             output.get_tensor().set_names({name})
             graph.add_results([opset13.result(output)])
     if (taps := results.get("hidden_states")) is not None:
@@ -64,3 +73,13 @@ def complete(
     graph.validate_nodes_and_infer_types()
     vocab = graph.output("logits").get_partial_shape()[1].get_length()
     return Converted(graph, layers, vocab, sums(graph), chooses, smallest_group(graph))
+
+
+def _rank(logits: Output, count: int) -> dict[str, Output]:
+    """Return the outputs that rank ``count`` columns (``Converted.graph``)."""
+    # Not stable: that takes longer than NumPy does, and of equals a draft may propose either.
+    best = opset13.topk(logits, ints(count), -1, "max", "value", "i32")
+    greatest = opset13.reduce_max(logits, ints(-1), True)
+    masses = opset13.reduce_sum(opset13.exp(opset13.subtract(logits, greatest)), ints(-1), True)
+    values, ids = best.outputs()
+    return {"best_ids": ids, "best_logits": values, "masses": masses.output(0)}

@@ -60,7 +60,7 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     if engine.dtype == "int4":
         config = read_model_config(service.path(engine))
         logger.info("%s: %s", engine.name, price_of_four_bits(config))
-    made = OpenvinoEngine(
+    made = OpenvinoEngine.load(
         engine.name,
         service.path(engine),
         dtype=engine.dtype,
@@ -79,12 +79,11 @@ def make(engine: EngineConfig, service: Service) -> Engine:
 def convert(
     engine: EngineConfig, folder: Path, service: Service, say: Callable[[str], None]
 ) -> None:
-    """Convert a folder that has no graph of our own, unless the cache has it converted."""
-    if engine.dtype == "int4" or read_spec(folder).llama is None:
-        from backend.engines.openvino.graph_cache import bring_graph  # it imports OpenVINO
+    """Convert a folder, unless the cache has its graph."""
+    from backend.engines.openvino.graph_cache import bring_graph  # it imports OpenVINO
 
-        taps = service.taps if engine.name == service.config.target.name else ()
-        bring_graph(folder, engine.dtype, taps, say, head_dtype(engine))
+    taps = service.taps if engine.name == service.config.target.name else ()
+    bring_graph(folder, engine.dtype, taps, say, head_dtype(engine))
 
 
 def head_dtype(engine: EngineConfig) -> str:

@@ -13,9 +13,17 @@ from typing import Any, ClassVar
 import openvino
 from openvino import Model, Output, PartialShape, Type, op, opset13
 
-from backend.engines.openvino.graph import LAYOUT, cache_input
 from backend.engines.openvino.paged_attention import Heads, paged_attention
 from backend.engines.openvino.parts import ints, parameter
+
+LAYOUT = {
+    "past_lens": [-1],
+    "subsequence_begins": [-1],
+    "block_indices": [-1],
+    "block_indices_begins": [-1],
+    "max_context_len": [],
+}
+"""Inputs that say where sequences lie, all int32, with their shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +84,8 @@ def mark(inputs: list[Output], attended: Attended) -> Output:
 
 
 def replace_marks(graph: Model, *, repeats: bool) -> list[Attended]:
-    """Put paged attention in the marks' places, with its inputs (``graph.build``); return what the
-    layers ask for, in their order.
+    """Put paged attention in the marks' places, with its inputs (``converted.complete``); return
+    what the layers ask for, in their order.
     """
     layout = {name: parameter(name, shape, Type.i32) for name, shape in LAYOUT.items()}
     doubled = [parameter(name, [-1], Type.i32) for name in ("expand", "compress") if repeats]
@@ -88,7 +96,10 @@ def replace_marks(graph: Model, *, repeats: bool) -> list[Attended]:
             continue
         attended = _attended(node.get_attributes())
         layers.append(attended)
-        caches = [cache_input(f"{kind}_cache.{attended.layer}") for kind in ("key", "value")]
+        caches = [  # their precision and layout are settled by the plug-in
+            parameter(f"{kind}_cache.{attended.layer}", [-1, -1, -1, -1], Type.dynamic)
+            for kind in ("key", "value")
+        ]
         inputs += caches
         *qkv, sinks = (node.input_value(index) for index in range(4))
         if doubled:

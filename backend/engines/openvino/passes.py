@@ -1,4 +1,4 @@
-"""Passes over a converted graph: what our own graphs have from the start."""
+"""Passes over a converted graph."""
 
 from __future__ import annotations
 

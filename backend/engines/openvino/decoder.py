@@ -1,4 +1,4 @@
-"""A compiled Llama with its KV pool, which runs passes."""
+"""A compiled decoder with its KV pool, which runs passes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import openvino
 import torch
-from openvino import Model, Type
+from openvino import Type
 
-from backend.engines.checkpoint import CheckpointError, Weights
-from backend.engines.models.spec import PlainLlama
+from backend.engines.checkpoint import CheckpointError
 from backend.engines.openvino.converted import Converted
-from backend.engines.openvino.graph import build
 from backend.engines.openvino.layout import SCRATCH_TOKENS, Blocks, Layout, in_calls
-from backend.engines.openvino.paged_attention import Heads, VersionError, check_version
+from backend.engines.openvino.marks import Attended
+from backend.engines.openvino.paged_attention import VersionError
 from backend.engines.openvino.parts import Floats, compiled
 from backend.engines.openvino.width import Width, price_of_change
 from backend.engines.stepping.chunks import Chunk, KVTable
@@ -39,10 +38,6 @@ _STORED = {"fp32": (torch.float32, "f32"), "bf16": (torch.bfloat16, "bf16")}
 """By precision: how KV is stored, and what OpenVINO calls it."""
 
 
-HEAD_DIM_STEP = 16
-"""Heads of 4 gave wrong texts where vectors have 8 numbers; they may have 16."""
-
-
 class PassError(RuntimeError):
     """A pass that left no logits."""
 
@@ -56,7 +51,6 @@ def most_branches(longest: int) -> int:
 class OpenvinoDecoder:
     """A compiled decoder with a KV pool of ``kv_blocks`` blocks.
 
-    ``graph`` is one of ``graph.build``; ``layers`` are the shapes of its layers' keys and values.
     ``precision`` is that of activations and KV (``fp32``, ``bf16``). ``invariant``: logits are the
     same bits whatever else is in a pass (``layout``). ``repeats`` and ``taps`` are those of the
     graph; ``ranks``: it ranks columns; ``group`` is that of ``parts.compiled``. A pass
@@ -67,10 +61,8 @@ class OpenvinoDecoder:
 
     def __init__(
         self,
-        graph: Model,
-        layers: Seq[Heads],
+        converted: Converted,
         *,
-        vocab_size: int,
         kv_blocks: int,
         precision: str = "fp32",
         threads: int = 1,
@@ -81,10 +73,7 @@ class OpenvinoDecoder:
         group: int | None = None,
         least_rows: int = 1,
     ) -> None:
-        """Compile the graph. Raises CheckpointError for heads whose size its attention gets wrong,
-        and for a precision that the processor lacks.
-        """
-        check_heads(layers)
+        """Compile the graph. Raises CheckpointError for a precision that the processor lacks."""
         self.taps = tuple(taps)
         self.hidden_states: torch.Tensor | None = None
         self._invariant, self._threads, self._ranks = invariant, threads, ranks
@@ -96,21 +85,22 @@ class OpenvinoDecoder:
         self._branches: dict[tuple[int, int], Blocks] = {}
         check_precision(precision)
         self._dtype, stored = _STORED[precision]
-        self._compiled = compiled(graph, stored, threads, group)
-        self._vocab = vocab_size
+        self._compiled = compiled(converted.graph, stored, threads, group)
+        self._vocab = converted.vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
-        self._make_pools(layers, kv_blocks + SCRATCH_BLOCKS)
+        self._make_pools(converted.layers, kv_blocks + SCRATCH_BLOCKS)
         self._begin()
         self._widths = Width(0), Width(0)
         price = price_of_change(self._probe) if self._repeats else 0
         self._widths = Width(price, least_rows), Width(price)  # of the pass, and of its attention
 
-    def _make_pools(self, layers: Seq[Heads], blocks: int) -> None:
+    def _make_pools(self, layers: Seq[Attended], blocks: int) -> None:
         """Make KV of ``blocks`` blocks: one pool for all caches of the same shape."""
         names: dict[tuple[int, int], list[str]] = {}
-        for layer, heads in enumerate(layers):
-            names.setdefault((heads.kv_heads, heads.head_dim), []).append(f"key_cache.{layer}")
-            names.setdefault((heads.kv_heads, heads.v_dim), []).append(f"value_cache.{layer}")
+        for layer in layers:
+            for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
+                name = f"{kind}_cache.{layer.layer}"
+                names.setdefault((layer.kv_heads, dim), []).append(name)
         half = self._dtype == torch.bfloat16
         # NumPy copies a few tokens faster
         self._kv = [
@@ -281,95 +271,6 @@ class OpenvinoDecoder:
                 index, offset = divmod(position, BLOCK_TOKENS)
                 source, target = int(branch[index]), int(chunk.table.numbers[index])
                 self._copy(source, target, offset)
-
-
-class OpenvinoLlama(OpenvinoDecoder):
-    """A Llama of our own graph; positions up to ``max_positions``.
-
-    ``int8``: matrices in int8. ``trees``: it verifies trees. ``best``: columns that a
-    draft's graph ranks. ``taps``: the layers, counted from 1, after which ``hidden_states`` are
-    kept. ``weights`` is emptied.
-    """
-
-    def __init__(
-        self,
-        config: PlainLlama,
-        weights: Weights,
-        *,
-        max_positions: int,
-        precision: str = "fp32",
-        int8: bool = False,
-        invariant: bool = True,
-        trees: bool = True,
-        best: int = 0,
-        taps: Seq[int] = (),
-        **sizes: int | None,
-    ) -> None:
-        """Build the graph and compile it. Raises VersionError for another OpenVINO than is known,
-        and CheckpointError as ``OpenvinoDecoder`` does.
-        """
-        check_version()
-        heads = Heads(config.num_kv_heads, config.head_dim, config.head_dim)
-        check_heads([heads])
-        check_precision(precision)
-        graph = build(
-            config,
-            weights,
-            max_positions=max_positions,
-            int8=int8,
-            repeats=trees or invariant,
-            best=best,
-            taps=taps,
-            stored=stored_as(precision),
-        )
-        weights.clear()
-        super().__init__(
-            graph,
-            [heads] * config.num_layers,
-            vocab_size=config.vocab_size,
-            precision=precision,
-            invariant=invariant,
-            repeats=trees or invariant,
-            ranks=best > 0,
-            taps=taps,
-            **sizes,  # type: ignore[arg-type]
-        )
-
-
-class OpenvinoConverted(OpenvinoDecoder):
-    """A decoder whose graph was converted from transformers' modules (``converted``)."""
-
-    def __init__(
-        self,
-        converted: Converted,
-        *,
-        precision: str = "fp32",
-        taps: Seq[int] = (),
-        **sizes: int | bool | None,
-    ) -> None:
-        """Compile the graph. Raises CheckpointError as ``OpenvinoDecoder`` does."""
-        heads = [
-            Heads(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in converted.layers
-        ]
-        super().__init__(
-            converted.graph,
-            heads,
-            vocab_size=converted.vocab_size,
-            precision=precision,
-            taps=taps,
-            **sizes,  # type: ignore[arg-type]
-        )
-
-
-def check_heads(layers: Seq[Heads]) -> None:
-    """Raise CheckpointError for heads whose size OpenVINO's attention gets wrong."""
-    for heads in layers:
-        for dim in (heads.head_dim, heads.v_dim):
-            if dim % HEAD_DIM_STEP:
-                raise CheckpointError(
-                    f"config.json: head_dim must be a multiple of {HEAD_DIM_STEP} for the engine "
-                    f"'openvino', got {dim}; set engine to 'torch'"
-                )
 
 
 def stored_as(precision: str) -> Type:
