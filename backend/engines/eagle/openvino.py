@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backend.engines.eagle.model import RowWeights
 from backend.engines.openvino.paged_attention import check_version
-from backend.engines.openvino.parts import RowGraph, ints, matrix, named, normed, parameter
+from backend.engines.openvino.parts import RowGraph, ints, matrix, name_graph, norm_rows, parameter
 
 
 class OpenvinoRows:
@@ -62,17 +62,17 @@ def _product(values: Output, weight: Tensor) -> Output:
 
 def _heads(weights: RowWeights) -> Model:
     read = parameter("read", [-1, weights.qkv.shape[1]], Type.f32)
-    return named({"heads": _product(read.output(0), weights.qkv)}, [read], "heads")
+    return name_graph({"heads": _product(read.output(0), weights.qkv)}, [read], "heads")
 
 
 def _finish(w: RowWeights) -> Model:
     attended = parameter("attended", [-1, w.o.shape[1]], Type.f32)
     residual = parameter("residual", [-1, w.o.shape[0]], Type.f32)
     after = opset13.add(residual, _product(attended.output(0), w.o)).output(0)
-    both = _product(normed(after, w.mlp_norm, w.eps).output(0), w.gate_up)
+    both = _product(norm_rows(after, w.mlp_norm, w.eps).output(0), w.gate_up)
     gate, up = opset13.split(both, ints(-1), 2).outputs()
     inner = opset13.multiply(opset13.swish(gate), up).output(0)
     out = opset13.add(after, _product(inner, w.down)).output(0)
-    vectors = normed(out, w.norm, w.eps).output(0)
+    vectors = norm_rows(out, w.norm, w.eps).output(0)
     outputs = {"output": out, "vectors": vectors, "logits": _product(vectors, w.head)}
-    return named(outputs, [attended, residual], "finish")
+    return name_graph(outputs, [attended, residual], "finish")

@@ -7,7 +7,7 @@ from openvino import Model, Output, Type, opset13
 
 from backend.engines.head.network import HeadNetwork
 from backend.engines.openvino.paged_attention import check_version
-from backend.engines.openvino.parts import RowGraph, ints, matrix, named, normed, parameter
+from backend.engines.openvino.parts import RowGraph, ints, matrix, name_graph, norm_rows, parameter
 
 
 class OpenvinoHead:
@@ -46,10 +46,10 @@ def _begin(network: HeadNetwork) -> Model:
     taps, hidden = len(config.layers), config.hidden_size
     states = parameter("hidden", [-1, taps * hidden], Type.f32)
     apart = opset13.reshape(states, ints([-1, taps, hidden]), False)
-    rows = normed(apart.output(0), network.features_norm, config.rms_norm_eps)
+    rows = norm_rows(apart.output(0), network.features_norm, config.rms_norm_eps)
     flat = opset13.reshape(rows, ints([-1, taps * hidden]), False)
     state = opset13.matmul(flat, matrix(network.join.weight, rounded=True), False, True)
-    return named({"state": state.output(0)}, [states], "begin")
+    return name_graph({"state": state.output(0)}, [states], "begin")
 
 
 def _step(
@@ -63,17 +63,17 @@ def _step(
         return opset13.matmul(values, matrix(weight, rounded=True), False, True).output(0)
 
     read = [
-        normed(before.output(0), network.state_norm, eps),
-        normed(token.output(0), network.token_norm, eps),
+        norm_rows(before.output(0), network.state_norm, eps),
+        norm_rows(token.output(0), network.token_norm, eps),
     ]
     state = opset13.add(before, product(opset13.concat(read, 1).output(0), network.mix.weight))
-    both = product(normed(state.output(0), network.mlp_norm, eps), network.gate_up.weight)
+    both = product(norm_rows(state.output(0), network.mlp_norm, eps), network.gate_up.weight)
     gate, up = opset13.variadic_split(
         both, ints(-1), ints([config.intermediate_size] * 2)
     ).outputs()
     inner = opset13.multiply(opset13.swish(gate), up)
     state = opset13.add(state, product(inner.output(0), network.down.weight))
-    vectors = normed(state.output(0), network.norm, eps)
+    vectors = norm_rows(state.output(0), network.norm, eps)
     outputs = {"state": state.output(0), "vectors": vectors.output(0)}
     outputs["logits"] = product(vectors.output(0), rows)
-    return named(outputs, [before, token], "step")
+    return name_graph(outputs, [before, token], "step")

@@ -19,7 +19,7 @@ from backend.engines.openvino.converted import Converted
 from backend.engines.openvino.layout import SCRATCH_TOKENS, Blocks, Layout, in_calls
 from backend.engines.openvino.marks import Attended
 from backend.engines.openvino.paged_attention import VersionError
-from backend.engines.openvino.parts import Floats, compiled
+from backend.engines.openvino.parts import Floats, compile_graph
 from backend.engines.openvino.width import Width, price_of_change
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.machine import machine
@@ -53,7 +53,7 @@ class OpenvinoDecoder:
 
     ``precision`` is that of activations and KV (``fp32``, ``bf16``). ``invariant``: logits are the
     same bits whatever else is in a pass (``layout``). ``repeats`` and ``taps`` are those of the
-    graph; ``ranks``: it ranks columns; ``group`` is that of ``parts.compiled``. A pass
+    graph; ``ranks``: it ranks columns; ``group`` is that of ``parts.compile_graph``. A pass
     has at least ``least_rows`` rows, where it ``repeats``.
     """
 
@@ -85,7 +85,7 @@ class OpenvinoDecoder:
         self._branches: dict[tuple[int, int], Blocks] = {}
         check_precision(precision)
         self._dtype, stored = _STORED[precision]
-        self._compiled = compiled(converted.graph, stored, threads, group)
+        self._compiled = compile_graph(converted.graph, stored, threads, group)
         self._vocab = converted.vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
         self._make_pools(converted.layers, kv_blocks + SCRATCH_BLOCKS)

@@ -132,7 +132,7 @@ class Layout:
         rows = [*range(base, root), *[root + node for node in main]]
         together = chunk.prompt_rows if self._invariant else len(rows)
         if needs_copy(chunk, together):
-            table = self._copied(chunk, together)
+            table = self._copy_last_block(chunk, together)
         self._run(rows, chunk.start, table, together)
         for path in others:
             branch = [*range(base, root), *[root + node for node in path]]
@@ -141,7 +141,7 @@ class Layout:
                 if node not in main:
                     self.branches.setdefault((number, node), table)
 
-    def _copied(self, chunk: Chunk, together: int) -> Blocks:
+    def _copy_last_block(self, chunk: Chunk, together: int) -> Blocks:
         """Return a chunk's table with a copy of the block in which its run ends."""
         index, stop = divmod(chunk.start + together, BLOCK_TOKENS)
         begin = max(0, chunk.start - index * BLOCK_TOKENS)

@@ -94,7 +94,7 @@ def replace_marks(graph: Model, *, repeats: bool) -> list[Attended]:
     for node in graph.get_ordered_ops():
         if node.get_type_name() != AttentionMark.__name__:
             continue
-        attended = _attended(node.get_attributes())
+        attended = _read_attended(node.get_attributes())
         layers.append(attended)
         caches = [  # their precision and layout are settled by the plug-in
             parameter(f"{kind}_cache.{attended.layer}", [-1, -1, -1, -1], Type.dynamic)
@@ -131,7 +131,7 @@ def _shorten_positions(graph: Model, compress: op.Parameter) -> None:
         target.replace_source_output(rows)
 
 
-def _attended(attributes: Mapping[str, Any]) -> Attended:
+def _read_attended(attributes: Mapping[str, Any]) -> Attended:
     # a graph that was read has them as strings
     kinds = {field.name: float if field.name == "scale" else int for field in fields(Attended)}
     return Attended(**{name: kind(attributes[name]) for name, kind in kinds.items()})  # type: ignore[arg-type]

@@ -19,7 +19,9 @@ SMALL_WEIGHT = 1 << 17
 """Elements below which a matrix is not rounded to int8: its product takes no longer in fp32."""
 
 
-def compiled(graph: Model, precision: str, threads: int, group: int | None = None) -> CompiledModel:
+def compile_graph(
+    graph: Model, precision: str, threads: int, group: int | None = None
+) -> CompiledModel:
     """Compile a graph whose activations and KV are stored in ``precision`` (``f32``, ``bf16``).
 
     ``group``: columns with one scale where activations are rounded to int8 for products with
@@ -42,7 +44,7 @@ class RowGraph:
     """A compiled graph whose inputs and outputs, all [rows, width], lie in our memory."""
 
     def __init__(self, graph: Model, precision: str, threads: int) -> None:
-        self._request = compiled(graph, precision, threads).create_infer_request()
+        self._request = compile_graph(graph, precision, threads).create_infer_request()
         self._widths = [
             {port.get_any_name(): port.get_partial_shape()[1].get_length() for port in ports}
             for ports in (self._request.model_inputs, self._request.model_outputs)
@@ -77,7 +79,7 @@ class RowGraph:
         return found
 
 
-def named(outputs: dict[str, Output], inputs: list[op.Parameter], name: str) -> Model:
+def name_graph(outputs: dict[str, Output], inputs: list[op.Parameter], name: str) -> Model:
     """Return the graph of these outputs by name."""
     for output_name, output in outputs.items():
         output.get_tensor().set_names({output_name})
@@ -99,7 +101,7 @@ def matrix(
     return opset13.constant(floats(weight))
 
 
-def normed(
+def norm_rows(
     rows: Output,  # [..., hidden]
     weight: torch.Tensor,  # [hidden] or [taps, hidden]
     eps: float,

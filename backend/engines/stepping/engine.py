@@ -253,7 +253,7 @@ class StepEngine:
     def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
         """Run chunks, and decide about their last rows."""
         logits = self._score(self.model.forward([chunk for _, chunk in running]), running)
-        self._ran(running)
+        self._note_ran(running)
         deciding = [job for job, _ in running if job.turn.run]
         if deciding:
             self._decide(logits, deciding)
@@ -279,7 +279,7 @@ class StepEngine:
         for (job, _), own in zip(running, kept, strict=True):
             job.hidden_states.append(own)
 
-    def _ran(self, running: list[tuple[Job, Chunk]]) -> None:
+    def _note_ran(self, running: list[tuple[Job, Chunk]]) -> None:
         """Note what of the text has KV now; accepted nodes are noted where they have their
         places.
         """

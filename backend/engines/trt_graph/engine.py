@@ -236,7 +236,7 @@ class TrtGraphEngine(StepEngine):
         if inside:
             jobs, chunks = zip(*inside, strict=True)
             verdicts = self.model.decide(chunks, [job.request for job in jobs])
-            self._ran(inside)
+            self._note_ran(inside)
             for job, verdict in zip(jobs, verdicts, strict=True):
                 self._apply_verdict(job, verdict)
         if others:
