@@ -21,9 +21,9 @@ class Converted:
     graph: Model
     """Inputs: ``ids`` i64[T], ``positions`` i64[E], ``rows`` i64[R] (which want logits),
     ``marks.LAYOUT``, and caches ``key_cache.<layer>``, ``value_cache.<layer>``. Outputs: ``logits``
-    f32[R, vocab], and with taps ``hidden_states`` [T, taps x hidden]. Where it repeats, attention
-    has E rows, ``expand`` i32[E] of the T others, and after it ``compress`` i32[T] of those; else
-    E = T. Where it ranks, there are also ``best_ids`` i32 and ``best_logits`` f32[R, best], the
+    f32[R, vocab], and with taps ``hidden_states`` [T, taps x hidden]. If it repeats, attention has
+    E rows, ``expand`` i32[E] of the T others, and after it ``compress`` i32[T] of those; else
+    E = T. If it ranks, there are also ``best_ids`` i32 and ``best_logits`` f32[R, best], the
     greatest first, and ``masses`` f32[R, 1], the sums of exp(logit - greatest).
     """
     layers: Seq[Attended]
