@@ -22,7 +22,7 @@ import openvino
 import torch
 from openvino import Model, Output, Type, op, opset13
 
-from backend.engines.openvino.parts import compiled, int8, ints, matrix, round_to_int8
+from backend.engines.openvino.parts import compile_graph, int8, ints, matrix, round_to_int8
 from bench import records
 
 MATRICES, WIDTH, COLUMNS = 6, 8192, 2048
@@ -72,7 +72,7 @@ def request(form: Format, seed: int) -> openvino.InferRequest:
     rows = opset13.parameter([-1, COLUMNS], Type.f32)
     products = [opset13.matmul(rows, weight(form, rng), False, True) for _ in range(MATRICES)]
     model = Model([*map(opset13.result, products)], [rows], "products")
-    return compiled(model, form.activations, 1, form.group).create_infer_request()
+    return compile_graph(model, form.activations, 1, form.group).create_infer_request()
 
 
 def first(run: openvino.InferRequest, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
