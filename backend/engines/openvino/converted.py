@@ -23,8 +23,8 @@ class Converted:
     ``marks.LAYOUT``, and caches ``key_cache.<layer>``, ``value_cache.<layer>``. Outputs: ``logits``
     f32[R, vocab], and with taps ``hidden_states`` [T, taps x hidden]. If it repeats, attention has
     E rows, ``expand`` i32[E] of the T others, and after it ``compress`` i32[T] of those; else
-    E = T. If it ranks, there are also ``best_ids`` i32 and ``best_logits`` f32[R, best], the
-    greatest first, and ``masses`` f32[R, 1], the sums of exp(logit - greatest).
+    E = T. If it ranks, there are also ``best_ids`` i32[R, best], the greatest logits by the
+    activations' type, by id, and ``masses`` f32[R, 1], the sums of exp(logit - greatest).
     """
     layers: Seq[Attended]
     """Each layer's requirements of attention."""
@@ -77,9 +77,7 @@ def complete(
 
 def _rank(logits: Output, count: int) -> dict[str, Output]:
     """Return the outputs that rank ``count`` columns (``Converted.graph``)."""
-    # Not stable: that takes longer than NumPy does, and of equals a draft may propose either.
-    best = opset13.topk(logits, ints(count), -1, "max", "value", "i32")
+    best = opset13.topk(logits, ints(count), -1, "max", "index", "i32")
     greatest = opset13.reduce_max(logits, ints(-1), True)
     masses = opset13.reduce_sum(opset13.exp(opset13.subtract(logits, greatest)), ints(-1), True)
-    values, ids = best.outputs()
-    return {"best_ids": ids, "best_logits": values, "masses": masses.output(0)}
+    return {"best_ids": best.output(1), "masses": masses.output(0)}

@@ -252,9 +252,12 @@ class OpenvinoDecoder:
         """
         if not self._ranks or logits is not self._ranked:
             return None
-        ids, values, masses = (
-            self._request.get_tensor(name).data for name in ("best_ids", "best_logits", "masses")
-        )
+        ids, masses = (self._request.get_tensor(name).data for name in ("best_ids", "masses"))
+        # In bf16 the graph compares rounded logits: of those that it finds alike the target takes
+        # the greater, and of equals the first.
+        values = np.take_along_axis(logits.numpy(), ids, 1)
+        order = np.argsort(-values, 1, kind="stable")
+        ids, values = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
         shares = np.exp(values - values[:, :1])
         kept = (shares[:, :most] >= FAINT).sum(1)
         pairs = zip(ids.tolist(), (shares / masses).tolist(), kept.tolist(), strict=True)
