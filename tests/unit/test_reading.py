@@ -69,6 +69,7 @@ def test_a_child_that_dies_is_started_again(process):
 def test_a_child_that_dies_while_it_reads_refuses_nothing_for_good(process, monkeypatch):
     assert process.read("regex", "a")
     os.kill(process._process.pid, signal.SIGSTOP)
+    os.waitpid(process._process.pid, os.WUNTRACED)  # until it has stopped
     monkeypatch.setattr("backend.sampling.reading.LONGEST_WAIT_S", 0.1)
     grammars = Grammars(ByteTokenizer(), read=process.read)
     with pytest.raises(TryAgainError, match="try again later"):
