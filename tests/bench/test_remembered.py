@@ -22,6 +22,7 @@ def test_prompts_are_different_and_the_seed_s(name):
     assert all(shared in prompt for prompt in prompts)
 
 
+@pytest.mark.slow
 def test_every_arm_serves_the_same_texts_and_counts_what_its_drafts_did():
     config = parse_config({**FAKE, "drafts": [{"name": "lookup", "engine": "lookup"}]})
     options = Namespace(arms=["lookup", "both"], count=3, max_tokens=20, seed=0)

@@ -78,7 +78,7 @@ def test_the_shift_test_sees_the_oracle_follow_at_once_and_no_speculation_never(
     assert seen["fixed:eagle:8"]["down"]["steps"] is None
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_part_is_taken_away(tmp_path, capsys):
     asked = ["--scenarios", "70b-mix", "--parts", "trim", "--seeds", "0", "--requests", "6"]
     files = ["--json", str(tmp_path / "w.json")]

@@ -98,7 +98,7 @@ ARRIVALS = st.lists(
 
 
 @pytest.mark.medium
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     arrivals=ARRIVALS,
     extra_blocks=st.integers(0, 20),
