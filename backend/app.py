@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, Protocol, cast
 
 import policy
+from backend import PROJECT_ROOT
 from backend.config import ServingConfig
 from backend.core.admission import Admission
 from backend.core.hosted import HostedLoop
@@ -22,7 +23,7 @@ from backend.core.loop import Loop
 from backend.core.orchestrator import Orchestrator
 from backend.core.preparation import Preparation
 from backend.core.session import ReplySink, Session
-from backend.engine_config import EMBEDDED_MODEL, PROJECT_ROOT, slower_on_cpus, unused_gpus
+from backend.engine_config import EMBEDDED_MODEL, slower_on_cpus, unused_gpus
 from backend.engines.hosted import HostedModule, HostedService
 from backend.engines.port import Engine, Prepares
 from backend.engines.registry import Service, make_engine, module_of

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from backend import __version__
+from backend import PROJECT_ROOT, __version__
 
-PROJECT_ROOT = Path(__file__).resolve().parent.parent
 DELEGATED_COMMANDS = {
     "prepare": (
         "engines_build.prepare",

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from backend import PROJECT_ROOT
 from backend.engine_config import (
     EMBEDDED_MODEL,
-    PROJECT_ROOT,
     EngineConfig,
     check_engine,
     runs_on_gpus,

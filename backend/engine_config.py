@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from backend import PROJECT_ROOT
 from backend.files import read_json
 from backend.kinds import KINDS, Kind, automatic, kind_of
 from backend.machine import Machine, machine
@@ -18,9 +19,6 @@ from backend.settings import ConfigError, setting
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""
-
-PROJECT_ROOT = Path(__file__).resolve().parent.parent
-"""The folder of the packages: a clone, or ``site-packages``."""
 
 
 @dataclass(frozen=True, slots=True)

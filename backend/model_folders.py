@@ -8,8 +8,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from backend import PROJECT_ROOT
 from backend.config import ServingConfig
-from backend.engine_config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig
+from backend.engine_config import EMBEDDED_MODEL, EngineConfig
 from backend.engines import memory
 from backend.engines.registry import module_of
 from backend.kinds import KINDS

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from backend import PROJECT_ROOT
 from backend.launcher.environment import PORTS
 from backend.launcher.side_processes import WORKER_PYTHON
 from backend.loopback import open_url
-from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 
 MODEL = "tiny-target"

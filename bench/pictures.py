@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-from backend.triton_adapter.paths import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from bench import records
 from bench.records import RESULTS
 from bench.sweep.arms import NONE, SPINDLE, fixed_choice

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import grpc
 import numpy as np
 
+from backend import PROJECT_ROOT
 from backend.app import App
 from backend.loopback import open_url
 from backend.ops.stats import Drained
 from backend.request import GenerationRequest
-from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import load
 from policy import AnyPolicy
 from tests.server.harness import Service

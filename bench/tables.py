@@ -13,7 +13,7 @@ from itertools import chain
 from statistics import mean
 from typing import Any
 
-from backend.triton_adapter.paths import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from bench import records
 from bench.baselines import BASELINES, compared
 from bench.records import RESULTS

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from time import monotonic
 
-from backend import lifeline
+from backend import PROJECT_ROOT, lifeline
 from backend.config import load_config
 from backend.launcher.environment import Settings, read_settings
 from backend.launcher.output import say
@@ -26,7 +26,6 @@ from backend.launcher.processes import end
 from backend.launcher.server import Stop, drain, flags
 from backend.launcher.side_processes import DynamoWorker, FrontEnd
 from backend.triton_adapter.admin_secret import ensure_secret
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 FAILED_PROBES = 3
 """Failed probes in a row after which the service is ended."""

@@ -15,8 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from backend import PROJECT_ROOT
 from backend.config import ServingConfig, load_config, parse_config
-from backend.engine_config import EMBEDDED_MODEL, PROJECT_ROOT, EngineConfig, unused_gpus, why_not
+from backend.engine_config import EMBEDDED_MODEL, EngineConfig, unused_gpus, why_not
 from backend.kinds import KINDS, automatic, quantization_of
 from backend.launcher import checks
 from backend.launcher.environment import (

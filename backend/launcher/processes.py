@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 
-from backend import lifeline
-from backend.triton_adapter.paths import PROJECT_ROOT
+from backend import PROJECT_ROOT, lifeline
 
 STOP_LIMIT_S = 5.0
 """Seconds that a command has to clear away what it began; the next start can do that, too."""

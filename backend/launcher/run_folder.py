@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from backend import PROJECT_ROOT
 from backend.config import ServingConfig
 from backend.launcher.environment import RUN_PREFIX, LaunchError
 from backend.machine import Machine, machine
 from backend.triton_adapter.fields import MODELS
-from backend.triton_adapter.paths import PROJECT_ROOT
 from backend.triton_adapter.rendering import render_config
 
 MOST_SOCKET_PATH_BYTES = 107

@@ -23,7 +23,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import IO, Any
 
-from backend import lifeline
+from backend import PROJECT_ROOT, lifeline
 from backend.launcher.checks import python_library_folder
 from backend.launcher.environment import Settings
 from backend.launcher.output import say
@@ -36,7 +36,6 @@ from backend.launcher.processes import (
 from backend.launcher.run_folder import packaged_libraries, packaged_triton, socket_in
 from backend.loopback import no_proxy, open_url
 from backend.machine import machine
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 GRPC_PING_PERIOD_S = 30
 GRPC_PING_TIMEOUT_S = 20

@@ -18,8 +18,8 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
+from backend import PROJECT_ROOT
 from backend.config import ServingConfig
-from backend.engine_config import PROJECT_ROOT
 from backend.launcher.checks import OPEN_TRITON, check_machine, check_ports, raise_open_files
 from backend.launcher.environment import (
     LaunchError,

@@ -15,13 +15,12 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import IO
 
-from backend import lifeline
+from backend import PROJECT_ROOT, lifeline
 from backend.config import ServingConfig
 from backend.launcher.environment import LaunchError, Settings, model_names
 from backend.launcher.output import say
 from backend.launcher.processes import end
 from backend.sequence import BLOCK_TOKENS
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 BACKOFF_S = 1.0
 FRONT_END = "backend.openai_frontend"

@@ -20,7 +20,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from backend import __version__
+from backend import PROJECT_ROOT, __version__
 from backend.config import OpenaiConfig, load_config
 from backend.engine_config import EMBEDDED_MODEL
 from backend.launcher.environment import Settings, model_names, read_settings
@@ -35,7 +35,6 @@ from backend.special_tokens import special_tokens
 from backend.storage import cache
 from backend.tokenizer import ByteTokenizer
 from backend.triton_adapter import admin_secret
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 
 def main() -> None:

@@ -20,8 +20,7 @@ from hashlib import blake2b
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backend.openai_frontend.call_bodies import as_json
-from backend.openai_frontend.errors import ApiError
+from backend.openai_frontend.errors import ApiError, as_json
 
 PRIVATE_SUFFIXES = (
     ".local",

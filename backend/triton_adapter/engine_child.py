@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
-from backend import lifeline
-from backend.triton_adapter.paths import PROJECT_ROOT, engine_python
+from backend import PROJECT_ROOT, lifeline
+from backend.triton_adapter.paths import engine_python
 
 logger = logging.getLogger(__name__)
 

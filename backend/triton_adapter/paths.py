@@ -13,10 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from backend import engine_config
-
-PROJECT_ROOT = engine_config.PROJECT_ROOT
-
 
 def socket_path(args: dict[str, str]) -> Path:
     """Return the engine's socket: the same for all models of a repository. ``args`` are those of

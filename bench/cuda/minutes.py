@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from backend.machine import machine
 from bench import records
 

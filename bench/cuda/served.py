@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from backend import PROJECT_ROOT
 from backend.app import App, build
 from backend.config import parse_config
-from backend.engine_config import PROJECT_ROOT
 from backend.machine import machine
 from backend.request import GenerationRequest
 from bench import records

@@ -45,9 +45,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from backend import PROJECT_ROOT
 from backend.advise.load import Client
 from backend.advise.servers import free_port, running
-from backend.engine_config import PROJECT_ROOT
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
 from bench import records, workloads

@@ -22,8 +22,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from backend import PROJECT_ROOT
 from backend.config import load_config
-from backend.engine_config import PROJECT_ROOT
 from backend.loopback import open_url
 from bench import records
 from engines_build.measure import measure

@@ -26,8 +26,8 @@ from typing import Any
 import grpc
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from backend import PROJECT_ROOT
 from backend.loopback import CHANNEL_OPTIONS
-from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 from bench.micro.fuzzing import (
     GRPC_CASES,

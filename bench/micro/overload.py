@@ -25,9 +25,9 @@ from typing import Any
 
 import grpc
 
+from backend import PROJECT_ROOT
 from backend.config import load_config
 from backend.model_folders import model_path
-from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 from bench.load import FINAL, Served, channel, percentiles_ms, serve
 from bench.prompts import PROMPTS

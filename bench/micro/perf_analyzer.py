@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from backend.triton_adapter.paths import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from bench import records
 from bench.load import percentiles_ms
 from tests.server.harness import Service

@@ -29,8 +29,8 @@ from typing import Any
 
 import aiohttp
 
+from backend import PROJECT_ROOT
 from backend.loopback import open_url
-from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records
 from bench.load import CANCELLED, FINAL, UNANSWERED, Served, channel, percentiles_ms, serve
 from bench.micro.doors import serve_http

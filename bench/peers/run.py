@@ -31,11 +31,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from backend import PROJECT_ROOT
 from backend.config import parse_config
 from backend.machine import machine
 from backend.model_folders import model_path
 from backend.tokenizer import Tokenizer, load_tokenizer
-from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import records, workloads
 from bench.in_process import first_difference
 from bench.peers.arms import ALONE, PEERS, Peers

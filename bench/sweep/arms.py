@@ -19,9 +19,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from backend import PROJECT_ROOT
 from backend.app import App, build
 from backend.config import ServingConfig, parse_config
-from backend.engine_config import PROJECT_ROOT
 from backend.model_folders import model_path
 from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines

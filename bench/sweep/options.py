@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from backend import PROJECT_ROOT
 from backend.engines.memory import host_bytes
-from backend.triton_adapter.paths import PROJECT_ROOT
 from bench import workloads
 from bench.peers.arms import PEERS
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from backend.triton_adapter.paths import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from bench.traces.costs import Costs
 from bench.traces.world import World
 from policy.plan import IntArray

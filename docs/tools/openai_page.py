@@ -7,9 +7,9 @@ import re
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from backend import PROJECT_ROOT
 from backend.openai_frontend import schema
 from backend.openai_frontend.bodies import IGNORED, REFUSED, Message
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 PAGE = PROJECT_ROOT / "docs" / "reference" / "openai.md"
 BODIES: tuple[type[BaseModel], ...] = (

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from backend import PROJECT_ROOT
 from backend.cli import DELEGATED_COMMANDS
 from backend.engines.vllm.contract import ROWS
 from backend.openai_frontend.triton import _STATUS
 from backend.ops.metric_names import NVIDIA_FAMILIES, SPINDLE_FAMILIES, Family
 from backend.request import ErrorCode
 from backend.triton_adapter.fields import MODELS
-from backend.triton_adapter.paths import PROJECT_ROOT
 from backend.triton_adapter.rendering import render_config
 from docs.tools import openai_page, settings_page, tensors_page
 

@@ -13,9 +13,9 @@ import re
 import typing
 from typing import Any
 
+from backend import PROJECT_ROOT
 from backend.config import ScheduleStep, ServingConfig
 from backend.engine_config import EngineConfig
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 PAGE = PROJECT_ROOT / "docs" / "reference" / "settings.md"
 PLACE = re.compile(r"(<!-- settings: ([\w.\[\]]*) -->\n).*?(<!-- end -->)", re.DOTALL)

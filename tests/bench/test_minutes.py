@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from bench.cuda import minutes
 from bench.cuda.minutes import PARTS, Part
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from backend import PROJECT_ROOT
 from backend.tokenizer import ByteTokenizer, load_tokenizer
-from backend.triton_adapter.paths import PROJECT_ROOT
 from bench.peers import arms as peer_arms
 from bench.peers import models as peer_models
 from bench.peers import run as peers

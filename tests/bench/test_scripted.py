@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from backend.engines.cuda.plain import mix
 from bench.cuda import script_kernels
 from bench.cuda.script import HARD_SHARE, SECOND_SHARE, Rates, choices_of, tokens_of

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
+from backend import PROJECT_ROOT
 from backend.app import build
 from backend.config import parse_config
-from backend.engine_config import PROJECT_ROOT
 from backend.machine import machine
 from backend.request import GenerationRequest
 from bench.in_process import generate

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from backend import PROJECT_ROOT
 from backend.admin.reloading import reload_drafts
 from backend.app import build
 from backend.config import parse_config
-from backend.engine_config import PROJECT_ROOT
 from backend.request import GenerationRequest
 from backend.settings import ConfigError
 from backend.tokenizer import load_tokenizer

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backend import PROJECT_ROOT
 from backend.app import build
 from backend.config import parse_config
-from backend.engine_config import PROJECT_ROOT
 from backend.engines.checkpoint import CheckpointError
 from backend.model_folders import check_pairs
 from backend.request import GenerationRequest

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 
 pytest.importorskip("triton")
 

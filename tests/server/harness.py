@@ -23,12 +23,12 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backend import PROJECT_ROOT
 from backend.launcher.environment import RUN_PREFIX
 from backend.launcher.processes import command_line, descendants
 from backend.loopback import CHANNEL_OPTIONS, open_url
 from backend.triton_adapter.admin_secret import VARIABLE
 from backend.triton_adapter.fields import TEXT_INPUTS
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 MARK = "SPINDLE_TEST_MARK"
 """An environment variable by which all processes of a service are known."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from tests.models.families import SERVED, config_of, spread_weights
 
 TOKENIZER = PROJECT_ROOT / "engines_build" / "drafts" / "tiny-target"

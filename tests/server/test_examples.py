@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from backend import PROJECT_ROOT
 from backend.config import DEFAULT_CONFIG, load_config
-from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.server.harness import CONFIG, free_ports
 
 EXAMPLES = PROJECT_ROOT / "examples"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from tests.server.harness import free_ports
 
 SOURCE = PROJECT_ROOT / "engines_build" / "drafts" / "tiny-target"

@@ -9,7 +9,7 @@ import venv
 
 import pytest
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from tests.server.harness import Service
 
 PACKAGES = ("policy", "backend", "engines_build", "model_repository")

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from backend import PROJECT_ROOT
 from backend.launcher.output import reasons
 from backend.tokenizer import load_tokenizer
-from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.fakes.eagle import published, random_head, write
 from tests.server.vllm_servers import (
     ANSWER_LIMIT_S,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from backend.launcher.processes import command_line
 from tests.server.harness import Service, free_ports
 

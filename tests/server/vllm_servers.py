@@ -5,8 +5,8 @@ import os
 import subprocess
 import threading
 
+from backend import PROJECT_ROOT
 from backend.launcher.processes import command_line
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 PYTHON = PROJECT_ROOT / ".venv-vllm" / "bin" / "python"
 START_LIMIT_S, ANSWER_LIMIT_S = 900, 300

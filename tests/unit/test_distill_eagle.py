@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle.conversion import convert
 from backend.engines.eagle.dialects import TargetShape, read_published

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from backend import PROJECT_ROOT
 from backend.cli import main
 from backend.config import DEFAULT_CONFIG, parse_config
-from backend.engine_config import PROJECT_ROOT
 from backend.launcher import doctor
 from backend.launcher.doctor import check_engines, report_model
 from backend.settings import ConfigError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from backend import PROJECT_ROOT
 from backend.config import parse_config
-from backend.engine_config import PROJECT_ROOT
 from backend.launcher.environment import LaunchError, read_settings
 from backend.launcher.side_processes import DynamoWorker, import_folder
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from backend import PROJECT_ROOT
 from backend.app import build
 from backend.config import PolicyConfig, parse_config
-from backend.engine_config import PROJECT_ROOT, EngineConfig
+from backend.engine_config import EngineConfig
 from backend.engines.eagle.folder import save
 from backend.engines.eagle.kind import footprint, make, taps
 from backend.engines.eagle.model import RowWeights, TorchRows

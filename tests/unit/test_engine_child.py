@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from backend import PROJECT_ROOT
 from backend.triton_adapter.engine_child import EngineChild, engine_environment
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 LIMIT_S = 30.0
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from backend import model_folders
+from backend import PROJECT_ROOT, model_folders
 from backend.config import load_config, parse_config
-from backend.engine_config import PROJECT_ROOT, EngineConfig, with_auto_resolved
+from backend.engine_config import EngineConfig, with_auto_resolved
 from backend.engines import memory
 from backend.engines.latency_cases import Case
 from backend.engines.port import Footprint

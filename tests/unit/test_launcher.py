@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from backend import PROJECT_ROOT
 from backend.config import parse_config
 from backend.launcher import run_folder as run_folder_module
 from backend.launcher import server as server_module
@@ -44,7 +45,7 @@ from backend.launcher.run_folder import (
 )
 from backend.launcher.server import Stop, trace_flags
 from backend.triton_adapter.fields import MODELS
-from backend.triton_adapter.paths import PROJECT_ROOT, config_path, socket_path
+from backend.triton_adapter.paths import config_path, socket_path
 from tests.fakes.machine import FakeMachine
 from tests.unit.test_convert import checkpoint, write_gguf
 

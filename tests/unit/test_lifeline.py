@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from backend import lifeline
+from backend import PROJECT_ROOT, lifeline
 from backend.launcher.processes import command_line, descendants, is_running
-from backend.triton_adapter.paths import PROJECT_ROOT
 
 HOLDS_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep(60)"
 CHILDREN = {

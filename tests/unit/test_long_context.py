@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from backend import PROJECT_ROOT
 from backend.config import load_config
 from backend.core.preparation import Preparation
-from backend.engine_config import PROJECT_ROOT
 from backend.openai_frontend.front_end import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES
 from backend.request import GenerationRequest, RequestError
 from backend.sampling.guides import Grammars

@@ -13,13 +13,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from backend import PROJECT_ROOT
 from backend.launcher.environment import read_settings
 from backend.launcher.serving import example_command
 from backend.loopback import no_proxy, open_url
 from backend.openai_frontend.app import fetch_metrics
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.triton import Triton
-from backend.triton_adapter.paths import PROJECT_ROOT
 from tests.server.harness import free_ports
 
 NAMES = [

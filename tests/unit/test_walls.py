@@ -10,7 +10,7 @@ import grimp
 import pytest
 import tomllib
 
-from backend.engine_config import PROJECT_ROOT
+from backend import PROJECT_ROOT
 
 CONTRACTS = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
 LINT = "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache'])"
