@@ -20,7 +20,8 @@ from hashlib import blake2b
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backend.openai_frontend.errors import ApiError, as_json
+from backend.openai_frontend.call_bodies import as_json
+from backend.openai_frontend.errors import ApiError
 
 PRIVATE_SUFFIXES = (
     ".local",

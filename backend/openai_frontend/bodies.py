@@ -22,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from backend.openai_frontend.call_bodies import arguments_of
-from backend.openai_frontend.errors import ApiError, as_json, invalid_body, path_of, wrong
+from backend.openai_frontend.call_bodies import arguments_of, as_json
+from backend.openai_frontend.errors import ApiError, invalid_body, path_of, wrong
 
 INT32 = 2**31 - 1
 IGNORED, REFUSED = "ignored", "refused"

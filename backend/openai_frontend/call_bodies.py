@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+_MOST_SHOWN = 60
+"""Characters of a value that an error shows."""
 Functions = Mapping[str, Any]
 """The schemas of functions' parameters, by the functions' names."""
 _NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -331,6 +333,12 @@ def dump(arguments: Any) -> str:
     except UnicodeEncodeError:
         return json.dumps(arguments, allow_nan=False)
     return text
+
+
+def as_json(value: Any) -> str:
+    """Return a value as an error shows it: JSON, cut off where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
 
 def _properties(schema: Any) -> Mapping[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +11,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
-_MOST_SHOWN = 60
-"""Characters of a value that an error shows."""
+from backend.openai_frontend.call_bodies import as_json
+
 _EXPECTED = {
     "string": "a string",
     "int": "an integer",
@@ -58,12 +57,6 @@ TOOL_FIELDS = {**CHAT_FIELDS, "guided_decoding_guide": "tools"}
 """Tensors of the text model whose field has another name: of a completion, of a chat, of one that
 must call a tool.
 """
-
-
-def as_json(value: Any) -> str:
-    """Return a value as an error shows it: JSON, cut off where it is long."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
 
 class ApiError(Exception):

@@ -12,7 +12,8 @@ from typing import Any
 from backend.config import OpenaiConfig
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.bodies import INT32, Message, Tool, first_broken_call
-from backend.openai_frontend.errors import ApiError, as_json
+from backend.openai_frontend.call_bodies import as_json
+from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.reading import Channels, Frame, reasoning_after
 from backend.openai_frontend.template import ChatTemplate, Escaped, Escaper, RenderError
 
