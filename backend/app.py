@@ -88,7 +88,7 @@ class App:
     stats: Stats
     step_stats: StepStats
     switches: SwitchBoard
-    learned: Learned
+    learned_state: Learned
     explain: Callable[[], dict[str, Any]]
     """Returns the reply to the command ``explain`` (any thread)."""
     tracing: Tracing
@@ -168,7 +168,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
         switches=switches,
         engines=engines,
         taps=service.taps,
-        learned=learned,
+        learned_state=learned,
         explain=partial(explain_last, orchestrator.cycle),
         close_engines=close_engines,
     )
@@ -219,7 +219,7 @@ def _build_hosted(config: ServingConfig, tokenizer: Tokenizer) -> App:
         switches=switches,
         engines=[],
         taps=(),
-        learned=_HostedLearned(loop.engine.learned),
+        learned_state=_HostedLearned(loop.engine.learned),
         explain=loop.engine.explain,
         close_engines=loop.close,
     )

@@ -100,22 +100,22 @@ class FloodGate(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, int, str], tuple[float, int, int]] = {}
+        self._counts: dict[tuple[str, int, str], tuple[float, int, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record may pass."""
         kind = (record.name, record.levelno, str(record.msg))
         with self._lock:
             if (
-                len(self._seen) > MAX_KINDS
+                len(self._counts) > MAX_KINDS
             ):  # messages made without arguments: forgetting a count is better than growing
-                self._seen.clear()
-            started_s, passed, suppressed = self._seen.get(kind, (record.created, 0, 0))
+                self._counts.clear()
+            started_s, passed, suppressed = self._counts.get(kind, (record.created, 0, 0))
             if not 0 <= record.created - started_s < PERIOD_S:
                 started_s, passed = record.created, 0
             if passed == BURST:
-                self._seen[kind] = (started_s, passed, suppressed + 1)
+                self._counts[kind] = (started_s, passed, suppressed + 1)
                 return False
-            self._seen[kind] = (started_s, passed + 1, 0)
+            self._counts[kind] = (started_s, passed + 1, 0)
         record.suppressed = suppressed
         return True

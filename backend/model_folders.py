@@ -21,7 +21,7 @@ from backend.storage import cache
 from backend.storage.manifest import (
     check_pair,
     check_vocabulary,
-    named,
+    naming,
     read_manifest,
     read_model_config,
 )
@@ -110,7 +110,7 @@ def check_target(key: str, folder: Path) -> None:
     """
     from backend.engines.models.llama import check_tensors  # it imports torch
 
-    with named(key):
+    with naming(key):
         load_tokenizer(folder)
         check_tensors(folder)
 

@@ -160,7 +160,7 @@ class Fleet:
         until(lambda: models(url) == [MODEL], f"{url} lists no model")
         return url
 
-    def moved(self) -> int:
+    def count_moved(self) -> int:
         """Return how many texts a worker took over."""
         return sum(replica.count_in_log(" resumes after ") for replica in self.replicas)
 
@@ -306,7 +306,7 @@ def survive(fleet: Fleet, url: str, streams: int) -> dict[str, Any]:
     with ThreadPoolExecutor(STREAMS_AT_ONCE) as pool:
         unbroken = [answer.text for answer in pool.map(lambda body: ask(url, body), bodies)]
     ended, kills = threading.Event(), 0
-    before = fleet.moved()
+    before = fleet.count_moved()
 
     def kill() -> None:
         nonlocal kills
@@ -329,7 +329,7 @@ def survive(fleet: Fleet, url: str, streams: int) -> dict[str, Any]:
         "tokens_each": TOKENS,
         "kinds": kinds,
         "kills": kills,
-        "moved": fleet.moved() - before,
+        "moved": fleet.count_moved() - before,
         "broken": sum(answer.error is not None or answer.reason is None for answer in answers),
         "equal": sum(a.text == text for a, text in zip(answers, unbroken, strict=True)),
         "longest_pause_s": round(gaps_s[-1], 3),

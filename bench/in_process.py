@@ -16,14 +16,14 @@ class Sink:
     """Ignores the text, since token ids are compared, and raises what should not happen."""
 
     cancelled = False
-    ended = False
+    has_ended = False
 
     def chunk(self, delta: Any) -> None:
         """Ignore."""
 
     def final(self, delta: Any, reason: Any, usage: Any) -> None:
         """Note the end."""
-        self.ended = True
+        self.has_ended = True
 
     def error(self, code: Any, message: str) -> None:
         """Raise it."""
@@ -54,7 +54,7 @@ def serve(
                 running.append(waiting.popleft())
                 loop.submit(running[-1])
             loop.step()
-            running = [session for session in running if not session.sink.ended]  # type: ignore[attr-defined]
+            running = [session for session in running if not session.sink.has_ended]  # type: ignore[attr-defined]
     finally:
         if kept is not None:
             loop.cycle.runner.change(*kept)

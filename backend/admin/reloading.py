@@ -111,8 +111,8 @@ def _change(
 ) -> None:
     """Let the loop draft with these engines (loop's thread)."""
     app.switches.change_drafts(config)
-    assert isinstance(app.learned, LearnedState)  # no target is hosted here
-    with app.learned.changing(planner, key) as data:
+    assert isinstance(app.learned_state, LearnedState)  # no target is hosted here
+    with app.learned_state.changing(planner, key) as data:
         now = monotonic()
         state = planner.load(data, now, 0.0) if data else planner.start()
         app.orchestrator.draft_with(engines, planner, state)

@@ -63,7 +63,7 @@ def _cell(folder: Path) -> Cell:
         "drafted": float(sum(proposed)) or drafts * length,
     }
     window = Window((max(ends) - min(starts)) / 1e9, delta)
-    return Cell(length, concurrency, window, tuple(replies), length > 0, sent=len(records))
+    return Cell(length, concurrency, window, tuple(replies), length > 0, sent_requests=len(records))
 
 
 def _histogram(reply: Reply) -> tuple[int, ...]:

@@ -55,13 +55,13 @@ class Cell:
     loaded: bool = True
     """Whether the server has speculation configured."""
     block: int = 0
-    sent: int = 0
+    sent_requests: int = 0
     """Requests that were sent in the window."""
 
     @property
     def firsts(self) -> float:
         """First tokens: requests whose prompt was read."""
-        return self.window["firsts"] or float(self.sent)
+        return self.window["firsts"] or float(self.sent_requests)
 
     @property
     def row_steps(self) -> float:
@@ -286,7 +286,7 @@ def measure(
     if not window["generated"]:
         raise AdviceError(f"{client.url} answered, and its counters show no generated token")
     _check(last[0], window, in_flight, len(bodies))
-    cell = Cell(length, in_flight, window, tuple(replies), sent=len(bodies), **about)
+    cell = Cell(length, in_flight, window, tuple(replies), sent_requests=len(bodies), **about)
     if last[0].gauges.get("waiting", 0) > 0 and cell.batch < _FULL * in_flight:
         raise QueuedError(_QUEUED.format(in_flight))
     return cell

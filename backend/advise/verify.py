@@ -204,7 +204,7 @@ def run(
     consent([*urls.values()], count, options, bodies)
     proof, clock = Proof(advised), "cpu" if options.by_cpu else "wall"
     with ExitStack() as stack:
-        servers = _Servers(campaign, arms, urls, stack, together=options.together)
+        servers = _Servers(campaign, arms, urls, stack, at_once=options.together)
         for block in range(blocks):
             for name in abba([*arms], block):
                 with servers.use(name) as client:
@@ -243,7 +243,7 @@ class _Servers:
     arms: dict[str, list[Range]]
     urls: dict[str, str]
     stack: ExitStack
-    together: bool
+    at_once: bool
     clients: dict[str, Client] = field(default_factory=dict)
     _last: tuple[str, ExitStack] | None = None
 
@@ -252,7 +252,7 @@ class _Servers:
         """Yield the client of an arm; the last one of a block is the first of the next."""
         if name in self.urls:
             yield self.campaign.client(self.urls[name])
-        elif self.together:
+        elif self.at_once:
             if name not in self.clients:
                 self.clients[name] = self._start(name, self.stack)
             yield self.clients[name]

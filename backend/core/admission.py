@@ -68,7 +68,7 @@ class Admission:
             admitted.append(self._queue.popleft())
         return admitted
 
-    def ended(self, session: Session) -> None:
+    def release(self, session: Session) -> None:
         """Give back what an admitted session keeps in memory until it ends, also while it is
         pre-empted.
         """

@@ -21,11 +21,11 @@ _KEY_BYTES = 16
 class BlockObserver(Protocol):
     """Takes which complete blocks can be found."""
 
-    def stored(self, key: bytes, parent: bytes | None, tokens: Seq[int]) -> None:
+    def add_block(self, key: bytes, parent: bytes | None, tokens: Seq[int]) -> None:
         """Take a block that can be found from now on, after the block ``parent`` (None: first)."""
         ...
 
-    def removed(self, key: bytes) -> None:
+    def remove_block(self, key: bytes) -> None:
         """Take the key of a block that can be found no more, whether it was reported or not."""
         ...
 

@@ -57,7 +57,7 @@ class KVLedger:
         self._guaranteed = guaranteed
         self._growth_blocks = 0 if guaranteed else growth_blocks
         self._target = target if sizes else None
-        self._apart = target is not None and target.limits.invariant
+        self._is_invariant = target is not None and target.limits.invariant
         self._reuse = Reuse()
         self._observer: BlockObserver | None = None
 
@@ -66,7 +66,7 @@ class KVLedger:
         a salt are not reported: a router would compare them with other tenants' prompts.
         """
         self._observer = observer
-        self._pool.on_forget = observer.removed
+        self._pool.on_forget = observer.remove_block
 
     def blocks_needed(self, tokens: int) -> int:
         """Return the blocks that a sequence of this many tokens needs (0 where no engine keeps
@@ -207,7 +207,7 @@ class KVLedger:
         for index in range(len(keys), len(tokens) // BLOCK_TOKENS):
             parent = keys[-1] if keys else root_key(sequence.salt)
             stop = (index + 1) * BLOCK_TOKENS
-            generated = self._apart and stop > sequence.prompt_tokens
+            generated = self._is_invariant and stop > sequence.prompt_tokens
             content = tokens[index * BLOCK_TOKENS : stop]
             keys.append(block_key(parent, content, sequence.prompt_tokens if generated else -1))
 
@@ -216,7 +216,7 @@ class KVLedger:
             is_new = self._pool.publish(sequence.keys[index], table[index])
             if is_new and self._observer is not None and not sequence.salt:
                 stop = (index + 1) * BLOCK_TOKENS
-                if not self._apart or stop <= sequence.prompt_tokens:
+                if not self._is_invariant or stop <= sequence.prompt_tokens:
                     parent = sequence.keys[index - 1] if index else None
                     tokens = sequence.tokens[stop - BLOCK_TOKENS : stop]
-                    self._observer.stored(sequence.keys[index], parent, tokens)
+                    self._observer.add_block(sequence.keys[index], parent, tokens)

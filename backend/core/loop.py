@@ -164,7 +164,7 @@ class Loop(ABC):
             self._release(session)
             self._stats.request("success")
             usage = session.usage()
-            self._stats.finished(usage)
+            self._stats.count_finished(usage)
             session.sink.final(session.pop_delta(), session.finish_reason, usage)
         elif session.request.stream:
             delta = session.pop_delta()

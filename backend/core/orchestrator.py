@@ -274,9 +274,9 @@ class Orchestrator(Loop):
 
     def _release(self, session: Session) -> None:
         """Forget a request in batch, engines, ledger, and (at the end of the step) policy."""
-        self.cycle.drafting.ended(session.sequence)
+        self.cycle.drafting.end(session.sequence)
         self._ledger.release(session.sequence)
-        self._admission.ended(session)
+        self._admission.release(session)
         self._forget(session)
         self.cycle.forget(session.id)
 

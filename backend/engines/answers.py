@@ -71,7 +71,7 @@ def tenant_of(salt: str) -> bytes:
 
 class Answers:
     """At most ``capacity`` tokens, a border after each text counted; the oldest texts go first,
-    whole. ``tokens`` is how many there are, ``added`` how many texts were ever kept: a place that
+    whole. ``tokens`` is how many there are, ``count`` how many texts were ever kept: a place that
     was found is good until the next is.
     """
 
@@ -79,9 +79,9 @@ class Answers:
         self.capacity = capacity
         self._visits = visits
         self.tokens = 0
-        self.added = 0
+        self.count = 0
         self._at = 0  # the slot that is written next
-        self._kept: deque[_Place] = deque()  # the oldest first
+        self._texts: deque[_Place] = deque()  # the oldest first
         self._tenants: dict[int, bytes] = {}  # by the slot that a text starts at
         self._ring, self._text = (_filled(capacity) for _ in range(2))
         self._newest, self._before = ([_filled(capacity) for _ in SIZES] for _ in range(2))
@@ -102,9 +102,9 @@ class Answers:
         np.frombuffer(self._ring, np.int32)[slots] = [*tokens, BORDER]
         np.frombuffer(self._text, np.int32)[slots] = start
         self._tenants[start] = text.tenant
-        self._kept.append(_Place(start, size, context))
+        self._texts.append(_Place(start, size, context))
         self._at, self.tokens = (start + size) % self.capacity, self.tokens + size
-        self.added += 1
+        self.count += 1
         self._chain(text.tenant, tokens, context, slots)
         return size, forgotten
 
@@ -187,7 +187,7 @@ class Answers:
     def texts(self) -> Iterator[PastText]:
         """Yield all texts, the oldest first."""
         ring = np.frombuffer(self._ring, np.int32)
-        for start, size, context in self._kept:
+        for start, size, context in self._texts:
             tokens = ring[self._slots(start, size - 1)].tolist()
             yield PastText(self._tenants[start], tokens, context)
 
@@ -202,14 +202,14 @@ class Answers:
         """
         if wrong := [len(each) for each in self._arrays() if len(each) != self.capacity]:
             raise RuntimeError(f"arrays of {wrong} slots, the capacity is {self.capacity}")
-        size = sum(kept.tokens for kept in self._kept)
+        size = sum(kept.tokens for kept in self._texts)
         if not size == self.tokens <= self.capacity:
             raise RuntimeError(f"texts of {size} tokens, counted {self.tokens}")
-        if [kept.start for kept in self._kept] != list(self._tenants):
-            raise RuntimeError(f"{len(self._kept)} texts, {len(self._tenants)} tenants of texts")
+        if [kept.start for kept in self._texts] != list(self._tenants):
+            raise RuntimeError(f"{len(self._texts)} texts, {len(self._tenants)} tenants of texts")
         owner = np.full(self.capacity, BORDER, np.int32)
         ends = np.ones(self.capacity, np.bool_)
-        for start, tokens, _ in self._kept:
+        for start, tokens, _ in self._texts:
             owner[self._slots(start, tokens)] = start
             ends[self._slots(start, tokens - 1)] = False
         if wrong := np.flatnonzero(owner != np.frombuffer(self._text, np.int32)).tolist():
@@ -246,7 +246,7 @@ class Answers:
 
     def _forget_oldest(self) -> int:
         """Wipe the oldest text, so that nothing of it is ever found; return its tokens."""
-        start, size, _ = self._kept.popleft()
+        start, size, _ = self._texts.popleft()
         slots = self._slots(start, size)
         np.frombuffer(self._ring, np.int32)[slots] = BORDER
         np.frombuffer(self._text, np.int32)[slots] = -1

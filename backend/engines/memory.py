@@ -41,13 +41,13 @@ def kv_tokens_that_fit(config: ServingConfig, folders: Mapping[str, Path], free:
     """
     limits, device = config.limits, config.target.device
 
-    def needed(tokens: int) -> int:
+    def bytes_for(tokens: int) -> int:
         sized = replace(config, limits=replace(limits, kv_cache_tokens=tokens))
         return sum(f.total for f in plan(sized, folders).values() if f.device == device)
 
     most = limits.max_active_requests * (limits.max_context_tokens + config.policy.k_max + 1)
-    least_bytes = needed(LEAST_KV_TOKENS)
-    token_bytes = (needed(2 * LEAST_KV_TOKENS) - least_bytes) / LEAST_KV_TOKENS
+    least_bytes = bytes_for(LEAST_KV_TOKENS)
+    token_bytes = (bytes_for(2 * LEAST_KV_TOKENS) - least_bytes) / LEAST_KV_TOKENS
     fitting = LEAST_KV_TOKENS + int((KV_SHARE * free - least_bytes) / token_bytes)
     return max(min(fitting, most) // BLOCK_TOKENS * BLOCK_TOKENS, LEAST_KV_TOKENS)
 

@@ -314,7 +314,7 @@ class Remembers(Protocol):
 
     name: str
 
-    def ended(self, sequence: Sequence) -> None:
+    def remember(self, sequence: Sequence) -> None:
         """Take the answer of a request that has ended, however it did, and that may be remembered;
         its ``cancel`` follows.
         """

@@ -23,15 +23,15 @@ class Spine:
     """All nodes: token, parent, confidence of the path."""
     last: int = ROOT
     """The node that the likeliest path ends in."""
-    ended: bool = False
+    is_over: bool = False
 
     def extend(self, candidates: Iterable[tuple[int, float]]) -> None:
         """Go on by the first of these (token, probability), best first; none of them ends it."""
         parent, first = self.last, len(self.nodes)
         path = self.nodes[parent][2] if parent != ROOT else 1.0
         self.nodes += [(token, parent, path * p) for token, p in candidates]
-        self.ended = first == len(self.nodes)
-        if not self.ended:
+        self.is_over = first == len(self.nodes)
+        if not self.is_over:
             self.last = first
             self.tokens.append(self.nodes[first][0])
 

@@ -45,14 +45,14 @@ OTHERS = 1
 @dataclass(frozen=True, slots=True)
 class _Matches:
     """Places where a text of ``length`` tokens goes on, by what was kept up to answer number
-    ``added``. Places in kept answers are good for nothing once another one is kept.
+    ``answers``. Places in kept answers are good for nothing once another one is kept.
     """
 
     length: int
-    added: int
-    own: list[Match]
+    answers: int
+    in_text: list[Match]
     """With sizes of at most ``LONGEST_MATCH``."""
-    kept: list[Found]
+    in_answers: list[Found]
     """With sizes of at most ``LONGEST``, the longest first."""
 
 
@@ -85,7 +85,7 @@ class SuffixEngine(LookupEngine):
         """How many tokens are kept now, a border after each answer counted."""
         return self.answers.tokens
 
-    def ended(self, sequence: Sequence) -> None:
+    def remember(self, sequence: Sequence) -> None:
         """Keep what was written for a request, unless it is not to be remembered."""
         if not sequence.remember:
             return
@@ -105,13 +105,13 @@ class SuffixEngine(LookupEngine):
         whether all places with as long an n-gram go on alike.
         """
         matches, tokens = self._matches(sequence), sequence.tokens
-        sizes = [match.size for match in matches.own]
-        if matches.kept:
-            sizes.append(self.answers.reach(matches.kept[0], tokens, LONGEST_MATCH))
+        sizes = [match.size for match in matches.in_text]
+        if matches.in_answers:
+            sizes.append(self.answers.reach(matches.in_answers[0], tokens, LONGEST_MATCH))
         size = max(sizes, default=0)
         least = min(size, self._ngrams[1])
-        following = {tokens[match.position] for match in matches.own if match.size >= least}
-        for place in matches.kept:
+        following = {tokens[match.position] for match in matches.in_text if match.size >= least}
+        for place in matches.in_answers:
             if place.size >= least:
                 following.add(self.answers.token(place.slot))
         return bin_of_match(size, agree=len(following) == 1)
@@ -127,19 +127,20 @@ class SuffixEngine(LookupEngine):
 
     def _has_match(self, sequence: Sequence) -> bool:
         matches = self._matches(sequence)
-        return bool(matches.own or matches.kept)
+        return bool(matches.in_text or matches.in_answers)
 
     def _paths(self, sequence: Sequence, length: int) -> list[Path]:
         """Return the paths after the longest matches, equal ones as one; those of ``lookup`` where
         no answer has a match.
         """
         matches, tokens = self._matches(sequence), sequence.tokens
-        if not matches.kept:
+        if not matches.in_answers:
             return super()._paths(sequence, length)
         own = [
-            (min(m.size, LONGEST), continuation(tokens, m.position, length)) for m in matches.own
+            (min(m.size, LONGEST), continuation(tokens, m.position, length))
+            for m in matches.in_text
         ]
-        kept = [(f.size - OTHERS, self.answers.read(f.slot, length)) for f in matches.kept]
+        kept = [(f.size - OTHERS, self.answers.read(f.slot, length)) for f in matches.in_answers]
         found = own + kept
         longest = max(size for size, _ in found)
         votes: dict[tuple[int, ...], int] = {}
@@ -155,9 +156,9 @@ class SuffixEngine(LookupEngine):
 
     def _matches(self, sequence: Sequence) -> _Matches:
         """Return the matches of a text as it is; each is looked for once."""
-        tokens, added = sequence.tokens, self.answers.added
+        tokens, added = sequence.tokens, self.answers.count
         known = self._matched.get(sequence.id)
-        if known is None or (known.length, known.added) != (len(tokens), added):
+        if known is None or (known.length, known.answers) != (len(tokens), added):
             own = self._index(sequence).matches(tokens)
             kept = self.answers.find(self._tenant(sequence), tokens, PLACES)
             known = self._matched[sequence.id] = _Matches(len(tokens), added, own, kept)

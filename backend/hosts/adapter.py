@@ -257,13 +257,13 @@ class Host:
             self.cycle.learn(step)
             self._stats.state(len(self.sequences), 0, {}, self.cycle.runner.drift())
 
-    def ended(self, keys: Iterable[Hashable]) -> None:
+    def end(self, keys: Iterable[Hashable]) -> None:
         """Forget requests that are over; drafts that remember answers take theirs. Unknown keys
         are ignored.
         """
         for key in keys:
             if (sequence := self.sequences.get(key)) is not None:
-                self.cycle.drafting.ended(sequence)
+                self.cycle.drafting.end(sequence)
                 self._forget(key)
 
     def _forget(self, key: Hashable) -> None:

@@ -197,7 +197,7 @@ class SpindleResources(BaseResourceManager):  # type: ignore[misc]
             self._forget()
 
     def _forget(self) -> None:
-        self._host.ended(self._over)
+        self._host.end(self._over)
         self._over.clear()
 
     def shutdown(self) -> None:

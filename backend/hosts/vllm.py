@@ -137,7 +137,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             super().update_draft_token_ids(DraftTokenIds([*proposed], [*proposed.values()]))
         computed = {name: request.num_computed_tokens for name, request in decoding.items()}
         output = super().schedule(*args, **kwargs)
-        self._host.ended(output.finished_req_ids)
+        self._host.end(output.finished_req_ids)
         self._left_waiting = len(self.waiting)
         tokens = output.num_scheduled_tokens
         proposed_by_id = output.scheduled_spec_decode_tokens

@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         app = build(config)
         app.switches.keep_in(arguments.socket.with_suffix(SWITCHES_SUFFIX))
         warm_up(app)
-        app.learned.restore()
+        app.learned_state.restore()
         server = Server(app, arguments.socket, arguments.config)
         spare_the_collector()
     except (cache.CacheError, OSError, ValueError, RuntimeError) as error:
@@ -121,11 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, drain)
     signal.signal(signal.SIGUSR1, drain)
-    app.learned.start()
+    app.learned_state.start()
     logger.info("ready after %.1f s", perf_counter() - started)
     if not server.serve():
         logger.error("the loop ended: exiting, so that this process is restarted")
         return 1
-    app.learned.close()
+    app.learned_state.close()
     app.close()
     return 0

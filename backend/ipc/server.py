@@ -123,11 +123,11 @@ class Ticket:
             self._server.post(self._connection, message)
             if self.trace is not None:
                 self.trace.end(ending)
-                self._server.ended(self.trace)
+                self._server.finish(self.trace)
 
 
 class Server:
-    """Serves the socket until stopped. ``post`` and ``ended`` may be called from any thread, all
+    """Serves the socket until stopped. ``post`` and ``finish`` may be called from any thread, all
     else runs on the IO thread.
     """
 
@@ -167,7 +167,7 @@ class Server:
             self._wake_sent = True
             self._waker.send(b"x")
 
-    def ended(self, trace: RequestTrace) -> None:
+    def finish(self, trace: RequestTrace) -> None:
         """Take the trace of a request that has ended (any thread)."""
         self._app.tracing.finish(trace)
 
@@ -437,7 +437,7 @@ class Server:
             case ["switches"]:
                 return self._app.switches.show()
             case ["learned"]:
-                return self._app.learned.show()
+                return self._app.learned_state.show()
             case ["set", *words]:
                 return self._app.switches.set(words)
         known = "health, learned, explain, switches, set key=value ..., reload drafts"

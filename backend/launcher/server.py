@@ -163,13 +163,13 @@ class TritonServer:
         self._shm_prefix = ""
         self._answered_s = 0.0
         self._last_probe = ""
-        self._ended = threading.Event()
+        self._ending = threading.Event()
 
     def start(self) -> None:
         """Start the process."""
         # by its beginning the run folder's end deletes it too
         self._shm_prefix = f"{self._folder.name}_{monotonic():.0f}_"
-        self._ended.clear()
+        self._ending.clear()
         self._process = lifeline.start(
             sys.executable,
             self._command(),
@@ -238,7 +238,7 @@ class TritonServer:
 
     def _clean_up(self, tree: list[int]) -> None:
         assert self._process is not None
-        self._ended.set()
+        self._ending.set()
         self._process.kill()
         self._process.wait()
         if left := kill_all([*tree, *self._stubs]):
@@ -296,7 +296,7 @@ class TritonServer:
         }
 
     def _keep_probing(self) -> None:
-        while not self._ended.wait(PROBE_PERIOD_S):
+        while not self._ending.wait(PROBE_PERIOD_S):
             self._probe()
 
     def _probe(self) -> bool:

@@ -55,26 +55,26 @@ class SideProcess:
         self._environment = environment
         self._stop_limit_s = stop_limit_s
         self._output = output
-        self._ended = threading.Event()
+        self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it unless it runs."""
         if self._thread is None:
-            self._ended.clear()
+            self._ending.clear()
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
     def signal(self, number: int) -> None:
         """Send a signal, and start it no more."""
-        self._ended.set()
+        self._ending.set()
         if self._process is not None:
             self._process.send_signal(number)
 
     def stop(self) -> None:
         """End it by SIGTERM; kill it after its time."""
-        self._ended.set()
+        self._ending.set()
         if self._process is not None:
             end(self._process, self._stop_limit_s)
         if self._thread is not None:
@@ -85,7 +85,7 @@ class SideProcess:
         """Look at a process that has just been started."""
 
     def _run(self) -> None:
-        while not self._ended.is_set():
+        while not self._ending.is_set():
             self._process = lifeline.start(
                 self._command[0],
                 self._command,
@@ -95,14 +95,14 @@ class SideProcess:
                 stderr=self._output,
                 start_new_session=True,
             )
-            if self._ended.is_set():
+            if self._ending.is_set():
                 self._process.terminate()
             self.watch_start(self._process)
             status = self._process.wait()
-            if not self._ended.is_set():
+            if not self._ending.is_set():
                 text = f"{self._name} ended with status {status}"
                 say(f"{text}: starting it again in {BACKOFF_S:g} s")
-            self._ended.wait(BACKOFF_S)
+            self._ending.wait(BACKOFF_S)
 
 
 class FrontEnd(SideProcess):
@@ -156,11 +156,11 @@ class FrontEnd(SideProcess):
     def watch_start(self, process: subprocess.Popen[bytes]) -> None:
         """Note when it answers, and say so of one that was started again."""
         address = self._settings.client_host, self._settings.openai_port
-        while process.poll() is None and not self._ended.is_set():
+        while process.poll() is None and not self._ending.is_set():
             try:
                 socket.create_connection(address, timeout=1.0).close()
             except OSError:  # noqa: PERF203 (it does not listen yet)
-                self._ended.wait(0.1)
+                self._ending.wait(0.1)
             else:
                 if self._listens.is_set():
                     say("the OpenAI front end answers again")

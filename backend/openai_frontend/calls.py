@@ -271,7 +271,7 @@ class CallReader:
         self._has_begun = not self._begins
         self._is_in_block = False
         self._block: list[str] = []  # what may be calls, so far
-        self._called = self._has_just_called = False
+        self._has_called = self._has_just_called = False
         self._content: list[str] = []  # of this piece
         self._calls: list[Call] = []
 
@@ -285,7 +285,7 @@ class CallReader:
         self._scanner.feed(text)
         while self._reads_block(ended, cut) if self._is_in_block else self._reads_content(ended):
             pass
-        if ended and not self._called:
+        if ended and not self._has_called:
             self._content.append(self._blanks.take())
         return "".join(self._content), self._calls
 
@@ -350,7 +350,7 @@ class CallReader:
             return False
         self._blanks.take()
         self._calls += calls
-        self._called = self._has_just_called = True
+        self._has_called = self._has_just_called = True
         return True
 
     def _add(self, text: str) -> None:

@@ -101,7 +101,7 @@ class Choice:
     seed: int | None = None
     tokens: list[Token] = field(default_factory=list)
     _offsets: list[int] = field(default_factory=list)
-    _begun: bool = False
+    _has_begun: bool = False
     _calls: int = 0
     _reader: Reader | ChannelReader | None = field(init=False)
     _places: Places = field(init=False)
@@ -170,7 +170,7 @@ class Choice:
             parts = self._read()
             if self._reader is not None and self.reason is None and not parts:
                 return None
-            delta: dict[str, Any] = {} if self._begun else {"role": "assistant"}
+            delta: dict[str, Any] = {} if self._has_begun else {"role": "assistant"}
             if parts.reasoning:
                 delta |= _reasoning(parts.reasoning)
             if parts.content or not (parts.calls or parts.reasoning):
@@ -187,7 +187,7 @@ class Choice:
                 "logprobs": self._chat_log_probs(),
                 **self._ending(),
             }
-        self.tokens, self._offsets, self._begun = [], [], True
+        self.tokens, self._offsets, self._has_begun = [], [], True
         return made
 
     def _completion(self) -> dict[str, Any]:

@@ -42,16 +42,16 @@ def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
         closed: dict[str, Any] | bool = closer.close(schema)
     except RecursionError:  # far deeper than the parser takes: it refuses the schema
         return schema
-    if isinstance(closed, dict) and closer.opened:
-        closed["$defs"] = {**of_kind(dict, closed, "$defs"), **closer.opened}
+    if isinstance(closed, dict) and closer.definitions:
+        closed["$defs"] = {**of_kind(dict, closed, "$defs"), **closer.definitions}
     return closed
 
 
 class _Closer:
-    """``opened`` are the parts that were referred to, by their names in ``$defs``."""
+    """``definitions`` are the parts that were referred to, by their names in ``$defs``."""
 
     def __init__(self, root: Any) -> None:
-        self.opened: dict[str, Any] = {}
+        self.definitions: dict[str, Any] = {}
         self._root = root
         self._open_names: dict[str, str] = {}
         self._known_names: dict[str, _Names | None] = {}
@@ -111,7 +111,7 @@ class _Closer:
         """Return the name of an open copy of what is referred to."""
         if (name := self._open_names.get(reference)) is None:
             name = self._open_names[reference] = f"spindle_open_{len(self._open_names)}"
-            self.opened[name] = self._open(target)
+            self.definitions[name] = self._open(target)
         return name
 
     def _names(self, schema: Any) -> _Names | None:

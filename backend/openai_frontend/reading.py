@@ -167,7 +167,7 @@ class ChannelReader:
         self._header = ""
         self._body: _Body | None = None  # None: in a header
         self._arguments: list[str] = []  # of the call that has begun
-        self._begun = set[_Body]()  # kinds of messages that have some text
+        self._kinds_with_text = set[_Body]()  # kinds of messages that have some text
         self._is_new = True  # the message has no text yet
         self._texts: dict[_Body, list[str]] = {}  # of this piece
         self._calls: list[Call] = []
@@ -235,10 +235,10 @@ class ChannelReader:
         """Add a text; messages of one kind are lines."""
         if not text:
             return
-        if self._is_new and kind in self._begun:
+        if self._is_new and kind in self._kinds_with_text:
             text = "\n" + text
         self._is_new = False
-        self._begun.add(kind)
+        self._kinds_with_text.add(kind)
         self._texts[kind].append(text)
 
 

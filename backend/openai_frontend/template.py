@@ -81,7 +81,7 @@ class Escaper:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._shapes = _shapes(tuple(names))
-        self._cut = secrets.token_hex(16)
+        self._cut_mark = secrets.token_hex(16)
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages with their special tokens cut."""
@@ -89,7 +89,7 @@ class Escaper:
 
     def prompt(self, rendered: str) -> str | Escaped:
         """Return the prompt of a rendered template; an escaped one where there is need."""
-        parts = rendered.split(self._cut)
+        parts = rendered.split(self._cut_mark)
         cuts, text = list(accumulate(map(len, parts[:-1]))), "".join(parts)
         tokens = [
             (found[0], any(found.start() < cut < found.end() for cut in cuts))
@@ -109,11 +109,11 @@ class Escaper:
 
     def _text(self, text: str) -> str:
         """Return a text with cuts in special tokens, and at an end that may be a part of one."""
-        shapes, cut = self._shapes, self._cut
+        shapes, mark = self._shapes, self._cut_mark
         is_tail = any(text[:size] in shapes.tails for size in range(1, shapes.longest))
         is_head = any(text[-size:] in shapes.heads for size in range(1, shapes.longest))
-        text = shapes.pattern.sub(lambda found: found[0][:1] + cut + found[0][1:], text)
-        return cut * is_tail + text + cut * is_head
+        text = shapes.pattern.sub(lambda found: found[0][:1] + mark + found[0][1:], text)
+        return mark * is_tail + text + mark * is_head
 
 
 @dataclass(frozen=True, slots=True)

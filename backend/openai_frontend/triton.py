@@ -195,7 +195,7 @@ class Triton:
                         raise
                     continue
                 if piece.finish_reason is not None:
-                    texts.ended()
+                    texts.free_place()
                 yield piece
         except grpc.RpcError as error:
             raise ApiError(_STATUS.get(error.code().name, 500), str(error.details())) from None
@@ -218,7 +218,7 @@ class _Texts:
     """
 
     def __init__(self, count: int, most: int) -> None:
-        self._left = count
+        self._remaining = count
         self._in_flight = min(count, most)
         self._waiting = iter(range(self._in_flight, count))
         self._put_off: list[int] = []
@@ -235,15 +235,15 @@ class _Texts:
         """Whether ``next`` returns at once."""
         return not self._due.empty()
 
-    def ended(self) -> None:
+    def free_place(self) -> None:
         """Give its place to another text."""
-        self._left -= 1
+        self._remaining -= 1
         self._in_flight -= 1
         index = self._put_off.pop() if self._put_off else next(self._waiting, None)
         if index is not None:
             self._in_flight += 1
             self._due.put_nowait(index)
-        elif not self._left:
+        elif not self._remaining:
             self._due.put_nowait(None)
 
     def put_off(self, index: int) -> bool:

@@ -33,7 +33,7 @@ class KVEvents:
         self._published: set[bytes] = set()
         self._encoder = msgspec.msgpack.Encoder()
 
-    def stored(self, key: bytes, parent: bytes | None, tokens: Seq[int]) -> None:
+    def add_block(self, key: bytes, parent: bytes | None, tokens: Seq[int]) -> None:
         """Publish a block, named by its key, after the block ``parent`` (None: the first)."""
         self._published.add(key)
         self._send(
@@ -49,7 +49,7 @@ class KVEvents:
             }
         )
 
-    def removed(self, key: bytes) -> None:
+    def remove_block(self, key: bytes) -> None:
         """Publish that a block was forgotten, if it was published."""
         if key in self._published:
             self._published.remove(key)

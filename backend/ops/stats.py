@@ -170,7 +170,7 @@ class StepStats:
                 **MODEL,
             )
 
-    def finished(self, usage: Usage) -> None:
+    def count_finished(self, usage: Usage) -> None:
         """Record the lengths of a request that succeeded."""
         self._stats.observe(
             "nv_llm_input_token_len",

@@ -43,7 +43,7 @@ class Tracing:
 
     def __init__(self, stats: StepStats, environment: Mapping[str, str] = os.environ) -> None:
         self._stats = stats
-        self._finished: queue.Queue[RequestTrace | None] = queue.Queue(MAX_WAITING_TRACES)
+        self._queue: queue.Queue[RequestTrace | None] = queue.Queue(MAX_WAITING_TRACES)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if any(environment.get(name) for name in ENDPOINTS):
@@ -66,7 +66,7 @@ class Tracing:
     def finish(self, trace: RequestTrace) -> None:
         """Have a trace sent that has ended."""
         try:
-            self._finished.put_nowait(trace)
+            self._queue.put_nowait(trace)
         except queue.Full:
             self._stats.fallback("trace_dropped")
 
@@ -77,13 +77,13 @@ class Tracing:
         deadline_s = monotonic() + CLOSE_LIMIT_S
         self._closing.set()
         try:
-            self._finished.put(None, timeout=CLOSE_LIMIT_S)
+            self._queue.put(None, timeout=CLOSE_LIMIT_S)
         except queue.Full:
             return
         self._thread.join(max(0.0, deadline_s - monotonic()))
 
     def _run(self, tracer: Tracer, exporter: SpanExporter) -> None:
-        while (trace := self._finished.get()) is not None:
+        while (trace := self._queue.get()) is not None:
             if not self._send(spans_of(trace, tracer), exporter):
                 self._stats.fallback("trace_export")
         exporter.shutdown()
@@ -142,7 +142,7 @@ def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
     ) -> Any:
         return tracer.start_span(name, context, start_time=at(started_s), attributes=attributes)
 
-    def ended(span: Any, ended_s: float) -> Any:
+    def end(span: Any, ended_s: float) -> Any:
         span.end(at(ended_s))
         return span
 
@@ -157,14 +157,14 @@ def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
         span = start(f"spindle.{phase.name}", set_span_in_context(request), phase.started_s)
         inside = set_span_in_context(span)
         for step in (step for step in trace.steps if step.phase == index):
-            yield ended(
+            yield end(
                 start("spindle.step", inside, step.started_s, _step_attributes(step)), step.ended_s
             )
-        yield ended(span, end_s)
+        yield end(span, end_s)
     if (first := next((step for step in trace.steps if step.emitted), None)) is not None:
         request.add_event("first_token", timestamp=at(first.ended_s))
     _mark_error(request, trace.ending)
-    yield ended(request, trace.ended_s)
+    yield end(request, trace.ended_s)
 
 
 def _mark_error(span: Any, ending: Ended | Broken | None) -> None:

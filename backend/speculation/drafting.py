@@ -238,7 +238,7 @@ class Drafting:
         for sequence_id in gone:
             self._highest.pop(sequence_id, None)
 
-    def ended(self, sequence: Sequence) -> None:
+    def end(self, sequence: Sequence) -> None:
         """Let drafts that remember answers take this one, before it is cancelled."""
         for draft in self._remembering if sequence.remember else ():
             self._remember(draft, sequence)
@@ -295,7 +295,7 @@ class Drafting:
     def _remember(self, draft: Remembers, sequence: Sequence) -> None:
         """Let a draft take an answer; one that fails costs no request."""
         try:
-            draft.ended(sequence)
+            draft.remember(sequence)
         except Exception:
             logger.exception("draft %s could not store an answer", draft.name)
             self._stats.fallback("draft_error")

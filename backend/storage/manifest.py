@@ -69,7 +69,7 @@ def check_model(
     """
     tokenizer, folder = engine.name == config.target.name, path(engine)
     check_folder(key, engine.model, folder, engine.kind.architectures, tokenizer=tokenizer)
-    with named(key):
+    with naming(key):
         check_weight_files(folder)
     if misfit := engine.kind.misfit(read_model_config(folder)):
         text = f"{key}: {folder} has {misfit}, which the engine {engine.engine!r} cannot run"
@@ -77,7 +77,7 @@ def check_model(
 
 
 @contextmanager
-def named(key: str) -> Iterator[None]:
+def naming(key: str) -> Iterator[None]:
     """Let an error about a folder begin with the setting that names it."""
     try:
         yield
@@ -98,7 +98,7 @@ def check_folder(
             f"{key}: {folder} has no config.json. Give the folder of a Hugging Face checkpoint: "
             "config.json, tokenizer.json and *.safetensors"
         )
-    with named(key):
+    with naming(key):
         architecture = next(iter(read_model_config(folder).get("architectures") or ["none"]))
     if architectures and architecture not in architectures:
         text = f"{key}: {folder} is a {architecture}, which is not supported"
@@ -111,7 +111,7 @@ def check_folder(
             f'AutoTokenizer.{load}.{save}"'
         )
     if tokenizer:
-        with named(key):
+        with naming(key):
             check_content(folder / "tokenizer.json")
 
 

@@ -96,7 +96,7 @@ class Field:
     """Values that ask for nothing, as an empty tensor does."""
     key: str = ""
     """The request's attribute where that has another name."""
-    added: bool = False
+    extra: bool = False
     """Not NVIDIA's."""
     effect: bool = True
     """Off for inputs whose type is checked and nothing else."""
@@ -142,11 +142,11 @@ _ONE, _ANY, _ROWS = (1,), (-1,), (-1, -1)
 # A table: a tensor in as few lines as it takes, rather than one argument a line.
 
 _MIN_P = _f(
-    "min_p", "FP32", _ONE, added=True, range=_SHARE,
+    "min_p", "FP32", _ONE, extra=True, range=_SHARE,
     does="no token less likely than this share of the likeliest, before top_k and top_p; 0: off",
 )
 _ADD_SPECIAL_TOKENS = _f(
-    "add_special_tokens", "BOOL", _ONE, added=True,
+    "add_special_tokens", "BOOL", _ONE, extra=True,
     does="whether the text gets the tokenizer's special tokens, such as a begin token; absent: "
     "`add_special_tokens` in serving.json",
 )
@@ -168,7 +168,7 @@ _SHARED_INPUTS = (
        range=_CHANGE),
     _f("prompt_ignore_length", "INT32", _ONE,
        "that many first tokens of the prompt do not count for presence_penalty and "
-       "frequency_penalty; beyond the prompt: none of it counts", added=True, range=Range(0)),
+       "frequency_penalty; beyond the prompt: none of it counts", extra=True, range=Range(0)),
     _f("seed", "UINT64", _ONE,
        "the same seed gives the same text, as far as the guarantees say; absent: a random one"),
     _f("return_log_probs", "BOOL", _ONE, "ask for cum_log_probs and output_log_probs"),
@@ -203,7 +203,7 @@ _TEXT_INPUTS = (
        range=Range(1)),
     _f("fit_max_tokens", "BOOL", _ONE,
        "true: a max_tokens over what the prompt leaves of the context is lowered to that, not "
-       "refused", added=True),
+       "refused", extra=True),
     _f("stream", "BOOL", _ONE, "send deltas (decoupled mode only)"),
     _f("stop_words", "STRING", _ANY,
        "end before the first of them, wherever token borders fall; the name of a special token in "
@@ -217,36 +217,36 @@ _TEXT_INPUTS = (
     _ADD_SPECIAL_TOKENS,
     _f("skip_special_tokens", "BOOL", _ONE,
        "false: special tokens are text by their names, but for the one that ends the text",
-       added=True),
+       extra=True),
     _f("stop_token_ids", "INT32", _ANY,
-       "more tokens that end the text and are no part of it, whatever end_id is", added=True),
+       "more tokens that end the text and are no part of it, whatever end_id is", extra=True),
     _f("embedding_bias_words", "STRING", _ANY,
        "every token of a word gets its weight added to its logit"),
     _f("embedding_bias_weights", "FP32", _ANY, "as many as words; -inf is a ban", range=_BIAS),
-    _f("logit_bias_ids", "INT32", _ANY, "tokens whose logits get an addend", added=True),
-    _f("logit_bias_values", "FP32", _ANY, "the addends, as many as ids; -inf is a ban", added=True,
+    _f("logit_bias_ids", "INT32", _ANY, "tokens whose logits get an addend", extra=True),
+    _f("logit_bias_values", "FP32", _ANY, "the addends, as many as ids; -inf is a ban", extra=True,
        range=_BIAS),
     _f("prompt_token_ids", "INT32", _ANY, "the prompt as tokens; text_input is '' then",
-       added=True),
+       extra=True),
     _f("resumed_tokens", "INT32", _ONE,
        "that many tokens at the end of prompt_token_ids are text that was generated before, by "
        "any server; what follows is as if it had not been broken off, and max_tokens counts that "
-       "alone", added=True, range=Range(0)),
+       "alone", extra=True, range=Range(0)),
     _f("return_prompt_log_probs", "BOOL", _ONE,
        "ask for prompt_tokens and prompt_log_probs, and with return_top_log_probs for the "
-       "likeliest; such a request shares no KV", added=True),
+       "likeliest; such a request shares no KV", extra=True),
     _f("return_top_log_probs", "INT32", _ONE,
        "ask for output_tokens and, 1 to 20, that many top_tokens and top_log_probs at each place",
-       key="top_log_probs", added=True, range=Range(0, 20)),
+       key="top_log_probs", extra=True, range=Range(0, 20)),
     _hint("length_penalty", "FP32", _ONE, "it ranks beams"),
     _no(Reason.ENCODER, "decoder_text_input", "STRING", _ONE, ""),
     _no(Reason.MULTIMODAL, "prompt_table_extra_id", "UINT64"),
     _f("cache_salt", "STRING", _ONE,
        "only requests of the same salt share KV, what drafts remember and what the policy learns "
-       "of texts, which keeps tenants apart", added=True),
+       "of texts, which keeps tenants apart", extra=True),
     _f("remember", "BOOL", _ONE,
        "false: no draft remembers the answer for later requests; absent: drafts of the engine "
-       "`suffix` do, for those of the same salt", added=True),
+       "`suffix` do, for those of the same salt", extra=True),
 )
 
 _BLS_INPUTS = (
@@ -273,20 +273,20 @@ _SHARED_OUTPUTS = (
     _f("total_accepted_draft_tokens", "INT32", _ONE, "over the whole request"),
     _f("total_draft_tokens", "INT32", _ONE, "over the whole request"),
     _f("draft_names", "STRING", _ANY,
-       "the drafts that proposed tokens for the request; absent where none did", added=True),
-    _f("draft_tokens", "INT32", _ANY, "proposed by each of them", added=True),
-    _f("accepted_draft_tokens", "INT32", _ANY, "of these, accepted", added=True),
+       "the drafts that proposed tokens for the request; absent where none did", extra=True),
+    _f("draft_tokens", "INT32", _ANY, "proposed by each of them", extra=True),
+    _f("accepted_draft_tokens", "INT32", _ANY, "of these, accepted", extra=True),
     _f("acceptance_histogram", "INT32", _ANY,
-       "at place j: the steps that accepted exactly j proposed tokens", added=True),
+       "at place j: the steps that accepted exactly j proposed tokens", extra=True),
     _f("per_step_drafted", "INT32", _ANY,
        "tokens proposed in each step that verified a proposal, in order; absent where none did",
-       added=True),
-    _f("per_step_accepted", "INT32", _ANY, "of these, accepted", added=True),
+       extra=True),
+    _f("per_step_accepted", "INT32", _ANY, "of these, accepted", extra=True),
     _f("finish_reason", "STRING", _ONE,
-       "`length`, `end_id` or `stop_words`, with the last response", added=True),
+       "`length`, `end_id` or `stop_words`, with the last response", extra=True),
     _f("seed", "UINT64", _ONE,
        "what a sampled text was drawn with: its own or the random one; with the last response",
-       added=True),
+       extra=True),
     _f("batch_index", "INT32", _ONE, "which element of a Triton batch over 1 the response is of"),
     _f("sequence_index", "INT32", _ONE, "which of several num_return_sequences the response is of"),
     _f("kv_cache_alloc_new_blocks", "INT32", _ONE,
@@ -354,10 +354,10 @@ _TOKEN_INPUTS = (
     _no(Reason.MULTIMODAL, "mrope_rotary_cos_sin", "FP32", _ANY),
     _no(Reason.MULTIMODAL, "mrope_position_deltas", "INT64", _ONE, 0),
     _f("num_draft_tokens", "INT32", _ONE, "as of tensorrt_llm_bls", range=Range(0)),
-    _f("resumed_tokens", "INT32", _ONE, "as of tensorrt_llm_bls, of input_ids", added=True,
+    _f("resumed_tokens", "INT32", _ONE, "as of tensorrt_llm_bls, of input_ids", extra=True,
        range=Range(0)),
-    _f("cache_salt", "STRING", _ONE, "as of tensorrt_llm_bls", added=True),
-    _f("remember", "BOOL", _ONE, "as of tensorrt_llm_bls", added=True),
+    _f("cache_salt", "STRING", _ONE, "as of tensorrt_llm_bls", extra=True),
+    _f("remember", "BOOL", _ONE, "as of tensorrt_llm_bls", extra=True),
 )
 
 _TOKEN_OUTPUTS = (
@@ -375,19 +375,19 @@ TEXT_OUTPUTS: tuple[Field, ...] = (
     *_SHARED_OUTPUTS,
     _f("output_tokens", "STRING", _ANY,
        "the bytes of the tokens that the response accounts for; of a special one its name",
-       added=True),
+       extra=True),
     _f("top_tokens", "STRING", _ROWS,
-       "at each of them the bytes, or names, of the likeliest tokens, best first", added=True),
+       "at each of them the bytes, or names, of the likeliest tokens, best first", extra=True),
     _f("top_log_probs", "FP32", _ROWS,
        "and their log-probabilities, computed as output_log_probs are; -9999 for a banned one",
-       added=True),
+       extra=True),
     _f("prompt_tokens", "STRING", _ANY, "the bytes of the prompt's tokens, with the first response",
-       added=True),
+       extra=True),
     _f("prompt_log_probs", "FP32", _ANY,
-       "the log-probabilities of all of them but the first, as the model gives them", added=True),
+       "the log-probabilities of all of them but the first, as the model gives them", extra=True),
     _f("prompt_top_tokens", "STRING", _ROWS, "the likeliest tokens at each of these places",
-       added=True),
-    _f("prompt_top_log_probs", "FP32", _ROWS, "and their log-probabilities", added=True),
+       extra=True),
+    _f("prompt_top_log_probs", "FP32", _ROWS, "and their log-probabilities", extra=True),
 )
 
 TOKEN_INPUTS: tuple[Field, ...] = (*_TOKEN_INPUTS, *_SHARED_INPUTS)

@@ -18,7 +18,7 @@ class Group:
 
     def __init__(self, sender: ResponseSender, parts: int) -> None:
         self._sender = sender
-        self._left = parts
+        self._remaining = parts
         self._failed = False
         self._lock = threading.Lock()
 
@@ -26,8 +26,8 @@ class Group:
         """Send a part's outputs; the last of the parts to end carries the final flag."""
         with self._lock:
             if not self._failed:
-                self._sender.send(outputs, final=final and self._left == 1)
-                self._left -= final
+                self._sender.send(outputs, final=final and self._remaining == 1)
+                self._remaining -= final
 
     def fail(self, code: ErrorCode, message: str) -> None:
         """End the whole request by an error, unless one has."""

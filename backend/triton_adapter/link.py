@@ -54,7 +54,7 @@ class EngineLink:
         self._waiting: list[Message] = []
         self._send_lock = threading.Lock()
         self._connected = threading.Event()
-        self._closed = threading.Event()
+        self._closing = threading.Event()
         self._down_since_s = monotonic()
         self._thread = threading.Thread(target=self._run, name="engine-link", daemon=True)
 
@@ -96,18 +96,18 @@ class EngineLink:
 
     def close(self) -> None:
         """End the connection and the thread."""
-        self._closed.set()
+        self._closing.set()
         if (sock := self._sock) is not None:
             self._shut(sock)
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        while not self._closed.is_set():
+        while not self._closing.is_set():
             try:
                 sock = self._connect()
             except OSError:
                 self._refuse_waiting()
-                self._closed.wait(RETRY_S)
+                self._closing.wait(RETRY_S)
                 continue
             self._serve(sock)
 
@@ -149,7 +149,7 @@ class EngineLink:
         if was_up:
             self._down_since_s = monotonic()
             self._on_lost()
-        self._closed.wait(RETRY_S)
+        self._closing.wait(RETRY_S)
 
     def _open(self, sock: socket.socket) -> None:
         """Let messages go out, those that waited first. Raises OSError; then they wait on."""

@@ -51,7 +51,7 @@ class TritonPythonModel:
         self._ids = itertools.count(1)
         self._pending: dict[int, Responder] = {}
         self._metrics = MetricExporter(pb_utils)
-        self._closed = threading.Event()
+        self._closing = threading.Event()
         self._heard_s = monotonic()
         path = socket_path(args)
         path.unlink(missing_ok=True)
@@ -82,7 +82,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Let the engine finish what is in flight, then end it."""
-        self._closed.set()
+        self._closing.set()
         self._child.stop(STOP_LIMIT_S)
         self._link.close()
 
@@ -120,7 +120,7 @@ class TritonPythonModel:
 
     def _watch_silence(self) -> None:
         """Kill an engine process that is connected but says nothing, so that it is restarted."""
-        while not self._closed.wait(1.0):
+        while not self._closing.wait(1.0):
             if not self._link.wait(0.0):
                 self._heard_s = monotonic()
             elif monotonic() - self._heard_s > SILENCE_LIMIT_S:

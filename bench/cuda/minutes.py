@@ -31,7 +31,7 @@ _PACKAGES_OF_SERVING = ("tokenizers", "safetensors")
 class Part:
     """A command, without its interpreter, and its time limit; FOLDER in it is the output's."""
 
-    what: str
+    purpose: str
     command: tuple[str, ...]
     limit_s: float
     is_gate: bool = False
@@ -104,7 +104,7 @@ def main() -> None:
         if name == "scripted":
             compiling.wait()
         left_s = end_s - time.monotonic()
-        print(f"=== {name}: {PARTS[name].what} ({left_s:.0f} s left)", flush=True)
+        print(f"=== {name}: {PARTS[name].purpose} ({left_s:.0f} s left)", flush=True)
         record["parts"][name] = run(PARTS[name], args.out, left_s, rehearse=args.rehearse)
         records.write(args.out / "minutes.json", record)
         if PARTS[name].is_gate and record["parts"][name]["status"] != "exit status 0":

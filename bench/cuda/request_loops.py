@@ -33,18 +33,18 @@ class Silent:
     """A client that reads nothing, and a decoder of tokens without text."""
 
     def __init__(self) -> None:
-        self.cancelled = self.ended = False
+        self.cancelled = self.has_ended = False
 
     def chunk(self, delta: Any) -> None:
         """Ignore."""
 
     def final(self, delta: Any, reason: Any, usage: Any) -> None:
         """Note the end."""
-        self.ended = True
+        self.has_ended = True
 
     def error(self, code: Any, message: str) -> None:
         """Note the end; an error of a request that was not cancelled is raised."""
-        self.ended = True
+        self.has_ended = True
         if not self.cancelled:
             raise RuntimeError(f"{code}: {message}")
 
@@ -126,10 +126,10 @@ class ClosedLoop:
             self._loop.step()
             self.device_s += sum(self._target.parts_s().values())
             self.steps += 1
-            for one in (one for one in self._live if one.client.ended):
+            for one in (one for one in self._live if one.client.has_ended):
                 ended += one.session.output_tokens
                 self.latencies_s.append(time.monotonic() - one.since_s)
-            self._live = [one for one in self._live if not one.client.ended]
+            self._live = [one for one in self._live if not one.client.has_ended]
         self.tokens = ended + self._count_tokens() - before
         return now - start
 

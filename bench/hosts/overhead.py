@@ -72,7 +72,7 @@ def measured(rows: int, step_s: float, drafts: list[dict[str, Any]], seed: int) 
         over = [t for t in running if t.written >= len(t.tokens)]
         started_s = perf_counter()
         host.ran(done, verify_s=step_s)
-        host.ended([t.number for t in over])
+        host.end([t.number for t in over])
         if step >= WARM_STEPS:
             taken_s.append(proposed_s + perf_counter() - started_s)
         running = [t for t in running if t not in over] + [Text(next(numbers), rng) for _ in over]

@@ -164,12 +164,15 @@ def interval(logs: list[float], seed: int) -> list[float]:
     return [round(float(value), 3) for value in np.exp([values.mean(), *ends])]
 
 
-def opened(options: argparse.Namespace) -> dict[str, Any]:
+def open_record(options: argparse.Namespace) -> dict[str, Any]:
     """Return the record to go on with. Raises SystemExit for a file of other settings."""
     names = ("max_tokens", "prompt_tokens", "requests", "rounds", "seed", "threads")
     settings = {name: getattr(options, name) for name in names}
     settings["arms"] = {
-        arm.name: {"commit": arm.revision(), "config": _named(arm.settings(options.threads))}
+        arm.name: {
+            "commit": arm.revision(),
+            "config": _without_paths(arm.settings(options.threads)),
+        }
         for arm in options.arm
     }
     if options.out.exists():
@@ -184,14 +187,18 @@ def opened(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _named(config: dict[str, Any]) -> dict[str, Any]:
+def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with the names of its folders instead of where they are here."""
 
-    def named(engine: dict[str, Any]) -> dict[str, Any]:
+    def without_path(engine: dict[str, Any]) -> dict[str, Any]:
         model = engine.get("model", "")
         return {**engine, "model": Path(model).name} if Path(model).is_absolute() else engine
 
-    return {**config, "target": named(config["target"]), "drafts": [*map(named, config["drafts"])]}
+    return {
+        **config,
+        "target": without_path(config["target"]),
+        "drafts": [*map(without_path, config["drafts"])],
+    }
 
 
 def measure(
@@ -255,7 +262,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped: the same command goes on"))
     servers.FLAGS.pop("remember")  # an older checkout does not know it; runs have salts
-    record = opened(options)
+    record = open_record(options)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         arms = {}
         for arm in options.arm:

@@ -55,7 +55,7 @@ class Door:
 
     def __init__(self, name: str, cases: Any, send: Callable[[Any], Answer]) -> None:
         self.name, self._cases, self._send = name, cases, send
-        self.sent = 0
+        self.sent_requests = 0
         self.kinds: Counter[str] = Counter()
         self.problems: list[str] = []
 
@@ -73,7 +73,7 @@ class Door:
         @quiet
         @given(self._cases)
         def one(case: Any) -> None:
-            self.sent += 1
+            self.sent_requests += 1
             try:
                 answer = self._send(case)
             except Exception as error:  # a hang, or no server there
@@ -91,10 +91,10 @@ class Door:
 
     def _repeat(self, one: Callable[[], None], count: int) -> None:
         """Hypothesis ends early where it has seen all that it can think of."""
-        while self.sent < count and len(self.problems) < MOST_REPORTED:
-            before = self.sent
+        while self.sent_requests < count and len(self.problems) < MOST_REPORTED:
+            before = self.sent_requests
             one()
-            if self.sent == before:
+            if self.sent_requests == before:
                 return
 
 
@@ -137,7 +137,7 @@ def fuzz(service: Service, requests: int, number: int) -> tuple[dict[str, Any], 
     if service.generate("ab", 4)[0] != 200:
         violations.append("a good request is refused at the end")
     figures = {
-        "sent": {door.name: door.sent for door in doors},
+        "sent": {door.name: door.sent_requests for door in doors},
         "answers": {door.name: dict(door.kinds.most_common()) for door in doors},
     }
     return {**figures, "seconds": round(took_s, 1), "resources": resources}, violations

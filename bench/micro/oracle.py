@@ -46,15 +46,15 @@ class Instance:
     k_max: int
     horizon_steps: float
     price: float
-    given: Choice = ()
+    fixed_choices: Choice = ()
 
     def problem(self) -> StepProblem:
         """Return it as the search gets it."""
         view, times = self.view, Correction(self.correction).times(self.latency)
-        if self.given:
+        if self.fixed_choices:
             length = np.full(len(view), -1)
             draft = np.full(len(view), NO_DRAFT)
-            draft[self.rows :], length[self.rows :] = np.array(self.given).T
+            draft[self.rows :], length[self.rows :] = np.array(self.fixed_choices).T
             view = replace(view, control=length >= 0, control_plan=Plan(draft, length))
         hazard = self.hazard.transpose(2, 1, 0)
         return step_problem(times, view, hazard, self.k_max, self.horizon_steps)
@@ -62,7 +62,7 @@ class Instance:
     @property
     def rows(self) -> int:
         """Return how many rows are to be chosen for."""
-        return len(self.view) - len(self.given)
+        return len(self.view) - len(self.fixed_choices)
 
     def longest(self, row: int, draft: int) -> int:
         """Return the most tokens that a draft may propose for a row."""
@@ -71,7 +71,7 @@ class Instance:
     def options(self, row: int) -> list[tuple[int, int]]:
         """Return a row's options."""
         if row >= self.rows:
-            return [self.given[row - self.rows]]
+            return [self.fixed_choices[row - self.rows]]
         drafts = range(len(self.view.drafts))
         return [NOTHING, *((d, k) for d in drafts for k in range(1, self.longest(row, d) + 1))]
 
@@ -139,7 +139,7 @@ class Instance:
     @cached_property
     def plain_s(self) -> float:
         """Return the seconds of the step if the rows that are free to choose propose nothing."""
-        choice = (*[NOTHING] * self.rows, *self.given)
+        choice = (*[NOTHING] * self.rows, *self.fixed_choices)
         return self.shared_s(choice) + self.alone_s(choice)
 
     def alone_s(self, choice: Choice) -> float:
@@ -229,7 +229,9 @@ def with_given(instance: Instance, rng: np.random.Generator) -> Instance:
     catchup[rows:] = np.minimum(catchup[rows:], 2)
     changed = replace(instance, view=replace(view, catchup=catchup))
     options = [changed.options(row) for row in range(rows, len(view))]
-    return replace(changed, given=tuple(row[int(rng.integers(len(row)))] for row in options))
+    return replace(
+        changed, fixed_choices=tuple(row[int(rng.integers(len(row)))] for row in options)
+    )
 
 
 def drifted(instance: Instance, choice: Choice, rng: np.random.Generator) -> Instance:

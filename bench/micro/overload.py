@@ -49,7 +49,7 @@ class Load:
         self._max_tokens = max_tokens
         self._rng = random.Random(seed)
 
-    async def closed(self, concurrency: int, seconds: float) -> tuple[float, list[Served]]:
+    async def run_closed(self, concurrency: int, seconds: float) -> tuple[float, list[Served]]:
         """Keep ``concurrency`` requests under way; return the completions per second and the
         requests that ended in the time.
         """
@@ -139,8 +139,8 @@ async def measure(
     it.
     """
     load = Load(port, texts, args.max_tokens, args.seed)
-    await load.closed(args.active, args.warm_up_s)
-    rate, served = await load.closed(
+    await load.run_closed(args.active, args.warm_up_s)
+    rate, served = await load.run_closed(
         args.active + 1, args.capacity_s
     )  # one waits, so that no place is ever empty
     print(

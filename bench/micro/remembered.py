@@ -214,7 +214,7 @@ def costs(tokens: int, seed: int) -> dict[str, Any]:
     while engine.remembered_tokens < tokens - 1000:
         text = sequence(next(numbers), rng.choice((128, 256, 512)))
         started = time.thread_time()
-        engine.ended(text)
+        engine.remember(text)
         adding.append((time.thread_time() - started) / (len(text.tokens) - 64))
         engine.cancel([text.id])
     proposing = []

@@ -43,7 +43,7 @@ MIDDLE = ((4, 3, 3), (5, 2, 3), (6, 2, 3), (8, 2, 2))
 
 def value_of(instance: Instance, choice: Choice) -> float:
     """Return the objective of a choice by the oracle's scoring."""
-    return instance.objective((*options(choice), *instance.given))
+    return instance.objective((*options(choice), *instance.fixed_choices))
 
 
 def options(choice: Choice) -> tuple[tuple[int, int], ...]:

@@ -63,7 +63,7 @@ class Soak:
         self.model = ""  # as the front end names it: asked before the first request
         self.end_s = time.perf_counter() + 60 * args.minutes
         self.watch = Watch(service)
-        self.sent = 0
+        self.sent_requests = 0
         self.outcomes: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
         self.by_door = {door: Counter[str]() for door in DOORS}
@@ -114,7 +114,7 @@ class Soak:
             inputs["text_input"] = rng.choice("123") * rng.choice(OVERSIZE_CHARACTERS)
         pause_s = rng.uniform(0.05, 0.5)
         stop_at = rng.randrange(8)
-        self.sent += 1
+        self.sent_requests += 1
         self.kinds[kind] += 1
         pause = (lambda _: asyncio.sleep(pause_s)) if kind == "slow" else None
         door, stops = rng.choice(DOORS), stop_at if kind == "cancels" else None
@@ -232,8 +232,8 @@ class Soak:
         resources, grown = self.watch.summary()
         self.violations += grown
         answered = sum(self.outcomes.values()) - self.outcomes[UNANSWERED]
-        if answered != self.sent:
-            self.violations.append(f"{self.sent} requests were sent, {answered} ended")
+        if answered != self.sent_requests:
+            self.violations.append(f"{self.sent_requests} requests were sent, {answered} ended")
         odd = [outcome for outcome in self.outcomes if outcome.endswith("final responses")]
         self.violations += [f"{self.outcomes[outcome]} requests got {outcome}" for outcome in odd]
         third_s = (60 * self.args.minutes) / 3
@@ -242,7 +242,7 @@ class Soak:
             [gap for at, gap in self.gaps_s if start <= at < start + third_s] for start in starts
         ]
         return {
-            "sent": self.sent,
+            "sent": self.sent_requests,
             "outcomes": dict(self.outcomes),
             "by_behaviour": dict(self.kinds),
             "by_door": {door: dict(outcomes) for door, outcomes in self.by_door.items()},

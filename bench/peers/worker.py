@@ -155,7 +155,7 @@ class OpenVino:
                         replies[number].add(output.generated_ids)
                 if handle.get_status() != self._genai.GenerationStatus.RUNNING:
                     del running[number]
-        return [reply.ended(self._ends) for reply in replies]
+        return [reply.as_reply(self._ends) for reply in replies]
 
     def close(self) -> None:
         """Do nothing: this process is all that runs."""
@@ -303,7 +303,7 @@ class Vllm:
             raise RuntimeError(f"vLLM answered {response.status}: {response.read().decode()}")
         for event in _events(response):
             clock.add(event["choices"][0]["token_ids"])
-        return clock.ended(self._ends)
+        return clock.as_reply(self._ends)
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
@@ -328,7 +328,7 @@ class _Clock:
             self._first_s = self._last_s
         self._tokens += tokens
 
-    def ended(self, ends: list[int]) -> Reply:
+    def as_reply(self, ends: list[int]) -> Reply:
         return {
             "tokens": _cut(self._tokens, ends),
             "first_s": self._first_s - self._begun_s,

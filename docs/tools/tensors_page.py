@@ -102,5 +102,5 @@ def _note(field: Field, kind: str) -> str:
     return (
         ("**required**; " if field.required else "")
         + field.does
-        + (" (an addition)" if field.added else "")
+        + (" (an addition)" if field.extra else "")
     )

@@ -42,7 +42,7 @@ def test_growth_between_the_first_and_the_last_third_is_named(rss_mib, regions, 
 def test_a_request_that_did_not_end_exactly_once_is_a_violation(outcomes, violations):
     soak = Soak(types.SimpleNamespace(), argparse.Namespace(minutes=1))
     soak.watch = watched(lambda at: 40.0, lambda at: 3)
-    soak.sent = 10
+    soak.sent_requests = 10
     soak.outcomes.update(outcomes)
     soak.check()
     assert soak.violations == violations

@@ -59,7 +59,7 @@ def test_a_workers_reply_ends_with_the_token_that_ends_the_text():
     clock.begin()
     clock.add([5, 6])
     clock.add([2, 7])
-    reply = clock.ended([0, 2])
+    reply = clock.as_reply([0, 2])
     assert reply["tokens"] == [5, 6, 2]
     assert 0 < reply["first_s"] <= reply["total_s"]
 

@@ -404,7 +404,7 @@ def well_read() -> SuffixEngine:
     draft, rng = SuffixEngine("suffix", max_draft_tokens=K_MAX, remembered_tokens=512), Random(5)
     for number in range(100):
         tokens = [*SAMPLED_PROMPT, *rng.choices(range(SAMPLED_VOCAB), k=20)]
-        draft.ended(Sequence(-1 - number, tokens, len(SAMPLED_PROMPT), SamplingParams()))
+        draft.remember(Sequence(-1 - number, tokens, len(SAMPLED_PROMPT), SamplingParams()))
     return draft
 
 

@@ -311,7 +311,7 @@ class Deployment:
             if isinstance(engine, StepEngine) and not engine.limits.lookahead:
                 poison(engine, [session.sequence for session in self.live])
         worked = self.loop.step()
-        self.live = [session for session in self.live if not sink(session).ended]
+        self.live = [session for session in self.live if not sink(session).has_ended]
         for watch in self.watchers:
             watch(self)
         return worked

@@ -63,8 +63,8 @@ def test_what_is_added_is_said_to_be_and_optional(name):
     for side, fields in (("inputs", model.inputs), ("outputs", model.outputs)):
         everywhere = {tensor for recorded in RECORDED.values() for tensor in recorded[side]}
         for field in fields:
-            assert field.added == (field.name not in everywhere), field.name
-            assert not (field.added and field.required), field.name
+            assert field.extra == (field.name not in everywhere), field.name
+            assert not (field.extra and field.required), field.name
 
 
 @pytest.mark.parametrize("name", SERVED)

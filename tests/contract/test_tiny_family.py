@@ -108,7 +108,7 @@ def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
         while change.is_alive():
             app.orchestrator.step()
         assert [draft.name for draft in app.drafts] == names
-    while any(not session.sink.ended for session in sessions):
+    while any(not session.sink.has_ended for session in sessions):
         app.orchestrator.step()
     Witness(FOLDER / "tiny-target").check_equal(plain, sessions)
     assert not [

@@ -38,5 +38,5 @@ def ask(app: App, text: str, max_tokens: int, **options: Any) -> Sink:
 
 def finish(app: App, *sinks: Sink) -> None:
     """Run the loop until all have their last reply."""
-    while not all(sink.ended for sink in sinks):
+    while not all(sink.has_ended for sink in sinks):
         assert app.loop.step(), "nothing to do, and a request has no final reply"

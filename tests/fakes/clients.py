@@ -47,7 +47,7 @@ class Sink:
         self.on_end()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the final reply has come."""
         return bool(self.ends)
 

@@ -25,12 +25,12 @@ class Events:
         self.texts = {}
         self.reported = {}
 
-    def stored(self, key, parent, tokens):
+    def add_block(self, key, parent, tokens):
         assert key not in self.texts
         before = [] if parent is None else self.reported[parent]
         self.texts[key] = self.reported[key] = [*before, *tokens]
 
-    def removed(self, key):
+    def remove_block(self, key):
         self.texts.pop(key, None)
 
 

@@ -213,7 +213,11 @@ def test_steps_follow_from_tokens_if_the_server_does_not_count_them():
     (whole,) = cells_of(lambda _: machine, [3], [4], 1)
     few = {k: whole.window[k] for k in ("generated", "accepted", "drafts", "drafted")}
     cell = Cell(
-        3, 4, Window(whole.window.wall_s, few, whole.window.accepted), whole.replies, sent=8
+        3,
+        4,
+        Window(whole.window.wall_s, few, whole.window.accepted),
+        whole.replies,
+        sent_requests=8,
     )
     assert cell.row_steps == pytest.approx(whole.row_steps, rel=0.02)
     assert cell.steps == pytest.approx(whole.steps, rel=0.1)
@@ -222,7 +226,7 @@ def test_steps_follow_from_tokens_if_the_server_does_not_count_them():
 
 def test_bare_histograms_are_enough_for_acceptance():
     replies = (Reply(10, 41, histogram=(10, 5, 5)),)
-    cell = Cell(2, 1, Window(1.0, {"generated": 41.0}), replies, sent=1)
+    cell = Cell(2, 1, Window(1.0, {"generated": 41.0}), replies, sent_requests=1)
     survival, fired = Acceptance([cell]).survival()
     assert survival == [0.5, 0.25]
     assert fired == pytest.approx(20 / 25)

@@ -148,7 +148,7 @@ def test_requests_wait_until_there_is_room_for_the_logits_that_all_keep_and_none
         active = [session for session in sessions if session.sequence.blocks]
         most = max(most, sum(session.logits_bytes for session in active))
     assert most == 24 * 257 * 4
-    assert all(session.sink.ended for session in sessions)
+    assert all(session.sink.has_ended for session in sessions)
 
 
 def test_a_pre_empted_request_keeps_its_room_for_logits_and_one_that_leaves_gives_it_back():
@@ -169,7 +169,7 @@ def test_a_pre_empted_request_keeps_its_room_for_logits_and_one_that_leaves_give
     first.sequence.tokens[:] = tokens
     assert admission.admit(0) == [first]
     assert admission.admit(1) == []
-    admission.ended(first)
+    admission.release(first)
     assert admission.admit(0) == [second]
 
 

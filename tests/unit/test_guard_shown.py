@@ -154,7 +154,7 @@ def test_a_guard_is_found_within_other_wrappers():
 def test_what_was_found_is_shown_and_kept_with_what_was_learnt():
     app = fake_app(target={"engine": "tests.fakes.fake", "options": {"step_s": 0.002}})
     finish(app, ask(app, "text", 40))
-    shown = json.loads(json.dumps(app.learned.show()))
+    shown = json.loads(json.dumps(app.learned_state.show()))
     assert shown["guard"]["rows"]["1"]["level"] == "planned"
     state = app.orchestrator.cycle.runner.policy.load(shown, 0.0, 0.0)
     assert state.inner.own.buckets[0].level == PLANNED != NONE

@@ -68,7 +68,7 @@ def serve(host, texts, most=500):
         ]
         host.ran(done, verify_s=0.02)
         over = [text for text in running if text.written >= len(text.tokens)]
-        host.ended([text.key for text in over])
+        host.end([text.key for text in over])
         running = [text for text in running if text not in over]
         steps += 1
     return steps

@@ -82,7 +82,7 @@ def test_a_token_of_the_prompt_s_step_is_not_counted_with_the_next_step_s():
 def test_requests_that_are_over_are_forgotten():
     host = Driven(1)
     host.step()
-    host.lengths.ended(["a"])
+    host.lengths.end(["a"])
     assert not host.lengths.sequences
     host.lengths.catch_up("a", [1])
 

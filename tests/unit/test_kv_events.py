@@ -61,7 +61,7 @@ def published(tmp_path):
         return made
 
     while not receive(20):  # until the subscription has arrived
-        events.stored(b"first first first", None, [1])
+        events.add_block(b"first first first", None, [1])
     yield events, lambda: receive(300)
     reader.close()
     context.term()

@@ -40,7 +40,7 @@ def test_the_texts_of_a_body_are_asked_for_as_places_come_free(count, most):
             if not in_flight:
                 return asked
             in_flight -= 1
-            texts.ended()
+            texts.free_place()
 
     assert asyncio.run(ask()) == list(range(count))
 
@@ -51,7 +51,7 @@ def test_a_text_that_finds_the_queue_full_is_asked_for_again_once_another_has_en
         assert [await texts.next(), await texts.next()] == [0, 1]
         assert texts.put_off(1)
         assert not texts.has_next
-        texts.ended()  # 0
+        texts.free_place()  # 0
         assert await texts.next() == 1
         assert not texts.put_off(1), "nothing of the body is in flight that could make a place"
 

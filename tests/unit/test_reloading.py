@@ -65,7 +65,7 @@ def wait(sinks):
     """Wait for the last reply of each."""
     alarm = threading.Event()
     for _ in range(3000):
-        if all(sink.ended for sink in sinks):
+        if all(sink.has_ended for sink in sinks):
             return
         alarm.wait(0.01)
     raise AssertionError("a request got no final reply")
@@ -133,16 +133,16 @@ def test_what_was_learnt_of_a_draft_that_stays_is_kept_and_saved_under_the_new_d
     good, poor = draft("good", agreement=0.9), draft("poor", agreement=0.3)
     app = serving(good)
     wait([served(app, "some text", 200)])
-    before = app.learned.show()["tenants"][0]["drafts"]
+    before = app.learned_state.show()["tenants"][0]["drafts"]
     reload_drafts(app, config(poor, good))
-    after = app.learned.show()["tenants"][0]["drafts"]
+    after = app.learned_state.show()["tenants"][0]["drafts"]
     known, poor_s = (after[name]["reached"] for name in ("good", "poor"))
     assert np.sum(known) == pytest.approx(np.sum(before["good"]["reached"]), rel=0.01)
     assert not np.any(poor_s)
-    app.learned.save()
+    app.learned_state.save()
     fresh = build(config(poor, good))
-    fresh.learned.restore()
-    assert fresh.learned.show()["restored_age_s"] is not None
+    fresh.learned_state.restore()
+    assert fresh.learned_state.show()["restored_age_s"] is not None
     assert fresh.stats.drain().counters == []
 
 

@@ -35,7 +35,9 @@ def sequence(number, prompt, answer=(), salt="", **options):
 
 def answered(suffix, prompt, answer, salt="", number=10**6, **options):
     """Serve one; what stands before the prompt is never asked for."""
-    suffix.ended(sequence(number, [*range(900, 900 + CONTEXT), *prompt], answer, salt, **options))
+    suffix.remember(
+        sequence(number, [*range(900, 900 + CONTEXT), *prompt], answer, salt, **options)
+    )
     suffix.cancel([number])
 
 

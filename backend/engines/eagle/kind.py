@@ -93,7 +93,7 @@ def check_folder(
     del config
     folder = path(engine)
     manifest.check_folder(key, engine.model, folder, (), tokenizer=False)
-    with manifest.named(key):
+    with manifest.naming(key):
         files = [file for file in files_of(folder) if file.suffix == ".safetensors"]
         names = [] if is_ours(folder) else [name for file in files for name in shapes_in(file)]
         if what := other_kind(manifest.read_model_config(folder), names):

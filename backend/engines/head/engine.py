@@ -51,7 +51,7 @@ class _Job:
 
     @property
     def goes_on(self) -> bool:
-        return len(self.spine.tokens) < self.turn.run and not self.spine.ended
+        return len(self.spine.tokens) < self.turn.run and not self.spine.is_over
 
 
 class HeadEngine(Proposer):

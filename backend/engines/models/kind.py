@@ -12,7 +12,7 @@ from backend.engines.latency_cases import latency_cases
 from backend.engines.models.reading import read_spec
 from backend.engines.port import Footprint
 from backend.storage.manifest import check_model as check_folder
-from backend.storage.manifest import named
+from backend.storage.manifest import naming
 
 __all__ = ["check_any_decoder", "check_folder", "footprint", "latency_cases"]
 
@@ -22,7 +22,7 @@ def check_any_decoder(
 ) -> None:
     """Raise ConfigError for a folder that is not a decoder we serve, with the reason."""
     check_folder(key, engine, config, path)
-    with named(key):
+    with naming(key):
         read_spec(path(engine))
 
 

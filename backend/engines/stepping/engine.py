@@ -247,7 +247,7 @@ class StepEngine:
     def _goes_on(job: Job) -> bool:
         """Whether a turn runs on: a free run to its end, a draft as long as it has candidates."""
         if job.turn.nodes:
-            return len(job.spine.tokens) < job.turn.run and not job.spine.ended
+            return len(job.spine.tokens) < job.turn.run and not job.spine.is_over
         return len(job.tokens) < job.turn.run and not job.request.tokens
 
     def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
