@@ -15,7 +15,7 @@ from backend.advise.goodput import (
     PLAIN,
     Goodput,
     Interval,
-    Range,
+    LoadRange,
     flights_up_to,
     interval,
     length_at,
@@ -47,7 +47,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """The advice at one number in flight."""
 
     in_flight: int
@@ -63,10 +63,10 @@ class Advice:
     plain server, or with length 0 if none was measured.
     """
 
-    table: list[Range]
+    table: list[LoadRange]
     speculate: bool
     now: int
-    rows: list[Row]
+    rows: list[TableRow]
     goodput: Goodput
     cells: Sequence[Cell]
     acceptance: Acceptance
@@ -76,7 +76,7 @@ class Advice:
     """Tokens a second by length at ``flights``."""
     bands: dict[int, tuple[FloatArray, FloatArray]]
     flights: list[int]
-    table_if_speculating: list[Range]
+    table_if_speculating: list[LoadRange]
     """The table with a draft, also where none is advised."""
     notes: list[str] = field(default_factory=list)
 
@@ -233,7 +233,7 @@ def advise(
     table = lengths_by_load(choices, flights.tolist())
     if not heeds_tables:
         best = max((k for k in lengths if k), key=lambda k: float(np.log(speed[k]).mean()))
-        table = [Range(1, int(flights[-1]), best)]
+        table = [LoadRange(1, int(flights[-1]), best)]
     now = min(max(now, 0), acceptance.longest)
     loads = [n for n in sorted({cell.in_flight for cell in cells}) if n <= flights[-1]]
     none = PLAIN if has_plain else 0
@@ -241,7 +241,7 @@ def advise(
     speculate = any(one.length > 0 for one in table) and _pays(rows, table, none, flights, speed)
     with_draft = table
     if not speculate:
-        table = [Range(1, int(flights[-1]), 0)]
+        table = [LoadRange(1, int(flights[-1]), 0)]
         rows = _rows(table, loads, flights, now, none, speed, drawn, plain=True)
     tail = [0.05, 0.95]
     bands = {arm: tuple(np.quantile(values, tail, 0)) for arm, values in drawn.items()}
@@ -268,7 +268,7 @@ def _widened(cells: int, terms: int) -> float:
 
 
 def _rows(
-    table: list[Range],
+    table: list[LoadRange],
     loads: list[int],
     flights: Any,
     now: int,
@@ -277,7 +277,7 @@ def _rows(
     drawn: dict[int, FloatArray],
     *,
     plain: bool = False,
-) -> list[Row]:
+) -> list[TableRow]:
     def over(other: int, arm: int, at: int) -> Interval:
         if other not in speed:
             return Interval(1.0, 0.0, np.inf)
@@ -290,13 +290,13 @@ def _rows(
         length = length_at(table, n)
         arm = none if plain else length
         ratios = over(now, arm, at), over(none, arm, at)
-        rows.append(Row(n, length, float(speed[arm][at]), *ratios))
+        rows.append(TableRow(n, length, float(speed[arm][at]), *ratios))
     return rows
 
 
 def _pays(
-    rows: list[Row],
-    table: list[Range],
+    rows: list[TableRow],
+    table: list[LoadRange],
     none: int,
     flights: Any,
     speed: dict[int, FloatArray],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.advise import AdviceError
-from backend.advise.campaign import Campaign, Settings
+from backend.advise.campaign import Campaign, CampaignSettings
 from backend.advise.load import Cell, Reply, reply_of
 from backend.advise.scrape import Window
 
@@ -22,7 +22,7 @@ RECORDS, RAW, SUMMARY = (
 def read(folders: Sequence[Path], say: Callable[[str], None]) -> Campaign:
     """Return the cells of runs. Raises AdviceError if a folder is none of AIPerf's."""
     cells = [_cell(folder) for folder in folders]
-    campaign = Campaign(Settings([], sorted({c.in_flight for c in cells})), say, cells)
+    campaign = Campaign(CampaignSettings([], sorted({c.in_flight for c in cells})), say, cells)
     campaign.note("AIPerf does not count steps: they are derived from tokens and acceptance")
     return campaign
 

@@ -13,7 +13,7 @@ from statistics import mode
 from typing import Any
 
 from backend.advise import AdviceError
-from backend.advise.goodput import PLAIN, Range
+from backend.advise.goodput import PLAIN, LoadRange
 from backend.advise.load import Body, Cell, Client, QueuedError, measure, quiet_page
 from backend.advise.scrape import require
 from backend.advise.servers import Spec, running, speculation
@@ -30,7 +30,7 @@ _WARM_TOKENS = 12
 
 
 @dataclass
-class Settings:
+class CampaignSettings:
     """The requests to send, and limits."""
 
     bodies: Sequence[Body]
@@ -72,7 +72,7 @@ class Settings:
 class Campaign:
     """Measures cells of servers that it starts, or of servers that run."""
 
-    settings: Settings
+    settings: CampaignSettings
     say: Say
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -169,7 +169,7 @@ class Started(Campaign):
         """Measure these lengths, and the plain server as ``PLAIN``."""
         for arm in arms:
             self.say(f"starting {'a plain server' if arm == PLAIN else f'length {arm}'}")
-            with self.serve([Range(1, MOST_IN_FLIGHT, arm)], longest) as client:
+            with self.serve([LoadRange(1, MOST_IN_FLIGHT, arm)], longest) as client:
                 model = self.look(client)
                 self.warm(client)
                 for block in range(self.settings.blocks):
@@ -180,7 +180,7 @@ class Started(Campaign):
                         break
 
     @contextmanager
-    def serve(self, table: list[Range], longest: int) -> Iterator[Client]:
+    def serve(self, table: list[LoadRange], longest: int) -> Iterator[Client]:
         """Start a server with a table of lengths."""
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             words = speculation(self.engine, self.spec, table, longest, Path(folder))

@@ -19,7 +19,7 @@ from typing import Any
 from backend import __version__
 from backend.advise import AdviceError, artifacts, passive, report, verify
 from backend.advise.advice import Advice, advise
-from backend.advise.campaign import Campaign, Probed, Settings, Started
+from backend.advise.campaign import Campaign, CampaignSettings, Probed, Started
 from backend.advise.goodput import PLAIN
 from backend.advise.load import Body, Client, is_local, read_log
 from backend.advise.scrape import require
@@ -213,7 +213,7 @@ def _advise(options: argparse.Namespace, make: Callable[..., Client]) -> int:
     if len(options.in_flight) < 2:
         raise AdviceError("--in-flight: at least two loads are needed")
     bodies = bodies_of(options)
-    settings = Settings(
+    settings = CampaignSettings(
         bodies,
         options.in_flight,
         options.blocks or 2,
@@ -238,7 +238,7 @@ def _now(options: argparse.Namespace) -> int:
 
 
 def _plan(
-    options: argparse.Namespace, settings: Settings, make: Callable[..., Client]
+    options: argparse.Namespace, settings: CampaignSettings, make: Callable[..., Client]
 ) -> tuple[Started | Probed, list[int], int]:
     """Return what measures, the first arms, and the longest length."""
     now = _now(options)

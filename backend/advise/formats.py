@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from backend.advise.goodput import Range
+from backend.advise.goodput import LoadRange
 
 Version = tuple[int, int]
 TABLES_SINCE: Version = (0, 27)
@@ -21,7 +21,7 @@ def version_of(text: str, default: Version) -> Version:
     return (int(numbers[1]), int(numbers[2])) if numbers else default
 
 
-def vllm(table: Sequence[Range], spec: Mapping[str, Any], version: Version, fixed: int) -> str:
+def vllm(table: Sequence[LoadRange], spec: Mapping[str, Any], version: Version, fixed: int) -> str:
     """Return the options of ``vllm serve``. Ranges include both ends and begin at 1; gaps and
     numbers beyond the last range keep the length before. ``fixed`` is for versions without tables.
     """
@@ -31,7 +31,7 @@ def vllm(table: Sequence[Range], spec: Mapping[str, Any], version: Version, fixe
     own = {name: v for name, v in spec.items() if not name.startswith("num_speculative_tokens")}
     note = ""
     if len(table) > 1 and version < TABLES_SINCE:
-        table, longest = [Range(1, table[-1].last, fixed)], fixed
+        table, longest = [LoadRange(1, table[-1].last, fixed)], fixed
         note = "# vLLM before 0.27 ignores tables with its newer drafters: the best single length\n"
     config = {**own, "num_speculative_tokens": longest}
     if len(table) > 1:
@@ -43,14 +43,14 @@ def vllm(table: Sequence[Range], spec: Mapping[str, Any], version: Version, fixe
     return f"{note}--speculative-config '{json.dumps(config)}'\n"
 
 
-def sglang(table: Sequence[Range]) -> str:
+def sglang(table: Sequence[LoadRange]) -> str:
     """Return the file of ``--speculative-adaptive-config``. A key is the least batch of a range;
     with one candidate each, its moving average has nothing to choose.
     """
     return json.dumps({str(r.first): {"candidate_steps": [r.length]} for r in table}) + "\n"
 
 
-def tensorrt_llm(table: Sequence[Range], version: Version) -> str:
+def tensorrt_llm(table: Sequence[LoadRange], version: Version) -> str:
     """Return ``speculative_config`` of model.yaml. Before 1.3 a key of the schedule is the least
     batch of its range, and that of 1 has the longest length; from 1.3 on it is the largest batch,
     with no speculation above the last one.
@@ -90,7 +90,7 @@ def aiconfigurator(emitted: float, length: int) -> str:
 
 
 def files(
-    table: Sequence[Range],
+    table: Sequence[LoadRange],
     spec: Mapping[str, Any],
     engine: str,
     version: str,

@@ -22,7 +22,7 @@ WORTH = 0.005
 """The share of speed that one range of lengths fewer is worth."""
 
 
-class Range(NamedTuple):
+class LoadRange(NamedTuple):
     """Numbers in flight, both included, and the length for them."""
 
     first: int
@@ -111,14 +111,14 @@ def _output_tokens(cells: Sequence[Cell]) -> float:
 def lengths_by_load(
     speed: Mapping[int, FloatArray],  # tokens a second by length
     flights: Sequence[int],
-) -> list[Range]:
+) -> list[LoadRange]:
     """Return the fewest ranges whose length is nowhere more than ``WORTH`` below the best. Among
     equal lengths it takes the shorter one, which loses less if acceptance falls.
     """
     lengths = sorted(speed)
     table = np.array([speed[length] for length in lengths])
     allowed = table >= (1 - WORTH) * table.max(0)
-    ranges: list[Range] = []
+    ranges: list[LoadRange] = []
     start, common = 0, allowed[:, 0]
     for at in range(1, len(flights) + 1):
         both = common & allowed[:, at] if at < len(flights) else np.zeros_like(common)
@@ -127,13 +127,13 @@ def lengths_by_load(
             continue
         length = lengths[int(np.argmax(common))]
         last = flights[at] - 1 if at < len(flights) else flights[-1]
-        ranges.append(Range(flights[start], last, length))
+        ranges.append(LoadRange(flights[start], last, length))
         if at < len(flights):
             start, common = at, allowed[:, at]
     return ranges
 
 
-def length_at(ranges: Sequence[Range], in_flight: int) -> int:
+def length_at(ranges: Sequence[LoadRange], in_flight: int) -> int:
     """Return the table's length; beyond its end the last one."""
     for one in ranges:
         if in_flight <= one.last:

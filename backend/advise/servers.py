@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.advise import AdviceError
-from backend.advise.goodput import PLAIN, Range
+from backend.advise.goodput import PLAIN, LoadRange
 from backend.advise.load import Client
 
 Spec = Mapping[str, Any]
@@ -39,7 +39,7 @@ def engine_of(command: str) -> str:
 
 
 def speculation(
-    engine: str, spec: Spec, table: list[Range], longest: int, folder: Path
+    engine: str, spec: Spec, table: list[LoadRange], longest: int, folder: Path
 ) -> list[str]:
     """Return the words that stand for ``{spec}``: a table of lengths, at most ``longest``; a table
     whose only length is ``PLAIN`` is no speculation.

@@ -16,11 +16,11 @@ import numpy as np
 from backend.advise import AdviceError
 from backend.advise.campaign import (
     MOST_IN_FLIGHT,
-    Settings,
+    CampaignSettings,
     Started,
     is_length,
 )
-from backend.advise.goodput import PLAIN, Interval, Range, length_at
+from backend.advise.goodput import PLAIN, Interval, LoadRange, length_at
 from backend.advise.load import Body, Client, measure
 from policy.simulation.statistics import abba, median_interval
 
@@ -38,7 +38,7 @@ BLOCKS = 5
 class Advised:
     """The parts of advice.json that a proof needs."""
 
-    table: list[Range]
+    table: list[LoadRange]
     speculate: bool
     now: int
     spec: dict[str, Any]
@@ -49,7 +49,7 @@ class Advised:
         """Read advice.json. Raises AdviceError."""
         try:
             data = json.loads(path.read_text("utf-8"))
-            table = [Range(*map(int, one)) for one in data["table"]]
+            table = [LoadRange(*map(int, one)) for one in data["table"]]
             return cls(
                 table,
                 bool(data["speculate"]),
@@ -62,11 +62,11 @@ class Advised:
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise AdviceError(f"--advice {path} is no advice: {problem!r}") from None
 
-    def arms(self) -> dict[str, list[Range]]:
+    def arms(self) -> dict[str, list[LoadRange]]:
         """Return the tables to compare by name. Without speculation, after is plain."""
         every = (1, MOST_IN_FLIGHT)
-        arms = {"plain": [Range(*every, PLAIN)]}
-        arms["before"] = [Range(*every, self.now or PLAIN)]
+        arms = {"plain": [LoadRange(*every, PLAIN)]}
+        arms["before"] = [LoadRange(*every, self.now or PLAIN)]
         if self.speculate:
             arms["after"] = self.table
         return arms
@@ -180,7 +180,7 @@ def run(
         raise AdviceError("verify needs --requests: the log that the advice was made for")
     bodies = read_log(options.requests)
     loads = options.in_flight
-    settings = Settings(
+    settings = CampaignSettings(
         bodies,
         loads,
         1,
@@ -240,7 +240,7 @@ class _Servers:
     """The servers of the arms: running ones, all started at once, or one at a time."""
 
     campaign: Started
-    arms: dict[str, list[Range]]
+    arms: dict[str, list[LoadRange]]
     urls: dict[str, str]
     stack: ExitStack
     at_once: bool

@@ -20,7 +20,7 @@ LEAST_LOG_PROB = -9999.0
 
 
 @dataclass(slots=True)
-class Prompt:
+class ScoredPrompt:
     """The ``tokens`` of a prompt, and of all but the first the log-probability by the model's own
     distribution and the ``top`` most likely there.
     """
@@ -58,7 +58,7 @@ class Gathered:
     """The model's own logits [tokens, vocab] from which the tokens were drawn."""
     context_logits: FloatArray | None = None
     """Logits after every token of the prompt [prompt tokens, vocab]."""
-    prompt: Prompt | None = None
+    prompt: ScoredPrompt | None = None
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Gatherer:
     _context: list[FloatArray] = field(default_factory=list)
     _context_rows: int = 0
     _context_sent: bool = False
-    _prompt: Prompt | None = None
+    _prompt: ScoredPrompt | None = None
 
     @classmethod
     def of(cls, sequence: Sequence) -> Gatherer | None:
@@ -104,7 +104,7 @@ class Gatherer:
                 self._context.append(rows)
             if self.sequence.prompt_log_probs and len(rows):
                 if self._prompt is None:
-                    self._prompt = Prompt(self.sequence.tokens[: self.sequence.prompt_tokens])
+                    self._prompt = ScoredPrompt(self.sequence.tokens[: self.sequence.prompt_tokens])
                 self._prompt.read(rows, have, self.sequence.sampling.top_log_probs or 0)
             self._context_rows += len(rows)
 

@@ -32,7 +32,7 @@ from backend.sequence import Proposal, Sequence
 NO_SPECIAL_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """Turns token ids into text, one at a time, holding back incomplete UTF-8."""
 
     def push(self, token_id: int) -> str:
@@ -92,7 +92,7 @@ class Session:
         sequence: Sequence,
         request: GenerationRequest,
         end_ids: frozenset[int],
-        decoder: Decoder,
+        decoder: TextDecoder,
         sink: ReplySink,
         special_tokens: Mapping[str, int] = NO_SPECIAL_TOKENS,
     ) -> None:

@@ -43,7 +43,7 @@ _64_BITS = 2**64 - 1
 _first = itemgetter(0)
 
 
-class Found(NamedTuple):
+class PastMatch(NamedTuple):
     """A place after the same last ``size`` tokens (at most ``LONGEST``)."""
 
     slot: int
@@ -108,7 +108,7 @@ class Answers:
         self._chain(text.tenant, tokens, context, slots)
         return size, forgotten
 
-    def find(self, tenant: bytes, tokens: Seq[int], most: int) -> list[Found]:
+    def find(self, tenant: bytes, tokens: Seq[int], most: int) -> list[PastMatch]:
         """Return up to ``most`` places of the tenant's after the last tokens of a text: those with
         the longest match, the newest first.
         """
@@ -126,10 +126,10 @@ class Answers:
             ]
             if places:
                 places.sort(key=_first)  # stable: the newest first
-                return [Found(slot, -size) for size, slot in places[:most]]
+                return [PastMatch(slot, -size) for size, slot in places[:most]]
         return []
 
-    def reach(self, found: Found, tokens: Seq[int], most: int) -> int:
+    def reach(self, found: PastMatch, tokens: Seq[int], most: int) -> int:
         """Return how many tokens before a place that was found are a text's last ones, at most
         ``most``.
         """

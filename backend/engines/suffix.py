@@ -18,7 +18,7 @@ from pathlib import Path as File
 from typing import Any
 
 from backend.engine_config import EngineConfig
-from backend.engines.answers import CONTEXT, LONGEST, Answers, Found, PastText, tenant_of
+from backend.engines.answers import CONTEXT, LONGEST, Answers, PastMatch, PastText, tenant_of
 from backend.engines.lookup import (
     LONGEST_MATCH,
     LookupEngine,
@@ -52,7 +52,7 @@ class _Matches:
     answers: int
     in_text: list[Match]
     """With sizes of at most ``LONGEST_MATCH``."""
-    in_answers: list[Found]
+    in_answers: list[PastMatch]
     """With sizes of at most ``LONGEST``, the longest first."""
 
 

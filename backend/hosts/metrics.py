@@ -13,7 +13,7 @@ from typing import Any
 
 import prometheus_client
 
-from backend.ops.metric_names import SPINDLE_FAMILIES, Family, Kind
+from backend.ops.metric_names import SPINDLE_FAMILIES, Family, MetricKind
 from backend.ops.stats import Stats
 
 PERIOD_S = 1.0
@@ -72,9 +72,9 @@ class Exporter:
 
 def _make_metric(family: Family, registry: Any) -> Any:
     named = family.name, family.help, family.labels
-    if family.kind is Kind.COUNTER:
+    if family.kind is MetricKind.COUNTER:
         return prometheus_client.Counter(*named, registry=registry)
-    if family.kind is Kind.GAUGE:
+    if family.kind is MetricKind.GAUGE:
         mode = "livemostrecent"
         return prometheus_client.Gauge(*named, registry=registry, multiprocess_mode=mode)
     return prometheus_client.Histogram(*named, registry=registry, buckets=family.buckets)

@@ -3,7 +3,8 @@
 The first message of either side is ``Hello`` with the protocol's version. ``id`` is chosen by the
 stub, unique in its connection. Every ``Submit`` is answered by exactly one ``Final`` or ``Failed``,
 after the ``Chunk``s of a streaming request; every ``Admin``, ``Encode`` and ``Decode`` by one
-``AdminReply``, ``Encoded``, ``Decoded`` or ``Failed``; a sender of ``Subscribe`` gets ``Stats``.
+``AdminReply``, ``Encoded``, ``Decoded`` or ``Failed``; a sender of ``Subscribe`` gets
+``StatsUpdate``.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class AdminReply(Message, frozen=True, kw_only=True, tag=True):
     reply: dict[str, Any]
 
 
-class Stats(Message, frozen=True, kw_only=True, tag=True):
+class StatsUpdate(Message, frozen=True, kw_only=True, tag=True):
     """Counters' increments, new observations and gauges since the last of them."""
 
     counters: list[Labelled] = []
@@ -167,7 +168,7 @@ class Decoded(Message, frozen=True, kw_only=True, tag=True):
 
 
 FromStub = Hello | Submit | Cancel | Admin | Subscribe | Encode | Decode
-FromEngine = Hello | Chunk | Final | Failed | AdminReply | Stats | Encoded | Decoded
+FromEngine = Hello | Chunk | Final | Failed | AdminReply | StatsUpdate | Encoded | Decoded
 
 
 class VersionError(Exception):

@@ -37,7 +37,7 @@ from backend.ipc.messages import (
     FromStub,
     Hello,
     Message,
-    Stats,
+    StatsUpdate,
     Submit,
     Subscribe,
     VersionError,
@@ -62,7 +62,7 @@ this process.
 """
 
 
-class Connection:
+class StubConnection:
     """One stub's connection: its unanswered requests and its unsent frames (any thread appends,
     only the IO thread takes).
     """
@@ -96,7 +96,11 @@ class Ticket:
     """
 
     def __init__(
-        self, server: Server, connection: Connection, request_id: int, trace: RequestTrace | None
+        self,
+        server: Server,
+        connection: StubConnection,
+        request_id: int,
+        trace: RequestTrace | None,
     ) -> None:
         self.cancelled = False
         self.arrived_s = monotonic()
@@ -150,8 +154,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._wake_sent = False
-        self._dirty: deque[Connection] = deque()
-        self.connections: set[Connection] = set()
+        self._dirty: deque[StubConnection] = deque()
+        self.connections: set[StubConnection] = set()
         self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
         self._long_texts = ThreadPoolExecutor(1, "long-texts")
         self._guided: GuidedQueue[Ticket] = GuidedQueue(app, self._tokenise)
@@ -159,7 +163,7 @@ class Server:
         self._drain_until_s: float | None = None
         self._ends = False
 
-    def post(self, connection: Connection, message: Message) -> None:
+    def post(self, connection: StubConnection, message: Message) -> None:
         """Send a message when the IO thread next runs."""
         connection.frames.append(frame(message))
         self._dirty.append(connection)
@@ -254,7 +258,7 @@ class Server:
     # -- sockets
 
     def _handle(self, key: selectors.SelectorKey, events: int) -> None:
-        connection: Connection | None = key.data
+        connection: StubConnection | None = key.data
         if connection is not None:
             try:
                 if events & selectors.EVENT_WRITE:
@@ -277,12 +281,12 @@ class Server:
     def _accept(self, listener: Any) -> None:
         sock, _ = listener.accept()
         sock.setblocking(False)
-        connection = Connection(sock)
+        connection = StubConnection(sock)
         self.connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self.post(connection, Hello(info=self._info()))
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: StubConnection) -> None:
         data = connection.sock.recv(1 << 18)
         if not data:
             raise ConnectionResetError("the stub closed the connection")
@@ -298,13 +302,13 @@ class Server:
                 except OSError as error:
                     self._drop(connection, error)
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, connection: StubConnection) -> None:
         connection.flush()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
 
-    def _drop(self, connection: Connection, error: Exception) -> None:
+    def _drop(self, connection: StubConnection, error: Exception) -> None:
         """Forget a connection and cancel its requests."""
         logger.info("connection closed: %s", error)
         self.connections.discard(connection)
@@ -316,7 +320,7 @@ class Server:
 
     # -- messages
 
-    def receive(self, connection: Connection, message: Message) -> None:
+    def receive(self, connection: StubConnection, message: Message) -> None:
         """Take a message of a stub: the first must greet."""
         if not connection.greeted:
             check_hello(message)
@@ -343,7 +347,7 @@ class Server:
             case _:
                 raise VersionError(f"a stub sends no {type(message).__name__}")
 
-    def _submit(self, connection: Connection, message: Submit) -> None:
+    def _submit(self, connection: StubConnection, message: Submit) -> None:
         trace = self._app.tracing.begin(message.trace)
         ticket = Ticket(self, connection, message.id, trace)
         connection.tickets[message.id] = ticket
@@ -381,7 +385,7 @@ class Server:
                 ErrorCode.INTERNAL, f"the request could not be prepared ({type(error).__name__})"
             )
 
-    def _convert(self, connection: Connection, message: Encode | Decode) -> None:
+    def _convert(self, connection: StubConnection, message: Encode | Decode) -> None:
         """Answer those who tokenise for themselves (a tokeniser thread)."""
         if connection not in self.connections:
             return
@@ -399,7 +403,7 @@ class Server:
             reply = Failed(id=message.id, code=ErrorCode.INTERNAL, message=reason)
         self.post(connection, reply)
 
-    def _command(self, connection: Connection, message: Admin) -> None:
+    def _command(self, connection: StubConnection, message: Admin) -> None:
         """Answer a command: what takes time, on a thread of its own."""
         slow: dict[str, Callable[[], dict[str, Any]]] = {
             "reload drafts": self._reload,
@@ -413,7 +417,7 @@ class Server:
         threading.Thread(target=self._answer, args=arguments, name=name, daemon=True).start()
 
     def _answer(
-        self, connection: Connection, request_id: int, work: Callable[[], dict[str, Any]]
+        self, connection: StubConnection, request_id: int, work: Callable[[], dict[str, Any]]
     ) -> None:
         """Reply to a command of the administrative interface (any thread)."""
         try:
@@ -484,6 +488,6 @@ class Server:
         subscribers = [connection for connection in self.connections if connection.subscribed]
         if subscribers:  # without one, the figures wait
             self._app.step_stats.export()
-            message = Stats(**self._app.stats.drain()._asdict())
+            message = StatsUpdate(**self._app.stats.drain()._asdict())
             for connection in subscribers:
                 self.post(connection, message)

@@ -24,7 +24,7 @@ from backend.launcher.environment import Settings, read_settings
 from backend.launcher.output import say
 from backend.launcher.processes import end
 from backend.launcher.server import Stop, drain, flags
-from backend.launcher.side_processes import DynamoWorker, FrontEnd
+from backend.launcher.side_processes import DynamoWorker, FrontEndProcess
 from backend.triton_adapter.admin_secret import ensure_secret
 
 FAILED_PROBES = 3
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         worker = DynamoWorker(settings, load_config(settings.config, plans=False), PROJECT_ROOT)
     server = lifeline.start(sys.executable, _command(settings, arguments), cwd=PROJECT_ROOT)
     python = os.environ.get("FRONT_END_PYTHON")
-    front_end = FrontEnd(settings, python=python) if python else None
+    front_end = FrontEndProcess(settings, python=python) if python else None
     if front_end is not None:
         front_end.start()
     if worker is not None:

@@ -38,7 +38,7 @@ from backend.launcher.run_folder import (
     write_model_repository,
 )
 from backend.launcher.server import Stop, TritonServer
-from backend.launcher.side_processes import DynamoWorker, FrontEnd, import_folder
+from backend.launcher.side_processes import DynamoWorker, FrontEndProcess, import_folder
 from backend.loopback import open_url
 from backend.settings import ConfigError
 from backend.storage import cache
@@ -190,7 +190,7 @@ def _supervise(
 ) -> None:
     say("starting" if output is None else f"starting; the log is {output.name}")
     server = TritonServer(settings, folder, arguments, stop, output)
-    front_end = FrontEnd(settings, output)
+    front_end = FrontEndProcess(settings, output)
     worker = None
     if settings.dynamo_namespace:
         worker = DynamoWorker(settings, config, import_folder(folder), output)
@@ -226,7 +226,7 @@ def announce(
     settings: Settings,
     config: ServingConfig,
     start_s: float,
-    front_end: FrontEnd,
+    front_end: FrontEndProcess,
     *,
     first: bool,
 ) -> None:

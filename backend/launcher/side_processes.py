@@ -105,7 +105,7 @@ class SideProcess:
             self._ending.wait(BACKOFF_S)
 
 
-class FrontEnd(SideProcess):
+class FrontEndProcess(SideProcess):
     """Runs from ``start``, once there is something to ask, to ``stop``."""
 
     def __init__(

@@ -165,7 +165,7 @@ class RequestIds:
         await self._app(scope, receive, send_named)
 
 
-class Guard:
+class AccessGuard:
     """Refuses requests before their bodies are read: by a foreign name, without a key, or while the
     server drains.
 

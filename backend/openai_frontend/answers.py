@@ -38,7 +38,7 @@ end of one.
 WATCH_PERIOD_S = 0.25
 
 
-class Counts:
+class TokenCounts:
     """Adds up the tokens and the proposals of an answer.
 
     A prompt counts once, however many texts continue it; with ``silent`` nothing else does.
@@ -187,7 +187,7 @@ class Answer:
         salt = tenant_salt(request.state.tenant, self.options.get("cache_salt"))
         salted = {} if salt is None else {"cache_salt": salt}
         pieces = triton.generate(prompts, self.options | counted | salted, fields, self.body.n)
-        counts = Counts(self.spec_decode_metrics, silent=self.style.silent)
+        counts = TokenCounts(self.spec_decode_metrics, silent=self.style.silent)
         output = _Output(pieces, choices, counts, head, self.body.n)
         answer = self._stream if self.body.stream else self._whole
         return await until_gone(request, answer(output, triton))
@@ -246,7 +246,7 @@ class _Output:
 
     pieces: AsyncGenerator[Piece, None]
     choices: list[Choice]
-    counts: Counts
+    counts: TokenCounts
     head: dict[str, Any]
     n: int
     """Choices of each prompt."""

@@ -19,7 +19,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.routing import Route
 
 from backend.loopback import open_url
-from backend.openai_frontend.access import REQUEST_ID, Guard, RequestIds
+from backend.openai_frontend.access import REQUEST_ID, AccessGuard, RequestIds
 from backend.openai_frontend.errors import ApiError, handle_errors
 from backend.openai_frontend.front_end import FrontEnd
 from backend.openai_frontend.reader import BodyReader
@@ -70,7 +70,10 @@ def create_app(settings: FrontEnd, draining: threading.Event | None = None) -> F
         openapi_url=None,
     )
     app.add_middleware(
-        Guard, keys=settings.keys, hosts=settings.hosts, draining=draining or threading.Event()
+        AccessGuard,
+        keys=settings.keys,
+        hosts=settings.hosts,
+        draining=draining or threading.Event(),
     )
     if settings.options.cors_origins:
         app.add_middleware(

@@ -25,7 +25,7 @@ from backend.openai_frontend.triton import Piece, Token
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AnswerKind:
     """How the bodies of one route look."""
 
     prefix: str
@@ -33,15 +33,15 @@ class Kind:
     part: str
 
 
-COMPLETION = Kind("cmpl", "text_completion", "text_completion")
-CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
+COMPLETION = AnswerKind("cmpl", "text_completion", "text_completion")
+CHAT = AnswerKind("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
     """A body's options for the choices."""
 
-    kind: Kind
+    kind: AnswerKind
     log_probs: bool = False
     tool: str | None = None
     """The text is the arguments of this function, or ('') a call that names its own."""

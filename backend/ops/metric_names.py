@@ -18,7 +18,7 @@ Labelled = tuple[str, dict[str, str], Any]
 """A metric's name, its labels, and a value or values."""
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """The quantity that a family measures."""
 
     COUNTER = "counter"
@@ -33,7 +33,7 @@ class Family:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -60,7 +60,7 @@ _FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 _LENGTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
-_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
 SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family("spindle_steps_total", _C, "Steps of the in-flight batch"),

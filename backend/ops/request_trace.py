@@ -32,7 +32,7 @@ class Phase(NamedTuple):
     started_s: float
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """A request's part in one step, in the phase of that index; ``parts_s`` are the whole step's
     times.
     """
@@ -72,7 +72,7 @@ class RequestTrace:
     context: dict[str, str]
     attributes: dict[str, Any] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=lambda: [Phase("tokenise", perf_counter())])
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TracedStep] = field(default_factory=list)
     ending: Ended | Broken | None = None
     ended_s: float = 0.0
     epoch_s: float = field(default_factory=lambda: time() - perf_counter())
@@ -87,7 +87,7 @@ class RequestTrace:
         draft, length = (proposal.draft, len(proposal.tokens)) if proposal else ("none", 0)
         batch = (log.batch_size, log.prefill_tokens, log.parts_s)
         self.steps.append(
-            Step(phase, log.started_s, now_s, draft, length, accepted, emitted, *batch)
+            TracedStep(phase, log.started_s, now_s, draft, length, accepted, emitted, *batch)
         )
         if emitted and self.phases[phase].name == "prefill":
             self.phases.append(Phase("decode", now_s))

@@ -16,7 +16,7 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from backend.ops.request_trace import Broken, Ended, RequestTrace, Step
+from backend.ops.request_trace import Broken, Ended, RequestTrace, TracedStep
 from backend.ops.stats import StepStats
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _request_attributes(trace: RequestTrace) -> dict[str, Any]:
     }
 
 
-def _step_attributes(step: Step) -> dict[str, Any]:
+def _step_attributes(step: TracedStep) -> dict[str, Any]:
     """Return a step's figures; ``batch_size``, ``prefill_tokens`` and the times are the whole
     batch's.
     """

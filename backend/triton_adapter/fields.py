@@ -110,7 +110,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class TritonModel:
     """One served name. ``settings``: its batch size follows ``serving.json``, and so does its
     transaction policy unless it is not to be ``decoupled``.
     """
@@ -440,13 +440,13 @@ _POSTPROCESSING_OUTPUTS = (
 )
 # fmt: on
 
-MODELS: tuple[Model, ...] = (
-    Model("ensemble", TEXT_INPUTS, TEXT_OUTPUTS),
-    Model("tensorrt_llm_bls", TEXT_INPUTS, TEXT_OUTPUTS),
-    Model("tensorrt_llm", TOKEN_INPUTS, TOKEN_OUTPUTS),
-    Model("preprocessing", PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS, decoupled=False),
-    Model("postprocessing", POSTPROCESSING_INPUTS, _POSTPROCESSING_OUTPUTS, decoupled=False),
-    Model(
+MODELS: tuple[TritonModel, ...] = (
+    TritonModel("ensemble", TEXT_INPUTS, TEXT_OUTPUTS),
+    TritonModel("tensorrt_llm_bls", TEXT_INPUTS, TEXT_OUTPUTS),
+    TritonModel("tensorrt_llm", TOKEN_INPUTS, TOKEN_OUTPUTS),
+    TritonModel("preprocessing", PREPROCESSING_INPUTS, _PREPROCESSING_OUTPUTS, decoupled=False),
+    TritonModel("postprocessing", POSTPROCESSING_INPUTS, _POSTPROCESSING_OUTPUTS, decoupled=False),
+    TritonModel(
         "spindle",
         (
             _f("command", "STRING", _ONE, "administration", required=True),

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from backend.ipc.messages import Stats
-from backend.ops.metric_names import FAMILIES, Family, Kind
+from backend.ipc.messages import StatsUpdate
+from backend.ops.metric_names import FAMILIES, Family, MetricKind
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ class MetricExporter:
 
     def __init__(self, pb_utils: Any) -> None:
         kinds = {
-            Kind.COUNTER: pb_utils.MetricFamily.COUNTER,
-            Kind.GAUGE: pb_utils.MetricFamily.GAUGE,
-            Kind.HISTOGRAM: pb_utils.MetricFamily.HISTOGRAM,
+            MetricKind.COUNTER: pb_utils.MetricFamily.COUNTER,
+            MetricKind.GAUGE: pb_utils.MetricFamily.GAUGE,
+            MetricKind.HISTOGRAM: pb_utils.MetricFamily.HISTOGRAM,
         }
         self._make_family: Callable[[Family], Any] = lambda family: pb_utils.MetricFamily(
             name=family.name, description=family.help, kind=kinds[family.kind]
@@ -35,29 +35,31 @@ class MetricExporter:
             if not family.labels:
                 self._metric(family.name, {}, family.kind)  # visible, at zero, from the start
 
-    def update(self, message: Stats) -> None:
+    def update(self, message: StatsUpdate) -> None:
         """Apply one stats message."""
         for name, labels, delta in message.counters:
-            self._metric(name, labels, Kind.COUNTER).increment(delta)
+            self._metric(name, labels, MetricKind.COUNTER).increment(delta)
         for name, labels, value in message.gauges:
-            self._metric(name, labels, Kind.GAUGE).set(value)
+            self._metric(name, labels, MetricKind.GAUGE).set(value)
         for name, labels, values in message.observations:
-            metric = self._metric(name, labels, Kind.HISTOGRAM)
+            metric = self._metric(name, labels, MetricKind.HISTOGRAM)
             for value in values:
                 metric.observe(value)
 
-    def _metric(self, name: str, labels: dict[str, str], kind: Kind) -> Any:
+    def _metric(self, name: str, labels: dict[str, str], kind: MetricKind) -> Any:
         key = (name, tuple(sorted(labels.items())))
         if key not in self._series:
             if name not in self._families and ":" in name:
                 self._add_foreign(name, labels, kind)
             family, made = self._families[name]
             _check_labels(family, labels)
-            buckets = {"buckets": list(family.buckets)} if family.kind is Kind.HISTOGRAM else {}
+            buckets = (
+                {"buckets": list(family.buckets)} if family.kind is MetricKind.HISTOGRAM else {}
+            )
             self._series[key] = made.Metric(labels=labels, **buckets)
         return self._series[key]
 
-    def _add_foreign(self, name: str, labels: dict[str, str], kind: Kind) -> None:
+    def _add_foreign(self, name: str, labels: dict[str, str], kind: MetricKind) -> None:
         """Take up a metric of a hosted engine, whose names have a colon (``vllm:...``)."""
         family = Family(name, kind, f"{name.partition(':')[0]}'s own", tuple(labels))
         self._families[name] = family, self._make_family(family)

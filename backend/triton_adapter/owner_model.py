@@ -21,7 +21,7 @@ from backend.ipc.messages import (
     AdminReply,
     Failed,
     Message,
-    Stats,
+    StatsUpdate,
     Subscribe,
 )
 from backend.request import ErrorCode, RequestError
@@ -89,7 +89,7 @@ class TritonPythonModel:
     def _received(self, message: Message) -> None:
         self._heard_s = monotonic()
         try:
-            if isinstance(message, Stats):
+            if isinstance(message, StatsUpdate):
                 self._child.ready()
                 if restarts := self._child.take_restarts():
                     message.counters.append(("spindle_engine_restarts_total", {}, restarts))

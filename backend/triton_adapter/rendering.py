@@ -6,7 +6,7 @@ complete.
 
 from __future__ import annotations
 
-from backend.triton_adapter.fields import Field, Model
+from backend.triton_adapter.fields import Field, TritonModel
 
 ORIGIN = (
     "Rendered by `python -m docs.tools.reference` from the table in "
@@ -14,7 +14,7 @@ ORIGIN = (
 )
 
 
-def render_config(model: Model, *, decoupled: bool = True, max_batch_size: int = 64) -> str:
+def render_config(model: TritonModel, *, decoupled: bool = True, max_batch_size: int = 64) -> str:
     """Return a complete ``config.pbtxt``. ``spindle`` answers each command once, unbatched,
     whatever the settings.
     """

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from backend.advise.advice import advise
-from backend.advise.campaign import Probed, Settings, Started
-from backend.advise.goodput import PLAIN, Goodput, Range
+from backend.advise.campaign import CampaignSettings, Probed, Started
+from backend.advise.goodput import PLAIN, Goodput, LoadRange
 from backend.advise.load import Cell, Client
 from backend.advise.servers import running
 from backend.advise.times import Load
@@ -120,7 +120,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def prove(
     native: Started,
     plain: Client,
-    table: list[Range],  # the best one with a draft, also where none is advised
+    table: list[LoadRange],  # the best one with a draft, also where none is advised
     blocks: int,
     deadline_s: float,
     stack: ExitStack,
@@ -163,7 +163,9 @@ def main() -> None:
     started_s, say = time.monotonic(), partial(print, flush=True)
     loads = [int(n) for n in options.loads.split(",")]
     command, spec = commands(options.kind, options.python, options.smollm2)
-    settings = Settings(bodies(options.kind), loads, options.blocks, most_tokens=options.tokens)
+    settings = CampaignSettings(
+        bodies(options.kind), loads, options.blocks, most_tokens=options.tokens
+    )
     with ExitStack() as stack:
         wheel = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         vllm_wheel.write_tree(wheel)

@@ -11,7 +11,7 @@ import pytest
 
 from backend.advise.cli import main
 from backend.advise.formats import vllm as options_of
-from backend.advise.goodput import Range, length_at
+from backend.advise.goodput import LoadRange, length_at
 from backend.advise.load import Client
 from backend.advise.servers import running
 from engines_build import vllm_wheel
@@ -20,9 +20,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 DRAFTS = Path(__file__).resolve().parents[2] / "engines_build" / "drafts"
 TABLES = [
-    [Range(1, 1, 6), Range(2, 16, 3), Range(17, 64, 0)],
-    [Range(1, 3, 1), Range(4, 40, 2)],
-    [Range(1, 4, 0), Range(5, 64, 2)],
+    [LoadRange(1, 1, 6), LoadRange(2, 16, 3), LoadRange(17, 64, 0)],
+    [LoadRange(1, 3, 1), LoadRange(4, 40, 2)],
+    [LoadRange(1, 4, 0), LoadRange(5, 64, 2)],
 ]
 
 

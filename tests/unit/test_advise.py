@@ -14,7 +14,7 @@ from backend.advise import AdviceError, artifacts, formats
 from backend.advise.acceptance import Acceptance, geometric, reaches, replay
 from backend.advise.advice import advise
 from backend.advise.cli import main
-from backend.advise.goodput import PLAIN, Range, length_at, lengths_by_load
+from backend.advise.goodput import PLAIN, LoadRange, length_at, lengths_by_load
 from backend.advise.load import Cell, Reply
 from backend.advise.scrape import Window, parse
 from policy import simulate
@@ -81,7 +81,7 @@ def test_the_table_is_within_2_percent_of_the_best_length_at_every_load(
 def test_no_speculation_is_an_advice():
     advice = advise(cells_of(lambda _: Machine(useless, 0.5), ARMS, [1, 4, 16]), now=5)
     assert not advice.speculate
-    assert advice.table == [Range(1, 16, 0)]
+    assert advice.table == [LoadRange(1, 16, 0)]
     assert all(row.over_now.low > 1.2 for row in advice.rows)
 
 
@@ -140,11 +140,11 @@ def test_totals_alone_give_a_geometric_fall():
 
 def test_ranges_are_few_and_ties_go_to_the_shorter_length():
     speed = {0: np.array([90, 98, 100, 100.0]), 2: np.array([100, 100, 99.9, 90.0])}
-    assert lengths_by_load(speed, [1, 2, 3, 4]) == [Range(1, 3, 2), Range(4, 4, 0)]
-    assert lengths_by_load({1: np.ones(2), 5: np.ones(2)}, [1, 2]) == [Range(1, 2, 1)]
+    assert lengths_by_load(speed, [1, 2, 3, 4]) == [LoadRange(1, 3, 2), LoadRange(4, 4, 0)]
+    assert lengths_by_load({1: np.ones(2), 5: np.ones(2)}, [1, 2]) == [LoadRange(1, 2, 1)]
 
 
-TABLE = [Range(1, 4, 5), Range(5, 16, 2), Range(17, 64, 0)]
+TABLE = [LoadRange(1, 4, 5), LoadRange(5, 16, 2), LoadRange(17, 64, 0)]
 SPEC = {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 4}
 
 
@@ -156,7 +156,7 @@ def test_vllm_s_options_have_the_table_of_versions_that_heed_it():
     old = formats.vllm(TABLE, SPEC, (0, 26), 2)
     assert '"num_speculative_tokens": 2}' in old
     assert "per_batch_size" not in old
-    assert formats.vllm([Range(1, 64, 0)], SPEC, (0, 32), 2).startswith("# no --spec")
+    assert formats.vllm([LoadRange(1, 64, 0)], SPEC, (0, 32), 2).startswith("# no --spec")
 
 
 def schedule(text):
@@ -174,7 +174,7 @@ def test_tensorrt_llm_s_schedules_mean_the_same_in_both_versions(batch):
 
 
 def test_tensorrt_llm_1_2_has_the_longest_length_at_batch_1():
-    text = formats.tensorrt_llm([Range(1, 4, 1), Range(5, 64, 3)], (1, 2))
+    text = formats.tensorrt_llm([LoadRange(1, 4, 1), LoadRange(5, 64, 3)], (1, 2))
     assert schedule(text) == {1: 3, 5: 3}
     assert "wants the longest length" in text
 

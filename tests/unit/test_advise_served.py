@@ -15,7 +15,7 @@ import pytest
 from backend.advise import AdviceError, passive, verify
 from backend.advise import cli as advise_cli
 from backend.advise.cli import main
-from backend.advise.goodput import Range, length_at
+from backend.advise.goodput import LoadRange, length_at
 from backend.advise.load import Client
 from backend.advise.scrape import parse
 from backend.advise.verify import Advised, Proof
@@ -76,7 +76,7 @@ def test_a_running_server_is_measured_by_the_probe_and_no_body_is_kept(
     assert {row["verdict"] for row in (one["over_none"] for one in data["intervals"])} == {"faster"}
     assert data["versions"]["engine"] == "0.32.0"
     assert data["engine"] == "vllm"
-    assert length_at([Range(*one) for one in data["table"]], 1) >= 4
+    assert length_at([LoadRange(*one) for one in data["table"]], 1) >= 4
     first = virtual[0].bodies[0]
     assert first["stream"] is False
     assert first["max_tokens"] <= 40
@@ -223,7 +223,7 @@ def test_servers_in_use_are_only_read(virtual, capsys):
 
 def proof(after, before, plain_speed=(100.0,) * 5, drafted=(3.0, 0.0)):
     """Return a proof of these speeds at 1 in flight, and half of them at 16."""
-    table = [Range(1, 8, 3), Range(9, 64, 0)]
+    table = [LoadRange(1, 8, 3), LoadRange(9, 64, 0)]
     made = Proof(Advised(table, True, 5, {}, "vllm"))
     for name, speeds in {"after": after, "before": before, "plain": plain_speed}.items():
         made.speeds[name, 1] = list(speeds)
@@ -346,7 +346,7 @@ def test_a_fallen_counter_stops_a_cell(virtual, log, capsys):
 
 
 def test_an_advice_of_no_speculation_compares_the_plain_server():
-    advised = Advised([Range(1, 64, 0)], False, 5, {}, "vllm")
+    advised = Advised([LoadRange(1, 64, 0)], False, 5, {}, "vllm")
     assert {*advised.arms()} == {"plain", "before"}
     assert Proof(advised).after == "plain"
 

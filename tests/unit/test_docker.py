@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from backend.config import parse_config
-from backend.ops.metric_names import FAMILIES, Kind
+from backend.ops.metric_names import FAMILIES, MetricKind
 from engines_build.trtllm.deployment import load_deployment
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_the_compose_file_names_files_that_are_there():
 def test_the_dashboard_asks_for_metrics_that_exist():
     series = set()
     for family in FAMILIES:
-        endings = ("_bucket", "_sum", "_count") if family.kind is Kind.HISTOGRAM else ("",)
+        endings = ("_bucket", "_sum", "_count") if family.kind is MetricKind.HISTOGRAM else ("",)
         series |= {family.name + ending for ending in endings}
     dashboard = json.loads((DOCKER / "grafana/dashboards/spindle.json").read_text())
     asked = {

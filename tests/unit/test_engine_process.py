@@ -22,7 +22,7 @@ from backend.ipc.messages import (
     Final,
     FromEngine,
     Hello,
-    Stats,
+    StatsUpdate,
     Submit,
     Subscribe,
 )
@@ -184,7 +184,7 @@ def test_statistics_reach_a_subscriber(start):
     client.submit(1, "abc", 40)
     counters = {}
     while not counters.get(("spindle_requests_total", "success")):
-        message = client.until(Stats)
+        message = client.until(StatsUpdate)
         for name, labels, value in message.counters:
             key = (name, *labels.values())
             counters[key] = counters.get(key, 0) + value

@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.ipc.messages import Stats as MetricsMessage
-from backend.ops.metric_names import FAMILIES, SPINDLE_FAMILIES, Kind
+from backend.ipc.messages import StatsUpdate
+from backend.ops.metric_names import FAMILIES, SPINDLE_FAMILIES, MetricKind
 from backend.triton_adapter.metrics import MetricExporter
 
 
@@ -55,7 +55,7 @@ def exporter(made):
 
 
 def message(counters=(), gauges=(), observations=()):
-    return MetricsMessage(counters=counters, gauges=gauges, observations=observations)
+    return StatsUpdate(counters=counters, gauges=gauges, observations=observations)
 
 
 def test_deltas_add_up_gauges_are_set_and_observations_recorded(exporter, made):
@@ -89,11 +89,11 @@ def test_the_table_is_sound():
     assert len(set(names)) == len(names)
     assert all(family.name.startswith("spindle_") for family in SPINDLE_FAMILIES)
     assert all(
-        (family.kind is Kind.COUNTER) == family.name.endswith("_total")
+        (family.kind is MetricKind.COUNTER) == family.name.endswith("_total")
         for family in SPINDLE_FAMILIES
     )
     for family in FAMILIES:
-        assert bool(family.buckets) == (family.kind is Kind.HISTOGRAM)
+        assert bool(family.buckets) == (family.kind is MetricKind.HISTOGRAM)
         assert list(family.buckets) == sorted(set(family.buckets))
 
 

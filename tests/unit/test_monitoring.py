@@ -11,7 +11,7 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from backend.ops.metric_names import FAMILIES, Kind
+from backend.ops.metric_names import FAMILIES, MetricKind
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 DASHBOARD = json.loads((DOCKER / "grafana/dashboards/spindle.json").read_text())
@@ -28,7 +28,7 @@ def families(expression):
     endings = {
         f.name + end: f
         for f in FAMILIES
-        for end in (("_bucket", "_sum", "_count") if f.kind is Kind.HISTOGRAM else ("",))
+        for end in (("_bucket", "_sum", "_count") if f.kind is MetricKind.HISTOGRAM else ("",))
     }
     found = re.findall(r"\b((?:spindle|nv_trt_llm|nv_llm)_\w+)(?:\{([^}]*)\})?", expression)
     assert {name for name, _ in found} <= set(endings), expression

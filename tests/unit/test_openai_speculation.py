@@ -2,7 +2,7 @@
 
 import pytest
 
-from backend.openai_frontend.answers import Counts
+from backend.openai_frontend.answers import TokenCounts
 from backend.openai_frontend.app import VLLM_COUNTERS, with_vllm_counters
 from backend.openai_frontend.triton import Piece
 
@@ -17,7 +17,7 @@ NONE = {"acceptance_histogram": [0, 0, 0, 0]}
 
 def counts(*texts, level="summary"):
     """Return the counts of an answer of these texts, each of two pieces."""
-    added = Counts(level)
+    added = TokenCounts(level)
     for number, text in enumerate(texts):
         added.add(Piece(0, number, "some"))
         added.add(Piece(0, number, "", "length", **text))

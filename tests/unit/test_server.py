@@ -12,7 +12,7 @@ import pytest
 
 from backend.core.preparation import Preparation
 from backend.ipc.messages import Cancel, Chunk, Encode, Submit
-from backend.ipc.server import LONG_TEXT_CHARACTERS, Connection, Server
+from backend.ipc.server import LONG_TEXT_CHARACTERS, Server, StubConnection
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
 from backend.tokenizer import ByteTokenizer
@@ -39,7 +39,7 @@ def server(app, tmp_path):
 def connected(**limits):
     near, far = socket.socketpair()
     near.setblocking(False)
-    return Connection(near, **limits), far
+    return StubConnection(near, **limits), far
 
 
 def test_a_post_while_the_waker_is_read_does_not_silence_the_next_one(server):

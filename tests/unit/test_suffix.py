@@ -429,7 +429,7 @@ def test_a_draft_that_cannot_take_an_answer_costs_no_request(monkeypatch):
     def fail(sequence):
         raise MemoryError
 
-    monkeypatch.setattr(app.drafts[0], "ended", fail)
+    monkeypatch.setattr(app.drafts[0], "remember", fail)
     assert ask(app) == ask(app)
     assert app.stats.drain().counters
 
