@@ -1,4 +1,4 @@
-"""A policy of your own: the draft that pays best, and none once the batch is large."""
+"""A policy of your own: each request gets its best draft, the batch the length that pays best."""
 
 import numpy as np
 
@@ -6,33 +6,35 @@ from policy import NO_DRAFT, Plan, Policy
 
 
 class BestPaid(Policy):
-    """Gives each request the draft with the most tokens per second, by what was accepted lately."""
+    """Maximises the tokens per second of a step, by what each request accepted lately."""
 
-    def __init__(self, drafts, latency, k_max, most_rows=16, rate=0.05):
-        """``most_rows`` and ``rate`` are options: ``policy.options`` in serving.json."""
-        self.drafts, self.k_max, self.most_rows, self.rate = drafts, k_max, most_rows, rate
-        self.target_s = latency.target.at(1)  # seconds of a pass over one token
-        self.draft_s = np.array([curve.at(1) for curve in latency.drafts])
+    def __init__(self, drafts, latency, k_max, hope=0.7):  # hope: an untried draft's odds
+        self.latency, self.lengths = latency, np.arange(1, k_max + 1)
+        self.fresh = np.outer([2 * hope, 2], np.ones(len(drafts)))  # accepted, checked
 
     def start(self):
-        """Return what each draft had accepted a step; a high start gives each a try."""
-        return np.full(len(self.drafts), float(self.k_max))
+        """Return the state: by request, the tokens of each draft accepted and checked."""
+        return {}
 
     def plan(self, view, state, now, rng):
         """Return a draft and a length for every row, and the state."""
-        if len(view) > self.most_rows:
-            return Plan.within(view, NO_DRAFT, 0), state
-        length = np.round(state) + 1  # one more than were accepted, so that it can grow
-        tokens_per_s = (1 + state) / (self.target_s + length * self.draft_s)
-        draft = np.where(view.ceiling > 0, tokens_per_s, 0).argmax(axis=1)
-        return Plan.within(view, draft, length[draft]), state
+        rows, target_s, drafts = len(view), self.latency.target.at, self.latency.drafts
+        past = np.reshape([state.get(r, self.fresh) for r in view.request], (rows, 2, len(drafts)))
+        odds = past[:, 0] / past[:, 1] * (view.ceiling > 0)  # [rows, drafts]
+        uses = np.bincount(draft := odds.argmax(axis=1), minlength=len(drafts))
+        draft_s = sum(each.at(n) for each, n in zip(drafts, uses, strict=True) if n)
+        tokens = rows + (odds.max(axis=1) ** self.lengths[:, None]).sum(axis=1).cumsum()
+        per_s = tokens / [target_s(rows + rows * k) + k * draft_s for k in self.lengths]
+        length = 1 + per_s.argmax() if per_s.max() > rows / target_s(rows) else 0
+        return Plan.within(view, draft, length), state
 
     def observe(self, outcome, state, now):
-        """Return the averages after a step: of what was proposed, and of what would have been."""
-        state = state.copy()  # a state is never changed, a new one is returned
-        drafts = [*outcome.rows.draft, *outcome.free.draft]
-        accepted = [*outcome.rows.accepted, *outcome.free.accepted]
-        for draft, tokens in zip(drafts, accepted, strict=True):
-            if draft != NO_DRAFT:
-                state[draft] += self.rate * (tokens - state[draft])
-        return state
+        """Return the counts after a step. A state is never changed, a new one is returned."""
+        state = dict(state)
+        for seen in (outcome.rows, outcome.free):  # proposed; what would have been accepted
+            columns = seen.request, seen.draft, seen.accepted, seen.scored
+            for request, draft, accepted, scored in zip(*columns, strict=True):
+                if draft != NO_DRAFT:
+                    counts = state[request] = 0.95 * state.get(request, self.fresh)
+                    counts[:, draft] += accepted, min(accepted + 1, scored)
+        return {request: state[request] for request in state.keys() - set(outcome.finished)}

@@ -1,7 +1,6 @@
-"""Simulate a deployment from latency tables, true acceptance and arrivals, and see what every
-policy would make of it.
+"""Compare policies on a simulated deployment: latency tables, true acceptance and arrivals.
 
-    spindle simulate compare --deployment llama-8b-h100 --arms none,fixed:eagle:3 --json out.json
+example: spindle simulate compare --deployment smollm2-cpu --arms none,fixed:suffix:3,adaptive
 """
 
 from __future__ import annotations
@@ -57,6 +56,22 @@ def mixes() -> dict[str, Mix]:
     """Return the mixes by name."""
     _, mix = presets.specialists(0.85, 0.40)
     return presets.MIXES | {mix.name: mix}
+
+
+def mix_for(deployment: Deployment, name: str | None) -> Mix:
+    """Return the mix of a name, or the one that suits the deployment. Raises ValueError for a mix
+    without its drafts.
+    """
+    drafts = set(deployment.drafts)
+    suiting = [
+        mix for mix in mixes().values() if all(drafts <= set(c.hazard) for c in mix.categories)
+    ]
+    names = [mix.name for mix in suiting]
+    name = name or ("mix" if "mix" in names else names[0])
+    if name not in names:
+        known = " or ".join(names)
+        raise ValueError(f"--mix {name} lacks drafts of {deployment.name}: use {known}")
+    return suiting[names.index(name)]
 
 
 class Runner:
@@ -130,7 +145,8 @@ def compare_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     if options.advice:
         deployment, mix = read_advice(options.advice)
     else:
-        deployment, mix = deployments()[options.deployment], mixes()[options.mix]
+        deployment = deployments()[options.deployment]
+        mix = mix_for(deployment, options.mix)
     deployment = replace(deployment, planning_s=planning_s)
     scenario = Scenario(
         f"{deployment.name}-{mix.name}",
@@ -169,28 +185,37 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("compare", help="arms at request rates")
+    one = commands.add_parser("compare", help="policies at one or more loads")
     one.add_argument("--json", type=Path, help="write the results here")
     about = "the server that `spindle advise` measured: advice.json; its draft is called draft"
     one.add_argument("--from", dest="advice", type=Path, metavar="FILE", help=about)
     add_deployment(one)
-    one.add_argument("--rates", type=rates, default="5,backlog", help="a second, or backlog")
-    about = "of the gaps between arrivals: 1 Poisson, above it bursts"
+    about = "requests per second, or backlog; default: 5,backlog"
+    one.add_argument("--rates", type=rates, default="5,backlog", help=about)
+    about = "variation of the gaps between arrivals: 1 (default) for Poisson, more for bursts"
     one.add_argument("--variation", type=float, default=1.0, help=about)
-    one.add_argument("--arrivals", help="a log of requests instead (JSON lines)")
-    one.add_argument("--requests", type=int, default=200)
-    one.add_argument("--seeds", type=seeds, default="3,4,5")
-    one.add_argument("--table-error", type=float, default=0.2)
-    about = "what planning adds to a step of policies that predict its time"
+    about = "replay a log of requests (JSON lines) instead"
+    one.add_argument("--arrivals", metavar="FILE", help=about)
+    about = "requests at each load; default: 200"
+    one.add_argument("--requests", type=int, default=200, help=about)
+    about = "one run for each; default: 3,4,5"
+    one.add_argument("--seeds", type=seeds, default="3,4,5", help=about)
+    about = "how far the policies' latency tables are off, as a share; default: 0.2"
+    one.add_argument("--table-error", type=float, default=0.2, help=about)
+    about = "microseconds that planning adds to a step of policies that predict times; default: 0"
     one.add_argument("--planning-us", type=float, default=0.0, help=about)
     return parser.parse_args(arguments)
 
 
 def add_deployment(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what is simulated."""
-    parser.add_argument("--deployment", choices=list(deployments()), default="llama-8b-h100")
-    parser.add_argument("--mix", choices=list(mixes()), default="mix")
-    parser.add_argument("--arms", default="none,adaptive", help=f"of {known_arms()}")
+    about = "model, hardware and drafts; default: llama-8b-h100"
+    names = list(deployments())
+    parser.add_argument("--deployment", choices=names, default="llama-8b-h100", help=about)
+    about = "kinds of requests; default: the deployment's"
+    parser.add_argument("--mix", choices=list(mixes()), help=about)
+    about = f"policies to compare (default: none,adaptive), out of {known_arms()}"
+    parser.add_argument("--arms", default="none,adaptive", help=about)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from bench.simulator.growth import NOTE, fleet_row
 from bench.simulator.guard import guard_row, summary
 from bench.simulator.protocol import compare, nominal_rate, planning_cost
 from bench.simulator.shift import shift_test
-from policy.simulate import Runner, add_deployment, deployments, mixes, run, seeds
+from policy.simulate import Runner, add_deployment, deployments, mix_for, run, seeds
 from policy.simulation import presets
 from policy.simulation.arms import WITHOUT, check_arms
 from policy.simulation.deployment import Deployment
@@ -112,7 +112,7 @@ def worth_command(options: argparse.Namespace, runner: Runner) -> dict[str, Any]
 def fleet_command(options: argparse.Namespace, runner: Runner) -> dict[str, Any]:
     """Simulate fleets of the sizes asked for."""
     deployment = deployments()[options.deployment]
-    scenario = Scenario("fleet", deployment, mixes()[options.mix], rate_hz=options.rate)
+    scenario = Scenario("fleet", deployment, mix_for(deployment, options.mix), rate_hz=options.rate)
     sizes = [int(size) for size in options.replicas.split(",")]
     arms = options.arms.split(",")
     check_arms(arms, deployment, scenario.mix)

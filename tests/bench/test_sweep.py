@@ -122,7 +122,7 @@ def test_an_ablation_is_spindle_without_a_part_or_with_one_that_is_off():
 
 def test_a_policy_of_one_s_own_is_an_arm_with_the_options_of_the_configuration():
     own = "examples.my_policy.BestPaid"
-    base = {**FAKE, "policy": {"kind": own, "k_max": 4, "options": {"most_rows": 2}}}
+    base = {**FAKE, "policy": {"kind": own, "k_max": 4, "options": {"hope": 0.9}}}
     made = {name: arm_config(base, name, TUNING, 8)["policy"] for name in ("spindle", "ema", own)}
     assert made[own] == {**base["policy"], "keep_learned": False}
     assert (made["spindle"]["kind"], made["spindle"]["options"]) == ("adaptive", {})

@@ -83,3 +83,11 @@ def test_a_list_that_is_none_is_reported_by_its_option_and_value(option, value, 
         simulate.main(["compare", f"{option}={value}"])
     assert ended.value.code == 2
     assert f"argument {option}: invalid {option[2:]} value: '{value}'" in capsys.readouterr().err
+
+
+def test_a_mix_suits_its_deployment():
+    four_heads = simulate.deployments()["llama-8b-4-heads"]
+    assert simulate.mix_for(four_heads, None).name == "specialists-0.85"
+    assert simulate.mix_for(simulate.deployments()["smollm2-cpu"], None).name == "mix"
+    with pytest.raises(ValueError, match=r"--mix chat lacks drafts of .*4-heads: use specialists"):
+        simulate.mix_for(four_heads, "chat")
