@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -17,6 +17,8 @@ from backend import PROJECT_ROOT, lifeline
 
 STOP_LIMIT_S = 5.0
 """Seconds that a command has to clear away what it began; the next start can do that, too."""
+RUN_REPORT_S = 10.0
+"""Seconds between two reports about a command that runs."""
 
 
 def is_running(pid: int) -> bool:
@@ -77,12 +79,20 @@ def listening_sockets(port: int) -> Iterator[str]:
                     yield f"socket:[{words[9]}]"
 
 
-def run(command: Sequence[str], stop: threading.Event) -> int:
+def run(
+    command: Sequence[str],
+    stop: threading.Event,
+    report: Callable[[float], None] | None = None,  # gets the seconds so far, now and then
+) -> int:
     """Run a Python command of ours to its end, or until ``stop`` is set; return its status."""
     process = lifeline.start(sys.executable, command, cwd=PROJECT_ROOT)
+    started_s, reports = monotonic(), 1
     while process.poll() is None:
         if stop.wait(0.1):
             end(process, STOP_LIMIT_S)
+        elif report is not None and monotonic() - started_s > reports * RUN_REPORT_S:
+            report(monotonic() - started_s)
+            reports += 1
     return process.wait()
 
 

@@ -172,7 +172,7 @@ def _prepare(
     command = [sys.executable, "-m", "engines_build.prepare", "--config", str(settings.config)]
     if verbose:
         command.append("--verbose")
-    status = run(command, stop)
+    status = run(command, stop, lambda passed_s: say(f"still preparing after {passed_s:.0f} s"))
     if stop.is_set() or status == 1:  # it has said why
         raise StoppedError
     if status != 0:

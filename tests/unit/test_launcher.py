@@ -13,9 +13,9 @@ import pytest
 
 from backend import PROJECT_ROOT
 from backend.config import parse_config
+from backend.launcher import processes, serving
 from backend.launcher import run_folder as run_folder_module
 from backend.launcher import server as server_module
-from backend.launcher import serving
 from backend.launcher.checks import (
     check_machine,
     check_ports,
@@ -495,6 +495,14 @@ def test_a_start_that_goes_on_says_what_it_waits_for(run, monkeypatch):
         run([(False, None)])
     assert len(run.said) > 2
     assert all(re.fullmatch(rf"still starting after 0 s: {waits}", line) for line in run.said)
+
+
+def test_a_command_that_goes_on_is_reported(monkeypatch):
+    monkeypatch.setattr(processes, "RUN_REPORT_S", 0.05)
+    reported, command = [], ["-c", "import time; time.sleep(0.5)"]
+    assert run_command(command, threading.Event(), reported.append) == 0
+    assert len(reported) > 1
+    assert sorted(reported) == reported
 
 
 def test_a_crash_loop_is_given_up(run):
