@@ -499,7 +499,7 @@ def test_a_start_that_goes_on_says_what_it_waits_for(run, monkeypatch):
 
 def test_a_command_that_goes_on_is_reported(monkeypatch):
     monkeypatch.setattr(processes, "RUN_REPORT_S", 0.05)
-    reported, command = [], ["-c", "import time; time.sleep(0.5)"]
+    reported, command = [], [sys.executable, "-c", "import time; time.sleep(0.5)"]
     assert run_command(command, threading.Event(), reported.append) == 0
     assert len(reported) > 1
     assert sorted(reported) == reported
