@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine can do and what is missing",
-        description="Say what this machine can do; exit with 1 if serving cannot work.",
+        description="Check this machine; exit with 1 if `spindle serve` will not work.",
         epilog="examples:\n  spindle doctor\n  spindle doctor --json --port 8080\n"
         "  spindle doctor --model ~/models/qwen3-1.7b",
         formatter_class=text,

@@ -241,7 +241,7 @@ def parse_config(
     most, active = config.target.kind.most_ahead, config.limits.max_active_requests
     if config.target.lookahead and active > most:
         raise ConfigError(
-            f"limits.max_active_requests must be at most {most} where target.lookahead is 1 for "
+            f"limits.max_active_requests must be at most {most} with target.lookahead 1 and "
             f"the engine {config.target.engine!r}, got {active}"
         )
     if plans:
@@ -402,7 +402,7 @@ def _check_baseline(policy: PolicyConfig, drafts: list[str]) -> None:
     batches = [step.batch for step in policy.schedule]
     if "schedule" in needs and (not batches or len(set(batches)) < len(batches)):
         raise ConfigError(
-            f"policy.schedule must have a length for each of some different batch sizes, got "
+            f"policy.schedule must have a length for each of several batch sizes, got "
             f"those of {batches}"
         )
 

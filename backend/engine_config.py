@@ -247,5 +247,5 @@ def check_engine(where: str, engine: EngineConfig) -> None:
     if engine.lookahead and not (kind.most_ahead and where == "target"):
         able = " or ".join(repr(name) for name, kind in KINDS.items() if kind.most_ahead)
         raise ConfigError(
-            f"{where}.lookahead must be 0 but for a target of {able}, got {engine.lookahead}"
+            f"{where}.lookahead must be 0 except for a target of {able}, got {engine.lookahead}"
         )

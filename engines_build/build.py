@@ -125,12 +125,12 @@ def _stage(folder: Path, commands: list[list[str]], source: str) -> bool:
             and done["checkpoint_layout_sha256"] == source
             and _whole(folder, done["files"])
         ):
-            print(f"{folder} is there already")
+            print(f"{folder} exists already")
             return False
     except (OSError, ValueError, KeyError):
         pass
     if folder.exists():
-        print(f"{folder} is of other commands or incomplete: made again")
+        print(f"{folder} was built by other commands or is incomplete: building it again")
         shutil.rmtree(folder)
     return True
 
@@ -223,7 +223,7 @@ def main() -> None:
         action="store_true",
         help="check what can be checked and print every command line",
     )
-    kinds = "trt_graph shows correctness and is no serving path; it compiles here, without a GPU"
+    kinds = "trt_graph is for tests, not for serving; it compiles here, without a GPU"
     parser.add_argument("--engine", choices=("trtllm", "trt_graph"), default="trtllm", help=kinds)
     trt = parser.add_argument_group(
         "--engine trt_graph", "FILE is a serving.json, by default the repository's"

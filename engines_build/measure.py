@@ -268,7 +268,7 @@ def main() -> None:
     """Measure the engines of one configuration, whether or not tables are there."""
     parser = argparse.ArgumentParser(
         prog="spindle measure",
-        description="Measure again how long the engines' passes take on this machine.",
+        description="Measure the engines' passes on this machine again.",
         epilog="example: spindle measure --config my/serving.json",
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")

@@ -171,7 +171,7 @@ def embedded_model_is_whole() -> bool:
     try:
         cache.check(folder, hashes=True)
     except cache.CacheError as error:
-        logger.warning("making again what is damaged: %s", error)
+        logger.warning("rebuilding a damaged model: %s", error)
         return False
     return True
 
@@ -186,8 +186,8 @@ def main() -> None:
     """Prepare for one configuration."""
     parser = argparse.ArgumentParser(
         prog="spindle prepare",
-        description="Bring the model and the latency tables that a configuration needs into the "
-        "cache (env SPINDLE_CACHE; default: ~/.cache/spindle).",
+        description="Convert the models and measure the latency tables that a configuration needs "
+        "(cache: env SPINDLE_CACHE; default: ~/.cache/spindle).",
         epilog="example: spindle prepare --config my/serving.json",
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")

@@ -60,7 +60,7 @@ class Advised:
         except OSError as problem:
             raise AdviceError(f"--advice {path}: {problem.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise AdviceError(f"--advice {path} is no advice: {problem!r}") from None
+            raise AdviceError(f"--advice {path} is not advice: {problem!r}") from None
 
     def arms(self) -> dict[str, list[LoadRange]]:
         """Return the tables to compare by name. Without speculation, after is plain."""

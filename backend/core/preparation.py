@@ -185,7 +185,7 @@ def check_ids(request: GenerationRequest, vocab_size: int) -> None:
             if not 0 <= token < vocab_size:
                 raise RequestError(
                     ErrorCode.INVALID_ARGUMENT,
-                    f"{name} must be of token ids below {vocab_size}, got {token}",
+                    f"{name} must contain token ids below {vocab_size}, got {token}",
                 )
 
 

@@ -95,7 +95,9 @@ def tensors_of(
             raise WrongRequestError(f"logprobs must be at most 1, the chosen token's, got {count}")
         tensors["return_log_probs"] = np.array([[True]])
     if output.get("prompt_logprobs") is not None:
-        raise WrongRequestError(f"prompt_logprobs is not served, got {output['prompt_logprobs']}")
+        raise WrongRequestError(
+            f"prompt_logprobs is not supported, got {output['prompt_logprobs']}"
+        )
     if salt := (request.get("routing") or {}).get("cache_salt"):
         tensors["cache_salt"] = _texts(salt)
     if (length := annotations.get("num_draft_tokens")) is not None:

@@ -223,5 +223,5 @@ def _table(config: HostConfig, stats: Stats) -> LatencyTable:
     if config.latency_file and file.exists():
         return LatencyTable.from_dict(json.loads(file.read_text("utf-8")))
     StepStats(stats).fallback("latency_guessed")
-    logger.warning("spindle: no latency table: planning by a guess that measured steps correct")
+    logger.warning("spindle: no latency table: planning starts from a guess")
     return LatencyTable.synthetic(TARGET, _GUESSED_S)

@@ -32,7 +32,7 @@ def decoded(preparation: Preparation, asked: Decode) -> Decoded:
         if unknown is not None:
             raise RequestError(
                 ErrorCode.INVALID_ARGUMENT,
-                f"TOKENS_BATCH must be of token ids below {rows}, got {unknown}",
+                f"TOKENS_BATCH must contain token ids below {rows}, got {unknown}",
             )
         data = b"".join(table[token] for token in tokens if token < len(table))
         texts.append(data.decode("utf-8", "replace"))

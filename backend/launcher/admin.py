@@ -31,7 +31,7 @@ def main() -> int:
     """Send the command and print the reply; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="spindle admin",
-        description="Give a server on this machine an administrative command.",
+        description="Send an administrative command to a server on this machine.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -70,11 +70,11 @@ def ask(url: str, command: str, secret: str) -> object:
     except urllib.error.HTTPError as error:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             raise LaunchError(json.load(error)["error"]) from None
-        raise LaunchError(f"{url} is no Spindle server: it answers {error.code}") from None
+        raise LaunchError(f"{url} is not a Spindle server: it answered {error.code}") from None
     except OSError as error:
         raise LaunchError(f"no answer from {url}: {error}") from None
     except (ValueError, KeyError, TypeError):
-        raise LaunchError(f"{url} is no Spindle server") from None
+        raise LaunchError(f"{url} is not a Spindle server") from None
 
 
 if __name__ == "__main__":

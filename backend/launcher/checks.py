@@ -76,7 +76,7 @@ def check_python(machine: Machine) -> str:
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         raise LaunchError(
             f"Python 3.11 or 3.12 is needed, this is {platform.python_version()}: "
-            "make an environment with one of these (make PYTHON=python3.11 serve)"
+            "create an environment with one of these (make serve PYTHON=python3.11)"
         )
     return f"{platform.python_version()}, its shared library in {python_library_folder(machine)}"
 
@@ -84,8 +84,8 @@ def check_python(machine: Machine) -> str:
 def check_triton() -> str:
     """Return the tritonserver's package. Raises LaunchError where it, or its stub, is missing."""
     if importlib.util.find_spec("pytriton") is None:
-        text = "the package nvidia-pytriton, which holds tritonserver, is not installed"
-        raise LaunchError(f"{text}: pip install nvidia-pytriton==0.7.0")
+        text = "the package nvidia-pytriton, which contains tritonserver, is not installed"
+        raise LaunchError(f"{text}: install spindle[serve] (in a clone: make serve)")
     if not packaged_stub().is_file():
         text = "nvidia-pytriton has no stub for this Python"
         raise LaunchError(f"{text}: {packaged_stub()} is missing")
@@ -115,12 +115,12 @@ def check_temporary(machine: Machine = machine) -> str:
         letters = "ASCII letters, digits and _ - . /"
         raise LaunchError(
             f"TMPDIR {str(folder)!r} cannot hold tritonserver's stubs, which start only from "
-            f"paths of {letters}. Choose such a folder by TMPDIR"
+            f"paths of {letters}. Set TMPDIR to such a folder"
         )
     if machine.is_noexec(folder):
         raise LaunchError(
             f"TMPDIR {folder} is mounted noexec, and tritonserver's stubs start from there. "
-            "Choose another folder by TMPDIR"
+            "Set TMPDIR to another folder"
         )
     return f"tritonserver's stubs can start from {folder}"
 

@@ -180,7 +180,7 @@ def disks(machine: Machine) -> list[Finding]:
     """Say how much room there is where files are written."""
     places = (
         ("cache", cache.root(), CACHE_GB, "--cache chooses another place"),
-        ("temporary", machine.temporary_folder(), TEMPORARY_GB, "TMPDIR chooses another place"),
+        ("temporary", machine.temporary_folder(), TEMPORARY_GB, "set TMPDIR to another folder"),
         (
             "shared memory",
             machine.shared_memory_folder(),
@@ -304,7 +304,7 @@ def embedded_model(config: ServingConfig) -> Finding | None:
     try:
         cache.check(folder)
     except cache.CacheError:
-        text = "not converted yet: the first start does it, or spindle prepare"
+        text = "not converted yet: the first start or `spindle prepare` converts it"
         return Finding("model", WARNING, text)
     return Finding("model", OK, f"{EMBEDDED_MODEL} is converted")
 
@@ -320,14 +320,14 @@ def tables(config: ServingConfig, machine: Machine = machine) -> Finding:
         folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
         missing = missing_tables(config, folders, machine)
     except NotPreparedError as error:
-        return Finding("measured", WARNING, f"{error}; the first start does it, too")
+        return Finding("measured", WARNING, f"{error} (the first start does so, too)")
     except ValueError as error:
         return Finding("measured", MISSING, str(error))
     if missing:
         return Finding(
             "measured",
             WARNING,
-            f"not yet: {', '.join(missing)}. The first start does it, or spindle prepare",
+            f"not yet: {', '.join(missing)}. The first start or `spindle prepare` measures them",
         )
     if any(table.provenance.busy for table in load_tables(config, folders)[0].values()):
         text = "while other programs ran; the next start on a quiet machine measures again"

@@ -113,7 +113,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     namespace = environment.get("DYNAMO_NAMESPACE") or ""
     if namespace and not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", namespace):
         raise LaunchError(
-            f"DYNAMO_NAMESPACE (--dynamo) must be of a-z, 0-9, - and _, got {namespace!r}"
+            f"DYNAMO_NAMESPACE (--dynamo) may contain only a-z, 0-9, - and _, got {namespace!r}"
         )
     events = environment.get("KV_EVENTS") or ""
     if events and not re.match(r"(tcp|ipc)://.", events):
@@ -166,7 +166,7 @@ def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     if not all(name and name.isprintable() for name in names):
         raise LaunchError(
-            f"SERVED_MODEL_NAME (--served-model-name) must be names, with commas between them, "
+            f"SERVED_MODEL_NAME (--served-model-name) must be names separated by commas, "
             f"got {text!r}"
         )
     return tuple(dict.fromkeys(names))

@@ -132,7 +132,7 @@ def fill_run_folder(
         write_model_repository(folder, config)
     except OSError as error:
         text = f"the run folder {folder} cannot be written: {error.strerror}"
-        raise LaunchError(f"{text}. TMPDIR chooses another place") from error
+        raise LaunchError(f"{text}. Set TMPDIR to another folder") from error
     if settings.dynamo_namespace and not settings.kv_events:
         settings = replace(settings, kv_events=f"ipc://{folder}/kv-events")
     names = [draft.name for draft in config.drafts]
@@ -276,7 +276,7 @@ def supervise(
                 f"{trouble}; that was failure {failures} in quick succession: giving up"
             )
         backoff_s = FIRST_BACKOFF_S * 2 ** (failures - 1)
-        say(f"{trouble}: starting again in {backoff_s:g} s")
+        say(f"{trouble}: restarting in {backoff_s:g} s")
         stop.wait(backoff_s)
     say("stopping: running requests may finish; a second signal ends them at once")
     server.stop()

@@ -101,7 +101,7 @@ class SideProcess:
             status = self._process.wait()
             if not self._ending.is_set():
                 text = f"{self._name} ended with status {status}"
-                say(f"{text}: starting it again in {BACKOFF_S:g} s")
+                say(f"{text}: restarting it in {BACKOFF_S:g} s")
             self._ending.wait(BACKOFF_S)
 
 
@@ -184,7 +184,7 @@ class DynamoWorker(SideProcess):
             raise LaunchError("--dynamo needs a model with a tokenizer, got the fake engine")
         if not config.limits.kv_cache_tokens:
             raise LaunchError(
-                "--dynamo announces the KV before the engine is there: set limits.kv_cache_tokens, "
+                "--dynamo announces the KV before the engine starts: set limits.kv_cache_tokens, "
                 "such as 32768"
             )
         python = environment.get("DYNAMO_PYTHON") or str(WORKER_PYTHON)

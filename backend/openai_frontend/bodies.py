@@ -102,7 +102,7 @@ def _decode(data: bytes, encoding: str) -> Any:
     """Return the JSON value that a body is. Raises ApiError."""
     if encoding.lower() not in ("", "identity") or data.startswith(_GZIP):
         name = encoding or "gzip"
-        raise ApiError(400, f"The body is compressed ({name}), which is not served: send it plain")
+        raise ApiError(400, f"The body is compressed ({name}), which is unsupported: send it plain")
     try:
         value = json.loads(data)
     except json.JSONDecodeError as error:
@@ -174,7 +174,7 @@ class ContentPart(Body):
     def _is_text(cls, given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else None
         if kind not in ("text", "refusal") or kind not in given:
-            raise wrong(f"only content parts of type text are served, got type {kind!r}", "type")
+            raise wrong(f"only content parts of type text are supported, got type {kind!r}", "type")
         return given
 
 

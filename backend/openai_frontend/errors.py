@@ -108,7 +108,7 @@ def upstream_error(status: int, message: str, names: Mapping[str, str]) -> ApiEr
     field = names.get(found[0], found[0])
     if field == "tools" and (at := _SCHEMA_LINE.search(message)) is not None:
         field = f"tools[{int(at[1]) - 1}].function.parameters"
-        return ApiError(400, f"{field} is no schema that can be served: {at[2]}", field)
+        return ApiError(400, f"{field} is not a supported schema: {at[2]}", field)
     if field == "response_format" and (at := _SCHEMA_LINE.search(message)) is not None:
         return ApiError(400, f"{field} is no json_schema that can be served: {at[2]}", field)
     if (sentence := _context_exceeded(message, field, names)) is not None:

@@ -206,7 +206,7 @@ def _schema_text(schema: Any, field: str) -> str:
     try:
         return json.dumps(prepare_schema(schema))
     except ValueError as error:
-        raise ApiError(400, f"{field} is no schema that can be served: {error}", field) from None
+        raise ApiError(400, f"{field} is not a supported schema: {error}", field) from None
 
 
 class _Grammars:

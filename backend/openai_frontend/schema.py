@@ -206,7 +206,7 @@ class CompletionRequest(Options):
     @model_validator(mode="after")
     def _agree(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise wrong("max_tokens 0 asks for nothing without echo", "max_tokens")
+            raise wrong("max_tokens 0 needs echo true", "max_tokens")
         return self
 
 
@@ -279,7 +279,8 @@ class ChatRequest(Options):
             raise wrong("tool_choice required needs tools", "tool_choice")
         if wanted is not None and wanted.function is not None and wanted.function.name not in names:
             raise wrong(
-                f"tool_choice: {wanted.function.name!r} is none of the tools {names}", "tool_choice"
+                f"tool_choice: {wanted.function.name!r} is not among the tools {names}",
+                "tool_choice",
             )
         return self
 

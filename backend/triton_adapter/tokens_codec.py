@@ -135,7 +135,7 @@ def _bias(words: Seq[list[list[int]]], rows: Seq[dict[str, Any]], vocab_size: in
         for word, weight in zip(ids, row.get("EMBEDDING_BIAS_WEIGHTS", ()), strict=True):
             if (highest := max(word, default=0)) >= vocab_size:
                 raise invalid(
-                    f"EMBEDDING_BIAS_WORDS must be of token ids below {vocab_size}, got {highest}"
+                    f"EMBEDDING_BIAS_WORDS must contain token ids below {vocab_size}, got {highest}"
                 )
             np.add.at(bias[at], word, weight)
     return bias

@@ -50,7 +50,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path):
     )
     assert status == 1
     assert f"spindle: error: the run folder {tmp_path}" in output
-    assert "TMPDIR chooses another place" in output
+    assert "Set TMPDIR to another folder" in output
     assert "Traceback" not in output
     assert left == []
 

@@ -303,7 +303,7 @@ BAD = [
     ({"prompt": []}, 400, "prompt", "invalid_value", "must be 1 to 256 prompts, got 0"),
     ({"prompt": [1, "a"]}, 400, "prompt", "invalid_value", "must be a string, an array of strings"),
     ({"prompt": ""}, 400, "prompt", None, "prompt must not be empty"),
-    ({"prompt": [999]}, 400, "prompt", None, "prompt must be of token ids below 257, got 999"),
+    ({"prompt": [999]}, 400, "prompt", None, "prompt must contain token ids below 257, got 999"),
     ({"logprobs": 6}, 400, "logprobs", "invalid_value", "<= 5, but got 6"),
     ({"logit_bias": {"999": 1}}, 400, "logit_bias", None, "token ids below 257, got 999"),
     ({"logit_bias": {"5": 101}}, 400, "logit_bias.5", "invalid_value", "<= 100"),
@@ -380,7 +380,7 @@ BAD_CHATS = [
     (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
         "tool_choice",
-        "is none of the tools",
+        "is not among the tools",
     ),
     ({"tools": [{"type": "custom"}]}, "tools[0].type", "Supported values are: 'function'"),
     ({"functions": [{"name": "x"}]}, "functions", "not served: use tools"),
@@ -653,7 +653,7 @@ def test_texts_are_tokenized_and_back(fronted):
     )
     error = json.loads(post(fronted, "/detokenize", {"tokens": [97, 99999]})[1])["error"]
     assert (error["message"], error["param"]) == (
-        "tokens must be of token ids below 257, got 99999",
+        "tokens must contain token ids below 257, got 99999",
         "tokens",
     )
     assert post(fronted, "/tokenize", {"model": "other", "prompt": "a"})[0] == 404

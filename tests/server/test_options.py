@@ -212,7 +212,7 @@ def test_stop_token_ids_end_the_text_and_are_no_part_of_it(service, options):
     assert not any(chr(token) in reply["text_output"] for token in ids)
     status, reply = service.generate(PROMPT, 4, stop_token_ids=[999])
     assert status == 400
-    assert "stop_token_ids must be of token ids below 257, got 999" in reply["error"]
+    assert "stop_token_ids must contain token ids below 257, got 999" in reply["error"]
 
 
 def test_a_seed_gives_the_same_text_under_any_speculation_and_load_and_none_another_each_time(

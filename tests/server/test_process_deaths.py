@@ -242,7 +242,7 @@ def test_restarts_of_an_engine_that_keeps_dying_are_counted_and_bounded(start):
                 lambda: service.metric("spindle_engine_restarts_total") == restart + 1  # noqa: B023
             )
     service.wait_until(lambda: said(service, "failure 5 in quick succession: giving up"))
-    service.wait_until(lambda: said(service, "of model spindle has died: starting again"))
+    service.wait_until(lambda: said(service, "of model spindle has died: restarting"))
     wait_ready(service, 2)
     service.wait_until(lambda: generates(service))
     assert service.metric("spindle_engine_restarts_total") == 0

@@ -255,7 +255,7 @@ BAD = [
     ({"temprature": 0.5}, "temprature is not an input: did you mean temperature?"),
     (
         {"logit_bias_ids": [300], "logit_bias_values": [1]},
-        "logit_bias_ids must be of token ids below 257, got 300",
+        "logit_bias_ids must contain token ids below 257, got 300",
     ),
     ({"max_tokens": 100000}, "max_tokens 100000"),
     ({"top_p": 1.5}, "top_p must be between 0 and 1 .*1.5"),

@@ -185,7 +185,7 @@ def test_ids_beyond_the_vocabulary_are_refused_by_tensor_and_id(client):
     ):
         with pytest.raises(
             InferenceServerException,
-            match=f"{next(iter(change))} must be of token ids below 257, got 999",
+            match=f"{next(iter(change))} must contain token ids below 257, got 999",
         ):
             client.ask("tensorrt_llm", **(token_request("abc", 4) | change))
 
@@ -412,7 +412,7 @@ def test_without_words_preprocessing_gives_lists_that_ask_for_nothing(infer):
         (
             "postprocessing",
             {"TOKENS_BATCH": [[[1, -2]]], "SEQUENCE_LENGTH": [[2]]},
-            "TOKENS_BATCH must be of token ids below 257, got -2",
+            "TOKENS_BATCH must contain token ids below 257, got -2",
         ),
     ],
 )
@@ -425,6 +425,6 @@ def test_special_tokens_are_no_text_and_ids_beyond_the_vocabulary_are_refused(in
     made = infer("postprocessing", TOKENS_BATCH=[[[97, 256, 98, 999]]], SEQUENCE_LENGTH=[[3]])
     assert made["OUTPUT"].tolist() == [[b"ab"]]
     with pytest.raises(
-        InferenceServerException, match="TOKENS_BATCH must be of token ids below 257, got 999"
+        InferenceServerException, match="TOKENS_BATCH must contain token ids below 257, got 999"
     ):
         infer("postprocessing", TOKENS_BATCH=[[[97, 999]]], SEQUENCE_LENGTH=[[2]])

@@ -14,10 +14,10 @@ from tests.server.harness import free_ports
     ("status", "body", "sentence"),
     [
         (400, b'{"error": "unknown command"}', "unknown command"),
-        (404, b"<html>", "is no Spindle server: it answers 404"),
-        (500, b"[]", "is no Spindle server: it answers 500"),
-        (200, b"{}", "is no Spindle server"),
-        (200, b"<html>", "is no Spindle server"),
+        (404, b"<html>", "is not a Spindle server: it answered 404"),
+        (500, b"[]", "is not a Spindle server: it answered 500"),
+        (200, b"{}", "is not a Spindle server"),
+        (200, b"<html>", "is not a Spindle server"),
     ],
 )
 def test_what_answers_otherwise_is_named(status, body, sentence):

@@ -360,5 +360,5 @@ def test_no_speculation_is_advised_over_http(virtual, log, capsys):
 
 def test_a_wrong_advice_file_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{}")
-    with pytest.raises(AdviceError, match="is no advice"):
+    with pytest.raises(AdviceError, match="is not advice"):
         Advised.read(tmp_path / "a.json")

@@ -169,7 +169,7 @@ def test_a_draft_that_reads_the_target_follows_it_to_its_device():
                 "target": {"engine": "tests.fakes.fake"},
                 "drafts": [{"name": "d0", "engine": "tests.fakes.fake", "lookahead": 1}],
             },
-            ["drafts[0].lookahead must be 0 but for a target of", "got 1"],
+            ["drafts[0].lookahead must be 0 except for a target of", "got 1"],
         ),
         (
             {"target": {**TORCH, "dtype": "int8"}},

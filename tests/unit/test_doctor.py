@@ -54,7 +54,7 @@ def states():
 def test_a_machine_that_can_serve_learns_what_is_not_prepared(a_good_machine, capsys):
     assert doctor.report(as_json=False) == 0
     shown = capsys.readouterr().out
-    assert "not converted yet: the first start does it, or spindle prepare" in shown
+    assert "not converted yet: the first start or `spindle prepare` converts it" in shown
     assert shown.endswith("`spindle serve` will work\n")
 
 
@@ -64,7 +64,7 @@ def test_the_same_as_json(a_good_machine, capsys):
     assert {
         "name": "model",
         "state": "warning",
-        "text": "not converted yet: the first start does it, or spindle prepare",
+        "text": "not converted yet: the first start or `spindle prepare` converts it",
     } in found
 
 

@@ -18,7 +18,7 @@ CONFIG = parse_config({"target": {"model": str(TINY)}, "limits": {"kv_cache_toke
 @pytest.mark.parametrize(
     ("variable", "value", "sentence"),
     [
-        ("DYNAMO_NAMESPACE", "My Fleet", "DYNAMO_NAMESPACE .* must be of a-z, 0-9, - and _"),
+        ("DYNAMO_NAMESPACE", "My Fleet", "DYNAMO_NAMESPACE .* may contain only a-z, 0-9, - and _"),
         ("KV_EVENTS", "5557", "KV_EVENTS .* must be an endpoint like tcp://.*, got '5557'"),
     ],
 )

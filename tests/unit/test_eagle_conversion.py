@@ -219,7 +219,7 @@ def test_prepare_converts_a_head_before_it_measures_and_a_second_time_does_nothi
     with pytest.raises(ConfigError, match="is not converted yet: run `spindle prepare`"):
         check_pairs(config)
     said = doctor.tables(config)
-    assert (said.state, "the first start does it" in said.text) == (doctor.WARNING, True)
+    assert (said.state, "the first start does so" in said.text) == (doctor.WARNING, True)
     for _ in range(2):
         prepare(config, measure=measured)
     assert measured.names == [["target", "eagle"]]

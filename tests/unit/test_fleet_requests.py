@@ -111,7 +111,7 @@ def test_a_lowered_max_tokens_says_how_much_is_resumed():
     [
         ({"sampling_options": {"n": 2}}, "n must be 1, got 2"),
         ({"output_options": {"logprobs": 5}}, "logprobs must be at most 1"),
-        ({"output_options": {"prompt_logprobs": 0}}, "prompt_logprobs is not served"),
+        ({"output_options": {"prompt_logprobs": 0}}, "prompt_logprobs is not supported"),
         ({"annotations": ["remember=1"]}, "remember must be true or false, got '1'"),
         ({"annotations": ["num_draft_tokens=-1"]}, "num_draft_tokens must be a whole number"),
         ({"annotations": ["max_tokens=x"]}, "max_tokens must be a whole number, got 'x'"),

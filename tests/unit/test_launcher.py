@@ -477,7 +477,7 @@ def test_the_example_says_what_speculation_saved():
 
 def test_a_server_in_trouble_is_killed_and_started_again(run):
     assert run([(True, "a stub has died"), (True, None)]) == ["start", "kill", "start", "stop"]
-    assert any("a stub has died: starting again" in line for line in run.said)
+    assert any("a stub has died: restarting" in line for line in run.said)
     assert len(run.ready) == 2
 
 

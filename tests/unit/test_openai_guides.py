@@ -211,7 +211,7 @@ def test_a_schema_that_cannot_be_served_is_named_by_its_tool():
     error = upstream_error(400, str(raised.value), TOOL_FIELDS)
     assert error.param == "tools[1].function.parameters"
     assert str(error) == (
-        "tools[1].function.parameters is no schema that can be served: "
+        "tools[1].function.parameters is not a supported schema: "
         "Pointer '/$defs/None' does not exist"
     )
 

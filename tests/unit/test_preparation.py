@@ -82,8 +82,12 @@ class Adding:
             r"embedding_bias_words has the token '<\|b\|>'",
         ),
         ("a", {"end_id": 258}, "end_id must be -1 or a token id below 257, got 258"),
-        ("a", {"stop_token_ids": (258,)}, "stop_token_ids must be of token ids below 257, got 258"),
-        ("a", {"bias": ((258, 1.0),)}, "logit_bias_ids must be of token ids below 257, got 258"),
+        (
+            "a",
+            {"stop_token_ids": (258,)},
+            "stop_token_ids must contain token ids below 257, got 258",
+        ),
+        ("a", {"bias": ((258, 1.0),)}, "logit_bias_ids must contain token ids below 257, got 258"),
     ],
 )
 def test_a_token_that_the_model_has_no_row_for_is_refused_by_name(text, options, words):

@@ -83,7 +83,7 @@ def test_another_version_of_the_library_is_an_error(folder):
     pytest.importorskip("tensorrt_rtx")
     (folder / "trt_graph.json").write_text(json.dumps({**MANIFEST, "version": "0.1"}))
     with pytest.raises(
-        TrtGraphError, match=r"engines are of tensorrt_rtx 0.1, installed is .*: build them again"
+        TrtGraphError, match=r"engines need tensorrt_rtx 0.1, installed is .*: build them again"
     ):
         _library(NetworkManifest.read(folder))
 

@@ -158,7 +158,7 @@ def _check_kind(own: _Folder, published: Mapping[str, Tensor]) -> None:
         names = sorted(published)
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         raise own.refuse(
-            "it is in no dialect of EAGLE-3 that is known. Please report these lines. config.json "
+            "it is in an unknown EAGLE-3 format. Please report these lines. config.json "
             f"has {', '.join(sorted(own.raw))}; tensors are {', '.join(names[:_LISTED])}{more}"
         )
     layers = own.number("num_hidden_layers", 1)

@@ -65,7 +65,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {file}: {error}") from error
     except Exception as error:  # pickle's own, which nothing here imports
         line = str(error).splitlines()[0]
-        raise ConfigError(f"{file} holds more than tensors and is not read: {line}") from error
+        raise ConfigError(f"{file} has more than tensors, so it is not read: {line}") from error
     if not isinstance(found, dict) or not all(torch.is_tensor(one) for one in found.values()):
         raise ConfigError(f"{file} is not a dictionary of tensors")
     return found

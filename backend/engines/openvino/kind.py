@@ -72,7 +72,7 @@ def make(engine: EngineConfig, service: Service) -> Engine:
         **service.sizes,
     )
     if target and engine.invariant and not made.limits.invariant:
-        logger.warning("%s: in %s texts may differ with load", engine.name, engine.dtype)
+        logger.warning("%s: in %s outputs may differ with load", engine.name, engine.dtype)
     return made
 
 

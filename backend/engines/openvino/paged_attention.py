@@ -36,7 +36,7 @@ def check_version() -> None:
     """Raise VersionError for another release than the one whose inputs these are."""
     if missing := KINDS["openvino"].missing:
         raise VersionError(
-            f"paged attention is known here of one OpenVINO: install {missing}, or set engine to "
+            f"the engine needs another version of OpenVINO: install {missing}, or set engine to "
             f"'torch'"
         )
 

@@ -140,7 +140,7 @@ def open_engine(
                 f"{what} {asked} is over the {compiled} that {folder} was built for"
             )
     runtime = TrtRuntime(folder, device)
-    logger.warning("%s: the engine trt_graph shows correctness and is no serving path", name)
+    logger.warning("%s: the engine trt_graph is for tests, not for serving", name)
     sizes = {
         "kv_blocks": kv_blocks,
         "max_context_tokens": max_context_tokens,
@@ -235,7 +235,7 @@ def _library(manifest: NetworkManifest) -> Any:
         ) from error
     if library.__version__ != manifest.version:
         raise TrtGraphError(
-            f"the engines are of {manifest.library} {manifest.version}, installed is "
+            f"the engines need {manifest.library} {manifest.version}, installed is "
             f"{library.__version__}: build them again"
         )
     return library
