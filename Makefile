@@ -13,6 +13,7 @@
 # make fleet     the environment of the Dynamo worker: .venv-fleet, 0.5 GB, half a minute
 # make docs-pages  the pages of docs/reference and the config.pbtxt that the code writes
 # make docs      the site of docs/ into build/site; index.html opens as a file
+# make dev       the packages of tests and benches into .venv: 1.5 GB more
 # make bench     the load sweep: ARGS="--quick --out FILE" for eight minutes, else a day
 # make audit     look the pinned packages up among PyPI's advisories, over the network
 # PYTHON         a Python 3.11 or 3.12 with a shared library, for .venv
@@ -24,7 +25,7 @@ DOCS := .venv-docs
 FLEET := .venv-fleet
 EXTRAS ?= sim
 
-.PHONY: help serve install wheel format lint check test test-all vllm test-vllm vllm-wheel fleet docs-pages docs bench audit clean
+.PHONY: help dev serve install wheel format lint check test test-all vllm test-vllm vllm-wheel fleet docs-pages docs bench audit clean
 
 serve: $(BIN)/spindle
 	@exec $(BIN)/spindle serve $(ARGS)
@@ -59,6 +60,8 @@ test: lint $(VENV)/.test
 
 test-all: $(VENV)/.test $(DOCS)/.ready $(FLEET)/.ready
 	$(BIN)/pytest -m slow
+
+dev: $(VENV)/.test
 
 fleet: $(FLEET)/.ready
 
