@@ -200,8 +200,11 @@ def make_policy(
 
 
 def _unknown(arm: str, drafts: tuple[str, ...]) -> PolicyError:
-    where = f"there are {known_arms()}, with DRAFT one of {drafts}"
-    like = closest(arm.partition(":")[0], [*BASELINES, "adaptive", "guarded", "oracle"])
+    name = arm.partition(":")[0]
+    where = f"there are {known_arms()}, with DRAFT one of {', '.join(drafts)}"
+    like = closest(name, [*BASELINES, "adaptive", "guarded", "oracle"])
+    if name in BASELINES:
+        like = f"; did you mean {arm_of(name, drafts[0], 3)!r}?"
     return PolicyError(f"there is no arm {arm!r}: {where}{like}")
 
 

@@ -279,7 +279,7 @@ def test_a_chat_goes_through_the_template(client, fronted, stream):
 
 BAD = [
     ({"model": "other"}, 404, "model", "model_not_found", "'other' does not exist"),
-    ({"max_tokens": 0}, 400, "max_tokens", "invalid_value", "without echo"),
+    ({"max_tokens": 0}, 400, "max_tokens", "invalid_value", "needs echo true"),
     (
         {"max_tokens": "few"},
         400,

@@ -146,6 +146,8 @@ def test_a_module_of_the_benches_is_a_baseline_that_is_reached_by_its_path(tmp_p
     ("arm", "words"),
     [
         ("smartspek:eagle", "did you mean 'smartspec'"),
+        ("smartspec", "did you mean 'smartspec:eagle'"),
+        ("fixed:eagle", "did you mean 'fixed:eagle:3'"),
         ("bench.baselines.spin.SpinSelecton:length=3", "did you mean 'SpinSelection'"),
         ("bench.baselines.spin.SpinSelection:length", "an option must be NAME=VALUE"),
     ],
