@@ -150,7 +150,7 @@ def test_half_an_emoji_may_be_in_a_label_and_in_headers(client):
 BODIES = [
     (b"{", "is not JSON: Expecting property name enclosed in double quotes at character 1"),
     (b'{"prompt":"\xff"}', "it is not UTF-8, byte 0xff at offset 11"),
-    (gzip.compress(b"{}", mtime=0), "compressed (gzip), which is not served"),
+    (gzip.compress(b"{}", mtime=0), "compressed (gzip), which is unsupported"),
     (b'{"a":' * 2000, "nested too deeply: more than 500 levels"),
     (b'{"a":' + b"[" * 700 + b"]" * 700 + b"}", "nested too deeply: more than 500 levels"),
     (b'{"a":' + b"1" * 5000 + b"}", "an integer of more than 4300 digits"),
