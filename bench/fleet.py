@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from backend import PROJECT_ROOT
 from backend.launcher.environment import PORTS
-from backend.launcher.side_processes import WORKER_PYTHON
+from backend.launcher.processes import WORKER_PYTHON
 from backend.loopback import open_url
 from bench import records
 

@@ -42,7 +42,7 @@ class Preparation:
         self.limits.check(request)
         check_ids(request, self.vocab_size)
         ids = request.input_ids or request.prompt_token_ids
-        prompt = list(ids) or self.encoded(request.text_input, request.add_special_tokens)
+        prompt = list(ids) or self.encode(request.text_input, request.add_special_tokens)
         self._check_known("text_input", prompt)
         request = self._fitted(request, len(prompt))
         known = min(self.tokenizer.vocab_size, self.vocab_size)
@@ -109,7 +109,7 @@ class Preparation:
             self._named_token_bytes = named_token_bytes(self.tokenizer)
         return self._named_token_bytes
 
-    def encoded(self, text: str, add_special_tokens: bool | None) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
         """Return a text's token ids; None: with special tokens if the deployment says so."""
         default = self.config.add_special_tokens
         return self.tokenizer.encode(

@@ -1,4 +1,6 @@
-"""Replies as messages: what a request has produced, and how it ended."""
+"""Replies as messages: what a request has produced and how it ended, and texts and token ids for
+clients that tokenise by themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from backend.core.extras import FloatArray, Gathered
+from backend.core.preparation import Preparation
 from backend.core.session import Delta
-from backend.ipc.messages import Chunk, Final, PromptScores
+from backend.ipc.messages import Chunk, Decode, Decoded, Encode, Encoded, Final, PromptScores
 from backend.ops.stats import Usage
-from backend.request import FinishReason
+from backend.request import ErrorCode, FinishReason, RequestError
 from backend.tokenizer import Tokenizer
 
 
@@ -91,3 +94,35 @@ class Replies:
         """Return the bytes of a token, or the name of one that is no text."""
         data = self._token_bytes[token] if token < len(self._token_bytes) else b""
         return data or self._names.get(token) or b"<token %d>" % token
+
+
+def encode_texts(preparation: Preparation, asked: Encode) -> Encoded:
+    """Return the ids of texts and words; words have no special tokens. Raises RequestError."""
+    tokenizer = preparation.tokenizer
+    for text in asked.prompts:
+        preparation.limits.check_text("QUERY", text)
+    texts = zip(asked.prompts, asked.add_special_tokens, strict=True)
+    return Encoded(
+        id=asked.id,
+        prompts=[preparation.encode(text, special) for text, special in texts],
+        words=[tokenizer.encode(word, add_special_tokens=False) for word in asked.words],
+        end_id=tokenizer.end_id,
+        vocab_size=min(tokenizer.vocab_size, preparation.vocab_size),
+    )
+
+
+def decode_tokens(preparation: Preparation, asked: Decode) -> Decoded:
+    """Return the texts of ids; those that only the model's padded vocabulary has are no text.
+    Raises RequestError.
+    """
+    table, rows, texts = preparation.tokenizer.token_bytes, preparation.vocab_size, []
+    for tokens in asked.tokens:
+        unknown = next((token for token in tokens if not 0 <= token < rows), None)
+        if unknown is not None:
+            raise RequestError(
+                ErrorCode.INVALID_ARGUMENT,
+                f"TOKENS_BATCH must contain token ids below {rows}, got {unknown}",
+            )
+        data = b"".join(table[token] for token in tokens if token < len(table))
+        texts.append(data.decode("utf-8", "replace"))
+    return Decoded(id=asked.id, texts=texts)

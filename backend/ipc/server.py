@@ -23,8 +23,6 @@ from backend.app import App
 from backend.config import load_config
 from backend.core.loop import CANCELLED, SHUTTING_DOWN
 from backend.core.session import Delta
-from backend.ipc.converting import decoded, encoded
-from backend.ipc.framing import FrameError, Frames, frame
 from backend.ipc.guided_queue import GuidedQueue
 from backend.ipc.messages import (
     Admin,
@@ -34,6 +32,8 @@ from backend.ipc.messages import (
     Encode,
     Failed,
     Final,
+    FrameError,
+    Frames,
     FromStub,
     Hello,
     Message,
@@ -42,8 +42,9 @@ from backend.ipc.messages import (
     Subscribe,
     VersionError,
     check_hello,
+    frame,
 )
-from backend.ipc.replies import Replies
+from backend.ipc.replies import Replies, decode_tokens, encode_texts
 from backend.ops.request_trace import Broken, Ended, RequestTrace
 from backend.ops.stats import Usage
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
@@ -392,9 +393,9 @@ class Server:
         reply: Message
         try:
             if isinstance(message, Encode):
-                reply = encoded(self._app.preparation, message)
+                reply = encode_texts(self._app.preparation, message)
             else:
-                reply = decoded(self._app.preparation, message)
+                reply = decode_tokens(self._app.preparation, message)
         except RequestError as error:
             reply = Failed(id=message.id, code=error.code, message=error.message)
         except Exception as error:

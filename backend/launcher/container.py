@@ -22,9 +22,8 @@ from backend import PROJECT_ROOT, lifeline
 from backend.config import load_config
 from backend.launcher.environment import Settings, read_settings
 from backend.launcher.output import say
-from backend.launcher.processes import end
+from backend.launcher.processes import DynamoWorker, FrontEndProcess, end
 from backend.launcher.server import Stop, drain, flags
-from backend.launcher.side_processes import DynamoWorker, FrontEndProcess
 from backend.triton_adapter.admin_secret import ensure_secret
 
 FAILED_PROBES = 3

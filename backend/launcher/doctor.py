@@ -28,8 +28,7 @@ from backend.launcher.environment import (
     port_trouble,
     read_settings,
 )
-from backend.launcher.processes import command_line, listening_process
-from backend.launcher.side_processes import FRONT_END
+from backend.launcher.processes import FRONT_END, command_line, listening_process
 from backend.machine import Machine, machine
 from backend.settings import ConfigError
 from backend.storage import cache

@@ -30,7 +30,7 @@ from backend.launcher.environment import (
 )
 from backend.launcher.output import give_up_unwritten, log_path, open_log, reasons, say
 from backend.launcher.overrides import DEFAULT_DRAFT, Overrides, folder_of, write_overridden
-from backend.launcher.processes import run
+from backend.launcher.processes import DynamoWorker, FrontEndProcess, import_folder, run
 from backend.launcher.run_folder import (
     run_folder,
     socket_in,
@@ -38,7 +38,6 @@ from backend.launcher.run_folder import (
     write_model_repository,
 )
 from backend.launcher.server import Stop, TritonServer
-from backend.launcher.side_processes import DynamoWorker, FrontEndProcess, import_folder
 from backend.loopback import open_url
 from backend.settings import ConfigError
 from backend.storage import cache

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 
 from backend import PROJECT_ROOT, lifeline
-from backend.triton_adapter.paths import engine_python
+from backend.triton_adapter.stub import engine_python
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,7 @@ from backend.limits import Limits
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Part, Wanted, asks_to_stop, check_parameters, decode
 from backend.triton_adapter.fields import MODELS
-from backend.triton_adapter.group import Group
 from backend.triton_adapter.link import EngineLink
-from backend.triton_adapter.paths import socket_path
 from backend.triton_adapter.responder import (
     ERRORS_AS_OUTPUTS,
     Responder,
@@ -29,8 +27,8 @@ from backend.triton_adapter.responder import (
     parameters_of,
     trace_context_of,
 )
-from backend.triton_adapter.sender import Reply, ResponseSender, Senders
-from backend.triton_adapter.stub import set_up_stub
+from backend.triton_adapter.sender import Group, Reply, ResponseSender, Senders
+from backend.triton_adapter.stub import set_up_stub, socket_path
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,18 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from backend.ipc.framing import MAX_FRAME_BYTES, FrameError, Frames, frame
-from backend.ipc.messages import Failed, FromEngine, Hello, Message, VersionError, check_hello
+from backend.ipc.messages import (
+    MAX_FRAME_BYTES,
+    Failed,
+    FrameError,
+    Frames,
+    FromEngine,
+    Hello,
+    Message,
+    VersionError,
+    check_hello,
+    frame,
+)
 from backend.request import ErrorCode, RequestError
 
 logger = logging.getLogger(__name__)

@@ -30,9 +30,8 @@ from backend.triton_adapter.codec import decode_command
 from backend.triton_adapter.engine_child import EngineChild
 from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.metrics import MetricExporter
-from backend.triton_adapter.paths import config_path, socket_path
 from backend.triton_adapter.responder import Responder, inputs_of
-from backend.triton_adapter.stub import set_up_stub
+from backend.triton_adapter.stub import config_path, set_up_stub, socket_path
 
 logger = logging.getLogger(__name__)
 

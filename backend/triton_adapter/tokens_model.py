@@ -18,9 +18,8 @@ from backend.limits import Limits
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Array
 from backend.triton_adapter.link import EngineLink
-from backend.triton_adapter.paths import socket_path
 from backend.triton_adapter.responder import Responder, inputs_of
-from backend.triton_adapter.stub import set_up_stub
+from backend.triton_adapter.stub import set_up_stub, socket_path
 from backend.triton_adapter.tokens_codec import (
     decode_texts,
     decode_tokens,

@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from backend.launcher.side_processes import WORKER_PYTHON
+from backend.launcher.processes import WORKER_PYTHON
 from bench.fleet import OPTIONS, Fleet, ask, ask_all, chat, models, routing, until
 
 pytestmark = [

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backend.ipc.framing import Frames, frame
-from backend.ipc.messages import Chunk, Final, FromStub, PromptScores, Submit
+from backend.ipc.messages import Chunk, Final, Frames, FromStub, PromptScores, Submit, frame
 from backend.limits import MOST_ELEMENTS
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.triton_adapter import codec

@@ -9,7 +9,7 @@ import pytest
 from backend import PROJECT_ROOT
 from backend.config import parse_config
 from backend.launcher.environment import LaunchError, read_settings
-from backend.launcher.side_processes import DynamoWorker, import_folder
+from backend.launcher.processes import DynamoWorker, import_folder
 
 TINY = Path(__file__).parents[2] / "engines_build" / "drafts" / "tiny-target"
 CONFIG = parse_config({"target": {"model": str(TINY)}, "limits": {"kv_cache_tokens": 4096}})

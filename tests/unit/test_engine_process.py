@@ -11,7 +11,6 @@ import time
 import numpy as np
 import pytest
 
-from backend.ipc.framing import Frames, frame
 from backend.ipc.messages import (
     VERSION,
     Admin,
@@ -20,11 +19,13 @@ from backend.ipc.messages import (
     Chunk,
     Failed,
     Final,
+    Frames,
     FromEngine,
     Hello,
     StatsUpdate,
     Submit,
     Subscribe,
+    frame,
 )
 from backend.launcher.run_folder import MOST_SOCKET_PATH_BYTES
 from backend.request import ErrorCode, GenerationRequest

@@ -1,7 +1,7 @@
 import threading
 
 from backend.request import ErrorCode
-from backend.triton_adapter.group import Group
+from backend.triton_adapter.sender import Group
 
 
 class Sender:

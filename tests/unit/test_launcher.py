@@ -45,7 +45,7 @@ from backend.launcher.run_folder import (
 )
 from backend.launcher.server import Stop, trace_flags
 from backend.triton_adapter.fields import MODELS
-from backend.triton_adapter.paths import config_path, socket_path
+from backend.triton_adapter.stub import config_path, socket_path
 from tests.fakes.machine import FakeMachine
 from tests.unit.test_convert import checkpoint, write_gguf
 

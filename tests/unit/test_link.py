@@ -3,16 +3,17 @@ import threading
 
 import pytest
 
-from backend.ipc.framing import Frames, frame
 from backend.ipc.messages import (
     VERSION,
     Cancel,
     Chunk,
     Failed,
+    Frames,
     FromStub,
     Hello,
     Submit,
     Subscribe,
+    frame,
 )
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.triton_adapter.link import DOWN, EngineLink

@@ -2,17 +2,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.ipc.framing import FrameError, Frames, frame
 from backend.ipc.messages import (
     VERSION,
     Chunk,
     Final,
+    FrameError,
+    Frames,
     FromEngine,
     FromStub,
     Hello,
     Submit,
     VersionError,
     check_hello,
+    frame,
 )
 from backend.request import FinishReason, GenerationRequest
 
