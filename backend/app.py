@@ -130,7 +130,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     tokenizer = _tokenizer(config)
     if config.target.kind.hosted:
         return _build_hosted(config, tokenizer)
-    tables, threads = _measured(config) if tables is None else (tables, 1)
+    tables, threads = _read_times(config) if tables is None else (tables, 1)
     config = with_kv(config)
     check_memory(config)
     stats = Stats()
@@ -292,7 +292,7 @@ def _timed_folders(config: ServingConfig) -> dict[str, Path]:
     return {engine.name: model_path(engine) for engine in timed_engines(config)}
 
 
-def _measured(config: ServingConfig) -> tuple[Mapping[str, LatencyTable], int]:
+def _read_times(config: ServingConfig) -> tuple[Mapping[str, LatencyTable], int]:
     """Return the tables measured on this machine, and the threads that they are of."""
     return load_tables(config, _timed_folders(config))
 

@@ -128,7 +128,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        for name, value in self._derived().items():
+        for name, value in self._derive().items():
             object.__setattr__(self, name, value)
         endings: dict[
             int, dict[tuple[int, ...], list[int]]
@@ -137,7 +137,7 @@ class SamplingParams:
             endings.setdefault(len(others), {}).setdefault(tuple(others), []).append(last)
         object.__setattr__(self, "_endings", endings)
 
-    def banned(self, tokens: Seq[int], end: int) -> list[int]:
+    def find_banned(self, tokens: Seq[int], end: int) -> list[int]:
         """Return the tokens that would complete a bad word after ``tokens[:end]``; the cost is
         that of those found, not of all.
         """
@@ -162,7 +162,7 @@ class SamplingParams:
             else replace(self, top_p=max(self.top_p * self.top_p_decay**since, self.top_p_min))
         )
 
-    def _derived(self) -> dict[str, bool]:
+    def _derive(self) -> dict[str, bool]:
         greedy = self.temperature == 0.0 or self.top_k == 1
         penalised = (
             self.repetition_penalty != 1.0

@@ -164,7 +164,7 @@ class Proposal:
         """Whether every node continues the one before it."""
         return self.parents == list(range(ROOT, len(self.tokens) - 1))
 
-    def followed(self, tokens: Iterable[int]) -> list[int]:
+    def follow(self, tokens: Iterable[int]) -> list[int]:
         """Return the nodes of the longest start of ``tokens`` that is a path from the text."""
         path, node = list[int](), ROOT
         for token in tokens:

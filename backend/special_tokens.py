@@ -43,7 +43,7 @@ def end_ids(folder: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
     ConfigError where the tokenizer has none of them.
     """
     config, size = _read(folder / "config.json"), max(vocabulary.values(), default=-1) + 1
-    rows = _stated(config, "vocab_size")
+    rows = _read_setting(config, "vocab_size")
     rows = rows if isinstance(rows, int) else size
     own = vocabulary.get(named_token(folder, "eos_token"))
     path, stated = _stated_ends(folder, config)
@@ -66,16 +66,16 @@ def end_ids(folder: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
 def _stated_ends(folder: Path, config: Mapping[str, Any]) -> tuple[Path, list[int]]:
     """Return the file that has ``eos_token_id``, a number or a list, and its ids."""
     path = folder / "generation_config.json"
-    value = _stated(_read(path), "eos_token_id")
+    value = _read_setting(_read(path), "eos_token_id")
     if value is None:
-        path, value = folder / "config.json", _stated(config, "eos_token_id")
+        path, value = folder / "config.json", _read_setting(config, "eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
         raise ConfigError(f"{path}: eos_token_id must be token ids, got {value!r}")
     return path, ids
 
 
-def _stated(config: Mapping[str, Any], key: str) -> Any:
+def _read_setting(config: Mapping[str, Any], key: str) -> Any:
     """Return a setting of a model, of a multimodal one of its language model; None: nothing."""
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})

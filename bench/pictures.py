@@ -34,9 +34,9 @@ from bench.tables import (
     TOKENS,
     TRACES,
     WITH_PEERS,
-    measured,
     over_stacks,
     processor_of,
+    read_speeds,
 )
 from bench.traces import pictures as traces
 
@@ -177,7 +177,7 @@ def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
 def over_policies() -> Over:
     """Return Spindle over the other policies, all loads of all greedy sweeps together."""
     found: dict[str, tuple[list[float], list[float]]] = {}
-    for (processor, temperature, _, over), loads in measured().items():
+    for (processor, temperature, _, over), loads in read_speeds().items():
         is_shown = processor == HEADLINE and over in (BEST_FIXED, *OTHERS)
         if is_shown and not temperature:
             ours, theirs = found.setdefault(over, ([], []))

@@ -160,7 +160,7 @@ def _interval(ends: list[float] | tuple[float, float] | None) -> str:
     return "one block" if ends is None else f"{ends[0]:.2f}–{ends[1]:.2f}"
 
 
-def measured() -> dict[Kind, dict[str, Pairs]]:
+def read_speeds() -> dict[Kind, dict[str, Pairs]]:
     """Return the speeds of Spindle and of what it is compared with, by kind and load."""
     found: dict[Kind, dict[str, Pairs]] = {}
     for name in RECORDS:
@@ -183,7 +183,7 @@ def _speeds(kinds: list[Kind], *, counts: bool) -> str:
     A row says its processor where the rows differ in it, its temperature where it is not greedy,
     and its tokens a request where they are not ``TOKENS``.
     """
-    every = measured()
+    every = read_speeds()
     found = {load for kind in kinds for load in every[kind]}
     loads = sorted(found, key=level)
     processors = {processor for processor, *_ in kinds}
@@ -218,7 +218,7 @@ def headline() -> str:
 
 def speed(processor: str) -> str:
     """Return Spindle over all of ``OVER``, all that was measured."""
-    return _speeds(_sorted(OVER, processor), counts=True)
+    return _speeds(_in_order(OVER, processor), counts=True)
 
 
 def one_thread() -> str:
@@ -284,7 +284,7 @@ def in_vllm() -> str:
     return _table(_VLLM_HEAD, *_over(IN_VLLM, VLLM_MODES, VLLM_OTHERS))
 
 
-def hosted() -> str:
+def hosted_tables() -> str:
     """Return Spindle's front over vLLM's own server, and planned lengths over fixed ones."""
     rows = _over(FRONT, FRONT_MODES, {"vllm": "vLLM's own OpenAI server"})
     for record, drafter in PLANNED.items():
@@ -312,13 +312,13 @@ def _over(record: str, modes: dict[str, str], others: dict[str, str]) -> list[li
 
 def policies(processor: str) -> str:
     """Return Spindle over the other policies."""
-    return _speeds(_sorted(OTHERS, processor), counts=True)
+    return _speeds(_in_order(OTHERS, processor), counts=True)
 
 
-def _sorted(over: dict[str, str], processor: str) -> list[Kind]:
+def _in_order(over: dict[str, str], processor: str) -> list[Kind]:
     """Return what was measured over some policies on a processor, in their order."""
     order = [*over]
-    kinds = (kind for kind in measured() if kind[0] == processor and kind[3] in over)
+    kinds = (kind for kind in read_speeds() if kind[0] == processor and kind[3] in over)
     return sorted(kinds, key=lambda kind: (*kind[:3], order.index(kind[3])))
 
 
@@ -404,7 +404,7 @@ def _median(row: dict[str, Any] | None) -> str:
     return "" if row is None else f"{row['median']:.2f} ({_interval(row['interval_95'])})"
 
 
-def simulated() -> str:
+def simulated_table() -> str:
     """Return every policy over the best fixed choice, a row a simulated scenario and load: mean
     latency, of a backlog the throughput.
     """
@@ -524,11 +524,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "workloads": by_workload,
     "unlike-drafts": unlike_drafts,
     "open": open_loops,
-    "simulated": simulated,
+    "simulated": simulated_table,
     "unmet": unmet,
     "worth": worth,
     "vllm": in_vllm,
-    "hosted": hosted,
+    "hosted": hosted_tables,
     "traces": partial(over_traces, TRACES),
     "traces-others": partial(over_traces, TRACES_OTHERS),
     "traces-by-set": traces_by_set,

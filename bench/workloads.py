@@ -57,7 +57,7 @@ def load(name: str, count: int, seed: int) -> Workload:
     if name not in NAMES:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(NAMES)}")
     if name in ("sql", "code"):
-        return _generated(name, count, seed)
+        return _generate(name, count, seed)
     messages, source = {
         "chat": lambda: (mt_bench(), MT_BENCH),
         "summarise": lambda: (
@@ -90,7 +90,7 @@ def render(message: str, folder: Path) -> str:
     )
 
 
-def _generated(name: str, count: int, seed: int) -> Workload:
+def _generate(name: str, count: int, seed: int) -> Workload:
     corpus = Corpus(["sql" if name == "sql" else "stdlib"], None, held_out=True, seed=seed)
     messages: dict[str, None] = {}  # a set that keeps the order
     index = 0

@@ -110,8 +110,8 @@ class Advice:
                     "in_flight": row.in_flight,
                     "length": row.length,
                     "tokens_per_s": round(row.tokens_per_s, 3),
-                    "over_now": _rounded(row.over_now),
-                    "over_none": _rounded(row.over_none),
+                    "over_now": _as_json(row.over_now),
+                    "over_none": _as_json(row.over_none),
                 }
                 for row in self.rows
             ],
@@ -142,7 +142,7 @@ class Advice:
                 "in_flight": self.flights,
                 **{_name(k): np.round(v, 3).tolist() for k, v in sorted(self.speed.items())},
             },
-            "cells": [_described(cell) for cell in self.cells],
+            "cells": [_describe(cell) for cell in self.cells],
             "notes": self.notes,
         }
 
@@ -151,12 +151,12 @@ def _name(length: int) -> str:
     return "plain" if length == PLAIN else str(length)
 
 
-def _rounded(one: Interval) -> dict[str, Any]:
+def _as_json(one: Interval) -> dict[str, Any]:
     ratio, low, high = (round(value, 4) for value in one)
     return {"ratio": ratio, "low": low, "high": high, "verdict": one.verdict}
 
 
-def _described(cell: Cell) -> dict[str, Any]:
+def _describe(cell: Cell) -> dict[str, Any]:
     steps = cell.steps
     return {
         "length": cell.length,
@@ -180,12 +180,10 @@ def hold_out(cells: Sequence[Cell], *, by_cpu: bool = False) -> HeldOut | None:
     lengths = sorted({cell.length for cell in cells if cell.loaded and cell.length})
     if len(loads) < 3 or len(lengths) < 2:
         return None
-    return predicted(cells, lengths[(len(lengths) - 1) // 2], loads[len(loads) // 2], by_cpu=by_cpu)
+    return predict(cells, lengths[(len(lengths) - 1) // 2], loads[len(loads) // 2], by_cpu=by_cpu)
 
 
-def predicted(
-    cells: Sequence[Cell], length: int, in_flight: int, *, by_cpu: bool = False
-) -> HeldOut:
+def predict(cells: Sequence[Cell], length: int, in_flight: int, *, by_cpu: bool = False) -> HeldOut:
     """Compare a cell with its prediction from all others."""
     out = [
         cell
@@ -224,7 +222,7 @@ def advise(
     draws = [
         Goodput.fit(cells, by_cpu=by_cpu, rng=rng, acceptance=acceptance) for _ in range(DRAWS)
     ]
-    wide = _widened(len(cells), int((goodput.times.coefficient > 0).sum()))
+    wide = _spread_factor(len(cells), int((goodput.times.coefficient > 0).sum()))
     drawn = {}
     for arm in arms:
         ratios = np.array([one.tokens_per_s(arm, flights) for one in draws]) / speed[arm]
@@ -262,7 +260,7 @@ def advise(
     )
 
 
-def _widened(cells: int, terms: int) -> float:
+def _spread_factor(cells: int, terms: int) -> float:
     """Return the factor of the draws' spread for a fit that has few cells for its terms."""
     return float(np.sqrt(cells / max(cells - terms, 1)))
 

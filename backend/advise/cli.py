@@ -279,7 +279,7 @@ def _measure(
 ) -> Advice:
     """Measure, and measure more where the first fit leaves something open."""
     campaign.measure(arms, longest)
-    advice = _fitted(campaign, options)
+    advice = _fit(campaign, options)
     advised = {one.length for one in advice.table if one.length > 0}
     if advice.speculate and not campaign.heeds_tables:
         advised = {advice.best_fixed}
@@ -287,7 +287,7 @@ def _measure(
     if open_lengths and _has_room(campaign, open_lengths):
         _say(f"lengths {open_lengths} are advised and not measured yet: measuring them")
         campaign.measure(open_lengths, longest)
-        advice = _fitted(campaign, options)
+        advice = _fit(campaign, options)
     if report.is_far(advice):
         rest = [k for k in range(1, longest + 1) if k not in campaign.lengths()]
         if not _has_room(campaign, rest):
@@ -295,7 +295,7 @@ def _measure(
         if rest:
             campaign.note(_off(advice, longest).partition(":")[0] + ": all lengths were measured")
             campaign.measure(rest, longest)
-            advice = _fitted(campaign, options)
+            advice = _fit(campaign, options)
     return advice
 
 
@@ -315,7 +315,7 @@ def _has_room(campaign: Campaign, lengths: Sequence[int]) -> bool:
     return settings.allowance[0] >= len(lengths) * settings.requests(campaign.loads)
 
 
-def _fitted(campaign: Campaign, options: argparse.Namespace) -> Advice:
+def _fit(campaign: Campaign, options: argparse.Namespace) -> Advice:
     by_cpu = options.by_cpu
     if by_cpu and not all(cell.window.cpu_s for cell in campaign.cells):
         raise AdviceError("--by-cpu needs --serve: only there is the processor time known")

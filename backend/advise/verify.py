@@ -104,7 +104,7 @@ class Proof:
         low, high = median_interval(blocks.tolist(), seed=0)
         return Interval(float(np.median(blocks)), low, high)
 
-    def ignored(self) -> list[str]:
+    def ignored_loads(self) -> list[str]:
         """Return the loads at which the engine drafts something other than the table says."""
         lines = []
         for n, drafted in sorted(self.drafted.items()):
@@ -123,7 +123,7 @@ class Proof:
 
     def outcome(self) -> tuple[int, str]:
         """Return the exit status and the reason."""
-        if ignored := self.ignored():
+        if ignored := self.ignored_loads():
             return REFUTED, f"the engine ignores the table: {'; '.join(ignored)}"
         before = self.ratio("before", self.loads())
         worse = [n for n in self.loads() if self.ratio("before", [n]).high < 1]

@@ -257,7 +257,7 @@ class Orchestrator(Loop):
         if not taken:
             return 0  # a prefill chunk, which draws nothing
         if chosen:
-            session.speculated(chosen, min(completion.accepted, taken))
+            session.count_speculated(chosen, min(completion.accepted, taken))
         emitted, nodes = completion.tokens[:taken], len(chosen) if chosen else 0
         self.cycle.verified(step, session.sequence, nodes, emitted, control=session.control)
         return taken

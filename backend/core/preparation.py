@@ -44,7 +44,7 @@ class Preparation:
         ids = request.input_ids or request.prompt_token_ids
         prompt = list(ids) or self.encode(request.text_input, request.add_special_tokens)
         self._check_known("text_input", prompt)
-        request = self._fitted(request, len(prompt))
+        request = self._fit_max_tokens(request, len(prompt))
         known = min(self.tokenizer.vocab_size, self.vocab_size)
         check_lengths(request, len(prompt), self.max_context_tokens, known)
         check_bias(request, self.tokenizer.vocab_size, self.vocab_size)
@@ -83,7 +83,7 @@ class Preparation:
         session.control = self.in_control(session.id)
         return session
 
-    def _fitted(self, request: GenerationRequest, prompt_tokens: int) -> GenerationRequest:
+    def _fit_max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> GenerationRequest:
         """Return the request with no more ``max_tokens`` than there is room, where it asks so."""
         limits, k_max = self.config.limits, self.config.policy.k_max
         in_kv = limits.kv_cache_tokens // BLOCK_TOKENS * BLOCK_TOKENS - (k_max + 1)

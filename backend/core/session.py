@@ -193,7 +193,7 @@ class Session:
             )
         return taken
 
-    def speculated(self, proposal: Proposal, accepted: int) -> None:
+    def count_speculated(self, proposal: Proposal, accepted: int) -> None:
         """Count a verified proposal and its committed tokens."""
         self.verified_steps.append((len(proposal), accepted))
         proposed, before = self.drafts.get(proposal.draft, (0, 0))

@@ -83,8 +83,8 @@ class Answers:
         self._at = 0  # the slot that is written next
         self._texts: deque[_Place] = deque()  # the oldest first
         self._tenants: dict[int, bytes] = {}  # by the slot that a text starts at
-        self._ring, self._text = (_filled(capacity) for _ in range(2))
-        self._newest, self._before = ([_filled(capacity) for _ in SIZES] for _ in range(2))
+        self._ring, self._text = (_borders(capacity) for _ in range(2))
+        self._newest, self._before = ([_borders(capacity) for _ in SIZES] for _ in range(2))
 
     def add(self, text: PastText) -> tuple[int, int]:
         """Keep a text; return how many tokens were kept, and forgotten for it. One that is too long
@@ -291,5 +291,5 @@ def _root(tenant: bytes) -> int:
     return int.from_bytes(tenant[:8], "little")
 
 
-def _filled(size: int) -> array[int]:
+def _borders(size: int) -> array[int]:
     return array("i", (BORDER,)) * size

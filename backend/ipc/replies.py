@@ -35,7 +35,7 @@ class Replies:
 
     def chunk(self, request_id: int, delta: Delta) -> Chunk:
         """Return what is new of a request; what few ask for only where it was asked for."""
-        return Chunk(id=request_id, **self._produced(delta))
+        return Chunk(id=request_id, **self._fields(delta))
 
     def final(self, request_id: int, delta: Delta, reason: FinishReason, usage: Usage) -> Final:
         """Return a request's end."""
@@ -52,14 +52,14 @@ class Replies:
             kv_blocks=(usage.new_blocks, usage.reused_blocks),
             verified_steps=usage.verified_steps,
             k_max=usage.k_max,
-            **self._produced(delta),
+            **self._fields(delta),
         )
 
     def close(self) -> None:
         """Remove what has not been read."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _produced(self, delta: Delta) -> dict[str, Any]:
+    def _fields(self, delta: Delta) -> dict[str, Any]:
         produced: dict[str, Any] = {"text": delta.text, "tokens": delta.tokens}
         if delta.log_probs is not None:
             produced |= {"log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}

@@ -198,13 +198,13 @@ class AccessGuard:
             return
         begun = False
 
-        async def watched(message: Message) -> None:
+        async def watch(message: Message) -> None:
             nonlocal begun
             begun = begun or message["type"] == "http.response.start"
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, watch)
         except Exception:
             if begun:
                 raise  # the server closes the connection

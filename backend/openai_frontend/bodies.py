@@ -36,12 +36,12 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
-def ignored(does: str) -> Any:
+def ignore(does: str) -> Any:
     """Return a field that is accepted, whatever its value."""
     return Field(None, description=does, json_schema_extra={"fate": IGNORED}, exclude=True)
 
 
-def refused(why: str, *neutral: Any) -> Any:
+def refuse(why: str, *neutral: Any) -> Any:
     """Return a field that is refused, unless its value asks for nothing."""
     extra: dict[str, Any] = {"fate": REFUSED, "neutral": list(neutral)}
     return Field(None, description=why, json_schema_extra=extra)
@@ -167,7 +167,7 @@ class ContentPart(Body):
     type: str
     text: str = ""
     refusal: str = ""
-    cache_control: Any = ignored(CACHE_CONTROL)
+    cache_control: Any = ignore(CACHE_CONTROL)
 
     @model_validator(mode="before")
     @classmethod
@@ -214,7 +214,7 @@ class ToolCall(Body):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Any = ignored("of a streamed call")
+    index: Any = ignore("of a streamed call")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the call as chat templates take it."""
@@ -245,10 +245,10 @@ class Message(Body):
         None, description="of an earlier answer, for the chat template"
     )
     reasoning: str | None = Field(None, description="the same by vLLM's name")
-    annotations: Any = ignored("of an earlier answer")
-    cache_control: Any = ignored(CACHE_CONTROL)
-    audio: Any = refused("there is no audio")
-    function_call: Any = refused("use tool_calls")
+    annotations: Any = ignore("of an earlier answer")
+    cache_control: Any = ignore(CACHE_CONTROL)
+    audio: Any = refuse("there is no audio")
+    function_call: Any = refuse("use tool_calls")
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -323,7 +323,7 @@ class Function(Body):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    cache_control: Any = ignored(CACHE_CONTROL)
+    cache_control: Any = ignore(CACHE_CONTROL)
     strict: bool | None = None
 
 
@@ -332,7 +332,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
-    cache_control: Any = ignored(CACHE_CONTROL)
+    cache_control: Any = ignore(CACHE_CONTROL)
 
 
 class NamedFunction(Body):

@@ -147,7 +147,7 @@ class TagNotation:
             if parts:
                 properties = _properties(functions[name])
                 texts = self._arguments(parts, properties)
-                arguments = {key: typed(texts[key], properties.get(key)) for key in texts}
+                arguments = {key: as_value(texts[key], properties.get(key)) for key in texts}
             return [_call(name, arguments, functions)]
         except _NO_CALL:
             return JSON.calls(text, functions)
@@ -358,7 +358,7 @@ _KINDS = (
 )
 
 
-def typed(text: str, schema: Any) -> Any:
+def as_value(text: str, schema: Any) -> Any:
     """Return the value that a text without quotes stands for, by the schema of its argument: a
     text wherever a text is allowed and nothing else fits.
     """

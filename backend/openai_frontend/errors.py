@@ -202,7 +202,7 @@ def handle_errors(app: FastAPI) -> None:
     """Have an application answer every error in OpenAI's form."""
 
     @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> Response:
+    async def refuse(_: Request, error: ApiError) -> Response:
         return error.response()
 
     @app.exception_handler(HTTPException)

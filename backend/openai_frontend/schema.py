@@ -24,9 +24,9 @@ from backend.openai_frontend.bodies import (
     Tool,
     ToolChoice,
     Variables,
-    ignored,
+    ignore,
     one_of,
-    refused,
+    refuse,
 )
 from backend.openai_frontend.errors import wrong
 
@@ -61,8 +61,8 @@ class StreamOptions(Body):
     """How a stream ends."""
 
     include_usage: bool = Field(False, description="a last chunk with the token counts")
-    include_obfuscation: Any = ignored("no padding is sent")
-    continuous_usage_stats: Any = ignored("vLLM's; the counts come with the last chunk only")
+    include_obfuscation: Any = ignore("no padding is sent")
+    continuous_usage_stats: Any = ignore("vLLM's; the counts come with the last chunk only")
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -153,17 +153,17 @@ class Options(Body):
         True,
         description="Spindle's; false: no draft remembers the answer for later requests",
     )
-    no_stop_trim: Any = refused("SGLang's; a stop text is never part of the output", False)
-    skip_special_tokens: Any = refused("vLLM's; special tokens are no text", True)
-    return_hidden_states: Any = refused("SGLang's; hidden states are not returned", False)
-    user: Any = ignored("labels the caller")
-    metadata: Any = ignored("labels the request for OpenAI's dashboard")
-    store: Any = ignored("there is no interface to read answers back; see `remember`")
-    service_tier: Any = ignored("all requests are of one tier")
-    safety_identifier: Any = ignored("labels the caller")
-    prompt_cache_key: Any = ignored("prompts that begin alike share KV without it")
-    prompt_cache_retention: Any = ignored("KV is kept by last use")
-    cache_control: Any = ignored(CACHE_CONTROL)
+    no_stop_trim: Any = refuse("SGLang's; a stop text is never part of the output", False)
+    skip_special_tokens: Any = refuse("vLLM's; special tokens are no text", True)
+    return_hidden_states: Any = refuse("SGLang's; hidden states are not returned", False)
+    user: Any = ignore("labels the caller")
+    metadata: Any = ignore("labels the request for OpenAI's dashboard")
+    store: Any = ignore("there is no interface to read answers back; see `remember`")
+    service_tier: Any = ignore("all requests are of one tier")
+    safety_identifier: Any = ignore("labels the caller")
+    prompt_cache_key: Any = ignore("prompts that begin alike share KV without it")
+    prompt_cache_retention: Any = ignore("KV is kept by last use")
+    cache_control: Any = ignore(CACHE_CONTROL)
 
 
 class CompletionRequest(Options):
@@ -200,8 +200,8 @@ class CompletionRequest(Options):
         description="vLLM's: whether a prompt of text gets the tokenizer's special tokens, such as "
         "a begin token; absent: as `serving.json` says",
     )
-    suffix: Any = refused("text is only continued", "")
-    best_of: Any = refused("texts are not ranked", 1)
+    suffix: Any = refuse("text is only continued", "")
+    best_of: Any = refuse("texts are not ranked", 1)
 
     @model_validator(mode="after")
     def _agree(self) -> CompletionRequest:
@@ -258,16 +258,16 @@ class ChatRequest(Options):
     include_reasoning: bool = Field(
         True, description="vLLM's; false: reasoning that is apart from the content is left out"
     )
-    stream_reasoning: Any = refused("SGLang's; reasoning is streamed as it is written", True)
-    continue_final_message: Any = refused("vLLM's; an answer is begun, not continued", False)
-    add_special_tokens: Any = refused("vLLM's; the chat template writes all of them", False)
-    prediction: Any = ignored("how much is guessed is decided without it")
-    functions: Any = refused("use tools", [])
-    function_call: Any = refused("use tool_choice", "none")
-    verbosity: Any = refused("no model here takes how much to say", "medium")
-    modalities: Any = refused("answers are text", ["text"])
-    audio: Any = refused("answers are text")
-    web_search_options: Any = refused("nothing is searched")
+    stream_reasoning: Any = refuse("SGLang's; reasoning is streamed as it is written", True)
+    continue_final_message: Any = refuse("vLLM's; an answer is begun, not continued", False)
+    add_special_tokens: Any = refuse("vLLM's; the chat template writes all of them", False)
+    prediction: Any = ignore("how much is guessed is decided without it")
+    functions: Any = refuse("use tools", [])
+    function_call: Any = refuse("use tool_choice", "none")
+    verbosity: Any = refuse("no model here takes how much to say", "medium")
+    modalities: Any = refuse("answers are text", ["text"])
+    audio: Any = refuse("answers are text")
+    web_search_options: Any = refuse("nothing is searched")
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
@@ -301,7 +301,7 @@ class TokenizeRequest(Body):
         description="vLLM's: whether a prompt gets the tokenizer's special tokens; absent: as "
         "`serving.json` says; a conversation has those of the chat template alone",
     )
-    continue_final_message: Any = refused("vLLM's; an answer is begun, not continued", False)
+    continue_final_message: Any = refuse("vLLM's; an answer is begun, not continued", False)
     chat_template_kwargs: Variables | None = Field(None, description=_VARIABLES)
 
     @model_validator(mode="after")

@@ -114,10 +114,10 @@ class Stats:
             counters, self._counters = self._counters, defaultdict(float)
             observations, self._observations = self._observations, defaultdict(list)
             gauges = dict(self._gauges)
-        return Drained(_labelled(counters), _labelled(observations), _labelled(gauges))
+        return Drained(_with_labels(counters), _with_labels(observations), _with_labels(gauges))
 
 
-def _labelled(values: Mapping[Any, Any]) -> list[Labelled]:
+def _with_labels(values: Mapping[Any, Any]) -> list[Labelled]:
     return [(name, dict(labels), value) for (name, labels), value in values.items()]
 
 

@@ -41,7 +41,7 @@ class SwitchBoard:
         """Apply ``key=value`` words, all or none, from the next step on; return the switches.
         Raises ConfigError naming key and value.
         """
-        self._put(parse_switches({**self.show(), **_parsed(words)}, self._config))
+        self._put(parse_switches({**self.show(), **_parse(words)}, self._config))
         logger.warning("switches set: %s", " ".join(words))
         if self._file is not None:
             try:
@@ -85,7 +85,7 @@ class SwitchBoard:
         self._stats.switches(self._current)
 
 
-def _parsed(words: list[str]) -> dict[str, Any]:
+def _parse(words: list[str]) -> dict[str, Any]:
     """Return the values by key, numbers as numbers; ranges and types are checked by whom they are
     for.
     """

@@ -89,7 +89,7 @@ def process(
     if len(before) - prompt_tokens < sampling.min_tokens:
         logits[columns.of(sampling.end_ids)[0]] = IMPOSSIBLE
     if sampling.bad_words:
-        banned = columns.of(sampling.banned(before, len(before)))[0]
+        banned = columns.of(sampling.find_banned(before, len(before)))[0]
         logits.index_fill_(0, _index(banned, logits), IMPOSSIBLE)
     if sampling.guide is not None:
         mask = sampling.guide.mask(before[prompt_tokens:])

@@ -110,7 +110,7 @@ class StepLog:
             return
         draft, depths = self.drafts.index(drafted.draft), drafted.depths
         length = max(depths, default=0)
-        path = drafted.followed(emitted)
+        path = drafted.follow(emitted)
         scored, followed = min(len(emitted), length), sum([node < verified for node in path])
         counts = length, len(path), len(emitted), scored, verified, followed
         row = len(self.rows)
@@ -129,7 +129,7 @@ class StepLog:
         """Note how an unused proposal would have fared against the tokens that were emitted
         instead; ``evidence`` as in ``record``.
         """
-        accepted, scored = len(proposal.followed(emitted)), min(proposal.depth, len(emitted))
+        accepted, scored = len(proposal.follow(emitted)), min(proposal.depth, len(emitted))
         draft = self.drafts.index(proposal.draft)
         self.free.append(
             LoggedChain(request, draft, accepted, scored, _evidence_of(evidence, draft))

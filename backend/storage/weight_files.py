@@ -17,7 +17,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     if index.exists():
-        files = [_inside(folder, index, name) for name in _indexed(index)]
+        files = [_inside(folder, index, name) for name in _files_in(index)]
     elif (folder / WEIGHTS).exists():
         files = [folder / WEIGHTS]
     else:
@@ -51,7 +51,7 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         raise ConfigError(f"{file} is damaged: {error}") from error
 
 
-def _indexed(index: Path) -> list[str]:
+def _files_in(index: Path) -> list[str]:
     """Return the names of the files in an index."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -55,7 +55,7 @@ class TritonPythonModel:
         path = socket_path(args)
         path.unlink(missing_ok=True)
         path.with_suffix(SWITCHES_SUFFIX).unlink(missing_ok=True)
-        self._link = EngineLink(path, self._received, self._engine_lost, greeting=(Subscribe(),))
+        self._link = EngineLink(path, self._receive, self._engine_lost, greeting=(Subscribe(),))
         self._child = EngineChild(config_path(args), path, give_up=lifeline.die)
         self._child.start()
         self._link.start()
@@ -85,7 +85,7 @@ class TritonPythonModel:
         self._child.stop(STOP_LIMIT_S)
         self._link.close()
 
-    def _received(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         self._heard_s = monotonic()
         try:
             if isinstance(message, StatsUpdate):

@@ -43,7 +43,7 @@ class TritonPythonModel:
         self._texts = args["model_name"] == "preprocessing"
         self._ids = itertools.count(1)
         self._pending: dict[int, tuple[Responder, Outputs]] = {}
-        self._link = EngineLink(socket_path(args), self._received, self._engine_lost)
+        self._link = EngineLink(socket_path(args), self._receive, self._engine_lost)
         self._link.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -79,7 +79,7 @@ class TritonPythonModel:
         shape, tokens = decode_tokens(inputs)
         return partial(encode_texts, shape), tokens
 
-    def _received(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         responder, encode = self._pending.pop(message.id, (None, None))
         if responder is None or encode is None:
             return

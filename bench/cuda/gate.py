@@ -202,11 +202,11 @@ class Gate:
         """Note what chunks of a prompt and top-p cost."""
         longest = self._ask(max(self.lengths), {})
         for chunk in (64, 256, 512, 1024, 2048, 4096)[: 2 if self._rehearse else None]:
-            seconds = min(self._timed([longest], chunk) for _ in range(2))
+            seconds = min(self._time([longest], chunk) for _ in range(2))
             self._note(case=f"a prompt of {max(self.lengths)} tokens", chunk=chunk, seconds=seconds)
         for name, options in SAMPLINGS.items():
             asks = [self._ask(60, options, seed=n) for n in range(self._many)]
-            seconds = min(self._timed(asks, 2048) for _ in range(2))
+            seconds = min(self._time(asks, 2048) for _ in range(2))
             self._note(case=f"{self._many} rows, {name}", seconds=seconds)
 
     def _case(self, what: str, asks: Sequence[Ask], chunk: int) -> int:
@@ -241,7 +241,7 @@ class Gate:
     def _ask(self, tokens: int, options: dict[str, float], *, seed: int = SEED) -> Ask:
         return Ask(random_prompt(tokens, self._shape.vocab, seed), options, self._tokens)
 
-    def _timed(self, asks: Sequence[Ask], chunk: int) -> float:
+    def _time(self, asks: Sequence[Ask], chunk: int) -> float:
         begun = time.monotonic()
         serve(self.target, asks, lookahead=1, chunk=chunk)
         return round(time.monotonic() - begun, 4)

@@ -22,7 +22,7 @@ class Shape:
     kv_heads: int
     dim: int
     vocab: int
-    tied: bool = False
+    ties_embeddings: bool = False
 
 
 SHAPES = {
@@ -44,7 +44,7 @@ def random_llama(shape: Shape, device: str, dtype: torch.dtype, *, seed: int = 0
         head_dim=shape.dim,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         initializer_range=shape.hidden**-0.5,
-        tie_word_embeddings=shape.tied,
+        tie_word_embeddings=shape.ties_embeddings,
     )
     torch.manual_seed(seed)
     with torch.device(device):

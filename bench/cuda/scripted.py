@@ -116,12 +116,12 @@ class ScriptedEngine(LookaheadEngine):
         """The device's seconds of verification by the size of a step without prompts."""
         wait = self._stream.wait
 
-        def timed(event: Any) -> None:
+        def wait_timed(event: Any) -> None:
             begun_s = time.perf_counter()
             wait(event)
             self.waited_s += time.perf_counter() - begun_s
 
-        self._stream.wait = timed  # type: ignore[method-assign]
+        self._stream.wait = wait_timed  # type: ignore[method-assign]
 
     def _collect(self, submission: Any) -> list[Completion]:
         completions = super()._collect(submission)

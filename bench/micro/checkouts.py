@@ -98,7 +98,7 @@ class Prompts:
         return chosen
 
 
-def described(served: Served) -> dict[str, Any]:
+def describe(served: Served) -> dict[str, Any]:
     """Return a run's figures."""
     replies = served.replies
     sums = {
@@ -223,7 +223,7 @@ def measure(
                     {"text_input": text, **asked, **({"seed": number} if drawn else {})}
                     for number, text in enumerate(texts)
                 ]
-                run = described(arms[name].run(Offer(requests, at)))
+                run = describe(arms[name].run(Offer(requests, at)))
                 print(f"{block} T {temperature}, {at}: {name}", *speeds(run), flush=True)
                 if block:
                     where = {"block": block, "temperature": temperature, "in_flight": at}

@@ -70,7 +70,9 @@ def best_choice(problem: StepProblem, price: float) -> tuple[Choice, Score]:
     return Choice(draft, length), Score(*result)
 
 
-def predicted(planner: AdaptivePlanner, times: Times, outcome: Outcome, view: View) -> FloatArray:
+def predict_parts(
+    planner: AdaptivePlanner, times: Times, outcome: Outcome, view: View
+) -> FloatArray:
     """Return the seconds that a step should have taken as it was executed, by part."""
     parts = np.empty(FIRST_DRAFT + len(planner.drafts))
     predict(times, planner.step_of(outcome, view), parts)

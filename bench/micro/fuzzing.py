@@ -84,7 +84,7 @@ class Answer:
     problem: str = ""
 
 
-def judged(kind: str, text: str, allowed: bool) -> Answer:
+def judge(kind: str, text: str, allowed: bool) -> Answer:
     """Return an answer whose text or kind may be a violation."""
     leak = LEAKS.search(text)
     problem = (
@@ -214,7 +214,7 @@ def send_http(service: Service, case: tuple[str, bytes]) -> Answer:
         service.http, path, small(body, "max_tokens", "request_output_len", "num_return_sequences")
     )
     own_parser = status == 500 and "Traceback" not in text
-    return judged(str(status), text, status in (200, 400, 404, 501) or own_parser)
+    return judge(str(status), text, status in (200, 400, 404, 501) or own_parser)
 
 
 def send_openai(service: Service, case: tuple[str, bytes]) -> Answer:
@@ -223,7 +223,7 @@ def send_openai(service: Service, case: tuple[str, bytes]) -> Answer:
     status, text = post(
         service.openai, path, small(body, "max_tokens", "max_completion_tokens", "n")
     )
-    return judged(str(status), text, status in (200, 400, 404))
+    return judge(str(status), text, status in (200, 400, 404))
 
 
 # -- tensors over gRPC
@@ -312,10 +312,10 @@ def _merge(start: list[Tensor], spoilt: list[Tensor], lost: int) -> list[Tensor]
         for index, tensor in enumerate(named.values())
         if lost % 7 != index or index >= len(start)
     ]
-    return [_bounded(tensor) for tensor in kept]
+    return [_bound(tensor) for tensor in kept]
 
 
-def _bounded(tensor: Tensor) -> Tensor:
+def _bound(tensor: Tensor) -> Tensor:
     if (
         tensor.name in ("max_tokens", "request_output_len", "num_return_sequences")
         and tensor.datatype == "INT32"
@@ -355,8 +355,8 @@ def send_grpc(channel: grpc.Channel, case: tuple[str, list[Tensor]]) -> Answer:
             )  # what Triton's core refuses has no final flag
             text += message.error_message
     except grpc.RpcError as error:
-        return judged(error.code().name, error.details() or "", allowed=False)
-    return judged(
+        return judge(error.code().name, error.details() or "", allowed=False)
+    return judge(
         "refused by Triton" if refusals else "refused" if text else "OK",
         text,
         finals + refusals == 1,

@@ -86,19 +86,19 @@ class Found:
     proposals: list[Proposal | None]
     tokens: list[int]
 
-    def followed(self, place: int, *, chain: int = 0, nodes: int = NODES) -> int:
+    def accepted_at(self, place: int, *, chain: int = 0, nodes: int = NODES) -> int:
         """Return how many tokens a step at a place accepts."""
         proposal = self.proposals[place]
         if proposal is None:
             return 0
         kept = proposal.spine().first(chain) if chain else proposal.first(nodes)
-        return len(kept.followed(self.tokens[place:]))
+        return len(kept.follow(self.tokens[place:]))
 
     def walk(self, **options: int) -> tuple[int, int]:
         """Return (tokens, steps) of speculation along the answer, from its second token on."""
         place, steps = 1, 0
         while place < len(self.tokens):
-            place += 1 + self.followed(place, **options)
+            place += 1 + self.accepted_at(place, **options)
             steps += 1
         return min(place, len(self.tokens)) - 1, steps
 
@@ -120,7 +120,7 @@ def answers(
         going[sequence.id] = (sequence, done[-1])
     while going:
         target.submit([Turn(sequence, len(sequence.tokens)) for sequence, _ in going.values()])
-        for completion in polled(target, len(going)):
+        for completion in poll(target, len(going)):
             sequence, answer = going[completion.sequence_id]
             sequence.tokens += completion.tokens
             answer.states.append(completion.hidden_states)
@@ -130,7 +130,7 @@ def answers(
     return done
 
 
-def polled(engine: Engine, number: int) -> list[Completion]:
+def poll(engine: Engine, number: int) -> list[Completion]:
     """Return ``number`` completions. Raises RuntimeError for one that failed."""
     found: list[Completion] = []
     while len(found) < number:
@@ -141,7 +141,7 @@ def polled(engine: Engine, number: int) -> list[Completion]:
     return found
 
 
-def proposed(draft: Engine, batch: list[Answer]) -> list[Found]:
+def propose_everywhere(draft: Engine, batch: list[Answer]) -> list[Found]:
     """Have a draft propose at every place of the answers, all of them in one batch."""
     room = -(-(max(len(answer.tokens) for answer in batch) + PLACES + 1) // BLOCK_TOKENS)
     found = [Found([None], answer.tokens[answer.prompt_tokens :]) for answer in batch]
@@ -159,7 +159,7 @@ def proposed(draft: Engine, batch: list[Answer]) -> list[Found]:
             if draft.available(sequence, PLACES):
                 turns.append(Turn(sequence, len(sequence.tokens), run=PLACES, nodes=256))
         draft.submit(turns)
-        for completion in polled(draft, len(turns)):
+        for completion in poll(draft, len(turns)):
             found[ids.index(completion.sequence_id)].proposals[place] = completion.proposal
     draft.cancel(ids)
     return found
@@ -176,7 +176,7 @@ def figures(found: list[Found], seed: int) -> dict[str, Any]:
             if proposal is None or not len(proposal):
                 continue
             covered += 1
-            accepted = len(proposal.spine().first(PLACES).followed(one.tokens[place:]))
+            accepted = len(proposal.spine().first(PLACES).follow(one.tokens[place:]))
             length = min(PLACES, len(proposal.spine()), len(one.tokens) - place)
             for depth in range(length):
                 alive[depth] += accepted >= depth
@@ -241,7 +241,7 @@ def costs(target: Engine, drafts: list[Engine], answer: Answer, rounds: int) -> 
                 return
             run: dict[str, Any] = {"run": PLACES, "nodes": NODES} if drafting else {}
             engine.submit([Turn(sequence, end, **run)])
-            polled(engine, 1)
+            poll(engine, 1)
 
         arms[engine.name] = step
     spent: dict[str, list[float]] = {name: [] for name in arms}
@@ -281,7 +281,9 @@ def measure(config: ServingConfig, args: argparse.Namespace) -> dict[str, Any]:
 
             batch = answers(target, prompts, sampling, args.tokens, frozenset(tokenizer.end_ids))
             row = {"workload": workload, "temperature": temperature, "texts": len(batch)}
-            row["drafts"] = {d.name: figures(proposed(d, batch), args.seed) for d in drafts}
+            row["drafts"] = {
+                d.name: figures(propose_everywhere(d, batch), args.seed) for d in drafts
+            }
             rows.append(row)
             last = max(batch, key=lambda answer: len(answer.tokens))
             print(table(row), file=sys.stderr, flush=True)

@@ -201,10 +201,10 @@ def best_by_rows(instance: Instance) -> float:
                 if value + worth > following.get(after, -float("inf")):
                     following[after] = value + worth
         reached = following
-    return max(value + _shared(instance, state) for state, value in reached.items())
+    return max(value + _share(instance, state) for state, value in reached.items())
 
 
-def _shared(instance: Instance, state: tuple[tuple[int, ...], ...]) -> float:
+def _share(instance: Instance, state: tuple[tuple[int, ...], ...]) -> float:
     seconds = instance.verify_s[sum(sum(tokens[1:]) for tokens in state)]
     for d, tokens in enumerate(state):
         seconds += instance.forwards_s(d, (tokens[0], *tokens[2:]))
@@ -234,7 +234,7 @@ def with_given(instance: Instance, rng: np.random.Generator) -> Instance:
     )
 
 
-def drifted(instance: Instance, choice: Choice, rng: np.random.Generator) -> Instance:
+def drift(instance: Instance, choice: Choice, rng: np.random.Generator) -> Instance:
     """Return the instance a step later: some of the choice was accepted, drafts not used have
     more to catch up with, and hazards are estimated again.
     """

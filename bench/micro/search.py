@@ -98,7 +98,7 @@ def distribution(values: list[float]) -> dict[str, float]:
     return {"instances": len(values), **rounded}
 
 
-def timed(drafts: int, seed: int) -> dict[str, dict[str, float]]:
+def time_planning(drafts: int, seed: int) -> dict[str, dict[str, float]]:
     """Return what planning costs by batch size: of every figure the least of several rounds over
     all sizes, for others use the machine.
     """
@@ -119,7 +119,7 @@ def main() -> None:
     figures = {
         "timing": f"least of {ROUNDS} rounds",
         "load_average": os.getloadavg()[0],
-        "planning": {str(drafts): timed(drafts, options.seed) for drafts in (2, 4)},
+        "planning": {str(drafts): time_planning(drafts, options.seed) for drafts in (2, 4)},
         "lost": losses_by_size(options.instances, options.seed),
         "flapping": {str(rows): flapping(rows, 400, options.seed) for rows in (1, 4, 16, 64)},
     }

@@ -172,11 +172,11 @@ class Peers:
             self._running.popitem()[1].close()
 
     def _gguf_kind(self, name: str) -> str:
-        if self._packaged(name):
+        if self._is_packaged(name):
             return "Q4_1 GGUF, as packaged"
         return f"{_FORMS[name.partition('-')[0]]} GGUF"
 
-    def _packaged(self, name: str) -> bool:
+    def _is_packaged(self, name: str) -> bool:
         return name not in WHOLE and self._config.target.model == EMBEDDED_MODEL
 
     def _drafts(self) -> list[EngineConfig]:
@@ -216,7 +216,7 @@ class Peers:
             )
         else:
             form = _FORMS[stack]
-            packaged = self._packaged(name) and embedded_gguf(cache.root() / "peers")
+            packaged = self._is_packaged(name) and embedded_gguf(cache.root() / "peers")
             models = ["--gguf", packaged or as_gguf(target, target, form)]
             models += (
                 ["--draft-gguf", as_gguf(model_path(self._drafts()[0]), target, form)]

@@ -81,7 +81,7 @@ class Family:
         ]
         source = model_path(parse_config(self._config).target)
         self.tokenizer: Tokenizer = load_tokenizer(source)
-        self._texts = {workload: self._rendered(workload, source) for workload in options.workloads}
+        self._texts = {workload: self._render(workload, source) for workload in options.workloads}
         self.runs: list[Run] = []
 
     @property
@@ -164,7 +164,7 @@ class Family:
         ]
         return Offer(requests, in_flight)
 
-    def _rendered(self, workload: str, folder: Path) -> list[str]:
+    def _render(self, workload: str, folder: Path) -> list[str]:
         messages = workloads.load(workload, MESSAGES, self._options.seed).messages
         return [
             workloads.render(message, folder)
@@ -249,9 +249,7 @@ def exactness(ours: list[Run], theirs: list[Run], tokenizer: Tokenizer) -> dict[
     }
 
 
-def measured(
-    name: str, options: argparse.Namespace, limit_s: float, folder: Path
-) -> dict[str, Any]:
+def measure(name: str, options: argparse.Namespace, limit_s: float, folder: Path) -> dict[str, Any]:
     """Measure a family; no block is begun after so long."""
     begun_s = time.monotonic()
     family = Family(name, options, folder)
@@ -301,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number, name in enumerate(options.families):
         limit_s = (options.deadline_s - time.monotonic()) / (len(options.families) - number)
         with tempfile.TemporaryDirectory() as folder:
-            record["families"].append(measured(name, options, limit_s, Path(folder)))
+            record["families"].append(measure(name, options, limit_s, Path(folder)))
         records.write(options.out, record)
     print(f"wrote {options.out}")
 

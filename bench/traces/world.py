@@ -141,7 +141,7 @@ def _looked_up(trace: Trace, size: int) -> tuple[IntArray, IntArray, FloatArray]
         if done.proposal:
             chain = done.proposal.spine()
             claims[place, : len(chain)] = chain.confidence
-            accepted[place] = len(chain.followed(text[place : place + DEEPEST]))
+            accepted[place] = len(chain.follow(text[place : place + DEEPEST]))
             shown[place] = engine.evidence(sequence)
         sequence.tokens.append(token)
     return accepted, shown, claims

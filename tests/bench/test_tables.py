@@ -120,7 +120,7 @@ def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(results
     }
     (results / f"{tables.SIMULATION}.json").write_text(json.dumps(record))
     others = {share: f" | {share:.3f}" * (len(ran) + 2) for share in (0.5, 0.8)}
-    heading, _, *rows = tables.simulated().splitlines()
+    heading, _, *rows = tables.simulated_table().splitlines()
     assert heading.count("|") == 5 + len(ran) + 2
     assert rows == [
         f"| 8b | 0.3 | eagle:3 | 0.500 (0.400–0.600){others[0.5]} |",

@@ -270,9 +270,9 @@ def branches_are_taken_and_trees_are_trimmed(scenario: Scenario = BUSY) -> None:
     for sequence, tokens, _, row in served.deployment.drafting.recorded:
         if row.drafted is not None:
             whole, rest = row.drafted, sequence.tokens[len(tokens) :]
-            path, spine = whole.followed(rest), whole.spine()
+            path, spine = whole.follow(rest), whole.spine()
             verified = len(row.chosen) if row.chosen else 0
-            seen["matched off the spine"] += len(path) > len(spine.followed(rest))
+            seen["matched off the spine"] += len(path) > len(spine.follow(rest))
             seen["leaves after inner nodes"] += any(n + 1 < m for n, m in pairwise(path))
             seen["none verified"] += verified == 0
             seen["cut from the path"] += any(node >= verified for node in path)
@@ -296,7 +296,7 @@ def a_copy_of_the_target_is_rejected_for_its_tail_only(scenario: Scenario = MIXE
         if row.drafted is None:
             continue
         rest = sequence.tokens[len(tokens) :]
-        path = row.drafted.followed(rest)
+        path = row.drafted.follow(rest)
         accepted += len(path)
         if len(path) < min(row.drafted.depth, len(rest)):
             before = [*tokens, *rest[: len(path)]]

@@ -91,7 +91,7 @@ def test_a_draft_that_was_idle_is_credited_with_exactly_the_chains_of_a_replay(d
     assert first.scored == replayed(draft, sequence, 5)  # all three tokens of the output so far
     text = Sequence(0, [*sequence.tokens], 5, sequence.sampling, BLOCKS)
     emit(text, 3)
-    accepted = len(first.proposal.followed(text.tokens[8:]))
+    accepted = len(first.proposal.follow(text.tokens[8:]))
     emit(sequence, accepted + 1)  # the step that it proposed in
     begin = len(sequence.tokens)
     emit(sequence, 20)

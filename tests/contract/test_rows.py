@@ -107,7 +107,7 @@ def test_a_decision_in_a_run_is_the_one_that_is_made_alone(kind):
         sequence = sequence_of(data, likely)
         proposal = tree_of(data, vocab, target, sequence)
         together = complete(target, sequence, sequence.tokens, proposal=proposal)
-        assert together.accepted == len(proposal.followed(together.tokens))
+        assert together.accepted == len(proposal.follow(together.tokens))
         assert len(together.tokens) == len(together.log_probs) == together.accepted + 1
         for row, (token, log_prob) in enumerate(
             zip(together.tokens, together.log_probs, strict=True)

@@ -143,7 +143,7 @@ def test_a_draft_s_tree_is_its_free_run_with_its_next_choices_around_it(sampling
     tree = drafted.proposal
     assert (drafted.tokens, tree.spine().tokens) == ([], run.tokens)
     assert len(tree) > 3
-    assert set(tree.parents) <= {-1, *tree.followed(run.tokens)}  # leaves off the spine
+    assert set(tree.parents) <= {-1, *tree.follow(run.tokens)}  # leaves off the spine
     banned = []
     for token in [t for t, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]:
         options = SamplingParams(sampling.temperature, seed=3, bad_words=tuple(banned))

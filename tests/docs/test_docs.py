@@ -105,7 +105,7 @@ def test_every_reason_of_a_fallback_is_explained():
 
 
 def test_readme_has_the_figures_of_the_records():
-    every = tables.measured()
+    every = tables.read_speeds()
     headline = [
         interval(*every[tables.HEADLINE, 0.0, 48, over][load])
         for over, load in product((NONE, BEST_FIXED), ("closed-1", "closed-16"))
@@ -134,7 +134,7 @@ def test_readme_s_intervals_are_those_of_a_table_and_one_with_1_claims_nothing()
 
 
 def test_the_picture_of_speed_is_that_of_the_headline():
-    alone = interval(*tables.measured()[tables.HEADLINE, 0.0, 48, NONE]["closed-1"])["ratio"]
+    alone = interval(*tables.read_speeds()[tables.HEADLINE, 0.0, 48, NONE]["closed-1"])["ratio"]
     drawn = pictures.ratios(pictures.greedy(tables.HEADLINE))[SPINDLE][1]
     assert round(pictures.mean(drawn), 2) == round(alone, 2)
 

@@ -93,7 +93,7 @@ def _processed(
         logits -= sampling.presence_penalty * (counts > 0) + sampling.frequency_penalty * counts
     if len(context) - prompt_tokens < sampling.min_tokens:
         logits[list(sampling.end_ids)] = IMPOSSIBLE
-    logits[sampling.banned(context, len(context))] = IMPOSSIBLE
+    logits[sampling.find_banned(context, len(context))] = IMPOSSIBLE
     if sampling.guide is not None:
         mask = sampling.guide.mask(context[prompt_tokens:])
         if mask is not None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.micro.choices import predicted
+from bench.micro.choices import predict_parts
 from policy import (
     AcceptanceConfig,
     AdaptivePlanner,
@@ -120,7 +120,9 @@ class World:
         seen = outcome_of(
             *done, plan.length, plan.length, 0.0, finished=self.request[over], view=view, plan=plan
         )
-        verify_s, overhead_s, *drafts_s = predicted(self.planner, self.times, seen, view).tolist()
+        verify_s, overhead_s, *drafts_s = predict_parts(
+            self.planner, self.times, seen, view
+        ).tolist()
         parts_s = dict(
             zip(
                 ("verify", *(f"draft:{d}" for d in DRAFTS)),

@@ -13,7 +13,7 @@ from bench.micro.choices import best_choice
 from bench.micro.oracle import (
     best_by_enumeration,
     best_by_rows,
-    drifted,
+    drift,
     random_instance,
     sizes,
     with_cap,
@@ -112,7 +112,7 @@ def test_over_many_steps_plans_keep_to_what_is_allowed_repeat_and_follow_the_req
         outcome = outcome_of(*done, plan.length, plan.length, plan.predicted_s, view=view)
         first, third = (planner.observe(outcome, state, 0.1 * step) for state in (first, third))
         second = planner.observe(_turns(outcome, order), second, 0.1 * step)
-        instance = drifted(instance, options(plan), rng)
+        instance = drift(instance, options(plan), rng)
 
 
 def _rows(view, order):

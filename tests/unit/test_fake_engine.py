@@ -52,7 +52,7 @@ def test_speculation_emits_what_plain_decoding_emits(sampling, nodes):
     while len(fast.tokens) < 200:
         proposal = step(draft, fast, k=4, nodes=nodes).proposal
         verified = step(target, fast, proposal=proposal)
-        assert verified.accepted == len(proposal.followed(verified.tokens))
+        assert verified.accepted == len(proposal.follow(verified.tokens))
         assert len(verified.tokens) == verified.accepted + 1
         accepted += verified.accepted
         fast.tokens += verified.tokens
@@ -194,7 +194,7 @@ def test_a_turn_that_follows_draws_what_one_at_a_time_would():
         ahead.submit([Turn(fast, AFTER, device_proposal=proposal)])
         (done,) = ahead.poll(1.0)
         assert done.accepted == len(
-            (done.drafted or NOTHING).first(done.verified).followed(done.tokens)
+            (done.drafted or NOTHING).first(done.verified).follow(done.tokens)
         )
         fast.tokens += done.tokens
         for log_prob in done.log_probs:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.openai_frontend.call_bodies import Call, PythonNotation, typed
+from backend.openai_frontend.call_bodies import Call, PythonNotation, as_value
 from backend.openai_frontend.calls import FORMATS, CallReader, call_format
 from backend.openai_frontend.choices import CHAT, COMPLETION, Choice, Style
 from backend.openai_frontend.reading import Channels
@@ -367,7 +367,7 @@ def test_the_deltas_of_a_stream_are_the_unstreamed_message_however_many_letters_
     ],
 )
 def test_a_text_without_quotes_is_what_its_schema_says(text, schema, value):
-    assert typed(text, schema) == value
+    assert as_value(text, schema) == value
 
 
 @pytest.mark.parametrize(

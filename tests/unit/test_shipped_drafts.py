@@ -77,9 +77,9 @@ def test_the_default_configuration_serves_the_head_of_its_target_and_suffix():
 def test_a_request_s_drafts_are_listed_one_by_one():
     sequence, request = Sequence(1, [1], 1, SamplingParams()), GenerationRequest("", 9)
     session = Session(sequence, request, frozenset(), None, None)
-    session.speculated(Proposal.chain("small", [5, 6, 7]), 2)
-    session.speculated(Proposal.chain("small", [5, 6, 7]), 1)
-    session.speculated(Proposal("lookup", [5, 8, 6], [-1, -1, 0], [0.5, 0.4, 0.3]), 1)
+    session.count_speculated(Proposal.chain("small", [5, 6, 7]), 2)
+    session.count_speculated(Proposal.chain("small", [5, 6, 7]), 1)
+    session.count_speculated(Proposal("lookup", [5, 8, 6], [-1, -1, 0], [0.5, 0.4, 0.3]), 1)
     assert session.drafts == {"small": (6, 3), "lookup": (3, 1)}
     assert (session.drafted, session.accepted) == (9, 4)
     assert session.usage().drafts == session.drafts

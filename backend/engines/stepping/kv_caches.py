@@ -45,7 +45,7 @@ class Cache:
         """
         if self.proposed is None:
             return 0
-        return self.proposed_at + len(self.proposed.followed(tokens[self.proposed_at :])) + 1
+        return self.proposed_at + len(self.proposed.follow(tokens[self.proposed_at :])) + 1
 
     def roll_back(self, position: int) -> None:
         """Forget everything from ``position`` on: what was rejected, or is to be run again."""
