@@ -51,7 +51,8 @@ class KVLedger:
         """Take the blocks of each engine's pool by the engine's name; 0 is an engine without KV."""
         sizes = {name: blocks for name, blocks in pools.items() if blocks}
         self._engines = tuple(sizes)
-        self._pool = BlockPool(min(sizes.values(), default=0))
+        self.pool = BlockPool(min(sizes.values(), default=0))
+        """The blocks that all engines' tables name."""
         self._tables: dict[int, list[int]] = {}
         self._headroom_tokens = headroom_tokens
         self._guaranteed = guaranteed
@@ -66,7 +67,7 @@ class KVLedger:
         a salt are not reported: a router would compare them with other tenants' prompts.
         """
         self._observer = observer
-        self._pool.on_forget = observer.remove_block
+        self.pool.on_forget = observer.remove_block
 
     def blocks_needed(self, tokens: int) -> int:
         """Return the blocks that a sequence of this many tokens needs (0 where no engine keeps
@@ -76,7 +77,7 @@ class KVLedger:
 
     def fits_ever(self, life_tokens: int) -> bool:
         """Return whether a sequence of this many tokens fits an empty ledger."""
-        return self.blocks_needed(life_tokens) <= self._pool.size
+        return self.blocks_needed(life_tokens) <= self.pool.size
 
     def reserve(self, sequence: Sequence, life_tokens: int) -> bool:
         """Write a block table into a sequence that may grow to ``life_tokens``; False when there is
@@ -90,13 +91,13 @@ class KVLedger:
         need = self.blocks_needed(life_tokens if self._guaranteed else len(sequence.tokens)) - len(
             shared
         )
-        idle = sum(map(self._pool.is_cached, shared))
-        if self._pool.available - idle < need + self._growth_blocks * len(self._tables):
+        idle = sum(map(self.pool.is_cached, shared))
+        if self.pool.available - idle < need + self._growth_blocks * len(self._tables):
             return False
-        self._pool.share(shared)
+        self.pool.share(shared)
         sequence.new_blocks += need
         sequence.reused_blocks += len(shared)
-        table = self._tables[sequence.id] = shared + self._pool.allocate(need)
+        table = self._tables[sequence.id] = shared + self.pool.allocate(need)
         sequence.blocks.update(dict.fromkeys(self._engines, table))
         if self._target is not None:
             self._publish(sequence, table, len(shared))
@@ -114,9 +115,9 @@ class KVLedger:
         table, tokens = self._tables[sequence.id], len(sequence.tokens)
         missing = self.blocks_needed(tokens) - len(table)
         if missing > 0:
-            if missing > self._pool.available:
+            if missing > self.pool.available:
                 return False
-            table += self._pool.allocate(missing)
+            table += self.pool.allocate(missing)
             sequence.new_blocks += missing
         known = len(sequence.keys)
         if tokens // BLOCK_TOKENS > known and self._target is not None:
@@ -129,8 +130,8 @@ class KVLedger:
         for a pool with too few blocks.
         """
         sizes = {name: blocks for name, blocks in pools.items() if blocks}
-        if few := {name: blocks for name, blocks in sizes.items() if blocks < self._pool.size}:
-            raise ValueError(f"the engines share {self._pool.size} KV blocks, got {few}")
+        if few := {name: blocks for name, blocks in sizes.items() if blocks < self.pool.size}:
+            raise ValueError(f"the engines share {self.pool.size} KV blocks, got {few}")
         self._engines = tuple(sizes)
         for sequence in sequences:
             sequence.blocks.clear()
@@ -149,7 +150,7 @@ class KVLedger:
                 self._name_blocks(sequence)
                 valid = (len(sequence.tokens) - self._target.unseen(sequence)) // BLOCK_TOKENS
                 self._publish(sequence, table, 0)
-            self._pool.drop(table, valid)
+            self.pool.drop(table, valid)
         sequence.blocks.clear()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -177,29 +178,29 @@ class KVLedger:
             raise RuntimeError(f"KV blocks {several} are written by several sequences")
         if tables != self._tables:
             raise RuntimeError(f"KV tables {self._tables}, expected {tables}")
-        self._pool.check(tables.values())
+        self.pool.check(tables.values())
 
     def usage(self) -> dict[str, int]:
         """Return how many blocks are ``used`` and how many ``free``; of the latter ``cached`` ones
         have KV that can be used again.
         """
         return {
-            "used": self._pool.size - self._pool.available,
-            "free": self._pool.available,
-            "cached": self._pool.cached,
+            "used": self.pool.size - self.pool.available,
+            "free": self.pool.available,
+            "cached": self.pool.cached,
         }
 
     def take_reuse(self) -> Reuse:
         """Return the prefix reuse since the last call."""
         reuse, self._reuse = self._reuse, Reuse()
-        reuse.evicted, self._pool.evicted = self._pool.evicted, 0
+        reuse.evicted, self.pool.evicted = self.pool.evicted, 0
         return reuse
 
     def _shared_blocks(self, sequence: Sequence) -> list[int]:
         if self._target is None:
             return []
         self._name_blocks(sequence)
-        return self._pool.find(sequence.keys[: (len(sequence.tokens) - 1) // BLOCK_TOKENS])
+        return self.pool.find(sequence.keys[: (len(sequence.tokens) - 1) // BLOCK_TOKENS])
 
     def _name_blocks(self, sequence: Sequence) -> None:
         """Bring the keys up to the sequence's complete blocks."""
@@ -213,7 +214,7 @@ class KVLedger:
 
     def _publish(self, sequence: Sequence, table: list[int], start: int) -> None:
         for index in range(start, len(sequence.keys)):
-            is_new = self._pool.publish(sequence.keys[index], table[index])
+            is_new = self.pool.publish(sequence.keys[index], table[index])
             if is_new and self._observer is not None and not sequence.salt:
                 stop = (index + 1) * BLOCK_TOKENS
                 if not self._is_invariant or stop <= sequence.prompt_tokens:

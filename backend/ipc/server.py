@@ -159,7 +159,8 @@ class Server:
         self.connections: set[StubConnection] = set()
         self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
         self._long_texts = ThreadPoolExecutor(1, "long-texts")
-        self._guided: GuidedQueue[Ticket] = GuidedQueue(app, self._tokenise)
+        self.guided: GuidedQueue[Ticket] = GuidedQueue(app, self._tokenise)
+        """Requests whose grammars are read before the loop gets them."""
         self._started_s = monotonic()
         self._drain_until_s: float | None = None
         self._ends = False
@@ -197,7 +198,7 @@ class Server:
         listener = self._listen()
         stop = threading.Event()
         loop = threading.Thread(target=self._app.loop.run, args=(stop,), name="loop", daemon=True)
-        self._app.loop.preparing = self._guided.__len__
+        self._app.loop.preparing = self.guided.__len__
         loop.start()
         next_stats_s = monotonic()
         while not self._is_done() and self._is_well(loop):
@@ -208,14 +209,14 @@ class Server:
                 next_stats_s = monotonic() + STATS_PERIOD_S
                 self._send_stats()
                 self._end_late_requests()
-                self._guided.end_over()
+                self.guided.end_over()
         well = self._is_well(loop)
         self._path.unlink(missing_ok=True)
         listener.close()
         stop.set()
         self._app.loop.wake()
         loop.join(timeout=5.0)
-        self._guided.close()
+        self.guided.close()
         for threads in (self._tokenizers, self._long_texts):
             threads.shutdown(wait=False, cancel_futures=True)
         self._send_stats()
@@ -354,8 +355,8 @@ class Server:
         connection.tickets[message.id] = ticket
         if self.drains:
             ticket.error(ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
-        elif self._guided.takes(message.request):
-            self._guided.add(ticket, message.request)
+        elif self.guided.takes(message.request):
+            self.guided.add(ticket, message.request)
         else:
             threads = self._threads(len(message.request.text_input))
             threads.submit(self._tokenise, ticket, message.request)

@@ -191,7 +191,7 @@ class Soak:
         os.kill(pid, signal.SIGKILL)
         killed_s = time.perf_counter()
         while (
-            not await asyncio.to_thread(self._all_answer)
+            not await asyncio.to_thread(self.all_answer)
             and time.perf_counter() < killed_s + self.args.recovery_s
         ):
             await asyncio.sleep(0.05)
@@ -210,7 +210,7 @@ class Soak:
                 f"{self.args.recovery_s:.0f} s"
             )
 
-    def _all_answer(self) -> bool:
+    def all_answer(self) -> bool:
         body = {"text_input": "are you there? ", "max_tokens": 2, "end_id": -1}
         try:
             answers = [
@@ -281,7 +281,7 @@ def main() -> int:
         soak = Soak(service, args)
         try:
             asyncio.run(soak.run())
-            service.wait_until(soak._all_answer)
+            service.wait_until(soak.all_answer)
             health = service.health()
             if (health["active"], health["waiting"]) != (0, 0):
                 soak.violations.append(f"requests are left in the engine: {health}")

@@ -152,7 +152,7 @@ class Peers:
             while self._running and memory.host_bytes() < ROOM_BYTES:
                 self._running.popitem(last=False)[1].close()
             self._running[name] = PeerArm(
-                self._command(name), load_tokenizer(model_path(self._config.target))
+                self.command(name), load_tokenizer(model_path(self._config.target))
             )
         self._running.move_to_end(name)
         return self._running[name], fresh
@@ -193,7 +193,8 @@ class Peers:
             ),
         )
 
-    def _command(self, name: str) -> list[str]:
+    def command(self, name: str) -> list[str]:
+        """Return the command of a stack's worker."""
         stack, _, kind = name.partition("-")
         target, tokenizer = (
             model_path(self._config.target),

@@ -98,7 +98,7 @@ def test_a_peer_that_does_not_start_says_why():
 @pytest.mark.parametrize(("free", "again"), [(8 << 30, False), (1 << 30, True)])
 def test_where_memory_runs_short_the_peer_not_used_for_longest_makes_room(free, again, monkeypatch):
     code = f"print('ready', flush=True)\nwhile input(): print({json.dumps(ANSWER)!r}, flush=True)"
-    monkeypatch.setattr(Peers, "_command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(Peers, "command", lambda *_: [sys.executable, "-c", code])
     monkeypatch.setattr(peer_arms.memory, "host_bytes", lambda: free)
     stacks = Peers({"target": {"engine": "torch", "model": str(TINY)}})
     first, fresh = stacks.arm("transformers-plain")
@@ -258,6 +258,6 @@ def test_stacks_that_would_crawl_in_bf16_run_in_fp32_and_say_so(flags, dtype, re
     target = {"engine": "torch", "model": str(TINY)}
     stacks = Peers({"target": target}, machine=FakeMachine(flags=flags))
     for name in ("transformers-plain", "vllm-plain"):
-        command = stacks._command(name)
+        command = stacks.command(name)
         assert command[command.index("--dtype") + 1] == dtype
         assert stacks.weights(name) == reads

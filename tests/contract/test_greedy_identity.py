@@ -149,8 +149,9 @@ def test_guided_text_is_the_same_with_speculation_and_is_json(app, prompts, opti
     sessions = generate(app, requests, together=3, policy=RandomTrees())
     assert sum(session.accepted for session in sessions) > 10
     WITNESS.check_equal(plain, sessions)
+    table = app.tokenizer.token_bytes
     texts = [
-        app.tokenizer._library.decode(s.sequence.tokens[s.sequence.prompt_tokens :])
+        b"".join(table[token] for token in s.sequence.tokens[s.sequence.prompt_tokens :])
         for s in sessions
         if s.finish_reason == "end_id"
     ]

@@ -106,7 +106,7 @@ def test_a_submission_that_is_refused_changes_no_text(monkeypatch):
     def refusing(engine, turns):
         calls.append(1)
         if len(calls) % 5 == 0:
-            engine._submitted.clear()
+            engine.submissions.clear()
             raise RuntimeError("out of memory")
         submit(engine, turns)
 

@@ -100,20 +100,20 @@ class FakeEngine:
             lookahead=lookahead,
             in_target=in_target,
         )
-        self._texts: dict[int, _Text] = {}  # by sequence id
-        self._submitted: deque[_Submission] = deque()
+        self.texts: dict[int, _Text] = {}  # by sequence id
+        self.submissions: deque[_Submission] = deque()
         self._parts_s: dict[str, float] = {}
         self._device = _start_device(name) if lookahead else None
         if self._device is not None:
             weakref.finalize(self, self._device.put, None)
-        self._pool = np.zeros(
+        self.pool = np.zeros(
             (kv_blocks, BLOCK_TOKENS), np.int64
         )  # KV: a hash of the text (and salt) up to each position
 
     def submit(self, turns: Seq[Turn]) -> None:
         """Queue turns."""
         submission = _Submission([self._job(turn) for turn in turns])
-        self._submitted.append(submission)
+        self.submissions.append(submission)
         if self._device is not None:
             self._device.put(partial(self._run, submission))
 
@@ -123,16 +123,16 @@ class FakeEngine:
         """
         del timeout_s  # a pass ends
         completions: list[Completion] = []
-        while self._submitted:
-            submission = self._submitted.popleft()
+        while self.submissions:
+            submission = self.submissions.popleft()
             if self._device is None:
                 submission.jobs = [job for job in submission.jobs if self._is_live(job)]
                 self._run(submission)
             submission.is_done.wait()
             if submission.error is not None:
-                for later in self._submitted:
+                for later in self.submissions:
                     later.is_void = True
-                self._submitted.clear()
+                self.submissions.clear()
                 raise submission.error
             self._parts_s = submission.parts_s
             done = zip(submission.jobs, submission.completions, submission.ran, strict=True)
@@ -147,7 +147,7 @@ class FakeEngine:
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Forget sequences; what the device still runs of them is dropped."""
         for sequence_id in sequence_ids:
-            self._texts.pop(sequence_id, None)
+            self.texts.pop(sequence_id, None)
 
     def unseen(self, sequence: Sequence) -> int:
         """Return the committed tokens that this engine has not run on, nor on those of another
@@ -155,7 +155,7 @@ class FakeEngine:
         """
         if self.limits.in_target:
             return 1
-        text = self._texts.get(sequence.id)
+        text = self.texts.get(sequence.id)
         known = text.known if text is not None else (self._shared(sequence, []), [])
         return len(sequence.tokens) - _tokens_run(known, sequence.tokens)
 
@@ -180,15 +180,15 @@ class FakeEngine:
             self._device.put(None)
 
     def _is_live(self, job: _Job) -> bool:
-        return self._texts.get(job.turn.sequence.id) is job.text
+        return self.texts.get(job.turn.sequence.id) is job.text
 
     def _job(self, turn: Turn) -> _Job:
         sequence = turn.sequence
-        text = self._texts.get(sequence.id)
+        text = self.texts.get(sequence.id)
         if text is None:
             marks: list[int] = []
             seen = self._shared(sequence, marks), list[int]()
-            text = self._texts[sequence.id] = _Text(seen, seen, marks=marks)
+            text = self.texts[sequence.id] = _Text(seen, seen, marks=marks)
         tokens = None if turn.end == AFTER else sequence.tokens[: turn.end]
         return _Job(turn, text, tokens, list(sequence.blocks.get(self.name, ())))
 
@@ -207,7 +207,7 @@ class FakeEngine:
                     now_s = time.perf_counter()
                     submission.parts_s[part], started_s = now_s - started_s, now_s
                 for job in submission.jobs:
-                    submission.completions.append(self._complete(job))
+                    submission.completions.append(self.complete(job))
                     submission.ran.append(job.text.ran)
         except Exception as error:
             submission.error = error
@@ -225,7 +225,7 @@ class FakeEngine:
         if jobs and self.step_s:
             yield "verify", self.step_s * max(1, *(job.turn.run for job in jobs))
 
-    def _complete(self, job: _Job) -> Completion:
+    def complete(self, job: _Job) -> Completion:
         turn, text = job.turn, job.text
         sequence, tokens = turn.sequence, text.tokens if job.tokens is None else job.tokens
         if tokens is None:
@@ -297,7 +297,7 @@ class FakeEngine:
             return f"the block table of sequence {sequence_id} is too short for {written} tokens"
         seen = min(len(tokens), _tokens_run(text.ran, tokens))
         marks = _marks_of(text.marks, job.turn.sequence.salt, tokens[:seen])
-        if (self._pool[job.blocks].ravel()[:seen] != marks).any():
+        if (self.pool[job.blocks].ravel()[:seen] != marks).any():
             return f"the KV of sequence {sequence_id} was overwritten"
         return None
 
@@ -308,7 +308,7 @@ class FakeEngine:
         of the tokens ``beyond`` the text: what was accepted moves to its place.
         """
         marks = list(_marks_of(job.text.marks, job.turn.sequence.salt, tokens))
-        pool = self._pool[job.blocks].ravel()
+        pool = self.pool[job.blocks].ravel()
         start = min(len(tokens), _tokens_run(job.text.ran, tokens))
         if proposal is not None:
             nodes: list[int] = []
@@ -318,7 +318,7 @@ class FakeEngine:
         for token in beyond:
             marks.append(_mark(marks[-1], token))
         pool[start : len(marks)] = marks[start:]
-        self._pool[job.blocks] = pool.reshape(-1, BLOCK_TOKENS)
+        self.pool[job.blocks] = pool.reshape(-1, BLOCK_TOKENS)
 
     def _shared(self, sequence: Sequence, marks: list[int]) -> int:
         """Return how many leading tokens of a sequence that has not run here have KV in its blocks
@@ -330,7 +330,7 @@ class FakeEngine:
         text = sequence.tokens[: len(blocks) * BLOCK_TOKENS]
         found = _marks_of(marks, sequence.salt, text)
         alike = (
-            self._pool[b].tolist() == found[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]
+            self.pool[b].tolist() == found[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]
             for i, b in enumerate(blocks)
         )
         return BLOCK_TOKENS * next((i for i, same in enumerate(alike) if not same), len(blocks))

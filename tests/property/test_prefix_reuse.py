@@ -130,10 +130,10 @@ class Reuse(RuleBasedStateMachine):
 
         for key, text in self.events.texts.items():
             assert keys(text, "")[-1] == key
-            assert len(self.ledger._pool.find([key])) == 1
+            assert len(self.ledger.pool.find([key])) == 1
         for sequence in self.live.values():
             whole = len(sequence.tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-            known = [self.ledger._pool.find([key]) != [] for key in sequence.keys]
+            known = [self.ledger.pool.find([key]) != [] for key in sequence.keys]
             reported = [key in self.events.texts for key in keys(sequence.tokens[:whole], "")]
             if not sequence.salt:
                 assert reported[: len(known)] == known

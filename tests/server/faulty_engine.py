@@ -23,5 +23,5 @@ def raising(complete):
 
 
 if __name__ == "__main__":
-    FakeEngine._complete = raising(FakeEngine._complete)  # type: ignore[method-assign]
+    FakeEngine.complete = raising(FakeEngine.complete)  # type: ignore[method-assign]
     sys.exit(main())

@@ -105,7 +105,7 @@ def test_a_tree_is_followed_to_a_leaf_and_the_kv_of_its_path_is_kept():
     seq.tokens += wrong.tokens
     assert target.unseen(seq) == 1
     assert step(target, seq).error is None
-    target._pool[0, 3] += 1
+    target.pool[0, 3] += 1
     assert "was overwritten" in step(target, seq).error
 
 

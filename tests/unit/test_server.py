@@ -123,7 +123,7 @@ class Loop:
         self._server = server
 
     def counts(self):
-        return 0, len(self._server._guided)
+        return 0, len(self._server.guided)
 
     def longest_s(self, request):
         return request.timeout_s or 600.0
@@ -273,11 +273,11 @@ class Reading:
 def test_requests_that_wait_for_a_grammar_have_the_room_of_the_queue(server, app):
     reading = Reading(server, app)
     reading.submit(*(guided(f"{n}", guide=f"{n}") for n in range(4)))
-    assert len(server._guided) == 3  # one place in the batch, two in the queue
+    assert len(server.guided) == 3  # one place in the batch, two in the queue
     assert app.refused == ["unavailable"] * 2
     assert b"Exceeds maximum queue size 2" in reading.connection.frames[0]
     reading.go_on.set()
-    wait_for(lambda: not server._guided)
+    wait_for(lambda: not server.guided)
     assert reading.prepared == ["bomb", "0", "1"]
 
 
@@ -295,12 +295,12 @@ def test_a_request_that_waits_for_its_grammar_ends_in_time(server, app, at_work)
     late = guided("late", guide="c", timeout_s=1e-9)
     reading.submit(guided("waits", guide="d"), *([] if at_work else [late]))
     if at_work:
-        next(iter(server._guided._waiting)).arrived_s = -1e9
-    server._guided.end_over()
+        next(iter(reading.connection.tickets.values())).arrived_s = -1e9
+    server.guided.end_over()
     assert app.refused == ["unavailable"]
     assert b"late" in reading.connection.frames[0]
     reading.go_on.set()
-    wait_for(lambda: not server._guided)
+    wait_for(lambda: not server.guided)
     assert reading.prepared == ["bomb", "waits"]
     wait_for(lambda: len(reading.connection.frames) == (2 if at_work else 3))
 
@@ -309,9 +309,9 @@ def test_a_request_that_is_cancelled_gives_its_place_in_the_queue_back(server, a
     reading = Reading(server, app)
     reading.submit(guided("1", guide="1"), guided("2", guide="2"))
     server.receive(reading.connection, Cancel(id=1))
-    server._guided.end_over()
-    assert len(server._guided) == 2
+    server.guided.end_over()
+    assert len(server.guided) == 2
     assert app.refused == ["cancelled"]
     reading.go_on.set()
-    wait_for(lambda: not server._guided)
+    wait_for(lambda: not server.guided)
     assert reading.prepared == ["bomb", "2"]

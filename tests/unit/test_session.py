@@ -33,12 +33,12 @@ class LetterDecoder:
         return text
 
 
-def session(max_tokens=100, stop_words=(), stream=True, **options):
+def session(max_tokens=100, stop_words=(), stream=True, sampling=None, **options):
     request = GenerationRequest(
         "prompt", max_tokens, stream=stream, stop_words=tuple(stop_words), **options
     )
     return Session(
-        Sequence(1, [7, 8], 2, SamplingParams()),
+        Sequence(1, [7, 8], 2, sampling or SamplingParams()),
         request,
         frozenset({EOS}),
         LetterDecoder(),
@@ -128,8 +128,7 @@ def test_the_usage_names_the_seed_of_a_sampled_text(temperature, seed):
 
 
 def test_a_token_that_everything_bans_is_reported_as_openai_does():
-    made = session(3)
-    made._log_probs = []
+    made = session(3, sampling=SamplingParams(log_probs=True))
     made.commit(ids("ab"), [-0.5, -2e30])
     delta = made.pop_delta()
     assert (delta.log_probs, delta.cum_log_prob) == ([-0.5, -9999.0], -9999.5)

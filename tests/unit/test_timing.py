@@ -53,7 +53,7 @@ def test_only_the_submission_of_the_case_is_timed_every_time(case):
         assert [(unseen, turn.run, turn.end) for unseen, turn in timed.engine.submitted] == [
             (case.new, case.run, case.context + case.new)
         ] * case.rows
-    assert timed.engine._texts == {}
+    assert timed.engine.texts == {}
 
 
 def test_rows_have_block_tables_of_their_own_that_fit_the_pool():
