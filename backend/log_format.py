@@ -106,9 +106,8 @@ class FloodGate(logging.Filter):
         """Return whether the record may pass."""
         kind = (record.name, record.levelno, str(record.msg))
         with self._lock:
-            if (
-                len(self._counts) > MAX_KINDS
-            ):  # messages made without arguments: forgetting a count is better than growing
+            # messages made without arguments: forgetting a count is better than growing
+            if len(self._counts) > MAX_KINDS:
                 self._counts.clear()
             started_s, passed, suppressed = self._counts.get(kind, (record.created, 0, 0))
             if not 0 <= record.created - started_s < PERIOD_S:

@@ -130,9 +130,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, value in self._derive().items():
             object.__setattr__(self, name, value)
-        endings: dict[
-            int, dict[tuple[int, ...], list[int]]
-        ] = {}  # by length and tokens of what comes before a bad word's last token
+        # by length and tokens of what comes before a bad word's last token
+        endings: dict[int, dict[tuple[int, ...], list[int]]] = {}
         for *others, last in self.bad_words:
             endings.setdefault(len(others), {}).setdefault(tuple(others), []).append(last)
         object.__setattr__(self, "_endings", endings)

@@ -120,9 +120,8 @@ class Session:
         self._withheld = (
             "" if request.stream or request.exclude_input_in_output else request.text_input
         )
-        self._searched = len(
-            self._withheld
-        )  # no stop word begins before here: the prompt is never searched
+        # no stop word begins before here: the prompt is never searched
+        self._searched = len(self._withheld)
         self._tokens: list[int] | None = None
         if request.input_ids is not None:
             self._tokens = (
@@ -215,9 +214,8 @@ class Session:
         if log_probs is None and tokens is None and self._extras is None:
             return Delta(text)
         extras = None
-        if (
-            text or tokens or self.finish_reason is not None
-        ):  # else there will be no reply to carry them
+        # else there will be no reply to carry them
+        if text or tokens or self.finish_reason is not None:
             self._log_probs = None if log_probs is None else []
             self._tokens = None if tokens is None else []
             extras = self._extras.pop() if self._extras else None

@@ -94,12 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket", type=Path, required=True)
     arguments = parser.parse_args(argv)
     set_up_logging("engine", LogConfig())
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "passive"
-    )  # read when torch loads: spinning threads starve the stubs of their cores
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C reaches the whole group; the parent decides
+    # read when torch loads: spinning threads starve the stubs of their cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # a terminal's Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     started = perf_counter()
     try:
         config = load_config(arguments.config)

@@ -41,9 +41,8 @@ def run_folder(machine: Machine = machine) -> Iterator[Path]:
             _delete(folder, shared_memory)
             os.close(lock)
     lock = None
-    while (
-        lock is None or not folder.exists()
-    ):  # another launcher that starts now may take an unlocked folder for a leftover
+    # another launcher that starts now may take an unlocked folder for a leftover
+    while lock is None or not folder.exists():
         folder = Path(tempfile.mkdtemp(prefix=RUN_PREFIX, dir=temporary))
         lock = _lock(folder)
     try:

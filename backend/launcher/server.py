@@ -193,9 +193,8 @@ class TritonServer:
             pid: model for pid in descendants(self._process.pid) if (model := _model_of_stub(pid))
         }
         if self._settings.trace_url:
-            self._post(
-                "/v2/models/spindle/trace/setting", {"trace_level": ["OFF"]}
-            )  # its requests are the probes
+            # its requests are the probes
+            self._post("/v2/models/spindle/trace/setting", {"trace_level": ["OFF"]})
         threading.Thread(target=self._keep_probing, name="probe", daemon=True).start()
         return True
 

@@ -184,9 +184,8 @@ class Triton:
         try:
             async for result, failure in responses:
                 if failure is not None:
-                    raise ApiError(
-                        503, str(failure)
-                    )  # Triton's own: a model that is not there (again) yet
+                    # Triton's own: a model that is not there (again) yet
+                    raise ApiError(503, str(failure))
                 index = int(result.get_response().id.rpartition("/")[2])
                 try:
                     piece = _piece(result, names, *divmod(index, n))

@@ -159,10 +159,8 @@ class StepStats:
         for part, ratio in latest.drift.items():
             gauge("spindle_latency_drift", ratio, part=part)
         nvidia_metrics.export(latest, self._max_requests, self._cpu_only, gauge)
-        for kind in (
-            "kv_cache_transfer_ms",
-            "request_count",
-        ):  # there is none, but the series are expected
+        # there is none, but the series are expected
+        for kind in ("kv_cache_transfer_ms", "request_count"):
             self._stats.count(
                 "nv_trt_llm_disaggregated_serving_metrics",
                 0,

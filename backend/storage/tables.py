@@ -46,9 +46,8 @@ def load_tables(
         path = table_file(engine, folders[engine.name], threads)
         tables[engine.name] = read_table(path)
         threads = tables[engine.name].provenance.threads
-    return tables, 1 if threads == "auto" else int(
-        threads
-    )  # nothing was measured where no model runs
+    # nothing was measured where no model runs
+    return tables, 1 if threads == "auto" else int(threads)
 
 
 def missing_tables(

@@ -111,9 +111,8 @@ class TritonPythonModel:
     ) -> None:
         body, wanted = part
         request_id = next(self._ids)
-        with (
-            self._registering
-        ):  # a connection is lost before or after, never between: see _engine_lost
+        # a connection is lost before or after, never between: see _engine_lost
+        with self._registering:
             # Before the first hello the limit is unknown; the link answers what it holds.
             limit_s = self._link.info.get("max_request_s", math.inf)
             self._senders.open(
