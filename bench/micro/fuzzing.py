@@ -350,9 +350,8 @@ def send_grpc(channel: grpc.Channel, case: tuple[str, list[Tensor]]) -> Answer:
         for message in call:
             final = message.infer_response.parameters["triton_final_response"].bool_param
             finals += final
-            refusals += (
-                bool(message.error_message) and not final
-            )  # what Triton's core refuses has no final flag
+            # what Triton's core refuses has no final flag
+            refusals += bool(message.error_message) and not final
             text += message.error_message
     except grpc.RpcError as error:
         return judge(error.code().name, error.details() or "", allowed=False)

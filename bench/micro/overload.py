@@ -140,9 +140,8 @@ async def measure(
     """
     load = Load(port, texts, args.max_tokens, args.seed)
     await load.run_closed(args.active, args.warm_up_s)
-    rate, served = await load.run_closed(
-        args.active + 1, args.capacity_s
-    )  # one waits, so that no place is ever empty
+    # one waits, so that no place is ever empty
+    rate, served = await load.run_closed(args.active + 1, args.capacity_s)
     print(
         f"capacity: {rate:.2f} requests/s, "
         f"{percentiles_ms([one.token_s for one in served if one.token_s])} ms a token",

@@ -93,9 +93,8 @@ class Soak:
                     connection, session, kind, f"client {index} request {number} ", rng
                 )
                 if served.outcome not in (FINAL, CANCELLED):
-                    await asyncio.sleep(
-                        rng.uniform(0.2, 1.0)
-                    )  # as a client would before it tries again
+                    # as a client would before it tries again
+                    await asyncio.sleep(rng.uniform(0.2, 1.0))
 
     async def _one(
         self,

@@ -49,10 +49,8 @@ class PeerArm:
     """A worker process."""
 
     def __init__(self, command: list[str], tokenizer: Tokenizer) -> None:
-        patient = {
-            **os.environ,
-            "OMP_WAIT_POLICY": "passive",
-        }  # threads that spin lose many times over where others use the cores
+        # threads that spin lose many times over where others use the cores
+        patient = {**os.environ, "OMP_WAIT_POLICY": "passive"}
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the worker)
         self._process = subprocess.Popen(
             command,

@@ -142,9 +142,8 @@ class Family:
         offer = self._offer(workload, block, in_flight, name)
         try:
             arm, fresh = (self._peers if name in PEERS else self._servers).arm(name)
-            if (
-                fresh and block >= 0
-            ):  # it had to make room for another: what it serves first is not scored now either
+            # it had to make room for another: what it serves first is not scored now either
+            if fresh and block >= 0:
                 arm.run(self._offer(workload, -1, in_flight, name))
             served = arm.run(offer)
         except (RuntimeError, BrokenPipeError) as error:
@@ -345,7 +344,6 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("stopped")
-    )  # what it has started ends with it
+    # what it has started ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     main()
