@@ -199,8 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in (serve, doctor):
         _add_places(command)
-    for name, (*_, what) in DELEGATED_COMMANDS.items():
-        commands.add_parser(name, help=what, add_help=False)
+    for name, (*_, purpose) in DELEGATED_COMMANDS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
     return parser
 
 

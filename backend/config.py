@@ -220,10 +220,10 @@ def parse_config(
     drafts = tuple(with_auto_resolved(draft, machine, target) for draft in config.drafts)
     config = _with_hosted_drafter(replace(config, target=target, drafts=drafts), raw)
     if runs_on_gpus(target) and target.device != "cpu":
-        own = raw.get("limits") or {}
+        limits = raw.get("limits") or {}
         defaults = {"prefill_chunk_tokens": GPU_CHUNK_TOKENS, "kv_cache_tokens": 0}
-        chosen = {name: own.get(name, value) for name, value in defaults.items()}
-        config = replace(config, limits=replace(config.limits, **chosen))
+        merged = {name: limits.get(name, value) for name, value in defaults.items()}
+        config = replace(config, limits=replace(config.limits, **merged))
     least = 0 if target.device != "cpu" else LEAST_KV_TOKENS
     if not (
         config.limits.kv_cache_tokens >= LEAST_KV_TOKENS or config.limits.kv_cache_tokens == least
@@ -265,11 +265,11 @@ def _with_hosted_drafter(config: ServingConfig, raw: Mapping[str, Any]) -> Servi
     if not target.kind.hosted:
         return config
     name, k_max = target.kind.answer("drafter", _no_drafter)(target)
-    what = f"for the engine {target.engine!r}: target.engine_args set the drafter up"
+    where = f"for the engine {target.engine!r}: target.engine_args set the drafter up"
     if config.drafts:
-        raise ConfigError(f"drafts must be empty {what}")
+        raise ConfigError(f"drafts must be empty {where}")
     if "k_max" in raw.get("policy", {}):
-        raise ConfigError(f"policy.k_max must be left out {what}, got {config.policy.k_max}")
+        raise ConfigError(f"policy.k_max must be left out {where}, got {config.policy.k_max}")
     drafts = (EngineConfig(HOSTED, name),) if name else ()
     policy = replace(config.policy, k_max=k_max, draft=config.policy.draft or name)
     return replace(config, drafts=drafts, policy=policy)
@@ -303,8 +303,8 @@ def _import_kinds(config: ServingConfig, folder: Path | None) -> None:
         if name == "auto" or name in KINDS:
             continue
         if not _is_dotted(name):
-            known = f"one of {['auto', *KINDS]} or a dotted path like 'my_package.my_engine'"
-            raise ConfigError(f"{where}.engine must be {known}, got {name!r}")
+            choices = f"one of {['auto', *KINDS]} or a dotted path like 'my_package.my_engine'"
+            raise ConfigError(f"{where}.engine must be {choices}, got {name!r}")
         if find_spec(name.partition(".")[0]) is None:
             sys.path += own_folders(folder)
         try:
@@ -387,14 +387,14 @@ def _check_baseline(policy: PolicyConfig, drafts: list[str]) -> None:
     from policy.custom import closest
 
     if policy.kind not in BASELINES:
-        known = f"one of {['adaptive', *BASELINES]} or a dotted path like 'my_package.MyPolicy'"
+        choices = f"one of {['adaptive', *BASELINES]} or a dotted path like 'my_package.MyPolicy'"
         like = closest(policy.kind, ["adaptive", *BASELINES])
-        raise ConfigError(f"policy.kind must be {known}, got {policy.kind!r}{like}")
+        raise ConfigError(f"policy.kind must be {choices}, got {policy.kind!r}{like}")
     needs, numbers = BASELINES[policy.kind].needs, BASELINES[policy.kind].options
     for name, value in policy.options.items():
         if name not in numbers:
-            known = f"one of {list(numbers)}" if numbers else "left out"
-            raise ConfigError(f"policy.options of {policy.kind!r} must be {known}, got {name!r}")
+            choices = f"one of {list(numbers)}" if numbers else "left out"
+            raise ConfigError(f"policy.options of {policy.kind!r} must be {choices}, got {name!r}")
         if type(value) is not int or value < 0:
             raise ConfigError(f"policy.options.{name} must be a whole number, got {value!r}")
     if "draft" in needs and policy.draft not in drafts:
@@ -413,12 +413,12 @@ def _resolve_openai(openai: OpenaiConfig, folder: Path) -> OpenaiConfig:
     """
     for name in openai.allowed_hosts:
         if name != "*" and not HOST_NAME.fullmatch(name.removeprefix("*.")):
-            known = "names such as llm.example.com or *.example.com, or *"
-            raise ConfigError(f"openai.allowed_hosts must be {known}, got {name!r}")
+            choices = "names such as llm.example.com or *.example.com, or *"
+            raise ConfigError(f"openai.allowed_hosts must be {choices}, got {name!r}")
     for site in openai.cors_origins:
         if site != "*" and not _ORIGIN.fullmatch(site):
-            known = "sites such as https://chat.example.com, or *"
-            raise ConfigError(f"openai.cors_origins must be {known}, got {site!r}")
+            choices = "sites such as https://chat.example.com, or *"
+            raise ConfigError(f"openai.cors_origins must be {choices}, got {site!r}")
     if not openai.chat_template:
         return openai
     file = folder.absolute() / Path(openai.chat_template).expanduser()

@@ -94,12 +94,12 @@ def with_auto_resolved(
     if engine.device == "auto":
         reads_target = engine.engine != "auto" and engine.kind.reads_target
         on_gpu = not why_not(automatic("cuda")[0], replace(engine, device="cuda"), machine)
-        own = "cuda" if on_gpu and runs_on_gpus(engine) else "cpu"
-        engine = replace(engine, device=target.device if reads_target and target else own)
+        device = "cuda" if on_gpu and runs_on_gpus(engine) else "cpu"
+        engine = replace(engine, device=target.device if reads_target and target else device)
     on_cpu = engine.device == "cpu"
     if engine.engine == "auto":
-        known = automatic(engine.device)
-        can_run = (name for name in known if not why_not(name, engine, machine))
+        kinds = automatic(engine.device)
+        can_run = (name for name in kinds if not why_not(name, engine, machine))
         engine = replace(engine, engine=next(can_run, "torch"))
     if engine.dtype == "auto" and on_cpu and "int4" in engine.kind.dtypes:
         misfit = engine.kind.answer("misfit_of_four_bits", _all_widened)
@@ -181,10 +181,10 @@ def _model_config(model: str) -> dict[str, Any]:
     """Return a folder's ``config.json``; nothing where there is none, which others report."""
     file = _folder(model) / "config.json"
     try:
-        found = read_json(file) if model not in ("", EMBEDDED_MODEL) else {}
+        config = read_json(file) if model not in ("", EMBEDDED_MODEL) else {}
     except ConfigError:
-        found = {}
-    return found if isinstance(found, dict) else {}
+        config = {}
+    return config if isinstance(config, dict) else {}
 
 
 def _folder(model: str) -> Path:
@@ -221,24 +221,24 @@ def slower_on_cpus(engines: Iterable[EngineConfig]) -> dict[str, str]:
 
 def check_engine(where: str, engine: EngineConfig) -> None:
     """Check what an engine's kind runs, on what, and in which number formats."""
-    kind, what = engine.kind, f"for the engine {engine.engine!r}"
+    kind, label = engine.kind, f"for the engine {engine.engine!r}"
     if engine.engine_args and not kind.hosted:
-        raise ConfigError(f"{where}.engine_args must be empty {what}, got {engine.engine_args!r}")
+        raise ConfigError(f"{where}.engine_args must be empty {label}, got {engine.engine_args!r}")
     if engine.options and engine.engine in KINDS:
-        raise ConfigError(f"{where}.options must be empty {what}, got {engine.options!r}")
+        raise ConfigError(f"{where}.options must be empty {label}, got {engine.options!r}")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", engine.device):
-        known = "'cpu', 'cuda', 'cuda:1' (or another number) or 'auto'"
-        raise ConfigError(f"{where}.device must be {known}, got {engine.device!r}")
+        choices = "'cpu', 'cuda', 'cuda:1' (or another number) or 'auto'"
+        raise ConfigError(f"{where}.device must be {choices}, got {engine.device!r}")
     if kind.missing:
         raise ConfigError(f"{where}.engine {engine.engine!r} needs {kind.missing}")
     if kind.cpu_only and engine.device != "cpu":
-        raise ConfigError(f"{where}.device must be 'cpu' {what}, got {engine.device!r}")
+        raise ConfigError(f"{where}.device must be 'cpu' {label}, got {engine.device!r}")
     on_gpu = _gpu_dtypes(kind, engine)
     dtypes = on_gpu or kind.dtypes
     if dtypes and engine.dtype not in dtypes:
         names = ", ".join(map(repr, dtypes))
         on = f" on {engine.device}" if on_gpu else ""
-        raise ConfigError(f"{where}.dtype must be one of {names} {what}{on}, got {engine.dtype!r}")
+        raise ConfigError(f"{where}.dtype must be one of {names} {label}{on}, got {engine.dtype!r}")
     if engine.dtype == "int8" and engine.device != "cpu":
         raise ConfigError(f"{where}.dtype 'int8' needs the device 'cpu', got {engine.device!r}")
     if engine.lm_head != "folder" and engine.dtype != "int4":

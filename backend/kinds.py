@@ -159,8 +159,8 @@ class Kind:
 
     def answer(self, name: str, default: T) -> T:
         """Return what the kind's module says by a name (``registry.KindModule``), if anything."""
-        found: T = getattr(import_module(self.module), name, default)
-        return found
+        value: T = getattr(import_module(self.module), name, default)
+        return value
 
     @property
     def checkpoint(self) -> bool:
@@ -203,10 +203,10 @@ class Kind:
 def _missing(package: Package) -> str:
     name, version = package
     try:
-        found = metadata.version(name)
+        installed = metadata.version(name)
     except metadata.PackageNotFoundError:
-        found = "none"
-    return "" if found == version else f"{name}=={version} (found: {found})"
+        installed = "none"
+    return "" if installed == version else f"{name}=={version} (found: {installed})"
 
 
 _OPENVINO = ("openvino", "2026.4.1")

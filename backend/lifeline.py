@@ -56,16 +56,16 @@ def spawn(
     ``start`` are; return the process and this end of the pipe.
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    parent_end, child_end = context.Pipe()
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(
-        target=_run, args=(reader, target, theirs, *arguments), name=name, daemon=True
+        target=_run, args=(reader, target, child_end, *arguments), name=name, daemon=True
     )
     process.start()
-    theirs.close()
+    child_end.close()
     reader.close()
     weakref.finalize(process, writer.close)
-    return process, ours
+    return process, parent_end
 
 
 def end_group() -> None:

@@ -26,5 +26,5 @@ def open_url(request: urllib.request.Request | str, timeout_s: float) -> HTTPRes
 
 def no_proxy(environment: Mapping[str, str]) -> str:
     """Return the variable ``no_proxy`` with which other libraries reach this machine directly."""
-    given = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    return given if given == "*" else ",".join(filter(None, [given, *_HOSTS]))
+    hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    return hosts if hosts == "*" else ",".join(filter(None, [hosts, *_HOSTS]))

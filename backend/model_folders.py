@@ -63,8 +63,8 @@ def model_path(engine: EngineConfig) -> Path:
     converted first.
     """
     folder = named_folder(engine)
-    served = engine.kind.answer("served_folder", None) if engine.kind.model else None
-    return served(folder) if served is not None else folder
+    served_folder = engine.kind.answer("served_folder", None) if engine.kind.model else None
+    return served_folder(folder) if served_folder is not None else folder
 
 
 def named_folder(engine: EngineConfig) -> Path:
@@ -85,8 +85,11 @@ def check_pairs(config: ServingConfig) -> None:
     check_folders(config)
     for draft in config.drafts:
         if draft.kind.measured:
-            target, own = read_manifest(model_path(config.target)), read_manifest(model_path(draft))
-            check_pair(target, own, same_size=draft.kind.reads_target)
+            target, manifest = (
+                read_manifest(model_path(config.target)),
+                read_manifest(model_path(draft)),
+            )
+            check_pair(target, manifest, same_size=draft.kind.reads_target)
 
 
 def check_folders(config: ServingConfig) -> None:

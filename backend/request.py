@@ -140,12 +140,12 @@ class SamplingParams:
         """Return the tokens that would complete a bad word after ``tokens[:end]``; the cost is
         that of those found, not of all.
         """
-        found = (
+        endings_here = (
             endings.get(tuple(tokens[end - length : end]), ())
             for length, endings in self._endings.items()
             if length <= end
         )
-        return [last for lasts in found for last in lasts]
+        return [last for lasts in endings_here for last in lasts]
 
     def after(self, output: Seq[int]) -> SamplingParams:
         """Return the same with the ``top_p`` that applies after the tokens ``output``."""

@@ -105,9 +105,11 @@ class Proposal:
         """
         order = sorted(range(len(nodes)), key=lambda node: -nodes[node][2])  # stable: parents first
         place = {ROOT: ROOT, **{node: n for n, node in enumerate(order)}}
-        kept = [nodes[node] for node in order[:most]]
-        parents = [place[parent] for _, parent, _ in kept]
-        return cls(draft, [node[0] for node in kept], parents, [node[2] for node in kept])
+        best_nodes = [nodes[node] for node in order[:most]]
+        parents = [place[parent] for _, parent, _ in best_nodes]
+        return cls(
+            draft, [node[0] for node in best_nodes], parents, [node[2] for node in best_nodes]
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -143,8 +145,8 @@ class Proposal:
                 at = node
         if len(path) == len(self.tokens):
             return self
-        chosen = [self.tokens[n] for n in path], [self.confidence[n] for n in path]
-        return Proposal.chain(self.draft, *chosen)
+        columns = [self.tokens[n] for n in path], [self.confidence[n] for n in path]
+        return Proposal.chain(self.draft, *columns)
 
     @property
     def depths(self) -> list[int]:

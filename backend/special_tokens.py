@@ -45,14 +45,14 @@ def end_ids(folder: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
     config, size = _read(folder / "config.json"), max(vocabulary.values(), default=-1) + 1
     rows = _read_setting(config, "vocab_size")
     rows = rows if isinstance(rows, int) else size
-    own = vocabulary.get(named_token(folder, "eos_token"))
+    eos_id = vocabulary.get(named_token(folder, "eos_token"))
     path, stated = _stated_ends(folder, config)
     if beyond := [token for token in stated if not 0 <= token < rows]:
         text = f"{path}: eos_token_id must be token ids below {rows}, got {beyond[0]}"
-        if own is None and len(beyond) == len(stated):
+        if eos_id is None and len(beyond) == len(stated):
             raise ConfigError(text)
         logger.warning("%s, which is left out", text)
-    ends = [token for token in (own, *stated) if token is not None and 0 <= token < rows]
+    ends = [token for token in (eos_id, *stated) if token is not None and 0 <= token < rows]
     ends.sort(key=lambda token: token >= size)
     if not ends or ends[0] >= size:
         raise ConfigError(

@@ -50,11 +50,13 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
     folders = {engine.name: model_path(engine) for engine in timed_engines(config)}
     tables, threads = load_tables(config, folders)
     check_memory(config, [draft.name for draft in added])
-    made: dict[Any, Engine] = {}
+    new_engines: dict[Any, Engine] = {}
     try:
         for draft in added:
-            made[draft] = make_engine(draft, Service(config, threads, model_path, app.stats.count))
-        engines = [{**running, **made}[draft] for draft in config.drafts]
+            new_engines[draft] = make_engine(
+                draft, Service(config, threads, model_path, app.stats.count)
+            )
+        engines = [{**running, **new_engines}[draft] for draft in config.drafts]
         key = learned_key(config, folders)
         planned = make_policy(config, engines, tables, app.step_stats)
         planner = policy.SwitchedPolicy(planned, app.switches.current)
@@ -68,7 +70,7 @@ def reload_drafts(app: App, config: ServingConfig) -> dict[str, list[str]]:
             )
         changed.result()
     except BaseException:
-        for engine in made.values():
+        for engine in new_engines.values():
             engine.close()
         raise
     removed = [draft for draft in running if draft not in config.drafts]

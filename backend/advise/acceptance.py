@@ -129,9 +129,11 @@ class Acceptance:
         measured = {length: _mean(values, rng) for length, values in self._measured.items()}
         share = _share([(e, replayed[k], placed[k]) for k, e in measured.items()])
         emitted = (1 - share) * replayed + share * placed
-        known = sorted(measured)
+        lengths_measured = sorted(measured)
         ratio = np.interp(
-            np.arange(self.longest + 1), known, [measured[k] / emitted[k] for k in known]
+            np.arange(self.longest + 1),
+            lengths_measured,
+            [measured[k] / emitted[k] for k in lengths_measured],
         )
         emitted = np.maximum.accumulate(np.maximum(emitted * ratio, 1.0))
         emitted[0] = 1.0

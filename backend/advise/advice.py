@@ -223,10 +223,10 @@ def advise(
         Goodput.fit(cells, by_cpu=by_cpu, rng=rng, acceptance=acceptance) for _ in range(DRAWS)
     ]
     wide = _spread_factor(len(cells), int((goodput.times.coefficient > 0).sum()))
-    drawn = {}
+    samples = {}
     for arm in arms:
         ratios = np.array([one.tokens_per_s(arm, flights) for one in draws]) / speed[arm]
-        drawn[arm] = speed[arm] * ratios**wide
+        samples[arm] = speed[arm] * ratios**wide
     choices = {k: speed[k] for k in lengths}
     table = lengths_by_load(choices, flights.tolist())
     if not heeds_tables:
@@ -235,14 +235,14 @@ def advise(
     now = min(max(now, 0), acceptance.longest)
     loads = [n for n in sorted({cell.in_flight for cell in cells}) if n <= flights[-1]]
     none = PLAIN if has_plain else 0
-    rows = _rows(table, loads, flights, now, none, speed, drawn)
+    rows = _rows(table, loads, flights, now, none, speed, samples)
     speculate = any(one.length > 0 for one in table) and _pays(rows, table, none, flights, speed)
     with_draft = table
     if not speculate:
         table = [LoadRange(1, int(flights[-1]), 0)]
-        rows = _rows(table, loads, flights, now, none, speed, drawn, plain=True)
+        rows = _rows(table, loads, flights, now, none, speed, samples, plain=True)
     tail = [0.05, 0.95]
-    bands = {arm: tuple(np.quantile(values, tail, 0)) for arm, values in drawn.items()}
+    bands = {arm: tuple(np.quantile(values, tail, 0)) for arm, values in samples.items()}
     return Advice(
         table,
         speculate,
@@ -272,7 +272,7 @@ def _rows(
     now: int,
     none: int,
     speed: dict[int, FloatArray],
-    drawn: dict[int, FloatArray],
+    samples: dict[int, FloatArray],
     *,
     plain: bool = False,
 ) -> list[TableRow]:
@@ -280,7 +280,7 @@ def _rows(
         if other not in speed:
             return Interval(1.0, 0.0, np.inf)
         ratio = float(speed[arm][at] / speed[other][at])
-        return interval(drawn[arm][:, at] / drawn[other][:, at], ratio)
+        return interval(samples[arm][:, at] / samples[other][:, at], ratio)
 
     rows = []
     for n in loads:
@@ -306,6 +306,6 @@ def _pays(
         return True
     if not any(row.over_none.verdict == "faster" for row in rows):
         return False
-    chosen = np.array([speed[length_at(table, n)][at] for at, n in enumerate(flights)])
-    gains, octaves = np.log(chosen / speed[none]), 1 / np.asarray(flights, float)
+    advised_speed = np.array([speed[length_at(table, n)][at] for at, n in enumerate(flights)])
+    gains, octaves = np.log(advised_speed / speed[none]), 1 / np.asarray(flights, float)
     return float(np.average(gains, weights=octaves)) > 0

@@ -58,14 +58,18 @@ class CampaignSettings:
         return [self._body(self.bodies[(start + i) % most], model) for i in range(count)]
 
     def _body(self, body: Body, model: str) -> Body:
-        sent = {k: v for k, v in body.items() if k not in ("stream_options", "best_of", "metadata")}
-        sent |= {"stream": False, "n": 1}
+        fields = {
+            k: v for k, v in body.items() if k not in ("stream_options", "best_of", "metadata")
+        }
+        fields |= {"stream": False, "n": 1}
         if model:
-            sent["model"] = model
-        names = [n for n in ("max_tokens", "max_completion_tokens") if isinstance(sent.get(n), int)]
+            fields["model"] = model
+        names = [
+            n for n in ("max_tokens", "max_completion_tokens") if isinstance(fields.get(n), int)
+        ]
         for name in names or ["max_tokens"]:
-            sent[name] = min(sent.get(name) or self.most_tokens, self.most_tokens)
-        return sent
+            fields[name] = min(fields.get(name) or self.most_tokens, self.most_tokens)
+        return fields
 
 
 @dataclass

@@ -111,15 +111,17 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
+    sources = parser.add_mutually_exclusive_group(required=True)
     about = "start a server for each length; {port} and {spec} are filled in"
-    what.add_argument("--serve", metavar="COMMAND", help=about)
+    sources.add_argument("--serve", metavar="COMMAND", help=about)
     about = "measure a running vLLM that has the probe scheduler of spindle_vllm"
-    what.add_argument("--url", help=about)
+    sources.add_argument("--url", help=about)
     about = "read the counters of servers in use, and send nothing"
-    what.add_argument("--metrics-only", nargs="+", metavar="URL", help=about)
+    sources.add_argument("--metrics-only", nargs="+", metavar="URL", help=about)
     about = "read AIPerf's artifacts, one folder a run, of several lengths and concurrencies"
-    what.add_argument("--from", dest="folders", nargs="+", type=Path, metavar="FOLDER", help=about)
+    sources.add_argument(
+        "--from", dest="folders", nargs="+", type=Path, metavar="FOLDER", help=about
+    )
     about = "with --url: a server of the same model without speculation"
     parser.add_argument("--plain-url", help=about)
     about = "the engine's speculation as JSON, its length the one of today"
@@ -160,10 +162,10 @@ def _verify_options(words: Sequence[str]) -> argparse.Namespace:
         "the same requests. Exit status: 0 proven, 3 refuted, 4 not shown.",
     )
     parser.add_argument("--advice", type=Path, required=True, help="advice.json")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--serve", metavar="COMMAND", help="the command that was advised on")
+    sources = parser.add_mutually_exclusive_group(required=True)
+    sources.add_argument("--serve", metavar="COMMAND", help="the command that was advised on")
     about = "servers that run: before=URL after=URL plain=URL"
-    what.add_argument("--urls", nargs="+", metavar="NAME=URL", help=about)
+    sources.add_argument("--urls", nargs="+", metavar="NAME=URL", help=about)
     about = "with --serve: start all at once, if the machine has room for them"
     parser.add_argument("--together", action="store_true", help=about)
     add_sending(parser)
@@ -233,8 +235,8 @@ def _advise(options: argparse.Namespace, make: Callable[..., Client]) -> int:
 
 
 def _now(options: argparse.Namespace) -> int:
-    given = options.spec.get("num_speculative_tokens", options.spec.get("max_draft_len", _NOW))
-    return int(options.now if options.now is not None else given)
+    configured = options.spec.get("num_speculative_tokens", options.spec.get("max_draft_len", _NOW))
+    return int(options.now if options.now is not None else configured)
 
 
 def _plan(

@@ -28,12 +28,14 @@ def vllm(table: Sequence[LoadRange], spec: Mapping[str, Any], version: Version, 
     longest = max(one.length for one in table)
     if not longest:
         return "# no --speculative-config: a plain server is advised\n"
-    own = {name: v for name, v in spec.items() if not name.startswith("num_speculative_tokens")}
+    other_keys = {
+        name: v for name, v in spec.items() if not name.startswith("num_speculative_tokens")
+    }
     note = ""
     if len(table) > 1 and version < TABLES_SINCE:
         table, longest = [LoadRange(1, table[-1].last, fixed)], fixed
         note = "# vLLM before 0.27 ignores tables with its newer drafters: the best single length\n"
-    config = {**own, "num_speculative_tokens": longest}
+    config = {**other_keys, "num_speculative_tokens": longest}
     if len(table) > 1:
         config["num_speculative_tokens_per_batch_size"] = [[*one] for one in table]
         note = (
@@ -71,13 +73,13 @@ def tensorrt_llm(table: Sequence[LoadRange], version: Version) -> str:
             )
         rows = {r.first: r.length for r in falling}
     lines = "".join(f"    {n}: {length}\n" for n, length in rows.items())
-    which = (
+    where = (
         "before 1.3: keys are the least batch"
         if version < (1, 3)
         else ("from 1.3 on: keys are the largest batch")
     )
     return (
-        f"# TensorRT-LLM {which} of a range\n{note}"
+        f"# TensorRT-LLM {where} of a range\n{note}"
         "speculative_config:\n  # your decoding_type and model\n"
         f"  max_draft_len: {longest}\n  draft_len_schedule:\n{lines}"
     )
@@ -106,14 +108,14 @@ def files(
         return version_of(version, newest) if engine == name else newest
 
     speculates = any(one.length for one in table)
-    written = {
+    texts = {
         "vllm.txt": vllm(table, spec, version_for("vllm", (0, 32)), fixed),
         "model.yaml": tensorrt_llm(table, version_for("tensorrt_llm", (1, 3))),
         "model-1.2.yaml": tensorrt_llm(table, (1, 2)),
     }
     if version_for("tensorrt_llm", (1, 3)) < (1, 3):
-        written["model.yaml"] = written.pop("model-1.2.yaml")
+        texts["model.yaml"] = texts.pop("model-1.2.yaml")
     if speculates:
-        written["sglang.json"] = sglang(table)
-        written["aiconfigurator.txt"] = aiconfigurator(emitted, fixed)
-    return written
+        texts["sglang.json"] = sglang(table)
+        texts["aiconfigurator.txt"] = aiconfigurator(emitted, fixed)
+    return texts

@@ -175,8 +175,8 @@ def run(
 def finish(options: argparse.Namespace, replicas: Sequence[Replica]) -> int:
     """Report what the readings show; a full advice if they are of different lengths."""
     data: dict[str, Any] = {"replicas": [replica.describe() for replica in replicas]}
-    for shown in data["replicas"]:
-        print("\n".join(_lines(shown)))
+    for replica_state in data["replicas"]:
+        print("\n".join(_lines(replica_state)))
     cells = [cell for replica in replicas for cell in replica.cells()]
     arms = {(cell.length, cell.loaded) for cell in cells}
     about = {
@@ -224,20 +224,20 @@ def _missing(replicas: Sequence[Replica], cells: Sequence[Cell]) -> str:
     return "Missing: a replica that speculates. Give one such URL as well."
 
 
-def _lines(shown: dict[str, Any]) -> list[str]:
-    lines = [f"{shown['url']}: {shown['requests']} requests, length {shown['length']}"]
-    lines += [f"  ALARM: {alarm}" for alarm in shown["alarms"]]
-    if "tokens_a_step" in shown:
-        tokens = ", ".join(f"{one:.2f}" for one in shown["tokens_a_step"])
+def _lines(state: dict[str, Any]) -> list[str]:
+    lines = [f"{state['url']}: {state['requests']} requests, length {state['length']}"]
+    lines += [f"  ALARM: {alarm}" for alarm in state["alarms"]]
+    if "tokens_a_step" in state:
+        tokens = ", ".join(f"{one:.2f}" for one in state["tokens_a_step"])
         lines.append(
-            f"  proposals in {shown['fired']:.0%} of steps; tokens a step at 0, 1, ...: {tokens}"
+            f"  proposals in {state['fired']:.0%} of steps; tokens a step at 0, 1, ...: {tokens}"
         )
-    if shown.get("positions_to_drop"):
-        places = ", ".join(map(str, shown["positions_to_drop"]))
+    if state.get("positions_to_drop"):
+        places = ", ".join(map(str, state["positions_to_drop"]))
         lines.append(f"  positions to drop: {places} (each brings under {USELESS:.0%})")
-    for load in shown["loads"]:
+    for load in state["loads"]:
         line = f"  {load['in_flight']} in flight: a step takes {1e3 * load['step_s']:.1f} ms"
-        if shown["length"]:
+        if state["length"]:
             line += (
                 f" and brings {load['emitted']:.2f} tokens; it loses if a plain one takes under "
                 f"{1e3 * load['loses_if_plain_step_s_below']:.1f} ms"

@@ -123,10 +123,10 @@ def _picture(path: Path, advice: Advice) -> bool:
         return False
     figure = Figure(figsize=(7, 4.2))
     axes = figure.add_subplot()
-    shown = {advice.now: f"now ({advice.now})"}
+    labels = {advice.now: f"now ({advice.now})"}
     if PLAIN in advice.speed:
-        shown[PLAIN] = "plain server"
-    for arm, label in shown.items():
+        labels[PLAIN] = "plain server"
+    for arm, label in labels.items():
         if arm in advice.speed:
             axes.plot(advice.flights, advice.speed[arm], label=label)
             axes.fill_between(advice.flights, *advice.bands[arm], alpha=0.2)

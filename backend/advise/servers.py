@@ -47,18 +47,23 @@ def speculation(
     lengths = {one.length for one in table}
     if lengths == {PLAIN}:
         return []
-    own = {name: value for name, value in spec.items() if name not in _LENGTH_KEYS}
+    other_keys = {name: value for name, value in spec.items() if name not in _LENGTH_KEYS}
     fixed = len(lengths) == 1 and lengths != {0}
     longest = lengths.pop() if fixed else longest
     if engine == "vllm":
-        config = {**own, "num_speculative_tokens": longest}
+        config = {**other_keys, "num_speculative_tokens": longest}
         if not fixed:
             config["num_speculative_tokens_per_batch_size"] = [[*one] for one in table]
         return ["--speculative-config", json.dumps(config)]
     if engine == "sglang":
         words = []
-        own = {"eagle_topk": 1, **own, "num_steps": longest, "num_draft_tokens": longest + 1}
-        for name, value in own.items():
+        other_keys = {
+            "eagle_topk": 1,
+            **other_keys,
+            "num_steps": longest,
+            "num_draft_tokens": longest + 1,
+        }
+        for name, value in other_keys.items():
             words += [f"--speculative-{name.replace('_', '-')}", str(value)]
         if not fixed:
             path = folder / "lengths.json"
@@ -67,7 +72,7 @@ def speculation(
             )
             words += ["--speculative-adaptive", "--speculative-adaptive-config", str(path)]
         return words
-    config = {**own, "max_draft_len": longest}
+    config = {**other_keys, "max_draft_len": longest}
     if not fixed:
         raise AdviceError(
             "tables for TensorRT-LLM mean the opposite from version to version: measure fixed "
@@ -157,11 +162,11 @@ class Server:
                 if int(fields.split()[3]) != self._process.pid:
                     continue
                 tasks = (folder / "task").glob("*/schedstat")
-                used = sum(int(task.read_text().split()[0]) for task in tasks)
+                ticks = sum(int(task.read_text().split()[0]) for task in tasks)
             except (OSError, IndexError, ValueError):
                 continue
-            total += used
-            engine += used if name.startswith("VLLM") else 0
+            total += ticks
+            engine += ticks if name.startswith("VLLM") else 0
         return (engine or total) / 1e9
 
 

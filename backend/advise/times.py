@@ -118,17 +118,19 @@ class StepTimes:
         tokens = load.rows + load.drafted
         knots = tuple(k for k in KNOTS if (tokens < k).any() and (tokens > 1.5 * k).any())
         matrix = load.terms(knots)
-        given = np.ones(len(cells)) if weights is None else weights
-        weight = np.sqrt(given)
+        fit_weights = np.ones(len(cells)) if weights is None else weights
+        weight = np.sqrt(fit_weights)
         for _ in range(4 if weights is None else 2):
             scaled = matrix * (weight / target)[:, None]
             coefficient = nonnegative_least_squares(scaled, weight)
             error = np.log(target) - np.log(np.maximum(matrix @ coefficient, 1e-12))
-            weight = np.sqrt(given * np.minimum(1.0, _HUBER / np.maximum(np.abs(error), 1e-9)))
+            weight = np.sqrt(
+                fit_weights * np.minimum(1.0, _HUBER / np.maximum(np.abs(error), 1e-9))
+            )
         noise = _noise(cells, error)
         signal = max(float(np.mean(error**2)) - noise**2, 0.0)
         near = signal * load.nearness(load)
-        spread = noise**2 / np.maximum(given, 1e-3)
+        spread = noise**2 / np.maximum(fit_weights, 1e-3)
         return cls(coefficient, knots, load, signal * _solve(near, spread, error), noise)
 
     def seconds(self, load: Load) -> FloatArray:

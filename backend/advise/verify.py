@@ -260,9 +260,9 @@ class _Servers:
             if self._last is None or self._last[0] != name:
                 if self._last is not None:
                     self._last[1].close()
-                own = self.stack.enter_context(ExitStack())
-                self._last = (name, own)
-                self.clients[name] = self._start(name, own)
+                stack = self.stack.enter_context(ExitStack())
+                self._last = (name, stack)
+                self.clients[name] = self._start(name, stack)
             yield self.clients[name]
 
     def _start(self, name: str, stack: ExitStack) -> Client:

@@ -95,11 +95,11 @@ class Admission:
 
     def remove(self, is_over: Callable[[Session], bool]) -> list[Session]:
         """Take out and return the waiting sessions that ``is_over`` is true of."""
-        gone = [session for session in self._queue if is_over(session)]
-        if gone:
-            ids = {session.id for session in gone}  # asked once: a client may go at any moment
+        over = [session for session in self._queue if is_over(session)]
+        if over:
+            ids = {session.id for session in over}  # asked once: a client may go at any moment
             self._queue = deque(session for session in self._queue if session.id not in ids)
-        return gone
+        return over
 
     def check(self, active: Iterable[Session]) -> None:
         """Raise RuntimeError unless the active and then the waiting sessions are in order of

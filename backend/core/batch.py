@@ -77,14 +77,14 @@ class Batch:
         ``needs_ceilings``, and now and then where it does not (``Drafting.ceilings``).
         """
         rows = self.decoding
-        left = [s.remaining - (s.id in self.following) for s in rows]
+        tokens_left = [s.remaining - (s.id in self.following) for s in rows]
         numbers = [
             (s.id, len(s.sequence.tokens), tokens, s.tenant)
-            for s, tokens in zip(rows, left, strict=True)
+            for s, tokens in zip(rows, tokens_left, strict=True)
         ]
         request, context, remaining, tenant = np.array(numbers, np.int64).reshape(-1, 4).T
         is_plain = not needs_ceilings(request)
-        most = [_most(s, k_max, tokens) for s, tokens in zip(rows, left, strict=True)]
+        most = [_most(s, k_max, tokens) for s, tokens in zip(rows, tokens_left, strict=True)]
         ceiling, unseen, evidence = drafting.ceilings(
             [s.sequence for s in rows], most, is_plain=is_plain
         )
@@ -124,5 +124,5 @@ def _most(session: Session, k_max: int, remaining: int) -> int:
     """Return the ceiling on a request's speculation: the last token of ``max_tokens`` is always the
     target's own.
     """
-    asked = session.request.num_draft_tokens
-    return min(k_max, remaining - 1, k_max if asked is None else asked)
+    limit = session.request.num_draft_tokens
+    return min(k_max, remaining - 1, k_max if limit is None else limit)

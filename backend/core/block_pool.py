@@ -96,17 +96,17 @@ class BlockPool:
         ones first, then the oldest cached.
         """
         cut = max(0, len(self._free) - count)
-        taken = self._free[cut:]
+        blocks = self._free[cut:]
         del self._free[cut:]
-        while len(taken) < count:
+        while len(blocks) < count:
             block = next(iter(self._cached))
             del self._cached[block]
             self._forget(block)
             self.evicted += 1
-            taken.append(block)
-        for block in taken:
+            blocks.append(block)
+        for block in blocks:
             self._references[block] = 1
-        return taken
+        return blocks
 
     def publish(self, key: bytes, block: int) -> bool:
         """Let a block be found by the key of what it holds; return False, nothing changed, where

@@ -33,13 +33,13 @@ class ScoredPrompt:
         """Take the logits [rows, vocab] after the tokens from number ``first`` on, and keep
         ``most`` of the likeliest at each place.
         """
-        said = self.tokens[first + 1 : first + 1 + len(rows)]
-        rows = rows[: len(said)]
-        if not said:
+        tokens = self.tokens[first + 1 : first + 1 + len(rows)]
+        rows = rows[: len(tokens)]
+        if not tokens:
             return
         highest = rows.max(axis=1, keepdims=True)
         log_probs = rows - (highest + np.log(np.exp(rows - highest).sum(axis=1, keepdims=True)))
-        self.log_probs += log_probs[np.arange(len(said)), said].tolist()
+        self.log_probs += log_probs[np.arange(len(tokens)), tokens].tolist()
         if most:
             best = np.argpartition(-log_probs, most - 1, axis=1)[:, :most]
             for row, ids in zip(log_probs, best, strict=True):

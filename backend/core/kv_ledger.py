@@ -119,10 +119,10 @@ class KVLedger:
                 return False
             table += self.pool.allocate(missing)
             sequence.new_blocks += missing
-        known = len(sequence.keys)
-        if tokens // BLOCK_TOKENS > known and self._target is not None:
+        complete = len(sequence.keys)
+        if tokens // BLOCK_TOKENS > complete and self._target is not None:
             self._name_blocks(sequence)
-            self._publish(sequence, table, known)
+            self._publish(sequence, table, complete)
         return True
 
     def change_engines(self, pools: Mapping[str, int], sequences: Iterable[Sequence]) -> None:

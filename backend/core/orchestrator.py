@@ -250,17 +250,17 @@ class Orchestrator(Loop):
         """Take a completion's tokens; return how many were taken."""
         if completion.drafted is not None:
             step.take(session.id, completion.drafted, completion.verified)
-        taken = session.commit(completion.tokens, completion.log_probs, completion.extras)
-        chosen = step.proposal_of(session.id)
+        count = session.commit(completion.tokens, completion.log_probs, completion.extras)
+        proposal = step.proposal_of(session.id)
         if session.trace is not None:
-            session.trace.step(step.log, chosen, min(completion.accepted, taken), taken)
-        if not taken:
+            session.trace.step(step.log, proposal, min(completion.accepted, count), count)
+        if not count:
             return 0  # a prefill chunk, which draws nothing
-        if chosen:
-            session.count_speculated(chosen, min(completion.accepted, taken))
-        emitted, nodes = completion.tokens[:taken], len(chosen) if chosen else 0
+        if proposal:
+            session.count_speculated(proposal, min(completion.accepted, count))
+        emitted, nodes = completion.tokens[:count], len(proposal) if proposal else 0
         self.cycle.verified(step, session.sequence, nodes, emitted, control=session.control)
-        return taken
+        return count
 
     def _absorb(self, completions: Seq[Completion], step: Step) -> None:
         """Give drafts the target's states of the texts, before any that has ended is released."""

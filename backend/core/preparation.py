@@ -45,8 +45,8 @@ class Preparation:
         prompt = list(ids) or self.encode(request.text_input, request.add_special_tokens)
         self._check_known("text_input", prompt)
         request = self._fit_max_tokens(request, len(prompt))
-        known = min(self.tokenizer.vocab_size, self.vocab_size)
-        check_lengths(request, len(prompt), self.max_context_tokens, known)
+        vocabulary = min(self.tokenizer.vocab_size, self.vocab_size)
+        check_lengths(request, len(prompt), self.max_context_tokens, vocabulary)
         check_bias(request, self.tokenizer.vocab_size, self.vocab_size)
         check_served(request, self.config.target.kind.answer("REFUSES", {}))
         limit = self.config.limits.max_logits_bytes
@@ -87,10 +87,10 @@ class Preparation:
         """Return the request with no more ``max_tokens`` than there is room, where it asks so."""
         limits, k_max = self.config.limits, self.config.policy.k_max
         in_kv = limits.kv_cache_tokens // BLOCK_TOKENS * BLOCK_TOKENS - (k_max + 1)
-        left = max(1, min(self.max_context_tokens, in_kv) - prompt_tokens)
-        if not request.fit_max_tokens or request.max_tokens <= left:
+        room = max(1, min(self.max_context_tokens, in_kv) - prompt_tokens)
+        if not request.fit_max_tokens or request.max_tokens <= room:
             return request
-        return replace(request, max_tokens=left)
+        return replace(request, max_tokens=room)
 
     @property
     def limits(self) -> Limits:

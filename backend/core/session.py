@@ -168,18 +168,18 @@ class Session:
 
         Raises RequestError where the request's grammar is beyond its parser's limits.
         """
-        taken = 0
+        count = 0
         for token in tokens:
             self._append(token)
-            taken += 1
+            count += 1
             if self.finish_reason is not None:
                 break
         if self._log_probs is not None and log_probs is not None:
-            bounded = [max(value, LEAST_LOG_PROB) for value in log_probs[:taken]]
+            bounded = [max(value, LEAST_LOG_PROB) for value in log_probs[:count]]
             self._log_probs += bounded
             self._cum_log_prob = sum(bounded, self._cum_log_prob)
         if self._extras is not None:
-            self._extras.add(tokens[:taken], extras)
+            self._extras.add(tokens[:count], extras)
         guide = self.sequence.sampling.guide
         if (
             guide is not None
@@ -190,7 +190,7 @@ class Session:
                 ErrorCode.INVALID_ARGUMENT,
                 f"guided_decoding_guide cannot be followed any further: {guide.failure}",
             )
-        return taken
+        return count
 
     def count_speculated(self, proposal: Proposal, accepted: int) -> None:
         """Count a verified proposal and its committed tokens."""

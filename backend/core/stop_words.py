@@ -31,9 +31,9 @@ class StopWords:
         self._marked: tuple[str, ...] = ()
         if named:
             pattern = "|".join(map(re.escape, sorted(named, key=len, reverse=True)))
-            found = [re.sub(pattern, lambda name: marks[name[0]], word) for word in self._words]
+            patterns = [re.sub(pattern, lambda name: marks[name[0]], word) for word in self._words]
             ends = {self.marks.get(token) for token in end_ids}
-            self._marked = tuple(w for w in found if w not in self._words and w not in ends)
+            self._marked = tuple(w for w in patterns if w not in self._words and w not in ends)
         self._longest = max(map(len, self._words), default=0)
         self._places: list[tuple[int, str]] = []  # of marks, in the text
 
@@ -48,12 +48,12 @@ class StopWords:
 
     def find(self, text: str, start: int) -> int:
         """Return where the first of them begins in a text, from ``start`` on; -1: nowhere."""
-        found = [at for word in self._words if (at := text.find(word, start)) >= 0]
+        places_found = [at for word in self._words if (at := text.find(word, start)) >= 0]
         if self._places:
             marked = self._with_marks(text, start)
             places = [at for word in self._marked if (at := marked.find(word)) >= 0]
-            found += [start + at - _count_marks(marked[:at]) for at in places]
-        return min(found, default=-1)
+            places_found += [start + at - _count_marks(marked[:at]) for at in places]
+        return min(places_found, default=-1)
 
     def first_place(self, text: str) -> int:
         """Return where in a text that has none of them one may begin at the earliest, with more

@@ -129,11 +129,11 @@ class Answers:
                 return [PastMatch(slot, -size) for size, slot in places[:most]]
         return []
 
-    def reach(self, found: PastMatch, tokens: Seq[int], most: int) -> int:
+    def reach(self, match: PastMatch, tokens: Seq[int], most: int) -> int:
         """Return how many tokens before a place that was found are a text's last ones, at most
         ``most``.
         """
-        slot, size = found
+        slot, size = match
         return size if size < LONGEST else self._matching(slot, array("i", tokens[-most:]), size)
 
     def token(self, slot: int) -> int:
@@ -142,10 +142,10 @@ class Answers:
 
     def read(self, slot: int, length: int) -> list[int]:
         """Return up to ``length`` tokens from a place on, to the end of its text."""
-        found = self._ring[slot : slot + length].tolist()
-        if len(found) < length:
-            found += self._ring[: length - len(found)]
-        return found[: found.index(BORDER)] if BORDER in found else found
+        tokens = self._ring[slot : slot + length].tolist()
+        if len(tokens) < length:
+            tokens += self._ring[: length - len(tokens)]
+        return tokens[: tokens.index(BORDER)] if BORDER in tokens else tokens
 
     def pack(self) -> bytes:
         """Return all texts, for ``unpacked``: no pickle, no salts."""

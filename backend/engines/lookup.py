@@ -120,9 +120,9 @@ def continuation(tokens: list[int], position: int, length: int) -> list[int]:
     """Return what follows ``position``. At the end of the text it is read on in the continuation
     itself: text that repeats itself goes on repeating.
     """
-    found = tokens[position : position + length]
-    period = len(found)
-    return found if period == length else [found[i % period] for i in range(length)]
+    following = tokens[position : position + length]
+    period = len(following)
+    return following if period == length else [following[i % period] for i in range(length)]
 
 
 def reach(tokens: list[int], position: int, most: int) -> int:
@@ -212,8 +212,8 @@ class _Index:
                 if size <= position:
                     ngram = tuple(tokens[position - size : position])
                     before = self._after.get(ngram)
-                    kept = (position, *before[: MATCHES - 1]) if before else (position,)
-                    self._after[ngram] = kept
+                    positions = (position, *before[: MATCHES - 1]) if before else (position,)
+                    self._after[ngram] = positions
         self._indexed = max(self._indexed, end - 1)
 
 

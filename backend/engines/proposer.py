@@ -54,9 +54,9 @@ class Proposer:
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Forget sequences and their queued turns."""
-        gone = set(sequence_ids)
-        self._turns = [turn for turn in self._turns if turn.sequence.id not in gone]
-        self._forget(gone)
+        ids = set(sequence_ids)
+        self._turns = [turn for turn in self._turns if turn.sequence.id not in ids]
+        self._forget(ids)
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         """Forget what is known of sequences."""

@@ -136,15 +136,17 @@ class SuffixEngine(LookupEngine):
         matches, tokens = self._matches(sequence), sequence.tokens
         if not matches.in_answers:
             return super()._paths(sequence, length)
-        own = [
+        in_text = [
             (min(m.size, LONGEST), continuation(tokens, m.position, length))
             for m in matches.in_text
         ]
-        kept = [(f.size - OTHERS, self.answers.read(f.slot, length)) for f in matches.in_answers]
-        found = own + kept
-        longest = max(size for size, _ in found)
+        in_answers = [
+            (f.size - OTHERS, self.answers.read(f.slot, length)) for f in matches.in_answers
+        ]
+        paths = in_text + in_answers
+        longest = max(size for size, _ in paths)
         votes: dict[tuple[int, ...], int] = {}
-        for size, path in found:
+        for size, path in paths:
             if size == longest:
                 key = tuple(path)
                 votes[key] = votes.get(key, 0) + 1
@@ -157,12 +159,12 @@ class SuffixEngine(LookupEngine):
     def _matches(self, sequence: Sequence) -> _Matches:
         """Return the matches of a text as it is; each is looked for once."""
         tokens, added = sequence.tokens, self.answers.count
-        known = self._matched.get(sequence.id)
-        if known is None or (known.length, known.answers) != (len(tokens), added):
-            own = self._index(sequence).matches(tokens)
-            kept = self.answers.find(self._tenant(sequence), tokens, PLACES)
-            known = self._matched[sequence.id] = _Matches(len(tokens), added, own, kept)
-        return known
+        matches = self._matched.get(sequence.id)
+        if matches is None or (matches.length, matches.answers) != (len(tokens), added):
+            in_text = self._index(sequence).matches(tokens)
+            in_answers = self.answers.find(self._tenant(sequence), tokens, PLACES)
+            matches = self._matched[sequence.id] = _Matches(len(tokens), added, in_text, in_answers)
+        return matches
 
     def _tenant(self, sequence: Sequence) -> bytes:
         tenant = self._tenants.get(sequence.id)
@@ -171,11 +173,11 @@ class SuffixEngine(LookupEngine):
         return tenant
 
     def _keep(self, text: PastText) -> None:
-        kept, forgotten = self.answers.add(text)
-        self._unsaved |= kept > 0
-        if self._count is not None and kept:
+        tokens, forgotten = self.answers.add(text)
+        self._unsaved |= tokens > 0
+        if self._count is not None and tokens:
             name = "spindle_remembered_tokens_total"
-            self._count(name, kept, draft=self.name, event="kept")
+            self._count(name, tokens, draft=self.name, event="kept")
             self._count(name, forgotten, draft=self.name, event="forgotten")
 
     # -- over restarts

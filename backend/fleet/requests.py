@@ -58,9 +58,9 @@ def resumed_tokens(
     """
     ids = request["token_ids"]
     if (most := annotations.get("max_tokens")) is not None:
-        left = (request.get("stop_conditions") or {}).get("max_tokens")
+        remaining = (request.get("stop_conditions") or {}).get("max_tokens")
         first = _integer("max_tokens", most)
-        count = 0 if left is None else first - left
+        count = 0 if remaining is None else first - remaining
         return min(max(count, 0), len(ids) - 1)
     marker, size = list(marker), len(marker)
     if size:
@@ -118,13 +118,13 @@ def seed_of(name: str) -> int:
 
 def _sampling(options: Mapping[str, Any], name: str) -> dict[str, Array]:
     """Return the sampling options, which have OpenAI's meaning."""
-    given = {
+    values = {
         key: value
         for key, value in options.items()
         if key in OPTIONS and value is not None and not (key == "top_k" and value < 0)
     }
-    given.setdefault("seed", seed_of(name))
-    named = {OPTIONS.get(key, key): value for key, value in as_tensors(given).items()}
+    values.setdefault("seed", seed_of(name))
+    named = {OPTIONS.get(key, key): value for key, value in as_tensors(values).items()}
     return {key: np.array([[value]], _TYPES.get(key, np.float32)) for key, value in named.items()}
 
 
@@ -143,19 +143,19 @@ def _ends(stop: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def _guide(options: Mapping[str, Any], annotations: Mapping[str, str]) -> dict[str, Array]:
-    given = {key: value for key, value in (options.get("guided_decoding") or {}).items() if value}
-    given |= {key: annotations[key] for key in ("json_schema", "regex") if key in annotations}
-    if choices := given.pop("choice", None):
-        given["regex"] = "|".join(map(re.escape, choices))
+    guides = {key: value for key, value in (options.get("guided_decoding") or {}).items() if value}
+    guides |= {key: annotations[key] for key in ("json_schema", "regex") if key in annotations}
+    if choices := guides.pop("choice", None):
+        guides["regex"] = "|".join(map(re.escape, choices))
     for name in ("backend", "whitespace_pattern"):
-        given.pop(name, None)
-    if not given:
+        guides.pop(name, None)
+    if not guides:
         return {}
-    if len(given) > 1 or (kind := next(iter(given))) not in (*GUIDES, "json_schema"):
+    if len(guides) > 1 or (kind := next(iter(guides))) not in (*GUIDES, "json_schema"):
         raise WrongRequestError(
-            f"guided_decoding must be one of {', '.join(GUIDES)}, got {[*given]}"
+            f"guided_decoding must be one of {', '.join(GUIDES)}, got {[*guides]}"
         )
-    guide = given[kind]
+    guide = guides[kind]
     guide = guide if isinstance(guide, str) else json.dumps(guide)
     return {
         "guided_decoding_guide_type": _texts(GUIDES.get(kind, kind)),
@@ -197,19 +197,19 @@ class Chunks:
             raise ResponseError(code, message)
         tokens = _list(outputs["output_ids"])
         self._tokens += len(tokens)
-        made: dict[str, Any] = {"token_ids": tokens, "index": 0}
+        reply: dict[str, Any] = {"token_ids": tokens, "index": 0}
         if self._log_probs and tokens:
-            made["log_probs"] = _list(outputs["output_log_probs"])
+            reply["log_probs"] = _list(outputs["output_log_probs"])
         if reason is not None:
-            made["finish_reason"] = FINISH_REASONS[reason]
-            made["completion_usage"] = {
+            reply["finish_reason"] = FINISH_REASONS[reason]
+            reply["completion_usage"] = {
                 "prompt_tokens": self._prompt_tokens,
                 "completion_tokens": self._tokens,
                 "total_tokens": self._prompt_tokens + self._tokens,
             }
             if (seed := outputs["seed"]) is not None:
-                made["engine_data"] = {"seed": int(seed.item())}
-        return made
+                reply["engine_data"] = {"seed": int(seed.item())}
+        return reply
 
 
 def _item(array: Array | None) -> str | None:

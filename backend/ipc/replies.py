@@ -96,27 +96,27 @@ class Replies:
         return data or self._names.get(token) or b"<token %d>" % token
 
 
-def encode_texts(preparation: Preparation, asked: Encode) -> Encoded:
+def encode_texts(preparation: Preparation, message: Encode) -> Encoded:
     """Return the ids of texts and words; words have no special tokens. Raises RequestError."""
     tokenizer = preparation.tokenizer
-    for text in asked.prompts:
+    for text in message.prompts:
         preparation.limits.check_text("QUERY", text)
-    texts = zip(asked.prompts, asked.add_special_tokens, strict=True)
+    texts = zip(message.prompts, message.add_special_tokens, strict=True)
     return Encoded(
-        id=asked.id,
+        id=message.id,
         prompts=[preparation.encode(text, special) for text, special in texts],
-        words=[tokenizer.encode(word, add_special_tokens=False) for word in asked.words],
+        words=[tokenizer.encode(word, add_special_tokens=False) for word in message.words],
         end_id=tokenizer.end_id,
         vocab_size=min(tokenizer.vocab_size, preparation.vocab_size),
     )
 
 
-def decode_tokens(preparation: Preparation, asked: Decode) -> Decoded:
+def decode_tokens(preparation: Preparation, message: Decode) -> Decoded:
     """Return the texts of ids; those that only the model's padded vocabulary has are no text.
     Raises RequestError.
     """
     table, rows, texts = preparation.tokenizer.token_bytes, preparation.vocab_size, []
-    for tokens in asked.tokens:
+    for tokens in message.tokens:
         unknown = next((token for token in tokens if not 0 <= token < rows), None)
         if unknown is not None:
             raise RequestError(
@@ -125,4 +125,4 @@ def decode_tokens(preparation: Preparation, asked: Decode) -> Decoded:
             )
         data = b"".join(table[token] for token in tokens if token < len(table))
         texts.append(data.decode("utf-8", "replace"))
-    return Decoded(id=asked.id, texts=texts)
+    return Decoded(id=message.id, texts=texts)

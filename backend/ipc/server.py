@@ -446,9 +446,9 @@ class Server:
                 return self._app.learned_state.show()
             case ["set", *words]:
                 return self._app.switches.set(words)
-        known = "health, learned, explain, switches, set key=value ..., reload drafts"
+        commands = "health, learned, explain, switches, set key=value ..., reload drafts"
         raise RequestError(
-            ErrorCode.INVALID_ARGUMENT, f"unknown command {command!r}; known: {known}"
+            ErrorCode.INVALID_ARGUMENT, f"unknown command {command!r}; known: {commands}"
         )
 
     def _reload(self) -> dict[str, Any]:

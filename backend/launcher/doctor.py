@@ -72,7 +72,7 @@ def _print(findings: list[Finding], as_json: bool) -> None:
 def check_everything(machine: Machine = machine) -> list[Finding]:
     """Check the machine, the ports and the configuration."""
     installed = packages(machine, read_pins())
-    found = [
+    findings = [
         _run_check("system", lambda: checks.check_system(machine)),
         _run_check("python", lambda: checks.check_python(machine)),
         _run_check("tritonserver", checks.check_triton),
@@ -88,9 +88,9 @@ def check_everything(machine: Machine = machine) -> list[Finding]:
     try:
         settings = read_settings(os.environ)
     except LaunchError as error:
-        return [*found, Finding("ports", MISSING, str(error))]
+        return [*findings, Finding("ports", MISSING, str(error))]
     return [
-        *found,
+        *findings,
         *ports(settings),
         exposure(settings),
         *(deployment(settings.config, machine) if installed.state == OK else []),
@@ -123,8 +123,8 @@ def read_pins(folder: Path = PROJECT_ROOT) -> list[tuple[str, str]]:
     file = folder / "requirements.txt"
     in_clone = file.is_file()
     lines = file.read_text("utf-8").splitlines() if in_clone else metadata.requires("spindle") or []
-    found = (re.match(r"([\w.-]+)(?:\[.*?\])?==([\w.]+)", line) for line in lines)
-    return [(match[1], match[2]) for match in found if match]
+    matches = (re.match(r"([\w.-]+)(?:\[.*?\])?==([\w.]+)", line) for line in lines)
+    return [(match[1], match[2]) for match in matches if match]
 
 
 def processor(machine: Machine) -> Finding:
@@ -205,7 +205,7 @@ def disk(machine: Machine, name: str, folder: Path, needed_gb: float, advice: st
 
 def ports(settings: Settings) -> list[Finding]:
     """Report for each port whether it is free, or which process listens on it."""
-    found = []
+    findings = []
     for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
         label = name.lower().replace("_", " ")
         at = f"{port} on {settings.bind}"
@@ -213,11 +213,11 @@ def ports(settings: Settings) -> list[Finding]:
             text = f"{why}{checks.listener(port)}. Choose another with {option}"
             if (pid := listening_process(port)) and _is_spindle(command_line(pid)):
                 text = f"Spindle runs there, process {pid}; a second needs {option}"
-            found.append(Finding(label, MISSING, f"{at}: {text}"))
+            findings.append(Finding(label, MISSING, f"{at}: {text}"))
         else:
             text = f"{at} is free" if port else "none: no OpenAI front end"
-            found.append(Finding(label, OK, text))
-    return found
+            findings.append(Finding(label, OK, text))
+    return findings
 
 
 def exposure(settings: Settings) -> Finding:
@@ -244,18 +244,18 @@ def deployment(path: Path, machine: Machine = machine) -> list[Finding]:
             check_target("target.model", named_folder(config.target))
     except ConfigError as error:
         return [Finding("configuration", MISSING, str(error))]
-    found = [Finding("configuration", OK, str(path))]
+    findings = [Finding("configuration", OK, str(path))]
     has_gpu = any(engine.device != "cpu" for engine in timed_engines(config))
     if has_gpu:
-        found.append(cuda(config, machine))
+        findings.append(cuda(config, machine))
     if not config.target.kind.checkpoint:
-        return found
+        return findings
     if model := embedded_model(config):
-        found.append(model)
-    if all(finding.state != MISSING for finding in found) and (not model or model.state == OK):
-        found.append(tables(config, machine))
-        found += [gpu_memory(config, machine)] if has_gpu else []
-    return found
+        findings.append(model)
+    if all(finding.state != MISSING for finding in findings) and (not model or model.state == OK):
+        findings.append(tables(config, machine))
+        findings += [gpu_memory(config, machine)] if has_gpu else []
+    return findings
 
 
 def cuda(config: ServingConfig, machine: Machine) -> Finding:
@@ -347,20 +347,20 @@ def check_engines(model: str, machine: Machine = machine) -> list[Finding]:
 
     folder = Path(model).expanduser().resolve()
     kinds = [name for name, kind in KINDS.items() if kind.checkpoint and kind.target]
-    found = [_ask(name, folder, machine) for name in kinds]
-    able = [finding.name for finding in found if finding.state == OK]
+    findings = [_ask(name, folder, machine) for name in kinds]
+    able = [finding.name for finding in findings if finding.state == OK]
     if able and (reason := _refusal(folder)):
-        found, able = [Finding("folder", MISSING, reason)], []
+        findings, able = [Finding("folder", MISSING, reason)], []
     if able and (text := _weights(read_model_config(folder))):
-        found.insert(0, Finding("weights", OK, text))
+        findings.insert(0, Finding("weights", OK, text))
     if not able:
         text = f"no engine can serve {folder} here"
-        return [*found, Finding("serve", MISSING, text)]
-    chosen = parse_config({"target": {"model": str(folder)}}, machine).target
-    name = chosen.engine if chosen.engine in able else able[0]
-    option = "" if name == chosen.engine else f', with "engine": "{name}" in a --config file'
+        return [*findings, Finding("serve", MISSING, text)]
+    target = parse_config({"target": {"model": str(folder)}}, machine).target
+    name = target.engine if target.engine in able else able[0]
+    option = "" if name == target.engine else f', with "engine": "{name}" in a --config file'
     text = f"spindle serve --model {folder}{option}: engine {name}"
-    return [*found, Finding("serve", OK, text)]
+    return [*findings, Finding("serve", OK, text)]
 
 
 def _weights(config: dict[str, Any]) -> str:
@@ -372,9 +372,9 @@ def _weights(config: dict[str, Any]) -> str:
     for name, kind in KINDS.items():
         misfit = kind.answer("misfit_of_four_bits", None)
         if misfit is not None and not (reason := misfit(config)):
-            kept = f"{name} keeps them on CPUs (dtype int4), other engines widen them to bf16"
+            note = f"{name} keeps them on CPUs (dtype int4), other engines widen them to bf16"
             price = kind.answer("price_of_four_bits", str)(config)
-            return f"quantised ({method}); {kept}; {price}"
+            return f"quantised ({method}); {note}; {price}"
         reasons |= {name: reason} if misfit is not None else {}
     why = "".join(f"; {name} has no dtype int4 for it: {why}" for name, why in reasons.items())
     return f"quantised ({method}); every engine widens them to bf16 when it loads them{why}"

@@ -143,10 +143,14 @@ def _address(bind: str) -> str:
     text = f"BIND (--bind) must be an address or a name of this machine, got {bind!r}"
     host = bind[1:-1] if re.fullmatch(r"\[.*:.*\]", bind) else bind
     try:
-        found = [info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        addresses_found = [
+            info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ]
     except (OSError, UnicodeError) as error:
         raise LaunchError(f"{text}: {getattr(error, 'strerror', None) or error}") from None
-    addresses = sorted((ip_address(each) for each in found), key=lambda each: each.version)
+    addresses = sorted(
+        (ip_address(each) for each in addresses_found), key=lambda each: each.version
+    )
     trouble = ""
     for address in addresses:
         plain = getattr(address, "ipv4_mapped", None) or address

@@ -96,5 +96,5 @@ def reasons(path: Path) -> list[str]:
     They are our own errors; where there is none, the last lines that are not harmless.
     """
     lines = path.read_text("utf-8", errors="replace").splitlines()
-    ours = [line for line in lines if OUR_ERROR.search(line)]
-    return ours[-5:] or [line for line in lines if not HARMLESS.match(line)][-12:]
+    errors = [line for line in lines if OUR_ERROR.search(line)]
+    return errors[-5:] or [line for line in lines if not HARMLESS.match(line)][-12:]

@@ -70,18 +70,21 @@ def override(path: Path, overrides: Overrides) -> tuple[ServingConfig, dict[str,
     elif target.get("model", "") != config.target.model:
         raw["drafts"] = [MODEL_FREE_DRAFTS[DEFAULT_DRAFT]]
     if overrides.policy is not None:
-        kept = {key: value for key, value in raw.get("policy", {}).items() if key != "options"}
-        raw["policy"] = {**kept, "kind": overrides.policy}  # options are of the policy in the file
+        policy = {key: value for key, value in raw.get("policy", {}).items() if key != "options"}
+        raw["policy"] = {
+            **policy,
+            "kind": overrides.policy,
+        }  # options are of the policy in the file
     if is_hosted and not config.target.kind.hosted:  # lengths of other drafts
-        kept = {key: value for key, value in raw.get("policy", {}).items() if key != "k_max"}
-        raw["policy"] = kept
+        policy = {key: value for key, value in raw.get("policy", {}).items() if key != "k_max"}
+        raw["policy"] = policy
     try:
         effective = parse_config(raw, folder=path.absolute().parent)
     except ConfigError as error:
         raise ConfigError(f"{path} with the options of the command line: {error}") from None
     engines = (effective.target, *effective.drafts)  # with a hosted target's drafter at the end
-    for written, engine in zip([target, *raw.get("drafts", [])], engines, strict=False):
-        written["model"] = engine.model
+    for entry, engine in zip([target, *raw.get("drafts", [])], engines, strict=False):
+        entry["model"] = engine.model
     if effective.openai.chat_template:  # the file is written elsewhere
         raw["openai"]["chat_template"] = effective.openai.chat_template
     return effective, raw
@@ -95,13 +98,13 @@ def write_overridden(path: Path, overrides: Overrides, folder: Path) -> tuple[Se
     if not overrides.is_given:
         return load_config(path), path
     config, raw = override(path, overrides)
-    written = folder / "serving.json"
-    written.write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
-    return config, written
+    file = folder / "serving.json"
+    file.write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
+    return config, file
 
 
 def drafts(
-    text: str, known: list[dict[str, Any]], target: Mapping[str, Any]
+    text: str, entries: list[dict[str, Any]], target: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the entries that ``--drafts`` means. Raises LaunchError.
 
@@ -112,20 +115,20 @@ def drafts(
         return []
     by_name: dict[Any, dict[str, Any]] = {
         **MODEL_FREE_DRAFTS,
-        **{draft.get("name"): draft for draft in known},
+        **{draft.get("name"): draft for draft in entries},
     }
-    found = []
+    chosen_drafts = []
     for item in text.split(","):
         name, equals, folder = item.partition("=")
         if item in by_name:
-            found.append(dict(by_name[item]))
+            chosen_drafts.append(dict(by_name[item]))
         elif name and equals and folder:
             device = {"device": target["device"]} if "device" in target else {}
-            found.append({"name": name, "model": folder_or_name(folder), **device})
+            chosen_drafts.append({"name": name, "model": folder_or_name(folder), **device})
         else:
             allowed = f"name=FOLDER and of these names: {', '.join(filter(None, by_name))}"
             raise LaunchError(f"--drafts must be none, or a list of {allowed}; got {item!r}")
-    return found
+    return chosen_drafts
 
 
 def folder_or_name(model: str) -> str:

@@ -116,14 +116,14 @@ def end(process: subprocess.Popen[bytes], limit_s: float) -> int:
 
 def kill_all(pids: Iterable[int], limit_s: float = 5.0) -> list[int]:
     """Kill processes, wait for their end, and return those that still run after ``limit_s``."""
-    left = list(pids)
-    for pid in left:
+    running = list(pids)
+    for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     deadline_s = monotonic() + limit_s
-    while (left := [pid for pid in left if is_running(pid)]) and monotonic() < deadline_s:
+    while (running := [pid for pid in running if is_running(pid)]) and monotonic() < deadline_s:
         sleep(0.05)
-    return left
+    return running
 
 
 def _running_parent(pid: int) -> int | None:

@@ -240,8 +240,8 @@ class TritonServer:
         self._ending.set()
         self._process.kill()
         self._process.wait()
-        if left := kill_all([*tree, *self._stubs]):
-            say(f"processes {left} could not be killed")
+        if survivors := kill_all([*tree, *self._stubs]):
+            say(f"processes {survivors} could not be killed")
         for region in machine.shared_memory_folder().glob(f"{self._shm_prefix}*"):
             region.unlink(missing_ok=True)
         self._process, self._stubs = None, {}

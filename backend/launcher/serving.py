@@ -244,9 +244,9 @@ def announce(
         say(f"OpenAI API {front_end.url}/v1, status page {front_end.url}{late}")
     if settings.dynamo_namespace:
         say(f"Dynamo worker in the namespace {settings.dynamo_namespace}")
-    shown = example_reply(settings) if first and config.target.kind.model else []
+    example = example_reply(settings) if first and config.target.kind.model else []
     say(f"try: {example_command(settings)}")
-    for line in shown:
+    for line in example:
         say(line)
 
 
@@ -333,12 +333,12 @@ def summarize(reply: dict[str, Any]) -> list[str]:
 
     Every step adds one token to those it accepts.
     """
-    written, proposed = int(reply["num_output_tokens"]), int(reply["total_draft_tokens"])
+    emitted, proposed = int(reply["num_output_tokens"]), int(reply["total_draft_tokens"])
     accepted = int(reply["total_accepted_draft_tokens"])
     lines = [f"its answer: {json.dumps(reply['text_output'], ensure_ascii=False)}"]
     if proposed:
-        steps = written - accepted
-        saved = f"{steps} steps instead of {written}"
+        steps = emitted - accepted
+        saved = f"{steps} steps instead of {emitted}"
         lines += [f"{accepted} of {proposed} proposed tokens were accepted: {saved}"]
     return lines
 

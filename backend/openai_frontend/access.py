@@ -108,15 +108,15 @@ class Keys:
         """
         if not self.keys or path in OPEN_PATHS:
             return ""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = ""
-        matches = [_is_same(given.strip(), key) for key in self.keys]
+            secret = ""
+        matches = [_is_same(secret.strip(), key) for key in self.keys]
         if not any(matches):
             raise ApiError(401, "the API key is missing or wrong")
         if path in OPERATOR_PATHS and not matches[0]:
             raise ApiError(403, f"{path} shows figures of all tenants: it needs the first key")
-        return tenant_of(given.strip()) if len(self.keys) > 1 else ""
+        return tenant_of(secret.strip()) if len(self.keys) > 1 else ""
 
 
 def tenant_of(key: str) -> str:
@@ -137,9 +137,9 @@ def _digest(text: str, key: bytes) -> str:
     return blake2b(data, digest_size=_DIGEST_BYTES, key=key).hexdigest()
 
 
-def _is_same(given: str, key: str) -> bool:
+def _is_same(candidate: str, key: str) -> bool:
     # Starlette decodes headers as latin-1; keys are UTF-8.
-    return hmac.compare_digest(given.encode("latin-1"), key.encode())
+    return hmac.compare_digest(candidate.encode("latin-1"), key.encode())
 
 
 class RequestIds:
@@ -153,8 +153,8 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        name = given if _USABLE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        request_id = Headers(scope=scope).get(REQUEST_ID, "")
+        name = request_id if _USABLE_ID.fullmatch(request_id) else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = name
 
         async def send_named(message: Message) -> None:
@@ -196,17 +196,17 @@ class AccessGuard:
             refusal = ApiError(503, "the server is shutting down").response()
             await refusal(scope, receive, send)
             return
-        begun = False
+        has_begun = False
 
         async def watch(message: Message) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
+            nonlocal has_begun
+            has_begun = has_begun or message["type"] == "http.response.start"
             await send(message)
 
         try:
             await self._app(scope, receive, watch)
         except Exception:
-            if begun:
+            if has_begun:
                 raise  # the server closes the connection
             logger.exception("request %s failed", scope["state"]["request_id"])
             await ApiError(500, "internal error").response()(scope, receive, send)

@@ -54,12 +54,12 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_fields(cls, given: Any) -> Any:
+    def _check_fields(cls, body: Any) -> Any:
         """Refuse what is unknown or not served; leave out what is null."""
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(body, dict):
+            return body
         fields = {field.alias or name: field for name, field in cls.model_fields.items()}
-        for name, value in given.items():
+        for name, value in body.items():
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, 1, 0.75)
                 hint = f" Did you mean '{near[0]}'?" if near else ""
@@ -72,7 +72,7 @@ class Body(BaseModel):
                         f"Unsupported parameter: '{name}' is not served: {fields[name].description}"
                     )
                     raise wrong(message, name, "unsupported_parameter")
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in body.items() if value is not None}
 
 
 def one_of(value: Any, kind: type, name: str) -> Any:
@@ -86,15 +86,15 @@ def parse(data: bytes, headers: Mapping[str, str], kind: type[AnyBody]) -> AnyBo
     """Return the body of a request with these headers. Raises ApiError."""
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     is_json = re.fullmatch(r"application/([\w.-]+\+)?json", media_type) is not None
-    given = _decode(data, headers.get("content-encoding", "")) if data and is_json else None
-    if not isinstance(given, dict):
+    content = _decode(data, headers.get("content-encoding", "")) if data and is_json else None
+    if not isinstance(content, dict):
         raise ApiError(400, "The body must be a JSON object, with Content-Type: application/json")
     try:
-        body = kind.model_validate(given)
+        body = kind.model_validate(content)
     except ValidationError as error:
         raise invalid_body(error.errors(include_url=False)) from None
     if _MAY_BE_SURROGATE.search(data):
-        _refuse_surrogates({name: given[name] for name in given if not _is_ignored(kind, name)})
+        _refuse_surrogates({name: content[name] for name in content if not _is_ignored(kind, name)})
     return body
 
 
@@ -142,9 +142,11 @@ def _is_ignored(kind: type[BaseModel], name: str) -> bool:
 def _refuse_surrogates(value: Any) -> None:
     """Raise ApiError for half a surrogate pair, which is no text: an emoji that was cut in two."""
     for path, text in _texts(value, ()):
-        if found := _SURROGATE.search(text):
+        if surrogate := _SURROGATE.search(text):
             param = path_of(path)
-            message = f"'{param}' has a lone surrogate, {found[0]}, at character {found.start()}"
+            message = (
+                f"'{param}' has a lone surrogate, {surrogate[0]}, at character {surrogate.start()}"
+            )
             raise ApiError(400, message, param, "invalid_value")
 
 
@@ -171,11 +173,11 @@ class ContentPart(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_text(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if kind not in ("text", "refusal") or kind not in given:
+    def _is_text(cls, content: Any) -> Any:
+        kind = content.get("type") if isinstance(content, dict) else None
+        if kind not in ("text", "refusal") or kind not in content:
             raise wrong(f"only content parts of type text are supported, got type {kind!r}", "type")
-        return given
+        return content
 
 
 def _parts(value: Any) -> Any:
@@ -189,14 +191,14 @@ def _arguments(value: Any) -> dict[str, Any] | str:
     is no JSON, as an answer that was cut off has it, stays one, for templates that print it.
     """
     try:
-        made = arguments_of(value)
+        arguments = arguments_of(value)
     except RecursionError:
-        made = None
+        arguments = None
     except ValueError:
         return str(value)
-    if not isinstance(made, dict):
+    if not isinstance(arguments, dict):
         raise wrong(f"expected a JSON object, but got {as_json(value)}", code="invalid_type")
-    return made
+    return arguments
 
 
 class CalledFunction(Body):
@@ -260,16 +262,16 @@ class Message(Body):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        given = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
+        message = self.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
         if self.tool_calls:
-            given["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
         if reasoning := self.reasoning_content or self.reasoning:
-            given |= dict.fromkeys(REASONING_NAMES, reasoning)
+            message |= dict.fromkeys(REASONING_NAMES, reasoning)
             if not (self.tool_calls and self.content):  # gpt-oss's template refuses all three
-                given["thinking"] = reasoning
+                message["thinking"] = reasoning
         parts = [part.text + part.refusal for part in self.content or ()]
         joined = "\n".join(filter(None, parts))
-        return {**given, "content": (self.refusal or "") if self.content is None else joined}
+        return {**message, "content": (self.refusal or "") if self.content is None else joined}
 
 
 def first_broken_call(messages: Iterable[Message]) -> tuple[str, str] | None:
@@ -373,9 +375,9 @@ _VARIABLE_TYPES: dict[str, tuple[type, str]] = {
 """Values of variables in the templates that read them: "false" would switch reasoning on."""
 
 
-def _variables(given: dict[str, Any]) -> dict[str, Any]:
+def _variables(variables: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of a template. Raises for one that no template can use."""
-    for name, value in given.items():
+    for name, value in variables.items():
         kind, expected = _VARIABLE_TYPES.get(name, (object, ""))
         path = f"chat_template_kwargs.{name}"
         if name in _RESERVED:
@@ -388,7 +390,7 @@ def _variables(given: dict[str, Any]) -> dict[str, Any]:
         except ValueError:
             message = f"Invalid value for '{path}': numbers must be finite, got {as_json(value)}"
             raise wrong(message, name) from None
-    return given
+    return variables
 
 
 Variables = Annotated[dict[str, Any], AfterValidator(_variables)]

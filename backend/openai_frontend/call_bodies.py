@@ -76,8 +76,8 @@ class Cursor:
 
     def word(self) -> str:
         """Return the letters that can be a function's name, and move past them."""
-        found = _NAME.match(self._text, self._at)
-        name = found[0] if found else ""
+        match = _NAME.match(self._text, self._at)
+        name = match[0] if match else ""
         self._move(self._at + len(name))
         return name
 
@@ -92,8 +92,8 @@ class Cursor:
         return self._text[self._at :]
 
     def _move(self, at: int) -> None:
-        found = _BLANKS.match(self._text, at)
-        self._at = found.end() if found else at
+        blanks = _BLANKS.match(self._text, at)
+        self._at = blanks.end() if blanks else at
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +266,12 @@ class FunctionGemmaNotation:
         parts = f"{{{rest}".split(_ESCAPE)  # every second one is a string
         parts[::2] = [_STRING_OR_KEY.sub(_quoted_key, part) for part in parts[::2]]
         parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-        made = arguments_call(name.strip(), "".join(parts), functions)
-        return None if made is None else [made]
+        new_call = arguments_call(name.strip(), "".join(parts), functions)
+        return None if new_call is None else [new_call]
 
 
-def _quoted_key(found: re.Match[str]) -> str:
-    return f'{found[1]}"{found[2]}":' if found[2] else found[0]
+def _quoted_key(match: re.Match[str]) -> str:
+    return f'{match[1]}"{match[2]}":' if match[2] else match[0]
 
 
 def arguments_call(name: str, text: str, functions: Functions) -> Call | None:
@@ -293,10 +293,10 @@ def _json_call(value: dict[str, Any], functions: Functions) -> Call:
 
 def _call(name: Any, arguments: Any, functions: Functions) -> Call:
     """Return the call of a function. Raises an error where it is none."""
-    made = arguments_of(arguments)
-    if not isinstance(made, dict):
+    parsed = arguments_of(arguments)
+    if not isinstance(parsed, dict):
         raise ValueError("arguments are an object")
-    return Call(_name_of(name, functions), dump(made))
+    return Call(_name_of(name, functions), dump(parsed))
 
 
 def _name_of(name: str, functions: Functions) -> str:

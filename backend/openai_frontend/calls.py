@@ -205,13 +205,13 @@ class Scanner:
         """Return the text before the first mark and the mark. Without one it is '', and the text
         lacks an end that may become a mark, unless the text has ``ended``.
         """
-        found = wanted.pattern.search(self._text, self._at)
-        start = self._at if found is None else found.start()
+        match = wanted.pattern.search(self._text, self._at)
+        start = self._at if match is None else match.start()
         end = len(self._text) if ended else wanted.unsure(self._text, start)
-        if found is None or end == start:
+        if match is None or end == start:
             return self.skip(end - self._at), ""
-        before, self._at = self._text[self._at : start], found.end()
-        return before, found[0]
+        before, self._at = self._text[self._at : start], match.end()
+        return before, match[0]
 
     def peek(self, size: int) -> str:
         """Return the next letters, at most ``size``, and leave them there."""
@@ -328,10 +328,10 @@ class CallReader:
     def _add_segments(self, block: str, closing: str, cut: bool) -> None:
         """Read each part of a block that begins with an opening by itself."""
         starts, end = [0], 0
-        for found in self._openings.pattern.finditer(block):
-            if block[end : found.start()].strip():
-                starts.append(found.start())
-            end = found.end()
+        for match in self._openings.pattern.finditer(block):
+            if block[end : match.start()].strip():
+                starts.append(match.start())
+            end = match.end()
         for low, high in pairwise([*starts, len(block)]):
             text, mark = block[low:high], closing if high == len(block) else ""
             is_new = len(starts) > 1

@@ -165,7 +165,7 @@ class Choice:
         in the reader.
         """
         if self.style.kind == COMPLETION:
-            made = self._completion()
+            body = self._completion()
         else:
             parts = self._read()
             if self._reader is not None and self.reason is None and not parts:
@@ -181,14 +181,14 @@ class Choice:
                 delta["tool_calls"] = [
                     {"index": first + at, **call} for at, call in enumerate(calls)
                 ]
-            made = {
+            body = {
                 "index": self.index,
                 "delta": delta,
                 "logprobs": self._chat_log_probs(),
                 **self._ending(),
             }
         self.tokens, self._offsets, self._has_begun = [], [], True
-        return made
+        return body
 
     def _completion(self) -> dict[str, Any]:
         text, self.text = self.text, ""

@@ -40,8 +40,8 @@ class Connection(H11Protocol):
     most: ClassVar[int] = MOST_CONNECTIONS
     _silent: ClassVar[dict[Connection, None]] = {}  # without a request, in order of waiting
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
         self._timer: asyncio.TimerHandle | None = None
         self._awaits: object = None  # the state of h11 that the timer is for
         self._since_s = 0.0

@@ -102,10 +102,10 @@ def upstream_error(status: int, message: str, names: Mapping[str, str]) -> ApiEr
     """Return what the text model answered; ``names`` are the fields of its tensors where these
     differ.
     """
-    found = re.match(r"[a-z_]+", message)
-    if status != 400 or found is None or (found[0] not in names and "_" not in found[0]):
+    name = re.match(r"[a-z_]+", message)
+    if status != 400 or name is None or (name[0] not in names and "_" not in name[0]):
         return ApiError(status, message)
-    field = names.get(found[0], found[0])
+    field = names.get(name[0], name[0])
     if field == "tools" and (at := _SCHEMA_LINE.search(message)) is not None:
         field = f"tools[{int(at[1]) - 1}].function.parameters"
         return ApiError(400, f"{field} is not a supported schema: {at[2]}", field)
@@ -113,7 +113,7 @@ def upstream_error(status: int, message: str, names: Mapping[str, str]) -> ApiEr
         return ApiError(400, f"{field} is no json_schema that can be served: {at[2]}", field)
     if (sentence := _context_exceeded(message, field, names)) is not None:
         return ApiError(status, sentence, field, "context_length_exceeded")
-    return ApiError(status, field + message[found.end() :], field)
+    return ApiError(status, field + message[name.end() :], field)
 
 
 def _context_exceeded(message: str, field: str, names: Mapping[str, str]) -> str | None:
@@ -121,15 +121,15 @@ def _context_exceeded(message: str, field: str, names: Mapping[str, str]) -> str
     where that is another one.
     """
     prompt = names.get("text_input", "prompt")
-    if found := _TOO_MANY.search(message):
-        asked, given, context = map(int, found.groups())
+    if match := _TOO_MANY.search(message):
+        max_tokens, prompt_tokens, context = map(int, match.groups())
         return (
             f"This model's maximum context length is {context} tokens. However, you requested "
-            f"{given + asked} tokens ({given} in the {prompt}, {asked} by {field}). Please reduce "
-            f"the length of the {prompt} or {field}."
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the {prompt}, {max_tokens} "
+            f"by {field}). Please reduce the length of the {prompt} or {field}."
         )
-    if found := _TOO_LONG.search(message):
-        size, unit, most = found.groups()
+    if match := _TOO_LONG.search(message):
+        size, unit, most = match.groups()
         verb = "have" if prompt == "messages" else "has"
         why = (
             "and at least one must be left for the completion"
@@ -167,34 +167,34 @@ def _invalid_value(
     kind: str, param: str, context: Mapping[str, Any], error: Mapping[str, Any]
 ) -> ApiError:
     """Return what is wrong with the value of a field."""
-    given, code = as_json(error.get("input")), "invalid_value"
+    value, code = as_json(error.get("input")), "invalid_value"
     expected = _EXPECTED.get(kind.partition("_")[0])
     if kind == "literal_error":
         message = (
-            f"Invalid value for '{param}': {given}. Supported values are: {context['expected']}"
+            f"Invalid value for '{param}': {value}. Supported values are: {context['expected']}"
         )
     elif kind in _BOUNDS:
         bound = _BOUNDS[kind].format(**context)
-        message = f"Invalid '{param}': expected a value {bound}, but got {given}"
+        message = f"Invalid '{param}': expected a value {bound}, but got {value}"
     elif expected is not None and kind.endswith(_TYPE_ERRORS):
         message, code = (
-            f"Invalid type for '{param}': expected {expected}, but got {given}",
+            f"Invalid type for '{param}': expected {expected}, but got {value}",
             "invalid_type",
         )
     elif kind == "too_short":
         message = (
-            f"Invalid '{param}': expected at least {context['min_length']} of them, but got {given}"
+            f"Invalid '{param}': expected at least {context['min_length']} of them, but got {value}"
         )
     elif kind == "string_unicode":
-        message = f"Invalid '{param}': a lone surrogate is no text, got {given}"
+        message = f"Invalid '{param}': a lone surrogate is no text, got {value}"
     elif kind == "string_pattern_mismatch":
         message = (
             f"Invalid '{param}': expected a string that matches {context['pattern']}, "
-            f"but got {given}"
+            f"but got {value}"
         )
     else:
         reason = error["msg"][:1].lower() + error["msg"][1:]
-        message = f"Invalid '{param}': {reason}, but got {given}"
+        message = f"Invalid '{param}': {reason}, but got {value}"
     return ApiError(400, message, param, code)
 
 

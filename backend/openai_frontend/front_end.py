@@ -70,13 +70,13 @@ class FrontEnd:
         """
         if self.template is None:
             raise ApiError(400, "the model has no chat template", "messages")
-        shown = [tool.model_dump(exclude_none=True) for tool in tools or ()]
-        given = [message.as_dict() for message in messages]
+        tool_schemas = [tool.model_dump(exclude_none=True) for tool in tools or ()]
+        chat = [message.as_dict() for message in messages]
         escaper = Escaper(self.special_tokens) if self.options.escape_special_tokens else None
         try:
-            given = escaper.messages(given) if escaper else given
+            chat = escaper.messages(chat) if escaper else chat
             named = {**self.template.variables(effort), **(variables or {})}
-            text = self.template.prompt(given, shown or None, named)
+            text = self.template.prompt(chat, tool_schemas or None, named)
         except RenderError as error:
             if error.field == "messages" and (broken := first_broken_call(messages)) is not None:
                 field, value = broken

@@ -185,19 +185,19 @@ def guide_of(
         return "", grammars.call(functions)
     if body.response_format is None or body.response_format.type == "text":
         return None, {}
-    asked = body.response_format.json_schema
-    if asked is None:
+    schema = body.response_format.json_schema
+    if schema is None:
         return None, grammars.schema({"type": "object"})
-    return None, grammars.schema(close_objects(asked.schema_) if asked.strict else asked.schema_)
+    return None, grammars.schema(close_objects(schema.schema_) if schema.strict else schema.schema_)
 
 
 def _arguments(functions: list[Function], index: int) -> str:
     """Return the rule of a function's arguments. Raises ApiError."""
     function = functions[index]
-    given = function.parameters or {}
-    if not given or (given.keys() <= _ANNOTATIONS and given.get("properties") == {}):
+    parameters = function.parameters or {}
+    if not parameters or (parameters.keys() <= _ANNOTATIONS and parameters.get("properties") == {}):
         return json.dumps(NO_ARGUMENTS)
-    schema = close_objects(given) if function.strict else given
+    schema = close_objects(parameters) if function.strict else parameters
     return f"%json {_schema_text(schema, f'tools[{index}].function.parameters')}"
 
 
@@ -237,13 +237,13 @@ class _Grammars:
 
     def call(self, functions: list[Function], only: int | None = None) -> dict[str, str]:
         """Return the guide of a call of one of the functions, or ``only`` of this one."""
-        chosen = [*range(len(functions))] if only is None else [only]
+        allowed = [*range(len(functions))] if only is None else [only]
         rules = [""] * len(functions)
-        for index in chosen:
+        for index in allowed:
             rules[index] = f"arguments_{index}: {_arguments(functions, index)}"
         calls = (
             f"{self._call(functions[index].name)} arguments_{index} {self._call_end}"
-            for index in chosen
+            for index in allowed
         )
         return self._after_reasoning([*rules, "answer: " + " | ".join(calls)])
 

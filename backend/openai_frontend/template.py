@@ -63,17 +63,17 @@ class Escaped:
         """Return the prompt's tokens, of those with all special tokens as such and those of the
         ``plain`` names' letters; None where the two do not match.
         """
-        known = set(special_tokens.values())
-        places = [place for place, token in enumerate(ids) if token in known]
+        special_ids = set(special_tokens.values())
+        places = [place for place, token in enumerate(ids) if token in special_ids]
         if not places:  # the tokenizer takes their names as text anyway
             return ids
         if [ids[place] for place in places] != [special_tokens[name] for name, _ in self.tokens]:
             return None
-        made, end = list[int](), 0
+        merged, end = list[int](), 0
         for place, (name, is_plain) in zip(places, self.tokens, strict=True):
-            made += ids[end:place] + (plain[name] if is_plain else [ids[place]])
+            merged += ids[end:place] + (plain[name] if is_plain else [ids[place]])
             end = place + 1
-        return made + ids[end:]
+        return merged + ids[end:]
 
 
 class Escaper:
@@ -224,30 +224,30 @@ class ChatTemplate:
         ``opens_answer`` it lacks what the template begins an answer with. Raises RenderError.
         """
         if not self._developers:
-            known = {"developer": "system"}
+            roles = {"developer": "system"}
             messages = [
-                {**message, "role": known.get(message["role"], message["role"])}
+                {**message, "role": roles.get(message["role"], message["role"])}
                 for message in messages
             ]
-        given = {"messages": messages, "tools": tools, "add_generation_prompt": opens_answer}
+        context = {"messages": messages, "tools": tools, "add_generation_prompt": opens_answer}
         try:
-            return self._render(given, variables or {})
+            return self._render(context, variables or {})
         except Exception as error:  # a template can compute anything, and fail at it
-            raise self._refusal(given, variables or {}, error) from None
+            raise self._refusal(context, variables or {}, error) from None
 
-    def _render(self, given: dict[str, Any], variables: Mapping[str, Any]) -> str:
-        template = self._templates[bool(given["tools"])]
-        return template.render({**given, **self._tokens, **variables})
+    def _render(self, context: dict[str, Any], variables: Mapping[str, Any]) -> str:
+        template = self._templates[bool(context["tools"])]
+        return template.render({**context, **self._tokens, **variables})
 
     def _refusal(
-        self, given: dict[str, Any], variables: Mapping[str, Any], error: Exception
+        self, context: dict[str, Any], variables: Mapping[str, Any], error: Exception
     ) -> RenderError:
         """Return the refusal of the variables, if the messages can be rendered without them, else
         of the messages.
         """
         if variables:
             try:
-                self._render(given, {})
+                self._render(context, {})
             except Exception:
                 variables = {}
         reason = str(error) or type(error).__name__
@@ -307,7 +307,7 @@ def _templates(folder: Path) -> dict[str, str]:
     path = folder / "tokenizer_config.json"
     value = read_object(path).get("chat_template") if path.is_file() else None
     named = value if isinstance(value, list) else [{"name": "default", "template": value}]
-    found = {str(item["name"]): item["template"] for item in named if item["template"]}
+    templates = {str(item["name"]): item["template"] for item in named if item["template"]}
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in folder.glob("additional_chat_templates/*.jinja")}
-    return found | {name: read_text(file) for name, file in files.items() if file.is_file()}
+    return templates | {name: read_text(file) for name, file in files.items() if file.is_file()}

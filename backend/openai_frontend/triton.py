@@ -119,22 +119,22 @@ class Triton:
                 message = "messages have special tokens, which this tokenizer cannot take as text"
                 raise ApiError(400, message, "messages")
             return escaped
-        given: dict[str, Any] = {"QUERY": [[text]], "REQUEST_OUTPUT_LEN": [[1]]}
+        inputs: dict[str, Any] = {"QUERY": [[text]], "REQUEST_OUTPUT_LEN": [[1]]}
         if add_special_tokens is not None:
-            given["add_special_tokens"] = [[add_special_tokens]]
+            inputs["add_special_tokens"] = [[add_special_tokens]]
         try:
-            reply = await self._infer("preprocessing", given)
+            reply = await self._infer("preprocessing", inputs)
         except ApiError as error:
             message = str(error).replace("QUERY", "text_input", 1)
             raise upstream_error(error.status, message, names) from None
-        made: list[int] = reply.as_numpy("INPUT_ID")[0].tolist()
-        return made
+        token_ids: list[int] = reply.as_numpy("INPUT_ID")[0].tolist()
+        return token_ids
 
     async def _letters_of(self, name: str) -> list[int]:
         """Return the tokens of a special token's name as plain text: those of two parts of it."""
         parts = {"STOP_WORDS_DICT": [[name[:1], name[1:]]]}
-        given = {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], **parts}
-        reply = await self._infer("preprocessing", given)
+        inputs = {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], **parts}
+        reply = await self._infer("preprocessing", inputs)
         ids: list[int] = reply.as_numpy("STOP_WORDS_IDS")[0, 0].tolist()
         return ids
 
@@ -142,9 +142,9 @@ class Triton:
         """Return the text of token ids, without special ones. Raises ApiError."""
         if not ids:  # Triton takes no tensor without elements
             return ""
-        given = {"TOKENS_BATCH": [[ids]], "SEQUENCE_LENGTH": [[len(ids)]]}
+        inputs = {"TOKENS_BATCH": [[ids]], "SEQUENCE_LENGTH": [[len(ids)]]}
         try:
-            reply = await self._infer("postprocessing", given)
+            reply = await self._infer("postprocessing", inputs)
         except ApiError as error:
             message = str(error).replace("TOKENS_BATCH", "tokens_batch", 1)
             raise upstream_error(error.status, message, {"tokens_batch": "tokens"}) from None
@@ -265,18 +265,18 @@ def _seed_of(seed: int | None, sequence: int) -> list[Any]:
 
 def _rows(prompt: str | list[int], options: dict[str, Any]) -> dict[str, list[list[Any]]]:
     """Return the inputs of one text: a batch of one."""
-    given = (
+    values_given = (
         {"text_input": prompt}
         if isinstance(prompt, str)
         else {"text_input": "", "prompt_token_ids": prompt}
     )
-    values = {**given, **options}
+    values = {**values_given, **options}
     return {name: [value if isinstance(value, list) else [value]] for name, value in values.items()}
 
 
 def _tensors(values: dict[str, Any]) -> list[Any]:
     """Return inputs, by the types that they have. Raises ApiError for text that is none."""
-    made = []
+    tensors = []
     for name, value in values.items():
         strings = _TYPES[name] == "STRING"
         array = np.array(value, dtype=NUMPY_TYPES[_TYPES[name]])
@@ -289,9 +289,11 @@ def _tensors(values: dict[str, Any]) -> list[Any]:
                 raise ApiError(
                     400, f"text has a lone surrogate at character {error.start}"
                 ) from None
-        made.append(grpcclient.InferInput(name, array.shape, "BYTES" if strings else _TYPES[name]))
-        made[-1].set_data_from_numpy(array)
-    return made
+        tensors.append(
+            grpcclient.InferInput(name, array.shape, "BYTES" if strings else _TYPES[name])
+        )
+        tensors[-1].set_data_from_numpy(array)
+    return tensors
 
 
 def _piece(result: Any, names: Mapping[str, str], prompt: int, sequence: int) -> Piece:

@@ -127,11 +127,11 @@ def exclusive_parts(parts_s: dict[str, float]) -> dict[str, float]:
     The policy learns from ``overhead``, which has planning and learning in it; readers of the
     metric get ``rest``, which has not.
     """
-    own = {part: seconds for part, seconds in parts_s.items() if part != "overhead"}
+    parts = {part: seconds for part, seconds in parts_s.items() if part != "overhead"}
     if "overhead" in parts_s:
-        within = own.get("planning", 0.0) + own.get("learning", 0.0)
-        own["rest"] = max(0.0, parts_s["overhead"] - within)
-    return own
+        within = parts.get("planning", 0.0) + parts.get("learning", 0.0)
+        parts["rest"] = max(0.0, parts_s["overhead"] - within)
+    return parts
 
 
 class StepStats:

@@ -153,13 +153,13 @@ def check(folder: Path, *, hashes: bool = False) -> dict[str, Any]:
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != expected["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes"
+            trouble = "is missing" if size is None else f"has {size} bytes"
             raise CacheError(
-                f"{path} {found}, its manifest says {expected['bytes']} bytes; {_MEND}"
+                f"{path} {trouble}, its manifest says {expected['bytes']} bytes; {_MEND}"
             )
-        if hashes and (found := sha256(path)) != expected["sha256"]:
+        if hashes and (trouble := sha256(path)) != expected["sha256"]:
             raise CacheError(
-                f"{path} has SHA-256 {found}, its manifest says {expected['sha256']}; {_MEND}"
+                f"{path} has SHA-256 {trouble}, its manifest says {expected['sha256']}; {_MEND}"
             )
     return manifest
 

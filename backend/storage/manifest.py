@@ -121,8 +121,8 @@ def _download(model: str) -> str:
         convert = f"python -m engines_build.convert --gguf {model} --out FOLDER"
         return f". Of a GGUF file make one: {convert} (spindle serve --model does it by itself)"
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model):
-        meant = get_close_matches(model, [EMBEDDED_MODEL])
-        return f", which is not there{f': did you mean {meant[0]!r}?' if meant else ''}"
+        close = get_close_matches(model, [EMBEDDED_MODEL])
+        return f", which is not there{f': did you mean {close[0]!r}?' if close else ''}"
     name = model.rpartition("/")[2]
     command = f"hf download {model} --local-dir {name}"
     return f". If that is a Hugging Face id, download it first: {command}; then give {name}"

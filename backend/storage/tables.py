@@ -57,10 +57,10 @@ def missing_tables(
     run with its threads.
     """
     target, *drafts = timed_engines(config)
-    found = _table(target, folders, config.threads, machine)
-    if found is None:
+    table = _table(target, folders, config.threads, machine)
+    if table is None:
         return [engine.name for engine in (target, *drafts)]
-    threads = found.provenance.threads
+    threads = table.provenance.threads
     return [draft.name for draft in drafts if _table(draft, folders, threads, machine) is None]
 
 

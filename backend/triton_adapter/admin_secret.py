@@ -23,17 +23,17 @@ def ensure_secret() -> None:
     os.environ[VARIABLE] = os.environ.get(VARIABLE) or secrets.token_urlsafe(24)
 
 
-def check_secret(command: str, given: str) -> None:
+def check_secret(command: str, candidate: str) -> None:
     """Raise RequestError if a command needs the secret and ``given`` is another text."""
     if command.strip() in _OPEN_COMMANDS:
         return
     secret = os.environ.get(VARIABLE)
     if not secret:
         reason = f"administrative commands are off: set {VARIABLE} before tritonserver starts"
-    elif not given:
+    elif not candidate:
         reason = f"command {command!r} needs the secret of this run ({VARIABLE}) in the input "
         reason += "'secret'; `spindle admin` sends it"
-    elif hmac.compare_digest(given.encode(), secret.encode()):
+    elif hmac.compare_digest(candidate.encode(), secret.encode()):
         return
     else:
         reason = f"secret is not the one of this run ({VARIABLE})"

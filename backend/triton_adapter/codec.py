@@ -77,10 +77,10 @@ def decode(
     parts: list[Part] = []
     for row in range(batch):
         tensors = {name: array[row : row + 1] for name, array in inputs.items()}
-        given = meanings(tensors, fields) | {"timeout_s": timeout_s}
-        sequences = given.pop("num_return_sequences", 1)
-        wanted = _wanted_outputs(given, row if batch > 1 else None)
-        request = _request(given, decoupled)
+        values = meanings(tensors, fields) | {"timeout_s": timeout_s}
+        sequences = values.pop("num_return_sequences", 1)
+        wanted = _wanted_outputs(values, row if batch > 1 else None)
+        request = _request(values, decoupled)
         parts += [(request, wanted)] if sequences == 1 else _several(request, wanted, sequences)
     if len(parts) > 1 and not decoupled:
         raise invalid(
@@ -90,24 +90,24 @@ def decode(
     return parts
 
 
-def _wanted_outputs(given: dict[str, Any], batch_index: int | None) -> Wanted:
+def _wanted_outputs(values: dict[str, Any], batch_index: int | None) -> Wanted:
     """Take from what was given which outputs it asks for."""
     names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
-    asked = {name: bool(given.pop(f"return_{name}", False)) for name in names}
-    return Wanted(tokens="input_lengths" in given, batch_index=batch_index, **asked)
+    flags = {name: bool(values.pop(f"return_{name}", False)) for name in names}
+    return Wanted(tokens="input_lengths" in values, batch_index=batch_index, **flags)
 
 
-def _request(given: dict[str, Any], decoupled: bool) -> GenerationRequest:
+def _request(values: dict[str, Any], decoupled: bool) -> GenerationRequest:
     """Return what one element of the batch means."""
-    if "input_lengths" in given:
-        given |= {
+    if "input_lengths" in values:
+        values |= {
             "text_input": "",
-            "input_ids": _prompt(given.pop("input_ids", ()), given.pop("input_lengths")),
+            "input_ids": _prompt(values.pop("input_ids", ()), values.pop("input_lengths")),
         }
-        given.pop("stop", None)
-    _join_bias(given)
-    _check_guide(given)
-    request = GenerationRequest(**given)
+        values.pop("stop", None)
+    _join_bias(values)
+    _check_guide(values)
+    request = GenerationRequest(**values)
     _check(request, decoupled)
     return request
 
@@ -125,7 +125,7 @@ def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:
     """Return what the tensors of one element of a batch say, by attribute. Raises RequestError
     naming the field.
     """
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in fields:
         if field.name not in inputs:
             if field.required:
@@ -140,8 +140,8 @@ def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:
         elif not field.effect:
             _check_type(field, inputs[field.name])
         else:
-            given[field.attribute] = _meaning(field, inputs[field.name])
-    return given
+            values[field.attribute] = _meaning(field, inputs[field.name])
+    return values
 
 
 def check_parameters(parameters: Iterable[str]) -> None:
@@ -151,8 +151,8 @@ def check_parameters(parameters: Iterable[str]) -> None:
     Others are left alone: NVIDIA's models accept any. Raises RequestError naming both.
     """
     for name in islice(parameters, MOST_PARAMETERS):
-        if meant := _closest_name(name):
-            raise invalid(f"{name} is not an input: did you mean {meant}?")
+        if closest := _closest_name(name):
+            raise invalid(f"{name} is not an input: did you mean {closest}?")
 
 
 @lru_cache(256)
@@ -217,7 +217,7 @@ def _extras(deltas: Seq[Chunk]) -> dict[str, Any]:
             outputs["prompt_top_tokens"] = [[token for token, _ in row] for row in prompt.top]
             outputs["prompt_top_log_probs"] = [[value for _, value in row] for row in prompt.top]
     for name, nesting in (("context_logits", 0), ("generation_logits", 1)):
-        arrays = [found for delta in deltas if (found := getattr(delta, name)) is not None]
+        arrays = [array for delta in deltas if (array := getattr(delta, name)) is not None]
         if arrays:
             joined = np.concatenate(arrays)
             outputs[name] = joined[None] if nesting else joined  # one beam
@@ -399,20 +399,20 @@ def _check(request: GenerationRequest, decoupled: bool) -> None:
         )
 
 
-def _join_bias(given: dict[str, Any]) -> None:
+def _join_bias(values: dict[str, Any]) -> None:
     """Make one bias of token ids and their addends. Raises RequestError."""
-    ids, addends = given.pop("logit_bias_ids", ()), given.pop("logit_bias_values", ())
+    ids, addends = values.pop("logit_bias_ids", ()), values.pop("logit_bias_values", ())
     if len(ids) != len(addends):
         raise invalid(
             f"logit_bias_values must be as many as logit_bias_ids ({len(ids)}), got {len(addends)}"
         )
     if ids:
-        given["bias"] = tuple(zip(ids, addends, strict=True))
+        values["bias"] = tuple(zip(ids, addends, strict=True))
 
 
-def _check_guide(given: dict[str, Any]) -> None:
+def _check_guide(values: dict[str, Any]) -> None:
     """Check the guide, and forget one that is empty. Raises RequestError."""
-    kind, text = (given.get(name) or None for name in ("guide_type", "guide"))
+    kind, text = (values.get(name) or None for name in ("guide_type", "guide"))
     if kind not in (None, *GUIDE_TYPES):
         raise invalid(
             f"guided_decoding_guide_type must be one of {', '.join(GUIDE_TYPES)}, got {kind!r}"
@@ -423,7 +423,7 @@ def _check_guide(given: dict[str, Any]) -> None:
         raise invalid(
             f"guided_decoding_guide is required with guided_decoding_guide_type {kind!r}, got none"
         )
-    given |= {"guide_type": kind, "guide": text}
+    values |= {"guide_type": kind, "guide": text}
 
 
 def invalid(message: str) -> RequestError:

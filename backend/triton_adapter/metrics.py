@@ -51,12 +51,12 @@ class MetricExporter:
         if key not in self._series:
             if name not in self._families and ":" in name:
                 self._add_foreign(name, labels, kind)
-            family, made = self._families[name]
+            family, triton_family = self._families[name]
             _check_labels(family, labels)
             buckets = (
                 {"buckets": list(family.buckets)} if family.kind is MetricKind.HISTOGRAM else {}
             )
-            self._series[key] = made.Metric(labels=labels, **buckets)
+            self._series[key] = triton_family.Metric(labels=labels, **buckets)
         return self._series[key]
 
     def _add_foreign(self, name: str, labels: dict[str, str], kind: MetricKind) -> None:

@@ -24,12 +24,12 @@ def as_tensors(options: Mapping[str, Any]) -> dict[str, Any]:
     OpenAI's penalties count what was written, without the prompt, and lower the logits before they
     are divided by the temperature, not after. Its ``top_p`` 0 keeps the likeliest token.
     """
-    meant = dict(options)
+    tensors = dict(options)
     temperature = float(np.float32(options.get("temperature") or 0.0))  # as the tensor has it
     for name in PENALTIES:
         if options.get(name):
             scale = temperature if temperature >= LEAST_TEMPERATURE else 1.0
-            meant |= {name: options[name] / scale, "prompt_ignore_length": WHOLE_PROMPT}
+            tensors |= {name: options[name] / scale, "prompt_ignore_length": WHOLE_PROMPT}
     if (top_p := options.get("top_p")) is not None and top_p < LEAST_TOP_P:
-        meant["top_k"] = 1
-    return meant
+        tensors["top_k"] = 1
+    return tensors

@@ -36,8 +36,8 @@ def socket_path(args: dict[str, str]) -> Path:
 
     Raises PermissionError when the folder for it belongs to someone else.
     """
-    if given := os.environ.get("SPINDLE_SOCKET"):
-        return Path(given)
+    if path := os.environ.get("SPINDLE_SOCKET"):
+        return Path(path)
     folder = Path(tempfile.gettempdir()) / f"spindle-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -113,14 +113,15 @@ def _rows(inputs: Mapping[str, Array]) -> list[dict[str, Array]]:
 
 def _word_lists(rows: Seq[list[list[int]]]) -> Array:
     """Return [batch, 2, n]: the ids of all words in a row, and where each of them ends."""
-    kept = [[word for word in words if word] for words in rows]
-    if not any(kept):
+    words_kept = [[word for word in words if word] for words in rows]
+    if not any(words_kept):
         return np.empty((len(rows), 2, 0), np.int32)
     lists = np.stack(
-        [np.zeros((len(rows), max(sum(map(len, words)) for words in kept)), np.int32)] * 2, axis=1
+        [np.zeros((len(rows), max(sum(map(len, words)) for words in words_kept)), np.int32)] * 2,
+        axis=1,
     )
     lists[:, 1] = -1
-    for row, words in enumerate(kept):
+    for row, words in enumerate(words_kept):
         flat = [token for word in words for token in word]
         lists[row, 0, : len(flat)] = flat
         lists[row, 1, : len(words)] = np.cumsum([len(word) for word in words])
