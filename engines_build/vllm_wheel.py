@@ -25,7 +25,6 @@ SOURCES = ("policy", "backend")
 LEFT_OUT = frozenset(
     f"backend/{room}"
     for room in (
-        "admin",
         "advise",
         "app.py",
         "cli.py",
@@ -34,6 +33,7 @@ LEFT_OUT = frozenset(
         "ipc",
         "launcher",
         "openai_frontend",
+        "reloading.py",
         "triton_adapter",
         "hosts/tensorrt_llm.py",
     )

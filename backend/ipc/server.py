@@ -18,7 +18,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from backend.admin.reloading import reload_drafts
 from backend.app import App
 from backend.config import load_config
 from backend.core.loop import CANCELLED, SHUTTING_DOWN
@@ -47,6 +46,7 @@ from backend.ipc.messages import (
 from backend.ipc.replies import Replies, decode_tokens, encode_texts
 from backend.ops.request_trace import Broken, Ended, RequestTrace
 from backend.ops.stats import Usage
+from backend.reloading import reload_drafts
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
 from backend.settings import ConfigError
 

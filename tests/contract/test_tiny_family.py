@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from backend import PROJECT_ROOT
-from backend.admin.reloading import reload_drafts
 from backend.app import build
 from backend.config import parse_config
+from backend.reloading import reload_drafts
 from backend.request import GenerationRequest
 from backend.settings import ConfigError
 from backend.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ def one_thread(tmp_path_factory):
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SPINDLE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patched.setattr("backend.admin.reloading.load_tables", lambda config, folders: (TABLES, 1))
+        patched.setattr("backend.reloading.load_tables", lambda config, folders: (TABLES, 1))
         yield
 
 

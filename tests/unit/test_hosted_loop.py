@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from backend.admin.reloading import reload_drafts
 from backend.app import build
 from backend.config import parse_config
 from backend.core.hosted import HostedLoop
 from backend.engines.port import EngineLostError
 from backend.ipc.process import warm_up
 from backend.ops.stats import Stats, StepStats
+from backend.reloading import reload_drafts
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.settings import ConfigError
 from tests.fakes.apps import ask, fake_app, finish, submit

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from backend.admin.reloading import reload_drafts
 from backend.app import build
 from backend.config import parse_config
+from backend.reloading import reload_drafts
 from backend.settings import ConfigError
 from tests.fakes.apps import ask
 from tests.fakes.checkpoints import VOCABULARY, folder
@@ -185,7 +185,7 @@ def test_a_draft_of_another_vocabulary_is_refused_with_the_first_token_that_diff
 
 
 def test_a_loop_that_never_rests_leaves_the_drafts_as_they_are(monkeypatch):
-    monkeypatch.setattr("backend.admin.reloading.CHANGE_LIMIT_S", 0.05)
+    monkeypatch.setattr("backend.reloading.CHANGE_LIMIT_S", 0.05)
     app = build(config(draft("good")))  # its loop does not run
     with pytest.raises(ConfigError, match=r"timed out after 0.05 s waiting for in-flight work"):
         reload_drafts(app, config(draft("poor")))

@@ -1,1 +1,0 @@
-"""Requests of operators while the service runs, and before it starts."""
