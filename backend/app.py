@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 import policy
 from backend import PROJECT_ROOT
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.core.admission import Admission
 from backend.core.hosted import HostedLoop
@@ -41,7 +42,6 @@ from backend.ops.tracing import Tracing
 from backend.request import GenerationRequest
 from backend.sampling.guides import Grammars
 from backend.sampling.reading import GrammarProcess
-from backend.settings import ConfigError
 from backend.speculation.drafting import Drafting
 from backend.speculation.explaining import explain_last
 from backend.speculation.learned_state import LearnedState, learned_key

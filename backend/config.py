@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import PROJECT_ROOT
+from backend.checked_settings import ConfigError, build_settings, setting
 from backend.engine_config import (
     EMBEDDED_MODEL,
     EngineConfig,
@@ -24,7 +25,6 @@ from backend.engine_config import (
 from backend.files import read_json
 from backend.kinds import KINDS, Kind, kind_of
 from backend.machine import Machine, machine
-from backend.settings import ConfigError, build_settings, setting
 
 HOSTED = "backend.hosts.hosted"
 """The kind of a hosted engine's own drafter."""

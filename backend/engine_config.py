@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from backend import PROJECT_ROOT
+from backend.checked_settings import ConfigError, setting
 from backend.files import read_json
 from backend.kinds import KINDS, Kind, automatic, kind_of
 from backend.machine import Machine, machine
 from backend.published_heads import CONVERTED, is_published_head
-from backend.settings import ConfigError, setting
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """Name of the model that ``spindle prepare`` brings; any other ``model`` is a folder."""

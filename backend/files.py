@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from backend.settings import ConfigError
+from backend.checked_settings import ConfigError
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 """The first bytes of a Git LFS pointer."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from backend import PROJECT_ROOT
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EMBEDDED_MODEL, EngineConfig
 from backend.engines import memory
@@ -16,7 +17,6 @@ from backend.engines.registry import module_of
 from backend.kinds import KINDS
 from backend.machine import Machine, machine
 from backend.published_heads import CONVERTED, is_published_head
-from backend.settings import ConfigError
 from backend.storage import cache
 from backend.storage.manifest import (
     check_pair,

@@ -12,11 +12,11 @@ from typing import Any
 
 import policy
 from backend.app import App
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engines.port import Engine
 from backend.engines.registry import Service, make_engine
 from backend.model_folders import check_memory, check_pairs, model_path
-from backend.settings import ConfigError
 from backend.speculation.learned_state import LearnedState, learned_key
 from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines

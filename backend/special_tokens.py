@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from backend.checked_settings import ConfigError
 from backend.files import read_object
-from backend.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from backend.checked_settings import ConfigError
 from backend.files import read_object
 from backend.request import ErrorCode, RequestError
-from backend.settings import ConfigError
 from backend.special_tokens import end_ids, special_in
 
 BYTE_VALUES = 256

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from backend.checked_settings import ConfigError
 from backend.engines.tensorrt_llm.folder import read_engine_folder
-from backend.settings import ConfigError
 from backend.storage.manifest import check_pair, read_manifest
 from engines_build.trtllm.commands import convert_command, engine_command
 from engines_build.trtllm.deployment import Deployment, EngineBuild, load_deployment, serving

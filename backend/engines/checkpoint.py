@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from backend.checked_settings import ConfigError
 from backend.engines.quantized import QuantizedError, widen
-from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
 from backend.storage.weight_files import weight_files
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from backend.checked_settings import ConfigError
 from backend.config import LEAST_KV_TOKENS, ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines.port import Footprint
 from backend.engines.registry import module_of
 from backend.machine import Machine, machine
 from backend.sequence import BLOCK_TOKENS
-from backend.settings import ConfigError
 
 KV_SHARE = 0.9
 """Share of a GPU's free memory for weights, passes and KV together."""

@@ -16,12 +16,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
 from backend.sequence import BLOCK_TOKENS
-from backend.settings import ConfigError
 
 
 class NotPreparedError(ConfigError):

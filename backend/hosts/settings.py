@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from backend.checked_settings import ConfigError, build_settings, setting
 from backend.config import HOSTED, ServingConfig, parse_config
-from backend.settings import ConfigError, build_settings, setting
 
 TARGET = "target"
 """The name that the host's engine has in plans, tables and metrics."""

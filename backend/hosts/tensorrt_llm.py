@@ -32,11 +32,11 @@ from tensorrt_llm._torch.pyexecutor.resource_manager import BaseResourceManager
 from tensorrt_llm._torch.speculative.drafter import Drafter
 from tensorrt_llm.llmapi import UserProvidedDecodingConfig
 
+from backend.checked_settings import ConfigError
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.settings import TARGET, HostConfig, host_config
 from backend.ops.stats import Stats, StepStats
 from backend.sequence import Proposal
-from backend.settings import ConfigError
 from backend.speculation.explaining import explain_last
 from policy import LatencyTable
 

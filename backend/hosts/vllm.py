@@ -29,6 +29,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
+from backend.checked_settings import ConfigError
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.calibration import Calibration, Shape, shapes
 from backend.hosts.home import Home
@@ -43,7 +44,6 @@ from backend.hosts.vllm_config import (
     warn_of_v1,
 )
 from backend.ops.stats import Stats
-from backend.settings import ConfigError
 from policy import LatencyTable
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import vllm
 
+from backend.checked_settings import ConfigError
 from backend.hosts.settings import HostConfig, host_config
-from backend.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
+from backend.checked_settings import ConfigError
 from backend.hosts.calibration import Calibration
 from backend.hosts.lengths import Lengths
 from backend.hosts.settings import HostConfig
 from backend.hosts.vllm import ScheduledStep, SpindleScheduler
 from backend.hosts.vllm_config import read_latencies, save_latencies, settings_of
-from backend.settings import ConfigError
 from policy import LatencyTable
 
 

@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any
 
 from backend.app import App
+from backend.checked_settings import ConfigError
 from backend.config import load_config
 from backend.core.loop import CANCELLED, SHUTTING_DOWN
 from backend.core.session import Delta
@@ -48,7 +49,6 @@ from backend.ops.request_trace import Broken, Ended, RequestTrace
 from backend.ops.stats import Usage
 from backend.reloading import reload_drafts
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
-from backend.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from backend.launcher.environment import PORTS, LaunchError, Settings, port_trouble
+from backend.launcher.environment import PORTS, LaunchError, LaunchSettings, port_trouble
 from backend.launcher.processes import command_line, listening_process, listening_sockets
 from backend.launcher.run_folder import packaged_stub
 from backend.machine import Machine, machine
@@ -32,7 +32,7 @@ OPEN_TRITON = (
 """A warning about the packaged tritonserver, after the address."""
 
 
-def check_ports(settings: Settings) -> None:
+def check_ports(settings: LaunchSettings) -> None:
     """Raise LaunchError when a port is in use or the address is not this machine's."""
     for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
         if why := port_trouble(settings.bind, port):

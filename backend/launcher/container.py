@@ -20,7 +20,7 @@ from time import monotonic
 
 from backend import PROJECT_ROOT, lifeline
 from backend.config import load_config
-from backend.launcher.environment import Settings, read_settings
+from backend.launcher.environment import LaunchSettings, read_settings
 from backend.launcher.output import say
 from backend.launcher.processes import DynamoWorker, FrontEndProcess, end
 from backend.launcher.server import Stop, drain, flags
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if is_ill else status
 
 
-def _command(settings: Settings, arguments: Sequence[str]) -> list[str]:
+def _command(settings: LaunchSettings, arguments: Sequence[str]) -> list[str]:
     return [
         os.environ.get("TRITONSERVER") or "tritonserver",
         f"--model-repository={PROJECT_ROOT / 'model_repository'}",

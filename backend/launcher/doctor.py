@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from backend import PROJECT_ROOT
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig, load_config, parse_config
 from backend.engine_config import EMBEDDED_MODEL, EngineConfig, unused_gpus, why_not
 from backend.kinds import KINDS, automatic, quantization_of
@@ -24,13 +25,12 @@ from backend.launcher.environment import (
     PORTS,
     RUN_PREFIX,
     LaunchError,
-    Settings,
+    LaunchSettings,
     port_trouble,
     read_settings,
 )
 from backend.launcher.processes import FRONT_END, command_line, listening_process
 from backend.machine import Machine, machine
-from backend.settings import ConfigError
 from backend.storage import cache
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
@@ -203,7 +203,7 @@ def disk(machine: Machine, name: str, folder: Path, needed_gb: float, advice: st
     return Finding(name, OK, text)
 
 
-def ports(settings: Settings) -> list[Finding]:
+def ports(settings: LaunchSettings) -> list[Finding]:
     """Report for each port whether it is free, or which process listens on it."""
     findings = []
     for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
@@ -220,7 +220,7 @@ def ports(settings: Settings) -> list[Finding]:
     return findings
 
 
-def exposure(settings: Settings) -> Finding:
+def exposure(settings: LaunchSettings) -> Finding:
     """Say whether other machines may reach Triton."""
     if settings.is_open:
         return Finding("exposure", WARNING, f"BIND {settings.bind} {checks.OPEN_TRITON}")

@@ -42,7 +42,7 @@ class LaunchError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LaunchSettings:
     """Addresses to listen on, and the names and places of one run."""
 
     bind: str
@@ -89,7 +89,7 @@ class Settings:
         return self.http_port, self.grpc_port, self.metrics_port, self.openai_port
 
 
-def read_settings(environment: Mapping[str, str]) -> Settings:
+def read_settings(environment: Mapping[str, str]) -> LaunchSettings:
     """Return the settings of the variables ``*_PORT``, ``BIND``, ``SPINDLE_CONFIG``,
     ``SERVED_MODEL_NAME``, ``KV_EVENTS``, ``DYNAMO_NAMESPACE`` and ``TRACE_*``. Raises LaunchError.
     """
@@ -122,7 +122,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         )
     bind = environment.get("BIND") or "127.0.0.1"
     address = _address(bind)
-    return Settings(
+    return LaunchSettings(
         bind=address,
         http_port=http,
         grpc_port=grpc,
@@ -207,7 +207,7 @@ def _port(name: str, option: str, value: str) -> int:
     return int(value)
 
 
-def policy_path(settings: Settings) -> str:
+def policy_path(settings: LaunchSettings) -> str:
     """Return where a user's policy may lie: next to ``serving.json``, and in the current folder."""
     return os.pathsep.join([str(settings.config.absolute().parent), os.getcwd()])
 
@@ -224,7 +224,7 @@ def port_trouble(bind: str, port: int) -> str:
     return ""
 
 
-def model_names(settings: Settings, config: ServingConfig) -> tuple[str, ...]:
+def model_names(settings: LaunchSettings, config: ServingConfig) -> tuple[str, ...]:
     """Return those that are set, else that of the model's folder, or of a user's own engine."""
     engine = config.target.engine.rpartition(".")[2]
     return settings.model_names or (name_of(config.target.model) or engine,)

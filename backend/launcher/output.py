@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TextIO
 
-from backend.launcher.environment import LaunchError, Settings
+from backend.launcher.environment import LaunchError, LaunchSettings
 from backend.storage import cache
 
 MOST_BYTES = 64 * 2**20
@@ -47,7 +47,7 @@ def give_up_unwritten() -> None:
             os.close(nowhere)
 
 
-def log_path(settings: Settings) -> Path:
+def log_path(settings: LaunchSettings) -> Path:
     """Return the file of a service: one for each HTTP port."""
     return cache.root() / "logs" / f"serve-{settings.http_port}.log"
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig, load_config, parse_config
 from backend.engine_config import EMBEDDED_MODEL
 from backend.files import read_json
 from backend.kinds import KINDS
 from backend.launcher.environment import LaunchError
 from backend.launcher.processes import run
-from backend.settings import ConfigError
 from backend.storage import cache
 
 MODEL_FREE_DRAFTS = {

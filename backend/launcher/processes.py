@@ -19,7 +19,7 @@ from typing import IO
 
 from backend import PROJECT_ROOT, lifeline
 from backend.config import ServingConfig
-from backend.launcher.environment import LaunchError, Settings, model_names
+from backend.launcher.environment import LaunchError, LaunchSettings, model_names
 from backend.launcher.output import say
 from backend.sequence import BLOCK_TOKENS
 
@@ -223,7 +223,10 @@ class FrontEndProcess(SideProcess):
     """Runs from ``start``, once there is something to ask, to ``stop``."""
 
     def __init__(
-        self, settings: Settings, output: IO[bytes] | None = None, python: str = sys.executable
+        self,
+        settings: LaunchSettings,
+        output: IO[bytes] | None = None,
+        python: str = sys.executable,
     ) -> None:
         """Run it with these settings by the interpreter ``python``; its log goes to ``output``, by
         default to the terminal.
@@ -287,7 +290,7 @@ class DynamoWorker(SideProcess):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LaunchSettings,
         config: ServingConfig,
         folder: Path,
         output: IO[bytes] | None = None,

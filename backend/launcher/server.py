@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from backend import PROJECT_ROOT, lifeline
 from backend.launcher.checks import python_library_folder
-from backend.launcher.environment import Settings
+from backend.launcher.environment import LaunchSettings
 from backend.launcher.output import say
 from backend.launcher.processes import (
     command_line,
@@ -64,7 +64,7 @@ by the model ``spindle``.
 """
 
 
-def flags(settings: Settings, api_secret: str) -> list[str]:
+def flags(settings: LaunchSettings, api_secret: str) -> list[str]:
     """Return tritonserver's options for its addresses, its gRPC connections and traces, and those
     that close APIs to requests without a secret in ``API_HEADER``.
     """
@@ -87,7 +87,7 @@ def flags(settings: Settings, api_secret: str) -> list[str]:
     return [*(f"--{name}={value}" for name, value in options.items()), *trace_flags(settings)]
 
 
-def trace_flags(settings: Settings) -> list[str]:
+def trace_flags(settings: LaunchSettings) -> list[str]:
     """Return tritonserver's options for traces: none where they go nowhere."""
     url, rate = settings.trace_url, settings.trace_rate
     traces = "mode=opentelemetry", "level=TIMESTAMPS", f"rate={rate}", f"opentelemetry,url={url}"
@@ -107,7 +107,7 @@ class Stop(threading.Event):
         (self.at_once if self.is_set() else self).set()
 
 
-def drain(settings: Settings, at_once: threading.Event) -> None:
+def drain(settings: LaunchSettings, at_once: threading.Event) -> None:
     """Have the engine refuse new requests, and wait until the others have ended.
 
     The engine ends those that outlast ``limits.drain_s``, all of them when ``at_once`` is set.
@@ -128,7 +128,7 @@ def drain(settings: Settings, at_once: threading.Event) -> None:
         return  # the engine has ended, or does not serve yet: nothing is in flight
 
 
-def _health(settings: Settings) -> dict[str, Any]:
+def _health(settings: LaunchSettings) -> dict[str, Any]:
     """Return what the engine says of itself. Raises OSError where it does not answer."""
     url = f"http://{settings.at(settings.http_port)}/v2/models/spindle/generate"
     request = urllib.request.Request(
@@ -144,7 +144,7 @@ class TritonServer:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LaunchSettings,
         folder: Path,
         arguments: Sequence[str],
         stop: Stop,

@@ -19,11 +19,12 @@ from time import monotonic
 from typing import IO, Any
 
 from backend import PROJECT_ROOT
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.launcher.checks import OPEN_TRITON, check_machine, check_ports, raise_open_files
 from backend.launcher.environment import (
     LaunchError,
-    Settings,
+    LaunchSettings,
     model_names,
     policy_path,
     read_settings,
@@ -39,7 +40,6 @@ from backend.launcher.run_folder import (
 )
 from backend.launcher.server import Stop, TritonServer
 from backend.loopback import open_url
-from backend.settings import ConfigError
 from backend.storage import cache
 from backend.triton_adapter.admin_secret import ensure_secret
 
@@ -117,10 +117,10 @@ def _run(stop: Stop, overrides: Overrides, arguments: list[str], verbose: bool) 
 
 
 def fill_run_folder(
-    settings: Settings,
+    settings: LaunchSettings,
     overrides: Overrides,
     folder: Path,
-) -> tuple[Settings, ServingConfig]:
+) -> tuple[LaunchSettings, ServingConfig]:
     """Fill the run folder; return the settings and configuration of what is in it. Raises
     LaunchError, ConfigError.
     """
@@ -160,7 +160,7 @@ def _engine_python(config: ServingConfig) -> str:
 
 
 def _prepare(
-    settings: Settings,
+    settings: LaunchSettings,
     config: ServingConfig,
     stop: threading.Event,
     verbose: bool,
@@ -180,7 +180,7 @@ def _prepare(
 
 
 def _supervise(
-    settings: Settings,
+    settings: LaunchSettings,
     config: ServingConfig,
     folder: Path,
     arguments: list[str],
@@ -222,7 +222,7 @@ def _supervise(
 
 
 def announce(
-    settings: Settings,
+    settings: LaunchSettings,
     config: ServingConfig,
     start_s: float,
     front_end: FrontEndProcess,
@@ -311,13 +311,13 @@ def _run_once(
     return ready_s, None
 
 
-def example_command(settings: Settings) -> str:
+def example_command(settings: LaunchSettings) -> str:
     """Return the command line that sends the request; curl would send it to a proxy, too."""
     direct = " --noproxy '*'" if urllib.request.getproxies().keys() & {"http", "all"} else ""
     return f"curl -s{direct} {shlex.quote(_example_url(settings))} -d '{json.dumps(EXAMPLE)}'"
 
 
-def example_reply(settings: Settings) -> list[str]:
+def example_reply(settings: LaunchSettings) -> list[str]:
     """Send the request and return its answer in lines; none if it fails."""
     body, headers = json.dumps(EXAMPLE).encode(), {"Content-Type": "application/json"}
     request = urllib.request.Request(_example_url(settings), body, headers)
@@ -343,5 +343,5 @@ def summarize(reply: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _example_url(settings: Settings) -> str:
+def _example_url(settings: LaunchSettings) -> str:
     return f"http://{settings.at(settings.http_port)}/v2/models/ensemble/generate"

@@ -21,16 +21,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from backend import PROJECT_ROOT, __version__
+from backend.checked_settings import ConfigError
 from backend.config import OpenaiConfig, load_config
 from backend.engine_config import EMBEDDED_MODEL
-from backend.launcher.environment import Settings, model_names, read_settings
+from backend.launcher.environment import LaunchSettings, model_names, read_settings
 from backend.launcher.output import say
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.connections import Connection, DrainingServer
 from backend.openai_frontend.front_end import BODY_BYTES_PER_TOKEN, MIN_BODY_BYTES, FrontEnd
 from backend.openai_frontend.template import ChatTemplate, load_template
-from backend.settings import ConfigError
 from backend.special_tokens import special_tokens
 from backend.storage import cache
 from backend.tokenizer import ByteTokenizer
@@ -83,7 +83,7 @@ def main() -> None:
     DrainingServer(server, draining, config.limits.drain_s).run([listener])
 
 
-def hosts_of(settings: Settings, options: OpenaiConfig, keys: Keys) -> Hosts:
+def hosts_of(settings: LaunchSettings, options: OpenaiConfig, keys: Keys) -> Hosts:
     """Return by which names requests may call: by any where they need a key, which no foreign page
     has.
     """

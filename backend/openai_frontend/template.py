@@ -24,11 +24,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from backend.checked_settings import ConfigError
 from backend.files import read_object, read_text
 from backend.openai_frontend.call_bodies import as_json
 from backend.openai_frontend.calls import call_format
 from backend.openai_frontend.reading import has_channels, reasoning_format
-from backend.settings import ConfigError
 from backend.special_tokens import named_token
 
 _KEYS = frozenset(

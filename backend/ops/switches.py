@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig, SwitchesConfig, parse_switches
 from backend.ops.stats import StepStats
-from backend.settings import ConfigError
 from policy import Switches
 
 logger = logging.getLogger(__name__)

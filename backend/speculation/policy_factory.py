@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import policy
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
-from backend.settings import ConfigError
 from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, custom
 from policy.baselines import BASELINES, BaselineSettings

@@ -15,10 +15,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EMBEDDED_MODEL, EngineConfig
 from backend.files import check_content, read_object
-from backend.settings import ConfigError
 from backend.storage.weight_files import check_weight_files
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
+from backend.checked_settings import ConfigError
 from backend.files import check_content, read_object
-from backend.settings import ConfigError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = "pytorch_model*.bin"

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from backend.checked_settings import ConfigError
 from backend.engines.tensorrt_llm.folder import EngineFolder, read_engine_folder
-from backend.settings import ConfigError
 
 _PARAMETER = re.compile(r'key:\s*"([^"]+)"\s*value:\s*\{\s*string_value:\s*"([^"]*)"', re.S)
 _KV = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from backend.checked_settings import ConfigError, build_settings, setting
 from backend.sequence import BLOCK_TOKENS
-from backend.settings import ConfigError, build_settings, setting
 
 FAMILIES = ("llama", "qwen")
 """The family whose converter of ``examples/models/core`` is used; Mistral checkpoints are converted

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from backend.app import build
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines.hosted import Ask, HostedService
 from backend.engines.port import EngineLostError
 from backend.engines.tensorrt_llm import kind
 from backend.ops.stats import Stats
 from backend.request import ErrorCode, RequestError, SamplingParams
-from backend.settings import ConfigError
 from policy import Switches
 from tests.contract import fake_llm_api
 from tests.contract.engine_folders import engine_folder

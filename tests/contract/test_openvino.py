@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from backend import kinds
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engine_config import with_auto_resolved
 from backend.engines.openvino import decoder
@@ -30,7 +31,6 @@ from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sampling.distributions import likeliest
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
-from backend.settings import ConfigError
 from policy import NO_DRAFT
 from tests.contract import checks, deployment
 from tests.contract.deployment import (

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.ops.stats import Stats
-from backend.settings import ConfigError
 from policy import AdaptivePlanner, LatencyCurve, LatencyModel, LatencyTable, PlannerConfig, View
 from tests.contract.fake_tensorrt_llm import Executor, Request, install
 

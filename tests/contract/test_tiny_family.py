@@ -10,10 +10,10 @@ import torch
 
 from backend import PROJECT_ROOT
 from backend.app import build
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.reloading import reload_drafts
 from backend.request import GenerationRequest
-from backend.settings import ConfigError
 from backend.tokenizer import load_tokenizer
 from bench.in_process import Sink, generate
 from bench.micro.hazards import messages

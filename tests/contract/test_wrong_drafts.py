@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from backend import PROJECT_ROOT
 from backend.app import build
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines.checkpoint import CheckpointError
 from backend.model_folders import check_pairs
 from backend.request import GenerationRequest
-from backend.settings import ConfigError
 from bench.in_process import generate
 from bench.micro.hazards import messages
 from policy import LatencyTable

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines import memory
 from backend.engines.checkpoint import DTYPES, CheckpointError
@@ -20,7 +21,6 @@ from backend.engines.torch import decoder
 from backend.engines.torch.decoder import Decoder
 from backend.engines.torch.engine import TorchEngine
 from backend.model_folders import check_folders
-from backend.settings import ConfigError
 from tests.models.families import SERVED, make_folder
 
 MOST = 2e-5

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from backend.checked_settings import ConfigError
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.models import probe
 from backend.engines.models.llama import check_tensors, load_llama, read_llama
 from backend.engines.models.reading import read_spec
-from backend.settings import ConfigError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines.tensorrt_llm.kind import check_folder
-from backend.settings import ConfigError
 from engines_build.trtllm.adopt import adopt, read_parameters
 from tests.contract.engine_folders import engine_folder
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
-from backend.settings import ConfigError
 from backend.speculation.policy_factory import make_policy
 from bench import baselines
 from bench.simulator.protocol import tuned_arms

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines.tensorrt_llm.kind import check_folder
-from backend.settings import ConfigError
 from engines_build.build import BuildError, build, run_program
 from engines_build.trtllm.deployment import Deployment, load_deployment
 from tests.contract.engine_folders import engine_folder

@@ -3,8 +3,8 @@ import pickle
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.openai_frontend.template import ChatTemplate, RenderError, load_template
-from backend.settings import ConfigError
 from tests.fakes.checkpoints import LFS_POINTER
 
 SOURCE = (

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.config import load_config, parse_config
 from backend.engine_config import slower_on_cpus, unused_gpus
-from backend.settings import ConfigError
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
 
 TORCH = {"engine": "torch", "model": "m"}

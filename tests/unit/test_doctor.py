@@ -10,11 +10,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from backend import PROJECT_ROOT
+from backend.checked_settings import ConfigError
 from backend.cli import main
 from backend.config import DEFAULT_CONFIG, parse_config
 from backend.launcher import doctor
 from backend.launcher.doctor import check_engines, report_model
-from backend.settings import ConfigError
 from engines_build.prepare import prepare
 from tests.fakes.checkpoints import LFS_POINTER, folder
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine

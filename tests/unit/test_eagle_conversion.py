@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle import conversion, whole_text
@@ -18,7 +19,6 @@ from backend.engines.openvino import kind as openvino_kind
 from backend.engines.registry import Service
 from backend.launcher import doctor
 from backend.model_folders import check_folders, check_pairs, model_path
-from backend.settings import ConfigError
 from backend.storage import cache
 from backend.storage.manifest import check_pair, read_manifest, weights_sha256
 from backend.storage.tables import table_file, timed_engines

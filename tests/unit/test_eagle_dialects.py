@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from backend.checked_settings import ConfigError
 from backend.engines.eagle.dialects import read_published
 from backend.published_heads import is_published_head
-from backend.settings import ConfigError
 from tests.fakes import checkpoints
 from tests.fakes.eagle import DIALECTS, TARGET, published, random_head, write
 

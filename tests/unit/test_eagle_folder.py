@@ -3,8 +3,8 @@ import json
 import pytest
 import torch
 
+from backend.checked_settings import ConfigError
 from backend.engines.eagle.folder import load, read_shape, save
-from backend.settings import ConfigError
 from tests.fakes.eagle import random_head
 
 FORMS = {

@@ -8,6 +8,7 @@ import torch
 
 from backend import PROJECT_ROOT
 from backend.app import build
+from backend.checked_settings import ConfigError
 from backend.config import PolicyConfig, parse_config
 from backend.engine_config import EngineConfig
 from backend.engines.eagle.folder import save
@@ -19,7 +20,6 @@ from backend.kinds import KINDS, automatic
 from backend.machine import machine
 from backend.model_folders import check_folders, check_pairs, model_path
 from backend.request import GenerationRequest
-from backend.settings import ConfigError
 from backend.storage.manifest import vocabulary_sha256
 from bench.in_process import generate
 from policy import LatencyTable

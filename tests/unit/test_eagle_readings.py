@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from backend.checked_settings import ConfigError
 from backend.engines.eagle.conversion import Score, _is_better, choose, readings
 from backend.engines.eagle.dialects import PublishedHead
 from backend.engines.eagle.whole_text import Answer, WholeText
-from backend.settings import ConfigError
 from tests.fakes.eagle import SHAPE, random_head
 
 PROMPT, TOKENS, LAYERS = 4, 24, 8

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from backend.app import build
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.core.hosted import HostedLoop
 from backend.engines.port import EngineLostError
@@ -13,7 +14,6 @@ from backend.ipc.process import warm_up
 from backend.ops.stats import Stats, StepStats
 from backend.reloading import reload_drafts
 from backend.request import ErrorCode, GenerationRequest, RequestError
-from backend.settings import ConfigError
 from tests.fakes.apps import ask, fake_app, finish, submit
 from tests.fakes.hosted_fake import HostedFake
 

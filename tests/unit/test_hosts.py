@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.hosts.adapter import Host, Row, Verified
 from backend.hosts.calibration import (
     PATIENCE_STEPS,
@@ -16,7 +17,6 @@ from backend.hosts.calibration import (
 )
 from backend.hosts.settings import TARGET, host_config
 from backend.ops.stats import Stats
-from backend.settings import ConfigError
 from policy import LatencyTable
 from policy.evidence import bin_of_match
 

@@ -2,12 +2,12 @@
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.hosts.adapter import Row, Verified
 from backend.hosts.calibration import Calibration, shapes
 from backend.hosts.lengths import Lengths
 from backend.hosts.settings import host_config
 from backend.ops.stats import Stats
-from backend.settings import ConfigError
 from policy import LatencyTable
 
 K_MAX, PROMPT = 4, [1, 2, 3]

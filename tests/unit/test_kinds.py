@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from backend import PROJECT_ROOT, model_folders
+from backend.checked_settings import ConfigError
 from backend.config import load_config, parse_config
 from backend.engine_config import EngineConfig, with_auto_resolved
 from backend.engines import memory
@@ -18,7 +19,6 @@ from backend.engines.port import Footprint
 from backend.engines.registry import Service, make_engine, module_of
 from backend.kinds import KINDS, Kind, automatic
 from backend.launcher import doctor
-from backend.settings import ConfigError
 
 PRODUCT = [
     file
@@ -93,7 +93,7 @@ def test_nothing_compares_kinds_by_name():
 
 
 ANSWERS = """
-from backend.settings import ConfigError
+from backend.checked_settings import ConfigError
 from tests.fakes.fake_engine import FakeEngine
 from backend.engines.latency_cases import Case
 from backend.engines.port import Footprint

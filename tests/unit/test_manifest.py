@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.model_folders import check_folders
-from backend.settings import ConfigError
 from backend.storage.manifest import check_folder, check_pair, check_vocabulary, read_manifest
 from engines_build.prepare import prepare
 from tests.fakes.checkpoints import folder

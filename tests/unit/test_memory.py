@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines import memory
 from backend.engines.cuda.engine import CudaEngine
@@ -23,7 +24,6 @@ from backend.engines.torch.engine import TorchEngine
 from backend.kinds import KINDS
 from backend.model_folders import check_memory, model_path, with_kv
 from backend.sequence import BLOCK_TOKENS
-from backend.settings import ConfigError
 from tests.fakes.machine import FakeMachine
 
 MODEL = {

@@ -7,13 +7,13 @@ import socket
 import pytest
 from starlette.testclient import TestClient
 
+from backend.checked_settings import ConfigError
 from backend.config import OpenaiConfig, parse_config
 from backend.launcher.environment import read_settings
 from backend.openai_frontend.__main__ import hosts_of, keys_of
 from backend.openai_frontend.access import Hosts, Keys
 from backend.openai_frontend.app import create_app
 from backend.openai_frontend.front_end import FrontEnd
-from backend.settings import ConfigError
 
 ALWAYS = ["127.0.0.1", "127.0.0.1:9000", "10.2.3.4:80", "[::1]:9000", "[fd00::5]", "localhost"]
 ALWAYS += ["LOCALHOST:9000", "localhost.", "a.localhost:1", "", socket.gethostname()]

@@ -2,11 +2,11 @@ import json
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.config import DEFAULT_CONFIG, load_config
 from backend.engine_config import EMBEDDED_MODEL
 from backend.launcher.environment import LaunchError
 from backend.launcher.overrides import Overrides, write_overridden
-from backend.settings import ConfigError
 from tests.fakes.eagle import DIALECTS, published, random_head, write
 
 

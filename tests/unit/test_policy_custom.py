@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from backend.app import build
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.ipc.process import policy_folders
 from backend.launcher.environment import policy_path, read_settings
-from backend.settings import ConfigError
 from policy import NO_DRAFT, Drafted, LatencyModel, Plan, View, simulate
 from policy.custom import PolicyError, load_policy, plan_error
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from backend.app import build
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.reloading import reload_drafts
-from backend.settings import ConfigError
 from tests.fakes.apps import ask
 from tests.fakes.checkpoints import VOCABULARY, folder
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from backend import cli
+from backend.checked_settings import ConfigError
 from backend.engines.checkpoint import read_weights
 from backend.engines.models.configuration import read_decoder_config
 from backend.ipc import process as engine_process
 from backend.ipc.messages import Chunk
-from backend.settings import ConfigError
 from backend.storage.manifest import read_manifest
 from backend.triton_adapter.codec import load_arrays
 from engines_build import prepare

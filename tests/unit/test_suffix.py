@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from backend.app import build
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines import answers, memory
 from backend.engines.answers import CONTEXT, LONGEST, SHORTEST, Answers, PastText, tenant_of
@@ -17,7 +18,6 @@ from backend.engines.suffix import SuffixEngine
 from backend.kinds import KINDS
 from backend.request import GenerationRequest, SamplingParams, tenant_id
 from backend.sequence import ROOT, Proposal, Sequence
-from backend.settings import ConfigError
 from bench.in_process import generate
 from policy.evidence import bin_of_match
 

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.ops.stats import Stats, StepStats
 from backend.ops.switches import SwitchBoard
-from backend.settings import ConfigError
 from policy import Switches
 
 FAKE = {

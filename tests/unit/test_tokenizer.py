@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from backend.checked_settings import ConfigError
 from backend.request import RequestError
-from backend.settings import ConfigError
 from backend.tokenizer import ByteTokenizer, IncrementalDecoder, TokenizerError, load_tokenizer
 from tests.fakes.checkpoints import LFS_POINTER
 

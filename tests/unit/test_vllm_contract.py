@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.core.preparation import check_served
 from backend.engines.hosted import Ask
@@ -14,7 +15,6 @@ from backend.engines.vllm.metrics import Passing
 from backend.kinds import KINDS
 from backend.ops.stats import Stats
 from backend.request import GenerationRequest, RequestError, SamplingParams
-from backend.settings import ConfigError
 
 EOS = 2
 PROMPT = (5, 6, 7)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backend.checked_settings import ConfigError
 from backend.engines.checkpoint import CheckpointError, read_rope
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.eagle.published import model_type, other_kind, read_tensors
 from backend.engines.stepping.rope import ROPE_TYPES
 from backend.published_heads import SAFETENSORS
-from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
 
 DEFAULT_THETA = 10000.0

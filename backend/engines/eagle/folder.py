@@ -53,11 +53,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backend.checked_settings import ConfigError
 from backend.engine_config import EngineConfig
 from backend.engines.registry import NotPreparedError
 from backend.machine import machine
 from backend.published_heads import CONVERTED, PICKLES, SAFETENSORS
-from backend.settings import ConfigError
 from backend.storage import cache
 from backend.storage.manifest import read_model_config, sampled_sha256, weights_sha256
 

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines import latency_cases as cases
@@ -25,7 +26,6 @@ from backend.engines.latency_cases import Case
 from backend.engines.memory import available_bytes
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
-from backend.settings import ConfigError
 from backend.storage import manifest
 from backend.storage.weight_files import shapes_in
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backend.checked_settings import ConfigError
 from backend.files import check_content
 from backend.published_heads import PICKLES, SAFETENSORS
-from backend.settings import ConfigError
 from backend.storage.weight_files import INDEX, shapes_in, weight_files
 
 if TYPE_CHECKING:

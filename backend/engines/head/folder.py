@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from backend.checked_settings import ConfigError
 from backend.engines.port import Footprint
-from backend.settings import ConfigError
 
 ARCHITECTURE = "SpindleHead"
 TARGET_ROWS = 128

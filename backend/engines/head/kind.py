@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines import latency_cases as cases
@@ -15,7 +16,6 @@ from backend.engines.head import folder as folders
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
-from backend.settings import ConfigError
 from backend.storage.manifest import check_model, layer_count, weights_sha256
 
 if TYPE_CHECKING:

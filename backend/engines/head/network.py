@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from backend.checked_settings import ConfigError
 from backend.engines.checkpoint import DTYPES
 from backend.engines.head.folder import WEIGHTS_FILE, HeadConfig, read_config
-from backend.settings import ConfigError
 
 FIRST_SCALE = 0.3
 """Scale of the last norm at first: a frozen head on vectors of full size begins 9 to 17 nats off.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines.models import kind
@@ -16,7 +17,6 @@ from backend.engines.models.reading import read_spec
 from backend.engines.openvino.formats import HEAD_BYTES, misfit_of_four_bits, price_of_four_bits
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
-from backend.settings import ConfigError
 from backend.storage.manifest import read_model_config
 from backend.storage.weight_files import weight_files
 

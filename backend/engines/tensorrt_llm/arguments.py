@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines.tensorrt_llm.folder import is_engine_folder, read_engine_folder
-from backend.settings import ConfigError
 
 PLUG_IN = "Spindle"
 """``speculative_config.decoding_type`` of our drafter (``backend.hosts.tensorrt_llm``)."""

@@ -17,6 +17,7 @@ import tensorrt_llm
 from tensorrt_llm.llmapi import RequestError as LlmRequestError
 from tensorrt_llm.llmapi.llm_utils import update_llm_args_with_extra_dict
 
+from backend.checked_settings import ConfigError
 from backend.engine_config import EngineConfig
 from backend.engines.hosted import Ask, HostedLimits, HostedService, Part
 from backend.engines.port import EngineLostError
@@ -25,7 +26,6 @@ from backend.engines.tensorrt_llm.arguments import llm_arguments, plug_in_settin
 from backend.engines.tensorrt_llm.folder import is_engine_folder
 from backend.engines.tensorrt_llm.options import check, sampling_params
 from backend.request import ErrorCode, RequestError
-from backend.settings import ConfigError
 
 _NO_EXPLANATION: dict[str, Any] = {
     "age_s": None,

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend.settings import ConfigError
+from backend.checked_settings import ConfigError
 
 _EXTERNAL = (2, "DRAFT_TOKENS_EXTERNAL")
 """Values of ``build_config.speculative_decoding_mode`` of a target that verifies draft tokens from

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines.tensorrt_llm.arguments import PLUG_IN, drafter
 from backend.engines.tensorrt_llm.folder import is_engine_folder, read_engine_folder
-from backend.settings import ConfigError
 
 if TYPE_CHECKING:
     from backend.engines.hosted import HostedService

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from backend import lifeline
+from backend.checked_settings import ConfigError
 from backend.engines.hosted import Ask, HostedLimits, HostedService, Meters, Part
 from backend.engines.port import EngineLostError
 from backend.engines.vllm.arguments import arguments, planner_settings
@@ -31,7 +32,6 @@ from backend.engines.vllm.options import sampling_params
 from backend.files import read_json
 from backend.request import ErrorCode, RequestError
 from backend.sequence import BLOCK_TOKENS
-from backend.settings import ConfigError
 from backend.storage import cache
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines.hosted import HostedEngine, HostedService
 from backend.engines.vllm import contract
-from backend.settings import ConfigError
 
 REFUSES = contract.REFUSES
 ENVIRONMENT = ".venv-vllm"
