@@ -111,8 +111,8 @@ class Replica:
             lines = reply.read().decode().splitlines()
 
         def total(name: str, label: str = "") -> float:
-            found = (line for line in lines if line.startswith(name) and label in line)
-            return sum(float(line.rpartition(" ")[2]) for line in found)
+            values = (line for line in lines if line.startswith(name) and label in line)
+            return sum(float(line.rpartition(" ")[2]) for line in values)
 
         reused = total("spindle_kv_block_events_total", '"reused"')
         return {
@@ -188,14 +188,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(condition: Callable[[], Value], what: str, limit_s: float = START_LIMIT_S) -> Value:
+def until(condition: Callable[[], Value], failure: str, limit_s: float = START_LIMIT_S) -> Value:
     """Return the first true value of a condition. Raises TimeoutError after the limit."""
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s:
         if value := condition():
             return value
         time.sleep(0.1)
-    raise TimeoutError(f"after {limit_s:.0f} s: {what}")
+    raise TimeoutError(f"after {limit_s:.0f} s: {failure}")
 
 
 def models(url: str) -> list[str]:
@@ -288,15 +288,15 @@ def overhead(direct: str, by_dynamo: str, requests: int, tokens: int) -> dict[st
         for name, url in (("direct", direct), ("dynamo", by_dynamo)):
             body = {**chat(number, "greedy", tokens), "stream_options": {"include_usage": True}}
             answers[name].append(ask(url, body))
-    made = {}
+    figures = {}
     for name, every in answers.items():
-        kept = every[3:]
-        rest_s = [(answer.whole_s - answer.first_s) / (tokens - 1) for answer in kept]
-        made[name] = {
-            "first_text_ms": round(1e3 * statistics.median(a.first_s for a in kept), 2),
+        measured = every[3:]
+        rest_s = [(answer.whole_s - answer.first_s) / (tokens - 1) for answer in measured]
+        figures[name] = {
+            "first_text_ms": round(1e3 * statistics.median(a.first_s for a in measured), 2),
             "token_ms": round(1e3 * statistics.median(rest_s), 3),
         }
-    return {"requests": requests, "tokens": tokens, **made}
+    return {"requests": requests, "tokens": tokens, **figures}
 
 
 def survive(fleet: Fleet, url: str, streams: int) -> dict[str, Any]:
@@ -339,7 +339,7 @@ def survive(fleet: Fleet, url: str, streams: int) -> dict[str, Any]:
 
 def routing(fleet: Fleet, urls: dict[str, str]) -> dict[str, Any]:
     """Return what is reused by conversations, and by questions that are asked twice."""
-    made: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, url in urls.items():
         time.sleep(SETTLE_S)
         before = fleet.counters()
@@ -354,14 +354,14 @@ def routing(fleet: Fleet, urls: dict[str, str]) -> dict[str, Any]:
                 ask(url, {**body, "messages": [{"role": "user", "content": text}]})
             time.sleep(SETTLE_S)
             after = fleet.counters()
-        made[name] = {
+        figures[name] = {
             "reused_blocks": int(talked["reused"] - before["reused"]),
             "asked_blocks": int(talked["asked"] - before["asked"]),
             "tokens_a_step_second_time": round(
                 (after["emitted"] - again["emitted"]) / (after["steps"] - again["steps"]), 2
             ),
         }
-    return made
+    return figures
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def serve(
 ) -> list[Session]:
     """The same for sessions that the caller has made."""
     loop, waiting, running = app.orchestrator, deque(sessions), list[Session]()
-    kept = loop.cycle.runner.change(policy, policy.start()) if policy is not None else None
+    previous = loop.cycle.runner.change(policy, policy.start()) if policy is not None else None
     try:
         while waiting or running:
             while waiting and len(running) < together:
@@ -56,8 +56,8 @@ def serve(
             loop.step()
             running = [session for session in running if not session.sink.has_ended]  # type: ignore[attr-defined]
     finally:
-        if kept is not None:
-            loop.cycle.runner.change(*kept)
+        if previous is not None:
+            loop.cycle.runner.change(*previous)
     return sessions
 
 

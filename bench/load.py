@@ -156,12 +156,12 @@ def _record_reply(response: Any, served: Served) -> None:
 
 def _strings(raw: bytes) -> list[str]:
     """Return the strings of a tensor, each after its length in four bytes."""
-    found, at = [], 0
+    texts, at = [], 0
     while at < len(raw):
         size = int.from_bytes(raw[at : at + 4], "little")
-        found.append(raw[at + 4 : at + 4 + size].decode())
+        texts.append(raw[at + 4 : at + 4 + size].decode())
         at += 4 + size
-    return found
+    return texts
 
 
 _COUNTS = {

@@ -82,16 +82,16 @@ def ratios(sweeps: Iterable[dict[str, Any]]) -> Ratios:
     """Return {policy: {requests in flight: speed over plain decoding in each warm block}} of
     Spindle and the fixed choices, the blocks of all sweeps together.
     """
-    found: Ratios = {}
+    by_policy: Ratios = {}
     for record in sweeps:
         policies = list(dict.fromkeys(run["policy"] for run in record["runs"]))
-        shown = [name for name in policies if name == SPINDLE or name.startswith("fixed-")]
+        policies_shown = [name for name in policies if name == SPINDLE or name.startswith("fixed-")]
         for (_, load), speeds in block_speeds(blocks(record["runs"], policies), policies).items():
-            for policy in shown:
-                found.setdefault(policy, {}).setdefault(int(level(load)), []).extend(
+            for policy in policies_shown:
+                by_policy.setdefault(policy, {}).setdefault(int(level(load)), []).extend(
                     ours / plain for ours, plain in zip(speeds[policy], speeds[NONE], strict=True)
                 )
-    return found
+    return by_policy
 
 
 def mean(values: list[float]) -> float:
@@ -99,13 +99,13 @@ def mean(values: list[float]) -> float:
     return float(np.exp(np.log(values).mean()))
 
 
-def speed(found: Ratios, theme: dict[str, str]) -> Figure:
+def speed(by_policy: Ratios, theme: dict[str, str]) -> Figure:
     """Draw Spindle's line over the band of the fixed choices, worst to best; a dot a measured
     block.
     """
-    loads = sorted(found[SPINDLE])
-    means = {policy: [mean(own[load]) for load in loads] for policy, own in found.items()}
-    fixed = {policy: own for policy, own in means.items() if policy != SPINDLE}
+    loads = sorted(by_policy[SPINDLE])
+    means = {policy: [mean(series[load]) for load in loads] for policy, series in by_policy.items()}
+    fixed = {policy: series for policy, series in means.items() if policy != SPINDLE}
     figure, axis = plt.subplots(figsize=(7.2, 3.3), layout="constrained")
     x = range(len(loads))
     low, high = np.min([*fixed.values()], axis=0), np.max([*fixed.values()], axis=0)
@@ -120,9 +120,15 @@ def speed(found: Ratios, theme: dict[str, str]) -> Figure:
     )
     axis.plot(x, means[SPINDLE], color=theme["line"], linewidth=2.5, zorder=3)
     for place, load in enumerate(loads):
-        own = found[SPINDLE][load]
+        series = by_policy[SPINDLE][load]
         axis.plot(
-            [place] * len(own), own, "o", color=theme["line"], markersize=5, alpha=0.55, zorder=4
+            [place] * len(series),
+            series,
+            "o",
+            color=theme["line"],
+            markersize=5,
+            alpha=0.55,
+            zorder=4,
         )
         is_last = place == len(loads) - 1  # the band's names are right of it
         axis.annotate(
@@ -144,7 +150,7 @@ def _labels(axis: Axes, means: dict[str, list[float]], theme: dict[str, str]) ->
     """Name the line, and the band's edges by the choices that are best and worst where they end,
     each next to its end and none on top of another.
     """
-    ends = {policy: own[-1] for policy, own in means.items()}
+    ends = {policy: series[-1] for policy, series in means.items()}
     fixed = sorted((policy for policy in ends if policy != SPINDLE), key=ends.__getitem__)
     edges = {fixed[0]: "worst", fixed[-1]: "best"}
     low, high = axis.get_ylim()
@@ -176,15 +182,15 @@ def _frame(axis: Axes, loads: list[int], theme: dict[str, str]) -> None:
 
 def over_policies() -> Over:
     """Return Spindle over the other policies, all loads of all greedy sweeps together."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
+    by_over: dict[str, tuple[list[float], list[float]]] = {}
     for (processor, temperature, _, over), loads in read_speeds().items():
         is_shown = processor == HEADLINE and over in (BEST_FIXED, *OTHERS)
         if is_shown and not temperature:
-            ours, theirs = found.setdefault(over, ([], []))
+            ours, theirs = by_over.setdefault(over, ([], []))
             for own, other in loads.values():
                 ours += own
                 theirs += other
-    rows = {over: interval(*pair) for over, pair in found.items()}
+    rows = {over: interval(*pair) for over, pair in by_over.items()}
     return [
         ((OVER | OTHERS)[over], rows[over]["ratio"], rows[over]["interval_95"])
         for over in (BEST_FIXED, *OTHERS)
@@ -341,11 +347,11 @@ def main() -> None:
     """Write all pictures."""
     sweep = records.read(RESULTS / "policies-avx512.json")
     replayed = records.read(RESULTS / f"{TRACES}.json")
-    found = ratios(greedy(HEADLINE))
+    by_policy = ratios(greedy(HEADLINE))
     mpl.rcParams.update({"svg.hashsalt": "spindle", "font.size": 11})
     for name, theme in THEMES.items():
         figures = {
-            "speed": speed(found, theme),
+            "speed": speed(by_policy, theme),
             "policies": comparison({"": over_policies()}, theme),
             "peers": comparison(over_peers(), theme),
             "simulation": simulation(sweep["simulation"], theme),

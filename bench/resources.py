@@ -99,7 +99,7 @@ class Watch:
             for name, value in figures.items():
                 rows.setdefault(role, {}).setdefault(name, []).append((at_s, value))
         summary: dict[str, Any] = {}
-        grown = []
+        growth = []
         for role, quantities in rows.items():
             for name, values in quantities.items():
                 first = [value for at_s, value in values if 0.05 * end_s <= at_s <= end_s / 3]
@@ -114,8 +114,8 @@ class Watch:
                 summary.setdefault(role, {})[name] = thirds
                 factor, addend = ROOM.get(name, ROOM["handles"])
                 if thirds["last_third"] > factor * thirds["first_third"] + addend:
-                    grown.append(
+                    growth.append(
                         f"{role}: {name} grew from {thirds['first_third']} to "
                         f"{thirds['last_third']}"
                     )
-        return summary, grown
+        return summary, growth

@@ -211,13 +211,13 @@ class InProcessArm:
     def run(self, offer: Offer) -> Served:
         """Step until all is served, asleep while nothing is due."""
         loop = self._app.orchestrator
-        kept = loop.cycle.runner.change(self._policy, self._state)
+        previous = loop.cycle.runner.change(self._policy, self._state)
         self._app.stats.drain()
         started_s = time.perf_counter()
         try:
             replies = self._serve(offer)
         finally:
-            _, self._state = loop.cycle.runner.change(*kept)
+            _, self._state = loop.cycle.runner.change(*previous)
         return Served(replies, time.perf_counter() - started_s, _counts(self._app.stats.drain()))
 
     def _serve(self, offer: Offer) -> list[Reply]:

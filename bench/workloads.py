@@ -69,9 +69,9 @@ def load(name: str, count: int, seed: int) -> Workload:
         ),
         "qa": lambda: (wikipedia_questions(), WIKIPEDIA),
     }[name]()
-    chosen = random.Random(f"{name}/{seed}").sample(messages, min(count, len(messages)))
+    sample = random.Random(f"{name}/{seed}").sample(messages, min(count, len(messages)))
     return Workload(
-        name, tuple(chosen), f"{source.requirement}:{source.member} sha256 {source.sha256}"
+        name, tuple(sample), f"{source.requirement}:{source.member} sha256 {source.sha256}"
     )
 
 

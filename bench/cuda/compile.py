@@ -63,8 +63,8 @@ def steps() -> None:
         short = [of(i32, tokens) for _ in range(3)]
         trees.pack(*nodes, noise, noise, table, first, *long, *short, page=32, scratch=0)
     path, count = of(i32, rows, 9), of(i64, rows)
-    drawn, ids = of(i32, tokens), of(i64, tokens)
-    trees.walk(drawn, ids, place, first, of(i64, rows, 9), path, count, places=17)
+    drawn_tokens, ids = of(i32, tokens), of(i64, tokens)
+    trees.walk(drawn_tokens, ids, place, first, of(i64, rows, 9), path, count, places=17)
     trees.move(kv.expand(32, *kv.shape), table, start, path, count)
 
 
@@ -73,7 +73,7 @@ def compile_launches(launch: Callable[[], None], capability: int) -> list[tuple[
     does for a kernel that cannot be compiled.
     """
     target = GPUTarget("cuda", capability, 32)
-    found: dict[tuple[Any, ...], tuple[str, str]] = {}
+    launches: dict[tuple[Any, ...], tuple[str, str]] = {}
 
     def instead(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         del grid, warmup
@@ -83,7 +83,7 @@ def compile_launches(launch: Callable[[], None], capability: int) -> list[tuple[
         constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
         types = {name: _type(value) for name, value in values.items() if name not in constants}
         key = (kernel.fn.__name__, *types.items(), *constants.items(), *options.items())
-        if key in found:
+        if key in launches:
             return
         source = ASTSource(
             fn=kernel,
@@ -96,8 +96,8 @@ def compile_launches(launch: Callable[[], None], capability: int) -> list[tuple[
             },
         )
         compiled = triton.compile(source, target=target, options=options)
-        used = f"{resources(compiled.asm['cubin'])}, launch {compiled.metadata.shared}"
-        found[key] = kernel.fn.__name__, used
+        usage = f"{resources(compiled.asm['cubin'])}, launch {compiled.metadata.shared}"
+        launches[key] = kernel.fn.__name__, usage
 
     original = JITFunction.run
     JITFunction.run = instead
@@ -105,7 +105,7 @@ def compile_launches(launch: Callable[[], None], capability: int) -> list[tuple[
         launch()
     finally:
         JITFunction.run = original
-    return list(found.values())
+    return list(launches.values())
 
 
 def _type(value: object) -> str:
@@ -132,8 +132,8 @@ def resources(cubin: bytes) -> str:
 def main() -> None:
     """Compile everything and print a line for each kernel."""
     capability = int(sys.argv[1]) if sys.argv[1:] else 90
-    for name, used in compile_launches(steps, capability):
-        print(f"{name}: {used}")
+    for name, usage in compile_launches(steps, capability):
+        print(f"{name}: {usage}")
 
 
 if __name__ == "__main__":

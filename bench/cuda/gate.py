@@ -88,10 +88,12 @@ class Knowing(LookupEngine):
         return [Guess(1, 1, self._rest(sequence)[:length])]
 
     def _rest(self, sequence: Text) -> list[int]:
-        written = len(sequence.tokens) - sequence.prompt_tokens
+        output_tokens = len(sequence.tokens) - sequence.prompt_tokens
         text = self._texts[sequence.sampling.seed or 0]
         vocab = self.limits.vocab_size
-        return [(token + (at % 5 == 4)) % vocab for at, token in enumerate(text) if at >= written]
+        return [
+            (token + (at % 5 == 4)) % vocab for at, token in enumerate(text) if at >= output_tokens
+        ]
 
 
 _ids = itertools.count()
@@ -191,7 +193,7 @@ class Gate:
         }
         together = [ask for asks in alone.values() for ask in asks]
         short = [self._ask(40 + 61 * n % 300, {}, seed=n) for n in range(self._many)]
-        differ = sum(self._case(what, asks, 256) for what, asks in alone.items())
+        differ = sum(self._case(case, asks, 256) for case, asks in alone.items())
         if self.record["invariant"]:  # else near ties may part in another batch
             for chunk in (256, 2048):
                 differ += self._case(f"all lengths, chunks of {chunk}", together, chunk)
@@ -209,7 +211,7 @@ class Gate:
             seconds = min(self._time(asks, 2048) for _ in range(2))
             self._note(case=f"{self._many} rows, {name}", seconds=seconds)
 
-    def _case(self, what: str, asks: Sequence[Ask], chunk: int) -> int:
+    def _case(self, case: str, asks: Sequence[Ask], chunk: int) -> int:
         ways: dict[str, tuple[bool, int, bool]] = {
             "by the host": (True, 0, False),
             "by the device": (False, 0, False),
@@ -230,11 +232,11 @@ class Gate:
             )
         wanted = texts["by the host"]
         differ = {
-            way: [n for n, (a, b) in enumerate(zip(wanted, found, strict=True)) if a != b]
-            for way, found in texts.items()
+            way: [n for n, (a, b) in enumerate(zip(wanted, text, strict=True)) if a != b]
+            for way, text in texts.items()
         }
         self._note(
-            case=what, chunk=chunk, texts=len(asks), differ=differ, graphs=self.target.graphs
+            case=case, chunk=chunk, texts=len(asks), differ=differ, graphs=self.target.graphs
         )
         return sum(map(len, differ.values()))
 
@@ -242,9 +244,9 @@ class Gate:
         return Ask(random_prompt(tokens, self._shape.vocab, seed), options, self._tokens)
 
     def _time(self, asks: Sequence[Ask], chunk: int) -> float:
-        begun = time.monotonic()
+        start_s = time.monotonic()
         serve(self.target, asks, lookahead=1, chunk=chunk)
-        return round(time.monotonic() - begun, 4)
+        return round(time.monotonic() - start_s, 4)
 
     def _memory(self) -> dict[str, int]:
         if self._rehearse:

@@ -124,7 +124,7 @@ def run(part: Part, out: Path, left_s: float, *, rehearse: bool) -> dict[str, An
     report: dict[str, Any] = {"command": ["python", "-m", *words], "limit_s": round(limit_s, 1)}
     if limit_s < 2 * _MARGIN_S:
         return report | {"status": "no time left"}
-    begun, log = time.monotonic(), out / "log.txt"
+    start_s, log = time.monotonic(), out / "log.txt"
     with log.open("w+b") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", *words],
@@ -144,15 +144,15 @@ def run(part: Part, out: Path, left_s: float, *, rehearse: bool) -> dict[str, An
         text = output.read().decode(errors="replace")
     log.unlink()
     print(text[-3000:], flush=True)
-    report |= {"status": status, "wall_s": round(time.monotonic() - begun, 1)}
+    report |= {"status": status, "wall_s": round(time.monotonic() - start_s, 1)}
     return report | {"output": text[-8000:]}
 
 
 def versions() -> dict[str, str]:
     """Return the versions of what is measured and served; ``none`` of what is not installed."""
     names = (*_PACKAGES, *_PACKAGES_OF_SERVING)
-    found = {name: machine.package_version(name) or "none" for name in names}
-    return {"python": sys.version.split()[0]} | found
+    by_name = {name: machine.package_version(name) or "none" for name in names}
+    return {"python": sys.version.split()[0]} | by_name
 
 
 if __name__ == "__main__":

@@ -193,20 +193,20 @@ def tables(job: Job, engine: ScriptedEngine, heads: list[HeadInTarget]) -> dict[
         report=lambda _elapsed_s, _expected_s: None,
     )
     found = dict(zip(work, samples, strict=True))
-    made = {
+    curves = {
         name: tabulate(
             name,
-            own,
-            [min(found[name, case]) for case in own],
+            its_cases,
+            [min(found[name, case]) for case in its_cases],
             provenance(job),
             engine.limits.widths if name == TARGET else (),
         )
-        for name, own in cases.items()
+        for name, its_cases in cases.items()
     }
-    job.result["tables"] = {name: table.to_dict() for name, table in made.items()}
+    job.result["tables"] = {name: table.to_dict() for name, table in curves.items()}
     job.result["tables_s"] = round(time.monotonic() - started, 1)
     job.keep()
-    return made
+    return curves
 
 
 def provenance(job: Job) -> Provenance:
@@ -348,7 +348,7 @@ def serve(
     waited_s, by_size = engine.waited_s - waited_s, sizes_of_steps(engine, curve)
     loop.end()
     steps = max(1, loop.steps)
-    found = {
+    figures = {
         "tokens_per_s": round(loop.tokens / seconds, 2),
         "step_ms": round(1e3 * seconds / steps, 4),
         "device_ms": round(1e3 * loop.device_s / steps, 4),
@@ -358,9 +358,9 @@ def serve(
     }
     if load.share:
         ended = len(loop.latencies_s)
-        found |= {"requests_per_s": round(loop.load, 3), "ended": ended}
-        return found | {"latency_s": round(sum(loop.latencies_s) / ended, 4) if ended else 0.0}
-    return found | {"tokens_per_step_and_row": round(loop.tokens / steps / load.in_flight, 3)}
+        figures |= {"requests_per_s": round(loop.load, 3), "ended": ended}
+        return figures | {"latency_s": round(sum(loop.latencies_s) / ended, 4) if ended else 0.0}
+    return figures | {"tokens_per_step_and_row": round(loop.tokens / steps / load.in_flight, 3)}
 
 
 def sizes_of_steps(engine: ScriptedEngine, curve: LatencyCurve) -> dict[str, list[float]]:
@@ -389,7 +389,7 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             continue
         speed = 1 / cell["latency_s"] if load.share else cell["tokens_per_s"]
         speeds.setdefault(load.label, {}).setdefault(cell["policy"], []).append(speed)
-    found = {}
+    ratios = {}
     for load_name, of_arms in speeds.items():
         means = {arm: fmean(values) for arm, values in of_arms.items()}
         row: dict[str, Any] = {"speed": {arm: round(mean, 3) for arm, mean in means.items()}}
@@ -400,8 +400,8 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             row["adaptive_over"] = {
                 arm: round(means["adaptive"] / mean, 3) for arm, mean in others.items()
             }
-        found[load_name] = row
-    return found
+        ratios[load_name] = row
+    return ratios
 
 
 def main() -> None:

@@ -100,10 +100,10 @@ def serve(
             sessions.append(app.session(request, Sink()))
             app.orchestrator.submit(sessions[-1])
         while True:
-            begun = time.perf_counter()
+            start_s = time.perf_counter()
             if not app.orchestrator.step():
                 break
-            steps_ms.append(1e3 * (time.perf_counter() - begun))
+            steps_ms.append(1e3 * (time.perf_counter() - start_s))
         sequences = [session.sequence for session in sessions]
         texts += [each.tokens[each.prompt_tokens :] for each in sequences]
     return texts, median(steps_ms)
@@ -113,7 +113,7 @@ def compare(app: App, tokens: int, prompts: tuple[str, ...]) -> tuple[dict[str, 
     """Write every text in every way; return what was the same and how long steps took, and how many
     texts differ.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     differ = 0
     for name, options in OPTIONS.items():
         asks = [(prompt, options) for prompt in prompts]
@@ -133,15 +133,17 @@ def compare(app: App, tokens: int, prompts: tuple[str, ...]) -> tuple[dict[str, 
             if way == "with log-probs":  # its own row is drawn by the host
                 wrong = [n for n in wrong if n < len(given) - 1]
             differ += len(wrong)
-            found[f"{name}, {way}"] = {
+            results[f"{name}, {way}"] = {
                 "texts": len(texts),
                 "differ": wrong,
                 "step_ms": round(step_ms, 3),
             }
-            print(name, way, found[f"{name}, {way}"], flush=True)
-        plain, slow = (found[f"{name}, {way}"]["step_ms"] for way in ("among 16", "with log-probs"))
-        found[f"{name}, with log-probs"]["over_without"] = round(slow / plain, 3)
-    return found, differ
+            print(name, way, results[f"{name}, {way}"], flush=True)
+        plain, slow = (
+            results[f"{name}, {way}"]["step_ms"] for way in ("among 16", "with log-probs")
+        )
+        results[f"{name}, with log-probs"]["over_without"] = round(slow / plain, 3)
+    return results, differ
 
 
 def main() -> int:

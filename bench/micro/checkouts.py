@@ -89,13 +89,13 @@ class Prompts:
 
     def take(self, count: int) -> list[str]:
         """Return ``count`` messages of all kinds in turn; a kind that is used up starts again."""
-        chosen = []
+        batch = []
         for number in range(count):
             kind = number % len(self._by_kind)
             texts, at = self._by_kind[kind], self._next[kind]
-            chosen.append(texts[at % len(texts)])
+            batch.append(texts[at % len(texts)])
             self._next[kind] += 1
-        return chosen
+        return batch
 
 
 def describe(served: Served) -> dict[str, Any]:
@@ -216,11 +216,11 @@ def measure(
             for name in abba(list(arms), block):
                 if (block, temperature, at, name) in done:
                     continue
-                drawn = {"temperature": temperature} if temperature else {}
+                sampling = {"temperature": temperature} if temperature else {}
                 salt = f"{block}/{temperature}/{at}"
-                asked = {"max_tokens": options.max_tokens, "cache_salt": salt, **drawn}
+                inputs = {"max_tokens": options.max_tokens, "cache_salt": salt, **sampling}
                 requests = [
-                    {"text_input": text, **asked, **({"seed": number} if drawn else {})}
+                    {"text_input": text, **inputs, **({"seed": number} if sampling else {})}
                     for number, text in enumerate(texts)
                 ]
                 run = describe(arms[name].run(Offer(requests, at)))

@@ -74,8 +74,8 @@ def engines(
     cases = [Case(max(ROWS), CONTEXT, length=0), Case(1, CONTEXT, new=CHUNK, run=0)]
     sizes: dict[str, Any] = {"kv_blocks": blocks_for(cases) + 8, "max_context_tokens": 2 * CONTEXT}
     heads_of, dim = (model.heads, model.kv_heads), model.dim
-    asked = [AttentionSpec(n, *heads_of, dim, dim, dim**-0.5) for n in range(model.layers)]
-    target = TorchEngine("target", lm, asked, taps=layers, **sizes)
+    specs = [AttentionSpec(n, *heads_of, dim, dim, dim**-0.5) for n in range(model.layers)]
+    target = TorchEngine("target", lm, specs, taps=layers, **sizes)
     precision = "bf16" if dtype == torch.bfloat16 else "f32"
     int8 = partial(OpenvinoRows, precision=precision, threads=1)
     heads = {}

@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, report: dict[str, Any]) -> None:
             expected = own_texts(folder)
             for engine in args.engines:
                 texts = served_texts(folder, engine, Path(temporary) / engine)
-                equal = sum(text == own for text, own in zip(texts, expected, strict=True))
+                equal = sum(text == alone for text, alone in zip(texts, expected, strict=True))
                 report["equal"][engine][family] = equal
                 print(f"{family}, {engine}: {equal} of {len(PROMPTS)} texts equal", flush=True)
                 records.write(args.out, report)

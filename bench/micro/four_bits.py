@@ -335,7 +335,7 @@ def _measure(args: argparse.Namespace, name: str, place: Path) -> Sequence[dict[
     if not folder.exists():
         write_folder(shape, folder)
     spindle = Spindle(args, folder, "" if args.layers else "int4")
-    found = []
+    rows = []
     for kind in args.kinds:
         file = place / f"{stem}-{kind}.gguf"
         if not file.exists():
@@ -347,11 +347,11 @@ def _measure(args: argparse.Namespace, name: str, place: Path) -> Sequence[dict[
             row = {"shape": name, "layers": args.layers or "all", "llama.cpp": kind}
             row |= {"threads": args.threads} | compare(spindle.run, llama.run, cell, args)
             print(json.dumps(row), flush=True)
-            found.append(row)
+            rows.append(row)
         llama.close()
     del spindle
     gc.collect()
-    return found
+    return rows
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ EVERY_S = 0.02
 
 def peaks(work: str, folder: Path, head: str) -> dict[str, float]:
     """Return the peaks of a process in bytes."""
-    given = f"import pathlib, sys; folder, head = pathlib.Path({str(folder)!r}), {head!r}; "
-    process = subprocess.Popen([sys.executable, "-c", given + WORK[work]])
+    preamble = f"import pathlib, sys; folder, head = pathlib.Path({str(folder)!r}), {head!r}; "
+    process = subprocess.Popen([sys.executable, "-c", preamble + WORK[work]])
     most = dict.fromkeys(FIELDS.values(), 0.0)
     while process.poll() is None:
         try:
@@ -61,14 +61,14 @@ def main() -> None:
         os.environ["SPINDLE_CACHE"] = f"{place}/cache"
         folder = write_folder(dict(SHAPES[args.shape]), Path(place) / args.shape)
         stored = sum(file.stat().st_size for file in weight_files(folder))
-        found = {work: peaks(work, folder, args.head) for work in WORK}
+        memory = {work: peaks(work, folder, args.head) for work in WORK}
     over = {
         work: {name: round(most / stored, 2) for name, most in each.items()}
-        for work, each in found.items()
+        for work, each in memory.items()
     }
     record = {
         "file_bytes": stored,
-        "peak_bytes": found,
+        "peak_bytes": memory,
         "peak_over_file_bytes": over,
     }
     records.write(args.out, record)

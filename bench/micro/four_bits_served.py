@@ -116,8 +116,8 @@ def measure(args: argparse.Namespace, place: Path) -> Iterator[dict[str, Any]]:
     tokenizer = load_tokenizer(folder)
     prompts = [tokenizer.encode(text) for text in texts]
     with tempfile.TemporaryDirectory() as run_folder:
-        own = config_of(folder, args.threads, "suffix", {"kind": "adaptive", "k_max": 8})
-        real = ServerArm(own, Path(run_folder) / "real")
+        config = config_of(folder, args.threads, "suffix", {"kind": "adaptive", "k_max": 8})
+        real = ServerArm(config, Path(run_folder) / "real")
         try:
             script = {"kind": "fixed", "draft": "script", "length": 4, "k_max": 4}
             other = config_of(folder, args.threads, "bench.micro.scripted_draft", script)
@@ -153,8 +153,8 @@ def compare(
         for repeat in range(args.repeats + 1):
             speeds["llama.cpp"].append(llama.write(prompts, args.tokens, in_flight))
             for name, (server, more) in arms.items():
-                asked = offer(texts, args, in_flight, f"{in_flight} {name} {repeat}", **more)
-                served = server.run(asked)
+                requests = offer(texts, args, in_flight, f"{in_flight} {name} {repeat}", **more)
+                served = server.run(requests)
                 emitted = sum(reply.output_tokens for reply in served.replies)
                 accepted = sum(reply.accepted for reply in served.replies)
                 speeds[name].append(emitted / served.wall_s)

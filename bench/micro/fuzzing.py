@@ -107,13 +107,13 @@ def _bodies(start: dict[str, Any], names: list[str]) -> st.SearchStrategy[bytes]
     spoilt = st.dictionaries(
         st.one_of(st.sampled_from(names), st.text(max_size=12)), JSON, min_size=0, max_size=4
     )
-    lost = st.sets(st.sampled_from(sorted(start)), max_size=2) if start else st.just(set())
-    made = st.tuples(spoilt, lost).map(
+    missing = st.sets(st.sampled_from(sorted(start)), max_size=2) if start else st.just(set())
+    bodies = st.tuples(spoilt, missing).map(
         lambda pair: {
             name: value for name, value in {**start, **pair[0]}.items() if name not in pair[1]
         }
     )
-    encoded = st.one_of(made, JSON).map(
+    encoded = st.one_of(bodies, JSON).map(
         lambda body: json.dumps(body).encode("utf-8", "surrogatepass")
     )
     cut = st.tuples(encoded, st.integers(0, 60)).map(lambda pair: pair[0][: -pair[1] or None])
@@ -305,14 +305,14 @@ _STARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _merge(start: list[Tensor], spoilt: list[Tensor], lost: int) -> list[Tensor]:
+def _merge(start: list[Tensor], spoilt: list[Tensor], missing: int) -> list[Tensor]:
     named = {tensor.name: tensor for tensor in (*start, *spoilt)}
-    kept = [
+    tensors = [
         tensor
         for index, tensor in enumerate(named.values())
-        if lost % 7 != index or index >= len(start)
+        if missing % 7 != index or index >= len(start)
     ]
-    return [_bound(tensor) for tensor in kept]
+    return [_bound(tensor) for tensor in tensors]
 
 
 def _bound(tensor: Tensor) -> Tensor:

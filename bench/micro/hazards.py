@@ -91,8 +91,8 @@ class Found:
         proposal = self.proposals[place]
         if proposal is None:
             return 0
-        kept = proposal.spine().first(chain) if chain else proposal.first(nodes)
-        return len(kept.follow(self.tokens[place:]))
+        part = proposal.spine().first(chain) if chain else proposal.first(nodes)
+        return len(part.follow(self.tokens[place:]))
 
     def walk(self, **options: int) -> tuple[int, int]:
         """Return (tokens, steps) of speculation along the answer, from its second token on."""
@@ -132,47 +132,47 @@ def answers(
 
 def poll(engine: Engine, number: int) -> list[Completion]:
     """Return ``number`` completions. Raises RuntimeError for one that failed."""
-    found: list[Completion] = []
-    while len(found) < number:
-        found += engine.poll(1.0)
-    for completion in found:
+    completions: list[Completion] = []
+    while len(completions) < number:
+        completions += engine.poll(1.0)
+    for completion in completions:
         if completion.error is not None:
             raise RuntimeError(f"engine {engine.name!r}: {completion.error}")
-    return found
+    return completions
 
 
 def propose_everywhere(draft: Engine, batch: list[Answer]) -> list[Found]:
     """Have a draft propose at every place of the answers, all of them in one batch."""
     room = -(-(max(len(answer.tokens) for answer in batch) + PLACES + 1) // BLOCK_TOKENS)
-    found = [Found([None], answer.tokens[answer.prompt_tokens :]) for answer in batch]
+    proposals = [Found([None], answer.tokens[answer.prompt_tokens :]) for answer in batch]
     ids = [next(_IDS) for _ in batch]
-    for place in range(1, max(len(one.tokens) for one in found)):
+    for place in range(1, max(len(one.tokens) for one in proposals)):
         turns = []
         for row, answer in enumerate(batch):
-            if place >= len(found[row].tokens):
+            if place >= len(proposals[row].tokens):
                 continue
             sequence = answer.at(place)
             sequence.id = ids[row]
             sequence.blocks = {draft.name: list(range(row * room, (row + 1) * room))}
-            found[row].proposals.append(None)
+            proposals[row].proposals.append(None)
             answer.show(draft, sequence, place)
             if draft.available(sequence, PLACES):
                 turns.append(Turn(sequence, len(sequence.tokens), run=PLACES, nodes=256))
         draft.submit(turns)
         for completion in poll(draft, len(turns)):
-            found[ids.index(completion.sequence_id)].proposals[place] = completion.proposal
+            proposals[ids.index(completion.sequence_id)].proposals[place] = completion.proposal
     draft.cancel(ids)
-    return found
+    return proposals
 
 
-def figures(found: list[Found], seed: int) -> dict[str, Any]:
+def figures(proposals: list[Found], seed: int) -> dict[str, Any]:
     """Return a draft's figures along the answers."""
     alive, matched = np.zeros(PLACES, int), np.zeros(PLACES, int)
     claims: list[tuple[float, bool]] = []
-    asked = covered = 0
-    for one in found:
+    places = covered = 0
+    for one in proposals:
         for place, proposal in enumerate(one.proposals):
-            asked += place > 0
+            places += place > 0
             if proposal is None or not len(proposal):
                 continue
             covered += 1
@@ -184,12 +184,12 @@ def figures(found: list[Found], seed: int) -> dict[str, Any]:
             first = proposal.tokens[0] == one.tokens[place]
             claims.append((proposal.confidence[0], first))
     walks = {
-        "chain_4": [one.walk(chain=4) for one in found],
-        f"tree_{NODES}": [one.walk() for one in found],
+        "chain_4": [one.walk(chain=4) for one in proposals],
+        f"tree_{NODES}": [one.walk() for one in proposals],
     }
     return {
-        "places": asked,
-        "proposes": round(covered / max(asked, 1), 3),
+        "places": places,
+        "proposes": round(covered / max(places, 1), 3),
         "hazards": [round(h / a, 3) if a else None for h, a in zip(matched, alive, strict=True)],
         "tokens_per_step": {name: ratio(walk, seed) for name, walk in walks.items()},
         "reliability": reliability(claims),
@@ -287,11 +287,11 @@ def measure(config: ServingConfig, args: argparse.Namespace) -> dict[str, Any]:
             rows.append(row)
             last = max(batch, key=lambda answer: len(answer.tokens))
             print(table(row), file=sys.stderr, flush=True)
-    found: dict[str, Any] = {"workloads": rows}
+    record: dict[str, Any] = {"workloads": rows}
     if last is not None:
-        found["costs"] = costs(target, drafts, last, args.rounds)
-        print(found["costs"], file=sys.stderr)
-    return found
+        record["costs"] = costs(target, drafts, last, args.rounds)
+        print(record["costs"], file=sys.stderr)
+    return record
 
 
 def table(row: dict[str, Any]) -> str:
@@ -301,10 +301,12 @@ def table(row: dict[str, Any]) -> str:
         "| draft | proposes | 1st | 2nd | 3rd | 4th | chain of 4 | tree of 8 |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, found in row["drafts"].items():
-        hazards = ["-" if h is None else f"{h:.2f}" for h in found["hazards"]]
-        rates = [f"{r[0]:.2f} ({r[1]:.2f}-{r[2]:.2f})" for r in found["tokens_per_step"].values()]
-        lines.append(f"| {name} | {found['proposes']:.2f} | " + " | ".join(hazards + rates) + " |")
+    for name, figures in row["drafts"].items():
+        hazards = ["-" if h is None else f"{h:.2f}" for h in figures["hazards"]]
+        rates = [f"{r[0]:.2f} ({r[1]:.2f}-{r[2]:.2f})" for r in figures["tokens_per_step"].values()]
+        lines.append(
+            f"| {name} | {figures['proposes']:.2f} | " + " | ".join(hazards + rates) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -240,14 +240,16 @@ def drift(instance: Instance, choice: Choice, rng: np.random.Generator) -> Insta
     """
     view = instance.view
     emitted = np.array([1 + int(rng.integers(0, length + 1)) for _, length in choice])
-    used = np.array([draft for draft, _ in choice])[:, None] == np.arange(len(view.drafts))
+    is_used = np.array([draft for draft, _ in choice])[:, None] == np.arange(len(view.drafts))
     following = replace(
         view,
         context=view.context + emitted,
         remaining=np.maximum(view.remaining - emitted, 1),
-        catchup=np.where(used, rng.integers(1, 3, used.shape), view.catchup + emitted[:, None]),
+        catchup=np.where(
+            is_used, rng.integers(1, 3, is_used.shape), view.catchup + emitted[:, None]
+        ),
     )
-    noise = rng.normal(0.0, 0.1, (*used.shape, 1)) + rng.normal(0.0, 0.02, instance.hazard.shape)
+    noise = rng.normal(0.0, 0.1, (*is_used.shape, 1)) + rng.normal(0.0, 0.02, instance.hazard.shape)
     odds = instance.hazard / (1 - instance.hazard) * np.exp(noise)
     return replace(
         instance,

@@ -68,8 +68,8 @@ def prepare(folder: Path) -> dict[str, str]:
     }
     (folder / "in.json").write_text(json.dumps({"data": [prompt]}))
     for name, pattern in LIBRARIES.items():
-        (found, *_) = (Path(sysconfig.get_path("purelib")) / "nvidia_pytriton.libs").glob(pattern)
-        (folder / name).symlink_to(found)
+        (library, *_) = (Path(sysconfig.get_path("purelib")) / "nvidia_pytriton.libs").glob(pattern)
+        (folder / name).symlink_to(library)
     return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
 
 

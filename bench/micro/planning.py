@@ -107,8 +107,8 @@ class ClosedLoop:
             plan=plan,
         )
         self.remaining = np.where(over, rng.integers(20, 200, rows), self.remaining - accepted - 1)
-        used = (plan.draft[:, None] == np.arange(self._drafts)) & (length > 0)[:, None]
-        self.catchup = np.where(used, 1, self.catchup + accepted[:, None] + 1)
+        is_used = (plan.draft[:, None] == np.arange(self._drafts)) & (length > 0)[:, None]
+        self.catchup = np.where(is_used, 1, self.catchup + accepted[:, None] + 1)
         self.catchup[over] = 40
         self.ids = np.where(over, self.ids.max() + over.cumsum(), self.ids)
         return outcome

@@ -64,19 +64,19 @@ def stepper(engine: StepEngine, sequences: int, proposed: int, context: int) -> 
     length = context if prefills else context + 1
     blocks = -(-(length + max(0, proposed)) // BLOCK_TOKENS)
     generator = torch.Generator().manual_seed(sequences)
-    made = []
+    outputs = []
     for number in range(sequences):
         count = length + max(0, proposed)
         tokens = torch.randint(0, engine.limits.vocab_size, (count,), generator=generator).tolist()
         table = list(range(number * blocks, (number + 1) * blocks))
         sequence = Sequence(number, tokens[:length], context, SamplingParams(), {"arm": table})
         chain = Proposal.chain("bench", tokens[length:]) if proposed > 0 else None
-        made.append(Turn(sequence, length, proposal=chain))
+        outputs.append(Turn(sequence, length, proposal=chain))
 
     def step() -> None:
-        for turn in made:
+        for turn in outputs:
             engine.assume(turn.sequence, 0 if prefills else context)
-        engine.submit(made)
+        engine.submit(outputs)
         for completion in engine.poll(0.0):
             if completion.error:
                 raise RuntimeError(completion.error)
@@ -90,22 +90,22 @@ def times(engines: dict[str, StepEngine], context: int, rounds: int) -> list[dic
     rows = []
     for sequences, proposed, before in cells:
         steps = {arm: stepper(e, sequences, proposed, before) for arm, e in engines.items()}
-        taken: dict[str, list[float]] = {arm: [] for arm in steps}
+        seconds: dict[str, list[float]] = {arm: [] for arm in steps}
         for index in range(rounds + 1):
             for arm in [*steps, *reversed(steps)]:
                 start = time.process_time()
                 steps[arm]()
                 if index:
-                    taken[arm].append(1e3 * (time.process_time() - start))
+                    seconds[arm].append(1e3 * (time.process_time() - start))
         for engine in engines.values():
             engine.cancel(range(sequences))
         first, *others = engines
         ratios = {
-            arm: statistics.median(a / b for a, b in zip(taken[first], taken[arm], strict=True))
+            arm: statistics.median(a / b for a, b in zip(seconds[first], seconds[arm], strict=True))
             for arm in others
         }
         row = {"sequences": sequences, "proposed": proposed, "tokens": before}
-        medians = {arm: statistics.median(values) for arm, values in taken.items()}
+        medians = {arm: statistics.median(values) for arm, values in seconds.items()}
         rows.append({**row, "cpu_ms": medians, f"{first}_over": ratios})
         print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -125,10 +125,10 @@ def fidelity(
         return logits.float().log_softmax(-1)
 
     first, *others = engines
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for kind, ones in texts.items():
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, lines in texts.items():
         sums = {arm: torch.zeros(3, dtype=torch.float64) for arm in others}
-        for text in ones:
+        for text in lines:
             reference = log_probs(engines[first], text)
             for arm in others:
                 other = log_probs(engines[arm], text)
@@ -136,12 +136,12 @@ def fidelity(
                 divergence = (reference.exp() * (reference - other)).sum(-1).double().sum()
                 more = (other - reference)[:-1].gather(1, torch.tensor(text[1:])[:, None])
                 sums[arm] += torch.stack([same, divergence, more.double().sum()])
-        positions = sum(map(len, ones))
-        found[kind] = {
+        positions = sum(map(len, lines))
+        results[kind] = {
             arm: dict(zip(FIDELITY, (total / positions).tolist(), strict=True))
             for arm, total in sums.items()
         }
-    return found
+    return results
 
 
 def main() -> None:
@@ -164,16 +164,16 @@ def main() -> None:
         rendered = [workloads.render(message, args.model) for message in messages]
         texts[name] = [tokenizer.encode(text, False)[:EXCERPT_TOKENS] for text in rendered]
     with torch.inference_mode():
-        kept = fidelity(engines, texts)
+        agreement = fidelity(engines, texts)
     report = {
         "seed": args.seed,
         "threads": 1,
-        "positions": {name: sum(map(len, ones)) for name, ones in texts.items()},
-        f"against {arms[0]}": kept,
+        "positions": {name: sum(map(len, lines)) for name, lines in texts.items()},
+        f"against {arms[0]}": agreement,
         "steps": times(engines, args.context, args.rounds),
     }
     records.write(args.out, report)
-    print(json.dumps(kept, indent=1))
+    print(json.dumps(agreement, indent=1))
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def request(form: Format, seed: int) -> openvino.InferRequest:
 
 def first(run: openvino.InferRequest, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return the first product."""
-    found: npt.NDArray[Any] = run.infer([rows])[0].copy()
-    return found
+    result: npt.NDArray[Any] = run.infer([rows])[0].copy()
+    return result
 
 
 def main() -> None:
@@ -100,14 +100,14 @@ def main() -> None:
         same = {
             name: bool((first(r, some) == alone[name][:count]).all()) for name, r in runs.items()
         }
-        taken: dict[str, list[float]] = {name: [] for name in runs}
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(args.repeats):
             for name, run in runs.items():
                 run.infer([some], share_outputs=True)  # the others' matrices were in the caches
                 started = time.perf_counter()
                 run.infer([some], share_outputs=True)
-                taken[name].append(1e3 * (time.perf_counter() - started))
-        medians = {name: round(statistics.median(times), 2) for name, times in taken.items()}
+                seconds[name].append(1e3 * (time.perf_counter() - started))
+        medians = {name: round(statistics.median(times), 2) for name, times in seconds.items()}
         cells.append({"rows": count, "ms": medians, "same_bits": same})
         print(json.dumps(cells[-1]), flush=True)
     record = {

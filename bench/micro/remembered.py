@@ -76,28 +76,28 @@ NAMES = ("Ada", "Bo", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "Jo", 
 
 def chat(*messages: tuple[str, str]) -> str:
     """Return messages (role, content) as ChatML, up to where the answer begins."""
-    said = (f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
-    return "".join(said) + "<|im_start|>assistant\n"
+    turns = (f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
+    return "".join(turns) + "<|im_start|>assistant\n"
 
 
 def questions(count: int, seed: int) -> list[str]:
     """Return prompts with different questions about one schema."""
-    rng, found = random.Random(f"sql/{seed}"), list[str]()
-    while len(found) < count:
+    rng, prompts_made = random.Random(f"sql/{seed}"), list[str]()
+    while len(prompts_made) < count:
         question = rng.choice(ASKED).format(**{k: rng.choice(v) for k, v in VALUES.items()})
         text = f"{SCHEMA}\n\nWrite one SQL query that answers: {question}"
-        if chat(("user", text)) not in found:
-            found.append(chat(("user", text)))
-    return found
+        if chat(("user", text)) not in prompts_made:
+            prompts_made.append(chat(("user", text)))
+    return prompts_made
 
 
 def loops(count: int, seed: int) -> list[str]:
     """Return prompts of an agent's steps, loop after loop. The steps before are as they should have
     been, so that every arm is asked the same.
     """
-    rng, found = random.Random(f"agent/{seed}"), list[str]()
-    while len(found) < count:
-        known = {
+    rng, prompts_made = random.Random(f"agent/{seed}"), list[str]()
+    while len(prompts_made) < count:
+        buyer = {
             "id": rng.randrange(100, 999),
             "order": rng.randrange(10_000, 99_999),
             "total": rng.randrange(10, 300),
@@ -105,20 +105,20 @@ def loops(count: int, seed: int) -> list[str]:
             "city": rng.choice(VALUES["city"]),
         }
         calls = (
-            f'"find_customer", "arguments": {{"name": "{known["name"]}", "city": "{known["city"]}"',
-            f'"list_orders", "arguments": {{"customer_id": {known["id"]}, "status": "paid", '
+            f'"find_customer", "arguments": {{"name": "{buyer["name"]}", "city": "{buyer["city"]}"',
+            f'"list_orders", "arguments": {{"customer_id": {buyer["id"]}, "status": "paid", '
             '"limit": 10',
-            f'"refund_order", "arguments": {{"order_id": {known["order"]}, "reason": "broken", '
+            f'"refund_order", "arguments": {{"order_id": {buyer["order"]}, "reason": "broken", '
             '"notify": true',
         )
-        asked = f"{known['name']} from {known['city']} wants the money back for a broken kettle."
-        messages = [("system", TOOLS), ("user", asked)]
+        request = f"{buyer['name']} from {buyer['city']} wants the money back for a broken kettle."
+        messages = [("system", TOOLS), ("user", request)]
         for call, result in zip(calls, RESULTS, strict=True):
-            found.append(chat(*messages))
-            answer = result.format(**known)
+            prompts_made.append(chat(*messages))
+            answer = result.format(**buyer)
             messages += [("assistant", f'{{"tool": {call}}}}}'), ("user", answer)]
-        found.append(chat(*messages))
-    return found[:count]
+        prompts_made.append(chat(*messages))
+    return prompts_made[:count]
 
 
 def unlike(count: int, seed: int) -> list[str]:
@@ -140,11 +140,11 @@ ARMS = {
 
 def app_of(config: ServingConfig, drafts: tuple[str, ...]) -> App:
     """Return an app with these drafts: those of a configuration, or of a kind without a model."""
-    known = {draft.name: draft for draft in config.drafts}
+    by_name = {draft.name: draft for draft in config.drafts}
     chosen = tuple(
-        known.get(name) or EngineConfig(engine=name, name=name)
+        by_name.get(name) or EngineConfig(engine=name, name=name)
         for name in drafts
-        if name in known or name in KINDS
+        if name in by_name or name in KINDS
     )
     policy = replace(config.policy, keep_learned=False)
     return build(replace(config, drafts=chosen, policy=policy))
@@ -162,20 +162,20 @@ def serve(app: App, prompts: list[str], max_tokens: int) -> tuple[dict[str, Any]
         name: [sum(s.drafts.get(name, (0, 0))[place] for s in sessions) for place in (0, 1)]
         for name in sorted({name for session in sessions for name in session.drafts})
     }
-    found = {
+    figures = {
         "tokens_per_step": round(tokens / (tokens - accepted), 3),
         "seconds": round(seconds, 1),
         "tokens": tokens,
         "proposed_and_accepted": by_draft,
     }
-    return found, [s.sequence.tokens[s.sequence.prompt_tokens :] for s in sessions]
+    return figures, [s.sequence.tokens[s.sequence.prompt_tokens :] for s in sessions]
 
 
 def compare(config: ServingConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Return for each workload what each arm took, and how many texts differ between arms."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, prompts in WORKLOADS.items():
-        found[name], texts = {}, list[list[list[int]]]()
+        results[name], texts = {}, list[list[list[int]]]()
         asked = prompts(options.count, options.seed)
         for arm in options.arms:
             app = app_of(config, ARMS[arm])
@@ -183,7 +183,7 @@ def compare(config: ServingConfig, options: argparse.Namespace) -> dict[str, Any
             app.close()
             del app
             gc.collect()  # a model's weights, before the next one's
-            found[name][arm] = figures
+            results[name][arm] = figures
             print(name, arm, figures, file=sys.stderr, flush=True)
             texts.append(answers)
         same = sum(
@@ -192,8 +192,8 @@ def compare(config: ServingConfig, options: argparse.Namespace) -> dict[str, Any
             for one, other in zip(texts[0], answers, strict=True)
         )
         compared = len(asked) * (len(texts) - 1)
-        found[name] |= {"prompts": len(asked), "texts_compared": compared, "same": same}
-    return found
+        results[name] |= {"prompts": len(asked), "texts_compared": compared, "same": same}
+    return results
 
 
 def costs(tokens: int, seed: int) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def costs(tokens: int, seed: int) -> dict[str, Any]:
     weights = list(itertools.accumulate(1 / (1 + place) for place in range(len(words))))
 
     def sequence(number: int, length: int) -> Sequence:
-        chosen = rng.choices(words, cum_weights=weights, k=length // 2)
-        text = list(itertools.chain.from_iterable(chosen))[:length]
+        picks = rng.choices(words, cum_weights=weights, k=length // 2)
+        text = list(itertools.chain.from_iterable(picks))[:length]
         return Sequence(number, text, 64, SamplingParams(), salt=rng.choice("ab"))
 
     engine = SuffixEngine("suffix", remembered_tokens=tokens, max_draft_tokens=8)

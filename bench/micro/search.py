@@ -68,12 +68,12 @@ def small(rows: int, count: int, rng: np.random.Generator) -> Iterable[Instance]
 
 def losses(instances: Iterable[Instance], best: Callable[[Instance], float]) -> list[float]:
     """Return what the choice loses against the best one, as a share."""
-    lost = []
+    shares = []
     for instance in instances:
         choice, result = best_choice(instance.problem(), instance.price)
         missed = best(instance) - value_of(instance, choice)
-        lost.append(missed / (instance.price * result.charged_s))
-    return lost
+        shares.append(missed / (instance.price * result.charged_s))
+    return shares
 
 
 def losses_by_size(count: int, seed: int) -> dict[str, dict[str, Any]]:

@@ -228,8 +228,8 @@ class Soak:
 
     def check(self) -> dict[str, Any]:
         """Return the figures, and note what was violated."""
-        resources, grown = self.watch.summary()
-        self.violations += grown
+        resources, growth = self.watch.summary()
+        self.violations += growth
         answered = sum(self.outcomes.values()) - self.outcomes[UNANSWERED]
         if answered != self.sent_requests:
             self.violations.append(f"{self.sent_requests} requests were sent, {answered} ended")

@@ -160,8 +160,10 @@ class Peers:
         stack, _, kind = name.partition("-")
         run = "bf16 checkpoint" if self._dtype == "bfloat16" else "bf16 checkpoint, run in fp32"
         target = self._gguf_kind(name) if stack in _FORMS else run
-        own = "bf16" if self._dtype == "bfloat16" else "fp32"
-        draft = {"transformers": "fp32", "vllm": own, "openvino": "fp16", "llamacpp": "bf16"}[stack]
+        dtype = "bf16" if self._dtype == "bfloat16" else "fp32"
+        draft = {"transformers": "fp32", "vllm": dtype, "openvino": "fp16", "llamacpp": "bf16"}[
+            stack
+        ]
         return f"{target}; draft {draft}, whole head" if kind == "draft" else target
 
     def close(self) -> None:
@@ -179,13 +181,13 @@ class Peers:
 
     def _drafts(self) -> list[EngineConfig]:
         """Return the drafts that run a model, the largest first."""
-        found = [
+        draft_folders = [
             draft
             for draft in self._config.drafts
             if draft.kind.checkpoint and not draft.kind.reads_target
         ]
         return sorted(
-            found,
+            draft_folders,
             key=lambda draft: (
                 -sum(file.stat().st_size for file in model_path(draft).glob("*.safetensors"))
             ),
@@ -199,7 +201,7 @@ class Peers:
             load_tokenizer(model_path(self._config.target)),
         )
         threads = self._config.threads if isinstance(self._config.threads, int) else 1
-        own = [
+        arguments = [
             "--threads",
             str(threads),
             *(
@@ -222,7 +224,7 @@ class Peers:
                 if kind == "draft"
                 else []
             )
-        return [*_COMMANDS[stack](name), *map(str, models), *own]
+        return [*_COMMANDS[stack](name), *map(str, models), *arguments]
 
 
 def environment(stack: str) -> Path:

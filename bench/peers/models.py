@@ -38,21 +38,21 @@ def whole_head(folder: Path) -> Path:
         return folder
     place = _place(folder, "hf")
     if not place.exists():
-        size, made = config["vocab_size"], _tensors(folder)
-        ids, rows = made.pop(HEAD_IDS).long(), made[HEAD].float()
-        made[HEAD] = rows.mean(0).repeat(size, 1)
-        made[HEAD][ids] = rows
-        own = {
+        size, tensors = config["vocab_size"], _tensors(folder)
+        ids, rows = tensors.pop(HEAD_IDS).long(), tensors[HEAD].float()
+        tensors[HEAD] = rows.mean(0).repeat(size, 1)
+        tensors[HEAD][ids] = rows
+        columns = {
             key: value
             for key, value in config.items()
             if key not in ("draft_vocab_size", "vocabulary_sha256")
         }
         with tempfile.TemporaryDirectory(dir=place.parent) as fresh:
             save_file(
-                {name: tensor.bfloat16().contiguous() for name, tensor in made.items()},
+                {name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()},
                 Path(fresh) / "model.safetensors",
             )
-            (Path(fresh) / "config.json").write_text(json.dumps(own, indent=1) + "\n", "utf-8")
+            (Path(fresh) / "config.json").write_text(json.dumps(columns, indent=1) + "\n", "utf-8")
             shutil.copytree(fresh, place)
     return place
 
@@ -118,7 +118,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     """Add the byte-level BPE tokenizer of a folder, as llama.cpp names the two that this project
     has.
     """
-    tokenizer, own = (
+    tokenizer, vocabulary = (
         json.loads((folder / name).read_text("utf-8"))
         for name in ("tokenizer.json", "tokenizer_config.json")
     )
@@ -139,11 +139,11 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_token_merges(
         [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     )
-    writer.add_bos_token_id(model["vocab"][own["bos_token"]])
-    writer.add_eos_token_id(model["vocab"][own["eos_token"]])
-    writer.add_pad_token_id(model["vocab"][own["pad_token"]])
+    writer.add_bos_token_id(model["vocab"][vocabulary["bos_token"]])
+    writer.add_eos_token_id(model["vocab"][vocabulary["eos_token"]])
+    writer.add_pad_token_id(model["vocab"][vocabulary["pad_token"]])
     writer.add_add_bos_token(False)
-    writer.add_chat_template(own["chat_template"])
+    writer.add_chat_template(vocabulary["chat_template"])
 
 
 def _add_tensor(
@@ -158,11 +158,11 @@ def _add_tensor(
     part = name.split(".")[-2]
     if part in heads:
         weight = permute(weight, heads[part])
-    kept = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else kind
+    stored_kind = gguf.GGMLQuantizationType.F32 if weight.ndim == 1 else kind
     writer.add_tensor(
         names.get_name(name, try_suffixes=(".weight",)) or name,
-        gguf.quantize(np.ascontiguousarray(weight), kept),
-        raw_dtype=kept,
+        gguf.quantize(np.ascontiguousarray(weight), stored_kind),
+        raw_dtype=stored_kind,
     )
 
 

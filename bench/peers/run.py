@@ -94,20 +94,20 @@ class Family:
         config = parse_config(self._config)
         target, drafts = "bf16 checkpoint", ", ".join(draft.name for draft in config.drafts)
         target += f", run in {config.target.dtype}" if config.target.dtype != "bf16" else ""
-        own = {NONE: target, SPINDLE: f"{target}; drafts {drafts}"}
-        return own | {name: self._peers.weights(name) for name in self.names if name in PEERS}
+        dtypes = {NONE: target, SPINDLE: f"{target}; drafts {drafts}"}
+        return dtypes | {name: self._peers.weights(name) for name in self.names if name in PEERS}
 
     def start(self) -> None:
         """Start all, as many at once as there are cores, and let them serve a few prompts that are
         not scored.
         """
         with ThreadPoolExecutor(machine.cores()) as starting:
-            begun = {
+            servers = {
                 name: starting.submit(self._peers.arm, name) for name in self.names if name in PEERS
             }
             for name in (NONE, SPINDLE):
                 self._servers.arm(name)
-        for name, start in begun.items():
+        for name, start in servers.items():
             if error := start.exception():
                 self.skipped[name] = str(error).splitlines()[0]
         for workload in self._texts:
@@ -174,39 +174,39 @@ class Family:
 
 def rows(family: Family, seed: int) -> list[dict[str, Any]]:
     """Return a row an arm and number in flight, of the arms that have run in every block."""
-    found = {
+    measured = {
         (run["workload"], run["in_flight"], run["block"], run["arm"]): run for run in family.runs
     }
-    points = sorted({key[:3] for key in found})
-    made = []
+    points = sorted({key[:3] for key in measured})
+    table = []
     for workload, in_flight in dict.fromkeys(point[:2] for point in points):
         blocks = [point for point in points if point[:2] == (workload, in_flight)]
         for name in (
-            name for name in family.names if all((*block, name) in found for block in blocks)
+            name for name in family.names if all((*block, name) in measured for block in blocks)
         ):
-            own, none, plain, spindle = (
-                [found[(*block, arm)] for block in blocks]
+            runs, none, plain, spindle = (
+                [measured[(*block, arm)] for block in blocks]
                 for arm in (name, NONE, plain_of(name), SPINDLE)
             )
-            replies = [reply for run in own for reply in run["replies"]]
-            made.append(
+            replies = [reply for run in runs for reply in run["replies"]]
+            table.append(
                 {
                     "workload": workload,
                     "in_flight": in_flight,
                     "arm": name,
-                    "tokens_per_s": round(median(map(speed, own)), 2),
+                    "tokens_per_s": round(median(map(speed, runs)), 2),
                     "mean_latency_s": round(
                         sum(reply.total_s for reply in replies) / len(replies), 4
                     ),
                     "first_token_p50_s": round(median(reply.first_s for reply in replies), 4),
-                    "over_plain": ratio(own, plain, seed),
-                    "over_none": ratio(own, none, seed),
-                    "spindle_over": ratio(spindle, own, seed),
-                    "as_plain": exactness(own, plain, family.tokenizer),
-                    "as_none": exactness(own, none, family.tokenizer),
+                    "over_plain": ratio(runs, plain, seed),
+                    "over_none": ratio(runs, none, seed),
+                    "spindle_over": ratio(spindle, runs, seed),
+                    "as_plain": exactness(runs, plain, family.tokenizer),
+                    "as_none": exactness(runs, none, family.tokenizer),
                 }
             )
-    return made
+    return table
 
 
 def plain_of(name: str) -> str:

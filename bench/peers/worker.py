@@ -67,9 +67,9 @@ class Transformers:
         replies: list[Reply] = []
         ended_s: list[float] = []
         for begin in range(0, len(prompts), size):
-            made, first_s = self._generate(prompts[begin : begin + size], max_tokens)
+            answer, first_s = self._generate(prompts[begin : begin + size], max_tokens)
             now_s = time.perf_counter()
-            for tokens in made:
+            for tokens in answer:
                 due_s = (
                     started_s if len(replies) < concurrency else ended_s[len(replies) - concurrency]
                 )
@@ -102,7 +102,7 @@ class Transformers:
         )
         ends = {"eos_token_id": self._ends, "pad_token_id": self._ends[0]}
         with self._torch.inference_mode():
-            made = self._model.generate(
+            output = self._model.generate(
                 inputs,
                 attention_mask=mask,
                 max_new_tokens=max_tokens,
@@ -111,7 +111,7 @@ class Transformers:
                 **ends,
                 **self._more,
             )
-        return [_cut(row[width:].tolist(), self._ends) for row in made], seen_s[0]
+        return [_cut(row[width:].tolist(), self._ends) for row in output], seen_s[0]
 
 
 class OpenVino:
@@ -142,12 +142,12 @@ class OpenVino:
         """Step the pipeline, giving it a request for each that has ended."""
         replies = [_Clock() for _ in prompts]
         running: dict[int, Any] = {}
-        begun = 0
-        while begun < len(prompts) or running:
-            while begun < len(prompts) and len(running) < concurrency:
-                replies[begun].begin()
-                running[begun] = self._submit(prompts[begun], max_tokens)
-                begun += 1
+        started_count = 0
+        while started_count < len(prompts) or running:
+            while started_count < len(prompts) and len(running) < concurrency:
+                replies[started_count].begin()
+                running[started_count] = self._submit(prompts[started_count], max_tokens)
+                started_count += 1
             self._pipeline.step()
             for number, handle in [*running.items()]:
                 while handle.can_read():
@@ -243,13 +243,13 @@ class Vllm:
         command += ["--max-num-seqs", str(PLACES), "--kv-cache-memory-bytes", str(1 << 29)]
         if kind in speculation:
             command += ["--speculative-config", json.dumps(speculation[kind])]
-        own = {
+        variables = {
             "OMP_NUM_THREADS": str(options.threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "HF_HUB_OFFLINE": "1",
         }
-        own |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        self._process = subprocess.Popen(command, env=os.environ | own, stdout=sys.stderr)
+        variables |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        self._process = subprocess.Popen(command, env=os.environ | variables, stdout=sys.stderr)
         self._runs = 0
         self._await_ready()
 
@@ -360,19 +360,19 @@ def main() -> None:
     options = parser.parse_args()
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
     stack, _, kind = options.name.partition("-")
-    made = STACKS[stack](kind, options)
+    stack_object = STACKS[stack](kind, options)
     try:
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
             work, started_s = json.loads(line), time.perf_counter()
-            replies = made.serve(work["prompts"], work["max_tokens"], work["concurrency"])
+            replies = stack_object.serve(work["prompts"], work["max_tokens"], work["concurrency"])
             print(
                 json.dumps({"replies": replies, "wall_s": time.perf_counter() - started_s}),
                 file=answers,
                 flush=True,
             )
     finally:
-        made.close()
+        stack_object.close()
 
 
 if __name__ == "__main__":
