@@ -32,23 +32,33 @@ from .levels import (
 from .plan import AnyPolicy, Drafted, IntArray, Outcome, Plan, State, View, copier
 from .wrappers import Wrapped, Wrapper
 
-_COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment; the rows count where tokens vary
-_MOST_PLAIN_STEPS = 8  # of an experiment without speculation, until an engine that pads does not
+_WARM_STEPS = 2  # of an experiment that drafts, before the counted ones
+_COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment that drafts; rows, where tokens vary
+_SETTLING_STEPS = 8  # after drafting: caches, padding and what is learnt of it make them dearer
+_PLAIN_STEPS, _MOST_PLAIN_STEPS = 4, 24  # of an experiment without speculation: counted, all
 _SEEN_STEPS = 8  # are taken up at once
-_SETTLING_STEPS = 6  # after an experiment: engines that pad go back to their width in some steps
-_START_STEPS = 1.0  # the credit for the first experiment at a level
+_START_STEPS = 4.0  # the credit for the first experiment at a level
 _MOST_CREDIT_STEPS = 8.0
 _HALF_LIFE_S = 3600.0  # of the evidence, while no server runs
 
 
 class Block(NamedTuple):
-    """An experiment: successive steps at another level; the first is not counted."""
+    """An experiment: successive steps at another level, of which the first ones are not counted.
+
+    One without speculation goes on through prompts and other numbers of rows, whose steps are not
+    counted, and ends with its last counted step.
+    """
 
     level: int
     rows: int
     steps: int
-    """The most steps; one without speculation ends with its last counted one."""
+    """The most steps."""
     planned: int = 0
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether nothing of the step to come is due to the level before."""
+        return self.planned > (_SETTLING_STEPS if self.level == NONE else _WARM_STEPS)
 
 
 class PendingStep(NamedTuple):
@@ -62,7 +72,7 @@ class PendingStep(NamedTuple):
     """Whether it belongs to an experiment."""
     counted: bool
     """Whether the step before was planned in the same way, with as many rows and no prompt; a plain
-    step has the width of the last pass, too.
+    step has the width of the last pass, too, and an experiment is warm.
     """
     last: bool
     """Whether it ends an experiment."""
@@ -76,7 +86,10 @@ class Trial(NamedTuple):
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
-    proposed: int = 0
+
+    def more(self, tokens: int, seconds: float) -> Trial:
+        """Return the results with another counted step."""
+        return Trial(self.tokens + tokens, self.seconds + seconds, self.steps + 1)
 
 
 _NO_TRIAL = Trial()
@@ -104,8 +117,6 @@ class Memory:
     trial: Trial = _NO_TRIAL
     seen: tuple[Seen, ...] = ()
     """Steps of one bucket that it has not taken up yet."""
-    was_plain: bool = False
-    """Whether the last step had no proposals."""
 
 
 _copied = copier(Memory)
@@ -137,6 +148,8 @@ class Guard(Wrapper[State]):
         memory, rows = _copied(state.own), len(view)
         level = _level(memory, rows)
         memory.block = block = _block(memory, rows, view.prefill_tokens)
+        if block is not None and block.planned == 1:
+            memory.trial = _NO_TRIAL
         applied, trial = (level, False) if block is None else (block.level, True)
         plan, inner = self._planned(applied, memory, view, state.inner, now, rng)
         if level != PLANNED or trial:
@@ -146,6 +159,7 @@ class Guard(Wrapper[State]):
             plan = replace(plan, notes={**plan.notes, **notes})
         counted = memory.before == (applied, trial, rows)
         counted &= applied != NONE or view.pass_tokens in (0, rows)
+        counted &= block is None or (block.is_warm and block.rows == rows)
         last = block is not None and block.planned == block.steps
         settles = self._settles(memory, applied if trial else NO_LEVEL, rows, view.prefill_tokens)
         step = PendingStep(view.request, rows, applied, trial, counted, last, settles)
@@ -222,9 +236,8 @@ class Guard(Wrapper[State]):
         memory.credit_s = min(credit_s, _MOST_CREDIT_STEPS * seconds)
         lengths = outcome.rows.length.tolist()
         tokens, proposed = sum(outcome.rows.emitted.tolist()), sum(lengths)
-        was_plain, memory.was_plain = memory.was_plain, not proposed
         is_clean = not outcome.prefill_tokens and tokens > 0 and seconds > 0
-        if step.trial:
+        if step.trial and is_clean:
             memory.credit_s -= bucket.loss * seconds
         if not step.trial or step.level == NONE:
             seconds = bucket.usual_s(rows, seconds)
@@ -233,16 +246,9 @@ class Guard(Wrapper[State]):
             bucket = bucket.billed(tried, rows, tokens, seconds, experiment=step.trial)
             memory.buckets = {**memory.buckets, place: bucket}
         if step.trial:
-            before = memory.trial if step.counted else _NO_TRIAL
             if step.counted and is_clean:
-                before = Trial(
-                    before.tokens + tokens,
-                    before.seconds + seconds,
-                    before.steps + 1,
-                    before.proposed + proposed,
-                )
-            memory.trial = before
-            is_enough = step.level == NONE and before.steps == _COUNTED_STEPS
+                memory.trial = memory.trial.more(tokens, seconds)
+            is_enough = step.level == NONE and memory.trial.steps == _PLAIN_STEPS
             if step.last or is_enough:
                 memory.block = None if is_enough else memory.block
                 self._conclude(step, memory)
@@ -250,36 +256,26 @@ class Guard(Wrapper[State]):
             length = proposed / (len(lengths) - lengths.count(0)) if proposed else 0.0
             if memory.seen and bucket_of(memory.seen[0].rows) != place:
                 self._take_up(memory)
-            memory.seen = (*memory.seen, Seen(rows, tokens, seconds, length, was_plain))
+            memory.seen = (*memory.seen, Seen(rows, tokens, seconds, length))
             if len(memory.seen) >= _SEEN_STEPS:
                 self._take_up(memory)
 
     def _take_up(self, memory: Memory) -> None:
-        """Take up the steps that were seen, in place. Those that the policy wanted without
-        proposals are compared with the others.
-        """
+        """Take up the steps that were seen, in place."""
         seen, memory.seen = memory.seen, ()
         if not seen:
             return
-        rows = seen[-1].rows
-        place = bucket_of(rows)
+        place = bucket_of(seen[-1].rows)
         bucket = memory.buckets[place].with_steps(seen, memory.step)
         memory.buckets = {**memory.buckets, place: bucket}
-        if bucket.level != NONE and (plain := bucket.plain(rows)) is not None:
-            self._sample(rows, NONE, plain.goodput, memory)
 
     def _conclude(self, step: PendingStep, memory: Memory) -> None:
         """Compare an experiment, in place; its result is ignored where it is no pair."""
         trial, memory.trial = memory.trial, _NO_TRIAL
         self._take_up(memory)
-        bucket = memory.buckets[bucket_of(step.rows)]
-        if trial.steps < _COUNTED_STEPS or step.level == bucket.level:
-            return
-        if bucket.level != NONE or trial.proposed:
+        level = memory.buckets[bucket_of(step.rows)].level
+        if trial.steps >= _COUNTED_STEPS and step.level != level:
             self._sample(step.rows, step.level, trial.tokens / trial.seconds, memory)
-        else:
-            bucket = bucket.tried(step.level).prepared()
-            memory.buckets = {**memory.buckets, bucket_of(step.rows): bucket}
 
     def _sample(self, rows: int, level: int, goodput: float, memory: Memory) -> None:
         """Pair a level's goodput with that of the level that is applied, in place."""
@@ -335,21 +331,25 @@ def _level(memory: Memory, rows: int) -> int:
 
 
 def _block(memory: Memory, rows: int, prefill_tokens: int) -> Block | None:
-    """Return the experiment of the next step, if any. A change of rows or a prompt ends one."""
+    """Return the experiment of the next step, if any. Another load ends one; a change of rows or a
+    prompt ends one that drafts, and keeps any from beginning.
+    """
     block = memory.block
-    ended = block is not None and block.planned == block.steps
-    if prefill_tokens or not rows or ended:
+    if not rows or (block is not None and block.planned == block.steps):
         return None
-    if block is not None and block.rows == rows:
-        return block._replace(planned=block.planned + 1)
-    bucket = memory.buckets.get(bucket_of(rows))
-    against = bucket and bucket.against(bucket.next_level, rows, memory.step)
-    if bucket is None or against is None:
+    place = bucket_of(rows)
+    if block is not None and place == bucket_of(block.rows):
+        is_same = block.rows == rows and not prefill_tokens
+        if is_same or block.level == NONE:
+            return block._replace(planned=block.planned + 1)
+    bucket = memory.buckets.get(place)
+    if prefill_tokens or bucket is None:
         return None
-    steps = 1 + _COUNTED_STEPS
+    if (against := bucket.against(bucket.next_level, rows, memory.step)) is None:
+        return None
     if bucket.next_level == NONE:
-        most = _MOST_PLAIN_STEPS
+        steps, most = _SETTLING_STEPS + _PLAIN_STEPS, _MOST_PLAIN_STEPS
     else:  # tokens vary: at few rows, more steps
-        most = steps = max(steps, 1 + -(-_COUNTED_ROWS // rows))
+        most = steps = _WARM_STEPS + max(_COUNTED_STEPS, -(-_COUNTED_ROWS // rows))
     cost_s = bucket.loss * steps * against.seconds / against.steps
     return Block(bucket.next_level, rows, most, 1) if memory.credit_s >= cost_s else None

@@ -16,10 +16,6 @@ LEVELS = ("planned", "short", "none")
 """The levels that a step can be planned by: the policy, the policy with half its lengths, no
 speculation.
 """
-ALL, PROPOSING, PLAIN = range(3)
-"""Kinds of steps by the level that is applied: all, those with proposals, and those without where
-the policy did not want any; the last are as good as an experiment.
-"""
 COST_SHARE, CLEAR_COST_SHARE, PROMISING_COST_SHARE = 0.005, 0.001, 0.02
 """The most goodput that experiments may cost, where the policy's plans are clearly better, and
 until it is certain that another level is better, as it seems.
@@ -29,7 +25,7 @@ _LEAST_LOSS = 0.02  # of an experiment's time
 _UNKNOWN_LOSS, _UNKNOWN_STEPS = 0.3, 3.0  # the same before any, and the steps that this weighs
 _COST_KEPT = 0.95  # of what experiments cost, with each of them
 _UNKNOWN_PROMISE = 0.2  # of an alternative without samples
-_LONGEST_WAIT = 3  # of an alternative, in experiments by others
+_LONGEST_WAIT = 3  # of an alternative, in experiments by others; twice where it is clearly worse
 _OTHERS_FADE = 0.98  # of the evidence on one alternative, with a sample of another
 _WINDOW_ROWS, _WINDOW_STEPS = 16, 4  # the least to be compared with
 _WINDOW_KEPT = 1 - 1 / 48  # of a window, with each step
@@ -49,8 +45,6 @@ class Seen(NamedTuple):
     seconds: float
     length: float
     """The mean length of its proposals; 0: there are none."""
-    after_plain: bool
-    """Whether the step before had no proposals, either."""
 
 
 class Side(NamedTuple):
@@ -59,6 +53,8 @@ class Side(NamedTuple):
     tokens: float = 0.0
     seconds: float = 0.0
     steps: float = 0.0
+    proposing: float = 0.0
+    """The steps that had proposals."""
     at: int = 0
     """The step at which it was last added to."""
 
@@ -74,12 +70,13 @@ class Side(NamedTuple):
             kept * self.tokens + sum([step.tokens for step in steps]),
             kept * self.seconds + sum([step.seconds for step in steps]),
             kept * self.steps + count,
+            kept * self.proposing + sum([step.length > 0 for step in steps]),
             at,
         )
 
     def halved(self) -> Side:
         """Return the sums with less weight on the pairs so far."""
-        return Side(self.tokens / 2, self.seconds / 2, self.steps / 2, self.at)
+        return Side(*[total / 2 for total in self[:-1]], self.at)
 
     def is_enough(self, rows: int, now: int) -> bool:
         """Return whether there are enough steps, and recent ones, of this number of rows."""
@@ -115,8 +112,8 @@ class Bucket(NamedTuple):
     """By level, its goodput over that of the level that is applied."""
     length: float = 0.0
     """The mean length of planned proposals."""
-    windows: Mapping[tuple[int, int], Side] = {}
-    """Steps by the level that is applied, by rows and kind."""
+    windows: Mapping[int, Side] = {}
+    """Steps by the level that is applied, by rows."""
     waits: tuple[int, ...] = (0,) * len(LEVELS)
     """By level, the experiments since it was last tried."""
     next_level: int = NONE
@@ -148,15 +145,19 @@ class Bucket(NamedTuple):
 
     def usual_s(self, rows: int, seconds: float) -> float:
         """Return a step's seconds, cut where they are odd: a pause is no property of a level."""
-        usual = self.windows.get((rows, ALL))
+        usual = self.windows.get(rows)
         if usual is None or usual.steps < _WINDOW_STEPS:
             return seconds
         return min(seconds, _ODD * usual.seconds / usual.steps)
 
     def against(self, level: int, rows: int, now: int) -> Side | None:
-        """Return what steps by another level are compared with; None: not enough yet."""
-        side = self.windows.get((rows, PROPOSING if level == NONE else ALL))
-        return side if side is not None and side.is_enough(rows, now) else None
+        """Return what steps by another level are compared with; None: not enough yet. Where the
+        policy proposes nothing, there is nothing to compare.
+        """
+        side = self.windows.get(rows)
+        if side is None or not side.is_enough(rows, now):
+            return None
+        return side if level != NONE or side.proposing >= _WINDOW_STEPS else None
 
     def billed(
         self, level: int, rows: int, tokens: int, seconds: float, *, experiment: bool
@@ -164,7 +165,7 @@ class Bucket(NamedTuple):
         """Return the bucket after a step of an experiment by a level, or one that followed it. The
         latter is as any other, but for its time.
         """
-        usual = self.windows.get((rows, ALL))
+        usual = self.windows.get(rows)
         if usual is None:
             return self
         usual_s, spent = usual.seconds / usual.steps, 0.0
@@ -179,23 +180,14 @@ class Bucket(NamedTuple):
     def with_steps(self, steps: Sequence[Seen], at: int) -> Bucket:
         """Return the bucket with more steps by the level that is applied."""
         windows, length = dict(self.windows), self.length
-        kinds: dict[tuple[int, int], list[Seen]] = {}
-        for step in steps:
-            kinds.setdefault((step.rows, ALL), []).append(step)
-            if step.length:
-                kinds.setdefault((step.rows, PROPOSING), []).append(step)
-                if self.level == PLANNED:
+        for rows in {step.rows for step in steps}:
+            group = [step for step in steps if step.rows == rows]
+            windows[rows] = windows.get(rows, Side()).more(group, at)
+        if self.level == PLANNED:
+            for step in steps:
+                if step.length:
                     length += _LENGTH_RATE * (step.length - length) if length else step.length
-            elif step.after_plain and self.level != NONE:
-                kinds.setdefault((step.rows, PLAIN), []).append(step)
-        for key, group in kinds.items():
-            windows[key] = windows.get(key, Side()).more(group, at)
         return self._replace(windows=windows, length=length)
-
-    def plain(self, rows: int) -> Side | None:
-        """Return such steps since the last sample, if there are enough."""
-        side = self.windows.get((rows, PLAIN))
-        return side if side is not None and side.steps >= _WINDOW_STEPS else None
 
     def sampled(self, level: int, goodput: float, against: Side) -> Bucket:
         """Return the bucket with a pair: a level's goodput and other steps. It has the level that
@@ -203,7 +195,7 @@ class Bucket(NamedTuple):
         """
         compared = [comparison.faded(_OTHERS_FADE) for comparison in self.compared]
         compared[level] = self.compared[level].learnt(math.log(goodput / against.goodput))
-        windows = {k: side.halved() for k, side in self.windows.items() if k[1] != PLAIN}
+        windows = {rows: side.halved() for rows, side in self.windows.items()}
         after = self.tried(level)._replace(compared=tuple(compared), windows=windows)
         better = [other for other in after.alternatives() if compared[other].is_better]
         if better:
@@ -240,7 +232,8 @@ class Bucket(NamedTuple):
         compared, alternatives = self.compared, self.alternatives()
         level = max(alternatives, key=lambda other: _promise(compared[other]))
         longest = max(alternatives, key=self.waits.__getitem__)
-        level = longest if self.waits[longest] >= _LONGEST_WAIT else level
+        most = _LONGEST_WAIT * (2 if compared[longest].is_clearly_worse else 1)
+        level = longest if self.waits[longest] >= most else level
         worse = all(compared[other].is_clearly_worse for other in alternatives)
         clear = worse and self.level == PLANNED  # elsewhere the way back is looked for
         share = CLEAR_COST_SHARE if clear else COST_SHARE

@@ -259,15 +259,36 @@ def test_buckets_have_the_names_of_their_rows():
     assert [rows_of(place) for place in range(6)] == ["1", "2", "3-4", "5-8", "9-16", "17-32"]
 
 
-def test_a_prompt_or_another_row_ends_an_experiment_and_its_result_is_dropped():
-    for change in ("prefill", "rows"):
-        world = World(guard())
-        while "experiment" not in world.step().notes:
-            pass
-        world.prefill_tokens = 5 if change == "prefill" else 0
-        world.rows = 7 if change == "rows" else 8
-        assert "experiment" not in world.step().notes
-        assert world.state.own.samples == 0
+@pytest.mark.parametrize("change", ["prefill", "rows", "load"])
+def test_a_prompt_or_another_row_ends_an_experiment_that_drafts(change):
+    world = World(guard())
+    world.set(**BAD)
+    world.run(1000)
+    assert world.level == "none"
+    world.set(**GOOD)
+    while world.step().notes.get("experiment") != "planned":
+        pass
+    samples = world.state.own.samples
+    world.prefill_tokens = 5 if change == "prefill" else 0
+    world.rows = {"rows": 7, "load": 4}.get(change, 8)
+    assert "experiment" not in world.step().notes
+    assert world.state.own.samples == samples
+
+
+def test_an_experiment_without_speculation_goes_on_through_prompts_and_other_rows():
+    world = World(guard())
+    while "experiment" not in world.step().notes:
+        pass
+    world.set(token_s=0.1, accepted=0.5)
+    rest = []
+    for step in range(2, 30):
+        world.prefill_tokens, world.rows = 5 * (step % 6 == 0), 7 if step % 6 == 3 else 8
+        rest.append(world.step().notes.get("experiment"))
+    assert rest[:19] == ["none"] * 19  # 8 settle; of the others each third counts
+    assert rest[19:] == [None] * 9
+    assert world.state.own.samples == 1
+    world.rows = 3
+    assert "experiment" not in world.step().notes
 
 
 def test_steps_with_prompts_are_no_evidence():
@@ -290,27 +311,43 @@ def test_a_pause_is_no_property_of_a_level():
     assert [pausing(seed) for seed in range(6)].count("planned") >= 5
 
 
+class Aftermath(World):
+    """Steps after one that drafted take longer, the first of them most."""
+
+    since = 0
+
+    def seconds(self, plan):
+        self.since = 0 if plan.length.any() else self.since + 1
+        return super().seconds(plan) + 0.7 * (self.since > 0) * 0.75**self.since
+
+
 class Sometimes(Policy):
     """Speculates in one of some steps."""
 
+    steps = 0
+
     def plan(self, seen, state, now, rng):
-        length = 4 if now % 5 == 0 else 0
-        return Plan.within(seen, 0, length), None
+        self.steps += 1
+        return Plan.within(seen, 0, 0 if self.steps % 5 else 4), None
 
 
-def test_steps_that_the_policy_wants_plain_are_evidence_that_costs_nothing(monkeypatch):
-    for name in ("COST_SHARE", "CLEAR_COST_SHARE", "PROMISING_COST_SHARE"):
-        monkeypatch.setattr(f"policy.levels.{name}", 0.0)
-    monkeypatch.setattr("policy.guard._START_STEPS", 0.0)
-    policy = Guard(Sometimes())
-    state, rng = policy.start(), np.random.default_rng(2)
-    for step in range(800):
-        seen = view(8, DRAFTS, request=np.arange(8))
-        plan, state = policy.plan(seen, state, float(step), RNG)
-        assert "experiment" not in plan.notes
-        seconds = math.exp(0.02 * rng.standard_normal()) * (3.0 if plan.length.any() else 1.0)
-        state = policy.observe(outcome(seen, plan, 1, seconds), state, 0.0)
-    assert policy.verdicts(state)[0].level == "none"
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("policy", "token_s", "accepted"),
+    [(FixedLength("small", 4), 0.1, 0.05), (Sometimes(), 0.05, 0.2)],
+)
+def test_what_drafting_costs_the_steps_after_it_is_its_cost(rows, policy, token_s, accepted):
+    world = Aftermath(policy, rows)
+    world.set(token_s, accepted)
+    world.run(1000)
+    _, seconds, tokens = zip(*world.steps, strict=True)
+    true = math.log(sum(tokens) / sum(seconds) / rows)
+    assert -0.25 < true < -0.1
+    world = Aftermath(Guard(policy), rows)
+    world.set(token_s, accepted)
+    world.run(1500)
+    assert world.level == "none"
+    assert world.compared("planned").mean < 0
 
 
 def test_a_step_in_which_prompts_end_and_nothing_decodes_is_no_evidence():
