@@ -43,7 +43,7 @@ _HALF_LIFE_S = 3600.0  # of the evidence, while no server runs
 
 
 class Block(NamedTuple):
-    """An experiment: successive steps at another level, of which the first ones are not counted.
+    """An experiment: successive steps at another level. The first ones are not counted.
 
     One without speculation goes on through prompts and other numbers of rows, whose steps are not
     counted, and ends with its last counted step.

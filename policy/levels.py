@@ -76,7 +76,7 @@ class Side(NamedTuple):
 
     def halved(self) -> Side:
         """Return the sums with less weight on the pairs so far."""
-        return Side(*[total / 2 for total in self[:-1]], self.at)
+        return Side(self.tokens / 2, self.seconds / 2, self.steps / 2, self.proposing / 2, self.at)
 
     def is_enough(self, rows: int, now: int) -> bool:
         """Return whether there are enough steps, and recent ones, of this number of rows."""
@@ -151,8 +151,8 @@ class Bucket(NamedTuple):
         return min(seconds, _ODD * usual.seconds / usual.steps)
 
     def against(self, level: int, rows: int, now: int) -> Side | None:
-        """Return what steps by another level are compared with; None: not enough yet. Where the
-        policy proposes nothing, there is nothing to compare.
+        """Return what steps by another level are compared with; None: not enough yet, or the policy
+        proposes nothing.
         """
         side = self.windows.get(rows)
         if side is None or not side.is_enough(rows, now):

@@ -40,9 +40,9 @@ from .supply import no_supply, with_tenants
 from .tenants import NO_TENANT, Tenants
 from .trim import Calibration, proposed_of, trimmed
 
-_LEARN_PLAIN = 8
-"""Plain steps that are learnt from one by one; after them, one in as many. They teach times and let
-evidence fade.
+_LEARN_PLAIN, _PLAIN_EVERY = 8, 16
+"""Plain steps that are learnt from one by one, and after them the steps for each one that is. They
+teach times and let evidence fade.
 """
 _MOST_RESTS = 15
 """Steps without nodes after which what is known of drafts that rest fades by all of them."""
@@ -286,11 +286,11 @@ class AdaptivePlanner(Policy[PlannerState]):
         after, rows, free, nodes = _copied(state), outcome.rows, outcome.free, outcome.nodes
         is_plain = not (len(nodes) or rows.length.any())
         after.plain = state.plain + (len(rows) > 0) if is_plain else 0
-        shows_nothing = is_plain and not (len(free) or len(outcome.finished))
-        is_known = state.plain > _LEARN_PLAIN and state.unlearnt < _LEARN_PLAIN - 1
-        if shows_nothing and is_known and state.rests < _MOST_RESTS:
+        is_known = state.plain > _LEARN_PLAIN and state.unlearnt < _PLAIN_EVERY - 1
+        if is_plain and not len(free) and is_known and state.rests < _MOST_RESTS:
             after.unlearnt += len(rows) > 0
             after.rests += len(rows) > 0
+            self._forget(after, outcome.finished)
             return after
         skipped, after.unlearnt = state.unlearnt, 0
         acceptance = self.estimator.decayed_to(state.acceptance, now)
@@ -305,12 +305,16 @@ class AdaptivePlanner(Policy[PlannerState]):
             after.correction = state.correction.learnt(
                 lambda *learnt: self._learn_step(outcome, view, learnt)
             )
-        if len(outcome.finished):
-            over = outcome.finished.tolist()
-            acceptance = self.estimator.forget(acceptance, over)
-            after.tenants = state.tenants.without(over)
         after.acceptance = acceptance
+        self._forget(after, outcome.finished)
         return after
+
+    def _forget(self, after: PlannerState, finished: IntArray) -> None:
+        """Forget requests that are over, in place."""
+        if len(finished):
+            over = finished.tolist()
+            after.acceptance = self.estimator.forget(after.acceptance, over)
+            after.tenants = after.tenants.without(over)
 
     def _learn_nodes(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,6 +28,8 @@ class Batch:
     prefill_tokens: int = 0
     prefilling: int = 0
     width: tuple[int, int] = (0, 0)
+    states: bool = True
+    """Whether any draft reads the target's states of the step."""
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.prefill)
@@ -84,6 +86,7 @@ class Batch:
         ]
         request, context, remaining, tenant = np.array(numbers, np.int64).reshape(-1, 4).T
         is_plain = not needs_ceilings(request)
+        self.states = drafting.reads_states(is_plain=is_plain)
         most = [_most(s, k_max, tokens) for s, tokens in zip(rows, tokens_left, strict=True)]
         ceiling, unseen, evidence = drafting.ceilings(
             [s.sequence for s in rows], most, is_plain=is_plain
@@ -110,14 +113,16 @@ class Batch:
         prompts.
         """
         rows = [self._turn(s, step) for s in self.decoding if s.id not in step.waiting]
+        prompts = [replace(turn, states=self.states) for turn in self.prefill]
         step.log.decoding, step.log.prefill_tokens = len(rows), self.prefill_tokens
-        step.log.batch_size = len(rows) + len(self.prefill)
-        return Submission(step, {turn.sequence.id: turn for turn in (*rows, *self.prefill)})
+        step.log.batch_size = len(rows) + len(prompts)
+        return Submission(step, {turn.sequence.id: turn for turn in (*rows, *prompts)})
 
     def _turn(self, session: Session, step: Step) -> Turn:
         sequence, row = session.sequence, step.proposals[session.id]
         end = AFTER if session.id in self.following else len(sequence.tokens)
-        return Turn(sequence, end, 1, row.chosen, device_proposal=row.on_device)
+        on_device = row.on_device
+        return Turn(sequence, end, 1, row.chosen, device_proposal=on_device, states=self.states)
 
 
 def _most(session: Session, k_max: int, remaining: int) -> int:

@@ -59,6 +59,8 @@ class Turn:
     """Above 0: a draft's proposal (``Completion.proposal``) has at most this many nodes."""
     device_proposal: DeviceProposal | None = None
     """The chain to propose and verify, in place of ``proposal``."""
+    states: bool = True
+    """Whether drafts of the host read the target's states of it (``Completion.hidden_states``)."""
 
 
 @dataclass(slots=True)

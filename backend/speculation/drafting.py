@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 COOLDOWN_S = 10.0
 """Seconds for which a draft that raised is not asked."""
 
-SCORED_EVERY = 8
-"""Free drafts are asked in every eighth step that is plain in any case, to be scored."""
+SCORED_EVERY = 32
+"""Steps that are plain in any case, for each in which free drafts are asked, to be scored."""
 
 _EVERY_NODE = 256
 """More nodes than any proposal has: those that are not verified are evidence of a draft, too."""
@@ -87,6 +87,7 @@ class Drafting:
         self._highest: dict[int, tuple[int, int]] = {}  # by sequence: tokens read, the highest id
         self._reading = [draft for draft in drafts if isinstance(draft, ReadsTarget)]
         with_kv = [draft.name for draft in self._reading if draft.limits.kv_blocks]
+        self._reads_all = bool(with_kv)
         self._sleep = {name: Sleep(name) for name in with_kv}
         self._remembering = [draft for draft in drafts if isinstance(draft, Remembers)]
         self._showing = [
@@ -133,6 +134,12 @@ class Drafting:
             able = zip(sequences, ceiling[:, d].tolist(), strict=True)
             evidence[:, d] = [shows.evidence(one) if k > 0 else 0 for one, k in able]
         return ceiling, unseen, shared(evidence) if self._showing else None
+
+    def reads_states(self, *, is_plain: bool) -> bool:
+        """Return whether a draft takes the target's states of a step. One without KV goes on from
+        the last of them, so it takes none while steps are plain in any case (``is_plain``).
+        """
+        return self._reads_all or (bool(self._reading) and not is_plain)
 
     def propose(
         self, sequences: Seq[Sequence], view: View, plan: Plan, log: StepLog

@@ -62,7 +62,7 @@ def test_drafts_are_asked_where_the_policy_needs_it_and_free_ones_now_and_then(n
 
     world = World(policy := Watching())
     world.drafts[1].limits = replace(world.drafts[1].limits, free=True)
-    world.submit("prompt", 20)
+    world.submit("prompt", 2 * SCORED_EVERY)
     world.run()
     decoded = [view for view in seen if view[0]]
     assert asked == [request for request, _, _ in seen]

@@ -283,7 +283,7 @@ def test_a_plan_promises_the_whole_change_of_width(pass_tokens):
 def test_plain_steps_teach_what_they_take_one_by_one_and_later_now_and_then():
     p, seen = planner(latency()), view(4, k=0)
     state, learnt = p.start(), []
-    for step in range(40):
+    for step in range(140):
         plan, state = p.plan(seen, state, 0.0, RNG)
         before = state.correction
         done = outcome(seen, plan, [0] * 4, 3.1, parts_s={"verify": 3.0, "overhead": 0.1})

@@ -1,6 +1,7 @@
 """A draft that takes states of every pass, and brings less than that costs, stops taking them."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -13,8 +14,11 @@ from backend.speculation.drafting import Drafting
 from backend.speculation.explaining import explain_last
 from backend.speculation.sleeping import SLEEP_AFTER_STEPS, WAKE_AFTER_STEPS, Sleep
 from backend.speculation.step_log import StepLog
+from policy import NoSpeculation
 from tests.fakes.apps import ask, fake_app
+from tests.fakes.engines import FaultyEngine
 from tests.fakes.fake_engine import FakeEngine
+from tests.fakes.loop import World
 
 
 def steps_awake(sleep, rows=4):
@@ -125,3 +129,29 @@ def test_only_drafts_that_keep_kv_sleep():
         drafting.absorb(states, log)
     assert [reader.taken for reader in readers] == [SLEEP_AFTER_STEPS, SLEEP_AFTER_STEPS + 5]
     assert log.parts_s["verify"] > 0
+
+
+@pytest.mark.parametrize(
+    ("needs", "kv_blocks", "states"), [(True, 0, True), (False, 0, False), (False, 1000, True)]
+)
+def test_the_target_gives_no_states_that_no_draft_goes_on_from(
+    needs, kv_blocks, states, monkeypatch
+):
+    class Sure(NoSpeculation):
+        def needs_ceilings(self, request, state):
+            return needs
+
+    asked = set()
+
+    def submit(engine, turns):
+        asked.update(turn.states for turn in turns)
+        FakeEngine.submit(engine, turns)
+
+    monkeypatch.setattr(FaultyEngine, "absorb", lambda engine, states: None, raising=False)
+    world = World(Sure(), drafts=(0.5,))
+    monkeypatch.setattr(type(world.target), "submit", submit)
+    world.drafts[0].limits = replace(world.drafts[0].limits, kv_blocks=kv_blocks)
+    world.loop.cycle.change(world.drafts, Sure(), None)
+    world.submit("a prompt of some chunks", 20)
+    world.run()
+    assert asked == {states}

@@ -257,7 +257,7 @@ class StepEngine:
         deciding = [job for job, _ in running if job.turn.run]
         if deciding:
             self._decide(logits, deciding)
-        if self.model.hidden_states is not None:
+        if self.model.hidden_states is not None and any(job.turn.states for job, _ in running):
             self._take_hidden_states(running, self.model.hidden_states)
 
     @staticmethod
