@@ -28,15 +28,15 @@ MOST_ELEMENTS = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PromptLimits:
     """Sizes that follow from the served model: the most tokens of a prompt."""
 
     prompt_tokens: float = float("inf")
 
     @staticmethod
-    def from_info(info: dict[str, Any]) -> Limits:
+    def from_info(info: dict[str, Any]) -> PromptLimits:
         """Return the limits that an engine's hello has; no limits where there was no hello yet."""
-        return Limits(info.get("max_context_tokens", math.inf) - 1)
+        return PromptLimits(info.get("max_context_tokens", math.inf) - 1)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError for a request whose prompt cannot fit into the context."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from backend.config import ServingConfig
 from backend.core.session import NO_SPECIAL_TOKENS, ReplySink, Session
-from backend.limits import Limits
+from backend.limits import PromptLimits
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
 from backend.sampling.options import sampling_params
@@ -93,9 +93,9 @@ class Preparation:
         return replace(request, max_tokens=room)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> PromptLimits:
         """The sizes that the context allows."""
-        return Limits(self.max_context_tokens - 1)
+        return PromptLimits(self.max_context_tokens - 1)
 
     def _decoding(self, request: GenerationRequest) -> tuple[IncrementalDecoder, Mapping[str, int]]:
         """Return what makes text of tokens, and the special tokens that are no text of it."""

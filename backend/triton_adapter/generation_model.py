@@ -15,7 +15,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from backend.ipc.messages import Cancel, Submit
-from backend.limits import Limits
+from backend.limits import PromptLimits
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Part, Wanted, asks_to_stop, check_parameters, decode
 from backend.triton_adapter.fields import MODELS
@@ -98,7 +98,7 @@ class TritonPythonModel:
             decoupled=self._decoupled,
             timeout_s=timeout_us / 1e6 if timeout_us else None,
         )
-        limits = Limits.from_info(self._link.info)
+        limits = PromptLimits.from_info(self._link.info)
         for body, _ in parts:
             limits.check(body)
         context = trace_context_of(request)

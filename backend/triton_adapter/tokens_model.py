@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 from msgspec.structs import replace
 
 from backend.ipc.messages import Decode, Decoded, Encode, Encoded, Failed, Message
-from backend.limits import MOST_ELEMENTS, Limits, check_words
+from backend.limits import MOST_ELEMENTS, PromptLimits, check_words
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Array, invalid, meanings
 from backend.triton_adapter.fields import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
@@ -69,7 +69,7 @@ class TritonPythonModel:
     def _decode(self, inputs: dict[str, Array]) -> tuple[Outputs, Encode | Decode]:
         if self._texts:
             rows, texts = decode_texts(inputs)
-            limits = Limits.from_info(self._link.info)
+            limits = PromptLimits.from_info(self._link.info)
             for text in texts.prompts:
                 limits.check_text("QUERY", text)
             return partial(encode_ids, rows), texts

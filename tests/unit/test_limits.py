@@ -8,12 +8,12 @@ from backend.limits import (
     MOST_TEXT_BYTES,
     MOST_WORD_LENGTH,
     MOST_WORDS_LENGTH,
-    Limits,
+    PromptLimits,
     check_sizes,
 )
 from backend.request import ErrorCode, GenerationRequest, RequestError
 
-LIMITS = Limits(100)
+LIMITS = PromptLimits(100)
 
 
 def refusal(check, *arguments):
@@ -24,7 +24,7 @@ def refusal(check, *arguments):
 
 
 def test_a_text_of_more_bytes_than_the_context_is_given_is_refused():
-    limits = Limits(10_000)
+    limits = PromptLimits(10_000)
     limits.check(GenerationRequest("\u00e9" * 80_000, 1))
     assert refusal(limits.check, GenerationRequest("\u00e9" * 80_001, 1)) == (
         "text_input of 160002 bytes is over the limit of 10000 tokens"
@@ -41,7 +41,7 @@ def test_a_short_text_is_left_to_the_tokenizer():
 
 
 def test_no_text_may_be_longer_than_the_socket_takes():
-    limits = Limits(10**9)
+    limits = PromptLimits(10**9)
     limits.check_text("QUERY", "a" * MOST_TEXT_BYTES)
     message = refusal(limits.check_text, "QUERY", "a" * (MOST_TEXT_BYTES + 1))
     assert message == f"QUERY of 33554433 bytes is over the limit of {MOST_TEXT_BYTES} bytes"
@@ -55,8 +55,8 @@ def test_more_token_ids_than_the_context_holds_are_refused(name):
 
 
 def test_a_hello_carries_the_limits():
-    assert Limits.from_info({"max_context_tokens": 101}) == LIMITS
-    Limits.from_info({}).check(GenerationRequest("a" * 100_000, 1))
+    assert PromptLimits.from_info({"max_context_tokens": 101}) == LIMITS
+    PromptLimits.from_info({}).check(GenerationRequest("a" * 100_000, 1))
 
 
 @pytest.mark.parametrize(
