@@ -211,7 +211,10 @@ def run_program(command: Sequence[str]) -> None:
 
 def main() -> None:
     """Build, or say what would be run."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m engines_build.build",
+        description="Build the TensorRT-LLM engines of a deployment, in NVIDIA's container.",
+    )
     parser.add_argument(
         "file",
         type=Path,

@@ -366,7 +366,10 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 def main() -> None:
     """Convert a GGUF file, by default the embedded model into the cache."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m engines_build.convert",
+        description="Convert a GGUF file to a Hugging Face folder.",
+    )
     parser.add_argument("--gguf", type=Path, help="a GGUF file (default: the embedded model's)")
     parser.add_argument(
         "--out", type=Path, help="the folder to write (default: the embedded model's in the cache)"

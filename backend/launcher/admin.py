@@ -72,7 +72,9 @@ def ask(url: str, command: str, secret: str) -> object:
             raise LaunchError(json.load(error)["error"]) from None
         raise LaunchError(f"{url} is not a Spindle server: it answered {error.code}") from None
     except OSError as error:
-        raise LaunchError(f"no answer from {url}: {error}") from None
+        reason = getattr(error, "reason", error)  # a URLError's is the error of the socket
+        text = f"no answer from {url} ({getattr(reason, 'strerror', None) or reason})"
+        raise LaunchError(f"{text}: name the server's HTTP port by --port") from None
     except (ValueError, KeyError, TypeError):
         raise LaunchError(f"{url} is not a Spindle server") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import sys
@@ -11,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from backend.checked_settings import ConfigError
+from backend.checked_settings import LEAST_LIKENESS, ConfigError
 from backend.config import ServingConfig, load_config, parse_config
 from backend.engine_config import EMBEDDED_MODEL
 from backend.files import read_json
@@ -127,7 +128,9 @@ def drafts(
             chosen_drafts.append({"name": name, "model": folder_or_name(folder), **device})
         else:
             allowed = f"name=FOLDER and of these names: {', '.join(filter(None, by_name))}"
-            raise LaunchError(f"--drafts must be none, or a list of {allowed}; got {item!r}")
+            near = difflib.get_close_matches(item, [*filter(None, by_name)], 1, LEAST_LIKENESS)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise LaunchError(f"--drafts must be none, or a list of {allowed}; got {item!r}{hint}")
     return chosen_drafts
 
 

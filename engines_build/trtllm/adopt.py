@@ -121,8 +121,12 @@ def _notes(name: str, parameters: dict[str, str], engine: EngineFolder) -> list[
 
 def main() -> None:
     """Print the settings."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("file", type=Path, help="config.pbtxt of the tensorrt_llm model")
+    parser = argparse.ArgumentParser(
+        prog="python -m engines_build.trtllm.adopt",
+        description="Print a serving.json with the settings of NVIDIA's tensorrt_llm model.",
+        epilog="example: python -m engines_build.trtllm.adopt tensorrt_llm/config.pbtxt",
+    )
+    parser.add_argument("file", type=Path, help="its filled config.pbtxt")
     args = parser.parse_args()
     try:
         settings, notes = adopt(args.file)

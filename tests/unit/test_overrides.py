@@ -73,6 +73,8 @@ def test_drafts_may_be_some_of_the_file_s_or_none(tmp_path):
         r"suffix, head; got 'tiny'",
     ):
         effective(tmp_path, drafts="head,tiny")
+    with pytest.raises(LaunchError, match="got 'sufix': did you mean 'suffix'"):
+        effective(tmp_path, drafts="sufix")
 
 
 def test_a_folder_that_is_a_head_s_is_one(tmp_path):
