@@ -31,7 +31,7 @@ def options(choice):
 
 
 def objective(instance, choice):
-    return instance.objective((*options(choice), *instance.given))
+    return instance.objective((*options(choice), *instance.fixed_choices))
 
 
 def loss(instance, best):

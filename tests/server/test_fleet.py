@@ -79,7 +79,7 @@ def test_a_replica_that_gets_sigterm_lets_its_streams_end(fleet, url, bodies, un
     assert [answer.error for answer in answers] == [None] * len(bodies)
     assert [answer.text for answer in answers] == unbroken
     assert leaving.wait(60) == 0
-    assert fleet.moved() == 0
+    assert fleet.count_moved() == 0
 
 
 def test_a_replica_joins_and_every_text_survives_the_kill_of_another(fleet, url, bodies, unbroken):
@@ -92,5 +92,5 @@ def test_a_replica_joins_and_every_text_survives_the_kill_of_another(fleet, url,
     answers = ask_all(url, bodies, dying.kill)
     assert [answer.error for answer in answers] == [None] * len(bodies)
     assert [answer.text for answer in answers] == unbroken
-    assert fleet.moved() > 0
+    assert fleet.count_moved() > 0
     assert models(url)
