@@ -32,6 +32,12 @@ growth.
 """
 
 
+def role_of(pid: int) -> str | None:
+    """Return the role of a process by its command line; None for any other process."""
+    line = " ".join(command_line(pid))
+    return next((role for word, role in ROLES.items() if word in line), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One process at one moment; ``at_s`` counts from the start of the run."""
@@ -66,8 +72,7 @@ class Watch:
         """Take one sample of everything."""
         at_s = round(time.perf_counter() - self._started_s, 1)
         for pid in [self._service.process.pid, *self._service.tree()]:
-            line = " ".join(command_line(pid))
-            role = next((role for word, role in ROLES.items() if word in line), None)
+            role = role_of(pid)
             try:
                 status = dict(
                     line.split(":\t", 1)

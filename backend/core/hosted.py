@@ -21,8 +21,8 @@ from backend.sequence import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.1
-"""Seconds between two looks for late requests; everything else wakes the loop."""
+LOOK_S = 0.5
+"""The most seconds between two looks; one is due when a request is late."""
 ABORT_S = 5.0
 """The most seconds that generations take to be aborted at the end."""
 
@@ -82,11 +82,7 @@ class HostedLoop(Loop):
 
     def abort(self, code: ErrorCode, message: str) -> None:
         """End every request that is queued or active with an error."""
-        sessions = [
-            *self._inbox,
-            *self._waiting,
-            *(session for session, _ in self._active.values()),
-        ]
+        sessions = [*self._inbox, *self._sessions]
         self._inbox.clear()
         for session in sessions:
             self._fail(session, code, message)
@@ -114,12 +110,17 @@ class HostedLoop(Loop):
         if tasks:
             await asyncio.wait(tasks, timeout=ABORT_S)
 
+    @property
+    def _sessions(self) -> list[Session]:
+        """Those that wait for a place or have one."""
+        return [*self._waiting, *(session for session, _ in self._active.values())]
+
     async def _look(self) -> None:
         """End what is over and take what has come in, then sleep until there is more."""
         self._looked_s = self._clock()
         self._woken.clear()
         self._run_changes()
-        for session in [*self._waiting, *(session for session, _ in self._active.values())]:
+        for session in self._sessions:
             if self._is_over(session):
                 self._end(session)
         self._admit()
@@ -127,8 +128,9 @@ class HostedLoop(Loop):
             self._take(self._inbox.popleft())
             self._admit()  # one by one: none is refused for a full queue while places are free
         self._stats.state(*self.counts(), self.engine.usage(), {})
+        late_s = min((session.deadline_s for session in self._sessions), default=math.inf)
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(min(LOOK_S, max(0.0, late_s - self._clock()))):
                 await self._woken.wait()
 
     def _take(self, session: Session) -> None:

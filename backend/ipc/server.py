@@ -297,8 +297,8 @@ class Server:
 
     def _flush_dirty(self) -> None:
         while self._dirty:
-            connection = self._dirty.popleft()
-            if connection in self.connections:
+            connection = self._dirty.popleft()  # once for each frame; the first flush takes all
+            if connection.frames and connection in self.connections:
                 try:
                     self._flush(connection)
                 except OSError as error:

@@ -297,19 +297,24 @@ def _tensors(values: dict[str, Any]) -> list[Any]:
 
 
 def _piece(result: Any, names: Mapping[str, str], prompt: int, sequence: int) -> Piece:
+    # Most have one output, and looking for one that is not there is not free.
+    outputs = {
+        output.name: result.as_numpy(output.name) for output in result.get_response().outputs
+    }
+
     def number(name: str) -> int:
-        array = result.as_numpy(name)
+        array = outputs.get(name)
         return 0 if array is None else int(array.item())
 
     def numbers(name: str) -> list[int]:
-        array = result.as_numpy(name)
+        array = outputs.get(name)
         return [] if array is None else array.ravel().tolist()
 
-    reason, seed = result.as_numpy("finish_reason"), result.as_numpy("seed")
+    reason, seed = outputs.get("finish_reason"), outputs.get("seed")
     if reason is not None and reason.item().startswith(b"error:"):
         code, _, message = reason.item().decode().removeprefix("error:").partition(" ")
         raise upstream_error(_STATUS.get(code, 500), message, names)
-    text = result.as_numpy("text_output").item().decode()
+    text = outputs["text_output"].item().decode()
     return Piece(
         prompt,
         sequence,
@@ -322,19 +327,19 @@ def _piece(result: Any, names: Mapping[str, str], prompt: int, sequence: int) ->
         numbers("acceptance_histogram"),
         numbers("per_step_drafted"),
         numbers("per_step_accepted"),
-        _tokens(result, "output_tokens", "output_log_probs", "top"),
-        _tokens(result, "prompt_tokens", "prompt_log_probs", "prompt_top"),
+        _tokens(outputs, "output_tokens", "output_log_probs", "top"),
+        _tokens(outputs, "prompt_tokens", "prompt_log_probs", "prompt_top"),
     )
 
 
-def _tokens(result: Any, tokens: str, log_probs: str, top: str) -> list[Token]:
+def _tokens(outputs: dict[str, Any], tokens: str, log_probs: str, top: str) -> list[Token]:
     """Return the tokens of two outputs; where one more has a name than a log-probability, the first
     has none.
     """
-    data, values = result.as_numpy(tokens), result.as_numpy(log_probs)
+    data, values = outputs.get(tokens), outputs.get(log_probs)
     if data is None or values is None:
         return []
-    names, likeliest = result.as_numpy(f"{top}_tokens"), result.as_numpy(f"{top}_log_probs")
+    names, likeliest = outputs.get(f"{top}_tokens"), outputs.get(f"{top}_log_probs")
     rows: list[list[tuple[bytes, float]]] = [[] for _ in values.flat]
     if names is not None:
         rows = [

@@ -289,7 +289,7 @@ def test_metrics_of_planner_and_vllm_are_on_one_page(service):
     for name in ("spindle_step_predicted_seconds_count", "spindle_draft_tokens_total"):
         assert service.metric(name) > 0
     assert service.metric("spindle_planning_seconds_count") > 0
-    assert service.metric("vllm:generation_tokens_total") >= 40
+    service.wait_until(lambda: service.metric("vllm:generation_tokens_total") >= 40, 10)
     assert service.metric("vllm:spec_decode_num_drafts_total") > 0
 
 

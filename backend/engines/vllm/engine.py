@@ -42,8 +42,8 @@ steps of a request.
 """
 CALIBRATION_LIMIT_S = 900.0
 """The most seconds that the planner's measuring takes at start, with what vLLM compiles in it."""
-METRICS_PERIOD_S = 0.5
-"""Seconds between two passings of vLLM's own metrics."""
+METRICS_PERIOD_S = 2.0
+"""Seconds between two passings of vLLM's own metrics, where steps have run since."""
 _SCHEDULER = "backend.hosts.vllm_lengths.Spindle{}LengthScheduler"
 
 
@@ -177,9 +177,11 @@ class VllmEngine:
         self._passing = asyncio.create_task(self._pass_metrics(service.meters))
 
     async def _pass_metrics(self, meters: Meters) -> None:
-        passing = Passing(meters)
+        passing, passed_s = Passing(meters), -1.0
         while True:
-            passing.update(REGISTRY.collect())
+            if passed_s != self._steps.stepped_s:
+                passed_s = self._steps.stepped_s
+                passing.update(REGISTRY.collect())
             await asyncio.sleep(METRICS_PERIOD_S)
 
     async def wait_for_plans(self, home: Home) -> None:
