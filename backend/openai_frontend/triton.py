@@ -339,13 +339,10 @@ def _tokens(outputs: dict[str, Any], tokens: str, log_probs: str, top: str) -> l
     data, values = outputs.get(tokens), outputs.get(log_probs)
     if data is None or values is None:
         return []
-    names, likeliest = outputs.get(f"{top}_tokens"), outputs.get(f"{top}_log_probs")
     rows: list[list[tuple[bytes, float]]] = [[] for _ in values.flat]
-    if names is not None:
-        rows = [
-            list(zip(*row, strict=True))
-            for row in zip(names[0], likeliest[0].tolist(), strict=True)
-        ]
+    if (names := outputs.get(f"{top}_tokens")) is not None:
+        likeliest = outputs[f"{top}_log_probs"][0].tolist()
+        rows = [list(zip(*row, strict=True)) for row in zip(names[0], likeliest, strict=True)]
     first = [Token(data[0, 0], None, [])] if data.size > values.size else []
     places = zip(data[0, len(first) :], values.ravel().tolist(), rows, strict=True)
     return first + [Token(*place) for place in places]

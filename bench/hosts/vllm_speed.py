@@ -28,261 +28,39 @@ length of a block is the one that was best in the others.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import math
-import os
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit
 
-from backend import PROJECT_ROOT
-from backend.advise.load import Client
-from backend.advise.servers import free_port, running
 from backend.storage import cache
 from backend.tokenizer import load_tokenizer
 from bench import records, workloads
+from bench.hosts.arms import (
+    BEST,
+    ENVIRONMENT,
+    FIXED,
+    NGRAMS,
+    OURS,
+    OWN,
+    PLAIN,
+    SPINDLE,
+    Arm,
+    Prompt,
+    Run,
+)
+from bench.hosts.vllm_plug_in import workers
+from bench.hosts.vllm_served import servers
 from policy.simulation.statistics import abba, median_interval
 
-ENVIRONMENT = PROJECT_ROOT / ".venv-vllm"
 MODEL = "models/smollm2-135m-instruct"
-PLAIN, SPINDLE, LENGTHS = "plain", "spindle", "ngram-planned"
-OWN, OPENAI, TRITON = "vllm", "spindle-openai", "spindle-triton"
-PLANNED, FIXED, BEST = "planned", "fixed", "fixed-best"
-OURS = (SPINDLE, LENGTHS, OPENAI, TRITON, PLANNED)
 BASELINES = {"plug-in": PLAIN, "front": OWN, "lengths": PLAIN}
 """The arm of each mode by which texts are compared."""
 MAX_PROMPT_CHARACTERS = 900
-K_MAX = 8
-START_S, ANSWER_S = 600.0, 120.0
-SETTLE_S = 1.2
-"""Seconds before a server is measured: a worker of vLLM's spins for one after its last step."""
-SERVED, CONTEXT = "m", 1024
-NGRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-Run = dict[str, Any]
-
-
-class Prompt(NamedTuple):
-    """A prompt as text, and as vLLM's tokens."""
-
-    text: str
-    ids: list[int]
-
-
-class Arm(Protocol):
-    """Something that serves."""
-
-    def serve(self, prompts: list[Prompt], max_tokens: int) -> Run:
-        """Serve prompts all at once; return ``tokens``, ``wall_s`` and ``texts``."""
-        ...
-
-
-class Worker:
-    """A process that serves, on one CPU."""
-
-    def __init__(self, engine: dict[str, Any]) -> None:
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT_ROOT)}
-        openmp = ENVIRONMENT / "lib" / "libiomp5.so"  # which vLLM asks for on CPUs
-        if openmp.exists():
-            own["LD_PRELOAD"] = str(openmp)
-        worker = Path(__file__).with_name("vllm_worker.py")
-        self._process = subprocess.Popen(
-            [str(ENVIRONMENT / "bin" / "python"), str(worker), json.dumps(engine)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | own,
-        )
-        # OMP_NUM_THREADS alone leaves vLLM's n-grams more than one thread.
-        os.sched_setaffinity(self._process.pid, {min(os.sched_getaffinity(0))})
-
-    def ready(self) -> None:
-        """Wait until it serves. Raises RuntimeError."""
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            raise RuntimeError("vLLM did not start")
-
-    def serve(self, prompts: list[Prompt], max_tokens: int) -> Run:
-        """Return tokens, seconds and texts."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        work = {"prompts": [prompt.ids for prompt in prompts], "max_tokens": max_tokens}
-        self._process.stdin.write(json.dumps(work) + "\n")
-        self._process.stdin.flush()
-        answer: Run = json.loads(self._process.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-
-
-Asking = Callable[[Prompt, int], tuple[str, Run]]
-"""Makes of a prompt and a number of tokens the path and the body of a request."""
-
-
-class Streams:
-    """Streams of a server, a connection each."""
-
-    def __init__(self, url: str, ask: Asking) -> None:
-        self._address, self._ask = urlsplit(url).netloc, ask
-
-    def serve(self, prompts: list[Prompt], max_tokens: int) -> Run:
-        """Return tokens, seconds and texts."""
-        time.sleep(SETTLE_S)
-        started_s = time.perf_counter()
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = [*pool.map(lambda prompt: self._stream(prompt, max_tokens), prompts)]
-        wall_s = time.perf_counter() - started_s
-        first_s = median(first_s for _, first_s in answers) - started_s
-        run = {"tokens": len(prompts) * max_tokens, "wall_s": wall_s, "first_s": first_s}
-        return run | {"texts": [text for text, _ in answers]}
-
-    def _stream(self, prompt: Prompt, max_tokens: int) -> tuple[str, float]:
-        """Return a text and when its first part came. Raises RuntimeError."""
-        path, body = self._ask(prompt, max_tokens)
-        connection = http.client.HTTPConnection(self._address, timeout=ANSWER_S)
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise RuntimeError(f"{path} answered {answer.status}: {answer.read(300)!r}")
-        text, first_s = "", 0.0
-        for line in answer:
-            if line.startswith(b"data: {"):
-                first_s = first_s or time.perf_counter()
-                part = json.loads(line[6:])
-                text += part["choices"][0]["text"] if "choices" in part else part["text_output"]
-        connection.close()
-        return text, first_s
-
-
-def of_openai(**more: Any) -> Asking:
-    """Return what makes requests of ``/v1/completions``."""
-
-    def ask(prompt: Prompt, max_tokens: int) -> tuple[str, Run]:
-        body = {"model": SERVED, "prompt": prompt.ids, "max_tokens": max_tokens, "temperature": 0}
-        return "/v1/completions", body | {"stream": True, "ignore_eos": True, **more}
-
-    return ask
-
-
-def of_triton(prompt: Prompt, max_tokens: int) -> tuple[str, Run]:
-    """Return a request of the model ``tensorrt_llm_bls``."""
-    body = {"text_input": prompt.text, "max_tokens": max_tokens, "stream": True}
-    body |= {"end_id": -1, "exclude_input_in_output": True}
-    return "/v2/models/tensorrt_llm_bls/generate_stream", body
-
-
-def engines(model: Path, dtype: str, table: Path, ngrams: list[int]) -> dict[str, dict[str, Any]]:
-    """Return the arguments of ``vllm.LLM`` by arm."""
-    base = {"model": str(model), "dtype": dtype, "max_model_len": 1024, "max_num_seqs": 8}
-    base |= {"enforce_eager": True, "disable_log_stats": True, "kv_cache_memory_bytes": 1 << 29}
-    ours = {
-        "speculative_config": {
-            "method": "custom_class",
-            "model": "backend.hosts.vllm.SpindleProposer",
-            "num_speculative_tokens": K_MAX,
-        },
-        "scheduler_cls": "backend.hosts.vllm.SpindleScheduler",
-        "additional_config": {"spindle": {"latency_file": str(table)}},
-    }
-    arms: dict[str, dict[str, Any]] = {
-        f"ngram-{k}": {"speculative_config": NGRAMS | {"num_speculative_tokens": k}} for k in ngrams
-    }
-    arms[SPINDLE] = ours
-    arms[LENGTHS] = {
-        "speculative_config": NGRAMS | {"num_speculative_tokens": K_MAX},
-        "scheduler_cls": "backend.hosts.vllm_lengths.SpindleLengthScheduler",
-        "additional_config": {"spindle": {"latency_file": str(table.with_name("lengths.json"))}},
-        "async_scheduling": False,
-    }
-    return {PLAIN: base, **{name: base | one for name, one in arms.items()}}
-
-
-def workers(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Arm]:
-    """Return the arms of the mode ``plug-in``, once they serve."""
-    arms: dict[str, Arm] = {}
-    table = folder / "table.json"
-    for name, engine in engines(options.model, options.dtype, table, options.lengths).items():
-        arms[name] = worker = Worker(engine)
-        stack.callback(worker.close)
-        worker.ready()
-    return arms
-
-
-def servers(
-    options: argparse.Namespace, folder: Path, stack: ExitStack, *, backwards: bool
-) -> dict[str, Arm]:
-    """Return the arms of the modes ``front`` and ``lengths``, once they serve."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    os.environ["SPINDLE_PYTHON"] = options.python
-    engine: Run = json.loads(options.engine_args)
-
-    def start(words: list[str]) -> str:
-        return stack.enter_context(running(shlex.join(words), [], Client, START_S)).url
-
-    def spindle(name: str, policy: Run, http_port: int = 0, **more: Any) -> str:
-        target = {"engine": "vllm", "model": str(options.model), "engine_args": engine | more}
-        target["dtype"] = {"bfloat16": "bf16", "float32": "fp32"}[options.dtype]
-        limits = {"max_active_requests": max(options.in_flight), "max_context_tokens": CONTEXT}
-        limits["enable_kv_cache_reuse"] = False
-        file = folder / f"{name}.json"
-        file.write_text(json.dumps({"target": target, "policy": policy, "limits": limits}))
-        http_port, grpc, metrics = http_port or free_port(), free_port(), free_port()
-        words = [sys.executable, "-m", "backend.cli", "serve", "--verbose", "--config", str(file)]
-        words += ["--served-model-name", SERVED, "--openai-port", "{port}", "--port"]
-        return start([*words, str(http_port), f"--grpc-port={grpc}", f"--metrics-port={metrics}"])
-
-    http_port = free_port()
-    starts: dict[str, Callable[[], str]] = {
-        PLAIN: lambda: spindle(PLAIN, {"kind": "none"}, http_port)
-    }
-    if options.mode == "front":
-        starts[OWN] = lambda: start(own_server(options, engine))
-    else:
-        drafter = json.loads(options.speculation) | {"num_speculative_tokens": K_MAX}
-        fixed = {"kind": "fixed", "length": K_MAX}
-        starts[FIXED] = lambda: spindle(FIXED, fixed, speculative_config=drafter)
-        adaptive = {"kind": "adaptive"}
-        starts[PLANNED] = lambda: spindle(PLANNED, adaptive, speculative_config=drafter)
-    url = {name: starts[name]() for name in (reversed(starts) if backwards else starts)}
-    if options.mode == "front":
-        return {
-            OWN: Streams(url[OWN], of_openai()),
-            OPENAI: Streams(url[PLAIN], of_openai()),
-            TRITON: Streams(f"http://127.0.0.1:{http_port}", of_triton),
-        }
-    arms: dict[str, Arm] = {PLAIN: Streams(url[PLAIN], of_openai())}
-    for k in options.lengths:
-        arms[f"{FIXED}-{k}"] = Streams(url[FIXED], of_openai(num_draft_tokens=k))
-    return {**arms, PLANNED: Streams(url[PLANNED], of_openai())}
-
-
-def own_server(options: argparse.Namespace, engine: Run) -> list[str]:
-    """Return the words that start vLLM's own OpenAI server."""
-    words = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--port", "{port}"]
-    words += ["--served-model-name", SERVED, "--no-enable-prefix-caching"]
-    sizes = {"max_model_len": CONTEXT, "max_num_seqs": max(options.in_flight)}
-    follow = {"model": str(options.model), "dtype": options.dtype} | sizes
-    for name, value in (follow | engine).items():
-        option = name.replace("_", "-")
-        text = value if isinstance(value, str) else json.dumps(value)
-        words += {"true": [f"--{option}"], "false": [f"--no-{option}"]}.get(
-            text, [f"--{option}", text]
-        )
-    return words
 
 
 def texts(
