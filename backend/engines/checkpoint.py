@@ -1,79 +1,111 @@
-"""Tensors of a Hugging Face folder by their names."""
+"""A Hugging Face folder read without torch: matrices by their rows, and settings."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from backend.checked_settings import ConfigError
-from backend.engines.quantized import QuantizedError, widen
+from backend.sampling.distributions import Floats
 from backend.storage.manifest import read_model_config
-from backend.storage.weight_files import weight_files
+from backend.storage.weight_files import shapes_in, weight_files
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
-"""Number formats that weights are read in."""
+NUMBER_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+"""Number formats that weights are read in, and the bytes of a number."""
 
+_T = TypeVar("_T")
 
-UNUSED = "rotary_emb.inv_freq"
-"""The end of the names of tensors that are computed, not read."""
+Rows = npt.NDArray[np.int64] | Seq[int] | slice
+Bits = npt.NDArray[np.uint16]
+"""Numbers in bf16, which NumPy does not have."""
+
+_KINDS = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+_KINDS |= {"I32": np.int32, "I64": np.int64}
+"""By safetensors' names, how arrays hold a tensor."""
 
 
 class CheckpointError(ConfigError):
     """A model folder that cannot be served; the message names the file, tensor or setting."""
 
 
-Weights = dict[str, torch.Tensor]
+class Matrix(Protocol):
+    """A matrix [rows, columns] that returns the rows asked for."""
+
+    def __getitem__(self, rows: Rows, /) -> Floats:
+        """Return these rows [n, columns]."""
+        ...
 
 
-def read_weights(folder: Path) -> Weights:
-    """Return the tensors of a folder by name, quantised ones widened. Raises CheckpointError."""
-    return widen_stored(folder, read_stored(folder))
+class StoredMatrix:
+    """A matrix that stays in its file; only what is asked for is read, as fp32."""
+
+    def __init__(
+        self,
+        stored: npt.NDArray[Any],  # [rows, columns], bf16 as its bits
+    ) -> None:
+        self._stored = stored
+        self.shape = stored.shape
+
+    def __getitem__(self, rows: Rows) -> Floats:
+        """Return these rows [n, columns] (``Matrix``)."""
+        return _in_fp32(self._stored[rows])
 
 
-def read_stored(folder: Path) -> Weights:
-    """Return the tensors of a folder by name. Raises CheckpointError."""
-    weights: Weights = {}
+def widen(bits: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return numbers in bf16, by their bits, as fp32."""
+    return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(numbers: Floats) -> Bits:
+    """Return the bits of numbers rounded to bf16, halves to even."""
+    bits = numbers.astype(np.float32, copy=False).view(np.uint32)
+    return ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16)
+
+
+def read_arrays(file: Path) -> dict[str, npt.NDArray[Any]]:
+    """Return the tensors of a safetensors file by name; floating-point numbers are fp32. Raises
+    ConfigError for a file that is damaged or has others.
+    """
+    return {
+        name: stored.copy() if np.issubdtype(stored.dtype, np.signedinteger) else _in_fp32(stored)
+        for name, stored in _map_file(file).items()
+    }
+
+
+def map_embeddings(folder: Path) -> tuple[StoredMatrix, StoredMatrix] | None:
+    """Return a model's embedding and head [vocab, hidden] in their files; None where one of them
+    may be quantised. Raises CheckpointError for a folder without them.
+    """
+    arrays: dict[str, npt.NDArray[Any]] = {}
     for file in weight_files(folder):
-        for name, tensor in _read_tensors(file).items():
-            if name in weights:
-                raise CheckpointError(f"{file}: tensor {name} is in two files")
-            weights[name] = tensor
-    return weights
+        arrays |= _map_file(file, "embed_tokens.weight", "lm_head.weight")
+    config = read_model_config(folder)
+    is_tied = bool(config.get("tie_word_embeddings"))
+    if config.get("quantization_config") and len(arrays) + is_tied < 2:
+        return None
+    embedding, head = find_embeddings(folder, arrays)
+    return StoredMatrix(embedding), StoredMatrix(head)
 
 
-def widen_stored(folder: Path, weights: Weights) -> Weights:
-    """Return a folder's tensors with quantised ones widened. Raises CheckpointError."""
-    quantization = read_model_config(folder).get("quantization_config")
-    if not quantization:
-        return weights
-    try:
-        return widen(weights, quantization)
-    except QuantizedError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
-
-
-def load_embeddings(folder: Path, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a model's embedding and head [vocab, hidden], as they are stored; on the host they
-    stay in the file, and only what is asked for is read. Raises CheckpointError for a folder
+def find_embeddings(folder: Path, tensors: Mapping[str, _T]) -> tuple[_T, _T]:
+    """Return a model's embedding and head among its tensors. Raises CheckpointError for a folder
     without them.
     """
-    found = read_weights(folder)
-    text = {name.removeprefix("model.").removeprefix("language_model."): name for name in found}
+    text = {name.removeprefix("model.").removeprefix("language_model."): name for name in tensors}
     place = text.get("embed_tokens.weight") or text.get("model.embed_tokens.weight")
     if place is None:
         raise CheckpointError(f"{folder} has no embed_tokens.weight")
-    embedding = found[place]
-    head = found.get(text.get("lm_head.weight", ""))
+    embedding = tensors[place]
+    head = tensors.get(text.get("lm_head.weight", ""))
     if head is None or read_model_config(folder).get("tie_word_embeddings"):
         head = embedding
-    return embedding.to(device), head.to(device)
+    return embedding, head
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -97,18 +129,25 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return rope
 
 
-def _read_tensors(path: Path) -> Weights:
-    from safetensors import (  # not wanted by engines of weights that are in memory
-        SafetensorError,
-        safe_open,
-    )
+def _in_fp32(stored: npt.NDArray[Any]) -> Floats:
+    return widen(stored) if stored.dtype == np.uint16 else stored.astype(np.float32)
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {
-                name: file.get_tensor(name)
-                for name in file.keys()  # noqa: SIM118
-                if not name.endswith(UNUSED)
-            }
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+def _map_file(file: Path, *ends: str) -> dict[str, npt.NDArray[Any]]:
+    """Return the tensors of a file by name, mapped and not read yet: all, or those with one of
+    these ends. Raises ConfigError for one that is damaged, and for tensors of other kinds.
+    """
+    shapes_in(file)  # the library's own checks
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(size))
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, entry in header.items():
+        if name == "__metadata__" or not name.endswith(ends or ("",)):
+            continue
+        kind = _KINDS.get(entry["dtype"])
+        if kind is None:
+            raise CheckpointError(f"{file}: {name} is in {entry['dtype']}, which is not read here")
+        begin = 8 + size + entry["data_offsets"][0]
+        arrays[name] = np.memmap(file, kind, "r", begin, tuple(entry["shape"]))
+    return arrays

@@ -85,15 +85,15 @@ class HiddenStates:
     """The first of these tokens, counted from 0."""
     layers: tuple[int, ...]
     """The layers, counted from 1, after which it was taken."""
-    rows: Any
-    """[tokens, layers, hidden], a tensor of its own on the target's device."""
+    rows: npt.NDArray[np.floating[Any]]
+    """[tokens, layers, hidden], an array of its own."""
 
     @property
     def end(self) -> int:
         """The first token after them."""
         return self.first + len(self.rows)
 
-    def of(self, layers: tuple[int, ...]) -> Any:
+    def of(self, layers: tuple[int, ...]) -> npt.NDArray[np.floating[Any]]:
         """Return the rows of some of the layers, in this order."""
         if layers == self.layers:
             return self.rows

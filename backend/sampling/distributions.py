@@ -1,126 +1,90 @@
-"""Distributions of the next token as tensors, made of logits."""
+"""Distributions of the next token, made of a row of logits. A row is worked on by itself, so that
+its distribution has the same bits in any batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from backend.request import SamplingParams
+
+Floats = npt.NDArray[np.floating[Any]]
+"""Logits, or what is made of them: fp64 where the engine computes in it, else fp32."""
 
 FAINT = 0.02
 """A candidate that a draft holds for so much less likely than its best is not worth a node."""
 
-_HEADS = (
-    1e-3,
-    1e-5,
-    0.0,
-)  # a nucleus is looked for among the tokens above these, one after the other
+_NUCLEUS_BOUNDS = (1e-3, 1e-5, 0.0)
+"""Probabilities: a nucleus is looked for among the tokens above the first, then the next."""
+
+_SCORE_BOUNDS = (-7.0, -12.0, -math.inf)
+"""Scores below the greatest, 0: the best tokens are looked for in the same way."""
 
 
-def target_probs(logits: torch.Tensor, params: Seq[SamplingParams]) -> torch.Tensor:
-    """Return the distribution [rows, vocab] that each row's token is drawn from, of sum one:
-    temperature first, then min-p, top-k, top-p (as vLLM does).
+def target_probs(
+    logits: Floats,  # [vocab]
+    params: SamplingParams,
+) -> Floats:
+    """Return the distribution [vocab] that a token is drawn from, of sum one: temperature first,
+    then min-p, top-k, top-p (as vLLM does).
 
-    fp64 logits give fp64 probabilities, all others fp32. Top-k keeps ties with the k-th token,
-    top-p with the one that crosses the threshold, min-p with the threshold itself.
+    Top-k keeps ties with the k-th token, top-p the one that crosses the threshold, min-p the
+    threshold itself.
     """
-    wide = logits.dtype if logits.dtype == torch.float64 else torch.float32
-    device = logits.device
-    temperature = torch.tensor([param.temperature for param in params], dtype=wide, device=device)
-    scores = logits.to(wide)
-    scores = (scores - scores.amax(-1, keepdim=True)).div_(
-        temperature[:, None]
-    )  # the greatest is 0: no temperature overflows it
-    if any(param.min_p for param in params):
-        shares = torch.tensor([param.min_p for param in params], dtype=wide, device=device)
-        scores = scores.masked_fill(scores < shares.log()[:, None], -torch.inf)
-    vocab = scores.shape[-1]
-    limits = [min(param.top_k, vocab) or vocab for param in params]
-    if min(limits) < vocab:
-        last = torch.tensor(limits, device=device)[:, None] - 1
-        widest = max((limit for limit in limits if limit < vocab), default=1)
-        best = scores.topk(widest).values
-        threshold = best.gather(1, last.clamp(max=widest - 1)).masked_fill(
-            last >= vocab - 1, -torch.inf
-        )
-        scores = scores.masked_fill(scores < threshold, -torch.inf)
-    nuclei = [row for row, param in enumerate(params) if param.top_p < 1.0]
-    probs = scores.softmax(-1)
-    if nuclei:
-        probs[nuclei] = _nucleus(
-            probs[nuclei],
-            torch.tensor([params[row].top_p for row in nuclei], dtype=wide, device=device),
-        )
+    with np.errstate(over="ignore", invalid="ignore"):  # of logits that are no numbers, too
+        scores = logits - logits.max()  # the greatest is 0: no temperature overflows it
+        scores /= params.temperature
+        if params.min_p:
+            scores[scores < math.log(params.min_p)] = -math.inf
+        if 0 < params.top_k < len(scores):
+            scores[scores < kth_greatest(scores, params.top_k)] = -math.inf
+        probs: Floats = np.exp(scores, out=scores)
+        probs /= probs.sum()
+        if params.top_p < 1.0:
+            probs[probs < _least(probs, params.top_p)] = 0.0
+            probs /= probs.sum()
     return probs
 
 
-def _nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the most probable tokens that together reach ``top_p`` [rows], and have them sum to one.
+def kth_greatest(
+    scores: Floats,  # [vocab], at most 0
+    count: int,
+) -> float:
+    """Return the ``count``-th greatest score.
 
-    A nucleus is mostly small, and sorting a whole vocabulary costs 30 times as much as its head.
+    Few are near the greatest, and to sort a whole vocabulary takes 30 times as long.
     """
-    if probs.device.type == "cpu":
-        pairs = zip(probs.numpy(), top_p.tolist(), strict=True)
-        thresholds = torch.tensor([_least(row, share) for row, share in pairs], dtype=probs.dtype)
-    else:
-        ordered = probs.sort(dim=-1, descending=True).values
-        count = (ordered.cumsum(-1) - ordered < top_p[:, None]).sum(-1).clamp_(min=1)
-        thresholds = ordered.gather(1, count[:, None] - 1)[:, 0]
-    kept = probs.masked_fill_(probs < thresholds[:, None], 0.0)
-    return kept.div_(kept.sum(-1, keepdim=True))
+    for bound in _SCORE_BOUNDS:
+        near = scores[~(scores < bound)]
+        if len(near) >= count:
+            break
+    return float(np.partition(near, len(near) - count)[len(near) - count])
 
 
-def _least(probs: npt.NDArray[np.floating[Any]], share: float) -> float:
-    """Return the probability at which the greatest of a distribution [S] reach a share of it."""
-    for bound in _HEADS:
-        head = probs[probs >= bound]
+def _least(probs: Floats, share: float) -> float:
+    """Return the probability at which the greatest of a distribution [vocab] reach a share of
+    it.
+    """
+    for bound in _NUCLEUS_BOUNDS:
+        head = probs[~(probs < bound)]
         if head.sum() >= share:
             break
     ordered = np.sort(head)[::-1]
     return float(ordered[min(int(ordered.cumsum().searchsorted(share)), len(ordered) - 1)])
 
 
-def arg_max(logits: torch.Tensor) -> list[int]:
-    """Return the column of each row's greatest logit, the first of equals."""
-    # On a processor NumPy's takes a quarter of torch's time, or less.
-    columns: list[int] = (_array(logits) if logits.is_cpu else logits).argmax(-1).tolist()
-    return columns
-
-
-def row_arg_max(logits: torch.Tensor, *, every: bool) -> Callable[[int], int]:
-    """Return what tells ``arg_max`` of a row. A processor looks only at the rows that it is asked
-    for, unless that will be ``every`` one; a device is asked once, for all.
+def likeliest(
+    logits: Floats,  # [columns]
+    most: int,
+) -> list[tuple[int, float]]:
+    """Return the columns of the greatest logits and their probabilities, best first, the first of
+    equals first: at most ``most``, none under ``FAINT`` of the first one's.
     """
-    if every or not logits.is_cpu:
-        return arg_max(logits).__getitem__
-    rows = _array(logits)
-    return lambda row: int(rows[row].argmax())
-
-
-def likeliest(logits: torch.Tensor, most: int) -> list[list[tuple[int, float]]]:
-    """Return by row of logits [n, S] the columns of the greatest and their probabilities, best
-    first, the first of equals first: at most ``most``, none under ``FAINT`` of the first one's.
-    """
-    if logits.device.type != "cpu":
-        best = logits.float().softmax(-1).topk(min(most, logits.shape[1]))
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        rows = [list(zip(*pair, strict=True)) for pair in pairs]
-        return [[one for one in row if one[1] >= FAINT * row[0][1]] for row in rows]
-    found = []
-    for row in _array(
-        logits
-    ):  # few columns are near the greatest: torch's topk takes 3 times as long
-        masses = np.exp(row - row.max())
-        near = np.flatnonzero(masses >= FAINT)
-        near = near[np.argsort(-masses[near], kind="stable")[:most]]
-        found.append(list(zip(near.tolist(), (masses[near] / masses.sum()).tolist(), strict=True)))
-    return found
-
-
-def _array(logits: torch.Tensor) -> npt.NDArray[np.floating[Any]]:
-    return (logits.float() if logits.dtype == torch.bfloat16 else logits).numpy()
+    masses = np.exp(logits - logits.max())
+    near = np.flatnonzero(masses >= FAINT)
+    near = near[np.argsort(-masses[near], kind="stable")[:most]]
+    return list(zip(near.tolist(), (masses[near] / masses.sum()).tolist(), strict=True))

@@ -14,14 +14,14 @@ follows p and is a function of distribution, seed and position alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from backend.sampling.distributions import Floats
 from backend.sampling.randomness import TAIL, Words, exponentials
 
 HEAD = 1e-3
@@ -46,40 +46,42 @@ class Heads(NamedTuple):
     rows: IntArray
     columns: IntArray
     masses: FloatArray
-    totals: npt.NDArray[np.floating[Any]]
+    totals: Floats
 
     @classmethod
-    def of(cls, probs: torch.Tensor) -> Heads:
-        """Return the heads of distributions [n, S], which sum to one; they are all that leaves the
-        device.
-        """
-        if probs.device.type == "cpu":
-            array = probs.numpy()
-            rows, columns = np.divmod(np.flatnonzero(array >= HEAD), array.shape[1])
-            return cls(rows, columns, array[rows, columns].astype(np.float64), array.sum(-1))
-        places = (probs >= HEAD).nonzero()
-        found = places.cpu().numpy()
-        masses = probs[places[:, 0], places[:, 1]].double().cpu().numpy()
-        return cls(found[:, 0], found[:, 1], masses, probs.sum(-1).cpu().numpy())
+    def of(cls, distributions: Iterable[Floats]) -> Heads:
+        """Return the heads of one distribution [S] or more, which sum to one."""
+        columns, masses, totals = [], [], []
+        for probs in distributions:
+            columns.append(np.flatnonzero(probs >= HEAD))
+            masses.append(probs[columns[-1]])
+            totals.append(probs.sum())
+        rows = np.repeat(np.arange(len(columns)), [len(head) for head in columns])
+        joined = np.concatenate(masses).astype(np.float64)
+        return cls(rows, np.concatenate(columns), joined, np.array(totals))
 
 
-def draw(probs: torch.Tensor, words: Words, token_ids: IntArray | None = None) -> list[int]:
-    """Return the column drawn of each of the distributions [n, S], which sum to one, by noise
-    ``words`` [n].
+ProbsOf = Callable[[int], Floats]
+"""Returns a row's distribution [S], which sums to one."""
 
-    ``token_ids`` int64[S] are the columns' tokens (None: a column's number).
+
+def draw(probs_of: ProbsOf, words: Words, token_ids: IntArray | None = None) -> list[int]:
+    """Return the column drawn of each row's distribution by noise ``words`` [rows].
+
+    A row is asked again where its tail wins. ``token_ids`` int64[S] are the columns' tokens (None:
+    a column's number).
     """
-    return race(Heads.of(probs), words, lambda row: probs[row].cpu().numpy(), token_ids)
+    return race(Heads.of(map(probs_of, range(len(words)))), words, probs_of, token_ids)
 
 
 def race(
     heads: Heads,
     words: Words,
-    probs_of: Callable[[int], npt.NDArray[np.floating[Any]]],
+    probs_of: ProbsOf,
     token_ids: IntArray | None = None,
 ) -> list[int]:
-    """Return ``draw`` of distributions by their heads; ``probs_of(row)`` [S] is asked only where
-    the tail wins.
+    """Return ``draw`` of distributions by their heads; ``probs_of`` is asked only where the tail
+    wins.
     """
     times, tails, ends = _times(heads, words, token_ids)
     winners = []
@@ -96,13 +98,13 @@ def race(
 
 
 def finishers(
-    probs: torch.Tensor, words: Words, most: int, token_ids: IntArray | None = None
+    probs_of: ProbsOf, words: Words, most: int, token_ids: IntArray | None = None
 ) -> list[list[tuple[int, float]]]:
     """Return by row the columns that come in first in the heads' races, at most ``most``, and how
     likely each is what the target draws by the same noise, assuming its distribution is close to
     the draft's.
     """
-    heads = Heads.of(probs)
+    heads = Heads.of(map(probs_of, range(len(words))))
     times, _, ends = _times(heads, words, token_ids)
     found = []
     for start, end in itertools.pairwise(ends):
@@ -128,9 +130,7 @@ def _times(
     return times, tails, heads.rows.searchsorted(np.arange(len(words) + 1)).tolist()
 
 
-def _in_tail(
-    probs: npt.NDArray[np.floating[Any]], word: np.uint64, head: int, token_ids: IntArray | None
-) -> int:
+def _in_tail(probs: Floats, word: np.uint64, head: int, token_ids: IntArray | None) -> int:
     """Return the column that wins among those below ``HEAD``; ``head`` where the tail was but
     rounding.
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from backend.request import IMPOSSIBLE, SamplingParams
+from backend.sampling.distributions import Floats
 
 UNGRAMMATICAL = 2 * IMPOSSIBLE
 """The logit of a token that the grammar forbids: where options ban all that it allows, it is the
@@ -29,16 +29,13 @@ class Columns:
     draft's shortlist (``token_ids`` [S]). A whole vocabulary has ``size`` columns.
     """
 
-    token_ids: torch.Tensor | None = None
+    token_ids: npt.NDArray[np.int64] | None = None
     size: int = 2**31 - 1
-    numbers: npt.NDArray[np.int64] | None = field(init=False)  # the same, on the host
     _tokens: list[int] = field(init=False)
     _column: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         ids = [] if self.token_ids is None else self.token_ids.tolist()
-        numbers = None if self.token_ids is None else np.array(ids, np.int64)
-        object.__setattr__(self, "numbers", numbers)
         object.__setattr__(self, "_tokens", ids)
         object.__setattr__(self, "_column", {token: column for column, token in enumerate(ids)})
 
@@ -62,35 +59,30 @@ class Columns:
     def more(self, tokens: Seq[int]) -> Columns:
         """Return a shortlist's columns with one more for each of ``tokens``, which have none."""
         assert self.token_ids is not None, "a whole vocabulary has no more"
-        return Columns(torch.cat([self.token_ids, torch.tensor(tokens, dtype=torch.int64)]))
+        return Columns(np.concatenate((self.token_ids, np.array(tokens, np.int64))))
 
 
 WHOLE_VOCABULARY = Columns()
 
 
 def process(
-    logits: torch.Tensor,
+    logits: Floats,  # [columns]
     sampling: SamplingParams,
     before: Seq[int],
     prompt_tokens: int,
     columns: Columns,
 ) -> None:
-    """Change the logits [S] after the tokens ``before`` in place; the first of these are the
-    prompt.
-    """
+    """Change the logits after the tokens ``before`` in place; the first of these are the prompt."""
     if sampling.bias:
         ids, addends = zip(*sampling.bias, strict=True)
-        found, places = columns.of(ids)
-        weights = [addends[place] for place in places]
-        added = torch.tensor(weights, dtype=logits.dtype, device=logits.device)
-        logits.index_add_(0, _index(found, logits), added)
+        known, places = columns.of(ids)
+        np.add.at(logits, known, [addends[place] for place in places])
     if sampling.penalised:
         _penalise(logits, sampling, before, prompt_tokens, columns)
     if len(before) - prompt_tokens < sampling.min_tokens:
         logits[columns.of(sampling.end_ids)[0]] = IMPOSSIBLE
     if sampling.bad_words:
-        banned = columns.of(sampling.find_banned(before, len(before)))[0]
-        logits.index_fill_(0, _index(banned, logits), IMPOSSIBLE)
+        logits[columns.of(sampling.find_banned(before, len(before)))[0]] = IMPOSSIBLE
     if sampling.guide is not None:
         mask = sampling.guide.mask(before[prompt_tokens:])
         if mask is not None:
@@ -98,36 +90,27 @@ def process(
 
 
 def _penalise(
-    logits: torch.Tensor,
-    sampling: SamplingParams,
-    before: Seq[int],
-    prompt_tokens: int,
-    columns: Columns,
+    logits: Floats, sampling: SamplingParams, before: Seq[int], prompt_tokens: int, columns: Columns
 ) -> None:
     """Lower the logits of the tokens that occur in the text."""
     if (factor := sampling.repetition_penalty) != 1.0:
-        found, _ = columns.of(sorted(set(before)))
-        values = logits[found]
-        logits[found] = torch.where(values < 0, values * factor, values / factor)
+        known, _ = columns.of(sorted(set(before)))
+        values = logits[known]
+        logits[known] = np.where(values < 0, values * factor, values / factor)
     if sampling.presence_penalty or sampling.frequency_penalty:
         counted = before[min(sampling.prompt_ignore_length, prompt_tokens) :]
         ids, counts = np.unique(np.array(counted, np.int64), return_counts=True)
-        found, places = columns.of(ids.tolist())
-        occurred = torch.from_numpy(counts[places]).to(logits)
+        known, places = columns.of(ids.tolist())
+        occurred = counts[places].astype(logits.dtype)
         each = sampling.presence_penalty + sampling.frequency_penalty * occurred
-        logits[found] -= (sampling.temperature or 1.0) * each
+        logits[known] -= (sampling.temperature or 1.0) * each
 
 
-def _forbid(logits: torch.Tensor, mask: npt.NDArray[np.bool_], columns: Columns) -> None:
+def _forbid(logits: Floats, mask: npt.NDArray[np.bool_], columns: Columns) -> None:
     """Forbid what a grammar's ``mask`` [vocab] does not allow."""
-    allowed = torch.from_numpy(mask).to(logits.device)
-    if columns.token_ids is not None:
-        ids = columns.token_ids.long().to(logits.device)
-        allowed = allowed[ids.clamp(max=len(allowed) - 1)] & (ids < len(allowed))
+    allowed = mask
+    if (ids := columns.token_ids) is not None:
+        allowed = mask[np.minimum(ids, len(mask) - 1)] & (ids < len(mask))
     allowed = allowed[: len(logits)]  # a draft may have fewer columns
-    logits[: len(allowed)].masked_fill_(~allowed, UNGRAMMATICAL)
+    np.copyto(logits[: len(allowed)], UNGRAMMATICAL, where=~allowed)
     logits[len(allowed) :] = UNGRAMMATICAL  # a vocabulary padded beyond the tokenizer's
-
-
-def _index(columns: Seq[int], logits: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(columns, dtype=torch.int64, device=logits.device)

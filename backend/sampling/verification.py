@@ -14,11 +14,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from backend.request import SamplingParams
-from backend.sampling.distributions import arg_max, likeliest, row_arg_max, target_probs
-from backend.sampling.draw import draw, finishers
+from backend.sampling.distributions import Floats, kth_greatest, likeliest, target_probs
+from backend.sampling.draw import ProbsOf, draw, finishers
 from backend.sampling.processing import WHOLE_VOCABULARY, Columns, process
 from backend.sampling.randomness import Words, word
 from backend.sequence import ROOT, Proposal, Sequence, child_of
@@ -99,94 +98,109 @@ class Verdict:
 
 
 def verify(
-    logits: torch.Tensor, requests: Seq[Row], columns: Columns = WHOLE_VOCABULARY
+    logits: Floats,  # [rows, columns]
+    requests: Seq[Row],
+    columns: Columns = WHOLE_VOCABULARY,
 ) -> list[Verdict]:
     """Return the verdict on each request.
 
-    ``logits`` [rows, S] holds ``Row.rows`` rows a request, in order: the first is after the
-    text, row n + 1 after node n. Only rows on a path are looked at; those of requests that are not
-    plain place by place for all of these at once.
+    ``logits`` holds ``Row.rows`` rows a request, in order: the first is after the text, row n + 1
+    after node n. Only rows on a path are looked at; those of requests that are not plain place by
+    place for all of these at once.
     """
     firsts = _firsts(requests)
     verdicts = [Verdict([], -1) for _ in requests]
-    walking = [index for index, request in enumerate(requests) if not request.sampling.plain]
-    if len(walking) < len(requests):
-        best = row_arg_max(logits, every=len(logits) == len(requests))
-        for verdict, request, first in zip(verdicts, requests, firsts, strict=True):
-            if request.sampling.plain:
-                follow(verdict, request, best, first)
+    walking: list[int] = []
+    for index, (verdict, request) in enumerate(zip(verdicts, requests, strict=True)):
+        if request.sampling.plain:
+            follow(verdict, request, lambda row: int(logits[row].argmax()), firsts[index])
+        else:
+            walking.append(index)
     while walking:
-        rows = [firsts[index] + 1 + _last(verdicts[index].path) for index in walking]
+        rows = [logits[firsts[index] + 1 + _last(verdicts[index].path)] for index in walking]
         places = [_place(requests[index], verdicts[index].path) for index in walking]
-        current = [verdicts[index] for index in walking]
-        _draw(_select(logits, rows), places, current, columns)
+        _draw(rows, places, [verdicts[index] for index in walking], columns)
         walking = [index for index in walking if _step(verdicts[index], requests[index])]
     return verdicts
 
 
 def candidates(
-    logits: torch.Tensor, places: Seq[Row], most: int, columns: Columns = WHOLE_VOCABULARY
+    logits: Floats,  # [places, columns]
+    places: Seq[Row],
+    most: int,
+    columns: Columns = WHOLE_VOCABULARY,
 ) -> list[list[tuple[int, float]]]:
-    """Return by place the columns that a draft of these logits [n, S] holds for likeliest to be
-    what the target draws, best first, at most ``most``, with its confidence in each.
+    """Return by place the columns that a draft of these logits holds for likeliest to be what the
+    target draws, best first, at most ``most``, with its confidence in each.
     """
-    rows = scores(logits, places, columns)
-    greedy = torch.tensor([place.sampling.greedy for place in places], device=rows.device)
-    if greedy.all():
-        return likeliest(rows, most)
-    found: list[list[tuple[int, float]]] = [[]] * len(places)
-    for chosen, drawn in ((greedy, False), (~greedy, True)):
-        indices = chosen.nonzero()[:, 0].tolist()
-        if not indices:
-            continue
-        theirs, mine = rows[chosen], [places[index] for index in indices]
-        if drawn:
-            probs = target_probs(theirs, [place.params for place in mine])
-            best = finishers(probs, _words(mine), most, columns.numbers)
-        else:
-            best = likeliest(theirs, most)
-        for index, ones in zip(indices, best, strict=True):
-            found[index] = ones
-    return found
+    rows = [scores(row, place, columns) for row, place in zip(logits, places, strict=True)]
+    by_place = [
+        likeliest(row, most) if place.sampling.greedy else []
+        for row, place in zip(rows, places, strict=True)
+    ]
+    if sampled := _sampled(places):
+        words, probs_of = _words(places, sampled), _probs_of(rows, places, sampled)
+        chosen = finishers(probs_of, words, most, columns.token_ids)
+        for number, ones in zip(sampled, chosen, strict=True):
+            by_place[number] = ones
+    return by_place
 
 
-def scores(logits: torch.Tensor, places: Seq[Row], columns: Columns) -> torch.Tensor:
-    """Return the logits [n, S] after these places with their options applied, in fp32 (fp64
-    stays).
+def scores(logits: Floats, place: Row, columns: Columns) -> Floats:
+    """Return the logits [columns] at a place with its options applied: a copy where these change
+    any.
     """
-    changed = [row for row, place in enumerate(places) if place.sampling.changes_logits]
-    dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
-    wide = logits.to(dtype, copy=bool(changed))
-    for row in changed:
-        place = places[row]
-        process(wide[row], place.sampling, place.before, place.prompt_tokens, columns)
-    return wide
+    if not place.sampling.changes_logits:
+        return logits
+    changed = logits.copy()
+    process(changed, place.sampling, place.before, place.prompt_tokens, columns)
+    return changed
 
 
-def _draw(logits: torch.Tensor, places: Seq[Row], verdicts: Seq[Verdict], columns: Columns) -> None:
-    """Draw the token of every place from its row of logits [n, S], and tell each verdict of it."""
-    rows = scores(logits, places, columns)
-    drawn = [row for row, place in enumerate(places) if not place.sampling.greedy]
-    found = arg_max(rows) if len(drawn) < len(places) else [-1] * len(places)
-    if drawn:
-        chosen = [places[row] for row in drawn]
-        theirs = rows if len(drawn) == len(places) else rows[drawn]  # indexing copies
-        probs = target_probs(theirs, [place.params for place in chosen])
-        for row, column in zip(drawn, draw(probs, _words(chosen), columns.numbers), strict=True):
-            found[row] = column
-    for row, (place, verdict) in enumerate(zip(places, verdicts, strict=True)):
-        verdict.column = found[row]
+def _draw(logits: Seq[Floats], places: Seq[Row], verdicts: Seq[Verdict], columns: Columns) -> None:
+    """Draw the token of every place from its logits [columns], and note it in its verdict."""
+    rows = [scores(row, place, columns) for row, place in zip(logits, places, strict=True)]
+    if sampled := _sampled(places):
+        words, probs_of = _words(places, sampled), _probs_of(rows, places, sampled)
+        for number, column in zip(sampled, draw(probs_of, words, columns.token_ids), strict=True):
+            verdicts[number].column = column
+    for row, place, verdict in zip(rows, places, verdicts, strict=True):
+        if place.sampling.greedy:
+            verdict.column = int(row.argmax())
         if place.sampling.reads_log_probs:
-            _tell(verdict, rows[row], place.sampling)
+            _note_log_probs(verdict, row, place.sampling)
 
 
-def _tell(verdict: Verdict, row: torch.Tensor, sampling: SamplingParams) -> None:
+def _sampled(places: Seq[Row]) -> list[int]:
+    """Return the numbers of the places whose token is not the likeliest, but drawn."""
+    return [number for number, place in enumerate(places) if not place.sampling.greedy]
+
+
+def _words(places: Seq[Row], sampled: Seq[int]) -> Words:
+    """Return the noise of these places."""
+    chosen = [places[number] for number in sampled]
+    return np.array([word(place.sampling.seed, place.position) for place in chosen], np.uint64)
+
+
+def _probs_of(rows: Seq[Floats], places: Seq[Row], sampled: Seq[int]) -> ProbsOf:
+    """Return the distributions at these places, each made when it is asked for."""
+    params = [places[number].params for number in sampled]
+    return lambda number: target_probs(rows[sampled[number]], params[number])
+
+
+def _note_log_probs(verdict: Verdict, row: Floats, sampling: SamplingParams) -> None:
     """Add log p of the token drawn: p with options and temperature, before top-k and top-p."""
-    log_probs = (row / (sampling.temperature or 1.0)).log_softmax(-1)
+    with np.errstate(over="ignore"):  # of a token that is banned
+        log_probs = row / (sampling.temperature or 1.0)
+    log_probs -= log_probs.max()
+    if sampling.top_log_probs:
+        most = min(sampling.top_log_probs, len(row))
+        best = np.flatnonzero(log_probs >= kth_greatest(log_probs, most))
+        best = best[np.argsort(-log_probs[best], kind="stable")[:most]]
+    log_probs -= np.log(np.exp(log_probs).sum())
     verdict.log_probs.append(float(log_probs[verdict.column]))
     if sampling.top_log_probs:
-        best = log_probs.topk(min(sampling.top_log_probs, len(log_probs)))
-        verdict.top.append(list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+        verdict.top.append(list(zip(best.tolist(), log_probs[best].tolist(), strict=True)))
 
 
 def follow(verdict: Verdict, request: Row, drawn: Callable[[int], int], first: int = 0) -> None:
@@ -194,13 +208,6 @@ def follow(verdict: Verdict, request: Row, drawn: Callable[[int], int], first: i
     verdict.column = drawn(first)
     while _step(verdict, request):
         verdict.column = drawn(first + 1 + verdict.path[-1])
-
-
-def _select(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """Return the rows at ``places``, without a copy where these are all of them."""
-    if len(places) == len(rows):
-        return rows
-    return rows.index_select(0, torch.tensor(places, device=rows.device))
 
 
 def _step(verdict: Verdict, request: Row) -> bool:
@@ -221,11 +228,6 @@ def _place(request: Row, path: Seq[int]) -> Row:
     if not path:
         return request
     return request.after([*request.run, *(request.tokens[node] for node in path)])
-
-
-def _words(places: Seq[Row]) -> Words:
-    """Return the noise of every place."""
-    return np.array([word(place.sampling.seed, place.position) for place in places], np.uint64)
 
 
 def _firsts(requests: Seq[Row]) -> list[int]:

@@ -96,9 +96,7 @@ def engines(
 def absorbing(head: EagleEngine, shape: EagleShape, rows: int, tokens: int) -> float:
     """Return the seconds in which a head takes the states of some tokens of each row."""
     blocks = (CONTEXT + tokens) // 32 + 1
-    states = torch.randn(
-        tokens, len(shape.layers), shape.target_hidden_size, dtype=head._pool.dtype
-    )
+    states = torch.randn(tokens, len(shape.layers), shape.target_hidden_size).numpy()
     parts = []
     for row in range(rows):
         table = {"eagle": list(range(row * blocks, (row + 1) * blocks))}

@@ -257,7 +257,7 @@ class Spindle:
             max_context_tokens=args.context + 40,
         )
         self.model = engine.model
-        self.tables = [KVTable(range(each * n, each * (n + 1)), "cpu") for n in range(SEQUENCES)]
+        self.tables = [KVTable(range(each * n, each * (n + 1))) for n in range(SEQUENCES)]
         text = [token_at(place) for place in range(args.context)]
         for table in self.tables:
             self.model.forward([Chunk(text, 0, table, 1, (), len(text))])

@@ -119,10 +119,9 @@ def fidelity(
     """
 
     def log_probs(engine: StepEngine, text: list[int]) -> torch.Tensor:
-        table = KVTable(range(-(-EXCERPT_TOKENS // BLOCK_TOKENS)), "cpu")
+        table = KVTable(range(-(-EXCERPT_TOKENS // BLOCK_TOKENS)))
         chunk = Chunk(text, 0, table, len(text), prompt_rows=len(text))
-        logits = engine.model.forward([chunk])
-        return logits.float().log_softmax(-1)
+        return torch.from_numpy(engine.model.forward([chunk])).float().log_softmax(-1)
 
     first, *others = engines
     results: dict[str, dict[str, dict[str, float]]] = {}

@@ -22,7 +22,7 @@ import openvino
 import torch
 from openvino import Model, Output, Type, op, opset13
 
-from backend.engines.openvino.parts import compile_graph, int8, ints, matrix, round_to_int8
+from backend.engines.openvino.parts import compile_graph, half_matrix, int8, ints, round_to_int8
 from bench import records
 
 MATRICES, WIDTH, COLUMNS = 6, 8192, 2048
@@ -53,9 +53,9 @@ FORMATS = {
 def weight(form: Format, rng: np.random.Generator) -> Output:
     """Return a random matrix in the form that kernels read."""
     if form.weights != "int4":
-        numbers = torch.from_numpy(rng.standard_normal((WIDTH, COLUMNS), np.float32)) * 0.02
+        numbers = rng.standard_normal((WIDTH, COLUMNS), np.float32) * np.float32(0.02)
         if form.weights == "bf16":
-            return matrix(numbers.bfloat16(), rounded=False).output(0)
+            return half_matrix(numbers).output(0)
         return int8(*round_to_int8(numbers))
     groups = COLUMNS // (form.group or 0)
     tensor = openvino.Tensor(Type.i4, [WIDTH, groups, COLUMNS // groups])

@@ -121,14 +121,14 @@ class Teacher:
 
     def read(self, row: _Row) -> Tensor:
         """Run a whole answer. Returns the logits [answer, vocab] after which it was drawn."""
-        tokens, table = row.tokens[:-1], KVTable(row.blocks, self._model.device)
+        tokens, table = row.tokens[:-1], KVTable(row.blocks)
         return self._forward([Chunk(tokens, 0, table, len(row.tokens) - row.prompt_tokens)])
 
     def step(self, rows: Sequence[_Row]) -> Tensor:
         """Run what each row has that was not run. Returns logits [rows, vocab]."""
-        device, chunks = self._model.device, []
+        chunks = []
         for row in rows:
-            table = KVTable(row.blocks, device)
+            table = KVTable(row.blocks)
             chunks.append(Chunk(row.tokens[row.seen :], row.seen, table, logits=1))
             row.seen = len(row.tokens)
         return self._forward(chunks)
@@ -137,8 +137,8 @@ class Teacher:
         logits = self._model.forward(chunks)
         if self._model.hidden_states is not None:
             wanted = self._model.hidden_states[logit_rows(chunks)]
-            self.features = wanted.to("cpu", torch.bfloat16)
-        return logits
+            self.features = torch.from_numpy(wanted).bfloat16()
+        return torch.from_numpy(logits)
 
 
 @torch.inference_mode()

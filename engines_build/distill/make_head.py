@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from backend.engines.checkpoint import load_embeddings
 from backend.engines.models.llama import read_llama
+from backend.engines.weights import load_embeddings
 from backend.tokenizer import load_tokenizer
 from engines_build.distill.arguments import parse
 from engines_build.distill.card import command_line, head_card

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from backend.engines.models.rope import rope_tables
 from backend.engines.models.spec import PlainLlama
-from backend.engines.stepping.rope import rope_tables
 from backend.engines.trt_graph.inputs import LOGITS
 from engines_build.trt_graph.distributions import Vocabulary
 from engines_build.trt_graph.graph import (

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from backend.engines.checkpoint import Weights
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.lookahead import LookaheadEngine
 from backend.engines.cuda.stream import Stream
 from backend.engines.models.spec import PlainLlama
 from backend.engines.port import Engine
+from backend.engines.weights import Weights
 from tests.contract import deployment
 from tests.contract.checks import fresh
 from tests.contract.scenarios import Scenario, plain_text

@@ -359,7 +359,9 @@ def cells(engine: StepEngine) -> list[torch.Tensor]:
         pools = [pool for layer in model.pools.values() for pool in layer]
         return [pool.unflatten(0, (-1, BLOCK_TOKENS)) for pool in pools]
     if hasattr(model, "pools"):  # OpenVINO's, which is not installed on every GPU machine
-        layers = [layer for pool in model.pools for layer in pool.unflatten(0, (-1, 2))]
+        kinds = {"int16": torch.bfloat16, "float32": torch.float32}
+        pools = [torch.from_numpy(pool).view(kinds[pool.dtype.name]) for pool in model.pools]
+        layers = [layer for pool in pools for layer in pool.unflatten(0, (-1, 2))]
         return [layer.permute(1, 3, 0, 2, 4) for layer in layers]
     if hasattr(model, "kv"):  # the CUDA engine's
         return [kv.permute(0, 3, 1, 2, 4) for kv in model.kv]

@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime
 import torch
 
+from backend.engines.models.arrays import to_array
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, inputs_of, verdicts_of
 from backend.request import SamplingParams
 from backend.sampling.verification import Row, Verdict, verify
@@ -121,9 +122,9 @@ class Cases:
 
 
 def by_rule(requests: Seq[Row], logits: torch.Tensor) -> list[Verdict]:
-    """The torch rule's verdicts from logits [requests, rows, vocab]."""
+    """The rule's verdicts from logits [requests, rows, vocab]."""
     packed = [rows[: request.rows] for request, rows in zip(requests, logits, strict=True)]
-    return verify(torch.cat(packed), requests)
+    return verify(to_array(torch.cat(packed)), requests)
 
 
 Disagreement = tuple[Row, torch.Tensor, Verdict, Verdict]
@@ -132,7 +133,7 @@ Disagreement = tuple[Row, torch.Tensor, Verdict, Verdict]
 def disagreements(
     network: str, dtype: str, cases: int, seed: int, vocab: int = VOCAB, batch: int = 250
 ) -> list[Disagreement]:
-    """Return the cases whose verdict is not the torch rule's: request, logits, its verdict and the
+    """Return the cases whose verdict is not the rule's: request, logits, its verdict and the
     network's.
     """
     compiled, source = Compiled(network, dtype, vocab), Cases(network, dtype, seed, vocab)
@@ -156,7 +157,7 @@ def is_tie(request: Row, logits: torch.Tensor, theirs: Verdict, width: float = 1
     for _ in range(30):
         moves = torch.from_numpy(rng.uniform(-width, width, logits.shape))
         moved = (logits.double() * (1.0 + moves) + moves.flip(-1))[: request.rows]
-        if outcome(verify(moved, [request])[0]) == outcome(theirs):
+        if outcome(verify(moved.numpy(), [request])[0]) == outcome(theirs):
             return True
     return False
 

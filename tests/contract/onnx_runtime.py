@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from backend.engines.checkpoint import Weights
 from backend.engines.models.spec import PlainLlama
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import Tensors
+from backend.engines.weights import Weights
 from engines_build.trt_graph.graph import F32, F64
 from engines_build.trt_graph.network import Step, describe
 from tests.contract.network_cases import open_session, run

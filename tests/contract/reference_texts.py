@@ -26,7 +26,7 @@ class Model:
         lm = load_decoder(folder, dtype)
         self._decoder = Decoder(lm, spec.layers, kv_blocks=rows * blocks)
         self._tables = [
-            KVTable(list(range(row * blocks, (row + 1) * blocks)), "cpu") for row in range(rows)
+            KVTable(list(range(row * blocks, (row + 1) * blocks))) for row in range(rows)
         ]
 
     @torch.inference_mode()
@@ -34,9 +34,8 @@ class Model:
         """Return the logits after every prefix of ``tokens`` from that of ``first`` tokens on, the
         whole left out: [n - first, vocab].
         """
-        return self._decoder.forward(
-            [Chunk(tokens[:-1], 0, self._tables[0], len(tokens) - first)]
-        ).float()
+        chunk = Chunk(tokens[:-1], 0, self._tables[0], len(tokens) - first)
+        return torch.from_numpy(self._decoder.forward([chunk])).float()
 
     @torch.inference_mode()
     def answers(
@@ -61,7 +60,7 @@ class Model:
                 chunks.append(
                     Chunk(new, len(prompts[row]) + len(own) - len(new), self._tables[row], 1)
                 )
-            logits = self._decoder.forward(chunks).float()
+            logits = torch.from_numpy(self._decoder.forward(chunks)).float()
             if temperature > 0:
                 logits = (
                     logits / temperature

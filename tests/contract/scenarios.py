@@ -17,6 +17,7 @@ from backend.engines.models.spec import PlainLlama
 from backend.engines.port import Engine, HiddenStates, Turn
 from backend.engines.suffix import SuffixEngine
 from backend.request import SamplingParams
+from backend.sampling.distributions import Floats
 from backend.sequence import BLOCK_TOKENS, Sequence
 from policy import NO_DRAFT
 from tests.contract.deployment import (
@@ -277,10 +278,9 @@ def serve(scenario: Scenario, *watchers: Callable[[Deployment], None]) -> Served
     return Served(scenario, deployment, [sessions[number] for number in range(len(scenario.asks))])
 
 
-def hidden_states(sequence: Sequence, tokens: int, layers: tuple[int, ...] = TAPS) -> torch.Tensor:
+def hidden_states(sequence: Sequence, tokens: int, layers: tuple[int, ...] = TAPS) -> Floats:
     """The hidden states of the first ``tokens`` of a text, by a target that runs it at once."""
-    rows: torch.Tensor = _states_of(tuple(sequence.tokens), tiny_config).of(layers)
-    return rows[:tokens]
+    return _states_of(tuple(sequence.tokens), tiny_config).of(layers)[:tokens]
 
 
 @cache

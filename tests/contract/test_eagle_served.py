@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import log
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,7 +132,7 @@ def check_proposals(done, width=1, tolerance=1e-4):
         for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
         if sequence.sampling.plain:
-            expected = reference.tree(tokens, states, width, run, CANDIDATES)
+            expected = reference.tree(tokens, torch.from_numpy(states), width, run, CANDIDATES)
             for path, confidence in zip(paths, proposal.confidence, strict=True):
                 assert log(confidence) == pytest.approx(expected[path], abs=tolerance), tokens
 
@@ -194,7 +195,9 @@ def state_of_its_own_token(patch):
     absorb = EagleEngine.absorb
 
     def absorbed(engine, states):
-        later = [(s, HiddenStates(one.first, one.layers, one.rows.roll(1, 0))) for s, one in states]
+        later = [
+            (s, HiddenStates(one.first, one.layers, np.roll(one.rows, 1, 0))) for s, one in states
+        ]
         absorb(engine, later)
 
     patch.setattr(EagleEngine, "absorb", absorbed)

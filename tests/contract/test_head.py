@@ -14,7 +14,7 @@ import torch
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.kind import latency_cases
-from backend.engines.head.network import HeadNetwork
+from backend.engines.head.network import HeadNetwork, TorchHead
 from backend.engines.head.openvino import OpenvinoHead
 from backend.engines.port import HiddenStates, Turn
 from backend.engines.stepping.engine import StepEngine
@@ -48,18 +48,18 @@ def network(seed=0):
 
 
 def weights():
-    generator = torch.Generator().manual_seed(0)
     shape = deployment.tiny_config().shapes()["model.embed_tokens.weight"]
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return np.random.default_rng(0).standard_normal(shape)
 
 
 class RecordedHead(HeadEngine):
     """Notes what it was asked with, and what it proposed."""
 
-    def __init__(self, most=K_MAX, **options):
-        ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:15]
-        table = weights()
-        super().__init__("near", network(), ids, table, table, max_draft_tokens=most, **options)
+    def __init__(self, most=K_MAX):
+        ids, table = np.random.default_rng(1).permutation(VOCAB)[:15], weights()
+        made = network()
+        head = TorchHead(made, table[ids])
+        super().__init__("near", made.config, head, ids, table, table, max_draft_tokens=most)
         self.noted = []
 
     def poll(self, timeout_s):
@@ -72,7 +72,7 @@ class RecordedHead(HeadEngine):
         for completion in found:
             if completion.sequence_id in asked:
                 tokens, sequence, run = asked[completion.sequence_id]
-                states = self.states[sequence.id].row.clone()
+                states = self.states[sequence.id].row.copy()
                 self.noted.append((tokens, sequence, run, states, completion.proposal))
         return found
 
@@ -244,13 +244,13 @@ def test_int8_on_openvino_proposes_nearly_what_torch_does():
     torch.manual_seed(0)
     config = HeadConfig(4096, 256, 512, (1, 2), rows=4096)
     made = HeadNetwork(config).requires_grad_(requires_grad=False)
-    rows = torch.randn(4096, 256)
-    narrow = OpenvinoHead(made, rows, precision="f32", threads=1)
-    state = made.begin(torch.randn(3, 2, 256) * 4)
-    hidden = torch.randn(3, 2, 256) * 4
-    state, token = made.begin(hidden), torch.randn(3, 256)
-    torch.testing.assert_close(narrow.begin(hidden), state, rtol=0, atol=0.05)
-    wide = made.step(state, token)
-    found = narrow.step(state, token)
-    for exact, near in zip((*wide, wide[1] @ rows.T), found, strict=True):
-        assert torch.cosine_similarity(exact, near).min() > 0.999
+    rows = torch.randn(4096, 256).numpy()
+    tensors = {name: tensor.numpy() for name, tensor in made.state_dict().items()}
+    narrow = OpenvinoHead(config, tensors, rows, precision="f32", threads=1)
+    wide = TorchHead(made, rows)
+    hidden = torch.randn(3, 2, 256).numpy() * 4
+    state, token = wide.begin(hidden), torch.randn(3, 256).numpy()
+    np.testing.assert_allclose(narrow.begin(hidden), state, rtol=0, atol=0.05)
+    for exact, near in zip(wide.step(state, token), narrow.step(state, token), strict=True):
+        lengths = np.linalg.norm(exact, axis=1) * np.linalg.norm(near, axis=1)
+        assert ((exact * near).sum(1) / lengths).min() > 0.999

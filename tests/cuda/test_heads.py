@@ -14,7 +14,7 @@ from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.step import Slots, VerifyStep
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.folder import HeadConfig
-from backend.engines.head.network import HeadNetwork
+from backend.engines.head.network import HeadNetwork, TorchHead
 from backend.engines.port import HiddenStates, Turn
 from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
@@ -65,7 +65,10 @@ def case() -> Case:
     step = VerifyStep(target, slots, DEPTH * CANDIDATES, most=DEPTH + 1)
     on_device = DeviceHead("head", network, token_ids, embedding, head)
     proposal = HeadProposal(on_device, step, DEPTH, bounded=True)
-    host = HeadEngine("head", network, token_ids, embedding, head, max_draft_tokens=DEPTH)
+    ids, *tables = (tensor.numpy() for tensor in (token_ids, embedding, head))
+    on_host = TorchHead(network, tables[1][ids])
+    config = network.config
+    host = HeadEngine("head", config, on_host, ids, *tables, max_draft_tokens=DEPTH)
     return Case(proposal, step, host)
 
 
@@ -74,7 +77,7 @@ def host_nodes(
 ) -> list[tuple[tuple[int, ...], float]]:
     """Return the paths that the host's head proposes after a text, with their confidences."""
     sequence = Sequence(row, tokens, 1, OPTIONS[row])
-    engine.absorb([(sequence, HiddenStates(len(tokens) - 2, TAPS, states[None]))])
+    engine.absorb([(sequence, HiddenStates(len(tokens) - 2, TAPS, states[None].numpy()))])
     nodes = DEPTH * CANDIDATES
     engine.submit([Turn(sequence, len(tokens), run=DEPTH, nodes=nodes)])
     (completion,) = engine.poll(0.0)

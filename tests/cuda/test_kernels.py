@@ -22,7 +22,7 @@ from backend.engines.cuda.layers import add_rms_norm, apply_gate, rotate_and_sto
 from backend.engines.cuda.linear import Tiling, linear, tiling_for
 from backend.engines.cuda.pages import MAX_NEW_TOKENS, ancestor_words, split_tokens
 from backend.request import SamplingParams
-from backend.sampling.distributions import target_probs
+from backend.sampling.distributions import Floats, target_probs
 from backend.sampling.draw import HEAD
 from backend.sampling.draw import draw as host_draw
 from backend.sampling.randomness import word
@@ -220,13 +220,19 @@ def test_linear_refuses_shapes_that_are_not_multiples() -> None:
         linear(x, weight, torch.empty(1, 40, device=DEVICE), tiling=Tiling(64, 128, 16, 2, 4))
 
 
+def probs_of(logits: torch.Tensor, params: list[SamplingParams]) -> Floats:
+    """Return the host's distributions [rows, vocab]."""
+    pairs = zip(logits.float().numpy(), params, strict=True)
+    return np.stack([target_probs(row, options) for row, options in pairs])
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.6])
 def test_draw_is_the_hosts(temperature: float) -> None:
     rows, vocab = (24, 3000) if DEVICE == "cpu" else (512, 128256)
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * 2.5
     words = np.array([word(seed, 100 + seed) for seed in range(rows)], np.uint64)
-    probs = target_probs(logits, [SamplingParams(temperature=temperature)] * rows)
-    wanted = host_draw(probs, words)
+    probs = probs_of(logits, [SamplingParams(temperature=temperature)] * rows)
+    wanted = host_draw(probs.__getitem__, words)
     drawn = _drawn(logits, words, [temperature] * rows)
     assert drawn == wanted
     tails = sum(float(probs[row, token]) < HEAD for row, token in enumerate(wanted))
@@ -240,10 +246,11 @@ def test_draw_from_flat_rows_whose_head_has_hundreds_of_tokens_or_none(
     rows = 12
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 0.05
     words = np.array([word(seed, seed) for seed in range(rows)], np.uint64)
-    probs = target_probs(logits, [SamplingParams(temperature=1.0)] * rows)
+    probs = probs_of(logits, [SamplingParams(temperature=1.0)] * rows)
     assert int((probs[0] >= HEAD).sum()) > 256 or vocab == 5000
     function = partial(draw, chunk=chunk)
-    assert _drawn(logits, words, [1.0] * rows, function=function) == host_draw(probs, words)
+    wanted = host_draw(probs.__getitem__, words)
+    assert _drawn(logits, words, [1.0] * rows, function=function) == wanted
 
 
 def test_draw_of_bounded_greedy_and_broken_rows() -> None:
@@ -263,8 +270,8 @@ def test_draw_of_bounded_greedy_and_broken_rows() -> None:
     assert drawn == _drawn(logits, words, heat, bound, plain.draw)
     assert drawn[:3] == [int(logits[0].argmax()), 20, -1]
     assert 0 <= drawn[3] < 5
-    probs = target_probs(logits[4:5], [SamplingParams(temperature=1.0, top_k=3)])
-    assert drawn[4:5] == host_draw(probs, words[4:5])
+    probs = probs_of(logits[4:5], [SamplingParams(temperature=1.0, top_k=3)])
+    assert drawn[4:5] == host_draw(probs.__getitem__, words[4:5])
 
 
 def limits(rows: int, seed: int) -> list[SamplingParams]:
@@ -306,11 +313,11 @@ def test_bounds_leave_what_the_host_leaves(dtype: torch.dtype, spread: float) ->
     params = limits(rows, seed=5)
     bound = bounds_of(logits, params)
     for row in range(rows):
-        probs = target_probs(logits[row : row + 1], params[row : row + 1])[0]
+        (probs,) = probs_of(logits[row : row + 1], params[row : row + 1])
         scores = logits[row].float()
         left = (scores >= bound[row]) & (scores > -torch.inf)
         left &= ((scores - scores.max()) / params[row].temperature).exp() > 0.0
-        assert torch.equal(left, probs > 0.0), params[row]
+        assert np.array_equal(left.numpy(), probs > 0.0), params[row]
 
 
 def test_rows_without_limits_have_no_bound() -> None:
@@ -326,7 +333,7 @@ def test_bounded_draws_are_the_hosts() -> None:
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(7)) * 2.0
     params = limits(rows, seed=8)
     words = np.array([word(seed, 9) for seed in range(rows)], np.uint64)
-    wanted = host_draw(target_probs(logits, params), words)
+    wanted = host_draw(probs_of(logits, params).__getitem__, words)
     bound = bounds_of(logits, params).tolist()
     assert _drawn(logits, words, [p.temperature for p in params], bound) == wanted
 

@@ -44,7 +44,7 @@ def texts(*lengths):
 
 
 def table(*blocks):
-    return KVTable(blocks, "cpu")
+    return KVTable(blocks)
 
 
 class Compared:
@@ -61,7 +61,7 @@ class Compared:
     @torch.inference_mode()
     def check(self, *parts):
         """Run chunks in a pass; each comes with the text whose last rows its logits are."""
-        logits = self.engine.model.forward([chunk for chunk, _ in parts])
+        logits = torch.from_numpy(self.engine.model.forward([chunk for chunk, _ in parts]))
         for (chunk, text), rows in zip(
             parts, logits.split([chunk.logits for chunk, _ in parts]), strict=True
         ):
@@ -87,7 +87,7 @@ def test_ragged_batches_trees_and_taps_are_those_of_transformers(family, tmp_pat
     a, b, c, nodes = texts(70, 41, 33, len(TREE))
     for_a, for_b, for_c = table(5, 2, 9, 11), table(1, 7, 3), table(12, 4, 6)
     compared.check((Chunk(a[:50], 0, for_a, 50, prompt_rows=50), a[:50]))
-    states = compared.engine.model.hidden_states.clone()
+    states = torch.from_numpy(compared.engine.model.hidden_states)
     compared.check(
         (Chunk(a[50:51], 50, for_a, 1), a[:51]),
         (Chunk(b[:37], 0, for_b, 37, prompt_rows=37), b[:37]),
@@ -136,7 +136,7 @@ def test_a_text_has_the_same_bits_alone_among_others_and_with_a_prompt(
     mine, others = table(0, 1), [table(2 + 2 * n, 3 + 2 * n) for n in range(9)]
 
     def run(*chunks):
-        return decoder.forward(chunks).clone()
+        return decoder.forward(chunks).copy()
 
     def among(position, count):
         rows = [Chunk(other[30:31], 30, where, 1) for where in others[:count]]
@@ -203,7 +203,9 @@ def test_far_positions_in_bf16_have_the_angles_of_fp32(tmp_path):
     chunk = Chunk(text, 0, table(*range(blocks)), last, prompt_rows=length)
     with torch.inference_mode():
         wanted = model(torch.tensor([text]), use_cache=False, logits_to_keep=last).logits[0]
-        errors = (decoder.forward([chunk]) - wanted).square().mean(-1).sqrt() / wanted.std()
+        errors = (torch.from_numpy(decoder.forward([chunk])) - wanted).square().mean(
+            -1
+        ).sqrt() / wanted.std()
     assert errors.median() < 0.02  # 0.005; with angles in bf16 it is 0.05
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines import memory
-from backend.engines.checkpoint import DTYPES, CheckpointError
+from backend.engines.checkpoint import CheckpointError
 from backend.engines.models.comparison import compare
 from backend.engines.models.loading import load_decoder
 from backend.engines.models.probe import probe
@@ -20,6 +20,7 @@ from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.engines.torch import decoder
 from backend.engines.torch.decoder import Decoder
 from backend.engines.torch.engine import TorchEngine
+from backend.engines.weights import DTYPES
 from backend.model_folders import check_folders
 from tests.models.families import SERVED, make_folder
 
@@ -46,7 +47,7 @@ class Both:
 
     def run(self, *chunks):
         with torch.inference_mode():
-            return self.decoder.forward(chunks)
+            return torch.from_numpy(self.decoder.forward(chunks))
 
     def check(self, logits, tokens):
         """Compare the last logits of a text."""
@@ -60,7 +61,7 @@ class Both:
 def test_a_family_equals_transformers_in_ragged_batches_and_trees(tmp_path, family):
     both = Both(make_folder(family, tmp_path))
     a, b, c = text(70, 1), text(41, 2), text(33, 3)
-    tables = [KVTable(blocks, "cpu") for blocks in ([5, 2, 9, 11], [1, 7, 3], [12, 4, 6])]
+    tables = [KVTable(blocks) for blocks in ([5, 2, 9, 11], [1, 7, 3], [12, 4, 6])]
     both.check(both.run(Chunk(a[:50], 0, tables[0], 50)), a[:50])
     for end in range(51, 55):
         both.check(both.run(Chunk(a[end - 1 : end], end - 1, tables[0], 1)), a[:end])
@@ -94,9 +95,7 @@ def test_a_family_equals_transformers_in_ragged_batches_and_trees(tmp_path, fami
 def test_taps_are_the_layers_output_at_every_row(tmp_path, family):
     both = Both(make_folder(family, tmp_path), taps=(2, 4))
     tokens = text(40, 1)
-    both.run(
-        Chunk(tokens, 0, KVTable([1, 0], "cpu"), 3), Chunk(tokens, 0, KVTable([2, 3], "cpu"), 0)
-    )
+    both.run(Chunk(tokens, 0, KVTable([1, 0]), 3), Chunk(tokens, 0, KVTable([2, 3]), 0))
     kept = []
     for layer in (1, 3):
         both.own.model.layers[layer].register_forward_hook(
@@ -105,7 +104,7 @@ def test_taps_are_the_layers_output_at_every_row(tmp_path, family):
     with torch.inference_mode():
         both.own(torch.tensor([tokens]), use_cache=False)
     wanted = torch.stack([states.reshape(40, -1) for states in kept], 1).repeat(2, 1, 1)
-    found = both.decoder.hidden_states
+    found = torch.from_numpy(both.decoder.hidden_states)
     assert found.shape == (80, 2, 64)
     assert float((found - wanted).abs().max() / wanted.std()) < MOST
 
@@ -138,7 +137,7 @@ def test_far_positions_in_bf16_are_those_of_fp32(tmp_path):
 
     def far(model):
         ids, positions = torch.tensor([tokens]), torch.arange(start, start + 40)[None]
-        chunk = Chunk(tokens, 0, KVTable([0, 1], "cpu"), 40)
+        chunk = Chunk(tokens, 0, KVTable([0, 1]), 40)
         real = model.lm.forward
 
         def shifted(**inputs):
@@ -146,7 +145,7 @@ def test_far_positions_in_bf16_are_those_of_fp32(tmp_path):
 
         model.lm.forward = shifted
         with torch.inference_mode():
-            logits = model.forward([chunk]).float()
+            logits = torch.from_numpy(model.forward([chunk])).float()
         model.lm.forward = real
         return logits
 

@@ -4,6 +4,7 @@ pass.
 
 import json
 
+import numpy as np
 import openvino
 import pytest
 import torch
@@ -117,10 +118,7 @@ def logits_of(folder, dtype, group, head=""):
     """The logits of a text in fp32, with activations rounded in groups, or not (0)."""
     graph = complete(read(bring_graph(folder, dtype, head=head)), positions=64, repeats=True)
     decoder = OpenvinoDecoder(graph, kv_blocks=4, group=group)
-    with torch.inference_mode():
-        return decoder.forward(
-            [Chunk(list(range(3, 40)), 0, KVTable([2, 0, 1], "cpu"), 37)]
-        ).clone()
+    return decoder.forward([Chunk(list(range(3, 40)), 0, KVTable([2, 0, 1]), 37)]).copy()
 
 
 @pytest.mark.slow
@@ -183,15 +181,13 @@ def test_requests_have_the_same_bits_under_loads(method, threads, tmp_path):
 def rows_alone_and_together(decoder, count):
     """The logits of a text's rows, one by one and in one pass."""
     text = list(range(3, 3 + 20 + count))
-    table = KVTable([0, 1], "cpu")
-    with torch.inference_mode():
-        decoder.forward([Chunk(text[:20], 0, table, 1, prompt_rows=20)])
-        alone = [
-            decoder.forward([Chunk([text[20 + row]], 20 + row, table, 1)])[0].clone()
-            for row in range(count)
-        ]
-        together = decoder.forward([Chunk(text[20:], 20, table, count)]).clone()
-    return torch.stack(alone), together
+    table = KVTable([0, 1])
+    decoder.forward([Chunk(text[:20], 0, table, 1, prompt_rows=20)])
+    alone = [
+        decoder.forward([Chunk([text[20 + row]], 20 + row, table, 1)])[0].copy()
+        for row in range(count)
+    ]
+    return np.stack(alone), decoder.forward([Chunk(text[20:], 20, table, count)]).copy()
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from backend.engines.checkpoint import read_stored
 from backend.engines.models.loading import load_decoder
 from backend.engines.openvino.formats import misfit_of_four_bits
 from backend.engines.openvino.four_bits import take_four_bits
+from backend.engines.weights import read_stored
 from backend.storage.manifest import read_model_config
 from engines_build.convert import ConvertError, convert
 from tests.models.families import SERVED, config_of, spread_weights

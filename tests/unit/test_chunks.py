@@ -5,8 +5,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from backend.engines.models.rope import rope_tables
 from backend.engines.stepping.chunks import KVTable
-from backend.engines.stepping.rope import rope_tables
+from backend.engines.torch import decoder
 from backend.sequence import BLOCK_TOKENS
 from tests.fakes.llamas import llama
 
@@ -36,9 +37,10 @@ def test_rope_tables_are_those_of_transformers(rope):
 
 def test_a_table_finds_and_reads_positions_in_its_blocks():
     slots = 8 * BLOCK_TOKENS
-    table, pool = KVTable([4, 6], "cpu"), torch.arange(slots * 2).view(slots, 2)
+    table, pool = KVTable([4, 6]), torch.arange(slots * 2).view(slots, 2)
     first, last, next_one = 4 * BLOCK_TOKENS, 5 * BLOCK_TOKENS - 1, 6 * BLOCK_TOKENS
     assert table.slots[[0, BLOCK_TOKENS - 1, BLOCK_TOKENS]].tolist() == [first, last, next_one]
     assert len(table) == 2 * BLOCK_TOKENS
     for positions in (1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS):
-        assert torch.equal(table.read(pool, positions), pool[table.slots[:positions]])
+        read = decoder.read_positions(pool, table, positions)
+        assert torch.equal(read, pool[table.slots[:positions]])

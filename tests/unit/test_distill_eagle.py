@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from backend import PROJECT_ROOT
-from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle.conversion import convert
 from backend.engines.eagle.dialects import TargetShape, read_published
 from backend.engines.eagle.folder import load
 from backend.engines.eagle.whole_text import WholeText
 from backend.engines.models.llama import read_llama
+from backend.engines.weights import load_embeddings
 from engines_build.distill.arguments import parse
 from engines_build.distill.eagle import EagleNetwork, EagleUnroller, eagle_shape, export_eagle
 from engines_build.distill.head import HeadSample

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.engines.checkpoint import load_embeddings
+from backend.engines.checkpoint import map_embeddings
 from backend.engines.head.engine import HeadEngine
+from backend.engines.head.folder import read_head
+from backend.engines.head.network import TorchHead
 from backend.engines.head.network import load as load_network
 from backend.engines.port import HiddenStates, Turn
 from backend.engines.torch.engine import TorchEngine
+from backend.engines.weights import load_embeddings
 from backend.request import SamplingParams
 from backend.sequence import Sequence
 from backend.storage.manifest import weights_sha256
@@ -56,9 +59,10 @@ def samples(finished):
 
 
 def engine_of(folder, target):
-    network, ids = load_network(folder)
-    tables = load_embeddings(target)
-    return HeadEngine("head", network, ids, *tables, max_draft_tokens=4)
+    config, _, ids = read_head(folder)
+    embedding, lm_head = map_embeddings(target)
+    head = TorchHead(load_network(folder)[0], lm_head[ids])
+    return HeadEngine("head", config, head, ids, embedding, lm_head, max_draft_tokens=4)
 
 
 def test_what_is_kept_is_what_the_serving_target_gives(target, samples):
@@ -75,7 +79,7 @@ def test_what_is_kept_is_what_the_serving_target_gives(target, samples):
             served = engine.poll(0.0)[0].hidden_states.rows[-1]
             engine.cancel([number])
             kept = sample.features[place].float()
-            torch.testing.assert_close(served, kept, rtol=0.02, atol=0.02)
+            torch.testing.assert_close(torch.from_numpy(served), kept, rtol=0.02, atol=0.02)
 
 
 def test_what_is_proposed_is_what_the_trained_distributions_say(target, finished, samples):
@@ -95,7 +99,8 @@ def test_what_is_proposed_is_what_the_trained_distributions_say(target, finished
             text = tokens[: sample.prompt_tokens + start + 1]
             sequence = Sequence(9, text, sample.prompt_tokens, SamplingParams())
             engine.cancel([9])
-            states = HiddenStates(len(text) - 2, TAPS, sample.features[start : start + 1].float())
+            features = sample.features[start : start + 1].float().numpy()
+            states = HiddenStates(len(text) - 2, TAPS, features)
             engine.absorb([(sequence, states)])
             engine.submit([Turn(sequence, len(text), run=3, nodes=256)])
             spine = engine.poll(0.0)[0].proposal.spine().tokens

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backend.checked_settings import ConfigError
 from backend.config import parse_config
-from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle import conversion, whole_text
 from backend.engines.eagle import kind as eagle_kind
 from backend.engines.eagle.conversion import bring_head, convert
@@ -17,6 +16,7 @@ from backend.engines.eagle.folder import load, made_for, served_folder
 from backend.engines.eagle.whole_text import PROMPTS, answer
 from backend.engines.openvino import kind as openvino_kind
 from backend.engines.registry import Service
+from backend.engines.weights import load_embeddings
 from backend.launcher import doctor
 from backend.model_folders import check_folders, check_pairs, model_path
 from backend.storage import cache

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +47,7 @@ def test_penalties_count_what_was_written_and_act_before_the_temperature(
         options | {"temperature": temperature, "repetition_penalty": repetition or 1.0}
     )
     logits = np.random.default_rng(len(prompt)).normal(size=VOCAB) * 3
-    row = torch.from_numpy(logits.copy())
+    row = logits.copy()
     process(row, sampling, [*prompt, *written], len(prompt), WHOLE_VOCABULARY)
     for token in range(VOCAB):
         value = logits[token]

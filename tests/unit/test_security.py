@@ -16,8 +16,8 @@ import torch
 
 from backend import cli
 from backend.checked_settings import ConfigError
-from backend.engines.checkpoint import read_weights
 from backend.engines.models.configuration import read_decoder_config
+from backend.engines.weights import read_weights
 from backend.ipc import process as engine_process
 from backend.ipc.messages import Chunk
 from backend.storage.manifest import read_manifest

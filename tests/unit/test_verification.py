@@ -4,10 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 
 from backend.request import SamplingParams
-from backend.sampling.distributions import arg_max, target_probs
+from backend.sampling.distributions import target_probs
 from backend.sampling.draw import draw
 from backend.sampling.processing import WHOLE_VOCABULARY, Columns
 from backend.sampling.randomness import word
@@ -34,7 +33,7 @@ def random_trees(rng, nodes):
 @pytest.mark.parametrize("seed", range(20))
 def test_of_a_tree_is_accepted_what_is_drawn_path_by_path(seed):
     rng = np.random.default_rng(seed)
-    of_path = {path: torch.from_numpy(rng.normal(size=VOCAB)) for path in all_paths(6)}
+    of_path = {path: rng.normal(size=VOCAB) for path in all_paths(6)}
     samplings = [SamplingParams(), *(SamplingParams(0.8, seed=n) for n in range(3))]
     requests, rows, expected = [], [], []
     for sampling in samplings:
@@ -49,7 +48,7 @@ def test_of_a_tree_is_accepted_what_is_drawn_path_by_path(seed):
             text += (one_draw(of_path[text], sampling, 5 + len(text)),)
         expected.append(text)
     for request, verdict, text in zip(
-        requests, verify(torch.stack(rows), requests), expected, strict=True
+        requests, verify(np.stack(rows), requests), expected, strict=True
     ):
         assert (*(request.tokens[node] for node in verdict.path), verdict.column) == text
         parents = [request.parents[node] for node in verdict.path]
@@ -60,12 +59,12 @@ def one_draw(logits, sampling, position):
     if sampling.greedy:
         return int(logits.argmax())
     words = np.array([word(sampling.seed, position)], np.uint64)
-    return draw(target_probs(logits[None], [sampling]), words)[0]
+    return draw(lambda row: target_probs(logits, sampling), words)[0]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, seed=4)])
 def test_a_draft_s_first_candidate_is_what_a_target_like_it_draws(sampling):
-    logits = torch.from_numpy(np.random.default_rng(1).normal(size=(30, VOCAB)))
+    logits = np.random.default_rng(1).normal(size=(30, VOCAB))
     places = [Row(sampling, at, [0] * 30, 0) for at in range(30)]
     found = candidates(logits, places, 3, WHOLE_VOCABULARY)
     drawn = [verdict.column for verdict in verify(logits, places)]
@@ -77,8 +76,9 @@ def test_a_draft_s_first_candidate_is_what_a_target_like_it_draws(sampling):
 
 
 def test_a_shortlist_s_candidates_are_those_of_the_whole_vocabulary():
-    ids = torch.randperm(300, generator=torch.Generator().manual_seed(1))[:200]
-    shortlisted, whole = 2 * torch.randn(50, 200), torch.full((50, 300), -torch.inf)
+    rng = np.random.default_rng(1)
+    ids = rng.permutation(300)[:200]
+    shortlisted, whole = 2 * rng.normal(size=(50, 200)), np.full((50, 300), -np.inf)
     whole[:, ids] = shortlisted
     places = [Row(SamplingParams(0.9, seed=n), 5 + n) for n in range(50)]
     columns = Columns(ids)
@@ -97,13 +97,10 @@ def test_a_request_takes_a_proposal_s_nodes_and_refuses_what_is_no_tree():
 
 
 def test_a_distribution_is_temperature_then_min_p_then_top_k_then_top_p():
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+    logits = np.log([0.4, 0.3, 0.2, 0.1])
 
     def probs(**options):
-        return [
-            round(value, 6)
-            for value in target_probs(logits, [SamplingParams(**options)])[0].tolist()
-        ]
+        return target_probs(logits, SamplingParams(**options)).round(6).tolist()
 
     assert probs(temperature=1.0) == [0.4, 0.3, 0.2, 0.1]
     assert probs(temperature=0.5) == [round(v, 6) for v in (16 / 30, 9 / 30, 4 / 30, 1 / 30)]
@@ -132,28 +129,50 @@ def test_a_distribution_is_temperature_then_min_p_then_top_k_then_top_p():
     assert probs(temperature=1.0, min_p=0.3, top_k=2) == probs(temperature=1.0, top_k=2)
 
 
-def test_rows_with_different_options_are_processed_as_if_alone():
-    torch.manual_seed(1)
-    logits = torch.randn(5, 50)
-    params = [
-        SamplingParams(1.0),
-        SamplingParams(0.7, top_k=5),
-        SamplingParams(1.3, top_p=0.8),
-        SamplingParams(1.0, 3, 0.5),
-        SamplingParams(2.0, top_k=50, min_p=0.2),
+OPTIONS = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 1.0, "top_k": 3, "top_p": 0.5, "min_p": 0.01},
+    {"temperature": 2.0, "top_k": 400, "log_probs": True, "top_log_probs": 3},
+    {"temperature": 0.9, "repetition_penalty": 1.2, "bad_words": ((3,),)},
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype):
+    rng = np.random.default_rng(1)
+    logits = (rng.standard_normal((3 * len(OPTIONS), 1003)) * 4).astype(dtype)
+    places = [
+        Row(SamplingParams(seed=number, **options), 40 + number, range(40 + number), 9)
+        for number, options in enumerate(3 * OPTIONS)
     ]
-    together = target_probs(logits, params)
-    for row, param in enumerate(params):
-        assert torch.allclose(
-            together[row], target_probs(logits[row : row + 1], [param])[0], rtol=1e-6, atol=0
-        )
-    assert (together[1] > 0).sum() == 5
+    order = rng.permutation(len(places))
+    some = [places[number] for number in order]
+    verdicts, nodes = verify(logits[order], some), candidates(logits[order], some, 4)
+    wide = np.zeros((len(places), 1200), dtype)  # rows of another stride, other alignments
+    wide[:, 5 : 5 + logits.shape[1]] = logits
+    for verdict, ones, number in zip(verdicts, nodes, order, strict=True):
+        alone = wide[number : number + 1, 5 : 5 + logits.shape[1]]
+        assert verify(alone, [places[number]]) == [verdict]
+        assert candidates(alone, [places[number]], 4) == [ones]
+
+
+def test_logits_that_are_no_numbers_are_refused_and_change_no_other_row():
+    logits = np.random.default_rng(1).normal(size=(2, 50))
+    places = [Row(SamplingParams(0.8, top_k=9, top_p=0.9, seed=seed), 1) for seed in range(2)]
+    (wanted,) = verify(logits[1:], places[1:])
+    logits[0, 7] = np.nan
+    assert verify(logits[1:], places[1:]) == [wanted]
+    with pytest.raises(ValueError, match="no numbers"):
+        verify(logits, places)
 
 
 def test_distributions_agree_with_transformers_processors():
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(2)
-    logits = torch.randn(3, 40, dtype=torch.float64)
+    torch = pytest.importorskip("torch")
+    logits = np.random.default_rng(2).normal(size=(3, 40))
     chain = transformers.LogitsProcessorList(
         [
             transformers.TemperatureLogitsWarper(0.8),
@@ -161,27 +180,35 @@ def test_distributions_agree_with_transformers_processors():
             transformers.TopPLogitsWarper(0.7),
         ]
     )
-    expected = chain(torch.zeros(3, 1, dtype=torch.long), logits.clone()).softmax(-1)
-    assert torch.allclose(target_probs(logits, [SamplingParams(0.8, 12, 0.7)] * 3), expected)
+    changed = chain(torch.zeros(3, 1, dtype=torch.long), torch.from_numpy(logits.copy()))
+    for row, expected in zip(logits, changed.softmax(-1).numpy(), strict=True):
+        assert np.allclose(target_probs(row, SamplingParams(0.8, 12, 0.7)), expected)
 
 
-def test_the_first_of_equal_logits_is_the_arg_max_in_every_dtype():
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        assert arg_max(torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0]], dtype=dtype)) == [1, 0]
+def test_the_first_of_equal_logits_is_drawn():
+    logits = np.array([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0]], np.float32)
+    for options in ({}, {"bad_words": ((7, 1),)}):
+        places = [Row(SamplingParams(**options), 1, [4], 1)] * 2
+        assert [verdict.column for verdict in verify(logits, places)] == [1, 0]
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
 def test_a_nucleus_is_the_smallest_set_of_most_probable_tokens_that_reaches_top_p(scale):
-    logits = (
-        torch.randn(3, 1000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-        * scale
-    )
-    params = [SamplingParams(1.0, top_p=top_p) for top_p in (0.3, 0.9, 0.999)]
-    for probs, full, param in zip(
-        target_probs(logits, params), logits.softmax(-1), params, strict=True
-    ):
+    rows = np.random.default_rng(3).normal(size=(3, 1000)) * scale
+    for logits, top_p in zip(rows, (0.3, 0.9, 0.999), strict=True):
+        full = np.exp(logits) / np.exp(logits).sum()
+        probs = target_probs(logits, SamplingParams(1.0, top_p=top_p))
         kept = probs > 0
-        assert full[kept].sum() >= param.top_p
-        assert full[kept].sum() - full[kept].min() < param.top_p
+        assert full[kept].sum() >= top_p
+        assert full[kept].sum() - full[kept].min() < top_p
         assert full[kept].min() > full[~kept].max()
-        assert torch.allclose(probs[kept], full[kept] / full[kept].sum())
+        assert np.allclose(probs[kept], full[kept] / full[kept].sum())
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
+@pytest.mark.parametrize("top_k", [1, 3, 200, 999, 1000])
+def test_top_k_keeps_the_greatest_and_ties_with_the_last(scale, top_k):
+    logits = (np.random.default_rng(4).normal(size=1000) * scale).round(2)
+    kept = target_probs(logits, SamplingParams(1.0, top_k=top_k)) > 0
+    least = np.sort(logits)[-top_k]
+    assert np.array_equal(kept, logits >= least)

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from backend.checked_settings import ConfigError
-from backend.engines.checkpoint import read_weights
 from backend.engines.models.loading import load_decoder
+from backend.engines.weights import read_weights
 from backend.storage.weight_files import check_weight_files, tensor_shapes, weight_files
 from tests.fakes.checkpoints import LFS_POINTER
 

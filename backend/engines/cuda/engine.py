@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from backend.engines.models.comparison import compare
 from backend.engines.port import Completion, Engine, EngineLimits
 from backend.engines.stepping.chunks import Chunk
 from backend.engines.stepping.engine import Job, StepEngine
+from backend.sampling.distributions import Floats
 
 logger = logging.getLogger(__name__)
 
@@ -97,25 +99,25 @@ class CudaEngine(StepEngine):
         few tokens each. Raises CheckpointError, beginning with ``name``.
         """
 
-        def forward(chunks: Sequence[Chunk]) -> torch.Tensor:
+        def forward(chunks: Sequence[Chunk]) -> Floats:
             pieces = [[*chunks]]
             if chunks[0].start:
                 pieces = _pieces(chunks[0], self.limits.max_draft_tokens + 1)
-            return torch.cat([self.model.forward(piece).clone() for piece in pieces])
+            return np.concatenate([self.model.forward(piece) for piece in pieces])
 
-        with self._stream.current():
+        with self._stream.current(), torch.inference_mode():
             return compare(self.model.paged.lm, forward, name, expected)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Run all queued turns. Raises EngineLostError."""
-        with self._stream.serving(self.name):
+        with self._stream.serving(self.name), torch.inference_mode():
             return super().poll(timeout_s)
 
-    def _decide(self, logits: torch.Tensor, jobs: list[Job]) -> None:
+    def _decide(self, logits: Floats, jobs: list[Job]) -> None:
         """Decide; a row whose logits are no numbers ends, and no other."""
-        places = (~logits.amax(-1).isfinite()).nonzero()[:, 0].tolist()
+        places = np.flatnonzero(~np.isfinite(logits.max(-1))).tolist()
         if places:
-            logits = logits.clone()
+            logits = logits.copy()
             logits[places] = 0.0
         super()._decide(logits, jobs)
         first = 0

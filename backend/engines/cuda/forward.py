@@ -14,7 +14,9 @@ from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import MAX_NEW_TOKENS, PAGE, PassLayout, ancestor_words
 from backend.engines.cuda.prompts import Prompts
 from backend.engines.cuda.stream import Graphs, PinnedColumns, to_device
+from backend.engines.models.arrays import to_array
 from backend.engines.stepping.chunks import Chunk, logit_rows, moves
+from backend.sampling.distributions import Floats
 
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 TOKEN_SIZES = (*ROW_SIZES, 320, 384, 512, 640, 768, 1024)
@@ -191,7 +193,7 @@ class PagedForward:
         self.paged, self.device = model, model.device
         self.token_ids: torch.Tensor | None = None
         self.taps = model.taps
-        self.hidden_states: torch.Tensor | None = None
+        self.hidden_states: Floats | None = None
         self.graphs = Graphs(model.stream, "a pass of", count)
         self._most, self._graph_tokens = min(most, MAX_NEW_TOKENS), graph_tokens
         self._passes: dict[Size, Pass] = {}
@@ -217,8 +219,17 @@ class PagedForward:
             if size.tokens <= self._graph_tokens:
                 self.pass_of(size)
 
-    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Run the chunks (``Model.forward``): prompts first, then all others in one pass."""
+    def forward(self, chunks: Sequence[Chunk]) -> Floats:
+        """Run the chunks, and wait for their results (``Model.forward``)."""
+        logits, states = self.launch(chunks)
+        self.hidden_states = None if states is None else to_array(states)
+        return to_array(logits)
+
+    def launch(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the chunks, prompts first, then all others in one pass. Return the logits that they
+        want [wanted, vocab] and their states [tokens, taps, hidden], void as soon as another pass
+        runs.
+        """
         is_long = [len(chunk.tokens) > self._longest(chunk) for chunk in chunks]
         parts: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for wants_long in (True, False):
@@ -226,18 +237,17 @@ class PagedForward:
             if own:
                 parts.append(self._run(own, are_prompts=wants_long))
         if len(parts) == 1:
-            logits, self.hidden_states = parts[0]
-            return logits
-        self.hidden_states = None
+            return parts[0]
+        states = None
         if parts[0][1] is not None:
             order = self._order([len(chunk.tokens) for chunk in chunks], is_long)
-            self.hidden_states = torch.cat([s for _, s in parts if s is not None])[order]
+            states = torch.cat([s for _, s in parts if s is not None])[order]
         order = self._order([chunk.logits for chunk in chunks], is_long)
-        return torch.cat([logits for logits, _ in parts])[order]
+        return torch.cat([logits for logits, _ in parts])[order], states
 
     def keep(self, accepted: Sequence[tuple[Chunk, Sequence[int]]]) -> None:
         """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
-        sources, targets = moves(accepted)
+        sources, targets = (torch.from_numpy(slots).to(self.device) for slots in moves(accepted))
         if len(sources):
             (block, offset), (to_block, to_offset) = (
                 (slots // PAGE, slots % PAGE) for slots in (sources, targets)

@@ -90,14 +90,14 @@ def make(engine: EngineConfig, service: Service) -> Engine:
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
     """Return what an engine takes of memory."""
     # They import torch.
-    from backend.engines.checkpoint import DTYPES
+    from backend.engines.checkpoint import NUMBER_BYTES
     from backend.engines.cuda.forward import most_graph_tokens
     from backend.engines.cuda.pages import PAGE, partial_bytes, row_pages
     from backend.engines.models import footprint as planning
 
     limits, k_max = config.limits, config.policy.k_max
     planned = planning.footprint(engine, config, folder, scratch_tokens=PAGE)
-    spec, item = read_spec(folder), DTYPES[engine.dtype].itemsize
+    spec, item = read_spec(folder), NUMBER_BYTES[engine.dtype]
     pages = row_pages(limits.max_context_tokens, k_max)
     kv_row = spec.kv_width // len(spec.layers)
     # Attention of a prompt has a row's keys and values in one piece.

@@ -235,7 +235,7 @@ class LookaheadEngine(CudaEngine):
                 done.append(Completion(turn.sequence.id, [], error=str(error)))
         begun = ended = self._stream.event()
         if chunks:
-            self.model.forward(chunks)
+            self.model.launch(chunks)
             ended = self._stream.event()
         launched = self._steps.launch(rows) if rows else None
         return _Submission(jobs, launched, done, by_host, begun, ended)
@@ -365,7 +365,8 @@ class LookaheadEngine(CudaEngine):
         """Keep the states that heads on the device go on from."""
         for completion in completions:
             if (states := completion.hidden_states) is not None:
-                self._by_host[completion.sequence_id] = states.end + 1, states.rows[-1]
+                last = torch.from_numpy(states.rows[-1]).to(self.model.device)
+                self._by_host[completion.sequence_id] = states.end + 1, last
         return completions
 
     def _collect(self, submission: _Submission) -> list[Completion]:

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from backend.engines.cuda.pages import ancestor_words
+from backend.engines.models.arrays import to_array
 from backend.engines.spine import CANDIDATES
 from backend.request import SamplingParams
 from backend.sampling import draw as host
@@ -155,9 +156,9 @@ def draw(
     drawn[is_broken] = -1
     for row in ((temperature > 0.0) & ~is_broken).nonzero()[:, 0].tolist():
         scores = _wide(logits[row]).masked_fill(logits[row] < bound[row], -torch.inf)
-        probs = ((scores - scores.max()) / temperature[row]).softmax(-1)
+        probs = to_array(((scores - scores.max()) / temperature[row]).softmax(-1)[None])
         word = words[row : row + 1].cpu().numpy().view(np.uint64)
-        drawn[row] = host.draw(probs[None], word)[0]
+        drawn[row] = host.draw(probs.__getitem__, word)[0]
     return drawn.int()
 
 
@@ -174,8 +175,9 @@ def bounds(
     for row, (heat, k, p, least) in enumerate(zip(*columns, strict=True)):
         if heat > 0.0 and logits[row].amax().isfinite():  # else the draw says that it is broken
             params = SamplingParams(temperature=heat, top_k=k, top_p=p, min_p=least)
-            probs = target_probs(logits[row : row + 1], [params])[0]
-            bound[row] = logits[row].masked_fill(probs == 0.0, torch.inf).min()
+            probs = target_probs(to_array(logits[row]), params)
+            out = torch.from_numpy(probs == 0.0).to(logits.device)
+            bound[row] = logits[row].masked_fill(out, torch.inf).min()
     return bound
 
 

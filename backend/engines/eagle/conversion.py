@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from backend.checked_settings import ConfigError
-from backend.engines.checkpoint import load_embeddings
 from backend.engines.eagle import folder as folders
 from backend.engines.eagle.dialects import (
     PublishedHead,
@@ -31,6 +30,7 @@ from backend.engines.eagle.dialects import (
 from backend.engines.eagle.folder import EagleShape, is_converted, place_of
 from backend.engines.eagle.whole_text import Answer, WholeText, answer
 from backend.engines.models.configuration import read_decoder_config
+from backend.engines.weights import load_embeddings
 from backend.storage import cache
 from backend.storage.manifest import check_vocabulary, vocabulary_sha256, weights_sha256
 from backend.tokenizer import load_tokenizer

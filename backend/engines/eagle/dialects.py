@@ -18,7 +18,7 @@ from backend.checked_settings import ConfigError
 from backend.engines.checkpoint import CheckpointError, read_rope
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.eagle.published import model_type, other_kind, read_tensors
-from backend.engines.stepping.rope import ROPE_TYPES
+from backend.engines.models.rope import ROPE_TYPES
 from backend.published_heads import SAFETENSORS
 from backend.storage.manifest import read_model_config
 

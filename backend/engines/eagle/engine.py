@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from backend.engines.eagle.model import EagleModel
+from backend.engines.models.arrays import to_array
 from backend.engines.port import EngineLimits, HiddenStates, Turn
 from backend.engines.proposer import Proposer
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.kv_caches import Cache, Caches
+from backend.sampling.distributions import Floats
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
@@ -106,8 +108,8 @@ class EagleEngine(Proposer):
         shape, most = model.shape, (max_draft_tokens, max_draft_tokens)
         limits = EngineLimits(shape.vocab_size, max_context_tokens, *most, kv_blocks=kv_blocks)
         super().__init__(name, limits)
-        self._columns = Columns(model.token_ids.cpu())
-        self._caches = Caches(name, kv_blocks, model.device)
+        self._columns = Columns(model.token_ids.cpu().numpy())
+        self._caches = Caches(name, kv_blocks)
         self._texts: dict[int, _Text] = {}
         rows = (kv_blocks + 1) * BLOCK_TOKENS  # the last block is no sequence's, and stays zero
         self._pool = torch.zeros(
@@ -129,7 +131,7 @@ class EagleEngine(Proposer):
 
     def _new_part(
         self, sequence: Sequence, states: HiddenStates
-    ) -> tuple[_Text, int, Tensor] | None:
+    ) -> tuple[_Text, int, Floats] | None:
         """Return a sequence, the end of its tokens that have states, and those of its new tokens
         [new, layers, hidden]; None where nothing is new, or something is missing before it.
         """
@@ -158,9 +160,10 @@ class EagleEngine(Proposer):
             text.state = self._ends[cache.blocks[len(cache.ran) // BLOCK_TOKENS - 1]]
         return text
 
-    def _write(self, new: list[tuple[_Text, int, Tensor]]) -> None:
+    def _write(self, new: list[tuple[_Text, int, Floats]]) -> None:
         """Fuse the states of new tokens, and write the rows that they allow."""
-        fused = self._model.fuse(torch.cat([rows for _, _, rows in new]))
+        states = np.concatenate([rows for _, _, rows in new])
+        fused = self._model.fuse(torch.from_numpy(states))
         earlier = [text.state for text, _, _ in new if text.state is not None]
         table = torch.cat([torch.stack(earlier), fused]) if earlier else fused
         places = _Places(states=len(earlier))
@@ -322,10 +325,9 @@ def _extend(trees: list[ProposalTree], logits: Tensor, columns: Columns, width: 
     if not places:
         return
     at = torch.tensor([(text, row) for text, row, _ in places], device=logits.device)
-    flat = logits[at[:, 0], at[:, 1]]
-    is_finite = flat.amax(1).isfinite()
-    if not is_finite.all():
-        flat = flat.masked_fill(~is_finite[:, None], 0.0)
+    flat = to_array(logits[at[:, 0], at[:, 1]])
+    is_finite = np.isfinite(flat.max(1))
+    flat[~is_finite] = 0.0
     most = min(CANDIDATES, max(tree.turn.nodes for tree in trees))
     by_row = iter(candidates(flat, [place for _, _, place in places], most, columns))
     finite = iter(is_finite.tolist())

@@ -95,7 +95,7 @@ class EagleShape:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
-    """``rope_type`` (``stepping.rope.ROPE_TYPES``) and its parameters."""
+    """``rope_type`` (``models.rope.ROPE_TYPES``) and its parameters."""
     fuse: str = "plain"
     """One of ``FUSES``."""
     fc_bias: bool = False

@@ -47,7 +47,6 @@ __all__ = [
     "taps",
 ]
 
-_ITEM_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 _LOGIT_BYTES = 28
 """Bytes of each logit, while candidates are chosen (``models.footprint``)."""
 
@@ -56,10 +55,10 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     """Load a head. Raises ConfigError for one that does not fit the target."""
     import torch
 
-    from backend.engines.checkpoint import DTYPES, load_embeddings
     from backend.engines.eagle.engine import EagleEngine
     from backend.engines.eagle.folder import load
     from backend.engines.eagle.model import EagleModel
+    from backend.engines.weights import DTYPES, load_embeddings
 
     folder, target = service.path(engine), service.path(service.config.target)
     shape, tensors = load(folder)
@@ -121,7 +120,9 @@ def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Foot
     """Return what a head takes of memory: its weights and, where it has none of its own, a copy of
     the target's embedding; the KV of all blocks; a pass's copies of the KV of all its texts.
     """
-    shape, item, limits = read_shape(folder), _ITEM_BYTES[activations(engine)], config.limits
+    from backend.engines.checkpoint import NUMBER_BYTES  # it imports NumPy
+
+    shape, item, limits = read_shape(folder), NUMBER_BYTES[activations(engine)], config.limits
     numbers = sum(map(prod, shape.tensors().values()))
     weights = item * (numbers + (0 if shape.own_head else prod(_head(shape))))
     if not shape.own_embedding:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from backend.engines.eagle.folder import EagleShape
-from backend.engines.stepping.rope import rope_tables
+from backend.engines.models.rope import rope_tables
 
 
 @dataclass(frozen=True, slots=True)

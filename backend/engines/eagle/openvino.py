@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 
+import torch
 from openvino import Model, Output, Type, opset13
 from torch import Tensor
 
 from backend.engines.eagle.model import RowWeights
+from backend.engines.models.arrays import to_array
 from backend.engines.openvino.paged_attention import check_version
-from backend.engines.openvino.parts import RowGraph, ints, matrix, name_graph, norm_rows, parameter
+from backend.engines.openvino.parts import (
+    Floats,
+    RowGraph,
+    ints,
+    matrix,
+    name_graph,
+    norm_rows,
+    parameter,
+)
 
 
 class OpenvinoRows:
@@ -27,7 +37,8 @@ class OpenvinoRows:
         read: Tensor,  # [n, 2 hidden]
     ) -> Tensor:
         """Return queries, keys and values (``RowProducts``)."""
-        return self._heads.run(read=_numbers(read, _is_finite(read)))["heads"]
+        found = self._heads.run(read=_numbers(read, _is_finite(read)))
+        return torch.from_numpy(found["heads"])
 
     def finish(
         self,
@@ -38,8 +49,11 @@ class OpenvinoRows:
         finite = _is_finite(attended) & _is_finite(residual)
         inputs = {"attended": attended, "residual": residual}
         found = self._finish.run(**{name: _numbers(rows, finite) for name, rows in inputs.items()})
-        found["logits"][~finite] = math.nan
-        return found["output"], found["vectors"], found["logits"]
+        output, vectors, logits = (
+            torch.from_numpy(found[name]) for name in ("output", "vectors", "logits")
+        )
+        logits[~finite] = math.nan
+        return output, vectors, logits
 
 
 def _is_finite(
@@ -51,13 +65,13 @@ def _is_finite(
 def _numbers(
     rows: Tensor,  # [n, columns]
     finite: Tensor,  # bool [n]
-) -> Tensor:
+) -> Floats:
     """Return rows, zeros in place of those that are not ``finite``."""
-    return rows.masked_fill(~finite[:, None], 0.0)
+    return to_array(rows.masked_fill(~finite[:, None], 0.0))
 
 
 def _product(values: Output, weight: Tensor) -> Output:
-    return opset13.matmul(values, matrix(weight, rounded=True), False, True).output(0)
+    return opset13.matmul(values, matrix(to_array(weight), rounded=True), False, True).output(0)
 
 
 def _heads(weights: RowWeights) -> Model:
@@ -69,10 +83,10 @@ def _finish(w: RowWeights) -> Model:
     attended = parameter("attended", [-1, w.o.shape[1]], Type.f32)
     residual = parameter("residual", [-1, w.o.shape[0]], Type.f32)
     after = opset13.add(residual, _product(attended.output(0), w.o)).output(0)
-    both = _product(norm_rows(after, w.mlp_norm, w.eps).output(0), w.gate_up)
+    both = _product(norm_rows(after, to_array(w.mlp_norm), w.eps).output(0), w.gate_up)
     gate, up = opset13.split(both, ints(-1), 2).outputs()
     inner = opset13.multiply(opset13.swish(gate), up).output(0)
     out = opset13.add(after, _product(inner, w.down)).output(0)
-    vectors = norm_rows(out, w.norm, w.eps).output(0)
+    vectors = norm_rows(out, to_array(w.norm), w.eps).output(0)
     outputs = {"output": out, "vectors": vectors, "logits": _product(vectors, w.head)}
     return name_graph(outputs, [attended, residual], "finish")

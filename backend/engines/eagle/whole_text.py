@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from backend.engines.eagle.folder import EagleShape
 from backend.engines.models.loading import load_decoder
-from backend.engines.stepping.rope import rope_tables
+from backend.engines.models.rope import rope_tables
 from backend.tokenizer import load_tokenizer
 
 PROMPTS = (

@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
-import torch
+import numpy as np
 
-from backend.engines.head.folder import CONTEXT_ROWS
-from backend.engines.head.network import Head, HeadNetwork, TorchHead
+from backend.engines.checkpoint import Matrix
+from backend.engines.head.folder import CONTEXT_ROWS, HeadConfig
 from backend.engines.port import EngineLimits, HiddenStates, Turn
 from backend.engines.proposer import UNLIMITED, Proposer
 from backend.engines.spine import CANDIDATES, Spine
+from backend.sampling.distributions import Floats
+from backend.sampling.draw import IntArray
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
 from backend.sequence import Proposal, Sequence
 
 logger = logging.getLogger(__name__)
 
-_NONE = torch.zeros(0, dtype=torch.int64)
+
+class Head(Protocol):
+    """A network with the target's rows of its static tokens, where it runs. The next call may
+    overwrite what it returns.
+    """
+
+    def begin(
+        self,
+        hidden: Floats,  # [n, layers, hidden]
+    ) -> Floats:
+        """Return states [n, hidden] of the target's."""
+        ...
+
+    def step(
+        self,
+        state: Floats,  # [n, hidden]
+        token: Floats,  # [n, hidden]
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return the states after tokens of these embeddings, the vectors [n, hidden] that the
+        target's head multiplies, and their products with the static rows [n, rows].
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -30,7 +54,7 @@ class _TextRows:
     """
 
     columns: Columns
-    rows: torch.Tensor
+    rows: Floats
     read: int = 0
 
 
@@ -39,7 +63,7 @@ class _State:
     """The target's states where it drew a sequence's token number ``tokens``, counted from 1."""
 
     tokens: int
-    row: torch.Tensor  # [layers, hidden]
+    row: Floats  # [layers, hidden]
 
 
 @dataclass(slots=True)
@@ -60,25 +84,22 @@ class HeadEngine(Proposer):
     def __init__(
         self,
         name: str,
-        network: HeadNetwork,
-        token_ids: torch.Tensor,
-        embedding: torch.Tensor,
-        lm_head: torch.Tensor,
+        config: HeadConfig,
+        head: Head,
+        token_ids: IntArray,  # [rows]
+        embedding: Matrix,  # [vocab, hidden]
+        lm_head: Matrix,  # [vocab, hidden]
         *,
         max_draft_tokens: int,
-        kernels: Callable[[HeadNetwork, torch.Tensor], Head] = TorchHead,
     ) -> None:
-        """``token_ids`` int64[rows] have rows in any case; ``embedding`` and ``lm_head`` [vocab,
-        hidden] are the target's; ``kernels`` run the network.
+        """``token_ids`` are the tokens of the static rows of ``head``; ``embedding`` and
+        ``lm_head`` are the target's.
         """
-        config = self._config = network.config
+        self._config, self.head = config, head
         most = max_draft_tokens, max_draft_tokens
         super().__init__(name, EngineLimits(config.vocab_size, UNLIMITED, *most, kv_blocks=0))
-        weight = network.join.weight
-        self._device, self._dtype = weight.device, weight.dtype
         self._embedding, self._lm_head = embedding, lm_head
         self.columns = Columns(token_ids)
-        self.head = kernels(network, self._rows_of(token_ids))
         self._texts: dict[int, _TextRows] = {}
         self.states: dict[int, _State] = {}
 
@@ -93,7 +114,7 @@ class HeadEngine(Proposer):
     def assume(self, sequence: Sequence, tokens: int) -> None:
         """For measuring only: take the target as having given its state, and the text as read."""
         del tokens
-        state = self._embedding.new_zeros(len(self._config.layers), self._config.hidden_size)
+        state = np.zeros((len(self._config.layers), self._config.hidden_size), np.float32)
         self.states[sequence.id] = _State(len(sequence.tokens), state)
         self._text(sequence)
 
@@ -108,8 +129,7 @@ class HeadEngine(Proposer):
         jobs = [
             _Job(turn, self._text(turn.sequence), Row.of(turn.sequence, None)) for turn in turns
         ]
-        with torch.inference_mode():
-            self._run(jobs)
+        self._run(jobs)
         return [job.spine.proposal(self.name, job.turn.nodes) for job in jobs]
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
@@ -123,39 +143,33 @@ class HeadEngine(Proposer):
             return f"the target has given no state of its {tokens} tokens"
         return ""
 
-    def _rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the target's rows of tokens [n, hidden], contiguous."""
-        return self._lm_head[token_ids].to(self._device, self._dtype)
-
     def _text(self, sequence: Sequence) -> _TextRows:
         """Return a sequence's columns, with those of the tokens that are new in its text."""
         text = self._texts.get(sequence.id)
         if text is None:
-            text = self._texts[sequence.id] = _TextRows(self.columns, self._rows_of(_NONE))
+            text = self._texts[sequence.id] = _TextRows(self.columns, self._lm_head[[]])
         new = dict.fromkeys(t for t in sequence.tokens[text.read :] if t not in text.columns)
         text.read = len(sequence.tokens)
         if new and len(text.rows) < CONTEXT_ROWS:
             tokens = list(new)[: CONTEXT_ROWS - len(text.rows)]
             text.columns = text.columns.more(tokens)
-            text.rows = torch.cat([text.rows, self._rows_of(torch.tensor(tokens))])
+            text.rows = np.concatenate([text.rows, self._lm_head[tokens]])
         return text
 
     def _run(self, jobs: list[_Job]) -> None:
         """Grow every job's spine, one pass for each of its places."""
-        states = torch.stack([self.states[job.turn.sequence.id].row for job in jobs])
-        state = self.head.begin(states.to(self._device, self._dtype))
+        state = self.head.begin(np.stack([self.states[job.turn.sequence.id].row for job in jobs]))
         running = jobs
         while running:
-            last = torch.tensor([job.place.before_last for job in running])
-            token = self._embedding[last].to(self._device, self._dtype)
+            token = self._embedding[[job.place.before_last for job in running]]
             state, vectors, static = self.head.step(state, token)
-            self._extend(running, vectors, static.float())
+            self._extend(running, vectors, static)
             going = [place for place, job in enumerate(running) if job.goes_on]
             if len(going) < len(running):
                 state = state[going]
             running = [running[place] for place in going]
 
-    def _extend(self, jobs: list[_Job], vectors: torch.Tensor, static: torch.Tensor) -> None:
+    def _extend(self, jobs: list[_Job], vectors: Floats, static: Floats) -> None:
         """Extend each spine by the candidates after its place, of ``vectors`` [jobs, hidden] and
         their products with the static rows [jobs, rows].
         """
@@ -175,8 +189,11 @@ class HeadEngine(Proposer):
             job.place = job.place.after([*job.spine.tokens])
 
     @staticmethod
-    def _with_own(static: torch.Tensor, vectors: torch.Tensor, row: int, job: _Job) -> torch.Tensor:
+    def _with_own(static: Floats, vectors: Floats, row: int, job: _Job) -> Floats:
         """Return the logits [1, columns] of a row, those of its own text's tokens after."""
         if not len(job.text.rows):
             return static[row : row + 1]
-        return torch.cat([static[row], (job.text.rows @ vectors[row]).float()])[None]
+        # Not by BLAS, which would wake its threads.
+        own = np.einsum("rh,h->r", job.text.rows, vectors[row])
+        logits: Floats = np.concatenate([static[row], own])[None]
+        return logits

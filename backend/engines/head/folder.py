@@ -6,11 +6,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backend.checked_settings import ConfigError
 from backend.engines.port import Footprint
+
+if TYPE_CHECKING:
+    from backend.sampling.distributions import Floats
+    from backend.sampling.draw import IntArray
 
 ARCHITECTURE = "SpindleHead"
 TARGET_ROWS = 128
@@ -38,11 +43,22 @@ class HeadConfig:
     rows: int
     rms_norm_eps: float = 1e-5
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor of its network, by name."""
+        hidden, inner, taps = self.hidden_size, self.intermediate_size, len(self.layers)
+        norms = ("state_norm", "token_norm", "mlp_norm", "norm")
+        return {
+            "features_norm": (taps, hidden),
+            "join.weight": (hidden, taps * hidden),
+            "mix.weight": (hidden, 2 * hidden),
+            "gate_up.weight": (2 * inner, hidden),
+            "down.weight": (hidden, inner),
+        } | dict.fromkeys(norms, (hidden,))
+
     @property
     def parameters(self) -> int:
         """How many numbers its network has."""
-        hidden, inner, taps = self.hidden_size, self.intermediate_size, len(self.layers)
-        return hidden * ((taps + 2) * hidden + 3 * inner + taps + 4)
+        return sum(map(prod, self.shapes().values()))
 
 
 def read_config(folder: Path) -> HeadConfig:
@@ -61,6 +77,31 @@ def read_config(folder: Path) -> HeadConfig:
     if not (isinstance(layers, list) and layers and sorted(set(layers)) == layers):
         raise ConfigError(f"{path}: layers must be different and ascending, got {layers!r}")
     return HeadConfig(layers=tuple(layers), **values)
+
+
+def read_head(folder: Path) -> tuple[HeadConfig, dict[str, Floats], IntArray]:
+    """Return what a head is made of, its weights by name in fp32, and the tokens int64[rows] that
+    have rows in any case. Raises ConfigError for files that are missing or do not fit.
+    """
+    import numpy as np  # `doctor` runs without packages
+
+    from backend.engines.checkpoint import read_arrays
+
+    config, path = read_config(folder), folder / WEIGHTS_FILE
+    arrays = read_arrays(path)
+    token_ids = arrays.pop("token_ids", np.zeros(0)).astype(np.int64)
+    ids = set(token_ids.tolist())
+    if not len(ids) == len(token_ids) == config.rows or not ids <= set(range(config.vocab_size)):
+        text = f"token_ids must be {config.rows} different ids below {config.vocab_size}"
+        raise ConfigError(f"{path}: {text}")
+    shapes = config.shapes()
+    if unknown := sorted(set(arrays) - set(shapes)):
+        raise ConfigError(f"{path}: unknown tensors: {', '.join(unknown)}")
+    for name, shape in shapes.items():
+        stored = arrays[name].shape if name in arrays else "missing"
+        if stored != shape:
+            raise ConfigError(f"{path}: {name} should be {list(shape)}, is {stored}")
+    return config, arrays, token_ids
 
 
 def read_target_sha256(folder: Path) -> str:

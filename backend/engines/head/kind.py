@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,10 @@ from backend.machine import machine
 from backend.storage.manifest import check_model, layer_count, weights_sha256
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from backend.engines.head.network import Head, HeadNetwork
+    from backend.engines.checkpoint import StoredMatrix
+    from backend.engines.head.engine import Head
     from backend.engines.registry import Service
+    from backend.sampling.distributions import Floats
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +47,6 @@ def check_folder(
 
 def make(engine: EngineConfig, service: Service) -> Engine:
     """Load a head. Raises ConfigError for one that was made for another target."""
-    from backend.engines.checkpoint import load_embeddings
-    from backend.engines.head.engine import HeadEngine
-    from backend.engines.head.in_target import HeadInTarget
-    from backend.engines.head.network import load
     from backend.engines.models.reading import read_spec
 
     folder, target = service.path(engine), service.path(service.config.target)
@@ -69,19 +64,20 @@ def make(engine: EngineConfig, service: Service) -> Engine:
             f"{weights[:12]}: train a head for it, or, if the target was tuned from these weights, "
             "remove target_sha256 from the head's config.json"
         )
-    network, token_ids = load(folder, engine.dtype, engine.device)
-    logger.info("%s: a head of %d rows, %s", engine.name, len(token_ids), engine.dtype)
+    logger.info("%s: a head of %d rows, %s", engine.name, config.rows, engine.dtype)
     most = service.sizes["max_draft_tokens"]
     if service.config.target.lookahead:
+        from backend.engines.head.in_target import HeadInTarget
+        from backend.engines.head.network import load
+
+        network, token_ids = load(folder, engine.dtype, engine.device)
         return HeadInTarget(engine.name, network, token_ids, max_draft_tokens=most)
-    return HeadEngine(
-        engine.name,
-        network,
-        token_ids,
-        *load_embeddings(target, engine.device),
-        max_draft_tokens=most,
-        kernels=_kernels(engine, service.threads),
-    )
+    from backend.engines.head.engine import HeadEngine
+
+    _, tensors, ids = folders.read_head(folder)
+    embedding, lm_head = _read_embeddings(target)
+    head = _make_head(engine, folder, tensors, lm_head[ids], service.threads)
+    return HeadEngine(engine.name, config, head, ids, embedding, lm_head, max_draft_tokens=most)
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:
@@ -100,16 +96,37 @@ def taps(folder: Path) -> tuple[int, ...]:
     return folders.read_config(folder).layers
 
 
-def _kernels(engine: EngineConfig, threads: int) -> Callable[[HeadNetwork, Tensor], Head]:
-    """Return what runs a head here: int8 is OpenVINO's, which a GPU's machine may lack."""
-    if engine.dtype != "int8":
-        import torch
+def _read_embeddings(target: Path) -> tuple[StoredMatrix, StoredMatrix]:
+    """Return the target's embedding and head; torch widens quantised ones."""
+    from backend.engines.checkpoint import map_embeddings
 
-        from backend.engines.head.network import TorchHead
+    if (mapped := map_embeddings(target)) is not None:
+        return mapped
+    from backend.engines.weights import load_embeddings, stored_matrix
 
-        torch.set_num_threads(threads)
-        return TorchHead
-    from backend.engines.head.openvino import OpenvinoHead
+    embedding, head = load_embeddings(target)
+    return stored_matrix(embedding), stored_matrix(head)
 
-    precision = "bf16" if machine.multiplies_bf16() else "f32"
-    return partial(OpenvinoHead, precision=precision, threads=threads)
+
+def _make_head(
+    engine: EngineConfig,
+    folder: Path,
+    weights: dict[str, Floats],
+    rows: Floats,  # [static tokens, hidden]
+    threads: int,
+) -> Head:
+    """Return a head where it runs: in int8 on OpenVINO, which a GPU's machine may lack, else on
+    torch.
+    """
+    if engine.dtype == "int8":
+        from backend.engines.head.openvino import OpenvinoHead
+
+        precision = "bf16" if machine.multiplies_bf16() else "f32"
+        config = folders.read_config(folder)
+        return OpenvinoHead(config, weights, rows, precision=precision, threads=threads)
+    import torch
+
+    from backend.engines.head.network import TorchHead, load
+
+    torch.set_num_threads(threads)
+    return TorchHead(load(folder, engine.dtype, engine.device)[0], rows)

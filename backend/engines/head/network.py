@@ -10,63 +10,53 @@ token. It has no KV and nothing to catch up on. (Hydra, arXiv 2402.05109, and Re
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from backend.checked_settings import ConfigError
-from backend.engines.checkpoint import DTYPES
-from backend.engines.head.folder import WEIGHTS_FILE, HeadConfig, read_config
+from backend.engines.head.folder import HeadConfig, read_head
+from backend.engines.models.arrays import to_array
+from backend.engines.weights import DTYPES
+from backend.sampling.distributions import Floats
 
 FIRST_SCALE = 0.3
 """Scale of the last norm at first: a frozen head on vectors of full size begins 9 to 17 nats off.
 """
 
 
-class Head(Protocol):
-    """A network with the target's rows of its static tokens, where it runs."""
-
-    def begin(self, hidden: Tensor) -> Tensor:
-        """Return states [n, hidden] of the target's, ``hidden`` [n, layers, hidden]."""
-        ...
-
-    def step(
-        self,
-        state: Tensor,  # [n, hidden]
-        token: Tensor,  # [n, hidden]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the states after tokens of these embeddings [n, hidden], the vectors that the
-        target's head multiplies, and their products with the static rows.
-        """
-        ...
-
-
 class TorchHead:
-    """A head on torch."""
+    """A head on torch (``engine.Head``)."""
 
     def __init__(
         self,
         network: HeadNetwork,
-        rows: Tensor,  # [static tokens, hidden]
+        rows: Floats,  # [static tokens, hidden]
     ) -> None:
-        self._network, self._rows = network, rows
+        self._network = network
+        self._rows = self._tensor(rows)
 
-    def begin(self, hidden: Tensor) -> Tensor:
-        """Return states [n, hidden] of the target's [n, layers, hidden] (``Head``)."""
-        return self._network.begin(hidden)
+    @torch.inference_mode()
+    def begin(
+        self,
+        hidden: Floats,  # [n, layers, hidden]
+    ) -> Floats:
+        """Return states [n, hidden] of the target's (``Head``)."""
+        return to_array(self._network.begin(self._tensor(hidden)))
 
+    @torch.inference_mode()
     def step(
         self,
-        state: Tensor,  # [n, hidden]
-        token: Tensor,  # [n, hidden]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        state: Floats,  # [n, hidden]
+        token: Floats,  # [n, hidden]
+    ) -> tuple[Floats, Floats, Floats]:
         """Move states on by tokens (``Head``)."""
-        state, vectors = self._network.step(state, token)
-        return state, vectors, vectors @ self._rows.T
+        after, vectors = self._network.step(self._tensor(state), self._tensor(token))
+        return to_array(after), to_array(vectors), to_array(vectors @ self._rows.T)
+
+    def _tensor(self, rows: Floats) -> Tensor:
+        weight = self._network.join.weight
+        return torch.from_numpy(rows).to(weight.device, weight.dtype)
 
 
 class HeadNetwork(nn.Module):
@@ -114,20 +104,8 @@ def load(folder: Path, dtype: str = "fp32", device: str = "cpu") -> tuple[HeadNe
     """Return the network in a folder and the tokens int64[rows] that have rows in any case. Raises
     ConfigError for files that are missing or do not fit.
     """
-    config, path = read_config(folder), folder / WEIGHTS_FILE
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    token_ids = tensors.pop("token_ids", torch.zeros(0)).long()
-    ids = set(token_ids.tolist())
-    if not len(ids) == len(token_ids) == config.rows or not ids <= set(range(config.vocab_size)):
-        text = f"token_ids must be {config.rows} different ids below {config.vocab_size}"
-        raise ConfigError(f"{path}: {text}")
+    config, weights, token_ids = read_head(folder)
     network = HeadNetwork(config)
-    try:
-        network.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    except RuntimeError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     network = network.to(device, DTYPES.get(dtype, torch.float32))
-    return network.requires_grad_(requires_grad=False), token_ids
+    return network.requires_grad_(requires_grad=False), torch.from_numpy(token_ids)

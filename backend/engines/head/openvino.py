@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+
 from openvino import Model, Output, Type, opset13
 
-from backend.engines.head.network import HeadNetwork
+from backend.engines.head.folder import HeadConfig
 from backend.engines.openvino.paged_attention import check_version
-from backend.engines.openvino.parts import RowGraph, ints, matrix, name_graph, norm_rows, parameter
+from backend.engines.openvino.parts import (
+    Floats,
+    RowGraph,
+    ints,
+    matrix,
+    name_graph,
+    norm_rows,
+    parameter,
+)
+
+Weights = Mapping[str, Floats]
 
 
 class OpenvinoHead:
@@ -17,63 +28,67 @@ class OpenvinoHead:
 
     def __init__(
         self,
-        network: HeadNetwork,
-        rows: torch.Tensor,  # [static tokens, hidden]
+        config: HeadConfig,
+        weights: Weights,
+        rows: Floats,  # [static tokens, hidden]
         *,
         precision: str,
         threads: int,
     ) -> None:
         check_version()
-        self._begin = RowGraph(_begin(network), precision, threads)
-        self._step = RowGraph(_step(network, rows), precision, threads)
+        self._begin = RowGraph(_begin(config, weights), precision, threads)
+        self._step = RowGraph(_step(config, weights, rows), precision, threads)
 
-    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return states [n, hidden] of the target's [n, layers, hidden] (``Head``)."""
-        return self._begin.run(hidden=hidden.flatten(1))["state"]
+    def begin(
+        self,
+        hidden: Floats,  # [n, layers, hidden]
+    ) -> Floats:
+        """Return states [n, hidden] of the target's (``Head``)."""
+        return self._begin.run(hidden=hidden.reshape(len(hidden), -1))["state"]
 
     def step(
         self,
-        state: torch.Tensor,  # [n, hidden]
-        token: torch.Tensor,  # [n, hidden]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        state: Floats,  # [n, hidden]
+        token: Floats,  # [n, hidden]
+    ) -> tuple[Floats, Floats, Floats]:
         """Move states on by tokens (``Head``)."""
         found = self._step.run(before=state, token=token)
         return found["state"], found["vectors"], found["logits"]
 
 
-def _begin(network: HeadNetwork) -> Model:
-    config = network.config
+def _begin(config: HeadConfig, weights: Weights) -> Model:
     taps, hidden = len(config.layers), config.hidden_size
     states = parameter("hidden", [-1, taps * hidden], Type.f32)
     apart = opset13.reshape(states, ints([-1, taps, hidden]), False)
-    rows = norm_rows(apart.output(0), network.features_norm, config.rms_norm_eps)
+    rows = norm_rows(apart.output(0), weights["features_norm"], config.rms_norm_eps)
     flat = opset13.reshape(rows, ints([-1, taps * hidden]), False)
-    state = opset13.matmul(flat, matrix(network.join.weight, rounded=True), False, True)
+    state = opset13.matmul(flat, matrix(weights["join.weight"], rounded=True), False, True)
     return name_graph({"state": state.output(0)}, [states], "begin")
 
 
 def _step(
-    network: HeadNetwork,
-    rows: torch.Tensor,  # [static tokens, hidden]
+    config: HeadConfig,
+    weights: Weights,
+    rows: Floats,  # [static tokens, hidden]
 ) -> Model:
-    config, eps = network.config, network.config.rms_norm_eps
+    eps = config.rms_norm_eps
     before, token = (parameter(n, [-1, config.hidden_size], Type.f32) for n in ("before", "token"))
 
-    def product(values: Output, weight: torch.Tensor) -> Output:
+    def product(values: Output, weight: Floats) -> Output:
         return opset13.matmul(values, matrix(weight, rounded=True), False, True).output(0)
 
     read = [
-        norm_rows(before.output(0), network.state_norm, eps),
-        norm_rows(token.output(0), network.token_norm, eps),
+        norm_rows(before.output(0), weights["state_norm"], eps),
+        norm_rows(token.output(0), weights["token_norm"], eps),
     ]
-    state = opset13.add(before, product(opset13.concat(read, 1).output(0), network.mix.weight))
-    both = product(norm_rows(state.output(0), network.mlp_norm, eps), network.gate_up.weight)
+    state = opset13.add(before, product(opset13.concat(read, 1).output(0), weights["mix.weight"]))
+    both = product(norm_rows(state.output(0), weights["mlp_norm"], eps), weights["gate_up.weight"])
     gate, up = opset13.variadic_split(
         both, ints(-1), ints([config.intermediate_size] * 2)
     ).outputs()
     inner = opset13.multiply(opset13.swish(gate), up)
-    state = opset13.add(state, product(inner.output(0), network.down.weight))
-    vectors = norm_rows(state.output(0), network.norm, eps)
+    state = opset13.add(state, product(inner.output(0), weights["down.weight"]))
+    vectors = norm_rows(state.output(0), weights["norm"], eps)
     outputs = {"state": state.output(0), "vectors": vectors.output(0)}
     outputs["logits"] = product(vectors.output(0), rows)
     return name_graph(outputs, [before, token], "step")

@@ -12,6 +12,7 @@ from torch import nn
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.models.attention import ATTENTION
 from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.sampling.distributions import Floats
 from backend.sequence import BLOCK_TOKENS
 
 TOKENS = 64
@@ -43,7 +44,7 @@ def run_eagerly(lm: nn.Module) -> torch.Tensor:
 
 def compare(
     lm: nn.Module,
-    forward: Callable[[Seq[Chunk]], torch.Tensor],
+    forward: Callable[[Seq[Chunk]], Floats],
     name: str,
     expected: torch.Tensor | None = None,  # [TOKENS, vocab]
 ) -> float:
@@ -57,18 +58,18 @@ def compare(
     """
     model: Any = lm
     text, other = _texts(lm)
-    table, others = (KVTable(blocks, model.device) for blocks in ([2, 0], [1]))
-    with torch.inference_mode():
-        passes = [
-            forward([Chunk(text[:_FIRST], 0, table, _FIRST), Chunk(other, 0, others, 0)]).clone(),
-            forward([Chunk(text[_FIRST:], _FIRST, table, TOKENS - _FIRST)]).clone(),
-        ]
+    table, others = KVTable([2, 0]), KVTable([1])
+    passes = [
+        forward([Chunk(text[:_FIRST], 0, table, _FIRST), Chunk(other, 0, others, 0)]).copy(),
+        forward([Chunk(text[_FIRST:], _FIRST, table, TOKENS - _FIRST)]).copy(),
+    ]
     expected = run_eagerly(lm) if expected is None else expected
-    wanted = expected.split((_FIRST, TOKENS - _FIRST))
-    difference = max(
-        float((got.double() - want).square().mean(-1).sqrt().median() / expected.std())
+    wanted = expected.cpu().split((_FIRST, TOKENS - _FIRST))
+    errors = (
+        (torch.from_numpy(got).double() - want).square().mean(-1).sqrt().median()
         for got, want in zip(passes, wanted, strict=True)
     )
+    difference = float(max(errors) / expected.std())
     most = _MOST.get(model.dtype, 1e-3)
     if not difference <= most:  # NaN is more, too
         raise CheckpointError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
-from backend.engines.checkpoint import DTYPES
+from backend.engines.checkpoint import NUMBER_BYTES
 from backend.engines.models.reading import read_spec
 from backend.engines.models.spec import DecoderSpec
 from backend.engines.port import Footprint
@@ -23,7 +23,7 @@ PROB_BYTES = 4
 
 def activation_bytes(dtype: str) -> int:
     """Return the bytes of a number of activations and KV, which int8 and int4 have in fp32."""
-    return 4 if dtype in ("int8", "int4") else DTYPES[dtype].itemsize
+    return 4 if dtype in ("int8", "int4") else NUMBER_BYTES[dtype]
 
 
 def weight_bytes(

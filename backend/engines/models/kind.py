@@ -28,6 +28,6 @@ def check_any_decoder(
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path, **own: Any) -> Footprint:
     """Return what a step engine takes of memory (``models.footprint``)."""
-    from backend.engines.models import footprint as planning  # it imports torch
+    from backend.engines.models import footprint as planning  # it imports NumPy
 
     return planning.footprint(engine, config, folder, **own)

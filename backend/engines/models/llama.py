@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from backend.engines.checkpoint import DTYPES, UNUSED, CheckpointError, Weights, read_weights
+from backend.engines.checkpoint import CheckpointError
 from backend.engines.models.reading import read_spec
 from backend.engines.models.spec import PlainLlama
+from backend.engines.weights import DTYPES, UNUSED, Weights, read_weights
 from backend.storage.manifest import read_model_config
 from backend.storage.weight_files import tensor_shapes
 

@@ -11,9 +11,10 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from backend.engines.checkpoint import DTYPES, CheckpointError, Weights, read_weights
+from backend.engines.checkpoint import CheckpointError
 from backend.engines.models.attention import ATTENTION
 from backend.engines.models.configuration import read_decoder_config
+from backend.engines.weights import DTYPES, Weights, read_weights
 from backend.storage.manifest import read_model_config
 from backend.storage.weight_files import weight_files
 

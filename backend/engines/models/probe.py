@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.models.attention import ATTENTION, attending_by
 from backend.engines.models.configuration import read_decoder_config, refuse
+from backend.engines.models.rope import ROPE_TYPES
 from backend.engines.models.spec import AttentionSpec, DecoderSpec, PlainLlama
-from backend.engines.stepping.rope import ROPE_TYPES
 
 _ROWS, _WANTED = 5, 2
 """Tokens of the pass on the meta device, and rows of them whose logits are asked for."""
@@ -34,7 +34,7 @@ _ROPE_SETTINGS = {
     "rope_theta",
     "rope_type",
 }
-"""Settings of a rotary embedding that ``stepping.rope`` computes."""
+"""Settings of a rotary embedding that ``models.rope`` computes."""
 
 
 def probe(folder: Path) -> DecoderSpec:

@@ -20,7 +20,7 @@ from openvino.frontend.pytorch import ConversionExtension
 from torch import nn
 from transformers.utils import logging
 
-from backend.engines.checkpoint import CheckpointError, read_stored, widen_stored
+from backend.engines.checkpoint import CheckpointError
 from backend.engines.memory import PROCESS_BYTES, host_bytes
 from backend.engines.models.attention import attending_by
 from backend.engines.models.comparison import BLOCKS, TOKENS, compare, run_eagerly
@@ -36,6 +36,7 @@ from backend.engines.openvino.marks import Attended, AttentionMark, mark
 from backend.engines.openvino.packed import PackedMatrices
 from backend.engines.openvino.parts import SMALL_WEIGHT
 from backend.engines.openvino.passes import narrow, side_by_side
+from backend.engines.weights import read_stored, widen_stored
 from backend.storage.manifest import read_model_config
 from backend.storage.weight_files import weight_files
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import openvino
-import torch
 from openvino import Type
 
-from backend.engines.checkpoint import CheckpointError
+from backend.engines.checkpoint import CheckpointError, widen
 from backend.engines.openvino.converted import Converted
 from backend.engines.openvino.layout import SCRATCH_TOKENS, Blocks, Layout, in_calls
 from backend.engines.openvino.marks import Attended
@@ -34,8 +33,8 @@ of padding.
 RUN_COPIES = SCRATCH_BLOCKS // 2 - 1
 """The most prompts' copies of a call; half of the blocks are for branches."""
 
-_STORED = {"fp32": (torch.float32, "f32"), "bf16": (torch.bfloat16, "bf16")}
-"""By precision: how KV is stored, and what OpenVINO calls it."""
+_STORED = {"fp32": "f32", "bf16": "bf16"}
+"""OpenVINO's names of precisions."""
 
 
 class PassError(RuntimeError):
@@ -57,8 +56,6 @@ class OpenvinoDecoder:
     has at least ``least_rows`` rows, where it ``repeats``.
     """
 
-    device = torch.device("cpu")
-
     def __init__(
         self,
         converted: Converted,
@@ -75,17 +72,17 @@ class OpenvinoDecoder:
     ) -> None:
         """Compile the graph. Raises CheckpointError for a precision that the processor lacks."""
         self.taps = tuple(taps)
-        self.hidden_states: torch.Tensor | None = None
+        self.hidden_states: Floats | None = None
         self._invariant, self._threads, self._ranks = invariant, threads, ranks
         self._repeats = repeats
-        self._ranked: torch.Tensor | None = None  # the logits whose best are known
+        self._ranked: Floats | None = None  # the logits whose best are known
         self._for_copies = range(kv_blocks, kv_blocks + RUN_COPIES)
         self._padding = np.array([kv_blocks + RUN_COPIES], np.int32)
         self._for_branches = range(kv_blocks + RUN_COPIES + 1, kv_blocks + SCRATCH_BLOCKS)
         self._branches: dict[tuple[int, int], Blocks] = {}
         check_precision(precision)
-        self._dtype, stored = _STORED[precision]
-        self._compiled = compile_graph(converted.graph, stored, threads, group)
+        self._is_half = precision == "bf16"
+        self._compiled = compile_graph(converted.graph, _STORED[precision], threads, group)
         self._vocab = converted.vocab_size
         self._out = np.empty((0, self._vocab), np.float32)
         self._make_pools(converted.layers, kv_blocks + SCRATCH_BLOCKS)
@@ -101,30 +98,27 @@ class OpenvinoDecoder:
             for kind, dim in (("key", layer.key_dim), ("value", layer.value_dim)):
                 name = f"{kind}_cache.{layer.layer}"
                 names.setdefault((layer.kv_heads, dim), []).append(name)
-        half = self._dtype == torch.bfloat16
-        # NumPy copies a few tokens faster
-        self._kv = [
-            _untouched([len(caches), blocks, count, BLOCK_TOKENS, dim], half)
+        self.pools = [
+            _untouched([len(caches), blocks, count, BLOCK_TOKENS, dim], self._is_half)
             for (count, dim), caches in names.items()
         ]
-        self.pools = [torch.from_numpy(kv).view(self._dtype) for kv in self._kv]
-        """KV by shape [caches, blocks, kv_heads, BLOCK_TOKENS, head_dim]: keys and values of the
-        first layer of that shape, then of the next.
+        """KV by shape [caches, blocks, kv_heads, BLOCK_TOKENS, head_dim], bf16 as int16: keys and
+        values of the first layer of that shape, then of the next.
         """
         self._caches = {
             name: cache
-            for kv, group in zip(self._kv, names.values(), strict=True)
-            for name, cache in zip(group, kv, strict=True)
+            for pool, group in zip(self.pools, names.values(), strict=True)
+            for name, cache in zip(group, pool, strict=True)
         }
 
     def _copy(self, source: int, target: int, tokens: slice | int) -> None:
         """Copy the KV of tokens from one block to another, of all layers."""
-        for kv in self._kv:
-            kv[:, target, :, tokens] = kv[:, source, :, tokens]
+        for pool in self.pools:
+            pool[:, target, :, tokens] = pool[:, source, :, tokens]
 
     def _probe(self, rows: int) -> None:
         """Run a pass of padding."""
-        chunk = Chunk([0], 0, KVTable(self._padding.tolist(), "cpu"), 0)
+        chunk = Chunk([0], 0, KVTable(self._padding.tolist()), 0)
         self._call([(0, chunk)] * rows, (), iter(()))
 
     def seen_none(self) -> None:
@@ -153,7 +147,7 @@ class OpenvinoDecoder:
             tensor = openvino.Tensor(cache, list(cache.shape), port.get_element_type())
             self._request.set_tensor(port, tensor)
 
-    def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
+    def forward(self, chunks: Seq[Chunk]) -> Floats:
         """Run the chunks in one pass, writing their KV; return the logits of the rows that want
         them [rows, vocab] (fp32), which the next call overwrites. Raises PassError.
         """
@@ -164,24 +158,24 @@ class OpenvinoDecoder:
         if len(calls) == 1:
             self._ranked, self.hidden_states = self._call(calls[0], chunks, free)
             return self._ranked
-        found: list[list[torch.Tensor]] = [[] for _ in chunks]
-        states: list[list[torch.Tensor]] = [[] for _ in chunks]
+        found: list[list[Floats]] = [[] for _ in chunks]
+        states: list[list[Floats]] = [[] for _ in chunks]
         for call in calls:
             logits, hidden = self._call(call, chunks, free)
             wanted = [chunk.logits for _, chunk in call]
             tokens = [len(chunk.tokens) for _, chunk in call]
             for kept, rows, counts in ((found, logits, wanted), (states, hidden, tokens)):
                 if rows is not None:
-                    parts = torch.split(rows.clone(), counts)
+                    parts = np.split(rows.copy(), np.cumsum(counts[:-1]))
                     for (number, _), part in zip(call, parts, strict=True):
                         kept[number].append(part)
         if self.taps:
-            self.hidden_states = torch.cat([part for parts in states for part in parts])
-        return torch.cat([part for parts in found for part in parts])
+            self.hidden_states = np.concatenate([part for parts in states for part in parts])
+        return np.concatenate([part for parts in found for part in parts])
 
     def _call(
         self, parts: Seq[tuple[int, Chunk]], chunks: Seq[Chunk], free: Iterator[int]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Floats, Floats | None]:
         """Run parts of the chunks of these numbers, with branches in blocks that are ``free``;
         return the logits that they want, and the hidden states of all their rows.
         """
@@ -212,11 +206,11 @@ class OpenvinoDecoder:
             self._copy(source, target, written)
         hidden = None
         if self.taps:
-            states = torch.from_numpy(self._request.get_tensor("hidden_states").data)
-            shape = len(states), len(self.taps), -1
             tokens = sum(len(part.tokens) for _, part in parts)
-            hidden = states.view(self._dtype).view(shape)[:tokens]  # NumPy has no bf16
-        return torch.from_numpy(out[:rows]), hidden
+            states = self._request.get_tensor("hidden_states").data[:tokens]
+            wide = widen(states) if self._is_half else states
+            hidden = wide.reshape(tokens, len(self.taps), -1)
+        return out[:rows], hidden
 
     def _bind(self, name: str, values: Seq[int] | Blocks) -> None:
         """Write an input into the memory that the request has for it."""
@@ -244,10 +238,10 @@ class OpenvinoDecoder:
 
     def best(
         self,
-        logits: torch.Tensor,  # [rows, vocab]
+        logits: Floats,  # [rows, vocab]
         most: int,
     ) -> list[list[tuple[int, float]]] | None:
-        """Return what ``backend.sampling.distributions.likeliest`` does; None where these are not
+        """Return by row what ``sampling.distributions.likeliest`` does; None where these are not
         the logits that the last pass returned, or the graph does not rank.
         """
         if not self._ranks or logits is not self._ranked:
@@ -255,7 +249,7 @@ class OpenvinoDecoder:
         ids, masses = (self._request.get_tensor(name).data for name in ("best_ids", "masses"))
         # In bf16 the graph compares rounded logits: of those that it finds alike the target takes
         # the greater, and of equals the first.
-        values = np.take_along_axis(logits.numpy(), ids, 1)
+        values = np.take_along_axis(logits, ids, 1)
         order = np.argsort(-values, 1, kind="stable")
         ids, values = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
         shares = np.exp(values - values[:, :1])
@@ -278,7 +272,7 @@ class OpenvinoDecoder:
 
 def stored_as(precision: str) -> Type:
     """Return OpenVINO's type of activations in a ``precision``."""
-    return getattr(Type, _STORED[precision][1])
+    return getattr(Type, _STORED[precision])
 
 
 def check_precision(precision: str) -> None:
@@ -290,9 +284,9 @@ def check_precision(precision: str) -> None:
         )
 
 
-def _untouched(shape: Seq[int], half: bool) -> npt.NDArray[Any]:
+def _untouched(shape: Seq[int], is_half: bool) -> npt.NDArray[Any]:
     """Return zeros that take memory only once they are written."""
-    number = np.dtype(np.int16 if half else np.float32)
+    number = np.dtype(np.int16 if is_half else np.float32)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = mmap.mmap(-1, math.prod(shape) * number.itemsize, flags)
     return np.frombuffer(pages, number).reshape(shape)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from openvino import Model
 
 from backend.engines.openvino.converted import complete, read
@@ -21,6 +20,7 @@ from backend.engines.openvino.decoder import (
 from backend.engines.openvino.graph_cache import bring_graph
 from backend.engines.openvino.layout import paths
 from backend.engines.openvino.paged_attention import check_version
+from backend.engines.openvino.parts import Floats
 from backend.engines.port import Completion, Turn
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
@@ -65,7 +65,6 @@ class OpenvinoEngine(StepEngine):
         """
         check_version()
         check_precision(precision_of(dtype))
-        torch.set_num_threads(1)  # between passes it only moves rows: waking a thread takes longer
         repeats, best = verifies or invariant, 0 if verifies else CANDIDATES
         converted = complete(
             graph,
@@ -134,7 +133,7 @@ class OpenvinoEngine(StepEngine):
 
     def _candidates(
         self,
-        logits: torch.Tensor,  # [places, vocab]
+        logits: Floats,  # [places, vocab]
         places: Seq[Row],
         most: int,
     ) -> list[list[tuple[int, float]]]:

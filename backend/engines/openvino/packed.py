@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from backend.engines.openvino.four_bits import FourBits, join, join_bytes, round_to_four_bits
 from backend.engines.openvino.parts import int8, ints, round_to_int8
+from backend.engines.weights import stored_matrix
 
 _ROWS = 512
 """Rows of a matrix that are in fp32 at once."""
@@ -92,10 +93,11 @@ class PackedMatrices:
         """Store the matrix of a module as ``int8`` or ``int4``, unless it has 4 bits."""
         matrix = self._by_module.get(module)
         if isinstance(matrix, torch.Tensor):
-            rounded = (
-                Int8(*round_to_int8(matrix)) if dtype == "int8" else round_to_four_bits(matrix)
-            )
-            self._by_module[module] = rounded
+            if dtype == "int8":
+                parts = map(torch.from_numpy, round_to_int8(stored_matrix(matrix)))
+                self._by_module[module] = Int8(*parts)
+            else:
+                self._by_module[module] = round_to_four_bits(matrix)
 
     def forget_constants(self) -> None:
         """Free the memory of constants, which no graph needs any more."""
@@ -214,7 +216,7 @@ class PackedMatrices:
         """Return a matrix as part of the graph, in the form that kernels read."""
         matrix = _join([self._by_module[module] for module in self._places[place]])
         if isinstance(matrix, Int8):
-            return int8(matrix.digits, matrix.scale)
+            return int8(matrix.digits.numpy(), matrix.scale.numpy())
         if isinstance(matrix, torch.Tensor):
             return opset13.convert(self._shared(matrix), "f32").output(0)
         rows, columns = matrix.shape

@@ -7,10 +7,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 import openvino
-import torch
 from openvino import CompiledModel, Model, Output, PartialShape, Tensor, Type, op, opset13
 
+from backend.engines.checkpoint import StoredMatrix, narrow
+
 Floats = npt.NDArray[np.float32]
+Digits = npt.NDArray[np.int8]
+Scales = npt.NDArray[np.float16]
 
 _ROWS = 4096
 """Rows of a matrix that are in fp32 at once while it is rounded."""
@@ -49,11 +52,11 @@ class RowGraph:
             {port.get_any_name(): port.get_partial_shape()[1].get_length() for port in ports}
             for ports in (self._request.model_inputs, self._request.model_outputs)
         ]
-        self._inputs: dict[str, torch.Tensor] = {}
-        self._outputs: dict[str, torch.Tensor] = {}
+        self._inputs: dict[str, Floats] = {}
+        self._outputs: dict[str, Floats] = {}
         self._rows = 0
 
-    def run(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def run(self, **inputs: Floats) -> dict[str, Floats]:
         """Return the outputs by name, until the next call. Raises RuntimeError where there are
         none: with one thread an exception within a graph is swallowed.
         """
@@ -61,22 +64,22 @@ class RowGraph:
         if rows != self._rows:
             self._inputs, self._outputs = (self._bound(rows, widths) for widths in self._widths)
             self._rows = rows
-        for name, tensor in inputs.items():
-            self._inputs[name].copy_(tensor)
+        for name, values in inputs.items():
+            self._inputs[name][...] = values
         for output in self._outputs.values():
             output[:, 0] = math.nan
         self._request.infer()
         for name, output in self._outputs.items():
-            if output[:, 0].isnan().any():
+            if np.isnan(output[:, 0]).any():
                 raise RuntimeError(f"OpenVINO's pass of a draft head left no {name}")
         return self._outputs
 
-    def _bound(self, rows: int, widths: dict[str, int]) -> dict[str, torch.Tensor]:
+    def _bound(self, rows: int, widths: dict[str, int]) -> dict[str, Floats]:
         """Return memory for this many rows, which the request uses from now on."""
-        found = {name: torch.empty(rows, width) for name, width in widths.items()}
-        for name, tensor in found.items():
-            self._request.set_tensor(name, Tensor(tensor.numpy(), shared_memory=True))
-        return found
+        memory = {name: np.empty((rows, width), np.float32) for name, width in widths.items()}
+        for name, array in memory.items():
+            self._request.set_tensor(name, Tensor(array, shared_memory=True))
+        return memory
 
 
 def name_graph(outputs: dict[str, Output], inputs: list[op.Parameter], name: str) -> Model:
@@ -89,33 +92,38 @@ def name_graph(outputs: dict[str, Output], inputs: list[op.Parameter], name: str
 
 
 def matrix(
-    weight: torch.Tensor,  # [rows, columns]
+    weight: Floats,  # [rows, columns]
     *,
     rounded: bool,
 ) -> Output:
-    """Return a matrix in its own precision, or ``rounded`` to int8 where that pays."""
-    if rounded and weight.numel() >= SMALL_WEIGHT:
+    """Return a matrix in fp32, or ``rounded`` to int8 where that pays."""
+    if rounded and weight.size >= SMALL_WEIGHT:
         return int8(*round_to_int8(weight))
-    if weight.dtype == torch.bfloat16:
-        return opset13.convert(_bf16(weight), "f32")
-    return opset13.constant(floats(weight))
+    return opset13.constant(weight)
+
+
+def half_matrix(
+    weight: Floats,  # [rows, columns]
+) -> Output:
+    """Return a matrix that is stored in bf16."""
+    # A tensor over an array does not keep it alive; its own memory is not initialised.
+    tensor = Tensor(Type.bf16, list(weight.shape))
+    bits = tensor.data.view(np.uint16)
+    for first in range(0, len(weight), _ROWS):
+        bits[first : first + _ROWS] = narrow(weight[first : first + _ROWS])
+    return opset13.convert(op.Constant(tensor), "f32")
 
 
 def norm_rows(
     rows: Output,  # [..., hidden]
-    weight: torch.Tensor,  # [hidden] or [taps, hidden]
+    weight: Floats,  # [hidden] or [taps, hidden]
     eps: float,
 ) -> Output:
     """Return rows divided by their root mean square and multiplied by ``weight``."""
     squares = opset13.reduce_mean(opset13.power(rows, number(2.0)), ints(-1), True)
     root = opset13.sqrt(opset13.add(squares, number(eps)))
     divided = opset13.multiply(rows, opset13.divide(number(1.0), root))
-    return opset13.multiply(opset13.constant(floats(weight)), divided)
-
-
-def floats(weight: torch.Tensor) -> Floats:
-    """Return a tensor [...] as an array."""
-    return weight.float().contiguous().numpy()
+    return opset13.multiply(opset13.constant(weight), divided)
 
 
 def parameter(name: str, shape: list[int], dtype: Type) -> op.Parameter:
@@ -135,29 +143,26 @@ def number(value: float) -> op.Constant:
     return opset13.constant(np.array(value, np.float32))
 
 
-def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_to_int8(
+    weight: Floats | StoredMatrix,  # [rows, columns]
+) -> tuple[Digits, Scales]:
     """Return the integers of a matrix in int8 and their scale a row [rows, 1]."""
-    parts = [_rounded(part.float()) for part in weight.split(_ROWS)]
-    digits, scales = (torch.cat(part) for part in zip(*parts, strict=True))
-    return digits, scales
+    begins = range(0, weight.shape[0], _ROWS)
+    parts = [_rounded(weight[begin : begin + _ROWS]) for begin in begins]
+    digits, scales = zip(*parts, strict=True)
+    return np.concatenate(digits), np.concatenate(scales)
 
 
 def int8(
-    digits: torch.Tensor,  # int8 [rows, columns]
-    scale: torch.Tensor,  # fp16 [rows, 1]
+    digits: Digits,  # [rows, columns]
+    scale: Scales,  # [rows, 1]
 ) -> Output:
     """Return a matrix in int8 in the form that its kernels read."""
-    wide = opset13.convert(opset13.constant(digits.numpy()), "f16")
-    return opset13.convert(opset13.multiply(wide, opset13.constant(scale.numpy())), "f32")
+    wide = opset13.convert(opset13.constant(digits), "f16")
+    return opset13.convert(opset13.multiply(wide, opset13.constant(scale)), "f32")
 
 
-def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = (weight.abs().amax(1, keepdim=True) / 127).clamp(min=1e-8).half()
-    return (weight / scale.float()).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def _bf16(weight: torch.Tensor) -> op.Constant:
-    # A tensor over an array does not keep it alive; its own memory is not initialised.
-    tensor = Tensor(Type.bf16, list(weight.shape))
-    tensor.data.view(np.uint16)[...] = weight.contiguous().view(torch.uint16).numpy()
-    return op.Constant(tensor)
+def _rounded(weight: Floats) -> tuple[Digits, Scales]:
+    scale = (np.abs(weight).max(1, keepdims=True) / 127).astype(np.float16)
+    wide = np.where(scale > 0, scale, np.float16(1)).astype(np.float32)  # rows of padding are zeros
+    return (weight / wide).round().clip(-127, 127).astype(np.int8), scale

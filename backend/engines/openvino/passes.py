@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import openvino
-import torch
 from openvino import Model, Node, Output, Type, opset13
 
-from backend.engines.openvino.parts import SMALL_WEIGHT, Floats, ints, matrix
+from backend.engines.openvino.parts import SMALL_WEIGHT, Floats, half_matrix, ints, matrix
 
 
 def side_by_side(graph: Model) -> None:
@@ -46,15 +45,14 @@ def narrow(graph: Model, dtype: str) -> None:
         for node, weight in list(_products(graph)):
             constant = weight.get_node()
             if _is_constant(constant) and node.get_attributes()["transpose_b"]:
-                tensor = torch.from_numpy(np.array(constant.data))
-                node.input(1).replace_source_output(matrix(tensor, rounded=True).output(0))
+                whole = matrix(np.array(constant.data), rounded=True)
+                node.input(1).replace_source_output(whole.output(0))
     for constant in [node for node in graph.get_ordered_ops() if _is_constant(node)]:
         shape, kind = constant.get_output_shape(0), constant.get_element_type()
         if kind != Type.f32 or len(shape) < 2 or np.prod(shape) < SMALL_WEIGHT:
             continue
         targets = constant.output(0).get_target_inputs()
-        tensor = torch.from_numpy(np.array(constant.data)).bfloat16()
-        wide = matrix(tensor, rounded=False).output(0)
+        wide = half_matrix(constant.data).output(0)
         for target in targets:
             target.replace_source_output(wide)
 

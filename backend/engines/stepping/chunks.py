@@ -7,45 +7,30 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from backend.sequence import BLOCK_TOKENS
 
+Slots = npt.NDArray[np.int64]
+"""Places in a pool of KV."""
+
 
 class KVTable:
-    """Places of a sequence's positions in the pool: position p at ``slots[p]``, in block ``blocks[p
-    // BLOCK_TOKENS]``; ``numbers`` are the blocks on the host.
+    """Places of a sequence's positions in the pool: position p at ``slots[p]``, in block
+    ``numbers[p // BLOCK_TOKENS]``.
     """
 
-    def __init__(self, blocks: Seq[int], device: torch.device | str) -> None:
+    def __init__(self, blocks: Seq[int]) -> None:
         self.numbers = np.array(blocks, np.int32)
-        self._device = device
 
     @cached_property
-    def blocks(self) -> torch.Tensor:
-        """The block numbers on the device, where a pass may do without them."""
-        return torch.from_numpy(self.numbers).to(self._device, torch.int64)
-
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        """The slot of every position, on the device."""
-        return (
-            self.blocks[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=self._device)
-        ).flatten()
+    def slots(self) -> Slots:
+        """The slot of every position."""
+        begins = self.numbers.astype(np.int64)[:, None] * BLOCK_TOKENS
+        return (begins + np.arange(BLOCK_TOKENS)).ravel()
 
     def __len__(self) -> int:
         return len(self.numbers) * BLOCK_TOKENS
-
-    def read(self, pool: torch.Tensor, positions: int) -> torch.Tensor:
-        """Return the first ``positions`` positions [positions, ...] of a pool [slots, ...].
-
-        It copies whole blocks, also where they are neighbours: attention over a view of the pool
-        takes 1.1 to 1.9 times as long on a CPU.
-        """
-        blocks = pool.view(-1, BLOCK_TOKENS, *pool.shape[1:]).index_select(
-            0, self.blocks[: -(-positions // BLOCK_TOKENS)]
-        )
-        return blocks.flatten(0, 1)[:positions]
 
 
 @dataclass(slots=True)
@@ -79,9 +64,9 @@ class Chunk:
         return [*range(self.start, root + 1), *nodes]
 
 
-def ancestors(parents: Seq[int]) -> torch.Tensor:
+def ancestors(parents: Seq[int]) -> npt.NDArray[np.bool_]:
     """Return whether a node sees another, bool[nodes, nodes]: its ancestors and itself."""
-    seen = torch.eye(len(parents), dtype=torch.bool)
+    seen = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
         if parent >= 0:
             seen[node] |= seen[parent]
@@ -98,18 +83,15 @@ def logit_rows(chunks: Seq[Chunk]) -> list[int]:
     return wanted
 
 
-def moves(accepted: Seq[tuple[Chunk, Seq[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+def moves(accepted: Seq[tuple[Chunk, Seq[int]]]) -> tuple[Slots, Slots]:
     """Return the slots that accepted nodes' KV was written to, in the order of rows, and those of
     their places in the text, where these are others.
     """
-    sources, targets = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    sources: list[int] = []
+    targets: list[int] = []
     for chunk, path in accepted:
         slots = chunk.table.slots[chunk.start + len(chunk.tokens) - len(chunk.parents) :]
         moved = [(node, place) for place, node in enumerate(path) if node != place]
-        if moved:
-            nodes, places = torch.tensor(moved, device=slots.device).T
-            sources.append(slots[nodes])
-            targets.append(slots[places])
-    device = sources[-1].device
-    joined = [torch.cat([part.to(device) for part in parts]) for parts in (sources, targets)]
-    return joined[0], joined[1]
+        sources += [slots[node] for node, _ in moved]
+        targets += [slots[place] for _, place in moved]
+    return np.array(sources, np.int64), np.array(targets, np.int64)

@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-import torch
-
+from backend.sampling.distributions import Floats
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
 
@@ -19,8 +18,12 @@ DRAWN_ROWS = 4
 """For how many of them a row of a sampled text counts: its race takes longer than its logits do."""
 
 
-def guesses(logits: torch.Tensor, first: Row, columns: Columns) -> list[int]:
-    """Return the token that a draft of these logits [n, S] would have proposed in each row's place.
+def guesses(
+    logits: Floats,  # [rows, columns]
+    first: Row,
+    columns: Columns,
+) -> list[int]:
+    """Return the token that a draft of these logits would have proposed in each row's place.
 
     Row i is that of the place ``first.position + i`` of ``first.committed``, all emitted.
     """

@@ -12,13 +12,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from backend.engines.port import Completion, EngineLimits, Extras, HiddenStates, Turn
 from backend.engines.spine import CANDIDATES, Spine
 from backend.engines.stepping.chunks import Chunk
 from backend.engines.stepping.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains, guesses
 from backend.engines.stepping.kv_caches import Cache, Caches
+from backend.sampling.distributions import Floats
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, Verdict, candidates, verify
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
@@ -27,15 +29,14 @@ from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 class Model(Protocol):
     """A decoder with its KV pool."""
 
-    device: torch.device
     taps: tuple[int, ...]
     """The layers, counted from 1, whose output drafts read."""
-    hidden_states: torch.Tensor | None
+    hidden_states: Floats | None
     """[rows, layers, hidden], the output of ``taps`` at every row of the last pass, chunk by chunk;
     None without taps. The next pass may overwrite it.
     """
 
-    def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
+    def forward(self, chunks: Seq[Chunk]) -> Floats:
         """Run the chunks in one pass, writing their KV; return the logits of the rows that want
         them, chunk by chunk: [rows, vocab]. The next call may overwrite them.
         """
@@ -68,9 +69,9 @@ class Job:
     scored: list[tuple[int, int]] = field(default_factory=list)
     context_rows: int = 0
     top: list[list[tuple[int, float]]] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
-    context_logits: torch.Tensor | None = None
-    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    logits: list[Floats] = field(default_factory=list)
+    context_logits: Floats | None = None
+    hidden_states: list[Floats] = field(default_factory=list)
     """By pass, those of the rows that are in the text now."""
     error: str | None = None
 
@@ -93,7 +94,7 @@ class StepEngine:
         self._max_positions = limits.max_context_tokens + limits.max_draft_tokens
         self.model = model
         self._columns = Columns(size=limits.vocab_size)
-        self.caches = Caches(name, limits.kv_blocks, model.device)
+        self.caches = Caches(name, limits.kv_blocks)
         self._turns: list[Turn] = []
         self._rows_to_score = SCORED_ROWS  # left in this submission
 
@@ -118,12 +119,8 @@ class StepEngine:
                 jobs.append(self._prepare(turn))
             except ValueError as error:  # noqa: PERF203 (it ends this turn alone)
                 completions.append(Completion(turn.sequence.id, [], error=str(error)))
-        with torch.inference_mode():
-            self._run(jobs)
-            if self.model.device.type == "cuda" and not any(job.tokens for job in jobs):
-                # Passes without a result run later; their time may be taken.
-                torch.cuda.current_stream(self.model.device).synchronize()
-            return completions + [self._complete(job) for job in jobs]
+        self._run(jobs)
+        return completions + [self._complete(job) for job in jobs]
 
     def cancel(self, sequence_ids: Iterable[int]) -> None:
         """Forget sequences and their queued turns."""
@@ -263,7 +260,7 @@ class StepEngine:
     @staticmethod
     def _take_hidden_states(
         running: list[tuple[Job, Chunk]],
-        states: torch.Tensor,  # [tokens of the pass, taps, hidden]
+        states: Floats,  # [tokens of the pass, taps, hidden]
     ) -> None:
         """Keep those of the text's rows and of the accepted nodes."""
         rows: list[int] = []
@@ -275,7 +272,7 @@ class StepEngine:
             rows += [first_node + node for node in job.path]
             counts.append(first_node - begin + len(job.path))
             begin = end
-        kept = states[torch.tensor(rows, device=states.device)].split(counts)
+        kept = np.split(states[rows], np.cumsum(counts[:-1]))
         for (job, _), own in zip(running, kept, strict=True):
             job.hidden_states.append(own)
 
@@ -290,9 +287,9 @@ class StepEngine:
 
     def _score(
         self,
-        logits: torch.Tensor,  # [rows that want them, vocab]
+        logits: Floats,  # [rows that want them, vocab]
         running: list[tuple[Job, Chunk]],
-    ) -> torch.Tensor:
+    ) -> Floats:
         """Score the tokens emitted without this draft from their rows of ``logits``, keep a
         prompt's, and return those that decide.
         """
@@ -302,9 +299,7 @@ class StepEngine:
         for job, chunk in running:
             rows = slice(row, row + max(job.rows_scored, job.context_rows - (job.turn.run > 0)))
             if job.context_rows:
-                job.context_logits = logits[row : row + job.context_rows].to(
-                    torch.float32, copy=True
-                )
+                job.context_logits = logits[row : row + job.context_rows].copy()
                 job.context_rows = 0
             if job.rows_scored:
                 first = job.turn.end - job.rows_scored
@@ -315,7 +310,7 @@ class StepEngine:
                 job.rows_scored = 0
             row += chunk.logits
             deciding.append(logits[rows.stop : row])
-        return torch.cat(deciding)
+        return np.concatenate(deciding)
 
     def _next_chunk(self, job: Job) -> Chunk:
         run = job.run
@@ -324,7 +319,7 @@ class StepEngine:
 
     def _decide(
         self,
-        logits: torch.Tensor,  # [rows, vocab]
+        logits: Floats,  # [rows, vocab]
         jobs: list[Job],
     ) -> None:
         """Turn logits (for each job one row, and one for each proposed token) into tokens or
@@ -336,7 +331,7 @@ class StepEngine:
             return
         if drafting:
             verifies = [not job.turn.nodes for job in jobs for _ in range(job.request.rows)]
-            chosen = torch.tensor(verifies, device=logits.device)
+            chosen = np.array(verifies)
             self._extend(logits[~chosen], drafting)
             jobs, logits = [job for job in jobs if not job.turn.nodes], logits[chosen]
         row = 0
@@ -345,12 +340,12 @@ class StepEngine:
             self._apply_verdict(job, verdict)
             if job.turn.sequence.generation_logits:
                 places = [row, *(row + 1 + node for node in verdict.path)]
-                job.logits.append(logits[places].float())
+                job.logits.append(logits[places])
             row += job.request.rows
 
     def _extend(
         self,
-        logits: torch.Tensor,  # [jobs, vocab]
+        logits: Floats,  # [jobs, vocab]
         jobs: list[Job],
     ) -> None:
         """Make nodes of the likeliest tokens after each draft's spine, from its row of
@@ -363,7 +358,7 @@ class StepEngine:
 
     def _candidates(
         self,
-        logits: torch.Tensor,  # [places, vocab]
+        logits: Floats,  # [places, vocab]
         places: Seq[Row],
         most: int,
     ) -> list[list[tuple[int, float]]]:
@@ -407,7 +402,7 @@ class StepEngine:
         if not job.hidden_states or job.chunk is None:
             return None
         parts = job.hidden_states
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return HiddenStates(job.chunk.start, self.model.taps, rows)
 
 
@@ -435,10 +430,12 @@ def step_limits(
 def _extras(job: Job) -> Extras | None:
     if not job.top and not job.logits and job.context_logits is None:
         return None
-    extras = Extras(job.top, torch.cat(job.logits).cpu().numpy() if job.logits else None)
+    extras = Extras(job.top, _in_fp32(np.concatenate(job.logits)) if job.logits else None)
     if job.context_logits is not None:
-        extras.context_first, extras.context_logits = (
-            job.turn.end - len(job.context_logits),
-            job.context_logits.cpu().numpy(),
-        )
+        extras.context_first = job.turn.end - len(job.context_logits)
+        extras.context_logits = _in_fp32(job.context_logits)
     return extras
+
+
+def _in_fp32(logits: Floats) -> npt.NDArray[np.float32]:
+    return logits.astype(np.float32, copy=False)

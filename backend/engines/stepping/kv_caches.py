@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
-
 from backend.engines.stepping.chunks import KVTable
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
@@ -62,11 +60,10 @@ class Caches:
     the pool has, whichever request ran it.
     """
 
-    def __init__(self, name: str, kv_blocks: int, device: torch.device) -> None:
+    def __init__(self, name: str, kv_blocks: int) -> None:
         self.contents: dict[int, bytes] = {}
         self._name = name
         self._kv_blocks = kv_blocks
-        self._device = device
         self._caches: dict[int, Cache] = {}
 
     def of(self, sequence: Sequence) -> Cache:
@@ -83,7 +80,7 @@ class Caches:
                     f"block table of sequence {sequence.id} must lie in "
                     f"0..{self._kv_blocks - 1}, got {blocks}"
                 )
-            table = KVTable(blocks, self._device)
+            table = KVTable(blocks)
             if cache and cache.grew_into(blocks):
                 known, cache.blocks, cache.table = len(cache.blocks), list(blocks), table
             else:

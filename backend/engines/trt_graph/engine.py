@@ -5,7 +5,7 @@ They show correctness and are no serving path. The network (``engines_build.trt_
 runs a padded batch over gathered keys; here its inputs are made of chunks, and the keys and values
 that come out are written to the pool. Anything not compiled into a verification (options that
 change logits, log-probabilities, a draft's proposals) takes the same network with logits as its
-output, and torch's rule.
+output, and the rule of ``backend.sampling``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from backend.engines.models.arrays import to_array
 from backend.engines.models.spec import PlainLlama
 from backend.engines.stepping.chunks import Chunk, ancestors, moves
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
@@ -30,6 +31,7 @@ from backend.engines.trt_graph.inputs import (
     suits,
     verdicts_of,
 )
+from backend.sampling.distributions import Floats
 from backend.sampling.verification import Row, Verdict
 from backend.sequence import BLOCK_TOKENS
 
@@ -68,7 +70,7 @@ class CompiledModel:
 
     def __init__(self, config: PlainLlama, runtime: Runtime, kv_blocks: int) -> None:
         self.taps: tuple[int, ...] = ()
-        self.hidden_states: torch.Tensor | None = None
+        self.hidden_states: Floats | None = None
         self.config, self.device, self.dtype = config, runtime.device, runtime.dtype
         self._runtime, self._nowhere = runtime, kv_blocks * BLOCK_TOKENS
         self._longest = runtime.passes[-1].queries
@@ -77,7 +79,8 @@ class CompiledModel:
         self._pools = {f"pool_{layer}": pool for layer, pool in enumerate(self.pool)}
         self._wide = torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    def forward(self, chunks: Seq[Chunk]) -> torch.Tensor:
+    @torch.inference_mode()
+    def forward(self, chunks: Seq[Chunk]) -> Floats:
         """Run the chunks, writing their KV; return the logits of the rows that want them, chunk by
         chunk: [rows, vocab].
         """
@@ -88,10 +91,10 @@ class CompiledModel:
             logits = self._run(LOGITS, [chunks[number] for number in group], {})["logits"]
             for row, number in enumerate(group):
                 found[number] = logits[row, : chunks[number].logits]
-        return torch.cat(
-            [part for parts, tail in zip(before, found, strict=True) for part in (*parts, tail)]
-        )
+        pairs = zip(before, found, strict=True)
+        return to_array(torch.cat([part for parts, tail in pairs for part in (*parts, tail)]))
 
+    @torch.inference_mode()
     def decide(self, chunks: Seq[Chunk], requests: Seq[Row]) -> list[Verdict]:
         """Run chunks whose last rows are the requests', writing their KV, and return the
         verdicts on these.
@@ -109,9 +112,10 @@ class CompiledModel:
             verdicts |= zip(group, verdicts_of(network, chosen, outputs), strict=True)
         return [verdicts[number] for number in range(len(chunks))]
 
+    @torch.inference_mode()
     def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
         """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
-        sources, targets = moves(accepted)
+        sources, targets = (torch.from_numpy(slots).to(self.device) for slots in moves(accepted))
         if len(sources):
             self.pool.index_copy_(1, targets, self.pool.index_select(1, sources))
 
@@ -160,9 +164,8 @@ class CompiledModel:
         batch, queries = outputs["kv_0"].shape[:2]
         slots = torch.full((batch, queries), self._nowhere, device=self.device)
         for number, chunk in enumerate(chunks):
-            slots[number, : len(chunk.tokens)] = chunk.table.slots[
-                chunk.start : chunk.start + len(chunk.tokens)
-            ]
+            own = chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)]
+            slots[number, : len(own)] = torch.from_numpy(own)
         for layer, pool in enumerate(self.pool):
             pool.index_copy_(0, slots.flatten(), outputs[f"kv_{layer}"].flatten(0, 1))
         self.pool[:, self._nowhere] = 0.0
@@ -190,7 +193,7 @@ class CompiledModel:
             )
             mask[number, :length, : chunk.start] = True
             mask[number, :length, past : past + length] = _sees(chunk)
-            slots[number, : chunk.start] = chunk.table.slots[: chunk.start]
+            slots[number, : chunk.start] = torch.from_numpy(chunk.table.slots[: chunk.start])
         arrays = {"ids": ids, "positions": positions, "wanted": wanted, "mask": mask}
         return {"slots": slots} | {
             name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()
@@ -204,7 +207,7 @@ def _sees(chunk: Chunk) -> npt.NDArray[Any]:
     sees = np.tril(np.ones((len(chunk.tokens),) * 2, np.bool_))
     if chunk.parents:
         nodes = len(chunk.parents)
-        sees[-nodes:, -nodes:] = ancestors(chunk.parents).numpy()
+        sees[-nodes:, -nodes:] = ancestors(chunk.parents)
     return sees
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from backend.engines.stepping.chunks import ancestors
-from backend.sampling.draw import Heads, race
+from backend.sampling.draw import HEAD, Heads, race
 from backend.sampling.randomness import word
 from backend.sampling.verification import Row, Verdict, follow
 
@@ -65,7 +65,7 @@ def _trees(requests: Seq[Row]) -> Tensors:
         nodes = slice(1, request.rows)
         proposal[number, nodes] = request.tokens
         above[number, nodes, 0] = True
-        above[number, nodes, nodes] = np.tril(ancestors(request.parents).numpy(), -1)
+        above[number, nodes, nodes] = np.tril(ancestors(request.parents), -1)
     return {"proposal": torch.from_numpy(proposal), "above": torch.from_numpy(above)}
 
 
@@ -87,11 +87,13 @@ def _draw(requests: Seq[Row], outputs: Tensors) -> list[int]:
     padded = outputs["probs"].shape[1]
     rows = [first * padded + row for first, one in enumerate(requests) for row in range(one.rows)]
     packed = {name: outputs[name].flatten(0, 1)[rows] for name in ("masses", "columns", "totals")}
-    heads = Heads.of(packed["masses"])
-    at = (torch.from_numpy(place) for place in (heads.rows, heads.columns))
-    heads = heads._replace(
-        columns=packed["columns"][tuple(at)].cpu().numpy().astype(np.int64),
-        totals=packed["totals"].flatten().double().cpu().numpy(),
+    places = (packed["masses"] >= HEAD).nonzero()
+    at = places[:, 0], places[:, 1]
+    heads = Heads(
+        places[:, 0].cpu().numpy(),
+        packed["columns"][at].cpu().numpy().astype(np.int64),
+        packed["masses"][at].double().cpu().numpy(),
+        packed["totals"].flatten().double().cpu().numpy(),
     )
     probs = outputs["probs"].flatten(0, 1)
     words = np.array([key for request in requests for key in _words(request)], np.uint64)

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from backend.engines.checkpoint import DTYPES, Weights
 from backend.engines.models.llama import load_llama
 from backend.engines.trt_graph import LIBRARIES
 from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import GREEDY, Tensors
+from backend.engines.weights import DTYPES, Weights
 
 MANIFEST = "trt_graph.json"
 

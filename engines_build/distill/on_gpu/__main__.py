@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from backend.engines.checkpoint import Weights
 from backend.engines.head.folder import read_config, read_target_sha256
 from backend.engines.models.llama import load_weights
 from backend.engines.models.spec import PlainLlama
+from backend.engines.weights import Weights
 from backend.storage.manifest import weights_sha256
 from engines_build.distill.arguments import LEARNING_RATE, SHORTLIST_TOKENS
 from engines_build.distill.corpora import LICENCES

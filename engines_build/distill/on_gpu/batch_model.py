@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.engines.checkpoint import Weights
+from backend.engines.models.rope import rope_tables
 from backend.engines.models.spec import PlainLlama
-from backend.engines.stepping.rope import rope_tables
+from backend.engines.weights import Weights
 from engines_build.distill.generate import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, TOP_K
 from engines_build.distill.head import HeadSample
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from backend.core import session
 from backend.core.batch import Batch
 from backend.engines.port import AFTER
@@ -39,13 +37,11 @@ def blind_to_the_run(patch: Patch, **options) -> None:
 
     RUNS: list[list[int]] = []
 
-    def scores(original, logits, places, columns):
-        found = []
-        for row, place in enumerate(places):
-            RUNS.append(place.before[: len(place.before) - len(place.run)])
-            found.append(original(logits[row : row + 1], [place], columns))
-            RUNS.pop()
-        return torch.cat(found)
+    def scores(original, logits, place, columns):
+        RUNS.append(place.before[: len(place.before) - len(place.run)])
+        changed = original(logits, place, columns)
+        RUNS.pop()
+        return changed
 
     wrap(patch, verification, "scores", scores)
     wrap(patch, verification, "process", process)
@@ -94,7 +90,7 @@ def take_log_probabilities_without_the_temperature(patch: Patch) -> None:
     def tell(original, verdict, row, sampling):
         original(verdict, row, replace(sampling, temperature=1.0))
 
-    wrap(patch, verification, "_tell", tell)
+    wrap(patch, verification, "_note_log_probs", tell)
 
 
 @killed_by(checks.log_probs, MIXED)

@@ -197,20 +197,22 @@ def draw_from_the_tail_with_the_head_s_token(patch: Patch) -> None:
 
 @killed_by(checks.texts, TAILED)
 def race_for_a_head_that_depends_on_the_batch(patch: Patch) -> None:
-    def of(original, probs):
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(draw, "HEAD", 0.02 * len(probs))
-            return original(probs)
-
     original = draw.Heads.of
-    patch.setattr(draw.Heads, "of", lambda probs: of(original, probs))
+
+    def of(distributions):
+        rows = list(distributions)
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(draw, "HEAD", 0.02 * len(rows))
+            return original(rows)
+
+    patch.setattr(draw.Heads, "of", of)
 
 
 @killed_by(checks.proposals, BUSY)
 def propose_with_noise_of_its_own(patch: Patch) -> None:
     """Costs acceptance, never exactness."""
 
-    def finishers(original, probs, words, *others):
-        return original(probs, words + np.uint64(1), *others)
+    def finishers(original, probs_of, words, *others):
+        return original(probs_of, words + np.uint64(1), *others)
 
     wrap(patch, verification, "finishers", finishers)
