@@ -98,5 +98,5 @@ def byte_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _over(what: str, limit: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID_ARGUMENT, f"{what} is over the limit of {limit}")
+def _over(size: str, limit: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID_ARGUMENT, f"{size} is over the limit of {limit}")

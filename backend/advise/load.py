@@ -339,9 +339,9 @@ def _watch(
             raise QueuedError(_QUEUED.format(in_flight))
 
 
-def _check(page: Scrape, window: Window, in_flight: int, sent: int) -> None:
+def _check(page: Scrape, window: Window, in_flight: int, requests: int) -> None:
     if page.gauges.get("running", 0) + page.gauges.get("waiting", 0) > in_flight or (
-        window["firsts"] > sent
+        window["firsts"] > requests
     ):
         raise AdviceError(
             "the server answers requests of other callers meanwhile: stopped. Measure on a server "

@@ -145,8 +145,8 @@ class Proof:
                 continue
             for n in self.loads():
                 one = self.ratio(other, [n])
-                shown = f"{one.ratio:.2f}x ({one.low:.2f}-{one.high:.2f})"
-                lines.append(f"{n} in flight: after over {other} {shown}: {one.verdict}")
+                ratio = f"{one.ratio:.2f}x ({one.low:.2f}-{one.high:.2f})"
+                lines.append(f"{n} in flight: after over {other} {ratio}: {one.verdict}")
         return "\n".join([*lines, f"{_WORDS[status]}: {reason}"])
 
     def to_dict(self) -> dict[str, Any]:

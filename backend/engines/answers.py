@@ -202,10 +202,10 @@ class Answers:
         """
         if wrong := [len(each) for each in self._arrays() if len(each) != self.capacity]:
             raise RuntimeError(f"arrays of {wrong} slots, the capacity is {self.capacity}")
-        size = sum(kept.tokens for kept in self._texts)
+        size = sum(text.tokens for text in self._texts)
         if not size == self.tokens <= self.capacity:
             raise RuntimeError(f"texts of {size} tokens, counted {self.tokens}")
-        if [kept.start for kept in self._texts] != list(self._tenants):
+        if [text.start for text in self._texts] != list(self._tenants):
             raise RuntimeError(f"{len(self._texts)} texts, {len(self._tenants)} tenants of texts")
         owner = np.full(self.capacity, BORDER, np.int32)
         ends = np.ones(self.capacity, np.bool_)

@@ -397,8 +397,8 @@ def _ask(name: str, folder: Path, machine: Machine) -> Finding:
     from backend.engines.registry import module_of
 
     device = "cpu" if "cpu" in KINDS[name].automatic else "cuda"
-    asked = EngineConfig(engine=name, model=str(folder), device=device)
-    if folder.is_dir() and (reason := why_not(name, asked, machine)):
+    wanted_engine = EngineConfig(engine=name, model=str(folder), device=device)
+    if folder.is_dir() and (reason := why_not(name, wanted_engine, machine)):
         return Finding(name, WARNING, f"cannot: {reason}")
     try:
         target = {"engine": name, "model": str(folder), "device": device}

@@ -92,8 +92,8 @@ class Escaper:
         parts = rendered.split(self._cut_mark)
         cuts, text = list(accumulate(map(len, parts[:-1]))), "".join(parts)
         tokens = [
-            (found[0], any(found.start() < cut < found.end() for cut in cuts))
-            for found in (self._shapes.pattern.finditer(text) if cuts else ())
+            (match[0], any(match.start() < cut < match.end() for cut in cuts))
+            for match in (self._shapes.pattern.finditer(text) if cuts else ())
         ]
         return Escaped(text, tuple(tokens)) if any(plain for _, plain in tokens) else text
 
@@ -112,7 +112,7 @@ class Escaper:
         shapes, mark = self._shapes, self._cut_mark
         is_tail = any(text[:size] in shapes.tails for size in range(1, shapes.longest))
         is_head = any(text[-size:] in shapes.heads for size in range(1, shapes.longest))
-        text = shapes.pattern.sub(lambda found: found[0][:1] + mark + found[0][1:], text)
+        text = shapes.pattern.sub(lambda match: match[0][:1] + mark + match[0][1:], text)
         return mark * is_tail + text + mark * is_head
 
 

@@ -46,7 +46,7 @@ def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..
     """Set the gauges by ``gauge(name, value, **labels)``; ``max_requests`` is the in-flight batch's
     size.
     """
-    used, free = latest.kv_blocks.get("used", 0), latest.kv_blocks.get("free", 0)
+    used_blocks, free_blocks = latest.kv_blocks.get("used", 0), latest.kv_blocks.get("free", 0)
     scheduled = latest.decoding + latest.prefilling
     families: dict[tuple[str, str], dict[str, float]] = {
         ("nv_trt_llm_request_metrics", "request_type"): {
@@ -61,12 +61,14 @@ def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..
             **({"gpu": 0, "pinned": 0} if cpu_only else {}),
         },
         ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"): {
-            "max": used + free,
-            "free": free,
-            "used": used,
+            "max": used_blocks + free_blocks,
+            "free": free_blocks,
+            "used": used_blocks,
             "tokens_per": BLOCK_TOKENS,
             "reused": latest.reused_blocks,
-            "fraction": used / (used + free) if used + free else 0.0,
+            "fraction": used_blocks / (used_blocks + free_blocks)
+            if used_blocks + free_blocks
+            else 0.0,
         },
         ("nv_trt_llm_inflight_batcher_metrics", "inflight_batcher_specific_metric"): {
             "total_context_tokens": latest.prefill_tokens,

@@ -174,22 +174,22 @@ def _check_tokens(target: Path, draft: Path, made_for: str, rows: int) -> None:
             f"draft {draft} was made for the vocabulary {made_for[:12]}, its target {target} has "
             f"{has[:12]}"
         )
-    (ours, our_added), (theirs, their_added) = map(_tokens_by_id, files)
+    (our_tokens, our_added), (their_tokens, their_added) = map(_tokens_by_id, files)
     wrong = min(
         (
             token
-            for token in ours.keys() | theirs.keys()
+            for token in our_tokens.keys() | their_tokens.keys()
             if token < rows
-            and ours.get(token) != theirs.get(token)
-            and not (token not in ours and token in their_added)
-            and not (token not in theirs and token in our_added)
+            and our_tokens.get(token) != their_tokens.get(token)
+            and not (token not in our_tokens and token in their_added)
+            and not (token not in their_tokens and token in our_added)
         ),
         default=None,
     )
     if wrong is not None:
         names = [
             json.dumps(tokens[wrong], ensure_ascii=False) if wrong in tokens else "no token"
-            for tokens in (theirs, ours)
+            for tokens in (their_tokens, our_tokens)
         ]
         raise ConfigError(
             f"draft {draft} does not have the vocabulary of its target {target}; first difference: "

@@ -17,7 +17,7 @@ BARE = re.compile(
     "|own|said|seen|sent|served|settled|shown|taken|tied|told|used|written"
 )
 """Participles that say nothing as the whole name of a function, which is a verb or a noun, or of a
-field, which is a noun or begins with ``is_`` or ``has_``.
+field or variable, which is a noun or begins with ``is_`` or ``has_``.
 """
 REGULAR = re.compile("(?!embed|exceed|feed|need|proceed|seed|speed)[a-z]+ed")
 TO_BE_RENAMED = re.compile(
@@ -26,7 +26,12 @@ TO_BE_RENAMED = re.compile(
     "|backend/engines/(?:hosted|quantized)|backend/request"
     "|bench/(?:baselines|hosts|simulator|sweep|traces)/|bench/tables"
 )
-"""Places where functions are still named by regular participles, and fields by any."""
+"""Places where functions are still named by regular participles, fields and variables by any."""
+VARIABLES_TO_BE_RENAMED = re.compile(
+    "bench/|docs/|backend/core/hosted|backend/(?:machine|tokenizer)"
+    "|backend/engines/(?:checkpoint|head/|torch/|trt_graph/)"
+)
+"""More such places, of variables only."""
 MOST_WORDS = 75
 """Words of a class docstring: fields are documented at the fields."""
 MOST_FIRST_WORDS = 24
@@ -83,13 +88,23 @@ def fields(source: str) -> list[str]:
     ]
 
 
+def variables(source: str) -> list[str]:
+    """Return the names of a module's variables and parameters."""
+    nodes = [*ast.walk(ast.parse(source))]
+    names = [node.id for node in nodes if isinstance(node, ast.Name)]
+    return [*names, *(node.arg for node in nodes if isinstance(node, ast.arg))]
+
+
 def named_by_participles(path: Path) -> set[str]:
-    """Return the functions and fields of a module that are named by one bare participle."""
+    """Return what a module names by one bare participle: functions, fields and variables."""
     source, place = path.read_text("utf-8"), path.relative_to(ROOT).as_posix()
     names = {name for name in functions(source) if BARE.fullmatch(name.strip("_"))}
     if not TO_BE_RENAMED.match(place):
         names |= {name for name in functions(source) if REGULAR.fullmatch(name.strip("_"))}
-        names |= {name for name in fields(source) if BARE.fullmatch(name.strip("_"))}
+        values = fields(source)
+        if not VARIABLES_TO_BE_RENAMED.match(place):
+            values += variables(source)
+        names |= {name for name in values if BARE.fullmatch(name.strip("_"))}
     return {f"{place}:{name}" for name in names}
 
 
