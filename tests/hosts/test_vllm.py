@@ -39,7 +39,7 @@ SMOLLM2 = Path(os.environ.get("SPINDLE_CACHE", Path.home() / ".cache" / "spindle
 )
 SCHEDULER, PROPOSER = "spindle_vllm.SpindleScheduler", "spindle_vllm.SpindleProposer"
 K_MAX = 6
-LIMIT_S = 240
+LIMIT_S = 600
 BASE = {"model": str(TINY), "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
 BASE |= {"enforce_eager": True, "disable_log_stats": True, "kv_cache_memory_bytes": 1 << 27}
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}

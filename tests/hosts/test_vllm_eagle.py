@@ -29,7 +29,7 @@ from backend.sequence import Sequence
 from tests.fakes.eagle import published, random_head, write
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S, LENGTH, CHUNK = 300, 4, 64
+LIMIT_S, LENGTH, CHUNK = 600, 4, 64
 SIZES = {"vocab_size": 512, "draft_vocab_size": 256, "hidden_size": 128, "intermediate_size": 192}
 SIZES |= {"target_hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 DIALECTS = {
