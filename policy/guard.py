@@ -37,7 +37,7 @@ _COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment that drafts; rows, wher
 _SETTLING_STEPS = 8  # after drafting: caches, padding and what is learnt of it make them dearer
 _PLAIN_STEPS, _MOST_PLAIN_STEPS = 4, 24  # of an experiment without speculation: counted, all
 _SEEN_STEPS = 8  # are taken up at once
-_START_STEPS = 4.0  # the credit for the first experiment at a level
+_START_STEPS = 4.0  # the credit for the first experiment at a level that has been changed to
 _MOST_CREDIT_STEPS = 8.0
 _HALF_LIFE_S = 3600.0  # of the evidence, while no server runs
 
@@ -101,7 +101,7 @@ class Memory:
 
     buckets: dict[int, Bucket] = field(default_factory=dict)
     credit_s: float = 0.0
-    """The time that experiments may still lose."""
+    """The time that experiments may still lose. The first one of a bucket needs none."""
     step: int = 0
     samples: int = 0
     """The pairs that were compared."""
@@ -231,19 +231,17 @@ class Guard(Wrapper[State]):
         if (bucket := memory.buckets.get(place)) is None:
             bucket = Bucket().prepared()
             memory.buckets = {**memory.buckets, place: bucket}
-            memory.credit_s += _START_STEPS * seconds
         credit_s = memory.credit_s + bucket.share * seconds
         memory.credit_s = min(credit_s, _MOST_CREDIT_STEPS * seconds)
         lengths = outcome.rows.length.tolist()
         tokens, proposed = sum(outcome.rows.emitted.tolist()), sum(lengths)
         is_clean = not outcome.prefill_tokens and tokens > 0 and seconds > 0
-        if step.trial and is_clean:
-            memory.credit_s -= bucket.loss * seconds
         if not step.trial or step.level == NONE:
             seconds = bucket.usual_s(rows, seconds)
         tried = step.level if step.trial else step.settles
         if tried != NO_LEVEL and is_clean:
-            bucket = bucket.billed(tried, rows, tokens, seconds, experiment=step.trial)
+            bucket, lost_s = bucket.billed(tried, rows, tokens, seconds, experiment=step.trial)
+            memory.credit_s -= lost_s
             memory.buckets = {**memory.buckets, place: bucket}
         if step.trial:
             if step.counted and is_clean:
@@ -352,4 +350,5 @@ def _block(memory: Memory, rows: int, prefill_tokens: int) -> Block | None:
     else:  # tokens vary: at few rows, more steps
         most = steps = _WARM_STEPS + max(_COUNTED_STEPS, -(-_COUNTED_ROWS // rows))
     cost_s = bucket.loss * steps * against.seconds / against.steps
-    return Block(bucket.next_level, rows, most, 1) if memory.credit_s >= cost_s else None
+    is_paid = memory.credit_s >= cost_s or not any(c.weight for c in bucket.compared)
+    return Block(bucket.next_level, rows, most, 1) if is_paid else None

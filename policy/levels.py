@@ -161,13 +161,13 @@ class Bucket(NamedTuple):
 
     def billed(
         self, level: int, rows: int, tokens: int, seconds: float, *, experiment: bool
-    ) -> Bucket:
-        """Return the bucket after a step of an experiment by a level, or one that followed it. The
-        latter is as any other, but for its time.
+    ) -> tuple[Bucket, float]:
+        """Return the bucket after a step of an experiment by a level, or one that followed it, and
+        the seconds that this lost. The latter is as any other, but for its time.
         """
         usual = self.windows.get(rows)
         if usual is None:
-            return self
+            return self, 0.0
         usual_s, spent = usual.seconds / usual.steps, 0.0
         lost = seconds / usual_s - 1
         if experiment:
@@ -175,7 +175,7 @@ class Bucket(NamedTuple):
             lost = spent - tokens / usual.tokens * usual.steps
         costs, cost = list(self.costs), self.costs[level]
         costs[level] = Cost(cost.lost + lost, cost.spent + spent)
-        return self._replace(costs=tuple(costs))
+        return self._replace(costs=tuple(costs)), lost * usual_s
 
     def with_steps(self, steps: Sequence[Seen], at: int) -> Bucket:
         """Return the bucket with more steps by the level that is applied."""

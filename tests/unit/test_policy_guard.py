@@ -127,7 +127,7 @@ def test_a_gain_of_some_percent_is_never_taken_for_a_loss(rows):
         assert world.level == "planned"
 
 
-@pytest.mark.parametrize(("token_s", "most"), [(0.05, 0.003), (0.3, 0.004)])
+@pytest.mark.parametrize(("token_s", "most"), [(0.05, 0.0035), (0.3, 0.004)])
 def test_experiments_cost_half_a_percent_at_most(token_s, most):
     world = World(guard(), 8)
     world.set(token_s=token_s, accepted=0.5)
