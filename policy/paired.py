@@ -17,7 +17,7 @@ DECIDES = 3.5
 """Standard errors from zero that a verdict needs."""
 CLEAR_SAMPLES, CLEAR = 2.5, 7.0
 """The same where there is no doubt."""
-PROMISING_SAMPLES, PROMISING = 1.5, 2.0
+PROMISING_SAMPLES, PROMISING = 0.9, 2.0
 """The same where the first is only promising."""
 MOST = 0.7
 """The largest sample either way, as a logarithm: one odd pair says no more than this."""
