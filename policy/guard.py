@@ -37,7 +37,6 @@ _COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment that drafts; rows, wher
 _SETTLING_STEPS = 8  # after drafting: caches, padding and what is learnt of it make them dearer
 _PLAIN_STEPS, _MOST_PLAIN_STEPS = 4, 24  # of an experiment without speculation: counted, all
 _SEEN_STEPS = 8  # are taken up at once
-_START_STEPS = 4.0  # the credit for the first experiment at a level that has been changed to
 _MOST_CREDIT_STEPS = 8.0
 _HALF_LIFE_S = 3600.0  # of the evidence, while no server runs
 
@@ -101,7 +100,7 @@ class Memory:
 
     buckets: dict[int, Bucket] = field(default_factory=dict)
     credit_s: float = 0.0
-    """The time that experiments may still lose. The first one of a bucket needs none."""
+    """The time that experiments may still lose. The first one at a level needs none."""
     step: int = 0
     samples: int = 0
     """The pairs that were compared."""
@@ -282,10 +281,7 @@ class Guard(Wrapper[State]):
         if (against := bucket.against(level, rows, memory.step)) is None:
             return
         memory.samples += 1
-        after = bucket.sampled(level, goodput, against)
-        if after.level != bucket.level:
-            memory.credit_s += _START_STEPS * against.seconds / against.steps
-        memory.buckets = {**memory.buckets, place: after}
+        memory.buckets = {**memory.buckets, place: bucket.sampled(level, goodput, against)}
 
     # -- shown, and kept
 
@@ -350,5 +346,5 @@ def _block(memory: Memory, rows: int, prefill_tokens: int) -> Block | None:
     else:  # tokens vary: at few rows, more steps
         most = steps = _WARM_STEPS + max(_COUNTED_STEPS, -(-_COUNTED_ROWS // rows))
     cost_s = bucket.loss * steps * against.seconds / against.steps
-    is_paid = memory.credit_s >= cost_s or not any(c.weight for c in bucket.compared)
+    is_paid = memory.credit_s >= cost_s or not bucket.costs[bucket.next_level].spent
     return Block(bucket.next_level, rows, most, 1) if is_paid else None

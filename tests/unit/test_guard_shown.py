@@ -81,8 +81,7 @@ def test_steps_of_experiments_are_counted():
     assert counts == {"none": 2, "short": 1}
 
 
-def test_two_open_steps_are_paired_by_what_each_was_planned_for(monkeypatch):
-    monkeypatch.setattr("policy.guard._START_STEPS", 100.0)
+def test_two_open_steps_are_paired_by_what_each_was_planned_for():
     guard = Guard(FixedLength("d", 2))
     config = parse_config({**FAKE, "drafts": [{"name": "d", "engine": "lookup"}]})
     drafts, stats = build(config).drafts, StepStats(Stats())
