@@ -35,6 +35,8 @@ LARGE_BODY_BYTES = 32 * 1024
 """Bodies over this size take all processes but one at most: small ones never wait for them."""
 LONGEST_READ_S = 5.0
 """Time after which a body is given up, and its process killed."""
+LONGEST_START_S = 60.0
+"""Time for a process to start on a busy machine."""
 READ_BYTES_PER_S = 256 * 1024
 """More time for a body by its size: a second for each of these."""
 MOST_WAITING = 1024
@@ -133,10 +135,11 @@ class BodyReader:
             child = None
             try:
                 child = self._take()
+                if not child.has_started:
+                    child.receive(LONGEST_START_S)
+                    child.has_started = True
                 child.pipe.send((read, data, headers))
-                if not child.pipe.poll(limit_s):
-                    raise TimeoutError(f"no answer within {limit_s:.3g} s")
-                result, error = child.pipe.recv()
+                result, error = child.receive(limit_s)
             except (EOFError, OSError) as failure:
                 logger.error("a body of %d bytes could not be read: %r", len(data), failure)
                 if child is not None:
@@ -150,12 +153,19 @@ class BodyReader:
         return answer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Child:
     """A process and its pipe."""
 
     process: BaseProcess
     pipe: Connection
+    has_started: bool = False
+
+    def receive(self, limit_s: float) -> Any:
+        """Return what it sends next. Raises EOFError or OSError."""
+        if not self.pipe.poll(limit_s):
+            raise TimeoutError(f"no answer within {limit_s:.3g} s")
+        return self.pipe.recv()
 
 
 def serve(pipe: Connection, settings: FrontEnd) -> None:
@@ -164,6 +174,7 @@ def serve(pipe: Connection, settings: FrontEnd) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     if most == resource.RLIM_INFINITY or most > MOST_MEMORY_BYTES:
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY_BYTES, most))
+    pipe.send(None)  # it has started, which takes nothing of a body's time
     while True:
         read, data, headers = pipe.recv()
         pipe.send(_outcome(read, settings, data, headers))

@@ -138,6 +138,24 @@ def test_one_process_more_than_are_busy_is_ready(bodies):
     assert len(bodies.pids) == 2
 
 
+class SlowStart:
+    """Settings that a process takes long to receive."""
+
+    def __reduce__(self):
+        return start_slowly, ()
+
+
+def start_slowly():
+    time.sleep(2)
+    return SETTINGS
+
+
+def test_a_process_that_starts_slowly_takes_nothing_of_a_body_s_time():
+    with closing(BodyReader(SlowStart())) as reader:
+        reader.longest_s = 1.5
+        assert read(reader, pid_of, {}) in reader.pids
+
+
 @pytest.mark.parametrize("more", [{}, LARGE])
 def test_a_fault_is_an_error_and_a_death_a_restart(bodies, more, tmp_path):
     with pytest.raises(ApiError, match="internal error"):
