@@ -19,7 +19,7 @@ from backend.sequence import BLOCK_TOKENS
 KV_SHARE = 0.9
 """Share of a GPU's free memory for weights, passes and KV together."""
 PROCESS_BYTES = 400 << 20
-"""Memory of the process besides its engines: Python, torch's libraries, the tokenizer, the
+"""Memory of the process besides its engines: Python, the engines' libraries, the tokenizer, the
 requests.
 """
 
