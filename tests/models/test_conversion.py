@@ -87,7 +87,7 @@ def test_ragged_batches_trees_and_taps_are_those_of_transformers(family, tmp_pat
     a, b, c, nodes = texts(70, 41, 33, len(TREE))
     for_a, for_b, for_c = table(5, 2, 9, 11), table(1, 7, 3), table(12, 4, 6)
     compared.check((Chunk(a[:50], 0, for_a, 50, prompt_rows=50), a[:50]))
-    states = torch.from_numpy(compared.engine.model.hidden_states)
+    states = torch.from_numpy(compared.engine.model.hidden_states.copy())
     compared.check(
         (Chunk(a[50:51], 50, for_a, 1), a[:51]),
         (Chunk(b[:37], 0, for_b, 37, prompt_rows=37), b[:37]),
@@ -136,7 +136,7 @@ def test_a_text_has_the_same_bits_alone_among_others_and_with_a_prompt(
     mine, others = table(0, 1), [table(2 + 2 * n, 3 + 2 * n) for n in range(9)]
 
     def run(*chunks):
-        return decoder.forward(chunks).copy()
+        return torch.from_numpy(decoder.forward(chunks).copy())
 
     def among(position, count):
         rows = [Chunk(other[30:31], 30, where, 1) for where in others[:count]]
