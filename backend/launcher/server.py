@@ -214,6 +214,10 @@ class TritonServer:
             return f"the service has answered no probe for {SILENCE_LIMIT_S:.0f} s"
         return None
 
+    def has_crashed(self) -> bool:
+        """Return whether a signal has ended tritonserver."""
+        return self._process is not None and (self._process.poll() or 0) < 0
+
     def stop(self) -> None:
         """Let the server finish its requests (``drain``) and end; kill what is left after
         ``STOP_LIMIT_S``.

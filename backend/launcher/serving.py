@@ -258,16 +258,18 @@ def supervise(
 ) -> None:
     """Run the service until ``stop`` is set; ``on_ready`` gets each start's time in seconds.
 
-    Raises LaunchError when it does not start, or fails ``QUICK_FAILURES`` times in a row.
+    Raises LaunchError when it does not start, or fails ``QUICK_FAILURES`` times in a row. A first
+    start that crashes is repeated once: Triton's stubs sometimes fail to lock their shared memory.
     """
     failures, was_ready = 0, False
     while not stop.is_set():
         ready_s, trouble = _run_once(server, stop, on_ready, say)
         if trouble is None:
             break
+        has_crashed = server.has_crashed()
         server.kill()
         was_ready = was_ready or ready_s is not None
-        if not was_ready:
+        if not was_ready and (failures or not has_crashed):
             raise LaunchError(f"{trouble} before it was ready")
         failures = 1 if ready_s is not None and monotonic() - ready_s >= STABLE_S else failures + 1
         if failures >= QUICK_FAILURES:

@@ -356,6 +356,9 @@ class FakeServer:
     def waits_for(self):
         return "tritonserver does not answer on 127.0.0.1:8000"
 
+    def has_crashed(self):
+        return str(self._trouble).endswith("status -6")
+
     def stop(self):
         self.calls.append("stop")
 
@@ -485,6 +488,15 @@ def test_a_server_that_never_was_ready_is_an_error(run):
     with pytest.raises(LaunchError, match="ended with status 1 before it was ready"):
         run([(False, "tritonserver ended with status 1")])
     assert run.calls == ["start", "kill"]
+
+
+def test_a_first_start_that_crashes_is_repeated_once(run):
+    crash = (False, "tritonserver ended with status -6")
+    assert run([crash, (True, None)]) == ["start", "kill", "start", "stop"]
+    assert any("ended with status -6: restarting" in line for line in run.said)
+    with pytest.raises(LaunchError, match="ended with status -6 before it was ready"):
+        run([crash, crash])
+    assert run.calls == ["start", "kill"] * 2
 
 
 def test_a_start_that_goes_on_says_what_it_waits_for(run, monkeypatch):
