@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
+import numpy as np
 
 from backend.engines.stepping import engine as stepping
 from backend.engines.stepping.chunks import Chunk
@@ -24,7 +24,7 @@ def let_a_node_see_its_siblings(patch: Patch) -> None:
     def ancestors(original, parents):
         seen = original(parents)
         for node, parent in enumerate(parents):
-            seen[node] |= torch.tensor([other == parent for other in parents])
+            seen[node] |= np.array([other == parent for other in parents])
         return seen
 
     wrap(patch, decoder, "ancestors", ancestors)
@@ -33,7 +33,7 @@ def let_a_node_see_its_siblings(patch: Patch) -> None:
 @killed_by(checks.texts, BUSY)
 def let_a_node_see_all_before_it(patch: Patch) -> None:
     def ancestors(parents):
-        return torch.ones(len(parents), len(parents), dtype=torch.bool).tril()
+        return np.tril(np.ones((len(parents), len(parents)), bool))
 
     patch.setattr(decoder, "ancestors", ancestors)
 
