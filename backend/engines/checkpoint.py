@@ -136,6 +136,8 @@ def _in_fp32(stored: npt.NDArray[Any]) -> Floats:
 def _map_file(file: Path, *ends: str) -> dict[str, npt.NDArray[Any]]:
     """Return the tensors of a file by name, mapped and not read yet: all, or those with one of
     these ends. Raises ConfigError for one that is damaged, and for tensors of other kinds.
+
+    safetensors' own reader for NumPy refuses bf16.
     """
     shapes_in(file)  # the library's own checks
     with file.open("rb") as opened:

@@ -12,7 +12,6 @@ from backend.engines.eagle.model import RowWeights
 from backend.engines.models.arrays import to_array
 from backend.engines.openvino.paged_attention import check_version
 from backend.engines.openvino.parts import (
-    Floats,
     RowGraph,
     ints,
     matrix,
@@ -20,6 +19,7 @@ from backend.engines.openvino.parts import (
     norm_rows,
     parameter,
 )
+from backend.sampling.distributions import Floats
 
 
 class OpenvinoRows:

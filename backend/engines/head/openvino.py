@@ -9,7 +9,6 @@ from openvino import Model, Output, Type, opset13
 from backend.engines.head.folder import HeadConfig
 from backend.engines.openvino.paged_attention import check_version
 from backend.engines.openvino.parts import (
-    Floats,
     RowGraph,
     ints,
     matrix,
@@ -17,6 +16,7 @@ from backend.engines.openvino.parts import (
     norm_rows,
     parameter,
 )
+from backend.sampling.distributions import Floats
 
 Weights = Mapping[str, Floats]
 

@@ -18,11 +18,11 @@ from backend.engines.openvino.converted import Converted
 from backend.engines.openvino.layout import SCRATCH_TOKENS, Blocks, Layout, in_calls
 from backend.engines.openvino.marks import Attended
 from backend.engines.openvino.paged_attention import VersionError
-from backend.engines.openvino.parts import Floats, compile_graph
+from backend.engines.openvino.parts import compile_graph
 from backend.engines.openvino.width import Width, price_of_change
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.machine import machine
-from backend.sampling.distributions import FAINT
+from backend.sampling.distributions import FAINT, Floats
 from backend.sequence import BLOCK_TOKENS
 
 SCRATCH_BLOCKS = SCRATCH_TOKENS // BLOCK_TOKENS

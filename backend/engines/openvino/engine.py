@@ -20,10 +20,10 @@ from backend.engines.openvino.decoder import (
 from backend.engines.openvino.graph_cache import bring_graph
 from backend.engines.openvino.layout import paths
 from backend.engines.openvino.paged_attention import check_version
-from backend.engines.openvino.parts import Floats
 from backend.engines.port import Completion, Turn
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
+from backend.sampling.distributions import Floats
 from backend.sampling.verification import Row
 from backend.sequence import Sequence
 

@@ -10,8 +10,8 @@ import openvino
 from openvino import CompiledModel, Model, Output, PartialShape, Tensor, Type, op, opset13
 
 from backend.engines.checkpoint import StoredMatrix, narrow
+from backend.sampling.distributions import Floats
 
-Floats = npt.NDArray[np.float32]
 Digits = npt.NDArray[np.int8]
 Scales = npt.NDArray[np.float16]
 

@@ -8,7 +8,8 @@ import numpy as np
 import openvino
 from openvino import Model, Node, Output, Type, opset13
 
-from backend.engines.openvino.parts import SMALL_WEIGHT, Floats, half_matrix, ints, matrix
+from backend.engines.openvino.parts import SMALL_WEIGHT, half_matrix, ints, matrix
+from backend.sampling.distributions import Floats
 
 
 def side_by_side(graph: Model) -> None:
