@@ -86,8 +86,8 @@ class Calibration:
         """
         if self.shape is None:
             return
-        if self._started_s is None:
-            self._started_s = self._clock() - seconds
+        if self._started_s is None:  # the first step may compile for longer than the budget
+            self._started_s = self._clock()
         cell = rows, tokens, context_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         if prefill_tokens or rows < self.shape.rows:
             self._mixed[cell].append(seconds)

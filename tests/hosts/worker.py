@@ -89,8 +89,8 @@ def watch(scheduler, seen):
     count = scheduler.make_spec_decoding_stats
 
     def counted(stats, num_draft_tokens, *args, **kwargs):
-        seen["drafted"] += num_draft_tokens
         if getattr(scheduler, "_calibration", None) is None:
+            seen["drafted"] += num_draft_tokens
             seen[f"length {num_draft_tokens}"] += 1
         return count(stats, num_draft_tokens, *args, **kwargs)
 

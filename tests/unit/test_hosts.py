@@ -233,8 +233,18 @@ def test_a_calibration_ends_when_its_time_is_spent_but_not_empty():
     while calibration.shape is not None:
         calibration.ran(1, 1, 16, 0.01)
         steps += 1
-    assert steps == 5
+    assert steps == 6
     assert len(calibration.table(TARGET, "cpu", "m", "f", "v").tokens) == 1
+
+
+def test_a_first_step_that_compiles_is_not_of_the_time_to_be_spent():
+    now = iter([100.0, 100.0, 100.01, 100.02, 100.03])
+    calibration = Calibration(iter([Shape(1, 0)]), 5.0, lambda: next(now))
+    for seconds in (100.0, 0.01, 0.02, 0.03):
+        assert calibration.shape is not None
+        calibration.ran(1, 1, 16, seconds)
+    assert calibration.shape is None
+    assert calibration.table(TARGET, "cpu", "m", "f", "v").seconds == (0.02,)
 
 
 def test_a_shape_without_room_is_left_out_and_steps_with_prompts_are_better_than_none():
