@@ -120,7 +120,10 @@ FRONT_MODES = {
     "spindle-openai": "Spindle's OpenAI server",
     "spindle-triton": "Spindle's Triton models",
 }
-PLANNED = {"vllm-lengths-draft": "a draft model, tiny family"}
+PLANNED = {
+    "vllm-lengths-draft": "a draft model, tiny family",
+    "vllm-lengths-ngram": "n-grams, tiny family",
+}
 """The records of planned lengths, and vLLM's drafter in each."""
 PLANNED_OVER = {"plain": "no drafter", "fixed-best": "the best fixed length"}
 TRACES = "traces"
