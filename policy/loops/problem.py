@@ -236,8 +236,10 @@ def _fix_control(
 
 @helper
 def node_s(times: Times, rows: int) -> float:
-    """Return the seconds of one more token in a pass: the mean of the next four of each row."""
-    return (verify_s(times, 5 * rows) - verify_s(times, rows)) / max(4 * rows, 1)
+    """Return the seconds of one more token in a pass that verifies some: the mean of the next four
+    of each row but the first, which may change the pass for all of them.
+    """
+    return (verify_s(times, 5 * rows) - verify_s(times, rows + 1)) / max(4 * rows - 1, 1)
 
 
 @entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[3])

@@ -21,7 +21,7 @@ from policy.loops.trim import take_best
 from policy.plan import Drafted, Plan
 from policy.trim import Calibration, trimmed
 from tests.fakes.outcomes import outcome_of
-from tests.fakes.policies import DRAFTS, RNG, view
+from tests.fakes.policies import DRAFTS, RNG, latency, view
 
 
 def drafted(*confidence, draft=0, drawn=False):
@@ -330,3 +330,23 @@ def test_a_draft_that_is_cut_short_is_not_believed_less_for_it():
         none = np.zeros(known, np.int64)
         calibration = calibration.learnt(none, none > 0, confidence[:known], accepted)
     assert np.bincount(verified[1000:]).argmax() == 3
+
+
+@pytest.mark.parametrize(("first_s", "drafts"), [(0.8, False), (0.05, True)])
+def test_dropped_nodes_do_not_give_back_what_the_first_verified_one_costs(first_s, drafts):
+    """One node in four is accepted and worth less than a pass that verifies some takes more."""
+    modest = AcceptanceConfig(prior_hazard=0.3, prior_strength=1e12)
+    curve = target([1.0, 1.0] + [1.0 + first_s] * 100).target
+    times = LatencyModel(curve, latency((0.005, 0.005)).drafts)
+    p = AdaptivePlanner(DRAFTS, times, PlannerConfig(acceptance=modest, explore_share=0.0))
+    state, seen = p.start(), view()
+    confidence, accepted = np.tile([0.6, 0.1, 0.1, 0.1], 40), np.arange(160) % 4 == 0
+    rows, drawn = np.zeros(160, np.int64), np.zeros(160, np.bool_)
+    for step in range(20):
+        plan, state = p.plan(seen, state, float(step), RNG)
+        drafting = replace(plan, draft=np.zeros(1, np.int64))
+        done = outcome(seen, drafting, nodes=StepNodes(rows, confidence, drawn, accepted))
+        done.rows = replace(done.rows, scored=np.zeros(1, np.int64))  # nothing of acceptance
+        state = p.observe(done, state, float(step))
+    plan, _ = p.plan(seen, state, 20.0, RNG)
+    assert (plan.length.sum() > 0) == drafts
