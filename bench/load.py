@@ -88,68 +88,68 @@ async def serve(
     with which Triton 2.51 crashes now and then; else an error is the outcome ``error``.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(connection)
-    served = Served(time.perf_counter())
+    record = Served(time.perf_counter())
     call = stub.ModelStreamInfer(
         metadata=(("triton_grpc_error", "true"),) if codes else None, timeout=ANSWER_LIMIT_S
     )
     try:
         await call.write(infer_request(model, stream=True, **inputs))
         await call.done_writing()
-        await _read(call, served, pause, cancel_after)
+        await _read(call, record, pause, cancel_after)
     except grpc.aio.AioRpcError as error:
         status = error.code()
-        served.outcome = UNANSWERED if status is grpc.StatusCode.DEADLINE_EXCEEDED else status.name
-        served.message = error.details() or ""
+        record.outcome = UNANSWERED if status is grpc.StatusCode.DEADLINE_EXCEEDED else status.name
+        record.message = error.details() or ""
     except asyncio.CancelledError:
         if not call.cancelled():
             raise
-        served.outcome = CANCELLED
-    served.ended_s = time.perf_counter()
-    return served
+        record.outcome = CANCELLED
+    record.ended_s = time.perf_counter()
+    return record
 
 
 async def _read(
     call: Any,
-    served: Served,
+    record: Served,
     pause: Callable[[int], Awaitable[None]] | None,
     cancel_after: int | None,
 ) -> None:
     finals = 0
-    while cancel_after is None or served.responses < cancel_after:
+    while cancel_after is None or record.responses < cancel_after:
         if pause is not None:
-            await pause(served.responses)
+            await pause(record.responses)
         message = await call.read()
         if message is grpc.aio.EOF:
-            served.outcome = (
-                "error" if served.message else FINAL if finals == 1 else f"{finals} final responses"
+            record.outcome = (
+                "error" if record.message else FINAL if finals == 1 else f"{finals} final responses"
             )
             return
-        served.responses += 1
-        served.message = served.message or message.error_message
+        record.responses += 1
+        record.message = record.message or message.error_message
         if message.infer_response.outputs:
-            served.arrivals_s.append(time.perf_counter())
-            _record_reply(message.infer_response, served)
+            record.arrivals_s.append(time.perf_counter())
+            _record_reply(message.infer_response, record)
         finals += message.infer_response.parameters["triton_final_response"].bool_param
     call.cancel()
-    served.outcome = CANCELLED
+    record.outcome = CANCELLED
 
 
-def _record_reply(response: Any, served: Served) -> None:
+def _record_reply(response: Any, record: Served) -> None:
     """Note what the outputs of a response say; those that were not asked for are not there."""
     raw = dict(
         zip((output.name for output in response.outputs), response.raw_output_contents, strict=True)
     )
-    served.text += raw.get("text_output", b"")[4:].decode()
-    served.finish_reason = raw.get("finish_reason", b"")[4:].decode() or served.finish_reason
+    record.text += raw.get("text_output", b"")[4:].decode()
+    record.finish_reason = raw.get("finish_reason", b"")[4:].decode() or record.finish_reason
     for name, field_name in _COUNTS.items():
         if name in raw:
-            setattr(served, field_name, int.from_bytes(raw[name], "little"))
+            setattr(record, field_name, int.from_bytes(raw[name], "little"))
     if "draft_names" in raw:
         proposed, accepted = (
             np.frombuffer(raw[name], np.int32).tolist()
             for name in ("draft_tokens", "accepted_draft_tokens")
         )
-        served.drafts = dict(
+        record.drafts = dict(
             zip(_strings(raw["draft_names"]), zip(proposed, accepted, strict=True), strict=True)
         )
 

@@ -187,8 +187,8 @@ def over_policies() -> Over:
         is_shown = processor == HEADLINE and over in (BEST_FIXED, *OTHERS)
         if is_shown and not temperature:
             ours, theirs = by_over.setdefault(over, ([], []))
-            for own, other in loads.values():
-                ours += own
+            for spindle, other in loads.values():
+                ours += spindle
                 theirs += other
     rows = {over: interval(*pair) for over, pair in by_over.items()}
     return [

@@ -173,22 +173,22 @@ class ServerArm:
     async def _ask(
         request: dict[str, Any], channel: grpc.aio.Channel, due_s: float, start_s: float
     ) -> Reply:
-        served = await load.serve(channel, "ensemble", {**request, **FLAGS})
-        if served.outcome != load.FINAL:
-            raise RuntimeError(f"a request ended with {served.outcome}: {served.message}")
+        record = await load.serve(channel, "ensemble", {**request, **FLAGS})
+        if record.outcome != load.FINAL:
+            raise RuntimeError(f"a request ended with {record.outcome}: {record.message}")
         return Reply(
-            served.text,
-            served.output_tokens,
-            served.drafted,
-            served.accepted,
-            served.finish_reason,
-            (served.arrivals_s or [served.ended_s])[0] - due_s,
-            served.ended_s - due_s,
-            tuple(served.gaps_s),
-            served.sent_s - due_s,
+            record.text,
+            record.output_tokens,
+            record.drafted,
+            record.accepted,
+            record.finish_reason,
+            (record.arrivals_s or [record.ended_s])[0] - due_s,
+            record.ended_s - due_s,
+            tuple(record.gaps_s),
+            record.sent_s - due_s,
             due_s - start_s,
-            served.input_tokens,
-            served.drafts,
+            record.input_tokens,
+            record.drafts,
         )
 
     def _counts(self) -> Counts:

@@ -15,7 +15,7 @@ from typing import Any
 
 from backend import PROJECT_ROOT
 from bench import records
-from bench.baselines import BASELINES, compared
+from bench.baselines import BASELINES, compared_baselines
 from bench.records import RESULTS
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, fixed_choice
 from bench.sweep.figures import BEST_FIXED, EVERY, between, interval, is_closed, level, of_spindle
@@ -165,7 +165,7 @@ def _interval(ends: list[float] | tuple[float, float] | None) -> str:
 
 def read_speeds() -> dict[Kind, dict[str, Pairs]]:
     """Return the speeds of Spindle and of what it is compared with, by kind and load."""
-    found: dict[Kind, dict[str, Pairs]] = {}
+    speeds: dict[Kind, dict[str, Pairs]] = {}
     for name in RECORDS:
         record = _record(name)
         settings, pairs = record["settings"], of_spindle(record["runs"])
@@ -175,9 +175,9 @@ def read_speeds() -> dict[Kind, dict[str, Pairs]]:
         for (load, over), (ours, theirs) in pairs.items():
             if over in OVER | OTHERS and is_closed(load):
                 kind = (processor_of(record), settings["temperature"], settings["max_tokens"], over)
-                before = found.setdefault(kind, {}).get(load, ([], []))
-                found[kind][load] = (before[0] + ours, before[1] + theirs)
-    return found
+                before = speeds.setdefault(kind, {}).get(load, ([], []))
+                speeds[kind][load] = (before[0] + ours, before[1] + theirs)
+    return speeds
 
 
 def _speeds(kinds: list[Kind], *, counts: bool) -> str:
@@ -187,8 +187,8 @@ def _speeds(kinds: list[Kind], *, counts: bool) -> str:
     and its tokens a request where they are not ``TOKENS``.
     """
     every = read_speeds()
-    found = {load for kind in kinds for load in every[kind]}
-    loads = sorted(found, key=level)
+    every_load = {load for kind in kinds for load in every[kind]}
+    loads = sorted(every_load, key=level)
     processors = {processor for processor, *_ in kinds}
     rows = []
     for kind in kinds:
@@ -226,20 +226,20 @@ def speed(processor: str) -> str:
 
 def one_thread() -> str:
     """Return Spindle on one thread over plain decoding and over a fixed choice."""
-    found: dict[tuple[str, float], dict[int, str]] = {}
+    rows_by_over: dict[tuple[str, float], dict[int, str]] = {}
     for row in _record(ONE_THREAD)["ratios"]:
         if row["arm"] == "adaptive":
             ratio, *ends = row["tokens_per_s"]
             cell = f"{ratio:.2f} ({_interval(ends)}; {row['blocks']})"
-            found.setdefault((row["over"], row["temperature"]), {})[row["in_flight"]] = cell
+            rows_by_over.setdefault((row["over"], row["temperature"]), {})[row["in_flight"]] = cell
     names = {NONE: "plain decoding", "suffix2": "`suffix` with 2 tokens"}
-    loads = sorted({load for cells in found.values() for load in cells})
+    loads = sorted({load for cells in rows_by_over.values() for load in cells})
     rows = [
         [
             f"{names[over]}, {f'temperature {temperature:g}' if temperature else 'greedy'}",
             *(cells.get(load, "") for load in loads),
         ]
-        for (over, temperature), cells in sorted(found.items())
+        for (over, temperature), cells in sorted(rows_by_over.items())
     ]
     return _table(["Spindle's tokens/s over", *(f"{load} in flight" for load in loads)], *rows)
 
@@ -301,13 +301,13 @@ _VLLM_HEAD = ["tokens/s of", "over", "1 in flight", "8 in flight"]
 
 def _over(record: str, modes: dict[str, str], others: dict[str, str]) -> list[list[str]]:
     """Return the rows of each of our modes over each of the other arms of a record."""
-    found: dict[tuple[str, str], dict[int, str]] = {}
+    cells_by_arm: dict[tuple[str, str], dict[int, str]] = {}
     for row in _record(record)["summary"]:
         if row["workload"] == MIX:
             cell = f"{row['ratio']:.2f} ({_interval((row['low'], row['high']))})"
-            found.setdefault((row["arm"], row["over"]), {})[row["in_flight"]] = cell
+            cells_by_arm.setdefault((row["arm"], row["over"]), {})[row["in_flight"]] = cell
     return [
-        [mode, other, *(cell for _, cell in sorted(found[arm, over].items()))]
+        [mode, other, *(cell for _, cell in sorted(cells_by_arm[arm, over].items()))]
         for arm, mode in modes.items()
         for over, other in others.items()
     ]
@@ -342,15 +342,15 @@ def by_workload() -> str:
 def unlike_drafts() -> str:
     """Return every policy over plain decoding and under Spindle, a column a load of each."""
     record = _record(UNLIKE)
-    found = {(row["policy"], row["over"], row["load"]): row for row in record["ratios"]}
-    loads = list(dict.fromkeys(load for *_, load in found))
+    by_pair = {(row["policy"], row["over"], row["load"]): row for row in record["ratios"]}
+    loads = list(dict.fromkeys(load for *_, load in by_pair))
     names = {SPINDLE: "Spindle", **OVER, **OTHERS}
     rows = []
-    for name in dict.fromkeys([*(name for name, *_ in found), BEST_FIXED]):
+    for name in dict.fromkeys([*(name for name, *_ in by_pair), BEST_FIXED]):
         is_fixed = name.startswith("fixed-")
         label = "`{}` with {} tokens".format(*fixed_choice(name)) if is_fixed else names[name]
         pairs = [(name, NONE, load) for load in loads] + [(SPINDLE, name, load) for load in loads]
-        cells = (_format_ratio(found[pair]) if pair in found else "" for pair in pairs)
+        cells = (_format_ratio(by_pair[pair]) if pair in by_pair else "" for pair in pairs)
         rows.append([label, *cells])
     levels = [f"{level(load):g} in flight" for load in loads]
     head = [f"over plain decoding, {levels[0]}", *levels[1:]]
@@ -364,14 +364,14 @@ def open_loops() -> str:
     for name in record["settings"]["policies"]:
         draft, length = fixed_choice(name)
         over[name] = f"`{draft}`, {length} tokens"
-    found = {
+    cells = {
         (row["over"], row["load"]): _format_ratio(row, counts=True)
         for row in record["ratios"]
         if row["policy"] == SPINDLE and row["over"] in over and not is_closed(row["load"])
     }
-    loads = list(dict.fromkeys(load for _, load in found))
+    loads = list(dict.fromkeys(load for _, load in cells))
     names = [f"{load.partition('-')[0]}, {level(load):g} of the capacity" for load in loads]
-    rows = [[name, *(found[other, load] for load in loads)] for other, name in over.items()]
+    rows = [[name, *(cells[other, load] for load in loads)] for other, name in over.items()]
     return _table(["Spindle's speed over", *names], *rows)
 
 
@@ -391,7 +391,7 @@ def stacks(processor: str) -> str:
 
 def over_stacks(processor: str) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the medians over the other stacks by name and requests in flight, in order."""
-    found = {}
+    ratios = {}
     for record in map(_record, PEERS[processor]):
         (family,) = record["families"]
         dtype = record["settings"].get("dtype", "auto")
@@ -399,8 +399,8 @@ def over_stacks(processor: str) -> dict[tuple[str, int], dict[str, Any]]:
         for arm, name in STACKS.items():
             for row in family["rows"]:
                 if row["arm"] == arm:
-                    found[f"{name}{added}", row["in_flight"]] = row["spindle_over"]
-    return found
+                    ratios[f"{name}{added}", row["in_flight"]] = row["spindle_over"]
+    return ratios
 
 
 def _median(row: dict[str, Any] | None) -> str:
@@ -413,7 +413,7 @@ def simulated_table() -> str:
     """
     rows, comparisons = [], _record(SIMULATION)["comparisons"]
     tuned_in = {name for comparison in comparisons for name in comparison["tuned"]}
-    ran = {name: its for name, its in compared().items() if name in tuned_in}
+    ran = {name: its for name, its in compared_baselines().items() if name in tuned_in}
     for comparison in comparisons:
         for point in comparison["points"]:
             fixed, arms, load = point["fixed"], point["arms"], load_name(point["load"])
@@ -459,11 +459,11 @@ def worth() -> str:
     comparisons = _record(WORTH)["comparisons"]
     rows = []
     for part, name in PARTS.items():
-        lost = [
+        losses_of = [
             [_loss(point["load"], point["arms"][f"without:{part}"]) for point in one["points"]]
             for one in comparisons
         ]
-        figures = [*(mean(losses) for losses in lost), max(chain(*lost))]
+        figures = [*(mean(losses) for losses in losses_of), max(chain(*losses_of))]
         rows.append([name, *(f"{round(figure, 1) + 0.0:.1f}" for figure in figures)])
     return _table(["without", *(one["scenario"] for one in comparisons), "most"], *rows)
 
@@ -477,12 +477,12 @@ def over_traces(name: str) -> str:
     """Return all arms over traces of a real target, all sets mixed, a column a number of requests
     in flight: percent over the best fixed length of EAGLE, on each half; that over none.
     """
-    found = {(row["arm"], row["in_flight"]): row for row in _traces(MIXED, name)}
-    loads = sorted({load for _, load in found})
+    by_arm = {(row["arm"], row["in_flight"]): row for row in _traces(MIXED, name)}
+    loads = sorted({load for _, load in by_arm})
     rows = []
-    for arm in dict.fromkeys(arm for arm, _ in found):
+    for arm in dict.fromkeys(arm for arm, _ in by_arm):
         over = "over_none" if arm == FIXED_EAGLE else "over_fixed_eagle"
-        halves = (found[arm, load][f"{over}_by_half"] for load in loads)
+        halves = (by_arm[arm, load][f"{over}_by_half"] for load in loads)
         show = _times if arm == FIXED_EAGLE else _percent
         rows.append([f"`{arm}`", *(", ".join(map(show, pair)) for pair in halves)])
     return _table(["arm", *(f"{load} in flight" for load in loads)], *rows)
@@ -495,9 +495,9 @@ def traces_by_set() -> str:
     loads = sorted({row["in_flight"] for row in every})
     rows = []
     for data in sets:
-        found = {(row["arm"], row["in_flight"]): row for row in _traces(data)}
+        by_arm = {(row["arm"], row["in_flight"]): row for row in _traces(data)}
         for arm in ("rule", PLANNER):
-            figures = (found[arm, load]["over_fixed_eagle"] for load in loads)
+            figures = (by_arm[arm, load]["over_fixed_eagle"] for load in loads)
             rows.append([data, f"`{arm}`", *map(_percent, figures)])
     return _table(["data", "arm", *(f"{load} in flight" for load in loads)], *rows)
 

@@ -35,18 +35,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return the page as the site has it."""
     folder = os.path.dirname(page.file.src_uri)
 
-    def link(found: re.Match[str]) -> str:
-        text, address = found.groups()
+    def link(match: re.Match[str]) -> str:
+        text, address = match.groups()
         path = address.partition("#")[0]
         if re.match(r"[a-z]+:", address) or not path:
-            return found[0]
+            return match[0]
         target = os.path.normpath(os.path.join(folder, path))
         if not target.startswith(".."):
-            return found[0]
+            return match[0]
         return f'<span title="{target.removeprefix("../")}">{text}</span>'
 
-    def picture(found: re.Match[str]) -> str:
-        dark, words, light = found.groups()
+    def picture(match: re.Match[str]) -> str:
+        dark, words, light = match.groups()
         return f"![{words}]({light}#only-light)\n![{words}]({dark}#only-dark)"
 
     parts = CODE.split(markdown)  # the odd ones are code

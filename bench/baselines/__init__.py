@@ -11,6 +11,6 @@ BASELINES: dict[str, Baseline] = {**SERVED, **collected(__name__)}
 """All baselines by the name that comparisons give them: those that are settings, then these."""
 
 
-def compared() -> dict[str, Baseline]:
+def compared_baselines() -> dict[str, Baseline]:
     """Return the baselines that comparisons run."""
     return {name: baseline for name, baseline in BASELINES.items() if baseline.compared}

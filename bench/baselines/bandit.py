@@ -55,11 +55,11 @@ class BanditDrafts(Policy[PerRequest]):
 
     def observe(self, outcome: Outcome, state: PerRequest, now: float) -> PerRequest:
         rows = outcome.rows
-        used = np.flatnonzero(rows.draft != NO_DRAFT)
+        drafting = np.flatnonzero(rows.draft != NO_DRAFT)
         figures = state.of(rows.request)
-        figures[used, 0, rows.draft[used]] += 1
-        figures[used, 1, rows.draft[used]] += rows.emitted[used]
-        return state.updated(rows.request, figures, outcome.finished)
+        figures[drafting, 0, rows.draft[drafting]] += 1
+        figures[drafting, 1, rows.draft[drafting]] += rows.emitted[drafting]
+        return state.with_figures(rows.request, figures, outcome.finished)
 
 
 class Arms(NamedTuple):

@@ -70,14 +70,14 @@ class HedgeSpec(Policy[PerRequest]):
         unjudged = able & (figures[:, _SEEN] == 0)
         weight = np.where(unjudged.any(1, keepdims=True), unjudged, weight)
         below = weight.cumsum(1)
-        drawn = rng.random((len(view), 1)) * below[:, -1:]
-        draft = np.minimum((below <= drawn).sum(1), len(self.drafts) - 1)
+        threshold = rng.random((len(view), 1)) * below[:, -1:]
+        draft = np.minimum((below <= threshold).sum(1), len(self.drafts) - 1)
         return Plan.within(view, draft, self.length), state
 
     def observe(self, outcome: Outcome, state: PerRequest, now: float) -> PerRequest:
         rows = np.unique(np.concatenate([outcome.rows.request, outcome.free.request]))
         figures = state.of(rows)
-        accepted, ended = self._judged(outcome, rows)
+        accepted, ended = self._judge(outcome, rows)
         length = max(self.length, 1)
         run = figures[:, _RUN] + accepted
         losses = np.where(ended > 0, ended, run // length)
@@ -87,16 +87,21 @@ class HedgeSpec(Policy[PerRequest]):
         figures[:, _LOSS] += loss * losses
         figures[:, _SEEN] += losses
         self._hedge(figures, loss, losses > 0)
-        return state.updated(rows, figures, outcome.finished)
+        return state.with_figures(rows, figures, outcome.finished)
 
-    def _judged(self, outcome: Outcome, rows: IntArray) -> tuple[FloatArray, FloatArray]:
+    def _judge(self, outcome: Outcome, rows: IntArray) -> tuple[FloatArray, FloatArray]:
         """Return by request and draft the accepted tokens and how many proposals ended, wrong."""
         accepted, ended = np.zeros((2, len(rows), len(self.drafts)))
-        own, free = outcome.rows, outcome.free
-        used = own.draft != NO_DRAFT
-        chosen = own.request[used], own.draft[used], own.accepted[used], own.scored[used]
+        drafted, free = outcome.rows, outcome.free
+        drafting = drafted.draft != NO_DRAFT
+        columns = (
+            drafted.request[drafting],
+            drafted.draft[drafting],
+            drafted.accepted[drafting],
+            drafted.scored[drafting],
+        )
         for request, draft, right, scored in (
-            chosen,
+            columns,
             (free.request, free.draft, free.accepted, free.scored),
         ):
             at = rows.searchsorted(request), draft
@@ -107,14 +112,14 @@ class HedgeSpec(Policy[PerRequest]):
     @staticmethod
     def _hedge(figures: FloatArray, loss: FloatArray, judged: BoolArray) -> None:
         """Add what a round brings to the regrets, and set the weights."""
-        known = figures[:, _SEEN] > 0
+        has_loss = figures[:, _SEEN] > 0
         mean = figures[:, _LOSS] / np.maximum(figures[:, _SEEN], 1)
         loss = np.where(judged, loss, mean)
-        weight = np.where(known, figures[:, _WEIGHT], 0.0)
-        weight = np.where(weight.sum(1, keepdims=True) > 0, weight, known)
+        weight = np.where(has_loss, figures[:, _WEIGHT], 0.0)
+        weight = np.where(weight.sum(1, keepdims=True) > 0, weight, has_loss)
         total = np.maximum(weight.sum(1, keepdims=True), 1e-300)
         ours = (weight * loss).sum(1, keepdims=True) / total
-        figures[:, _REGRET] += np.where(known & judged.any(1, keepdims=True), ours - loss, 0.0)
+        figures[:, _REGRET] += np.where(has_loss & judged.any(1, keepdims=True), ours - loss, 0.0)
         figures[:, _WEIGHT] = normal_hedge(figures[:, _REGRET])
 
 

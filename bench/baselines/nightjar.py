@@ -33,7 +33,7 @@ class Trials(NamedTuple):
     seconds: FloatArray
     block: int = 1
     place: int = 0  # of the bin in its block
-    left: int = 0  # steps of the bin
+    steps_left: int = 0  # steps of the bin
     length: int = 0
 
     def next_bin(self) -> Trials:
@@ -42,7 +42,7 @@ class Trials(NamedTuple):
         block, at = self.block, self.place + 1
         if (at - 1) * isqrt(steps) >= steps:
             block, at = block + 1, 1
-        return self._replace(block=block, place=at, left=isqrt(2 ** (block - 1)))
+        return self._replace(block=block, place=at, steps_left=isqrt(2 ** (block - 1)))
 
 
 class NightjarState(NamedTuple):
@@ -85,12 +85,12 @@ class Nightjar(Policy[NightjarState]):
         batches = max(len(view) - 1, 0).bit_length()
         none = np.zeros(self.most + 1)
         trials = state.trials.get(batches, Trials(none, none))
-        if not trials.left:
+        if not trials.steps_left:
             trials = trials.next_bin()
             tries = rng.random() < 1 / trials.place or not trials.tokens.any()
-            drawn, best = int(rng.integers(self.most + 1)), self._best(view, trials, state.length)
-            trials = trials._replace(length=drawn if tries else best)
-        trials = trials._replace(left=trials.left - 1)
+            trial, best = int(rng.integers(self.most + 1)), self._best(view, trials, state.length)
+            trials = trials._replace(length=trial if tries else best)
+        trials = trials._replace(steps_left=trials.steps_left - 1)
         after = NightjarState({**state.trials, batches: trials}, batches, trials.length)
         return same_for_all(view, self.draft, trials.length), after
 

@@ -25,11 +25,13 @@ class PerRequest(NamedTuple):
         figures = np.zeros((len(request), *self.figures.shape[1:]))
         if len(self.request):
             place = np.minimum(self.request.searchsorted(request), len(self.request) - 1)
-            known = self.request[place] == request
-            figures[known] = self.figures[place[known]]
+            matches = self.request[place] == request
+            figures[matches] = self.figures[place[matches]]
         return figures
 
-    def updated(self, request: IntArray, figures: FloatArray, finished: IntArray) -> PerRequest:
+    def with_figures(
+        self, request: IntArray, figures: FloatArray, finished: IntArray
+    ) -> PerRequest:
         """Return these figures in place of those that the requests had, without finished ones."""
         others = ~np.isin(self.request, request)
         ids = np.concatenate([self.request[others], request])

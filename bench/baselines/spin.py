@@ -18,19 +18,19 @@ _MEMORY = 0.99  # of the workload, in a step
 class SpinState(NamedTuple):
     """``step`` of the epoch, and the draft ``assigned`` to each request.
 
-    ``seen`` by request and of the whole ``workload`` are accepted tokens and seconds by draft,
+    ``by_request``, and ``workload`` for all of them, are accepted tokens and seconds by draft,
     float64[2, drafts].
     """
 
     step: int
     assigned: dict[int, int]
-    seen: dict[int, FloatArray]
+    by_request: dict[int, FloatArray]
     workload: FloatArray
 
     def best(self, request: int) -> int:
         """Return a request's draft of most tokens a second; the workload's until it tried two."""
-        own = self.seen.get(request)
-        accepted, seconds = self.workload if own is None or (own[1] > 0).sum() < 2 else own
+        sums = self.by_request.get(request)
+        accepted, seconds = self.workload if sums is None or (sums[1] > 0).sum() < 2 else sums
         rate = np.divide(accepted, seconds, out=np.zeros_like(accepted), where=seconds > 0)
         return int(np.argmax(rate))
 
@@ -59,8 +59,10 @@ class SpinSelection(Policy[SpinState]):
         requests = view.request.tolist()
         for request in requests:
             if request not in assigned:
-                drawn = int(rng.integers(len(self.drafts))) if exploring else state.best(request)
-                assigned[request] = drawn
+                draft_index = (
+                    int(rng.integers(len(self.drafts))) if exploring else state.best(request)
+                )
+                assigned[request] = draft_index
         draft = np.array([assigned[request] for request in requests], np.int64)
         after = state._replace(step=(state.step + 1) % _EPOCH_STEPS, assigned=assigned)
         return Plan.within(view, draft, self.length), after
@@ -68,7 +70,7 @@ class SpinSelection(Policy[SpinState]):
     def observe(self, outcome: Outcome, state: SpinState, now: float) -> SpinState:
         gone = set(outcome.finished.tolist())
         assigned = {request: d for request, d in state.assigned.items() if request not in gone}
-        seen, workload = dict(state.seen), _MEMORY * state.workload
+        by_request, workload = dict(state.by_request), _MEMORY * state.workload
         rows, parts_s = outcome.rows, outcome.times.parts_s
         verify_s = parts_s.get("verify", outcome.times.measured_s)
         seconds = [verify_s + parts_s.get(f"draft:{name}", 0.0) for name in self.drafts]
@@ -77,10 +79,10 @@ class SpinSelection(Policy[SpinState]):
             if draft != NO_DRAFT:
                 evidence = np.zeros_like(workload)
                 evidence[:, draft] = accepted, seconds[draft]
-                seen[request] = seen.get(request, 0.0) + evidence
+                by_request[request] = by_request.get(request, 0.0) + evidence
                 workload += evidence
-        seen = {request: sums for request, sums in seen.items() if request not in gone}
-        return SpinState(state.step, assigned, seen, workload)
+        by_request = {request: sums for request, sums in by_request.items() if request not in gone}
+        return SpinState(state.step, assigned, by_request, workload)
 
 
 ENTRIES = {

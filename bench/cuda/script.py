@@ -68,11 +68,11 @@ class ScriptedStep(VerifyStep):
     """A step whose draw is the script's token; the real draw runs, and is not used."""
 
     def _draw(self, logits: torch.Tensor, *, bounded: bool) -> torch.Tensor:
-        drawn = super()._draw(logits, bounded=bounded)
+        tokens = super()._draw(logits, bounded=bounded)
         seed = self.slots.options["seed"][self.slot[self._owner]]
         place = self.target.inputs.device["position"] + 1
         write = script_kernels.tokens if place.is_cuda else tokens_of
-        return write(seed, place, logits.shape[1]).to(drawn.dtype)
+        return write(seed, place, logits.shape[1]).to(tokens.dtype)
 
 
 class ScriptedProposal(HeadProposal):

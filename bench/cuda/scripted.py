@@ -192,12 +192,12 @@ def tables(job: Job, engine: ScriptedEngine, heads: list[HeadInTarget]) -> dict[
         rng=random.Random(SEED),
         report=lambda _elapsed_s, _expected_s: None,
     )
-    found = dict(zip(work, samples, strict=True))
+    seconds_of = dict(zip(work, samples, strict=True))
     curves = {
         name: tabulate(
             name,
             its_cases,
-            [min(found[name, case]) for case in its_cases],
+            [min(seconds_of[name, case]) for case in its_cases],
             provenance(job),
             engine.limits.widths if name == TARGET else (),
         )

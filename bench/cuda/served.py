@@ -123,15 +123,15 @@ def compare(app: App, tokens: int, prompts: tuple[str, ...]) -> tuple[dict[str, 
         many = list(itertools.islice(itertools.cycle(asks), IN_FLIGHT))
         mixed = [*many[:-1], (prompts[0], options | {"return_log_probs": True})]
         ways = {"alone": (asks, False), "among 16": (many, True), "with log-probs": (mixed, True)}
-        for way, (given, together) in ways.items():
-            texts, step_ms = serve(app, given, tokens, together=together)
+        for way, (requests, together) in ways.items():
+            texts, step_ms = serve(app, requests, tokens, together=together)
             wrong = [
                 n
-                for n, (text, (prompt, _)) in enumerate(zip(texts, given, strict=True))
+                for n, (text, (prompt, _)) in enumerate(zip(texts, requests, strict=True))
                 if text != expected[prompts.index(prompt)]
             ]
             if way == "with log-probs":  # its own row is drawn by the host
-                wrong = [n for n in wrong if n < len(given) - 1]
+                wrong = [n for n in wrong if n < len(requests) - 1]
             differ += len(wrong)
             results[f"{name}, {way}"] = {
                 "texts": len(texts),

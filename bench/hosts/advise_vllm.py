@@ -72,10 +72,10 @@ def commands(kind: str, python: str, smollm2: Path) -> tuple[str, dict[str, Any]
 
 def left_out(cells: list[Cell], *, by_cpu: bool) -> list[dict[str, Any]]:
     """Return predicted over measured of the lengths that were not used, cell by cell."""
-    used = [cell for cell in cells if not cell.loaded or cell.length in MEASURED]
-    goodput = Goodput.fit(used, by_cpu=by_cpu)
+    fitted_cells = [cell for cell in cells if not cell.loaded or cell.length in MEASURED]
+    goodput = Goodput.fit(fitted_cells, by_cpu=by_cpu)
     rows = []
-    keys = sorted({(c.length, c.in_flight) for c in cells if c.loaded} - _keys(used))
+    keys = sorted({(c.length, c.in_flight) for c in cells if c.loaded} - _keys(fitted_cells))
     for length, n in keys:
         out = [c for c in cells if c.loaded and (c.length, c.in_flight) == (length, n)]
         measured = np.array([c.seconds(by_cpu=by_cpu) for c in out])
@@ -187,8 +187,10 @@ def main() -> None:
         probed.measure([PLAIN, *range(LONGEST + 1)], LONGEST)
         cells = probed.cells
         say(f"measured after {time.monotonic() - started_s:.0f} s")
-        used = [cell for cell in cells if not cell.loaded or cell.length in MEASURED]
-        advices = {clock: advise(used, NOW, by_cpu=clock == "cpu") for clock in ("cpu", "wall")}
+        fitted_cells = [cell for cell in cells if not cell.loaded or cell.length in MEASURED]
+        advices = {
+            clock: advise(fitted_cells, NOW, by_cpu=clock == "cpu") for clock in ("cpu", "wall")
+        }
         record: dict[str, Any] = {
             "engine": f"vLLM {probed.version}, CPU build, one thread",
             "requests": f"{len(settings.bodies)} made-up bodies, greedy, {options.tokens} tokens",

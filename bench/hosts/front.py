@@ -36,15 +36,15 @@ IDLE_S = 3.0
 
 def cpu_s(service: Service) -> dict[str, float]:
     """Return the processor time that each role has taken so far."""
-    taken: defaultdict[str, float] = defaultdict(float)
+    seconds: defaultdict[str, float] = defaultdict(float)
     for pid in [service.process.pid, *service.tree()]:
         if (role := role_of(pid)) is not None:
             for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-                taken[role] += 1e-9 * int(task.read_text().split()[0])
-    return taken
+                seconds[role] += 1e-9 * int(task.read_text().split()[0])
+    return seconds
 
 
-def measured(service: Service, streams: Streams, in_flight: int, tokens: int) -> dict[str, Any]:
+def measure(service: Service, streams: Streams, in_flight: int, tokens: int) -> dict[str, Any]:
     """Return microseconds a token, and milliseconds a second while idle, by role."""
     prompts = [Prompt("How are you? ", [72, 111, 119]) for _ in range(in_flight)]
     streams.serve(prompts, 8)
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         config = options.config or Path(name) / "serving.json"
         if options.config is None:
@@ -92,13 +92,13 @@ def main() -> None:
             }
             for door, streams in doors.items():
                 for in_flight in options.in_flight:
-                    row = measured(service, streams, in_flight, options.tokens)
-                    found.append({"door": door} | row)
-                    print(json.dumps(found[-1]), flush=True)
+                    row = measure(service, streams, in_flight, options.tokens)
+                    rows.append({"door": door} | row)
+                    print(json.dumps(rows[-1]), flush=True)
         finally:
             service.stop()
     if options.out:
-        records.write(options.out, {"tokens": options.tokens, "found": found})
+        records.write(options.out, {"tokens": options.tokens, "found": rows})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Text:
     """A request: what it will write is known to the bench alone."""
 
     def __init__(self, number: int, rng: np.random.Generator) -> None:
-        self.number, self.written = number, PROMPT_TOKENS
+        self.number, self.length = number, PROMPT_TOKENS
         tokens = rng.integers(0, 30_000, PROMPT_TOKENS + OUTPUT_TOKENS).tolist()
         for start in range(PROMPT_TOKENS, len(tokens), 24):  # a third is from the prompt
             source = int(rng.integers(0, PROMPT_TOKENS - 8))
@@ -42,14 +42,14 @@ class Text:
 
     def step(self, proposed: list[int]) -> Verified:
         """Follow a proposal as far as the text matches it, and write one more token."""
-        left, accepted = self.tokens[self.written :], 0
-        while accepted < min(len(proposed), len(left) - 1) and proposed[accepted] == left[accepted]:
+        rest, accepted = self.tokens[self.length :], 0
+        while accepted < min(len(proposed), len(rest) - 1) and proposed[accepted] == rest[accepted]:
             accepted += 1
-        self.written += accepted + 1
-        return Verified(self.number, proposed, self.tokens[: self.written])
+        self.length += accepted + 1
+        return Verified(self.number, proposed, self.tokens[: self.length])
 
 
-def measured(rows: int, step_s: float, drafts: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+def measure(rows: int, step_s: float, drafts: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     """Return milliseconds of steps with this many rows."""
     rng, numbers = np.random.default_rng(seed), iter(range(10**9))
     stats = Stats()
@@ -60,16 +60,16 @@ def measured(rows: int, step_s: float, drafts: list[dict[str, Any]], seed: int) 
     for step in range(WARM_STEPS + STEPS):
         if step == WARM_STEPS:
             stats.drain()
-        seen = [
-            Row(t.number, t.tokens[: t.written], PROMPT_TOKENS, len(t.tokens) - t.written)
+        host_rows = [
+            Row(t.number, t.tokens[: t.length], PROMPT_TOKENS, len(t.tokens) - t.length)
             for t in running
         ]
         started_s = perf_counter()
-        proposals = host.propose(seen)
+        proposals = host.propose(host_rows)
         proposed_s = perf_counter() - started_s
         done = [t.step(p.tokens if (p := proposals.get(t.number)) else []) for t in running]
         sleep(step_s)
-        over = [t for t in running if t.written >= len(t.tokens)]
+        over = [t for t in running if t.length >= len(t.tokens)]
         started_s = perf_counter()
         host.ran(done, verify_s=step_s)
         host.end([t.number for t in over])
@@ -99,16 +99,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     drafts = [{"engine": options.draft, "name": options.draft}]
-    found = []
+    results = []
     for rows in ROWS:
-        found.append(measured(rows, options.step_s, drafts, options.seed))
-        print(json.dumps(found[-1]))
+        results.append(measure(rows, options.step_s, drafts, options.seed))
+        print(json.dumps(results[-1]))
     if options.out:
         record = {
             "step_s": options.step_s,
             "seed": options.seed,
             "unit": "milliseconds a step",
-            "found": found,
+            "found": results,
         }
         records.write(options.out, record)
 

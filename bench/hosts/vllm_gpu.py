@@ -65,7 +65,7 @@ def arms(model: Path, rows: int, *, rehearse: bool, is_random: bool) -> dict[str
     base |= {"load_format": "dummy", "skip_tokenizer_init": True} if is_random else {}
     base |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28} if rehearse else {}
     ngram = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    own = {"method": "custom_class", "model": "spindle_vllm.SpindleProposer"}
+    speculation = {"method": "custom_class", "model": "spindle_vllm.SpindleProposer"}
     by_model = {"method": "draft_model", "model": str(model)}
     lengths = "SpindleLengthScheduler" if rehearse else "SpindleAsyncLengthScheduler"
     length = {"num_speculative_tokens": K_MAX}
@@ -73,7 +73,10 @@ def arms(model: Path, rows: int, *, rehearse: bool, is_random: bool) -> dict[str
         "plain": base,
         "ngram": base | {"speculative_config": ngram | length},
         "plug-in": base
-        | {"speculative_config": own | length, "scheduler_cls": "spindle_vllm.SpindleScheduler"},
+        | {
+            "speculative_config": speculation | length,
+            "scheduler_cls": "spindle_vllm.SpindleScheduler",
+        },
         "draft model": base | {"speculative_config": by_model | length},
         "draft model, planned": base
         | {"speculative_config": by_model | length, "scheduler_cls": f"spindle_vllm.{lengths}"}
@@ -166,12 +169,12 @@ def random_prompts(rows: list[int], vocabulary: int) -> dict[int, list[list[int]
 
 def real_prompts(rows: list[int], model: Path) -> dict[int, list[list[int]]]:
     """Return prompts of all workloads, by number of rows."""
-    tokenizer, found = load_tokenizer(model), []
+    tokenizer, prompts = load_tokenizer(model), []
     for name in workloads.NAMES:
         messages = workloads.load(name, 2 * max(rows), SEED).messages
         rendered = [workloads.render(message, model) for message in messages]
-        found.append([tokenizer.encode(text, False)[-CONTEXT_TOKENS:] for text in rendered])
-    mixed = [prompt for each in zip(*found, strict=False) for prompt in each]
+        prompts.append([tokenizer.encode(text, False)[-CONTEXT_TOKENS:] for text in rendered])
+    mixed = [prompt for each in zip(*prompts, strict=False) for prompt in each]
     return {n: mixed[:n] for n in rows}
 
 

@@ -18,10 +18,10 @@ class Worker:
     """A process that serves, on one CPU."""
 
     def __init__(self, engine: dict[str, Any]) -> None:
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT_ROOT)}
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT_ROOT)}
         openmp = ENVIRONMENT / "lib" / "libiomp5.so"  # which vLLM asks for on CPUs
         if openmp.exists():
-            own["LD_PRELOAD"] = str(openmp)
+            variables["LD_PRELOAD"] = str(openmp)
         worker = Path(__file__).with_name("vllm_worker.py")
         self._process = subprocess.Popen(
             [str(ENVIRONMENT / "bin" / "python"), str(worker), json.dumps(engine)],
@@ -29,7 +29,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=os.environ | own,
+            env=os.environ | variables,
         )
         # OMP_NUM_THREADS alone leaves vLLM's n-grams more than one thread.
         os.sched_setaffinity(self._process.pid, {min(os.sched_getaffinity(0))})

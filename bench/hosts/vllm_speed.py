@@ -68,13 +68,13 @@ def texts(
 ) -> dict[str, list[Prompt]]:
     """Return prompts by workload, enough that none is served twice."""
     tokenizer, needed = load_tokenizer(model), (blocks + 1) * sum(in_flight)
-    found = {}
+    prompts = {}
     for name in names:
         messages = workloads.load(name, 10 * needed, seed).messages
         short = [m for m in messages if len(m) <= MAX_PROMPT_CHARACTERS]
         rendered = [workloads.render(message, model) for message in short[:needed]]
-        found[name] = [Prompt(text, tokenizer.encode(text, False)) for text in rendered]
-    return found
+        prompts[name] = [Prompt(text, tokenizer.encode(text, False)) for text in rendered]
+    return prompts
 
 
 def summary(runs: list[Run], in_flight: Sequence[int], seed: int) -> list[Run]:
@@ -89,7 +89,7 @@ def summary(runs: list[Run], in_flight: Sequence[int], seed: int) -> list[Run]:
     arms = sorted({arm for *_, arm in rate})
     names = sorted({workload for _, workload, *_ in rate})
     versus = [(ours, other) for ours in OURS for other in arms if ours in arms and ours != other]
-    found = []
+    rows = []
     for flying in in_flight:
         for ours, other in versus:
             for workload in (workloads.MIX, *names):
@@ -101,8 +101,8 @@ def summary(runs: list[Run], in_flight: Sequence[int], seed: int) -> list[Run]:
                 low, high = median_interval(pairs, seed)
                 row = {"in_flight": flying, "arm": ours, "over": other, "workload": workload}
                 row |= {"ratio": round(median(pairs), 3), "low": round(low, 3)}
-                found.append(row | {"high": round(high, 3), "pairs": len(pairs)})
-    return found
+                rows.append(row | {"high": round(high, 3), "pairs": len(pairs)})
+    return rows
 
 
 Rates = dict[tuple[int, str, int, str], float]
@@ -115,27 +115,27 @@ def best_fixed(rate: Rates) -> Rates:
     """
     fixed = {arm for *_, arm in rate if arm.startswith(FIXED)}
     cells = {cell[:3] for cell in rate} if fixed else set()
-    found = {}
+    rates = {}
     for block, workload, in_flight in cells:
         elsewhere: dict[str, list[float]] = {arm: [] for arm in fixed}
         for (other, _, n, arm), tokens_per_s in rate.items():
             if arm in fixed and n == in_flight and other != block:
                 elsewhere[arm].append(math.log(tokens_per_s))
         best = max(sorted(fixed), key=lambda arm: sum(elsewhere[arm]))
-        found[block, workload, in_flight, BEST] = rate[block, workload, in_flight, best]
-    return found
+        rates[block, workload, in_flight, BEST] = rate[block, workload, in_flight, best]
+    return rates
 
 
 def drift(runs: list[Run], in_flight: Sequence[int]) -> dict[str, float]:
     """Return measured over predicted seconds of the plug-in's steps, by number in flight."""
-    found = {}
+    ratios = {}
     for flying in in_flight:
-        own = [r["steps"] for r in runs if r["arm"] == SPINDLE and r["in_flight"] == flying]
-        measured_s = sum(s["spindle_step_seconds_sum"] for s in own)
-        predicted_s = sum(s["spindle_step_predicted_seconds_sum"] for s in own)
+        steps = [r["steps"] for r in runs if r["arm"] == SPINDLE and r["in_flight"] == flying]
+        measured_s = sum(s["spindle_step_seconds_sum"] for s in steps)
+        predicted_s = sum(s["spindle_step_predicted_seconds_sum"] for s in steps)
         if predicted_s:
-            found[str(flying)] = round(measured_s / predicted_s, 3)
-    return found
+            ratios[str(flying)] = round(measured_s / predicted_s, 3)
+    return ratios
 
 
 _ON_CPU = '{"enforce_eager": true, "kv_cache_memory_bytes": 536870912}'
@@ -179,8 +179,8 @@ def main() -> None:
                     arms = workers(options, folder, stack)
                 else:
                     arms = servers(options, folder, stack, backwards=backwards)
-                served = serve(options, arms, prompts)
-                runs += [run | {"backwards": backwards} for run in served]
+                new_runs = serve(options, arms, prompts)
+                runs += [run | {"backwards": backwards} for run in new_runs]
             write(options, runs, folder / "table.json")
 
 
@@ -192,10 +192,10 @@ def serve(
     for block in range(-1, options.blocks):
         if time.perf_counter() - started_s > options.limit_s:
             break
-        for workload, own in prompts.items():
+        for workload, pool in prompts.items():
             first = (block + 1) * sum(options.in_flight)
             for in_flight in options.in_flight:
-                mine = [own[i % len(own)] for i in range(first, first + in_flight)]
+                mine = [pool[i % len(pool)] for i in range(first, first + in_flight)]
                 first += in_flight
                 for name in abba([*arms], block):
                     run = arms[name].serve(mine, options.tokens)
@@ -234,12 +234,12 @@ def equal_texts(runs: list[Run], baseline: str) -> dict[str, str]:
         for r in runs
         if r["arm"] == baseline
     }
-    found: dict[str, list[bool]] = {}
+    same_by_arm: dict[str, list[bool]] = {}
     for run in runs:
         theirs = plain[run["block"], run["workload"], run["in_flight"]]
         same = [mine == its for mine, its in zip(run["texts"], theirs, strict=True)]
-        found.setdefault(run["arm"], []).extend(same)
-    return {arm: f"{sum(same)} of {len(same)}" for arm, same in found.items()}
+        same_by_arm.setdefault(run["arm"], []).extend(same)
+    return {arm: f"{sum(same)} of {len(same)}" for arm, same in same_by_arm.items()}
 
 
 if __name__ == "__main__":

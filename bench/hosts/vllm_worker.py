@@ -23,11 +23,11 @@ def step_sums(scheduler: Any) -> dict[str, float]:
     if not hasattr(scheduler, "_exporter"):
         return {}
     scheduler._exporter.export()
-    page, found = scheduler._exporter.text(), {}
+    page, sums = scheduler._exporter.text(), {}
     for name in ("spindle_step_seconds_sum", "spindle_step_predicted_seconds_sum"):
         line = re.search(rf"^{name} (\S+)", page, re.MULTILINE)
-        found[name] = float(line[1]) if line else 0.0
-    return found
+        sums[name] = float(line[1]) if line else 0.0
+    return sums
 
 
 def main() -> None:
@@ -59,8 +59,13 @@ def main() -> None:
         wall_s = time.perf_counter() - started_s
         after = step_sums(scheduler)
         steps = {name: after[name] - before.get(name, 0.0) for name in after}
-        made = [texts[key] for key in sorted(texts)]
-        reply = {"tokens": sum(map(len, made)), "wall_s": wall_s, "steps": steps, "texts": made}
+        replies = [texts[key] for key in sorted(texts)]
+        reply = {
+            "tokens": sum(map(len, replies)),
+            "wall_s": wall_s,
+            "steps": steps,
+            "texts": replies,
+        }
         print(json.dumps(reply), file=answers, flush=True)
 
 

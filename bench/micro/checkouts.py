@@ -98,21 +98,21 @@ class Prompts:
         return batch
 
 
-def describe(served: Served) -> dict[str, Any]:
+def describe(result: Served) -> dict[str, Any]:
     """Return a run's figures."""
-    replies = served.replies
+    replies = result.replies
     sums = {
         name: sum(getattr(reply, name) for reply in replies)
         for name in ("input_tokens", "output_tokens", "drafted", "accepted")
     }
-    steps = sum(n for name, n in served.counts.items() if name.startswith("spindle_steps_total"))
+    steps = sum(n for name, n in result.counts.items() if name.startswith("spindle_steps_total"))
     between = [
         (reply.total_s - reply.first_s) / (reply.output_tokens - 1)
         for reply in replies
         if reply.output_tokens > 1
     ]
     return {
-        "wall_s": round(served.wall_s, 4),
+        "wall_s": round(result.wall_s, 4),
         "between_tokens_s": round(float(np.mean(between)), 6),
         "requests": len(replies),
         **sums,
@@ -132,7 +132,7 @@ def ratios(runs: list[Run], over: list[str], seed: int) -> list[dict[str, Any]]:
     }
     points = sorted({key[:2] for key in by_key})
     arms = list(dict.fromkeys(run["arm"] for run in runs))
-    found = []
+    rows = []
     for other, point, arm in product(over, points, arms):
         logs = [
             [math.log(a / b) for a, b in zip(speeds(run), speeds(base), strict=True)]
@@ -141,7 +141,7 @@ def ratios(runs: list[Run], over: list[str], seed: int) -> list[dict[str, Any]]:
         ]
         if arm != other and logs:
             rates, between = (interval(list(column), seed) for column in zip(*logs, strict=True))
-            found.append(
+            rows.append(
                 {
                     "arm": arm,
                     "over": other,
@@ -152,7 +152,7 @@ def ratios(runs: list[Run], over: list[str], seed: int) -> list[dict[str, Any]]:
                     "between_tokens": between,
                 }
             )
-    return found
+    return rows
 
 
 def interval(logs: list[float], seed: int) -> list[float]:

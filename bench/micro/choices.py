@@ -50,12 +50,12 @@ def step_problem(
 
 
 def best(
-    problem: StepProblem, *, known: float = 0.0, waiting: float = 1.0, prefill_s: float = 0.0
+    problem: StepProblem, *, tokens: float = 0.0, waiting: float = 1.0, prefill_s: float = 0.0
 ) -> Priced:
     """Return the best choice at the price of time (``policy.loops.search.best_priced``)."""
     draft, length = np.empty((2, problem.rows), np.int64)
-    found = search.best_priced(contiguous(problem), known, waiting, prefill_s, draft, length)
-    price, goodput, *result = found
+    priced = search.best_priced(contiguous(problem), tokens, waiting, prefill_s, draft, length)
+    price, goodput, *result = priced
     return Priced(Choice(draft, length), Score(*result), price, goodput)
 
 

@@ -27,37 +27,37 @@ async def serve_http(
     """Send a request and read its events or its one body to the end; after ``cancel_after`` of them
     the client hangs up.
     """
-    served = Served(time.perf_counter())
+    record = Served(time.perf_counter())
     try:
         async with session.post(
             url, json=body, timeout=aiohttp.ClientTimeout(ANSWER_LIMIT_S)
         ) as response:
             if response.status != 200:
-                served.outcome, served.message = (
+                record.outcome, record.message = (
                     f"HTTP {response.status}",
                     (await response.text())[:200],
                 )
             elif response.content_type == "text/event-stream":
-                await _events(response, served, pause, cancel_after)
+                await _events(response, record, pause, cancel_after)
             else:
-                _whole(await response.text(), served)
+                _whole(await response.text(), record)
     except asyncio.TimeoutError:
-        served.outcome = UNANSWERED
+        record.outcome = UNANSWERED
     except aiohttp.ClientError as error:
-        served.outcome, served.message = "connection lost", str(error)
-    served.ended_s = time.perf_counter()
-    return served
+        record.outcome, record.message = "connection lost", str(error)
+    record.ended_s = time.perf_counter()
+    return record
 
 
-def _whole(text: str, served: Served) -> None:
-    served.responses = 1
+def _whole(text: str, record: Served) -> None:
+    record.responses = 1
     body = json.loads(text)
-    served.outcome = "error" if "error" in body else FINAL
-    served.message = str(body.get("error", ""))
+    record.outcome = "error" if "error" in body else FINAL
+    record.message = str(body.get("error", ""))
 
 
 async def _events(
-    response: Any, served: Served, pause: Pause | None, cancel_after: int | None
+    response: Any, record: Served, pause: Pause | None, cancel_after: int | None
 ) -> None:
     """Triton's last event has a finish reason, the front end's is [DONE]; an error ends either, and
     nothing may follow an end.
@@ -67,19 +67,19 @@ async def _events(
         line = raw.decode().strip()
         if not line.startswith("data: "):
             continue
-        if cancel_after is not None and served.responses >= cancel_after:
-            served.outcome = CANCELLED
+        if cancel_after is not None and record.responses >= cancel_after:
+            record.outcome = CANCELLED
             return
         if pause is not None:
-            await pause(served.responses)
-        served.responses += 1
-        served.arrivals_s.append(time.perf_counter())
+            await pause(record.responses)
+        record.responses += 1
+        record.arrivals_s.append(time.perf_counter())
         event = None if line == "data: [DONE]" else json.loads(line[6:])
         if event is not None and "error" in event:
-            served.outcome, served.message = "error", str(event["error"])
+            record.outcome, record.message = "error", str(event["error"])
             ends += 1
         elif event is None or "finish_reason" in event:
-            served.outcome = FINAL
+            record.outcome = FINAL
             ends += 1
     if ends != 1:
-        served.outcome = f"{ends} final responses"
+        record.outcome = f"{ends} final responses"

@@ -154,10 +154,10 @@ def compare(
             speeds["llama.cpp"].append(llama.write(prompts, args.tokens, in_flight))
             for name, (server, more) in arms.items():
                 requests = offer(texts, args, in_flight, f"{in_flight} {name} {repeat}", **more)
-                served = server.run(requests)
-                emitted = sum(reply.output_tokens for reply in served.replies)
-                accepted = sum(reply.accepted for reply in served.replies)
-                speeds[name].append(emitted / served.wall_s)
+                result = server.run(requests)
+                emitted = sum(reply.output_tokens for reply in result.replies)
+                accepted = sum(reply.accepted for reply in result.replies)
+                speeds[name].append(emitted / result.wall_s)
                 steps[name] = emitted / (emitted - accepted)
             print(in_flight, {name: round(s[-1], 1) for name, s in speeds.items()}, flush=True)
         for name, values in speeds.items():

@@ -62,12 +62,12 @@ class Load:
                     done.append(await self._one(connection))
             return done
 
-        served = [
+        records = [
             one
             for some in await asyncio.gather(*(client() for _ in range(concurrency)))
             for one in some
         ]
-        in_time = [one for one in served if one.ended_s <= start_s + seconds]
+        in_time = [one for one in records if one.ended_s <= start_s + seconds]
         return len(in_time) / seconds, in_time
 
     async def open(self, rate: float, seconds: float) -> list[Served]:
@@ -80,10 +80,10 @@ class Load:
                 break
             await asyncio.sleep(max(0.0, start_s + at_s - time.perf_counter()))
             tasks.append(asyncio.ensure_future(self._one(connection)))
-        served = await asyncio.gather(*tasks)
+        records = await asyncio.gather(*tasks)
         for connection in connections:
             await connection.close()
-        return served
+        return records
 
     async def _one(self, connection: grpc.aio.Channel) -> Served:
         text = self._rng.choice(self._texts)
@@ -94,14 +94,14 @@ class Load:
         )
 
 
-def summarise(served: list[Served]) -> dict[str, Any]:
+def summarise(records: list[Served]) -> dict[str, Any]:
     """Return counts by ending, and times of the requests that were served to their end."""
-    ended = [one for one in served if one.outcome == FINAL]
-    refused = [one.ended_s - one.sent_s for one in served if one.outcome == REFUSED]
+    ended = [one for one in records if one.outcome == FINAL]
+    refused = [one.ended_s - one.sent_s for one in records if one.outcome == REFUSED]
     return {
-        "requests": len(served),
-        "outcomes": dict(Counter(one.outcome for one in served)),
-        "messages": dict(Counter(one.message[:100] for one in served if one.message)),
+        "requests": len(records),
+        "outcomes": dict(Counter(one.outcome for one in records)),
+        "messages": dict(Counter(one.message[:100] for one in records if one.message)),
         "output_tokens": sum(one.output_tokens for one in ended),
         "inter_token_ms": percentiles_ms([one.token_s for one in ended if one.token_s is not None]),
         "inter_response_ms": percentiles_ms([gap for one in ended for gap in one.gaps_s]),
@@ -141,13 +141,17 @@ async def measure(
     load = Load(port, texts, args.max_tokens, args.seed)
     await load.run_closed(args.active, args.warm_up_s)
     # one waits, so that no place is ever empty
-    rate, served = await load.run_closed(args.active + 1, args.capacity_s)
+    rate, records = await load.run_closed(args.active + 1, args.capacity_s)
     print(
         f"capacity: {rate:.2f} requests/s, "
-        f"{percentiles_ms([one.token_s for one in served if one.token_s])} ms a token",
+        f"{percentiles_ms([one.token_s for one in records if one.token_s])} ms a token",
         flush=True,
     )
-    return rate, summarise(served), summarise(await load.open(args.times * rate, 60 * args.minutes))
+    return (
+        rate,
+        summarise(records),
+        summarise(await load.open(args.times * rate, 60 * args.minutes)),
+    )
 
 
 def main() -> int:

@@ -138,16 +138,16 @@ ARMS = {
 }
 
 
-def app_of(config: ServingConfig, drafts: tuple[str, ...]) -> App:
+def app_of(config: ServingConfig, names: tuple[str, ...]) -> App:
     """Return an app with these drafts: those of a configuration, or of a kind without a model."""
     by_name = {draft.name: draft for draft in config.drafts}
-    chosen = tuple(
+    drafts = tuple(
         by_name.get(name) or EngineConfig(engine=name, name=name)
-        for name in drafts
+        for name in names
         if name in by_name or name in KINDS
     )
     policy = replace(config.policy, keep_learned=False)
-    return build(replace(config, drafts=chosen, policy=policy))
+    return build(replace(config, drafts=drafts, policy=policy))
 
 
 def serve(app: App, prompts: list[str], max_tokens: int) -> tuple[dict[str, Any], list[list[int]]]:
@@ -176,10 +176,10 @@ def compare(config: ServingConfig, options: argparse.Namespace) -> dict[str, Any
     results: dict[str, Any] = {}
     for name, prompts in WORKLOADS.items():
         results[name], texts = {}, list[list[list[int]]]()
-        asked = prompts(options.count, options.seed)
+        requests = prompts(options.count, options.seed)
         for arm in options.arms:
             app = app_of(config, ARMS[arm])
-            figures, answers = serve(app, asked, options.max_tokens)
+            figures, answers = serve(app, requests, options.max_tokens)
             app.close()
             del app
             gc.collect()  # a model's weights, before the next one's
@@ -191,8 +191,8 @@ def compare(config: ServingConfig, options: argparse.Namespace) -> dict[str, Any
             for answers in texts[1:]
             for one, other in zip(texts[0], answers, strict=True)
         )
-        compared = len(asked) * (len(texts) - 1)
-        results[name] |= {"prompts": len(asked), "texts_compared": compared, "same": same}
+        compared = len(requests) * (len(texts) - 1)
+        results[name] |= {"prompts": len(requests), "texts_compared": compared, "same": same}
     return results
 
 

@@ -89,10 +89,10 @@ class Soak:
                 shares = (CANCELLED_SHARE, SLOW_SHARE, OVERSIZE_SHARE)
                 kinds = ("cancels", "slow", "oversize", "plain")
                 kind = rng.choices(kinds, (*shares, 1 - sum(shares)))[0]
-                served = await self._one(
+                record = await self._one(
                     connection, session, kind, f"client {index} request {number} ", rng
                 )
-                if served.outcome not in (FINAL, CANCELLED):
+                if record.outcome not in (FINAL, CANCELLED):
                     # as a client would before it tries again
                     await asyncio.sleep(rng.uniform(0.2, 1.0))
 
@@ -118,22 +118,22 @@ class Soak:
         pause = (lambda _: asyncio.sleep(pause_s)) if kind == "slow" else None
         door, stops = rng.choice(DOORS), stop_at if kind == "cancels" else None
         if door == "grpc":
-            served = await serve(connection, rng.choice(MODELS), inputs, pause, stops, codes=False)
+            record = await serve(connection, rng.choice(MODELS), inputs, pause, stops, codes=False)
         else:
             url, body = self._address(door, inputs, rng)
-            served = await serve_http(session, url, body, pause, stops)
-        self.by_door[door][served.outcome] += 1
-        self.outcomes[served.outcome] += 1
-        if kind == "oversize" and served.outcome == FINAL:
+            record = await serve_http(session, url, body, pause, stops)
+        self.by_door[door][record.outcome] += 1
+        self.outcomes[record.outcome] += 1
+        if kind == "oversize" and record.outcome == FINAL:
             self.violations.append(f"a prompt of {len(inputs['text_input'])} characters was served")
-        if served.message:
-            self.messages[served.message[:100]] += 1
-        if kind == "plain" and served.outcome == FINAL:
+        if record.message:
+            self.messages[record.message[:100]] += 1
+        if kind == "plain" and record.outcome == FINAL:
             self.gaps_s += [
                 (at_s, gap_s)
-                for at_s, gap_s in zip(served.arrivals_s[1:], served.gaps_s, strict=True)
+                for at_s, gap_s in zip(record.arrivals_s[1:], record.gaps_s, strict=True)
             ]
-        return served
+        return record
 
     def _address(
         self, door: str, inputs: dict[str, Any], rng: random.Random

@@ -145,13 +145,13 @@ class Family:
             # it had to make room for another: what it serves first is not scored now either
             if fresh and block >= 0:
                 arm.run(self._offer(workload, -1, in_flight, name))
-            served = arm.run(offer)
+            result = arm.run(offer)
         except (RuntimeError, BrokenPipeError) as error:
             if name not in PEERS:
                 raise
             self.skipped[name] = str(error).splitlines()[0]
             return None
-        return {"wall_s": served.wall_s, "replies": served.replies}
+        return {"wall_s": result.wall_s, "replies": result.replies}
 
     def _offer(self, workload: str, block: int, in_flight: int, name: str) -> Offer:
         rng = random.Random(f"{self._options.seed}/{workload}/{block}/{in_flight}")

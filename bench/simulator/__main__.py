@@ -22,7 +22,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 from bench import records
-from bench.simulator.criteria import criteria, described
+from bench.simulator.criteria import criteria, describe
 from bench.simulator.growth import NOTE, fleet_row
 from bench.simulator.guard import guard_row, summary
 from bench.simulator.protocol import compare, nominal_rate, planning_cost
@@ -43,8 +43,8 @@ REQUESTS = 60
 
 def scenarios(requests: int) -> dict[str, Scenario]:
     """Return the scenarios of the evidence."""
-    known = deployments()
-    small, large, cpu = (known[n] for n in ("llama-8b-h100", "llama-70b-4xh100", "smollm2-cpu"))
+    by_name = deployments()
+    small, large, cpu = (by_name[n] for n in ("llama-8b-h100", "llama-70b-4xh100", "smollm2-cpu"))
     chunked = replace(small, prefill_chunk_tokens=512)
     table: list[tuple[str, Deployment, Mix]] = [
         ("8b-chat", small, presets.CHAT),
@@ -66,7 +66,7 @@ def scenarios(requests: int) -> dict[str, Scenario]:
     }
 
 
-def _charged(scenario: Scenario) -> Scenario:
+def _with_planning_cost(scenario: Scenario) -> Scenario:
     """Return the scenario with what planning takes on this machine."""
     cost = planning_cost(scenario.deployment, scenario.mix)
     return replace(scenario, deployment=replace(scenario.deployment, planning_s=cost))
@@ -74,16 +74,16 @@ def _charged(scenario: Scenario) -> Scenario:
 
 def evidence(options: argparse.Namespace, runner: Runner) -> dict[str, Any]:
     """Run the protocol over the scenarios asked for, planning charged, and the shift test."""
-    known, began_s = scenarios(options.requests), process_time()
+    by_name, began_s = scenarios(options.requests), process_time()
     small = deployments()["llama-8b-h100"]
     cases = [(small, SHIFT_ARMS, REPORTING[0], tokens, 0.2, 6.0) for tokens in (6000, 100)]
     document: dict[str, Any] = {"comparisons": []}
     document["shift"] = [row for rows in runner.map(shift_test, cases) for row in rows]
-    for name in options.scenarios or known:
-        scenario = _charged(known[name])
+    for name in options.scenarios or by_name:
+        scenario = _with_planning_cost(by_name[name])
         scenario = replace(scenario, rate_hz=nominal_rate(scenario, TUNING, runner))
         comparison = compare(scenario, LOADS, TUNING, REPORTING, runner)
-        document["comparisons"].append(described(comparison, TUNING, REPORTING))
+        document["comparisons"].append(describe(comparison, TUNING, REPORTING))
         print(text(document["comparisons"][-1]) + "\n", flush=True)
         document |= {**runner.document(), "criteria": criteria(document["comparisons"])}
         if options.json:
@@ -94,14 +94,14 @@ def evidence(options: argparse.Namespace, runner: Runner) -> dict[str, Any]:
 
 def worth_command(options: argparse.Namespace, runner: Runner) -> dict[str, Any]:
     """Take parts of the adaptive planner away, one at a time, planning charged."""
-    known = scenarios(options.requests)
+    by_name = scenarios(options.requests)
     document: dict[str, Any] = {"comparisons": []}
     arms = [f"without:{part}" for part in options.parts or WITHOUT]
-    for name in options.scenarios or known:
-        scenario = _charged(known[name])
+    for name in options.scenarios or by_name:
+        scenario = _with_planning_cost(by_name[name])
         scenario = replace(scenario, rate_hz=nominal_rate(scenario, TUNING, runner))
         comparison = compare_arms(scenario, LOADS, arms, options.seeds, runner)
-        document["comparisons"].append(described(comparison, [], options.seeds))
+        document["comparisons"].append(describe(comparison, [], options.seeds))
         print(text(document["comparisons"][-1]) + "\n", flush=True)
         document |= runner.document()
         if options.json:
@@ -171,8 +171,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     fleet.add_argument("--requests", type=int, default=40, help="a replica")
     fleet.add_argument("--seed", type=int, default=3)
     guard = commands.add_parser("guard", parents=[output], help="where tables are wrong")
-    known = list(deployments())
-    guard.add_argument("--deployments", nargs="*", choices=known, default=known[:1])
+    names = list(deployments())
+    guard.add_argument("--deployments", nargs="*", choices=names, default=names[:1])
     guard.add_argument("--factors", type=float, nargs="*", default=[1.0, 1.3, 1.8])
     guard.add_argument("--in-flight", type=int, nargs="*", default=[1, 4, 16])
     guard.add_argument("--seeds", type=seeds, default="3,4,5")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.simulator.protocol import captured
+from bench.simulator.protocol import share_captured
 from policy.simulation import report
 from policy.simulation.experiments import BACKLOG, Comparison, pooled
 
@@ -12,7 +12,7 @@ _UTILISATION = 0.8
 _GAP = 1.1
 
 
-def described(comparison: Comparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
+def describe(comparison: Comparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
     """Return a comparison as data, with how far the best fixed choice is from the oracle and how
     much of that adapting captures.
     """
@@ -23,7 +23,7 @@ def described(comparison: Comparison, tuning: list[int], reporting: list[int]) -
         if "oracle" in point["arms"]:
             cost, least = (pooled(results, arm, load, reporting) for arm in (fixed, "oracle"))
             point["gap"] = report.figure(cost / least)
-            share = captured(results, "adaptive", fixed, load, reporting)
+            share = share_captured(results, "adaptive", fixed, load, reporting)
             point["captured"] = report.figure(share)
     return document
 
@@ -79,13 +79,13 @@ def _against(comparison: dict[str, Any], kind: str) -> dict[str, Any]:
             better.append(point["load"])
         if low > 1:
             worse.append(point["load"])
-    found = f"better at {_loads(better)}, worse at {_loads(worse)}"
+    outcome = f"better at {_loads(better)}, worse at {_loads(worse)}"
     return {
         "scenario": comparison["scenario"],
         "load": None,
         "what": f"against {arm}",
         "wanted": "better somewhere, worse nowhere",
-        "found": found,
+        "found": outcome,
         "met": bool(better) and not worse,
     }
 
@@ -95,9 +95,11 @@ def _loads(loads: list[float]) -> str:
 
 
 def _row(
-    where: str, load: float, what: str, wanted: str, found: list[float], met: bool
+    where: str, load: float, what: str, wanted: str, values: list[float], met: bool
 ) -> dict[str, Any]:
-    text = f"{found[0]:.3f}" + (f" ({found[1]:.3f} to {found[2]:.3f})" if len(found) == 3 else "")
+    text = f"{values[0]:.3f}" + (
+        f" ({values[1]:.3f} to {values[2]:.3f})" if len(values) == 3 else ""
+    )
     return {
         "scenario": where,
         "load": load,

@@ -77,19 +77,19 @@ class Recorded(NamedTuple):
         )
         pass_s = {}
         for rows, each_s in head_s.items():
-            known: dict[int, list[float]] = {}
+            samples: dict[int, list[float]] = {}
             for cell in part["cells"]:
                 name, _, length = cell["policy"].partition(" ")
                 if cell["in_flight"] != rows or not (name == "none" or length.isdigit()):
                     continue
                 depth, d = (int(length), drafts.index(name)) if length else (0, 0)
                 at = widths.searchsorted(rows * (1 + depth)).clip(max=len(widths) - 1)
-                known.setdefault(int(at), []).append(1e-3 * cell["device_ms"] - depth * each_s[d])
-            places = sorted(known)
-            slope_s = (min(known[places[-1]]) - min(known[places[-2]])) / np.diff(widths[places])[
-                -1
-            ]
-            least_s = np.interp(widths, widths[places], [min(known[place]) for place in places])
+                samples.setdefault(int(at), []).append(1e-3 * cell["device_ms"] - depth * each_s[d])
+            places = sorted(samples)
+            slope_s = (min(samples[places[-1]]) - min(samples[places[-2]])) / np.diff(
+                widths[places]
+            )[-1]
+            least_s = np.interp(widths, widths[places], [min(samples[place]) for place in places])
             pass_s[rows] = least_s + max(slope_s, 0.0) * (widths - widths[places[-1]]).clip(min=0)
         return cls(tuple(drafts), rates, tables, head_s, pass_s, widths)
 
@@ -106,7 +106,7 @@ class Recorded(NamedTuple):
         heads = tuple(LatencyCurve(np.full(2, seconds), 0.0) for seconds in self.head_s[rows])
         return LatencyModel(LatencyCurve(base_s, 0.0), heads)
 
-    def measured(self) -> LatencyModel:
+    def fit_latency(self) -> LatencyModel:
         """Return the model that the measured tables give."""
         (target, *_), tables = self.tables, dict(self.tables)
         return LatencyModel.from_tables(tables.pop(target), tables, 5e-4, 3e-4)
@@ -184,11 +184,11 @@ class Nodes(NamedTuple):
     def likeliest(self, nodes: int) -> BoolArray:
         """Return which nodes of the batch are its likeliest ones, bool[n, ROOM]."""
         flat = self.chance.ravel()
-        chosen = np.zeros(flat.shape, np.bool_)
-        chosen[(-flat).argsort(kind="stable")[:nodes]] = True
-        return (chosen & (flat > 0)).reshape(self.chance.shape)
+        mask = np.zeros(flat.shape, np.bool_)
+        mask[(-flat).argsort(kind="stable")[:nodes]] = True
+        return (mask & (flat > 0)).reshape(self.chance.shape)
 
-    def followed(self, among: BoolArray, rank: IntArray) -> tuple[IntArray, BoolArray]:
+    def follow(self, among: BoolArray, rank: IntArray) -> tuple[IntArray, BoolArray]:
         """Return how many of the nodes ``among`` these the text follows, int64[n], and whether its
         path ends at a leaf, bool[n].
         """
@@ -247,11 +247,11 @@ class DeviceRun:
         if not texts:
             return None
         emitted, follows = np.array([(t.emitted, t.turns) for t in texts]).T
-        left, drafts = NEW_TOKENS - emitted - follows, self._recorded.drafts
-        ceiling = np.minimum(K_MAX, left - 1)[:, None].repeat(len(drafts), 1)
+        remaining, drafts = NEW_TOKENS - emitted - follows, self._recorded.drafts
+        ceiling = np.minimum(K_MAX, remaining - 1)[:, None].repeat(len(drafts), 1)
         request = np.array([t.number for t in texts])
         context = _CONTEXT + emitted
-        view = View(drafts, request, context, left, ceiling, np.ones_like(ceiling))
+        view = View(drafts, request, context, remaining, ceiling, np.ones_like(ceiling))
         plan, self._state = self._policy.plan(view, self._state, self.now_s, self._rng)
         for text in texts:
             text.turns += 1
@@ -273,17 +273,17 @@ class DeviceRun:
         )
         width = self._recorded.width(len(texts) + most)
         nodes = Nodes.of(rate, length)
-        chosen = nodes.likeliest(int(self._recorded.widths[width]) - self._rows if most else 0)
-        left = NEW_TOKENS - at[:, 0]
-        accepted, _ = nodes.followed(chosen, rank)
-        emitted = np.minimum(accepted + 1, left)
+        likeliest = nodes.likeliest(int(self._recorded.widths[width]) - self._rows if most else 0)
+        remaining = NEW_TOKENS - at[:, 0]
+        accepted, _ = nodes.follow(likeliest, rank)
+        emitted = np.minimum(accepted + 1, remaining)
         head_s = length.max(initial=0) * self._recorded.head_s[self._rows]
-        used = np.unique(draft[length > 0])
-        parts = {f"draft:{view.drafts[d]}": float(head_s[used].mean()) for d in used}
+        drafts = np.unique(draft[length > 0])
+        parts = {f"draft:{view.drafts[d]}": float(head_s[drafts].mean()) for d in drafts}
         parts["verify"] = float(self._recorded.pass_s[self._rows][width])
         seconds = sum(parts.values())
         self.now_s += seconds
-        lives = left > 0
+        lives = remaining > 0
         for text, tokens in zip(texts, emitted.clip(min=0).tolist(), strict=True):
             text.turns -= 1
             text.emitted += tokens
@@ -291,16 +291,16 @@ class DeviceRun:
         self.tokens += int(emitted[lives].sum())
         self.steps.append(
             Step(
-                *(len(texts), int(length.max(initial=0)), int(chosen.sum())),
+                *(len(texts), int(length.max(initial=0)), int(likeliest.sum())),
                 *(int(self._recorded.widths[width]), int(emitted[lives].sum()), seconds),
                 *(plan.predicted_tokens, plan.predicted_s),
                 str(plan.notes.get("experiment") or plan.notes.get("guard") or ""),
             )
         )
-        rows, known = _learnt(view, plan, nodes, chosen, rank, emitted, lives)
+        rows, evidence = _learnt(view, plan, nodes, likeliest, rank, emitted, lives)
         over = np.array([t.number for t in texts if t.emitted >= NEW_TOKENS], np.int64)
         times = StepTimes(seconds, parts)
-        outcome = Outcome(rows, times, nodes=known, finished=over, view=view, plan=plan)
+        outcome = Outcome(rows, times, nodes=evidence, finished=over, view=view, plan=plan)
         self._state = self._policy.observe(outcome, self._state, self.now_s)
 
 
@@ -312,9 +312,9 @@ class OracleRun(DeviceRun):
         last steps.
         """
         texts, recorded = submitted.texts, self._recorded
-        n, left = len(texts), NEW_TOKENS - np.array([t.emitted for t in texts])
-        at = (NEW_TOKENS - left)[:, None] + np.arange(K_MAX)
-        lives = left > 0
+        n, remaining = len(texts), NEW_TOKENS - np.array([t.emitted for t in texts])
+        at = (NEW_TOKENS - remaining)[:, None] + np.arange(K_MAX)
+        lives = remaining > 0
         last = self.steps[-_PRICED_STEPS:]
         price = n / recorded.pass_s[self._rows][recorded.width(n)]
         if last:
@@ -322,11 +322,11 @@ class OracleRun(DeviceRun):
         room = recorded.widths - self._rows
         fits = (room > 0) & (room <= ROOM * n)
         seconds = recorded.pass_s[self._rows]
-        best, choice = -price * seconds[recorded.width(n)], Choice(left * 0, left * 0, 0)
+        best, choice = -price * seconds[recorded.width(n)], Choice(remaining * 0, remaining * 0, 0)
         for d, head_s in enumerate(recorded.head_s[self._rows].tolist()):
             rate = np.stack([t.rate[d] for t in texts])[np.arange(n)[:, None], at.clip(max=_LAST)]
             for depth in range(1, K_MAX + 1):
-                length = np.minimum(depth, left - 1).clip(0)
+                length = np.minimum(depth, remaining - 1).clip(0)
                 flat = -np.sort(-Nodes.of(rate, length).chance[lives].ravel())
                 gains = np.append(0.0, flat.cumsum())[room[fits].clip(max=len(flat))]
                 net = gains - price * (seconds[fits] + depth * head_s)
@@ -340,7 +340,7 @@ def _learnt(
     view: View,
     plan: Plan,
     nodes: Nodes,
-    chosen: BoolArray,
+    likeliest: BoolArray,
     rank: IntArray,
     emitted: IntArray,
     lives: BoolArray,
@@ -348,25 +348,25 @@ def _learnt(
     """Return what a policy sees of the rows that were not over, as ``backend.speculation`` has
     it.
     """
-    shown = nodes.chance > 0
-    path, ends = nodes.followed(shown, rank)
-    accepted, verified = np.minimum(path, emitted), chosen.sum(1)
-    right = shown & (np.take_along_axis(rank, nodes.depth, 1) == nodes.candidate)
+    exists = nodes.chance > 0
+    path, ends = nodes.follow(exists, rank)
+    accepted, verified = np.minimum(path, emitted), likeliest.sum(1)
+    right = exists & (np.take_along_axis(rank, nodes.depth, 1) == nodes.candidate)
     right &= nodes.depth < accepted[:, None]
-    length = np.where(shown, nodes.depth + 1, 0).max(1)
+    length = np.where(exists, nodes.depth + 1, 0).max(1)
     parent = np.full((len(rank), K_MAX + 1), ROOM)  # the place of the spine's node of each depth
-    row, place = np.nonzero(shown & (nodes.candidate == 0))
+    row, place = np.nonzero(exists & (nodes.candidate == 0))
     parent[row, nodes.depth[row, place] + 1] = place
     parent[:, 0] = -1
-    known = shown & (np.take_along_axis(parent, nodes.depth, 1) < verified[:, None])
+    is_evidence = exists & (np.take_along_axis(parent, nodes.depth, 1) < verified[:, None])
     goes_on = (accepted == emitted) & ~(ends & (path == accepted))
-    known &= ~(goes_on[:, None] & (nodes.depth >= emitted[:, None]))
-    known &= lives[:, None]
+    is_evidence &= ~(goes_on[:, None] & (nodes.depth >= emitted[:, None]))
+    is_evidence &= lives[:, None]
     followed = (right & (np.arange(ROOM) < verified[:, None])).sum(1)
     drafted = np.where(length > 0, plan.draft, NO_DRAFT)
     scored = np.minimum(emitted, length)
     columns = view.request, drafted, length, accepted, emitted, scored, verified, followed
-    row, place = np.nonzero(known)
+    row, place = np.nonzero(is_evidence)
     return StepRows(*(column[lives] for column in columns)), StepNodes(
         (lives.cumsum() - 1)[row],
         nodes.chance[row, place],

@@ -79,7 +79,7 @@ def run(recorded: Recorded, script: Script, arm: str, rows: int, seed: int) -> d
     if arm == "oracle":
         kind = OracleRun
     elif arm in ADAPTIVE:
-        model = recorded.exact(rows) if arm == "exact" else recorded.measured()
+        model = recorded.exact(rows) if arm == "exact" else recorded.fit_latency()
         policy = planner(recorded, model)
     elif arm != "none":
         draft, length = arm.split()
@@ -96,7 +96,7 @@ def run(recorded: Recorded, script: Script, arm: str, rows: int, seed: int) -> d
 
 def means(steps: list[Step]) -> dict[str, float]:
     """Return the means of steps; what was promised over what came where a plan said so."""
-    said = [step for step in steps if step.promised_s]
+    promising = [step for step in steps if step.promised_s]
     figures = {
         "ms": 1e3 * np.mean([step.seconds for step in steps]),
         "depth": np.mean([step.depth for step in steps]),
@@ -104,10 +104,12 @@ def means(steps: list[Step]) -> dict[str, float]:
         "width": np.mean([step.width for step in steps]),
         "guarded": np.mean([bool(step.applied) for step in steps]),
     }
-    if said:
-        emitted, seconds = (sum(getattr(s, name) for s in said) for name in ("emitted", "seconds"))
-        figures["promised_tokens"] = sum(step.promised_tokens for step in said) / emitted
-        figures["promised_s"] = sum(step.promised_s for step in said) / seconds
+    if promising:
+        emitted, seconds = (
+            sum(getattr(s, name) for s in promising) for name in ("emitted", "seconds")
+        )
+        figures["promised_tokens"] = sum(step.promised_tokens for step in promising) / emitted
+        figures["promised_s"] = sum(step.promised_s for step in promising) / seconds
     return {name: round(float(value), 3) for name, value in figures.items()}
 
 
@@ -143,11 +145,17 @@ def main() -> None:
     fixed = [f"{head} {length}" for head, lengths in FIXED.items() for length in lengths]
     for name in options.scripts:
         script = SCRIPTS[name]
-        own = recorded if script.rates is None else recorded._replace(rates=script.rates)
+        script_recorded = (
+            recorded if script.rates is None else recorded._replace(rates=script.rates)
+        )
         document[name] = {**records.stamp(), "summary": {}, "runs": []}
         for rows in options.loads:
             arms = ["none", *fixed, *ADAPTIVE, "oracle"]
-            runs = [run(own, script, arm, rows, seed) for arm in arms for seed in options.seeds]
+            runs = [
+                run(script_recorded, script, arm, rows, seed)
+                for arm in arms
+                for seed in options.seeds
+            ]
             document[name]["runs"] += runs
             document[name]["summary"][str(rows)] = figures = summary(runs)
             print(name, rows, json.dumps(figures), flush=True)

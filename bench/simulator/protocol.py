@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.baselines import compared as compared_baselines
+from bench.baselines import compared_baselines
 from policy.baselines import Baseline
 from policy.plan import Drafted, IntArray, Outcome, Plan, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
@@ -110,7 +110,7 @@ def _arm_of(name: str, baseline: Baseline, draft: str, length: int) -> str:
     return ":".join([baseline.path, *(f"{need}={values[need]}" for need in baseline.needs)])
 
 
-def captured(results: Results, arm: str, fixed: str, load: float, seeds: list[int]) -> float:
+def share_captured(results: Results, arm: str, fixed: str, load: float, seeds: list[int]) -> float:
     """Return which share of the gap between a fixed choice and the oracle an arm captures."""
     cost = {name: pooled(results, name, load, seeds) for name in (arm, fixed, "oracle")}
     gap = cost[fixed] - cost["oracle"]

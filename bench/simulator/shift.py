@@ -53,13 +53,13 @@ def shift_test(
             "arm": arm,
             "output_tokens": output_tokens,
             "seed": seed,
-            **_followed(*curve, levels, phase_s),
+            **_follow_lengths(*curve, levels, phase_s),
         }
         for arm, curve in curves.items()
     ]
 
 
-def _followed(
+def _follow_lengths(
     times: FloatArray, lengths: FloatArray, levels: list[float], phase_s: float
 ) -> dict[str, Any]:
     """Return by phase when the lengths first come within a token of its level, and for which share

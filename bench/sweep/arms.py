@@ -25,7 +25,7 @@ from backend.config import ServingConfig, parse_config
 from backend.model_folders import model_path
 from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
-from bench.baselines import compared
+from bench.baselines import compared_baselines
 from bench.servers import Arm, InProcessArm, ServerArm
 from policy import LatencyTable
 from policy.custom import parse_path
@@ -34,7 +34,7 @@ NONE, AGAIN, SPINDLE = "none", "none-again", "spindle"
 UNTOLD = "smartspec-untold"
 ADAPTING = tuple(
     name
-    for baseline in compared()
+    for baseline in compared_baselines()
     for name in ((baseline, UNTOLD) if baseline == "smartspec" else (baseline,))
 )
 PARTS: dict[str, tuple[str, str, Any, Any]] = {
@@ -85,7 +85,7 @@ def _has(config: dict[str, Any], part: str) -> bool:
     return bool(config.get(section, {}).get(key, getattr(getattr(_DEFAULTS, section), key)) != off)
 
 
-def _ablated(config: dict[str, Any], name: str) -> dict[str, Any]:
+def _ablate(config: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the configuration with or without a part. Raises KeyError for a part that is neither
     one of ``PARTS`` nor a draft.
     """
@@ -102,7 +102,7 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
     and a queue that refuses no request.
     """
     if is_ablation(name):
-        return arm_config(_ablated(config, name), SPINDLE, tuning, active)
+        return arm_config(_ablate(config, name), SPINDLE, tuning, active)
     base = config.get("policy", {})
     first = next((draft["name"] for draft in config["drafts"]), "")
     limits = {
@@ -119,13 +119,13 @@ def arm_config(config: dict[str, Any], name: str, tuning: Tuning, active: int) -
         "length": tuning.length,
         "schedule": [{"batch": batch, "length": length} for batch, length in tuning.schedule],
     }
-    for baseline, its in compared().items():
+    for baseline, its in compared_baselines().items():
         needs = {need: tuned[need] for need in its.needs}
         policies[baseline] = {"kind": its.path, "options": needs} if its.path else needs
     if "." in name:
         path, options = parse_path(name)
-        known = base.get("options", {}) if base.get("kind") == path else {}
-        policies[name] = {"kind": path, "options": {**known, **options}}
+        base_options = base.get("options", {}) if base.get("kind") == path else {}
+        policies[name] = {"kind": path, "options": {**base_options, **options}}
     if name in (NONE, AGAIN):
         return {**config, "limits": limits, "drafts": [], "policy": {"kind": "none"}}
     if name.startswith("fixed-"):
@@ -217,14 +217,14 @@ class Servers:
             self._running.popitem()[1].close()
 
     def _serving(self, key: str) -> dict[str, Any]:
-        made = arm_config(
+        settings = arm_config(
             self._config, NONE if key == _SWITCHED else key, self.tuning, self._active
         )
         return (
-            made
+            settings
             if key != _SWITCHED
             else {
-                **made,
+                **settings,
                 "drafts": self._config["drafts"],
                 "policy": {**self._config.get("policy", {}), "kind": "none", "options": {}},
             }

@@ -65,32 +65,37 @@ def between(run: Run) -> float:
 
 def blocks(runs: Iterable[Run], policies: list[str]) -> dict[Point, dict[int, dict[str, Run]]]:
     """Return the runs by point, block and policy, of blocks that all policies have run."""
-    found: dict[Point, dict[int, dict[str, Run]]] = defaultdict(lambda: defaultdict(dict))
+    by_point: dict[Point, dict[int, dict[str, Run]]] = defaultdict(lambda: defaultdict(dict))
     for run in runs:
-        found[run["workload"], run["load"]][run["block"]][run["policy"]] = run
+        by_point[run["workload"], run["load"]][run["block"]][run["policy"]] = run
     whole = {
-        point: {n: block for n, block in sorted(made.items()) if not {*policies} - {*block}}
-        for point, made in found.items()
+        point: {n: block for n, block in sorted(by_block.items()) if not {*policies} - {*block}}
+        for point, by_block in by_point.items()
     }
-    return {point: made for point, made in whole.items() if made}
+    return {point: by_block for point, by_block in whole.items() if by_block}
 
 
 def summary(
-    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+    points: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
 ) -> list[dict[str, Any]]:
     """Return a row a point and policy: of the warm blocks, or of the cold one where it is all there
     is (``warm_blocks`` 0).
     """
     return [
-        {"workload": workload, "load": load, "policy": policy, **_row(_warm(made), made, policy)}
-        for (workload, load), made in found.items()
+        {
+            "workload": workload,
+            "load": load,
+            "policy": policy,
+            **_row(_warm(by_block), by_block, policy),
+        }
+        for (workload, load), by_block in points.items()
         for policy in policies
         if policy != AGAIN
     ]
 
 
-def compared(
-    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+def compare(
+    points: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
 ) -> list[dict[str, Any]]:
     """Return ratios of speeds: every policy over none, and spindle over each other one and over the
     best fixed choice.
@@ -98,16 +103,16 @@ def compared(
     With several workloads, the last rows are of ``EVERY`` one of them, load by load: a
     block of any of them is a pair.
     """
-    speeds = block_speeds(found, policies)
+    speeds = block_speeds(points, policies)
     return [
         {"workload": workload, "load": load, "policy": policy, "over": over, **interval(*pair)}
-        for (workload, load), own in (speeds | _together(speeds)).items()
-        for (policy, over), pair in _pairs(own).items()
+        for (workload, load), by_policy in (speeds | _together(speeds)).items()
+        for (policy, over), pair in _pairs(by_policy).items()
     ]
 
 
 def overall(
-    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+    points: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
 ) -> list[dict[str, Any]]:
     """Return the ratios of spindle to the other adapting policies and to the best fixed choice, of
     all points together: a warm block of any is a pair.
@@ -115,8 +120,8 @@ def overall(
     pairs: dict[str, tuple[list[float], list[float]]] = {
         over: ([], []) for over in (*ADAPTING, BEST_FIXED)
     }
-    for own in block_speeds(found, policies).values():
-        for (_, over), pair in _pairs(own).items():
+    for by_policy in block_speeds(points, policies).values():
+        for (_, over), pair in _pairs(by_policy).items():
             if over in pairs:  # only spindle is over others than none
                 for every, speeds in zip(pairs[over], pair, strict=True):
                     every.extend(speeds)
@@ -135,37 +140,38 @@ def of_spindle(
     speeds = _together(speeds) or speeds
     return {
         (load, over): pair
-        for (_, load), own in speeds.items()
-        for (policy, over), pair in _pairs(own).items()
+        for (_, load), by_policy in speeds.items()
+        for (policy, over), pair in _pairs(by_policy).items()
         if policy == SPINDLE
     }
 
 
 def block_speeds(
-    found: dict[Point, dict[int, dict[str, Run]]],
+    points: dict[Point, dict[int, dict[str, Run]]],
     policies: list[str],
     measured: Callable[[Run], float] = speed,
 ) -> dict[Point, dict[str, list[float]]]:
     """Return the speed of every policy in each warm block, by point."""
     return {
         point: {
-            policy: [_speed(block, policy, measured) for block in _warm(made)]
+            policy: [_speed(block, policy, measured) for block in _warm(by_block)]
             for policy in policies
         }
-        for point, made in found.items()
+        for point, by_block in points.items()
     }
 
 
 def _together(speeds: dict[Point, dict[str, list[float]]]) -> dict[Point, dict[str, list[float]]]:
     """Return the speeds of ``EVERY`` workload together, of the loads of several."""
-    found = {}
+    pooled = {}
     for load in dict.fromkeys(load for _, load in speeds):
-        every = [own for (_, at), own in speeds.items() if at == load]
+        every = [by_policy for (_, at), by_policy in speeds.items() if at == load]
         if len(every) > 1:
-            found[EVERY, load] = {
-                policy: [value for own in every for value in own[policy]] for policy in every[0]
+            pooled[EVERY, load] = {
+                policy: [value for by_policy in every for value in by_policy[policy]]
+                for policy in every[0]
             }
-    return found
+    return pooled
 
 
 def _pairs(
@@ -187,15 +193,17 @@ def best_fixed(speeds: dict[str, list[float]]) -> list[float]:
     """Return the speed in each block of the fixed choice that was best in the other blocks:
     hindsight, but on other prompts.
     """
-    fixed = {policy: np.log(own) for policy, own in speeds.items() if policy.startswith("fixed-")}
+    fixed = {
+        policy: np.log(values) for policy, values in speeds.items() if policy.startswith("fixed-")
+    }
     count = len(speeds[SPINDLE])
     if not fixed or count < 2:
         return []
-    chosen = [
+    best_policies = [
         max(fixed, key=lambda policy: np.delete(fixed[policy], block).mean())
         for block in range(count)
     ]
-    return [speeds[policy][block] for block, policy in enumerate(chosen)]
+    return [speeds[policy][block] for block, policy in enumerate(best_policies)]
 
 
 def interval(ours: list[float], theirs: list[float]) -> dict[str, Any]:
@@ -205,34 +213,34 @@ def interval(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     return {"ratio": round(ratio.value, 4), "interval_95": ends, "blocks": len(ours)}
 
 
-def noise(found: dict[Point, dict[int, dict[str, Run]]]) -> list[dict[str, Any]]:
+def noise(points: dict[Point, dict[int, dict[str, Run]]]) -> list[dict[str, Any]]:
     """Return the ratio of an arm to itself in each point, and of every workload together: what
     differs from 1 is noise.
     """
     speeds = {
-        point: {name: [speed(block[name]) for block in _warm(made)] for name in (AGAIN, NONE)}
-        for point, made in found.items()
-        if all(AGAIN in block for block in made.values())
+        point: {name: [speed(block[name]) for block in _warm(by_block)] for name in (AGAIN, NONE)}
+        for point, by_block in points.items()
+        if all(AGAIN in block for block in by_block.values())
     }
     rows = (speeds | _together(speeds)).items()
     return [
-        {"workload": workload, "load": load, **interval(own[AGAIN], own[NONE])}
-        for (workload, load), own in rows
+        {"workload": workload, "load": load, **interval(by_arm[AGAIN], by_arm[NONE])}
+        for (workload, load), by_arm in rows
     ]
 
 
 def ablations(
-    found: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
+    points: dict[Point, dict[int, dict[str, Run]]], policies: list[str]
 ) -> list[dict[str, Any]]:
     """Return for each part of spindle, or draft of its, the speed with it over that without it."""
     rows = []
-    for (workload, load), made in found.items():
+    for (workload, load), by_block in points.items():
         for arm in filter(is_ablation, policies):
             kind, _, part = arm.partition("-")
-            own, whole = (
-                [speed(block[policy]) for block in _warm(made)] for policy in (arm, SPINDLE)
+            arm_speeds, whole = (
+                [speed(block[policy]) for block in _warm(by_block)] for policy in (arm, SPINDLE)
             )
-            pair = (own, whole) if kind == "with" else (whole, own)
+            pair = (arm_speeds, whole) if kind == "with" else (whole, arm_speeds)
             rows.append(
                 {
                     "workload": workload,
@@ -248,13 +256,13 @@ def ablations(
 def claims(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what is claimed of spindle, met or missed, point by point."""
     most = max((level(row["load"]) for row in ratios if is_closed(row["load"])), default=0.0)
-    made = []
+    rows = []
     for row in ratios:
         if row["policy"] != SPINDLE or (bar := _bar(row, most)) is None:
             continue
         low, high = row["interval_95"] or (0.0, float("inf"))
         verdict = "holds" if low >= bar else "missed" if high < bar else "open"
-        made.append(
+        rows.append(
             {
                 **{
                     key: row[key]
@@ -264,7 +272,7 @@ def claims(ratios: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "verdict": verdict,
             }
         )
-    return made
+    return rows
 
 
 def _bar(row: dict[str, Any], most: float) -> float | None:
@@ -280,8 +288,8 @@ def _bar(row: dict[str, Any], most: float) -> float | None:
     return SATURATED if (at == most if closed else at >= 1) else None
 
 
-def _warm(made: dict[int, dict[str, Run]]) -> list[dict[str, Run]]:
-    return [block for number, block in made.items() if number] or list(made.values())
+def _warm(by_block: dict[int, dict[str, Run]]) -> list[dict[str, Run]]:
+    return [block for number, block in by_block.items() if number] or list(by_block.values())
 
 
 def _runs(block: dict[str, Run], policy: str) -> list[Run]:
@@ -297,7 +305,7 @@ def _speed(block: dict[str, Run], policy: str, measured: Callable[[Run], float])
 
 
 def _row(
-    warm: list[dict[str, Run]], made: dict[int, dict[str, Run]], policy: str
+    warm: list[dict[str, Run]], by_block: dict[int, dict[str, Run]], policy: str
 ) -> dict[str, Any]:
     pairs = [(run, block[NONE]) for block in warm for run in _runs(block, policy)]
     runs = [run for run, _ in pairs]
@@ -308,7 +316,9 @@ def _row(
     tokens, drafted, accepted = (
         sum(reply[key] for reply in replies) for key in ("output_tokens", "drafted", "accepted")
     )
-    cold = [reply["total_s"] for run in _runs(made.get(0, {}), policy) for reply in run["replies"]]
+    cold = [
+        reply["total_s"] for run in _runs(by_block.get(0, {}), policy) for reply in run["replies"]
+    ]
     counts: dict[str, float] = defaultdict(float)
     for run in runs:
         for name, value in run["counts"].items():
@@ -336,14 +346,14 @@ def _row(
         "sent_late_p99_s": np.quantile([reply["late_s"] for reply in replies], 0.99),
     }
     return {
-        "warm_blocks": sum(number > 0 for number in made),
+        "warm_blocks": sum(number > 0 for number in by_block),
         "requests": len(replies),
         "output_tokens": tokens,
         **{name: round(float(value), 5) for name, value in figures.items()},
         "cold_mean_latency_s": round(float(np.mean(cold)), 5) if cold else None,
         "acceptance": round(accepted / drafted, 4) if drafted else None,
         "step_time_share": _shares(counts),
-        "predicted_over_measured_step_time": _predicted(counts),
+        "predicted_over_measured_step_time": _predicted_share(counts),
         "tokens_by_draft": _by_label(counts, "spindle_emitted_tokens_total", "draft"),
         "draft_tokens_per_emitted_token": round(drafted / tokens, 4),
         "mean_batch": round(
@@ -352,7 +362,7 @@ def _row(
     }
 
 
-def _predicted(counts: dict[str, float]) -> float | None:
+def _predicted_share(counts: dict[str, float]) -> float | None:
     """Return the predicted over the measured time of the steps; None where not every step was
     predicted.
     """
@@ -362,11 +372,11 @@ def _predicted(counts: dict[str, float]) -> float | None:
 
 
 def _by_label(counts: dict[str, float], name: str, label: str) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
+    totals: dict[str, float] = defaultdict(float)
     for series, value in counts.items():
         if series.startswith(name) and (match := re.search(rf'\b{label}="([^"]*)"', series)):
-            found[match[1]] += value
-    return dict(found)
+            totals[match[1]] += value
+    return dict(totals)
 
 
 def _shares(counts: dict[str, float]) -> dict[str, float]:

@@ -141,14 +141,14 @@ def _print(
     base, *others = options.arms
     against = [speed(run) for run in runs if run["policy"] == base]
     for arm in others:
-        own = [run for run in runs if run["policy"] == arm]
-        ratio = ratio_of_rates([speed(run) for run in own], against)
+        arm_runs = [run for run in runs if run["policy"] == arm]
+        ratio = ratio_of_rates([speed(run) for run in arm_runs], against)
         line = (
             f"T {temperature:g}, {in_flight:2} in flight, {arm} over {base}:"
             f" {ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f}),"
-            f" first block {speed(own[0]) / against[0]:.3f}"
+            f" first block {speed(arm_runs[0]) / against[0]:.3f}"
         )
-        counts = [run["counts"] for run in own]
+        counts = [run["counts"] for run in arm_runs]
         if promised := _sum(counts, "spindle_promised_tokens"):
             drafted = _sum(counts, VERIFIED)
             vain = drafted - _sum(counts, VERIFIED + '{verified="more"')

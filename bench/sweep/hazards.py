@@ -32,14 +32,14 @@ Observed = tuple[Key, str, int, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hazards:
-    """``hazard`` and ``found`` [requests, drafts], the requests of a block beginning at ``start``;
+    """``hazard`` and ``match_rate`` [requests, drafts], the requests of a block from ``start``;
     ``decay`` [drafts, positions].
 
-    ``found`` is how often a draft that needs a match had one.
+    ``match_rate`` is how often a draft that needs a match had one.
     """
 
     hazard: FloatArray
-    found: FloatArray
+    match_rate: FloatArray
     decay: FloatArray
     start: dict[Key, tuple[int, int]]
 
@@ -48,10 +48,10 @@ class Hazards:
         propose.
         """
         begin, end = self.start[key]
-        return self.hazard[begin:end], self.found[begin:end]
+        return self.hazard[begin:end], self.match_rate[begin:end]
 
 
-def fitted(
+def fit(
     observed: Sequence[Observed], drafts: Sequence[str], free: Sequence[bool], k_max: int
 ) -> Hazards:
     """Fit hazards to the runs of fixed choices, request by request."""
@@ -61,16 +61,16 @@ def fitted(
         if key not in start:
             start[key] = (count, count + len(run["replies"]))
             count += len(run["replies"])
-    hazard, found = np.full((count, len(drafts)), LEAST), np.ones((count, len(drafts)))
+    hazard, match_rate = np.full((count, len(drafts)), LEAST), np.ones((count, len(drafts)))
     decay = np.ones((len(drafts), k_max))
     for column, draft in enumerate(drafts):
         runs = [(start[key], length, run) for key, name, length, run in observed if name == draft]
         chances, accepted, steps = _chances(runs, count, k_max)
         places = _by_position([run for _, _, run in runs], draft, k_max)
-        hazard[:, column], decay[column] = _solved(chances, accepted, places)
+        hazard[:, column], decay[column] = _solve(chances, accepted, places)
         if free[column]:
-            found[:, column] = np.clip(chances[:, 0] / np.maximum(steps, 1), 0.0, 1.0)
-    return Hazards(hazard, found, decay, start)
+            match_rate[:, column] = np.clip(chances[:, 0] / np.maximum(steps, 1), 0.0, 1.0)
+    return Hazards(hazard, match_rate, decay, start)
 
 
 def _chances(
@@ -102,7 +102,7 @@ def _by_position(runs: list[dict[str, Any]], draft: str, k_max: int) -> FloatArr
     return np.array([places[position + 1] for position in range(k_max)])
 
 
-def _solved(
+def _solve(
     chances: FloatArray, accepted: FloatArray, places: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """Return the hazards [requests] and the decays [k_max] that agree with each other."""
@@ -116,14 +116,18 @@ def _solved(
             low, high = np.where(less, hazard, low), np.where(less, high, hazard)
         expected = (chances * hazard[:, None] ** powers).sum(0)
         factor = np.where(expected * places > 0, places / np.maximum(expected, 1e-9), 0.0)
-        factor = _carried(factor / factor[0] if factor[0] > 0 else np.ones(len(factor)))
+        factor = _carry_on(factor / factor[0] if factor[0] > 0 else np.ones(len(factor)))
     return hazard, np.concatenate([[1.0], factor[1:] / factor[:-1]])
 
 
-def _carried(factor: FloatArray) -> FloatArray:
+def _carry_on(factor: FloatArray) -> FloatArray:
     """Return products of decays with the last decay that was seen carried on."""
-    seen = int(np.flatnonzero(factor > 0)[-1])
-    last = factor[seen] / factor[seen - 1] if seen and factor[seen - 1] > 0 else 1.0
+    last_known = int(np.flatnonzero(factor > 0)[-1])
+    last = (
+        factor[last_known] / factor[last_known - 1]
+        if last_known and factor[last_known - 1] > 0
+        else 1.0
+    )
     carried = np.where(factor > 0, factor, 1e-9)
-    carried[seen + 1 :] = factor[seen] * last ** np.arange(1, len(factor) - seen)
+    carried[last_known + 1 :] = factor[last_known] * last ** np.arange(1, len(factor) - last_known)
     return carried

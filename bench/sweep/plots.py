@@ -18,14 +18,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from backend.config import PolicyConfig
-from bench.baselines import BASELINES, compared
+from bench.baselines import BASELINES, compared_baselines
 from bench.peers.arms import PEERS
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, is_ablation
 from bench.sweep.figures import is_closed, level
 
 _STYLES = {
     NONE: (BASELINES[NONE].colour, BASELINES[NONE].marker),
-    **{name: (its.colour, its.marker) for name, its in compared().items()},
+    **{name: (its.colour, its.marker) for name, its in compared_baselines().items()},
     UNTOLD: ("#7fb0dd", "d"),
     SPINDLE: ("#c8321e", "o"),
 }
@@ -201,20 +201,20 @@ def _bars(
         for kind in ("", "draft:")
     }
     figure, axis = plt.subplots(figsize=(8.5, 0.8 + 0.26 * len(wanted)), layout="constrained")
-    left = np.zeros(len(wanted))
+    offsets = np.zeros(len(wanted))
     for part in parts:
         shares = np.array([row[key].get(part, 0.0) / sum(row[key].values()) for row in wanted])
         axis.barh(
             range(len(wanted)),
             shares,
-            left=left,
+            left=offsets,
             color=colours[part],
             label=part,
             height=0.75,
             edgecolor="white",
             linewidth=0.5,
         )
-        left += shares
+        offsets += shares
     axis.set_yticks(range(len(wanted)), [label(row) for row in wanted], fontsize=9)
     axis.invert_yaxis()
     axis.set_xlim(0, 1)

@@ -41,10 +41,10 @@ def write_report(record: dict[str, Any], path: Path, results: Path = RESULTS) ->
         family for other in _companions(record, results, "peers") for family in other["families"]
     ]
     record = {**record, "ablations": _ablations_of(record, results), "peers": families}
-    made = ((title, note, draw(record)) for title, note, draw in SECTIONS)
+    sections = ((title, note, draw(record)) for title, note, draw in SECTIONS)
     body = "".join(
         f"<h2>{title}</h2><p class=note>{html.escape(note)}</p>{content}"
-        for title, note, content in made
+        for title, note, content in sections
         if content
     )
     head = f"<h1>Load sweep</h1><p class=note>{_provenance(record)}</p>"

@@ -85,17 +85,17 @@ class Sweep:
     def __init__(self, options: argparse.Namespace, record: dict[str, Any], roster: Roster) -> None:
         self._options, self._record, self._roster = options, record, roster
         self._config = record["settings"]["config"]
-        self._messages = {name: self._rendered(name) for name in options.workloads}
+        self._messages = {name: self._render(name) for name in options.workloads}
         self._fixed = fixed_names(self._config, options.lengths)
         parts = ablation_names(self._config)
-        known = [*self._fixed, *ADAPTING, *parts]
-        own = [name for name in options.policies or () if PolicyConfig(name).is_custom]
-        if unknown := sorted(set(options.policies or ()) - {*known, *own}):
-            there = f"{', '.join(known)} or a dotted path like my_package.MyPolicy"
-            like = closest(unknown[0], known)
+        available = [*self._fixed, *ADAPTING, *parts]
+        custom = [name for name in options.policies or () if PolicyConfig(name).is_custom]
+        if unknown := sorted(set(options.policies or ()) - {*available, *custom}):
+            there = f"{', '.join(available)} or a dotted path like my_package.MyPolicy"
+            like = closest(unknown[0], available)
             raise SystemExit(f"--policies: {', '.join(unknown)} is none of {there}{like}")
         try:
-            for name in own:
+            for name in custom:
                 import_policy(parse_path(name)[0])
         except PolicyError as error:
             raise SystemExit(f"--policies: {error}") from error
@@ -104,11 +104,11 @@ class Sweep:
             name: reason for name in options.peers if (reason := self._peers.missing(name))
         }
         named = [*self._fixed, *ADAPTING] if options.policies is None else options.policies
-        chosen = {*named, *(parts if options.ablations else ())}
-        wanted = [name for name in known if name in chosen]
+        selected = {*named, *(parts if options.ablations else ())}
+        wanted = [name for name in available if name in selected]
         self.policies = [
             NONE,
-            *own,
+            *custom,
             *(name for name in wanted if not is_ablation(name)),
             SPINDLE,
             *(name for name in wanted if is_ablation(name)),
@@ -192,13 +192,13 @@ class Sweep:
                     self._options.active,
                 )
             )
-        served = arm.run(offer)
+        result = arm.run(offer)
         return {
             "workload": workload,
             "load": load,
             "block": block,
             "policy": policy,
-            **described(served),
+            **describe(result),
         }
 
     def _offer(self, workload: str, load: str, block: int, policy: str) -> Offer:
@@ -234,19 +234,17 @@ class Sweep:
             message for number, message in enumerate(every) if (number % TUNING_STEP == 0) is tuning
         ]
         rng = random.Random(f"{self._options.seed}/{workload}/{load}/{block}")
-        chosen = rng.sample(pool, count) if count <= len(pool) else rng.choices(pool, k=count)
+        texts = rng.sample(pool, count) if count <= len(pool) else rng.choices(pool, k=count)
         options: dict[str, Any] = {
             "max_tokens": self._options.max_tokens,
             "cache_salt": f"{workload}/{load}/{block}/{policy}",
         }
         if self._options.temperature:
             options["temperature"] = self._options.temperature
-            return [
-                {"text_input": text, **options, "seed": rng.randrange(2**62)} for text in chosen
-            ]
-        return [{"text_input": text, **options} for text in chosen]
+            return [{"text_input": text, **options, "seed": rng.randrange(2**62)} for text in texts]
+        return [{"text_input": text, **options} for text in texts]
 
-    def _rendered(self, name: str) -> list[str]:
+    def _render(self, name: str) -> list[str]:
         target = parse_config(self._config).target
         messages = workloads.load(name, MESSAGES, self._options.seed).messages
         if not target.kind.tokenizer:
@@ -265,8 +263,8 @@ class Sweep:
             policy,
         )
         arm, _ = self._roster.arm(policy)
-        served = arm.run(Offer(requests, in_flight))
-        return sum(reply.output_tokens for reply in served.replies) / served.wall_s
+        result = arm.run(Offer(requests, in_flight))
+        return sum(reply.output_tokens for reply in result.replies) / result.wall_s
 
     def _tune(self) -> dict[str, Any]:
         """Choose what the baselines know beforehand: the best fixed choices by tokens per second
@@ -331,11 +329,11 @@ def repeated_share(text: str, size: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def described(served: Served) -> dict[str, Any]:
+def describe(result: Served) -> dict[str, Any]:
     """Return a run's figures; texts may quote a corpus that must not be copied, so they are kept as
     hashes.
     """
-    gaps = [gap for reply in served.replies for gap in reply.gaps_s]
+    gaps = [gap for reply in result.replies for gap in reply.gaps_s]
     replies = [
         {
             **{
@@ -349,12 +347,12 @@ def described(served: Served) -> dict[str, Any]:
             if reply.output_tokens > 1
             else None,
         }
-        for reply in served.replies
+        for reply in result.replies
     ]
     gap_p99_s = _short(float(np.quantile(gaps, 0.99)) if gaps else 0.0)
-    counts = {name: _short(value) for name, value in served.counts.items()}
+    counts = {name: _short(value) for name, value in result.counts.items()}
     return {
-        "wall_s": _short(served.wall_s),
+        "wall_s": _short(result.wall_s),
         "gap_p99_s": gap_p99_s,
         "replies": replies,
         "counts": counts,
@@ -366,7 +364,7 @@ def _short(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def opened(options: argparse.Namespace) -> dict[str, Any]:
+def open_record(options: argparse.Namespace) -> dict[str, Any]:
     """Return the record to go on with. Raises SystemExit for a file of other settings, which is not
     overwritten.
     """
@@ -395,15 +393,15 @@ def opened(options: argparse.Namespace) -> dict[str, Any]:
 
 def write(record: dict[str, Any], policies: list[str], path: Path) -> None:
     """Write the record with the figures of its runs so far."""
-    found = sweep_figures.blocks(record["runs"], policies)
-    ratios = sweep_figures.compared(found, policies)
+    by_point = sweep_figures.blocks(record["runs"], policies)
+    ratios = sweep_figures.compare(by_point, policies)
     record |= {
-        "summary": sweep_figures.summary(found, policies),
+        "summary": sweep_figures.summary(by_point, policies),
         "ratios": ratios,
-        "overall": sweep_figures.overall(found, policies),
+        "overall": sweep_figures.overall(by_point, policies),
         "claims": sweep_figures.claims(ratios),
-        "ablations": sweep_figures.ablations(found, policies),
-        "noise": sweep_figures.noise(found),
+        "ablations": sweep_figures.ablations(by_point, policies),
+        "noise": sweep_figures.noise(by_point),
     }
     records.write(path, record)
 
@@ -415,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(text))  # its servers end with it
     command = sys.argv[1:] if arguments is None else list(arguments)
     options = parse(command, __doc__ or "")
-    record = opened(options)
+    record = open_record(options)
     config = record["settings"]["config"]
     prepare(parse_config(arm_config(config, SPINDLE, Tuning(), options.active)))
     measured = tables(parse_config(config))
@@ -440,7 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             sweep.close()
             write(record, sweep.policies, options.out)
-    record |= sweep_simulation.simulated(record)
+    record |= sweep_simulation.compare(record)
     write(record, sweep.policies, options.out)
     report = options.out.with_suffix(".html")
     write_report(record, report)

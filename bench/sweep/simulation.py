@@ -34,7 +34,7 @@ from backend.speculation.policy_factory import latency_model, make_policy
 from bench import records
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, Tuning, arm_config, fixed_choice
 from bench.sweep.figures import blocks, is_closed, level
-from bench.sweep.hazards import Hazards, fitted
+from bench.sweep.hazards import Hazards, fit
 from policy.latency import LatencyCurve, LatencyModel, LatencyTable
 from policy.plan import AnyPolicy, FloatArray, Outcome, Plan, Policy, View
 from policy.simulation.deployment import Deployment
@@ -72,19 +72,19 @@ class Constants:
     nothing else in flight.
     """
 
-    def corrected(self, latency: LatencyModel, names: Iterable[str]) -> LatencyModel:
+    def correct(self, latency: LatencyModel, names: Iterable[str]) -> LatencyModel:
         """Return the tables' times as these constants have them."""
         drafts = tuple(
-            _scaled(curve, self.drafts.get(name, 1.0))
+            _scale(curve, self.drafts.get(name, 1.0))
             for name, curve in zip(names, latency.drafts, strict=True)
         )
-        target = _scaled(latency.target, self.target)
+        target = _scale(latency.target, self.target)
         return LatencyModel(
             target, drafts, overhead_s=self.overhead_s, speculation_s=self.speculation_s
         )
 
 
-def _scaled(curve: LatencyCurve, factor: float) -> LatencyCurve:
+def _scale(curve: LatencyCurve, factor: float) -> LatencyCurve:
     return LatencyCurve(
         factor * curve.base_s,
         factor * curve.slope_s,
@@ -149,8 +149,8 @@ class Simulation:
         whole = blocks(record["runs"], list(names))
         self.runs = {
             (*point, number, name): run
-            for point, made in whole.items()
-            for number, block in made.items()
+            for point, by_block in whole.items()
+            for number, block in by_block.items()
             for name, run in block.items()
         }
         self._fixed = [name for name in names if name.startswith("fixed-")]
@@ -162,7 +162,7 @@ class Simulation:
         self._drafts = tuple(draft.name for draft in self.config.drafts)
         runs = [(key, run) for key, run in self.runs.items() if key[3] in self._fixed]
         free = [draft.kind.free for draft in self.config.drafts]
-        self._hazards = fitted(
+        self._hazards = fit(
             [(key[:3], *fixed_choice(key[3]), run) for key, run in runs],
             self._drafts,
             free,
@@ -180,7 +180,7 @@ class Simulation:
         ]
         return Lasting(make_policy(config, engines, self._tables, StepStats(Stats())))  # type: ignore[arg-type]
 
-    def simulated(
+    def serve(
         self, key: tuple[str, str, int], policy: Lasting, name: str, constants: Constants, draw: int
     ) -> Simulated:
         """Serve a block's requests."""
@@ -201,7 +201,7 @@ class Simulation:
     def _deployment(self, name: str, constants: Constants) -> Deployment:
         config: ServingConfig = self.config
         drafts = () if name == NONE else self._drafts
-        latency = constants.corrected(latency_model(config, self._tables), self._drafts)
+        latency = constants.correct(latency_model(config, self._tables), self._drafts)
         latency = replace(latency, drafts=latency.drafts[: len(drafts)])
         free = tuple(draft.kind.free for draft in config.drafts)[: len(drafts)]
         limits = config.limits
@@ -245,13 +245,13 @@ class Simulation:
             [_strata(int(size), draw, number) for number, size in enumerate(room)]
         )
         truth: Hazards = self._hazards
-        hazard, found = (values[:, : len(deployment.drafts)] for values in truth.of(key))
+        hazard, match_rate = (values[:, : len(deployment.drafts)] for values in truth.of(key))
         acceptance = Acceptance(
             logit=np.log(hazard / (1 - hazard)),
             category=np.zeros(count, np.int64),
             decay=truth.decay[: len(deployment.drafts)],
             drift=Drift.none(1, len(deployment.drafts)),
-            found=found,
+            found=match_rate,
             start=start,
             uniform=strata,
             match=uniform(draw, 4, *index),
@@ -270,7 +270,7 @@ class Simulation:
         steady = [
             key for key in cold if key[3] in (NONE, *self._fixed)
         ]  # these do the same in any time
-        tabled = {key: self._tabled(key) for key in steady}
+        tabled = {key: self._seconds_by_tables(key) for key in steady}
 
         def factor(part: str, keys: Iterable[RunKey]) -> float:
             pairs = ((cold[key].get(part, 0.0), tabled[key].get(part, 0.0)) for key in keys)
@@ -308,10 +308,10 @@ class Simulation:
             factor("verify", steady), drafts, overhead_s, speculation_s, planning_s, way_s
         )
 
-    def _tabled(self, key: RunKey) -> dict[str, float]:
+    def _seconds_by_tables(self, key: RunKey) -> dict[str, float]:
         """Return the seconds of a run by part, by the tables alone."""
         policy = self.policy(key[3])
-        self.simulated(key[:3], policy, key[3], Constants(), 0)
+        self.serve(key[:3], policy, key[3], Constants(), 0)
         return policy.parts_s
 
     def _between(self, key: RunKey) -> float:
@@ -401,7 +401,7 @@ def missing(record: dict[str, Any]) -> str:
     )
 
 
-def simulated(record: dict[str, Any]) -> dict[str, Any]:
+def compare(record: dict[str, Any]) -> dict[str, Any]:
     """Return ``simulation``: a row a point and policy with its measured and predicted mean latency;
     and the constants.
 
@@ -421,8 +421,8 @@ def simulated(record: dict[str, Any]) -> dict[str, Any]:
             key[2] for key in simulation.runs if key[:2] == (workload, load) and key[3] == name
         )[: MOST_BLOCKS + 1]
         rows.append(_row(simulation, (workload, load), name, numbers, constants))
-    used = {"blocks": MOST_BLOCKS, "draws": DRAWS, **asdict(constants)}
-    return {"simulation": [row for row in rows if row], "simulation_constants": used}
+    figures = {"blocks": MOST_BLOCKS, "draws": DRAWS, **asdict(constants)}
+    return {"simulation": [row for row in rows if row], "simulation_constants": figures}
 
 
 def _row(
@@ -438,11 +438,11 @@ def _row(
     predicted: list[Simulated] = []
     for draw in range(DRAWS):
         policy = simulation.policy(name)
-        simulated = [
-            simulation.simulated((workload, load, block), policy, name, constants, draw)
+        simulations = [
+            simulation.serve((workload, load, block), policy, name, constants, draw)
             for block in numbers
         ]
-        predicted += [run for run, block in zip(simulated, numbers, strict=True) if block]
+        predicted += [run for run, block in zip(simulations, numbers, strict=True) if block]
     runs = [simulation.runs[workload, load, block, name] for block in numbers if block]
     seconds_s = (
         [reply["total_s"] for run in runs for reply in run["replies"]],
@@ -473,7 +473,7 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     options = parser.parse_args()
     record = json.loads(options.record.read_text("utf-8"))
-    record |= simulated(record)
+    record |= compare(record)
     records.write(options.record, record)
     near = [abs(row["error"]) <= WITHIN for row in record["simulation"] if row["below_saturation"]]
     print(

@@ -65,28 +65,28 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measured(options: argparse.Namespace) -> dict[str, Any]:
+def run_all(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything that was asked for. Raises TraceError, LatencyError or ValueError."""
     costs = Costs.measured(options.costs) if options.costs else Costs.authors()
     arms = options.arms or (QUICK_ARMS if options.quick else ())
-    known = known_arms(costs)
+    choices = known_arms(costs)
     for arm in arms:
-        if "." in arm and arm not in known:
+        if "." in arm and arm not in choices:
             by_path(costs, arm)
         else:
-            _check("arms", arm, known)
+            _check("arms", arm, choices)
     world = World.read(options.data, options.cache)
     sets = options.sets or ((MIXED,) if options.quick else (MIXED, *world.sets))
     tokens = options.tokens or (QUICK_TOKENS if options.quick else 0)
     for name in sets:
         _check("sets", name, (MIXED, *world.sets))
-    asked = list(product(sets, options.in_flight))
+    points = list(product(sets, options.in_flight))
     compile_all()  # before the processes fork
     shared = partial(
         cell, world, costs, arms=arms, seed=options.seed, tokens=tokens, cache=options.cache
     )
     with ProcessPoolExecutor(options.jobs, initializer=_share, initargs=(shared,)) as pool:
-        cells = [*pool.map(_cell, asked)]
+        cells = [*pool.map(_cell, points)]
     return {
         "benchmark": "traces",
         "seed": options.seed,
@@ -110,26 +110,26 @@ def _share(shared: Callable[..., dict[str, Any]]) -> None:
     _shared = shared
 
 
-def _cell(asked: tuple[str, int]) -> dict[str, Any]:
+def _cell(point: tuple[str, int]) -> dict[str, Any]:
     assert _shared is not None
     began_s = process_time()
-    row = {**_shared(*asked), "cpu_seconds": round(process_time() - began_s, 1)}
-    data, in_flight = asked
+    row = {**_shared(*point), "cpu_seconds": round(process_time() - began_s, 1)}
+    data, in_flight = point
     print(f"{data}, {in_flight} in flight: {row['cpu_seconds']} s of CPU", file=sys.stderr)
     return row
 
 
-def _check(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        like = closest(value, known)
-        raise ValueError(f"--{name} must be of {', '.join(known)}, got {value!r}{like}")
+def _check(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        like = closest(value, choices)
+        raise ValueError(f"--{name} must be of {', '.join(choices)}, got {value!r}{like}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table, write the record and its picture; returns 2 for bad input."""
     options = _options(arguments)
     try:
-        record = measured(options)
+        record = run_all(options)
     except (TraceError, LatencyError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

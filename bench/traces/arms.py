@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.baselines import compared
+from bench.baselines import compared_baselines
 from bench.baselines.suffix_else import SuffixElse
 from bench.traces.costs import DRAFTS, EAGLE, SUFFIX, Costs
 from bench.traces.replay import (
@@ -85,13 +85,13 @@ class Load:
 
     def score(self, arm: Arm) -> Score:
         """Return what an arm does on the requests."""
-        known = self.scores.get(arm.key)
-        if known is None:
+        score = self.scores.get(arm.key)
+        if score is None:
             ran = self.run(arm)
-            known = Score(ran.speed, float(np.mean(ran.planning_s)))
+            score = Score(ran.speed, float(np.mean(ran.planning_s)))
             if arm.key:
-                self.scores[arm.key] = known
-        return known
+                self.scores[arm.key] = score
+        return score
 
     def best(self, arms: Iterable[Arm]) -> Arm:
         """Return the arm of most tokens per second."""
@@ -143,7 +143,7 @@ class Untrimmed(AdaptivePlanner):
         return plan.length
 
 
-def tuned(
+def tune(
     load: Load, claims: dict[float, FloatArray], wanted: Collection[str] = ()
 ) -> dict[str, Arm]:
     """Return the best choice of each kind on these requests, by name: of the fixed lengths of the
@@ -156,8 +156,8 @@ def tuned(
 
     def rule(least: int, own: int, head: int) -> Arm:
         options = {"least": least, "own": own}
-        known = DRAFTS, load.costs.model(), HEAD_TOKENS
-        policy = SuffixElse(*known, draft=EAGLE, length=head, least=least, own=own)
+        deployment = DRAFTS, load.costs.model(), HEAD_TOKENS
+        policy = SuffixElse(*deployment, draft=EAGLE, length=head, least=least, own=own)
         return Arm(policy, _BOTH, {**options, "length": head}, f"rule {least} {own} {head}")
 
     def best_rule(most: int) -> Arm:
@@ -184,12 +184,12 @@ def tuned(
 
 def going_on(quality: float, paths: FloatArray) -> list[Arm]:
     """Return the arms of a head that goes on while it is confident."""
-    made = []
+    arms = []
     for least in LEAST_CONFIDENCES:
         options = replace(_HEAD_ALONE, head_claims=paths, least_confidence=least)
         policy, settings = FixedLength(EAGLE, HEAD_TOKENS), {"least_confidence": least}
-        made.append(Arm(policy, options, settings, f"{CONFIDENT} {quality} {least}"))
-    return made
+        arms.append(Arm(policy, options, settings, f"{CONFIDENT} {quality} {least}"))
+    return arms
 
 
 def of_others(costs: Costs, in_flight: int, claims: dict[float, FloatArray]) -> dict[str, Tunable]:
@@ -200,7 +200,7 @@ def of_others(costs: Costs, in_flight: int, claims: dict[float, FloatArray]) -> 
     schedules = tuple({in_flight: k} for k in LENGTHS)
     tried = {"draft": DRAFTS, "length": LENGTHS, "schedule": schedules}
     tunables = {}
-    for name, baseline in compared().items():
+    for name, baseline in compared_baselines().items():
         needs: dict[str, tuple[Any, ...]] = {need: tried[need] for need in baseline.needs}
         make = partial(_of_registry, costs, name)
         tunables[name] = Tunable(make, needs, baseline.options)
@@ -213,10 +213,12 @@ def of_others(costs: Costs, in_flight: int, claims: dict[float, FloatArray]) -> 
 def _of_registry(
     costs: Costs, name: str, settings: dict[str, Any], quality: float = 0.0, **options: Any
 ) -> Arm:
-    baseline = compared()[name]
-    own = {name: settings[name] for name in baseline.options}
+    baseline = compared_baselines()[name]
+    settings_taken = {name: settings[name] for name in baseline.options}
     needs = {name: settings[name] for name in baseline.needs}
-    settings_of = BaselineSettings(DRAFTS, costs.model(), HEAD_TOKENS, options=own, **needs)
+    settings_of = BaselineSettings(
+        DRAFTS, costs.model(), HEAD_TOKENS, options=settings_taken, **needs
+    )
     policy = baseline.make(settings_of)
     key = f"{name} {quality} {settings}"
     return Arm(policy, Options(looks=None, **options), settings, key)
@@ -233,7 +235,7 @@ def by_path(costs: Costs, arm: str) -> Arm:
     return Arm(load_policy(path, DRAFTS, costs.model(), HEAD_TOKENS, options), Options(looks=None))
 
 
-def untuned(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:
+def untuned_arms(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:
     """Return what has nothing to tune, by name; ``claims`` are the head's made-up confidences by
     quality. Planning is charged to ``planner`` alone.
     """
@@ -243,8 +245,8 @@ def untuned(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:
         kind: Callable[..., AnyPolicy] = AdaptivePlanner,
         **options: Any,
     ) -> Arm:
-        made = kind(drafts, costs.model(drafts), PlannerConfig(k_max=LOOKUP_TOKENS))
-        return Arm(made, Options(drafts=drafts, **options))
+        policy = kind(drafts, costs.model(drafts), PlannerConfig(k_max=LOOKUP_TOKENS))
+        return Arm(policy, Options(drafts=drafts, **options))
 
     arms = {
         NONE: Arm(NoSpeculation(), _HEAD_ALONE, key=NONE),
@@ -270,4 +272,10 @@ def known_arms(costs: Costs) -> tuple[str, ...]:
     """Return the names of all arms."""
     claims = dict.fromkeys(QUALITIES, np.zeros((0, HEAD_TOKENS)))
     deeper = (_confident(CONFIDENT, quality) for quality in claims)
-    return (*untuned(costs, claims), FIXED_EAGLE, *RULES, *deeper, *of_others(costs, 1, claims))
+    return (
+        *untuned_arms(costs, claims),
+        FIXED_EAGLE,
+        *RULES,
+        *deeper,
+        *of_others(costs, 1, claims),
+    )

@@ -17,8 +17,8 @@ from bench.traces.arms import (
     Load,
     by_path,
     made_up_claims,
-    tuned,
-    untuned,
+    tune,
+    untuned_arms,
 )
 from bench.traces.costs import Costs
 from bench.traces.world import World
@@ -35,8 +35,8 @@ def order(world: World, half: IntArray, in_flight: int, tokens: int = 0) -> IntA
     says), as often as makes three for every slot.
     """
     most = tokens or TOKENS.get(in_flight, 10**9)
-    chosen = half[: int(world.size[half].cumsum().searchsorted(most)) + 1]
-    return np.tile(chosen, -(-3 * in_flight // len(chosen)))
+    shuffled = half[: int(world.size[half].cumsum().searchsorted(most)) + 1]
+    return np.tile(shuffled, -(-3 * in_flight // len(shuffled)))
 
 
 def cell(
@@ -55,15 +55,15 @@ def cell(
     """
     halves = world.halves(() if data == MIXED else (data,), seed)
     orders = [order(world, half, in_flight, tokens) for half in halves]
-    kept = [cache and scores.file(cache, world, one, in_flight, costs) for one in orders]
+    paths = [cache and scores.file(cache, world, one, in_flight, costs) for one in orders]
     loads = [
         Load(world, one, in_flight, costs, scores.read(path) if path else {})
-        for one, path in zip(orders, kept, strict=True)
+        for one, path in zip(orders, paths, strict=True)
     ]
     wanted, claims = set(arms), made_up_claims(world)
     rows: dict[str, Any] = {}
     for half, load in enumerate(loads):
-        every = untuned(costs, claims) | tuned(loads[1 - half], claims, wanted)
+        every = untuned_arms(costs, claims) | tune(loads[1 - half], claims, wanted)
         every |= {name: by_path(costs, name) for name in wanted.difference(every)}
         for name, arm in every.items():
             if not wanted or name in wanted | {NONE, FIXED_EAGLE}:
@@ -72,7 +72,7 @@ def cell(
                 row["tokens_per_s"].append(round(score.speed, 3))
                 row["planning_s"].append(round(score.planning_s, 7))
                 row["settings"].append(arm.settings)
-    for path, load in zip(kept, loads, strict=True):
+    for path, load in zip(paths, loads, strict=True):
         if path:
             scores.write(path, load.scores)
     return {"data": data, "in_flight": in_flight, "arms": rows}
@@ -83,9 +83,9 @@ def summary(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for one in cells:
         speeds = {name: row["tokens_per_s"] for name, row in one["arms"].items()}
-        for name, own in speeds.items():
+        for name, arm_speeds in speeds.items():
             over = {
-                key: [round(a / b, 6) for a, b in zip(own, speeds[other], strict=True)]
+                key: [round(a / b, 6) for a, b in zip(arm_speeds, speeds[other], strict=True)]
                 for key, other in (("over_none", NONE), ("over_fixed_eagle", FIXED_EAGLE))
             }
             rows.append(

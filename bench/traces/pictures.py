@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.baselines import BASELINES, compared
+from bench.baselines import BASELINES, compared_baselines
 from bench.traces.arms import PLANNER
 
 LEAST_SHOWN = -10.0
@@ -41,9 +41,9 @@ def picture(rows: list[dict[str, Any]], theme: dict[str, str]) -> Figure:
 
 def _lines(rows: list[dict[str, Any]], data: str) -> Lines:
     lines: Lines = {}
-    shown = (PLANNER, "rule", "fixed-suffix", *compared())
+    arms = (PLANNER, "rule", "fixed-suffix", *compared_baselines())
     for row in rows:
-        if row["data"] == data and row["arm"] in shown:
+        if row["data"] == data and row["arm"] in arms:
             percent = 100 * (row["over_fixed_eagle"] - 1)
             lines.setdefault(row["arm"], {})[row["in_flight"]] = percent
     return lines

@@ -98,7 +98,7 @@ class Ran:
     """Emitted."""
     nodes: list[int] = field(default_factory=list)
     """Verified."""
-    used: list[IntArray] = field(default_factory=list)
+    drafting: list[IntArray] = field(default_factory=list)
     """[drafts] rows that each proposed for."""
     planning_s: list[float] = field(default_factory=list)
     """CPU time of plan, trim and observe."""
@@ -147,10 +147,10 @@ def run(
     options = options or Options()
     if options.looks is None and SUFFIX in options.drafts:
         ran = run(world, order, in_flight, policy, costs, replace(options, looks=False), state)
-        if not np.sum(ran.used, 0)[options.drafts.index(SUFFIX)]:
+        if not np.sum(ran.drafting, 0)[options.drafts.index(SUFFIX)]:
             return ran
     replay = _Replay(world, order, in_flight, policy, costs, options, state)
-    while replay.filled():
+    while replay.fill():
         replay.step()
     return replay.ran
 
@@ -184,7 +184,7 @@ class _Replay:
         self.ran = Ran(state=policy.start() if state is None else state)
         self._queue, self._next_id, self._now = order.tolist()[::-1], 1, 0.0
         self._rng = np.random.default_rng(options.seed)
-        self._request, self._id, self._position, self._seen = np.zeros((4, in_flight), np.int64)
+        self._request, self._id, self._position, self._cached = np.zeros((4, in_flight), np.int64)
         self._empty = np.ones(in_flight, np.bool_)
         self._rows = np.arange(in_flight)
         drafts, tokens = options.drafts, {EAGLE: options.head_tokens, SUFFIX: options.lookup_tokens}
@@ -195,8 +195,8 @@ class _Replay:
         self._accepts = np.stack([getattr(world, name) for name in drafts], 1)
         self._evidence = self._claims = None
         if options.evidence:
-            shown = {EAGLE: np.zeros_like(world.evidence), SUFFIX: world.evidence}
-            self._evidence = shared(np.stack([shown[name] for name in drafts], 1))
+            evidence = {EAGLE: np.zeros_like(world.evidence), SUFFIX: world.evidence}
+            self._evidence = shared(np.stack([evidence[name] for name in drafts], 1))
         untold = DEFAULT_CONFIDENCE ** np.arange(1, DEEPEST + 1)
         self._head_claims = np.broadcast_to(untold, (len(world.eagle), DEEPEST))
         if options.head_claims is not None:
@@ -207,7 +207,7 @@ class _Replay:
         self._learns = kind.observe is not Policy.observe
         self._learning_s = 0.0
 
-    def filled(self) -> bool:
+    def fill(self) -> bool:
         """Give every empty slot the next request; return whether there were enough."""
         for slot in np.flatnonzero(self._empty).tolist():
             if not self._queue:
@@ -215,7 +215,7 @@ class _Replay:
             request, begin = self._queue.pop(), self._options.begin
             # the head reads the prompt in the prompt's pass
             self._request[slot], self._id[slot] = request, self._next_id
-            self._position[slot], self._seen[slot] = begin, self._world.prompt[request] + begin
+            self._position[slot], self._cached[slot] = begin, self._world.prompt[request] + begin
             self._next_id += 1
         return True
 
@@ -225,22 +225,22 @@ class _Replay:
         began_s = thread_time()
         plan = self._plan(view, at)
         planned_s = thread_time() - began_s
-        chosen = np.maximum(plan.draft, 0)
-        claims, accepts = self._of_drafts(at, chosen)
-        verified, trimmed_s = self._trimmed(view, plan, claims)
+        draft = np.maximum(plan.draft, 0)
+        claims, accepts = self._of_drafts(at, draft)
+        verified, trimmed_s = self._trim(view, plan, claims)
         accepted = np.minimum(np.minimum(accepts, plan.length), verified)
-        left = self._world.size[self._request] - self._position
-        emitted = np.minimum(accepted + 1, left)
+        remaining = self._world.size[self._request] - self._position
+        emitted = np.minimum(accepted + 1, remaining)
         step = _Chosen(at, view, plan, claims, accepts, verified, emitted)
         times = self._times(step, planned_s + trimmed_s)
-        over = emitted >= left
+        over = emitted >= remaining
         self._now += times.measured_s
         learnt_s = self._learn(step, times, over)
         self._note(step, times, planned_s + trimmed_s + learnt_s)
-        used = (plan.length > 0) & ~self._free[chosen]
+        is_drafting = (plan.length > 0) & ~self._free[draft]
         # the last proposed token is never read by its draft
         read = np.minimum(accepted, plan.length - 1)
-        self._seen = np.where(used, view.context + read, self._seen)
+        self._cached = np.where(is_drafting, view.context + read, self._cached)
         self._position, self._empty = self._position + emitted, over
 
     def _view(self) -> tuple[View, IntArray]:
@@ -249,10 +249,10 @@ class _Replay:
         at, context = world.at[self._request] + position, world.prompt[self._request] + position
         ceiling = np.minimum(self._most, (LIMIT - 1 - position)[:, None])
         ceiling = np.where(self._free & (world.evidence[at] == 0)[:, None], 0, ceiling)
-        catchup = np.where(self._free, 0, (context - self._seen)[:, None])
-        shown = None if self._evidence is None else self._evidence[at]
+        catchup = np.where(self._free, 0, (context - self._cached)[:, None])
+        evidence = None if self._evidence is None else self._evidence[at]
         columns = self._id.copy(), context, LIMIT - position, ceiling, catchup
-        return View(self._options.drafts, *columns, evidence=shown), at
+        return View(self._options.drafts, *columns, evidence=evidence), at
 
     def _plan(self, view: View, at: IntArray) -> Plan:
         policy = self._policy
@@ -263,22 +263,22 @@ class _Replay:
 
     def _going_on(self, plan: Plan, view: View, at: IntArray) -> Plan:
         """Return the plan whose head stopped by itself (``Options.least_confidence``)."""
-        chosen = np.maximum(plan.draft, 0)
-        heads = (plan.length > 0) & ~self._free[chosen]
+        draft = np.maximum(plan.draft, 0)
+        heads = (plan.length > 0) & ~self._free[draft]
         if not heads.any():
             return plan
         paths = self._head_claims[at[heads]].mean(0)
         depth = 1 + int((paths >= self._options.least_confidence).cumprod().sum())
-        most = view.ceiling[self._rows, chosen]
+        most = view.ceiling[self._rows, draft]
         return replace(plan, length=np.where(heads, np.minimum(depth, most), plan.length))
 
-    def _of_drafts(self, at: IntArray, chosen: IntArray) -> tuple[FloatArray, IntArray]:
+    def _of_drafts(self, at: IntArray, draft: IntArray) -> tuple[FloatArray, IntArray]:
         """Return what the chosen drafts claim of their paths, and what would be accepted."""
-        width, free = len(self._depth), self._free[chosen]
+        width, free = len(self._depth), self._free[draft]
         claims = np.where(free[:, None], self._world.claims[at], self._head_claims[at])[:, :width]
-        return claims, self._accepts[at, chosen]
+        return claims, self._accepts[at, draft]
 
-    def _trimmed(self, view: View, plan: Plan, claims: FloatArray) -> tuple[IntArray, float]:
+    def _trim(self, view: View, plan: Plan, claims: FloatArray) -> tuple[IntArray, float]:
         """Return how many tokens of each row's chain are verified, and the seconds it took."""
         length = plan.length
         if not self._trims or not length.any():
@@ -310,9 +310,9 @@ class _Replay:
         measured = self._options.planning == MEASURED
         planning_s = planned_s if measured else float(self._options.planning)
         learning_s = self._learning_s if measured else 0.0
-        own = {"planning": planning_s, "learning": learning_s}
+        host_s = {"planning": planning_s, "learning": learning_s}
         parts["overhead"] += planning_s + learning_s
-        return StepTimes(sum(parts.values()), parts | own)
+        return StepTimes(sum(parts.values()), parts | host_s)
 
     def _learn(self, step: _Chosen, times: StepTimes, over: IntArray) -> float:
         """Let the policy learn the step; return the seconds it took."""
@@ -330,12 +330,12 @@ class _Replay:
         length, verified = plan.length, step.verified
         matched = np.minimum(step.accepts, length)
         # after a rejection every node fails; after the last token that was emitted nothing is known
-        known = (depth < length[:, None]) & (depth <= verified[:, None])
-        known &= (matched < emitted)[:, None] | (depth < emitted[:, None])
-        node = np.nonzero(known)[0]
-        shown = None
+        is_evidence = (depth < length[:, None]) & (depth <= verified[:, None])
+        is_evidence &= (matched < emitted)[:, None] | (depth < emitted[:, None])
+        node = np.nonzero(is_evidence)[0]
+        evidence = None
         if view.evidence is not None:
-            shown = np.where(plan.draft >= 0, view.evidence[self._rows, plan.draft], 0)
+            evidence = np.where(plan.draft >= 0, view.evidence[self._rows, plan.draft], 0)
         rows = StepRows(
             request=view.request,
             draft=np.where(length > 0, plan.draft, NO_DRAFT),
@@ -345,32 +345,34 @@ class _Replay:
             scored=np.minimum(emitted, length),
             verified=verified,
             followed=np.minimum(np.minimum(matched, verified), emitted),
-            evidence=shown,
+            evidence=evidence,
         )
         nodes = StepNodes(
             row=node,
-            confidence=step.claims[known].astype(np.float64),
+            confidence=step.claims[is_evidence].astype(np.float64),
             drawn=np.zeros(len(node), np.bool_),
-            accepted=(depth < matched[:, None])[known],
+            accepted=(depth < matched[:, None])[is_evidence],
         )
         ended = view.request[over.nonzero()[0]]
-        return Outcome(rows, times, self._unused(step), nodes, finished=ended, view=view, plan=plan)
+        return Outcome(
+            rows, times, self._unused_lookups(step), nodes, finished=ended, view=view, plan=plan
+        )
 
-    def _unused(self, step: _Chosen) -> FreeChains:
+    def _unused_lookups(self, step: _Chosen) -> FreeChains:
         """Return the look-ups that were not used, against what was emitted instead."""
         view = step.view
-        used = np.where(step.plan.length > 0, step.plan.draft, NO_DRAFT)
-        unused = np.arange(len(self._free)) != used[:, None]
+        draft_in_use = np.where(step.plan.length > 0, step.plan.draft, NO_DRAFT)
+        unused = np.arange(len(self._free)) != draft_in_use[:, None]
         row, draft = np.nonzero(self._free & unused & (view.ceiling > 0))
         scored = np.minimum(view.ceiling[row, draft], step.emitted[row])
         accepted = np.minimum(self._accepts[step.at[row], draft], scored)
-        shown = None if view.evidence is None else view.evidence[row, draft]
-        return FreeChains(view.request[row], draft, accepted, scored, shown)
+        evidence = None if view.evidence is None else view.evidence[row, draft]
+        return FreeChains(view.request[row], draft, accepted, scored, evidence)
 
     def _note(self, step: _Chosen, times: StepTimes, planning_s: float) -> None:
         draft, drafts = step.plan.draft[step.plan.length > 0], len(self._free)
         self.ran.seconds.append(times.measured_s)
         self.ran.tokens.append(int(step.emitted.sum()))
         self.ran.nodes.append(int(step.verified.sum()))
-        self.ran.used.append(np.bincount(draft, minlength=drafts))
+        self.ran.drafting.append(np.bincount(draft, minlength=drafts))
         self.ran.planning_s.append(planning_s)

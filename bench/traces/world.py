@@ -72,13 +72,13 @@ class World:
         source = _digest(paths)
         if cache is None:
             return cls(source, tuple(paths), **_columns(paths))
-        known = cache / f"lookups-{source}.npz"
-        if not known.exists():
+        lookups = cache / f"lookups-{source}.npz"
+        if not lookups.exists():
             cache.mkdir(parents=True, exist_ok=True)
-            part = known.with_name(f"part-{os.getpid()}.npz")
+            part = lookups.with_name(f"part-{os.getpid()}.npz")
             np.savez(part, **_columns(paths))
-            part.replace(known)
-        with np.load(known) as file:
+            part.replace(lookups)
+        with np.load(lookups) as file:
             return cls(source, tuple(paths), **{name: file[name] for name in file.files})
 
     def halves(self, sets: tuple[str, ...] = (), seed: int = 7) -> tuple[IntArray, IntArray]:
@@ -133,7 +133,7 @@ def _looked_up(trace: Trace, size: int) -> tuple[IntArray, IntArray, FloatArray]
     engine = LookupEngine("suffix", max_draft_tokens=DEEPEST)
     text = trace.text[:size]
     sequence = Sequence(0, list(trace.prompt), len(trace.prompt), SamplingParams())
-    accepted, shown = np.zeros((2, size), np.int64)
+    accepted, evidence = np.zeros((2, size), np.int64)
     claims = np.zeros((size, DEEPEST))
     for place, token in enumerate(text):
         engine.submit([Turn(sequence, len(sequence.tokens), run=DEEPEST, nodes=_EVERY_NODE)])
@@ -142,6 +142,6 @@ def _looked_up(trace: Trace, size: int) -> tuple[IntArray, IntArray, FloatArray]
             chain = done.proposal.spine()
             claims[place, : len(chain)] = chain.confidence
             accepted[place] = len(chain.follow(text[place : place + DEEPEST]))
-            shown[place] = engine.evidence(sequence)
+            evidence[place] = engine.evidence(sequence)
         sequence.tokens.append(token)
-    return accepted, shown, claims
+    return accepted, evidence, claims

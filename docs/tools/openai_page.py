@@ -42,8 +42,8 @@ def with_fields(page: str) -> str:
         rows.sort(key=lambda row: _FATES.index(row[0]))
         lines += [f"| {name} | {fate} | {what} |" for fate, name, what in rows]
         lines.append("")
-    made = "\n".join([*lines, _END])
-    return re.sub(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", lambda _: made, page, flags=re.DOTALL)
+    table = "\n".join([*lines, _END])
+    return re.sub(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", lambda _: table, page, flags=re.DOTALL)
 
 
 def _same(field: FieldInfo, other: FieldInfo | None) -> bool:

@@ -35,15 +35,15 @@ def keys(path: str) -> dict[str, tuple[str, str]]:
     """Return {key: (default, what it may be)} of a place; the whole's own keys are those that are
     no tables.
     """
-    found = {}
+    rows = {}
     for item in dataclasses.fields(settings_class(path)):
         default = item.default
         if path and item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         if path or (default is not dataclasses.MISSING and not dataclasses.is_dataclass(default)):
-            shown = "`" + json.dumps(list(default) if isinstance(default, tuple) else default) + "`"
-            found[item.name] = (shown, _may_be(item))
-    return found
+            value = "`" + json.dumps(list(default) if isinstance(default, tuple) else default) + "`"
+            rows[item.name] = (value, _may_be(item))
+    return rows
 
 
 def _may_be(item: dataclasses.Field[Any]) -> str:

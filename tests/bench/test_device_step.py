@@ -41,7 +41,7 @@ def test_a_text_is_followed_along_the_spine_and_onto_one_leaf():
     nodes = Nodes.of(rate, np.full(3, 2))
     rank = np.array([[0, 0, 0], [0, 1, 0], [4, 0, 0]])
     rank = np.pad(rank, ((0, 0), (0, 5)), constant_values=4)
-    followed, ends = nodes.followed(nodes.chance > 0, rank)
+    followed, ends = nodes.follow(nodes.chance > 0, rank)
     assert followed.tolist() == [2, 2, 0]
     assert ends.tolist() == [False, True, False]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.simulator.__main__ import main
-from bench.simulator.protocol import captured, compare
+from bench.simulator.protocol import compare, share_captured
 from bench.simulator.shift import shift_test
 from policy.simulation.experiments import BACKLOG, Result, Scenario, Task, compared
 from policy.simulation.presets import MIXED, llama_8b_h100
@@ -62,7 +62,7 @@ def test_the_captured_share_is_that_of_the_way_from_fixed_to_oracle():
     results = {
         Task(arm, load, 3): result(s) for arm, s in latency_s.items() for load in (0.5, BACKLOG)
     }
-    assert captured(results, "adaptive", "fixed", 0.5, [3]) == pytest.approx(0.8)
+    assert share_captured(results, "adaptive", "fixed", 0.5, [3]) == pytest.approx(0.8)
     assert compared(results, "adaptive", "fixed", 0.5, [3]).value == pytest.approx(0.6)
     assert compared(results, "adaptive", "fixed", BACKLOG, [3]).value == pytest.approx(1 / 0.6)
 

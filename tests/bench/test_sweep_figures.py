@@ -59,7 +59,7 @@ def test_a_ratio_is_that_within_blocks_and_a_block_that_lacks_a_policy_does_not_
     runs.append(run("spindle", 3, 9.0))
     found = sweep_figures.blocks(runs, ["none", "spindle"])
     assert list(found["mix", "closed-2"]) == [0, 1, 2]
-    (row,) = sweep_figures.compared(found, ["none", "spindle"])
+    (row,) = sweep_figures.compare(found, ["none", "spindle"])
     assert (row["policy"], row["over"], row["blocks"]) == ("spindle", "none", 2)
     assert row["ratio"] == pytest.approx(2.0)
     assert row["interval_95"] == (2.0, 2.0)
@@ -71,7 +71,7 @@ def test_a_machine_that_slows_down_within_a_block_favours_no_policy_over_the_two
         [run(policy, block, seconds) for block in (0, 1) for policy, seconds in took.items()],
         list(took),
     )
-    (row,) = sweep_figures.compared(found, list(took))
+    (row,) = sweep_figures.compare(found, list(took))
     assert row["ratio"] == pytest.approx(1.0)
     assert [row["ratio"] for row in sweep_figures.noise(found)] == [0.25]
     plain = sweep_figures.summary(found, list(took))[0]
@@ -92,7 +92,7 @@ def test_of_several_workloads_every_block_of_any_is_a_pair_of_all_together():
     ]
     found = sweep_figures.blocks(runs, policies)
     ratios = {
-        (r["workload"], r["policy"], r["over"]): r for r in sweep_figures.compared(found, policies)
+        (r["workload"], r["policy"], r["over"]): r for r in sweep_figures.compare(found, policies)
     }
     every = ratios[EVERY, "spindle", "none"]
     assert (every["ratio"], every["blocks"]) == (pytest.approx((2 * 32**0.5) ** 0.5, abs=1e-4), 2)

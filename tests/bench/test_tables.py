@@ -4,7 +4,7 @@ from itertools import product
 import pytest
 
 from bench import tables
-from bench.baselines import compared
+from bench.baselines import compared_baselines
 from policy.simulation.experiments import BACKLOG
 
 
@@ -103,7 +103,7 @@ def test_a_stack_that_was_not_run_leaves_its_cell_empty(results, monkeypatch):
 
 
 def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(results):
-    ran = [*compared()][1:]  # the record is older than the first
+    ran = [*compared_baselines()][1:]  # the record is older than the first
     names = ["fixed:eagle:3", "adaptive", "oracle", "none", *ran]
     arms = {name: {"latency_s": 2.0, "tokens_per_s": 8.0} for name in names}
     arms["fixed:eagle:3"] = {

@@ -153,7 +153,7 @@ def test_settings_are_tuned_on_the_half_that_is_not_scored(world, monkeypatch):
         scored.append({int(n) for n in load.order})
         return run(world, load.order, load.in_flight, arm.policy, COSTS, arm.options)
 
-    monkeypatch.setattr("bench.traces.figures.tuned", tuned)
+    monkeypatch.setattr("bench.traces.figures.tune", tuned)
     monkeypatch.setattr(Load, "run", record)
     cell(world, COSTS, "mixed", 2, arms=["none"])
     assert len(tuning) == 2
@@ -225,7 +225,7 @@ def test_no_arm_is_faster_than_the_oracle(world):
     load = Load(world, np.tile(np.arange(16), 2), 4, COSTS)
     bound = {
         name: load.run(arm).speed
-        for name, arm in arms.untuned(COSTS, {}).items()
+        for name, arm in arms.untuned_arms(COSTS, {}).items()
         if name.startswith("oracle")
     }
     others = [Arm(FixedLength("eagle", k), HEAD) for k in (1, 2, 3, 5)]
@@ -295,7 +295,7 @@ def test_planning_is_charged_at_its_time_and_learning_in_the_next_step(world, mo
     )
     more = np.array(paid.seconds) - free.seconds
     assert more[0] == pytest.approx(2)
-    steps = np.array([sum(used) > 0 for used in paid.used[1:]])
+    steps = np.array([sum(used) > 0 for used in paid.drafting[1:]])
     assert more[1:][steps] == pytest.approx(3)
     assert paid.planning_s[0] == 3
     assert np.array(fixed.seconds) - free.seconds == pytest.approx(1)

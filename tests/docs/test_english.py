@@ -24,11 +24,11 @@ TO_BE_RENAMED = re.compile(
     "policy/|engines_build/|backend/(?:hosts|sampling|speculation)/"
     "|backend/engines/(?:cuda|eagle|models|openvino|stepping|tensorrt_llm|vllm)/"
     "|backend/engines/(?:hosted|quantized)|backend/request"
-    "|bench/(?:baselines|hosts|simulator|sweep|traces)/|bench/tables"
+    "|bench/baselines/suffix_else|bench/traces/arms"
 )
 """Places where functions are still named by regular participles, fields and variables by any."""
 VARIABLES_TO_BE_RENAMED = re.compile(
-    "bench/|docs/|backend/core/hosted|backend/(?:machine|tokenizer)"
+    "bench/micro/fuzz|backend/core/hosted|backend/(?:machine|tokenizer)"
     "|backend/engines/(?:checkpoint|head/|torch/|trt_graph/)"
 )
 """More such places, of variables only."""

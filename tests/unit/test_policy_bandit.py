@@ -152,8 +152,8 @@ def test_a_step_without_rows_or_time_is_no_trial():
 
 
 def test_figures_of_requests_are_kept_by_their_ids():
-    kept = PerRequest.none(1).updated(np.array([7, 3]), np.array([[70.0], [30.0]]), NONE)
+    kept = PerRequest.none(1).with_figures(np.array([7, 3]), np.array([[70.0], [30.0]]), NONE)
     assert kept.of(np.array([3, 5, 7])).tolist() == [[30.0], [0.0], [70.0]]
-    after = kept.updated(np.array([9, 3]), np.array([[90.0], [31.0]]), np.array([7]))
+    after = kept.with_figures(np.array([9, 3]), np.array([[90.0], [31.0]]), np.array([7]))
     assert (after.request.tolist(), after.figures.tolist()) == ([3, 9], [[31.0], [90.0]])
     assert kept.of(np.array([3])).tolist() == [[30.0]]  # not changed in place

@@ -51,7 +51,7 @@ def test_blocks_double_and_their_bins_are_as_long_as_their_root():
     trials, bins = Trials(np.zeros(5), np.zeros(5)), []
     for _ in range(22):
         trials = trials.next_bin()
-        bins.append((trials.block, trials.place, trials.left))
+        bins.append((trials.block, trials.place, trials.steps_left))
     assert bins[:2] == [(1, 1, 1), (2, 1, 1)]
     assert [left for block, _, left in bins if block == 2] == [1, 1]
     assert [left for block, _, left in bins if block == 3] == [2, 2]
@@ -88,7 +88,7 @@ def test_a_bin_keeps_its_length():
     state = known(5, 4, 1, 3, 2, left=2)
     for left in (1, 0):
         plan, state = policy().plan(view(2), state, 0.0, Drawn(0.0, 4))
-        assert (plan.length.tolist(), state.trials[1].left) == ([1, 1], left)
+        assert (plan.length.tolist(), state.trials[1].steps_left) == ([1, 1], left)
     assert policy().plan(view(2), state, 0.0, Drawn(0.0, 4))[0].length.tolist() == [4, 4]
 
 

@@ -196,7 +196,7 @@ def test_spin_forgets_what_has_finished_and_gives_a_newcomer_the_workload_s_best
         plan, state = policy.plan(view(4), state, 0.0, RNG)
         state = policy.observe(outcome(plan, np.where(plan.draft == 1, 3, 0)), state, 0.0)
     state = policy.observe(outcome(plan, 3, finished=[0, 1]), state, 0.0)
-    assert set(state.seen) == set(state.assigned) == {2, 3}
+    assert set(state.by_request) == set(state.assigned) == {2, 3}
     plan, _ = policy.plan(view(4), state, 0.0, RNG)
     assert plan.draft[0] == 1
 
