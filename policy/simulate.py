@@ -225,8 +225,14 @@ def main(arguments: list[str] | None = None) -> int:
     return run(options, lambda: compare_command(options, Runner(options.jobs)))
 
 
-def run(options: argparse.Namespace, command: Callable[[], dict[str, Any]]) -> int:
-    """Run a command and keep its results; returns 2 for a policy or file that is wrong."""
+def run(
+    options: argparse.Namespace,
+    command: Callable[[], dict[str, Any]],
+    write: Callable[[Path, dict[str, Any]], None] | None = None,
+) -> int:
+    """Run a command and ``write`` its results to ``options.json``, without ``write`` as JSON lines.
+    Returns 2 for a policy or file that is wrong.
+    """
     if not {"", str(Path.cwd())} & {*sys.path}:
         sys.path.append(str(Path.cwd()))  # where a user's policy may lie
     try:
@@ -236,8 +242,10 @@ def run(options: argparse.Namespace, command: Callable[[], dict[str, Any]]) -> i
         return 2
     speed = f"{document['steps_per_s']:,.0f} simulated steps a second"
     print(f"{document['steps']:,} steps in {document['wall_s']:g} s: {speed}")
-    if options.json:
-        options.json.write_text(lines(document))
+    if options.json and write:
+        write(options.json, document)
+    elif options.json:
+        options.json.write_text(lines(document), "utf-8")
     return 0
 
 

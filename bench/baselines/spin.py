@@ -59,10 +59,8 @@ class SpinSelection(Policy[SpinState]):
         requests = view.request.tolist()
         for request in requests:
             if request not in assigned:
-                draft_index = (
-                    int(rng.integers(len(self.drafts))) if exploring else state.best(request)
-                )
-                assigned[request] = draft_index
+                drafts = len(self.drafts)
+                assigned[request] = int(rng.integers(drafts)) if exploring else state.best(request)
         draft = np.array([assigned[request] for request in requests], np.int64)
         after = state._replace(step=(state.step + 1) % _EPOCH_STEPS, assigned=assigned)
         return Plan.within(view, draft, self.length), after

@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = {"evidence": evidence, "worth": worth_command, "fleet": fleet_command}
     commands["guard"] = guard_command
     runner = Runner(options.jobs, "python -m bench.simulator")
-    return run(options, lambda: commands[options.command](options, runner))
+    return run(options, lambda: commands[options.command](options, runner), records.write)
 
 
 if __name__ == "__main__":

@@ -122,12 +122,8 @@ def _solve(
 
 def _carry_on(factor: FloatArray) -> FloatArray:
     """Return products of decays with the last decay that was seen carried on."""
-    last_known = int(np.flatnonzero(factor > 0)[-1])
-    last = (
-        factor[last_known] / factor[last_known - 1]
-        if last_known and factor[last_known - 1] > 0
-        else 1.0
-    )
+    end = int(np.flatnonzero(factor > 0)[-1])
+    last = factor[end] / factor[end - 1] if end and factor[end - 1] > 0 else 1.0
     carried = np.where(factor > 0, factor, 1e-9)
-    carried[last_known + 1 :] = factor[last_known] * last ** np.arange(1, len(factor) - last_known)
+    carried[end + 1 :] = factor[end] * last ** np.arange(1, len(factor) - end)
     return carried

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from bench import records
 from bench.simulator.__main__ import main
 from bench.simulator.protocol import compare, share_captured
 from bench.simulator.shift import shift_test
@@ -12,7 +13,7 @@ from policy.simulation.experiments import BACKLOG, Result, Scenario, Task, compa
 from policy.simulation.presets import MIXED, llama_8b_h100
 
 
-def test_a_fleet_is_simulated_size_by_size(capsys):
+def test_a_fleet_is_simulated_size_by_size(capsys, tmp_path):
     main(
         [
             "--jobs",
@@ -24,8 +25,13 @@ def test_a_fleet_is_simulated_size_by_size(capsys):
             "none",
             "--requests",
             "4",
+            "--json",
+            str(tmp_path / "fleet.json"),
         ]
     )
+    record = json.loads((tmp_path / "fleet.json").read_text())
+    assert record["commit"] == records.commit()
+    assert record["machine"]
     rows = [
         json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
     ]

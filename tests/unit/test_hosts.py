@@ -237,7 +237,7 @@ def test_a_calibration_ends_when_its_time_is_spent_but_not_empty():
     assert len(calibration.table(TARGET, "cpu", "m", "f", "v").tokens) == 1
 
 
-def test_a_first_step_that_compiles_is_not_of_the_time_to_be_spent():
+def test_the_first_step_which_may_compile_spends_nothing_of_the_budget():
     now = iter([100.0, 100.0, 100.01, 100.02, 100.03])
     calibration = Calibration(iter([Shape(1, 0)]), 5.0, lambda: next(now))
     for seconds in (100.0, 0.01, 0.02, 0.03):
