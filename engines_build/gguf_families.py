@@ -81,8 +81,10 @@ def write_folder(gguf_file: Path, fields: dict[str, Any], folder: Path) -> None:
     packed = _pack_q4_0(gguf_file, fields, lm)
     if packed:
         config.quantization_config = QUANTIZATION
-        kept = {name.removesuffix("_packed") for name in packed if name.endswith("_packed")}
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in kept} | packed
+        packed_names = {name.removesuffix("_packed") for name in packed if name.endswith("_packed")}
+        tensors = {
+            name: tensor for name, tensor in tensors.items() if name not in packed_names
+        } | packed
     config.architectures, config.dtype = [type(lm).__name__], torch.bfloat16
     config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -106,7 +108,7 @@ def _pack_q4_0(gguf_file: Path, fields: dict[str, Any], lm: Any) -> dict[str, An
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_file).tensors}
     heads = fields[f"{family}.attention.head_count"]
     counts = {"q_proj": heads, "k_proj": fields.get(f"{family}.attention.head_count_kv", heads)}
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, module in lm.get_decoder().named_modules(prefix="model"):
         tensor = stored.get(f"{names.get_name(name)}.weight")
         if (
@@ -125,7 +127,7 @@ def _pack_q4_0(gguf_file: Path, fields: dict[str, Any], lm: Any) -> dict[str, An
         digits = np.concatenate((halves & 15, halves >> 4), -1).reshape(rows, -1)
         words = (digits[:, 0::2] | digits[:, 1::2] << 4).view(np.int32)
         scale = np.ascontiguousarray(parts[..., :2]).view(np.float16)[..., 0]
-        found[f"{name}.weight_packed"] = torch.from_numpy(words.copy())
-        found[f"{name}.weight_scale"] = torch.from_numpy(scale.copy())
-        found[f"{name}.weight_shape"] = torch.tensor([rows, module.in_features])
-    return found
+        tensors[f"{name}.weight_packed"] = torch.from_numpy(words.copy())
+        tensors[f"{name}.weight_scale"] = torch.from_numpy(scale.copy())
+        tensors[f"{name}.weight_shape"] = torch.tensor([rows, module.in_features])
+    return tensors

@@ -114,11 +114,11 @@ def measure(
         is_busy = True
         logger.warning("the machine is busy: the next start on a quiet one measures again")
     for engine in engines:
-        own, folder = cases[engine.name], folders[engine.name]
+        engine_cases, folder = cases[engine.name], folders[engine.name]
         table = tabulate(
             engine.name,
-            own,
-            [seconds[engine.name, case] for case in own],
+            engine_cases,
+            [seconds[engine.name, case] for case in engine_cases],
             _provenance(engine, folder, threads, is_busy=is_busy),
             widths[engine.name],
         )
@@ -229,10 +229,10 @@ def _rig(
     )
     longest = replace(config.policy, k_max=max(case.length + case.run for case in cases))
     sized = replace(config, limits=limits, policy=longest)
-    made = make_engine(engine, Service(sized, threads, lambda one: folders[one.name]))
-    if not isinstance(made, MeasurableEngine):
+    built_engine = make_engine(engine, Service(sized, threads, lambda one: folders[one.name]))
+    if not isinstance(built_engine, MeasurableEngine):
         raise TypeError(f"engine {engine.engine!r} is measured, and has no assume()")
-    return Rig(made, rng)
+    return Rig(built_engine, rng)
 
 
 def _provenance(engine: EngineConfig, folder: Path, threads: int, *, is_busy: bool) -> Provenance:

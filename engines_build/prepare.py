@@ -106,10 +106,10 @@ def are_slow(config: ServingConfig, folders: Mapping[str, Path]) -> bool:
     """Return whether the last server's passes took much less than the tables say, and print it: the
     tables were measured while something else ran, which may have cost the target a thread, too.
     """
-    if not config.policy.keep_learned or (found := pace(learned_key(config, folders))) > SLOW_PACE:
+    if not config.policy.keep_learned or (ratio := pace(learned_key(config, folders))) > SLOW_PACE:
         return False
     print(
-        f"spindle: passes took {found:.2f} times as long as measured: the machine was busy then; "
+        f"spindle: passes took {ratio:.2f} times as long as measured: the machine was busy then; "
         "measuring again (half a minute)",
         flush=True,
     )

@@ -94,7 +94,7 @@ def write_tree(folder: Path) -> None:
     for path in paths:
         copy = folder / NAME / path
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(_renamed((ROOT / path).read_text("utf-8"), modules), "utf-8")
+        copy.write_text(_rename((ROOT / path).read_text("utf-8"), modules), "utf-8")
     (folder / NAME / "__init__.py").write_text(_INIT.format(version=__version__), "utf-8")
     (folder / "LICENSE").write_bytes((ROOT / "LICENSE").read_bytes())
     dependencies = ", ".join(f'"{one}"' for one in DEPENDENCIES)
@@ -123,7 +123,7 @@ def _modules() -> Iterator[Path]:
                 yield path
 
 
-def _renamed(text: str, modules: set[str]) -> str:
+def _rename(text: str, modules: set[str]) -> str:
     """Return a module's source with its imports, and names of modules in strings, in the wheel's
     package.
     """

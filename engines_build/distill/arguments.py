@@ -32,11 +32,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if missing := [file for file in args.answers_file if not file.is_file()]:
         parser.error(f"--answers-file: no file {missing[0]}")
     args.work = args.work or args.out.with_name(args.out.name + ".work")
-    for name, known in (("sources", LICENCES), ("workloads", WORKLOADS), ("judged", JUDGED)):
+    for name, choices in (("sources", LICENCES), ("workloads", WORKLOADS), ("judged", JUDGED)):
         values = getattr(args, name).split(",")
         setattr(args, name, values)
-        if unknown := [value for value in values if value not in known]:
-            parser.error(f"--{name}: unknown value {unknown[0]!r}; choose from {', '.join(known)}")
+        if unknown := [value for value in values if value not in choices]:
+            parser.error(
+                f"--{name}: unknown value {unknown[0]!r}; choose from {', '.join(choices)}"
+            )
     try:
         args.train, args.held_out = (
             Corpus(args.sources, args.corpora, side, args.seed) for side in (False, True)

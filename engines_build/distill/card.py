@@ -41,7 +41,7 @@ def command_line(args: argparse.Namespace) -> str:
     )
 
 
-def head_card(args: argparse.Namespace, built: Built, report: dict[str, Any], command: str) -> str:
+def head_card(args: argparse.Namespace, head: Built, report: dict[str, Any], command: str) -> str:
     """Write a head's README.md."""
     line = report["training"]
     columns = [f"accepted_{place}" for place in range(1, 5)]
@@ -61,10 +61,10 @@ def head_card(args: argparse.Namespace, built: Built, report: dict[str, Any], co
         name=args.out.name,
         target=args.target.name,
         network=_NETWORKS[args.form],
-        layers=", ".join(map(str, built.layers)),
-        hidden=built.hidden_size,
-        inner=built.intermediate_size,
-        rows=_ROWS[args.form].format(rows=f"{built.rows:,}"),
+        layers=", ".join(map(str, head.layers)),
+        hidden=head.hidden_size,
+        inner=head.intermediate_size,
+        rows=_ROWS[args.form].format(rows=f"{head.rows:,}"),
         millions=report["parameters"] / 1e6,
         licences=licences(args),
         top_k=TOP_K,

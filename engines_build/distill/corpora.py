@@ -104,7 +104,7 @@ class Corpus:
         if not held_out:
             judged = grams_of(d.text for s in sources for d in _read(s, folder, True))
             self._by_source = {
-                s: list(_cleaned(documents, judged)) for s, documents in self._by_source.items()
+                s: list(_clean(documents, judged)) for s, documents in self._by_source.items()
             }
         empty = [s for s, documents in self._by_source.items() if not documents]
         if empty:
@@ -171,9 +171,9 @@ class Corpus:
         return Prompt(kind, self._makers[kind](rng), raw)
 
     def _chat(self, rng: random.Random) -> str:
-        asked = self._by_source.get("chatterbot", [])
-        if asked and ("wordnet" not in self._by_source or rng.random() < 0.2):
-            return rng.choice(rng.choice(asked).text.split("\n"))
+        questions = self._by_source.get("chatterbot", [])
+        if questions and ("wordnet" not in self._by_source or rng.random() < 0.2):
+            return rng.choice(rng.choice(questions).text.split("\n"))
         return self._fill(rng, ABOUT)
 
     def _text(self, rng: random.Random) -> str:
@@ -250,7 +250,7 @@ def _read(source: str, folder: Path | None, held_out: bool) -> Iterator[Document
     return (d for d in documents if d.held_out == held_out)
 
 
-def _cleaned(documents: list[Document], judged: Grams) -> Iterator[Document]:
+def _clean(documents: list[Document], judged: Grams) -> Iterator[Document]:
     for document in documents:
         between = _BETWEEN_FUNCTIONS if document.source == "stdlib" else "\n\n"
         if text := without_overlap(document.text, judged, between):
@@ -279,8 +279,8 @@ def _functions(source: str) -> list[str]:
     """Return the functions and methods of a module that make a short prompt."""
     lines = source.splitlines()
     nodes = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef))
-    found = (textwrap.dedent("\n".join(lines[n.lineno - 1 : n.end_lineno])) for n in nodes)
-    return [f for f in found if 150 <= len(f) <= PASSAGE_CHARS[1]]
+    sources = (textwrap.dedent("\n".join(lines[n.lineno - 1 : n.end_lineno])) for n in nodes)
+    return [f for f in sources if 150 <= len(f) <= PASSAGE_CHARS[1]]
 
 
 def _passage(document: Document, rng: random.Random) -> str:
@@ -288,12 +288,12 @@ def _passage(document: Document, rng: random.Random) -> str:
     paragraphs = document.text.split("\n\n")
     want = rng.randint(*PASSAGE_CHARS)
     start = rng.randrange(len(paragraphs))
-    taken = ""
+    passage = ""
     for paragraph in paragraphs[start:]:
-        taken += ("\n\n" if taken else "") + paragraph
-        if len(taken) >= want:
+        passage += ("\n\n" if passage else "") + paragraph
+        if len(passage) >= want:
             break
-    return taken[: PASSAGE_CHARS[1]]
+    return passage[: PASSAGE_CHARS[1]]
 
 
 def _html_pages(source: str, pattern: str, folder: Path) -> Iterator[Document]:
@@ -347,8 +347,8 @@ def _topics(folder: Path) -> Iterator[Document]:
 
 def _chatterbot(folder: Path) -> Iterator[Document]:
     for path in sorted(folder.glob("pypi/chatterbot_corpus/data/english/*.yml")):
-        asked = re.findall(r"^- - (.+)$", path.read_text(encoding="utf-8"), re.M)
-        for question in (q.strip("'\" ") for q in asked):
+        questions = re.findall(r"^- - (.+)$", path.read_text(encoding="utf-8"), re.M)
+        for question in (q.strip("'\" ") for q in questions):
             if len(question) > 12:
                 yield Document("chatterbot", question.lower(), question)
 

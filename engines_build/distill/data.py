@@ -12,11 +12,11 @@ from typing import Any
 
 from backend.storage.manifest import weights_sha256
 from backend.tokenizer import load_tokenizer
+from engines_build.distill.answer_files import keep, read_again
 from engines_build.distill.corpora import WORKLOADS
 from engines_build.distill.evaluation_sets import JUDGED
 from engines_build.distill.generate import GREEDY_SHARE, Generator, Shards, Teacher
 from engines_build.distill.head import HeadSample
-from engines_build.distill.kept import keep, read_again
 from engines_build.distill.overlap import (
     GRAM_WORDS,
     Grams,
@@ -94,7 +94,7 @@ def judged_by(args: argparse.Namespace) -> dict[str, Grams]:
     }
 
 
-def unjudged(
+def drop_judged(
     args: argparse.Namespace, samples: list[HeadSample], tokenizer: Any
 ) -> list[HeadSample]:
     """Return the sequences to train on. Raises OverlapError where they or the documents share a run
@@ -106,15 +106,16 @@ def unjudged(
     refuse_overlap("training documents", args.train.texts, judged)
     texts = [tokenizer.decode(s.tokens.tolist(), skip_special_tokens=True) for s in samples]
     if args.drop_overlap:
-        kept = [
+        unshared = [
             s
             for s, text in zip(samples, texts, strict=True)
             if not any(overlaps(text, runs) for runs in judged.values())
         ]
         print(
-            f"overlap: {len(samples) - len(kept)} of {len(samples)} sequences left out", flush=True
+            f"overlap: {len(samples) - len(unshared)} of {len(samples)} sequences left out",
+            flush=True,
         )
-        samples = kept
+        samples = unshared
     else:
         refuse_overlap("sequences", texts, judged)
     if not samples:
@@ -130,8 +131,8 @@ def refuse_overlap(what: str, texts: list[str], judged: dict[str, Grams]) -> Non
     are judged by.
     """
     if counts := overlap_counts(texts, judged):
-        found = ", ".join(f"{count} with {name}" for name, count in counts.items())
+        overlaps = ", ".join(f"{count} with {name}" for name, count in counts.items())
         raise OverlapError(
             f"{what}: of {len(texts)}, these share a run of {GRAM_WORDS} words with an "
-            f"evaluation set: {found}"
+            f"evaluation set: {overlaps}"
         )

@@ -102,17 +102,17 @@ class EagleUnroller:
             head.unroll(s.tokens.long(), self._states(s.tokens)[:, self._layers], steps)
             for s in samples
         ]
-        kept = torch.arange(len(starts.answer))
+        alive = torch.arange(len(starts.answer))
         for step in range(steps):
-            kept = kept[starts.left[kept] > step]
-            if not len(kept):
+            alive = alive[starts.remaining[alive] > step]
+            if not len(alive):
                 return
             rows = []
             for number, text in enumerate(texts):
-                places = starts.first[kept][starts.answer[kept] == number] - 1
+                places = starts.first[alive][starts.answer[alive] == number] - 1
                 if len(places):
                     rows.append(next(text)[places])
-            yield torch.cat(rows), kept, starts
+            yield torch.cat(rows), alive, starts
 
 
 def export_eagle(network: EagleNetwork, rows: Tensor, out: Path, *, names_layers: bool) -> None:

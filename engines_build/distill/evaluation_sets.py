@@ -155,9 +155,9 @@ def read(corpus: PinnedFile) -> bytes:
     """
     path = cache.root() / "corpora" / f"{corpus.sha256[:16]}-{Path(corpus.member).name}"
     data = path.read_bytes() if path.is_file() else _download(corpus)
-    if (found := hashlib.sha256(data).hexdigest()) != corpus.sha256:
+    if (digest := hashlib.sha256(data).hexdigest()) != corpus.sha256:
         raise EvaluationError(
-            f"{path if path.is_file() else corpus.member} has SHA-256 {found}, expected "
+            f"{path if path.is_file() else corpus.member} has SHA-256 {digest}, expected "
             f"{corpus.sha256}"
         )
     if not path.is_file():

@@ -51,7 +51,9 @@ def first_head(
     rows = min(rows, config.vocab_size)
     inner = -(-config.hidden_size * 4 // 3 // _INNER_STEP) * _INNER_STEP
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    made = HeadConfig(config.vocab_size, hidden, inner, tuple(taps), rows, eps)
+    head_config = HeadConfig(config.vocab_size, hidden, inner, tuple(taps), rows, eps)
     targets = ((s.top_ids, s.top_logprobs) for s in samples)
     device = str(samples[0].top_ids.device)
-    return HeadNetwork(made), choose_shortlist(targets, rows, config.vocab_size, always, device)
+    return HeadNetwork(head_config), choose_shortlist(
+        targets, rows, config.vocab_size, always, device
+    )

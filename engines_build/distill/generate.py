@@ -59,7 +59,7 @@ class _Row:
     tokens: list[int]
     temperature: float
     blocks: list[int]
-    seen: int = 0
+    computed_tokens: int = 0
     """Tokens that were run, from the first one on."""
     answers: int = 1
     top_ids: list[Tensor] = field(default_factory=list)
@@ -67,7 +67,7 @@ class _Row:
     features: list[Tensor] = field(default_factory=list)
     """States of the prompt's last token and of each one generated but the last."""
 
-    def ended(self, eos: Set[int]) -> bool:
+    def is_over(self, eos: Set[int]) -> bool:
         """Whether the text is over, full, or repeats its last 8 tokens for the third time in 64 (a
         loop teaches nothing more).
         """
@@ -112,8 +112,8 @@ class Teacher:
 
     def again(self, row: _Row) -> list[int]:
         """Return blocks for another answer to a prompt: those that are kept, and new ones."""
-        kept = row.blocks[: row.prompt_tokens // BLOCK_TOKENS]
-        return kept + self._pool.allocate(len(row.blocks) - len(kept))
+        blocks = row.blocks[: row.prompt_tokens // BLOCK_TOKENS]
+        return blocks + self._pool.allocate(len(row.blocks) - len(blocks))
 
     def end(self, row: _Row) -> None:
         """Give a row's blocks back."""
@@ -129,8 +129,10 @@ class Teacher:
         chunks = []
         for row in rows:
             table = KVTable(row.blocks)
-            chunks.append(Chunk(row.tokens[row.seen :], row.seen, table, logits=1))
-            row.seen = len(row.tokens)
+            chunks.append(
+                Chunk(row.tokens[row.computed_tokens :], row.computed_tokens, table, logits=1)
+            )
+            row.computed_tokens = len(row.tokens)
         return self._forward(chunks)
 
     def _forward(self, chunks: list[Chunk]) -> Tensor:
@@ -258,7 +260,7 @@ class Generator:
         self.answers = answers
         self.eos = ends
         self.replies: deque[str] = deque(maxlen=64)
-        self.asked: deque[_Row] = deque()  # prompts, once for each answer still wanted
+        self.waiting: deque[_Row] = deque()  # prompts, once for each answer still wanted
         self.noise = torch.Generator().manual_seed(corpus.seed * 1_000_003 + len(shards.paths()))
         self.rng = random.Random(f"{corpus.seed}/{len(shards.paths())}")
 
@@ -273,7 +275,7 @@ class Generator:
         while self.shards.generated < tokens and time.monotonic() < deadline:
             self._extend(rows, self.teacher.step(rows))
             for slot, row in enumerate(rows):
-                if row.ended(self.eos):
+                if row.is_over(self.eos):
                     self.teacher.end(row)
                     finished.append(row)
                     self._remember(row)
@@ -292,8 +294,8 @@ class Generator:
 
     def _start(self) -> _Row:
         """Begin another answer to a prompt that was run, or one to a new prompt."""
-        if self.asked:
-            return self._again(self.asked.popleft())
+        if self.waiting:
+            return self._again(self.waiting.popleft())
         prompt = self._next_prompt()
         ids = encode(self.tokenizer, prompt)
         greedy = self.rng.random() < self.greedy_share
@@ -301,20 +303,24 @@ class Generator:
             _WORKLOAD_NAMES.index(prompt.workload),
             len(ids),
             ids,
-            0.0 if greedy else self._sampled(),
+            0.0 if greedy else self._draw_temperature(),
             self.teacher.begin(len(ids)),
             answers=self.answers,
         )
 
     def _again(self, first: _Row) -> _Row:
         """Begin another answer: its first token is drawn from the distribution after the prompt."""
-        n, logprobs, temperature = first.prompt_tokens, first.top_logprobs[1], self._sampled()
+        n, logprobs, temperature = (
+            first.prompt_tokens,
+            first.top_logprobs[1],
+            self._draw_temperature(),
+        )
         row = replace(
             first,
             tokens=first.tokens[:n],
             temperature=temperature,
             blocks=self.teacher.again(first),
-            seen=n // BLOCK_TOKENS * BLOCK_TOKENS,
+            computed_tokens=n // BLOCK_TOKENS * BLOCK_TOKENS,
             answers=1,
             top_ids=first.top_ids[:2],
             top_logprobs=first.top_logprobs[:2],
@@ -323,7 +329,7 @@ class Generator:
         row.tokens += self._choose(logprobs, row.top_ids[1], torch.tensor([temperature])).tolist()
         return row
 
-    def _sampled(self) -> float:
+    def _draw_temperature(self) -> float:
         return self.rng.uniform(*SAMPLED_TEMPERATURES)
 
     def _next_prompt(self) -> Prompt:
@@ -350,21 +356,21 @@ class Generator:
     def _extend(self, rows: list[_Row], logits: Tensor) -> None:
         top_logprobs, top_ids = _top(logits)
         temperatures = torch.tensor([r.temperature for r in rows])
-        chosen = self._choose(top_logprobs, top_ids, temperatures).tolist()
+        tokens = self._choose(top_logprobs, top_ids, temperatures).tolist()
         for i, row in enumerate(rows):
             if not row.top_ids:
                 self._start_others(row, top_ids.shape[1])
             row.top_ids.append(top_ids[i : i + 1])
             row.top_logprobs.append(top_logprobs[i : i + 1])
             row.features += [self.teacher.features[i : i + 1]] if self.teacher.taps else []
-            row.tokens.append(chosen[i])
+            row.tokens.append(tokens[i])
 
     def _start_others(self, row: _Row, width: int) -> None:
         """Note the distributions within a prompt that was run, and ask for its other answers."""
         row.within_prompt(width)
         for _ in range(row.answers - 1):
             self.teacher.hold(row)
-            self.asked.append(row)
+            self.waiting.append(row)
 
     def _choose(self, top_logprobs: Tensor, top_ids: Tensor, temperatures: Tensor) -> Tensor:
         """One token per row [n]: the Gumbel-max trick over the kept logits; temperature 0 leaves

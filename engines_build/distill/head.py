@@ -96,11 +96,11 @@ class Starts:
     """The number of the row's token in all tokens of its answer."""
     place: Tensor
     """The number of the row's state in all states of all answers."""
-    left: Tensor
+    remaining: Tensor
     """How many tokens come after the row's."""
     context: Tensor
     """[C]: the tokens of the answers' texts that are not static."""
-    seen: Tensor
+    first_seen: Tensor
     """[answers, C]: the number of the first token that is such a one."""
 
 
@@ -120,12 +120,12 @@ def starts_of(samples: Sequence[HeadSample], static: Tensor) -> Starts:
     columns = torch.full((len(static),), -1, device=device)
     columns[context] = torch.arange(len(context), device=device)
     columns = columns[tokens]
-    kept = columns >= 0
-    seen = torch.full((len(samples) * len(context),), 1 << 30, device=device)
-    at = text[kept] * len(context) + columns[kept]
-    seen.scatter_reduce_(0, at, number[kept], reduce="amin")
-    seen = seen.view(len(samples), len(context))
-    return Starts(answer, first, place, lengths[answer] - 1 - first, context, seen)
+    exists = columns >= 0
+    first_seen = torch.full((len(samples) * len(context),), 1 << 30, device=device)
+    at = text[exists] * len(context) + columns[exists]
+    first_seen.scatter_reduce_(0, at, number[exists], reduce="amin")
+    first_seen = first_seen.view(len(samples), len(context))
+    return Starts(answer, first, place, lengths[answer] - 1 - first, context, first_seen)
 
 
 class Unrolls(Protocol):
@@ -172,22 +172,22 @@ class Unroller:
         starts = starts_of(samples, self.static)
         tokens = nn.utils.rnn.pad_sequence([s.tokens.long() for s in samples], batch_first=True)
         rows = torch.cat([self.rows, self.head[starts.context]])
-        kept = torch.arange(len(starts.answer), device=tokens.device)
+        alive = torch.arange(len(starts.answer), device=tokens.device)
         features = torch.cat([s.features for s in samples])[starts.place]
         state = self.network.begin(features.float())
         for step in range(steps):
-            going = starts.left[kept] > step
-            kept, state = kept[going], state[going]
-            if not len(kept):
+            lasts = starts.remaining[alive] > step
+            alive, state = alive[lasts], state[lasts]
+            if not len(alive):
                 return
-            at = starts.first[kept] + step
+            at = starts.first[alive] + step
             state, vectors = self.network.step(
-                state, self.embedding[tokens[starts.answer[kept], at]]
+                state, self.embedding[tokens[starts.answer[alive], at]]
             )
             logits = vectors @ rows.T
-            unseen = starts.seen[starts.answer[kept]] > at[:, None]
+            unseen = starts.first_seen[starts.answer[alive]] > at[:, None]
             logits[:, len(self.shortlist) :].masked_fill_(unseen, -1e4)
-            yield logits, kept, starts
+            yield logits, alive, starts
 
 
 @torch.no_grad()
@@ -199,14 +199,14 @@ def evaluate_head(unroller: Unrolls, samples: Sequence[HeadSample]) -> dict[str,
     greedy chain of k. ``top_w``: the target's token is among the first w. ``claimed`` and
     ``held``: mean probability of the first candidate, and how often it was the token.
     """
-    found: dict[str, list[list[Tensor]]] = defaultdict(list)
+    hits_of: dict[str, list[list[Tensor]]] = defaultdict(list)
     extra: dict[str, list[list[Tensor]]] = defaultdict(list)
     for s in samples:
         if not s.greedy:
             continue
         hits = []
-        for ahead, (logits, kept, starts) in enumerate(unroller.unroll([s], len(POSITIONS))):
-            following = s.tokens.long()[starts.first[kept] + ahead + 1]
+        for ahead, (logits, scored, starts) in enumerate(unroller.unroll([s], len(POSITIONS))):
+            following = s.tokens.long()[starts.first[scored] + ahead + 1]
             ids = torch.cat([unroller.shortlist, starts.context])
             order = logits.topk(4, dim=1).indices
             hit = ids[order] == following[:, None]
@@ -215,9 +215,9 @@ def evaluate_head(unroller: Unrolls, samples: Sequence[HeadSample]) -> dict[str,
                 there = (ids == following[:, None]) & (logits > -1e3)
                 claimed = logits.softmax(dim=1).amax(dim=1)
                 extra[s.workload].append([hit.cpu(), there.any(dim=1).cpu(), claimed.cpu()])
-        found[s.workload].append(hits)
+        hits_of[s.workload].append(hits)
     scores = {}
-    for workload, texts in sorted(found.items()):
+    for workload, texts in sorted(hits_of.items()):
         score = {"tokens": float(sum(len(hits[0]) for hits in texts))}
         for place in range(len(POSITIONS)):
             alive, matched = 0, 0

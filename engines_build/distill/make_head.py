@@ -20,7 +20,7 @@ from backend.engines.weights import load_embeddings
 from backend.tokenizer import load_tokenizer
 from engines_build.distill.arguments import parse
 from engines_build.distill.card import command_line, head_card
-from engines_build.distill.data import claim, first_tokens, generate, unjudged
+from engines_build.distill.data import claim, drop_judged, first_tokens, generate
 from engines_build.distill.evaluation_sets import EvaluationError
 from engines_build.distill.forms import FORMS, run_name
 from engines_build.distill.generate import served_dtype
@@ -40,7 +40,7 @@ def distil_head(args: argparse.Namespace) -> dict[str, Any]:
     embedding, rows = (table.float() for table in load_embeddings(args.target))
     samples = load_head_samples(shards, len(layers))
     samples = [s for s in samples if s.workload in set(args.workloads)]
-    samples = unjudged(args, first_tokens(samples, args.tokens), tokenizer)
+    samples = drop_judged(args, first_tokens(samples, args.tokens), tokenizer)
     torch.manual_seed(args.seed)
     unroller = form.begin(samples, embedding, rows, {*load_tokenizer(args.target).end_ids})
     run = args.work / run_name(form, args, len(samples))

@@ -41,9 +41,9 @@ def overlap_counts(texts: Iterable[str], judged: Mapping[str, Grams]) -> dict[st
     """
     counts = dict.fromkeys(judged, 0)
     for text in texts:
-        found = frozenset(grams(text))
+        runs_of_text = frozenset(grams(text))
         for name, runs in judged.items():
-            counts[name] += not found.isdisjoint(runs)
+            counts[name] += not runs_of_text.isdisjoint(runs)
     return {name: count for name, count in counts.items() if count}
 
 
@@ -51,10 +51,10 @@ def without_overlap(text: str, judged: Grams, between: str) -> str:
     """Return ``text`` without those parts (as cut by ``between``) that share a run of words with
     ``judged``, alone or after those kept.
     """
-    kept: list[str] = []
+    rest: list[str] = []
     tail: list[str] = []
     for part in text.split(between):
         if not overlaps(" ".join([*tail, part]), judged):
-            kept.append(part)
+            rest.append(part)
             tail = (tail + re.findall(r"\w+", part.lower()))[-(GRAM_WORDS - 1) :]
-    return between.join(kept)
+    return between.join(rest)

@@ -104,8 +104,8 @@ class HeadTrainer:
         groups = [group for optimiser in optimisers for group in optimiser.param_groups]
         state = self._resume(optimisers)
         start = saved = time.monotonic()
-        seen: list[dict[str, float]] = []
-        for step, chosen in self._batches(budget.batch, state["step"]):
+        losses: list[dict[str, float]] = []
+        for step, samples in self._batches(budget.batch, state["step"]):
             now = time.monotonic()
             spent = (now - start) / (budget.deadline - start) if budget.deadline > start else 1.0
             done = max(state["tokens"] / budget.tokens, spent)
@@ -117,18 +117,18 @@ class HeadTrainer:
                 group["lr"] = (
                     group["rate"] * budget.learning_rate * min((step + 1) / _RISE_STEPS, fall)
                 )
-            seen.append(self._step(chosen, optimisers))
+            losses.append(self._step(samples, optimisers))
             state["step"], state["tokens"] = (
                 step + 1,
-                state["tokens"] + sum(len(s.tokens) for s in chosen),
+                state["tokens"] + sum(len(s.tokens) for s in samples),
             )
             if state["step"] % _STEPS_PER_LINE == 0:
-                self._report(state, seen, now - start)
+                self._report(state, losses, now - start)
                 if now - saved > _CHECKPOINT_S:
                     self._save(state, optimisers)
                     saved = now
-        if seen:
-            self._report(state, seen, time.monotonic() - start)
+        if losses:
+            self._report(state, losses, time.monotonic() - start)
         self._save(state, optimisers)
         return dict(state["line"])
 
@@ -146,9 +146,11 @@ class HeadTrainer:
             ),
         ]
 
-    def _report(self, state: dict[str, Any], seen: list[dict[str, float]], wall_s: float) -> None:
-        means = {name: round(float(np.mean([one[name] for one in seen])), 4) for name in seen[0]}
-        seen.clear()
+    def _report(self, state: dict[str, Any], losses: list[dict[str, float]], wall_s: float) -> None:
+        means = {
+            name: round(float(np.mean([one[name] for one in losses])), 4) for name in losses[0]
+        }
+        losses.clear()
         state["line"] = {"step": state["step"], "tokens": state["tokens"], **means}
         with self.curve.open("a", encoding="utf-8") as file:
             file.write(json.dumps(state["line"]) + "\n")
@@ -172,8 +174,10 @@ class HeadTrainer:
         for optimiser, theirs in zip(optimisers, saved["optimisers"], strict=True):
             optimiser.load_state_dict(theirs)
         lines = self.curve.read_text("utf-8").splitlines() if self.curve.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= saved["state"]["step"]]
-        self.curve.write_text("".join(line + "\n" for line in kept), "utf-8")
+        earlier_lines = [
+            line for line in lines if json.loads(line)["step"] <= saved["state"]["step"]
+        ]
+        self.curve.write_text("".join(line + "\n" for line in earlier_lines), "utf-8")
         return dict(saved["state"])
 
     def _save(self, state: dict[str, Any], optimisers: list[torch.optim.Optimizer]) -> None:
@@ -195,21 +199,21 @@ class HeadTrainer:
             order = sorted(self.samples, key=lambda s: len(s.tokens) + rng.randint(0, 40))
             batches = [order[i : i + batch] for i in range(0, len(order), batch)]
             rng.shuffle(batches)
-            for at, chosen in enumerate(batches):
+            for at, members in enumerate(batches):
                 if pass_ * steps + at >= first:
-                    yield pass_ * steps + at, chosen
+                    yield pass_ * steps + at, members
 
     def _step(
         self, samples: list[HeadSample], optimisers: list[torch.optim.Optimizer]
     ) -> dict[str, float]:
         """Take one step; return what the curve shows of it."""
-        loss, seen = self._loss(samples)
+        loss, parts = self._loss(samples)
         self.network.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         for optimiser in optimisers:
             optimiser.step()
-        return seen
+        return parts
 
     def _loss(self, samples: list[HeadSample]) -> tuple[Tensor, dict[str, float]]:
         """Return what to make less; and, to show, it and the share of places where head and target
@@ -217,8 +221,8 @@ class HeadTrainer:
         """
         steps = 1 if self.done < self.single_share else UNROLLED
         total, weight, shares = torch.zeros(()), 0.0, []
-        for ahead, (logits, kept, starts) in enumerate(self.unroller.unroll(samples, steps)):
-            ids, logprobs = _targets(samples, starts, kept, ahead)
+        for ahead, (logits, rows, starts) in enumerate(self.unroller.unroll(samples, steps)):
+            ids, logprobs = _targets(samples, starts, rows, ahead)
             places = self._places(ids, starts)
             hidden = logits.gather(1, places.clamp(min=0)) < -1e3
             loss = top_cross_entropy(logits, places.masked_fill(hidden, -1), logprobs)
@@ -230,18 +234,18 @@ class HeadTrainer:
 
     def _places(self, ids: Tensor, starts: Starts) -> Tensor:
         index = self.index.clone()
-        own = torch.arange(len(starts.context), device=index.device)
-        index[starts.context] = self.rows + own
+        numbers = torch.arange(len(starts.context), device=index.device)
+        index[starts.context] = self.rows + numbers
         return index[ids]
 
 
 def _targets(
-    samples: Sequence[HeadSample], starts: Starts, kept: Tensor, ahead: int
+    samples: Sequence[HeadSample], starts: Starts, rows: Tensor, ahead: int
 ) -> tuple[Tensor, Tensor]:
     """Return the target's distribution after the token that each start's step ``ahead`` has
     read.
     """
-    at = starts.place[kept] + ahead + 1
+    at = starts.place[rows] + ahead + 1
     ids = torch.cat([s.top_ids for s in samples])[at].long()
     return ids, torch.cat([s.top_logprobs for s in samples])[at].float()
 
@@ -254,8 +258,10 @@ def top_cross_entropy(logits: Tensor, places: Tensor, logprobs: Tensor) -> Tenso
     (-1: not in it; left out, the draft has no class for it), ``logprobs`` [n, K] the teacher's.
     """
     inside = places >= 0
-    own = logits.log_softmax(dim=1).gather(1, places.clamp(min=0)).masked_fill(~inside, -math.inf)
-    rest = torch.log1p(-own.exp().sum(dim=1).clamp(max=1 - 1e-4))
+    student = (
+        logits.log_softmax(dim=1).gather(1, places.clamp(min=0)).masked_fill(~inside, -math.inf)
+    )
+    rest = torch.log1p(-student.exp().sum(dim=1).clamp(max=1 - 1e-4))
     p = logprobs.exp()
-    kept = (p * own.masked_fill(~inside, 0.0)).sum(dim=1)
-    return -(kept + (1 - p.sum(dim=1)).clamp(min=0) * rest).mean()
+    expected = (p * student.masked_fill(~inside, 0.0)).sum(dim=1)
+    return -(expected + (1 - p.sum(dim=1)).clamp(min=0) * rest).mean()

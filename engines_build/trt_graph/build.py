@@ -86,14 +86,16 @@ def build_folder(
     for network in (LOGITS, GREEDY, DRAWN) if engine is config.target else (LOGITS,):
         step = Step(model, DTYPES[dtype], context + k_max + 1, network)
         shapes, shared = profiles(config, network), not choice.weights_inside
-        made = compile_step(library, step, weights, shapes, shared=shared, native=choice.native)
-        (folder / f"{network}.engine").write_bytes(made.blob)
+        network_engine = compile_step(
+            library, step, weights, shapes, shared=shared, native=choice.native
+        )
+        (folder / f"{network}.engine").write_bytes(network_engine.blob)
         record[network] = {
-            "layers": made.layers,
-            "seconds": round(made.seconds, 1),
-            "megabytes": round(len(made.blob) / 1e6, 2),
+            "layers": network_engine.layers,
+            "seconds": round(network_engine.seconds, 1),
+            "megabytes": round(len(network_engine.blob) / 1e6, 2),
         }
-        report(f"{engine.name} {network}: {_words(made)}")
+        report(f"{engine.name} {network}: {_words(network_engine)}")
     _copy(source, folder)
     manifest = {
         "library": library.__name__,
@@ -117,11 +119,10 @@ def profiles(config: ServingConfig, network: str) -> list[Profile]:
     chunk = max(queries, limits.prefill_chunk_tokens + 1)
     shapes = ((limits.max_active_requests, queries), (PREFILL_BATCH, chunk))
     past = limits.max_context_tokens + queries
-    found = []
-    for batch, rows in shapes:
-        decided = rows if network == LOGITS else queries
-        found.append(Profile(batch, rows, past, decided))
-    return found
+    return [
+        Profile(batch, rows, past, rows=rows if network == LOGITS else queries)
+        for batch, rows in shapes
+    ]
 
 
 def _copy(source: Path, folder: Path) -> None:
@@ -136,5 +137,5 @@ def _copy(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, target)
 
 
-def _words(made: Engine) -> str:
-    return f"{made.layers} layers, {made.seconds:.1f} s, {len(made.blob) / 1e6:.2f} MB"
+def _words(engine: Engine) -> str:
+    return f"{engine.layers} layers, {engine.seconds:.1f} s, {len(engine.blob) / 1e6:.2f} MB"

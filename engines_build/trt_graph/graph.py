@@ -163,21 +163,21 @@ class Tensor:
         return Tensor(self.graph, handle, dtype or self.dtype, self.rank if rank is None else rank)
 
 
-def where(condition: Tensor, chosen: Tensor, otherwise: Tensor | float) -> Tensor:
+def where(condition: Tensor, value: Tensor, otherwise: Tensor | float) -> Tensor:
     """Return ``chosen`` where the condition holds, else ``otherwise``."""
     if not isinstance(otherwise, Tensor):
-        otherwise = _number(chosen, otherwise)
-    if chosen.dtype != otherwise.dtype or not condition.rank == chosen.rank == otherwise.rank:
+        otherwise = _number(value, otherwise)
+    if value.dtype != otherwise.dtype or not condition.rank == value.rank == otherwise.rank:
         raise TypeError(
-            f"select of {chosen.dtype} of rank {chosen.rank} and {otherwise.dtype} of rank "
+            f"select of {value.dtype} of rank {value.rank} and {otherwise.dtype} of rank "
             f"{otherwise.rank}"
         )
-    graph = chosen.graph
+    graph = value.graph
     return Tensor(
         graph,
-        graph.select(condition.handle, chosen.handle, otherwise.handle),
-        chosen.dtype,
-        chosen.rank,
+        graph.select(condition.handle, value.handle, otherwise.handle),
+        value.dtype,
+        value.rank,
     )
 
 
@@ -187,7 +187,7 @@ def _number(like: Tensor, value: float) -> Tensor:
     ).to(like.dtype)
 
 
-def concatenated(parts: Sequence[Tensor], axis: int) -> Tensor:
+def concatenate(parts: Sequence[Tensor], axis: int) -> Tensor:
     """Return the parts one after the other along an axis."""
     first = parts[0]
     return Tensor(
@@ -283,7 +283,7 @@ class Graph(ABC):
         """Join along an axis."""
 
     @abstractmethod
-    def select(self, condition: Any, chosen: Any, otherwise: Any) -> Any:
+    def select(self, condition: Any, value: Any, otherwise: Any) -> Any:
         """Choose element by element."""
 
     @abstractmethod

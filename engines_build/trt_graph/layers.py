@@ -64,8 +64,8 @@ class TrtGraph(Graph):
             weights,
             shared,
         )
-        self._known: dict[str, Tensor] = {}
-        self._kept: list[Any] = []
+        self._constants: dict[str, Tensor] = {}
+        self._buffers: list[Any] = []
         kinds = library.DataType
         self._types = {
             F32: kinds.FLOAT,
@@ -95,7 +95,7 @@ class TrtGraph(Graph):
     def constant(self, array: npt.NDArray[Any]) -> Tensor:
         dtype = {"f4": F32, "i4": I32, "b1": BOOL}[array.dtype.str[1:]]
         array = np.require(array, requirements="C")
-        self._kept.append(array)
+        self._buffers.append(array)
         return Tensor(
             self,
             self._add("add_constant", array.shape, self._trt.Weights(array)),
@@ -104,17 +104,17 @@ class TrtGraph(Graph):
         )
 
     def table(self, name: str) -> Tensor:
-        if name not in self._known:
+        if name not in self._constants:
             weight = self._weights[name]
             if isinstance(weight, tuple):
                 raise TypeError(f"{name} is quantised and no matrix")
-            self._known[name] = self._weight(name, weight)
-        return self._known[name]
+            self._constants[name] = self._weight(name, weight)
+        return self._constants[name]
 
     def linear(self, rows: Tensor, name: str) -> Tensor:
         weight = self._weights[name]
         matrix = (
-            self._dequantised(name, *weight, rows.dtype)
+            self._dequantise(name, *weight, rows.dtype)
             if isinstance(weight, tuple)
             else self.table(name)
         )
@@ -199,17 +199,17 @@ class TrtGraph(Graph):
             sizes = [size if place == axis else length for place, length in enumerate(value.shape)]
             return self._add("add_slice", value, begin, sizes, [1] * rank)
         shape = self._add("add_shape", value)  # i64
-        others, own = (
-            self._numbers([chosen if place == axis else other for place in range(rank)])
-            for chosen, other in ((0, 1), (size, 0))
+        others, offsets = (
+            self._numbers([at_axis if place == axis else other for place in range(rank)])
+            for at_axis, other in ((0, 1), (size, 0))
         )
-        sizes = self.binary("add", self.binary("mul", shape, others), own)
-        known = [size if place == axis else 0 for place in range(rank)]
+        sizes = self.binary("add", self.binary("mul", shape, others), offsets)
+        static_sizes = [size if place == axis else 0 for place in range(rank)]
         return self._add(
             "add_slice",
             value,
             begin,
-            known,
+            static_sizes,
             [1] * rank,
             change=lambda layer: layer.set_input(2, sizes),
         )
@@ -219,8 +219,8 @@ class TrtGraph(Graph):
             "add_concatenation", list(values), change=lambda layer: setattr(layer, "axis", axis)
         )
 
-    def select(self, condition: Any, chosen: Any, otherwise: Any) -> Any:
-        return self._add("add_select", condition, chosen, otherwise)
+    def select(self, condition: Any, value: Any, otherwise: Any) -> Any:
+        return self._add("add_select", condition, value, otherwise)
 
     def gather(self, value: Any, indices: Any, axis: int) -> Any:
         return self._add("add_gather", value, indices, axis)
@@ -238,10 +238,10 @@ class TrtGraph(Graph):
     def _numbers(self, numbers: list[int]) -> Any:
         """Return a constant of i64, the dtype of shapes."""
         array = np.array(numbers, np.int64)
-        self._kept.append(array)
+        self._buffers.append(array)
         return self._add("add_constant", array.shape, self._trt.Weights(array))
 
-    def _dequantised(
+    def _dequantise(
         self, name: str, values: torch.Tensor, scales: torch.Tensor, dtype: str
     ) -> Tensor:
         values_, scales_ = self._weight(name, values), self._weight(name + " scales", scales)
@@ -258,7 +258,7 @@ class TrtGraph(Graph):
         dtype, weight = TORCH_NAMES[weight.dtype], weight.contiguous()
         if self._shared:
             return self.input(name, dtype, *weight.shape)
-        self._kept.append(weight)
+        self._buffers.append(weight)
         weights = self._trt.Weights(self._types[dtype], weight.data_ptr(), weight.numel())
         handle = self._add(
             "add_constant",

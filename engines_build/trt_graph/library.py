@@ -46,7 +46,7 @@ class Messages:
 
     def __init__(self, library: ModuleType) -> None:
         severity = library.ILogger.Severity
-        kept: list[str] = []
+        lines: list[str] = []
 
         class Logger(library.ILogger):  # type: ignore[misc, name-defined]
             def __init__(self) -> None:
@@ -57,11 +57,11 @@ class Messages:
                     "catchCudaError" in message and "cudaError 35" in message
                 )  # said by the way, where there is none
                 if level in {severity.INTERNAL_ERROR, severity.ERROR} and not no_gpu:
-                    kept.append(message)
+                    lines.append(message)
 
         self.logger: Any = Logger()
-        self._kept = kept
+        self._lines = lines
 
     def error(self, what: str) -> TrtError:
         """Return an error that says ``what`` failed and the library's own words."""
-        return TrtError(f"{what}: {'; '.join(self._kept[-3:]) or 'TensorRT gave no reason'}")
+        return TrtError(f"{what}: {'; '.join(self._lines[-3:]) or 'TensorRT gave no reason'}")

@@ -24,7 +24,7 @@ from engines_build.trt_graph.graph import (
     NUMPY,
     Graph,
     Tensor,
-    concatenated,
+    concatenate,
     where,
 )
 from engines_build.trt_graph.verification import verify
@@ -69,9 +69,9 @@ def describe(graph: Graph, step: Step) -> None:
     memories = [decoder.pool(layer).take(slots) for layer in range(step.config.num_layers)]
     ids, positions = (graph.input(name, I32, "batch", "queries") for name in ("ids", "positions"))
     mask = graph.input("mask", BOOL, "batch", "queries", "total")
-    hidden, written = decoder.run(ids, positions, mask, memories)
+    hidden, new_kv = decoder.run(ids, positions, mask, memories)
     logits = decoder.logits(hidden, graph.input("wanted", I32, "batch", "rows"))
-    for layer, kv in enumerate(written):
+    for layer, kv in enumerate(new_kv):
         graph.output(f"kv_{layer}", kv)
     if step.network == LOGITS:
         graph.output("logits", logits)
@@ -114,7 +114,7 @@ class Decoder:
             table.take(positions).reshape(0, 0, 1, self._config.head_dim)
             for table in (self._cos, self._sin)
         )
-        hidden, written = self._embedding.take(ids), []
+        hidden, new_kv = self._embedding.take(ids), []
         for layer, memory in enumerate(memories):
             at = f"model.layers.{layer}."
             normed = self._norm(hidden, at + "input_layernorm.weight")
@@ -122,10 +122,10 @@ class Decoder:
                 self._project(normed, f"{at}self_attn.{name}_proj", self._config.qkv_bias)
                 for name in "qkv"
             )
-            kv = concatenated([self._rotated(self._heads(key), cos, sin), self._heads(value)], 2)
-            written.append(kv)
+            kv = concatenate([self._rotate(self._heads(key), cos, sin), self._heads(value)], 2)
+            new_kv.append(kv)
             attended = self._attend(
-                self._rotated(self._heads(query), cos, sin), concatenated([memory, kv], 1), mask
+                self._rotate(self._heads(query), cos, sin), concatenate([memory, kv], 1), mask
             )
             hidden = hidden + self._project(
                 attended, at + "self_attn.o_proj", self._config.output_bias
@@ -135,15 +135,15 @@ class Decoder:
                 self._graph.linear(normed, f"{at}mlp.{name}_proj.weight") for name in ("gate", "up")
             )
             hidden = hidden + self._graph.linear(self._silu(gate) * up, at + "mlp.down_proj.weight")
-        return hidden, written
+        return hidden, new_kv
 
     def logits(self, hidden: Tensor, wanted: Tensor) -> Tensor:
         """Return the logits [batch, rows, vocab] of the rows that are ``wanted`` [batch, rows] of
         all flattened.
         """
-        chosen = hidden.reshape(-1, self._config.hidden_size).take(wanted)
+        rows = hidden.reshape(-1, self._config.hidden_size).take(wanted)
         return self._graph.linear(
-            self._norm(chosen, "model.norm.weight"),
+            self._norm(rows, "model.norm.weight"),
             "model.embed_tokens.weight" if self._config.tied else "lm_head.weight",
         )
 
@@ -161,7 +161,7 @@ class Decoder:
     def _heads(self, rows: Tensor) -> Tensor:
         return rows.reshape(0, 0, -1, self._config.head_dim)
 
-    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         halves = heads.reshape(0, 0, 0, 2, self._config.head_dim // 2)
         return (
             heads * cos

@@ -33,23 +33,23 @@ def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -
         return
     probs = vocabulary.probs(logits, Options.declare(graph, vocabulary.dtype))
     masses, columns = probs.topk(min(round(1.0 / HEAD), vocabulary.size))
-    found = {"probs": probs, "totals": probs.sum(-1), "masses": masses, "columns": columns}
-    for name, tensor in found.items():
+    outputs = {"probs": probs, "totals": probs.sum(-1), "masses": masses, "columns": columns}
+    for name, tensor in outputs.items():
         graph.output(name, tensor)
 
 
-def _follow(graph: Graph, own: Tensor) -> None:
+def _follow(graph: Graph, draws: Tensor) -> None:
     """Accept every node that, with all above it, is what the row before it draws: a path."""
     proposal = graph.input("proposal", I32, "batch", "rows").reshape(0, 0, 1)
     above = graph.input("above", BOOL, "batch", "rows", "rows")
     numbers = (proposal * 0 + 1).cumsum(1) - 1
     across = numbers.transpose(0, 2, 1)
     parents = where(above, across, 0).amax(-1)
-    missed = ~(numbers.equals(0) | proposal.equals(own.pick(parents, 1)))
-    lost = missed | ((above & missed.transpose(0, 2, 1)).to(I32).sum(-1) > 0)
-    reached = ~lost.transpose(0, 2, 1)
+    missed = ~(numbers.equals(0) | proposal.equals(draws.pick(parents, 1)))
+    is_off = missed | ((above & missed.transpose(0, 2, 1)).to(I32).sum(-1) > 0)
+    reached = ~is_off.transpose(0, 2, 1)
     depths = above.to(I32).sum(-1).transpose(0, 2, 1)
     path = where(reached & depths.equals(numbers), across, 0).sum(-1)
     graph.output("accepted", (reached.to(I32).sum(-1) - 1).reshape(-1))
     graph.output("path", path.reshape(0, 0))
-    graph.output("tokens", own.pick(path, 1).reshape(0, 0))
+    graph.output("tokens", draws.pick(path, 1).reshape(0, 0))

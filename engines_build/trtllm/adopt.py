@@ -50,38 +50,40 @@ def read_parameters(path: Path) -> dict[str, str]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     text = re.sub(r"^\s*#.*$", "", text, flags=re.M)
-    found = {
+    parameters = {
         key: value
         for key, value in _PARAMETER.findall(text)
         if value and not value.startswith("${")
     }
-    if "gpt_model_path" not in found:
+    if "gpt_model_path" not in parameters:
         raise ConfigError(
             f"{path} sets no gpt_model_path: it is not the filled configuration of a "
             f"tensorrt_llm model"
         )
-    return found
+    return parameters
 
 
 def adopt(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the settings, and one sentence for each parameter that has no counterpart. Raises
     ConfigError for an engine that cannot be read.
     """
-    found = read_parameters(path)
-    engine = read_engine_folder(Path(found["gpt_model_path"]))
+    parameters = read_parameters(path)
+    engine = read_engine_folder(Path(parameters["gpt_model_path"]))
     args: dict[str, Any] = {}
-    if kv := {name: read(found[key]) for key, (name, read) in _KV.items() if key in found}:
+    if kv := {
+        name: read(parameters[key]) for key, (name, read) in _KV.items() if key in parameters
+    }:
         args["kv_cache_config"] = kv
-    if "enable_chunked_context" in found:
-        args["enable_chunked_prefill"] = _is_true(found["enable_chunked_context"])
+    if "enable_chunked_context" in parameters:
+        args["enable_chunked_prefill"] = _is_true(parameters["enable_chunked_context"])
     limits: dict[str, Any] = {
         "max_active_requests": engine.max_batch_size,
         "max_context_tokens": engine.max_context_tokens,
     }
-    if "max_queue_size" in found:
-        limits["max_queued_requests"] = int(found["max_queue_size"])
-    if "enable_kv_cache_reuse" in found and not engine.verifies_drafts:
-        limits["enable_kv_cache_reuse"] = _is_true(found["enable_kv_cache_reuse"])
+    if "max_queue_size" in parameters:
+        limits["max_queued_requests"] = int(parameters["max_queue_size"])
+    if "enable_kv_cache_reuse" in parameters and not engine.verifies_drafts:
+        limits["enable_kv_cache_reuse"] = _is_true(parameters["enable_kv_cache_reuse"])
     name = path.resolve().parent.name
     target = {"engine": "tensorrt_llm", "name": name, "model": str(engine.folder)}
     settings = {
@@ -89,7 +91,7 @@ def adopt(path: Path) -> tuple[dict[str, Any], list[str]]:
         "policy": {"kind": "none"},
         "limits": limits,
     }
-    return settings, _notes(name, found, engine)
+    return settings, _notes(name, parameters, engine)
 
 
 def _is_true(text: str) -> bool:

@@ -101,12 +101,12 @@ def load_deployment(path: Path) -> Deployment:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is neither YAML nor JSON: {error}") from error
     try:
-        return _checked(build_settings(Deployment, raw, ""))
+        return _check(build_settings(Deployment, raw, ""))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _checked(deployment: Deployment) -> Deployment:
+def _check(deployment: Deployment) -> Deployment:
     if not deployment.output:
         raise ConfigError("output must name a folder, got ''")
     names = [engine.name for engine in deployment.engines]

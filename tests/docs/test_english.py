@@ -21,7 +21,7 @@ field or variable, which is a noun or begins with ``is_`` or ``has_``.
 """
 REGULAR = re.compile("(?!embed|exceed|feed|need|proceed|seed|speed)[a-z]+ed")
 TO_BE_RENAMED = re.compile(
-    "policy/|engines_build/|backend/(?:hosts|sampling|speculation)/"
+    "policy/|backend/(?:hosts|sampling|speculation)/"
     "|backend/engines/(?:cuda|eagle|models|openvino|stepping|tensorrt_llm|vllm)/"
     "|backend/engines/(?:hosted|quantized)|backend/request"
     "|bench/baselines/suffix_else|bench/traces/arms"
@@ -89,10 +89,11 @@ def fields(source: str) -> list[str]:
 
 
 def variables(source: str) -> list[str]:
-    """Return the names of a module's variables and parameters."""
+    """Return the names of a module's variables and parameters; a left with a right is a side."""
     nodes = [*ast.walk(ast.parse(source))]
-    names = [node.id for node in nodes if isinstance(node, ast.Name)]
-    return [*names, *(node.arg for node in nodes if isinstance(node, ast.arg))]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return [*names - ({"left"} if "right" in names else set())]
 
 
 def named_by_participles(path: Path) -> set[str]:

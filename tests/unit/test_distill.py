@@ -161,7 +161,7 @@ def test_training_on_what_judges_fails_with_the_counts_or_leaves_it_out(
         distil_head(arguments(target, tmp_path, work=work))
     args = arguments(target, tmp_path, work=work)
     args.drop_overlap = True
-    assert len(distill_data.unjudged(args, samples, tokenizer)) == len(samples) - 1
+    assert len(distill_data.drop_judged(args, samples, tokenizer)) == len(samples) - 1
 
 
 def test_more_tokens_are_generated_after_the_old_shards(target, finished, tmp_path):
@@ -200,7 +200,7 @@ def test_the_served_model_answers_prompts_in_one_batch(target, tmp_path):
     again = [replace(first, blocks=teacher.again(first)) for first in rows[1:3]]
     for one in again:
         one.tokens = [*one.tokens[: one.prompt_tokens], 7]
-        one.seen = one.prompt_tokens // 32 * 32
+        one.computed_tokens = one.prompt_tokens // 32 * 32
     rows = [rows[0], again[0], row(90), *rows[2:], again[1]]
     for _ in range(3):
         check(rows)

@@ -17,9 +17,9 @@ from backend.engines.weights import load_embeddings
 from backend.request import SamplingParams
 from backend.sequence import Sequence
 from backend.storage.manifest import weights_sha256
+from engines_build.distill.answer_files import keep, read_again
 from engines_build.distill.generate import Shards, Teacher
 from engines_build.distill.head import Unroller, evaluate_head, load_head_samples
-from engines_build.distill.kept import keep, read_again
 from engines_build.distill.make_head import distil_head
 from tests.unit.training import arguments, write_target
 

@@ -14,7 +14,7 @@ import torch
 from backend.engines.head.network import load as load_network
 from backend.engines.models.llama import load_llama
 from backend.storage.manifest import weights_sha256
-from engines_build.distill import kept
+from engines_build.distill import answer_files
 from engines_build.distill.first_head import first_head
 from engines_build.distill.generate import MAX_NEW_TOKENS, Teacher, _Row, answered, encode
 from engines_build.distill.head import Unroller
@@ -145,7 +145,7 @@ def test_texts_end_where_the_generator_ends_them():
     found = lengths_of(torch.tensor(texts), torch.tensor([2, 9])).tolist()
     for text, length in zip(texts, found, strict=True):
         rows = (_Row(0, 0, text[:n], 0.0, []) for n in range(1, 151))
-        wanted = next((len(row.tokens) for row in rows if row.ended({2, 9})), 150)
+        wanted = next((len(row.tokens) for row in rows if row.is_over({2, 9})), 150)
         assert length == wanted
     assert len(set(found)) > 5
 
@@ -231,7 +231,7 @@ def test_the_answers_of_a_run_are_read_by_the_next_which_goes_on_from_its_head(
     first, prepared, tmp_path
 ):
     folder, report = first
-    next_prompt, texts = kept.read(folder / "answers.npz", weights_sha256(TARGET))
+    next_prompt, texts = answer_files.read(folder / "answers.npz", weights_sha256(TARGET))
     answered = report["answers"]
     assert len(texts) == answered["generated_answers"] > 4
     assert 0 < next_prompt <= 12
@@ -262,7 +262,7 @@ def test_a_bad_value_is_named_with_its_flag(words, said, prepared, tmp_path, cap
 
 
 def test_answers_and_a_head_of_another_target_are_refused(prepared, tmp_path, monkeypatch):
-    kept.write(
+    answer_files.write(
         tmp_path / "a.npz",
         {"tokens": [1], "lengths": [1], "prompt_lengths": [1], "workloads": [0], "sampled": [0]},
         0,

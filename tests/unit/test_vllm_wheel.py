@@ -73,7 +73,7 @@ def test_our_own_server_is_not_in_it(tree, room):
 
 def test_an_import_that_cannot_be_renamed_is_an_error():
     with pytest.raises(ValueError, match="import backend as other"):
-        vllm_wheel._renamed("import backend as other\n", set())
+        vllm_wheel._rename("import backend as other\n", set())
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def _answer(
     for path in args.answers:
         first, texts = read_texts(path, sha256, "--answers")
         old += texts
-    asked = read_prompts(args.prompts / "prompts.npz", sha256)[first:]
+    prompts = read_prompts(args.prompts / "prompts.npz", sha256)[first:]
     judging = read_prompts(args.prompts / "held_out.npz", sha256)
     model = BatchModel(config, weights, args.batch, taps, set(about["ends"]))
     held_out = []
@@ -124,22 +124,22 @@ def _answer(
     answers = Answers(model, args.target, args.prompts, about["seed"])
     begun = monotonic()
     answers.read(old)
-    again, known, read_s = answers.tokens, len(answers.samples), monotonic() - begun
-    taken = answers.generate(asked, args.generate_s, args.tokens)
+    again, samples_before, read_s = answers.tokens, len(answers.samples), monotonic() - begun
+    count = answers.generate(prompts, args.generate_s, args.tokens)
     answers.close()
     report["answers"] = {
         "read_again_tokens": again,
         "read_again_s": read_s,
         "generated_tokens": answers.tokens - again,
-        "generated_answers": len(answers.samples) - known,
+        "generated_answers": len(answers.samples) - samples_before,
         "generate_s": monotonic() - begun - read_s,
         "left_out": answers.left_out,
         "held_out_answers": len(held_out),
     }
     if not (answers.samples and held_out):
         raise ValueError(f"--prompts: no answer of two tokens to those of {args.prompts}")
-    new = texts_of(answers.samples[known:])
-    write_texts(args.out / "answers.npz", new, first + taken, sha256)
+    new = texts_of(answers.samples[samples_before:])
+    write_texts(args.out / "answers.npz", new, first + count, sha256)
     return answers.samples, held_out
 
 
@@ -183,10 +183,10 @@ def _with(*files: str) -> Callable[[str], Path]:
     return path
 
 
-def _among(known: Any) -> Callable[[str], list[str]]:
+def _among(choices: Any) -> Callable[[str], list[str]]:
     def names(text: str) -> list[str]:
-        if unknown := [name for name in text.split(",") if name not in known]:
-            known_names = ", ".join(known)
+        if unknown := [name for name in text.split(",") if name not in choices]:
+            known_names = ", ".join(choices)
             raise argparse.ArgumentTypeError(f"unknown {unknown[0]!r}; choose from {known_names}")
         return text.split(",")
 

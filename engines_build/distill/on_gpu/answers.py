@@ -51,7 +51,7 @@ def look(
     tokenizer, judged = _tools(target, prompts)
     words = tokenizer.plain.decode_batch([text[1] for text in texts])
     shared = [overlaps(text, judged) for text in words]
-    rng, asked = random.Random(seed), []
+    rng, follow_ups = random.Random(seed), []
     long = [
         tokens[prompt:]
         for (workload, tokens, prompt, _), bad in zip(texts, shared, strict=True)
@@ -60,8 +60,8 @@ def look(
     for answer in long[: int(_FOLLOW_UP_SHARE * len(texts))]:
         workload, reply = rng.choice(["summarise", "qa"]), tokenizer.decode(answer, True)
         prompt = Prompt(workload, ask_about(reply, workload, rng), rng.random() < _RAW_SHARE)
-        asked.append(Asked(workload, encode(tokenizer, prompt)))
-    return shared, asked
+        follow_ups.append(Asked(workload, encode(tokenizer, prompt)))
+    return shared, follow_ups
 
 
 class Answers:
@@ -80,26 +80,26 @@ class Answers:
         """Take texts that were answered before."""
         texts = sorted(texts, key=lambda text: len(text[1]))
         for at in range(0, len(texts), _READ_ROWS):
-            asked, answers, greedy = [], [], []
+            prompts, answers, greedy = [], [], []
             for workload, tokens, prompt, sampled in texts[at : at + _READ_ROWS]:
-                asked.append(Asked(workload, tokens[:prompt]))
+                prompts.append(Asked(workload, tokens[:prompt]))
                 answers.append(tokens[prompt:])
                 greedy.append(not sampled)
-            self._take(self._model.read(asked, answers, greedy))
+            self._take(self._model.read(prompts, answers, greedy))
         self._settle(0)
         self._follow_ups.clear()
 
-    def generate(self, asked: Sequence[Asked], seconds: float, tokens: int) -> int:
+    def generate(self, prompts: Sequence[Asked], seconds: float, tokens: int) -> int:
         """Answer prompts, and others about the answers, for a time or until there are that
         many answered tokens; return how many of the prompts were taken.
         """
-        rows, rng, taken = self._model.rows, random.Random(self._seed), 0
+        rows, rng, count = self._model.rows, random.Random(self._seed), 0
         batches: list[list[Asked]] = []
         end = monotonic() + seconds
         while monotonic() < end and self.tokens < tokens:
             if not batches:
-                fresh = asked[taken : taken + _GROUP_BATCHES * rows]
-                taken += len(fresh)
+                fresh = prompts[count : count + _GROUP_BATCHES * rows]
+                count += len(fresh)
                 group = sorted([*self._follow_ups, *fresh], key=lambda one: len(one.tokens))
                 self._follow_ups.clear()
                 batches = [group[at : at + rows] for at in range(0, len(group), rows)]
@@ -113,7 +113,7 @@ class Answers:
             ]
             self._take(self._model.generate(batch, temperatures))
         self._settle(0)
-        return taken
+        return count
 
     def close(self) -> None:
         """End the processes."""
@@ -130,12 +130,12 @@ class Answers:
         """Keep what was looked at, until at most this many batches wait."""
         while len(self._waiting) > waiting or (self._waiting and self._waiting[0][1].done()):
             samples, job = self._waiting.popleft()
-            shared, asked = job.result()
-            kept = [sample for sample, bad in zip(samples, shared, strict=True) if not bad]
-            self.samples += kept
-            self.tokens += sum(len(sample.features) for sample in kept)
+            shared, follow_ups = job.result()
+            unshared = [sample for sample, bad in zip(samples, shared, strict=True) if not bad]
+            self.samples += unshared
+            self.tokens += sum(len(sample.features) for sample in unshared)
             self.left_out += sum(shared)
-            self._follow_ups += asked
+            self._follow_ups += follow_ups
             print(f"answers: {self.tokens} tokens, {self.left_out} left out", flush=True)
 
 

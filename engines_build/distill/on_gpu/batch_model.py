@@ -132,12 +132,12 @@ class BatchModel:
         self._graphs: dict[int, Any] = {}
 
     @torch.inference_mode()
-    def generate(self, asked: Sequence[Asked], temperatures: Sequence[float]) -> list[HeadSample]:
+    def generate(self, prompts: Sequence[Asked], temperatures: Sequence[float]) -> list[HeadSample]:
         """Answer prompts, up to ``rows``; of temperature 0 greedily, else drawn from the top
         ``TOP_K``.
         """
-        count, width = len(asked), max(len(one.tokens) for one in asked)
-        texts = [one.tokens for one in asked] + [asked[0].tokens] * (self.rows - count)
+        count, width = len(prompts), max(len(one.tokens) for one in prompts)
+        texts = [one.tokens for one in prompts] + [prompts[0].tokens] * (self.rows - count)
         padding = [width - len(text) for text in texts]
         tokens = torch.tensor([[0] * n + x for n, x in zip(padding, texts, strict=True)])
         self._padding.copy_(torch.tensor(padding))
@@ -152,44 +152,44 @@ class BatchModel:
             for number, some in enumerate(tokens.split(part))
         ]
         self._draw(*(torch.cat(column) for column in zip(*parts, strict=True)))
-        made = 1
-        while made < MAX_NEW_TOKENS and (made % _STEPS_PER_LOOK or not self._done.all()):
-            self._next(-(-(width + made) // _WIDTH_STEP) * _WIDTH_STEP)
-            made += 1
-        answers = self._answers[:count, :made]
+        steps = 1
+        while steps < MAX_NEW_TOKENS and (steps % _STEPS_PER_LOOK or not self._done.all()):
+            self._next(-(-(width + steps) // _WIDTH_STEP) * _WIDTH_STEP)
+            steps += 1
+        answers = self._answers[:count, :steps]
         lengths = lengths_of(answers, self._ends)
-        kept = self._places[:made] < lengths[:, None]
+        is_answer = self._places[:steps] < lengths[:, None]
         columns = (self._ids, self._logprobs, self._features)
         return _samples(
-            asked,
+            prompts,
             [row[:n] for row, n in zip(answers.tolist(), lengths.tolist(), strict=True)],
             [temperature == 0 for temperature in temperatures],
-            [column[:count, :made][kept] for column in columns],
+            [column[:count, :steps][is_answer] for column in columns],
         )
 
     @torch.inference_mode()
     def read(
-        self, asked: Sequence[Asked], answers: Sequence[list[int]], greedy: Sequence[bool]
+        self, prompts: Sequence[Asked], answers: Sequence[list[int]], greedy: Sequence[bool]
     ) -> list[HeadSample]:
         """Return the samples that generating these answers gave: in one pass over the texts, padded
         on the right.
         """
-        texts = [one.tokens + answer[:-1] for one, answer in zip(asked, answers, strict=True)]
+        texts = [one.tokens + answer[:-1] for one, answer in zip(prompts, answers, strict=True)]
         width, group = max(map(len, texts)), self._group
         tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
-        first = torch.tensor([len(one.tokens) - 1 for one in asked])[:, None]
+        first = torch.tensor([len(one.tokens) - 1 for one in prompts])[:, None]
         after = torch.tensor([len(text) for text in texts])[:, None]
         places = torch.arange(width)
-        kept = ((places >= first) & (places < after)).to(self.device)
+        is_answer = ((places >= first) & (places < after)).to(self.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG001
             return _attention(q, k, v, group, is_causal=True)
 
-        features, hidden = self._run(tokens.to(self.device), slice(width), attend, kept)
+        features, hidden = self._run(tokens.to(self.device), slice(width), attend, is_answer)
         targets = [self._top_logprobs(some) for some in hidden.split(_HEAD_ROWS)]
         ids, logprobs = (torch.cat(column) for column in zip(*targets, strict=True))
         columns = [ids.int(), logprobs.half(), features.bfloat16()]
-        return _samples(asked, answers, greedy, columns)
+        return _samples(prompts, answers, greedy, columns)
 
     def _prefill(self, tokens: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Run prompts [n, width] of the rows from ``first`` on; return what ``_run`` does of their
@@ -201,8 +201,8 @@ class BatchModel:
         mask = (mask | (places == places[:, None]))[:, None]  # a row of none would be no number
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for kept, new in zip(self._kv[layer], (k, v), strict=True):
-                kept[rows, :, :width] = new.transpose(1, 2)
+            for cache, new in zip(self._kv[layer], (k, v), strict=True):
+                cache[rows, :, :width] = new.transpose(1, 2)
             return _attention(q, k, v, group, attn_mask=mask)
 
         return self._run(tokens, slice(width), attend, (slice(None), -1))
@@ -244,29 +244,31 @@ class BatchModel:
         self._draw(*self._run(self._token, self._place, attend, ...))
         self._place += 1
 
-    def _run(self, tokens: Tensor, places: Any, attend: Attend, kept: Any) -> tuple[Tensor, Tensor]:
-        """Run tokens [...] at ``places``; return what ``kept`` picks of the states after ``taps``
+    def _run(
+        self, tokens: Tensor, places: Any, attend: Attend, wanted: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Run tokens [...] at ``places``; return what ``wanted`` picks of the states after ``taps``
         [n, taps, hidden] and of the last [n, hidden].
         """
         heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
         cos, sin = self._cos[places], self._sin[places]
         hidden, tapped = self._embedding[tokens], []
         for number, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._normed(hidden, layer.attention_norm))
+            qkv = layer.qkv(self._normalise(hidden, layer.attention_norm))
             qkv = qkv.unflatten(-1, (-1, self.config.head_dim))
             rotated, v = qkv.split([heads + kv_heads, kv_heads], -2)
             swapped = rotated.roll(self.config.head_dim // 2, -1)
             q, k = (rotated * cos + swapped * sin).to(v.dtype).split([heads, kv_heads], -2)
             hidden = hidden + layer.output(attend(number, q, k, v))
-            gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, -1)
+            gate, up = layer.gate_up(self._normalise(hidden, layer.mlp_norm)).chunk(2, -1)
             hidden = hidden + layer.down(functional.silu(gate) * up)
             if number + 1 in self.taps:
-                tapped.append(hidden[kept])
-        return torch.stack(tapped, 1), hidden[kept]
+                tapped.append(hidden[wanted])
+        return torch.stack(tapped, 1), hidden[wanted]
 
     def _top_logprobs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids and log probabilities [n, TOP_K] after last states [n, hidden]."""
-        logits = self._head(self._normed(hidden, self._norm)).float()
+        logits = self._head(self._normalise(hidden, self._norm)).float()
         top, ids = logits.topk(self._top, dim=1)
         return ids, top - logits.logsumexp(1, keepdim=True)
 
@@ -276,13 +278,13 @@ class BatchModel:
         gumbel = -torch.empty_like(logprobs).exponential_().log()
         pick = (logprobs + self._temperature[:, None] * gumbel).argmax(1, keepdim=True)
         token = ids.gather(1, pick)[:, 0]
-        for kept, new in (
+        for buffer, new in (
             (self._answers, token),
             (self._ids, ids.int()),
             (self._logprobs, logprobs.half()),
             (self._features, features.bfloat16()),
         ):
-            kept.index_copy_(1, self._step, new[:, None])
+            buffer.index_copy_(1, self._step, new[:, None])
         self._done |= torch.isin(token, self._ends)
         self._token.copy_(token)
         self._step += 1
@@ -291,7 +293,7 @@ class BatchModel:
     def _group(self) -> int:
         return self.config.num_heads // self.config.num_kv_heads
 
-    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def _normalise(self, rows: Tensor, weight: Tensor) -> Tensor:
         shape = (self.config.hidden_size,)
         return functional.rms_norm(rows, shape, weight, self.config.rms_norm_eps)
 
@@ -303,14 +305,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, group: int, **mask: Any) -> Tens
 
 
 def _samples(
-    asked: Sequence[Asked],
+    prompts: Sequence[Asked],
     answers: Sequence[list[int]],
     greedy: Sequence[bool],
     columns: Sequence[Tensor],
 ) -> list[HeadSample]:
     """Cut ids, log probabilities and states of all answers into samples of one answer each."""
-    texts = [one.tokens + answer for one, answer in zip(asked, answers, strict=True)]
+    texts = [one.tokens + answer for one, answer in zip(prompts, answers, strict=True)]
     flat = torch.tensor(list(chain(*texts)), dtype=torch.int).to(columns[0].device)
     parts = [column.split([len(answer) for answer in answers]) for column in columns]
-    rows = zip(flat.split([len(text) for text in texts]), asked, greedy, *parts, strict=True)
+    rows = zip(flat.split([len(text) for text in texts]), prompts, greedy, *parts, strict=True)
     return [HeadSample(a, len(b.tokens), b.workload, c, d, e, f) for a, b, c, d, e, f in rows]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from backend.engines.models.llama import read_llama
 from backend.storage.manifest import weights_sha256
 from backend.tokenizer import load_tokenizer
-from engines_build.distill import kept
+from engines_build.distill import answer_files
 from engines_build.distill.corpora import WORKLOADS, Corpus
 from engines_build.distill.data import judged_by
 from engines_build.distill.generate import encode
@@ -68,10 +68,10 @@ def write_prompts(args: argparse.Namespace) -> None:
         ("held_out", (args.held_out.prompt(n, kinds[n % len(kinds)]) for n in range(args.judging))),
         ("prompts", (corpus.prompt(n) for n in range(args.prompts))),
     ):
-        asked = [Asked(prompt.workload, encode(tokenizer, prompt)) for prompt in prompts]
-        texts = [(one.workload, one.tokens, len(one.tokens), False) for one in asked]
+        requests = [Asked(prompt.workload, encode(tokenizer, prompt)) for prompt in prompts]
+        texts = [(one.workload, one.tokens, len(one.tokens), False) for one in requests]
         write_texts(args.out / f"{name}.npz", texts, 0, weights_sha256(args.target))
-        print(f"prompts: {len(asked)} in {args.out / name}.npz", flush=True)
+        print(f"prompts: {len(requests)} in {args.out / name}.npz", flush=True)
     runs = sorted(frozenset().union(*judged_by(args).values()))
     np.save(args.out / "judged.npy", np.array(runs, np.uint64))
     about = {
@@ -111,14 +111,14 @@ def write_texts(path: Path, texts: Sequence[Text], next_prompt: int, target_sha2
         "workloads": [_WORKLOADS.index(workload) for workload in workloads],
         "sampled": sampled,
     }
-    kept.write(path, columns, next_prompt, target_sha256)
+    answer_files.write(path, columns, next_prompt, target_sha256)
 
 
 def read_texts(path: Path, target_sha256: str, flag: str) -> tuple[int, list[Text]]:
     """Return the number of the next prompt and the texts of a file. Raises ValueError, naming the
     flag and the file, for those of another target and for what is no such file.
     """
-    next_prompt, texts = kept.read(path, target_sha256, flag)
+    next_prompt, texts = answer_files.read(path, target_sha256, flag)
     return next_prompt, [(_WORKLOADS[c], a, b, d > 0) for a, b, c, d in texts]
 
 

@@ -61,11 +61,11 @@ def read_again(paths: Sequence[Path], target_sha256: str, teacher: Teacher, shar
 
     Raises ValueError, naming the file, for answers of another target and for what is no such file.
     """
-    kept = [read(path, target_sha256) for path in paths]
-    answers = [answer for _, theirs in kept for answer in theirs]
+    files = [read(path, target_sha256) for path in paths]
+    answers = [answer for _, theirs in files for answer in theirs]
     done = len(shards.paths()) * SEQUENCES_PER_SHARD
     for first in range(done, len(answers), SEQUENCES_PER_SHARD):
-        shards.next_prompt = kept[-1][0]
+        shards.next_prompt = files[-1][0]
         block = answers[first : first + SEQUENCES_PER_SHARD]
         shards.write([answered(teacher, *answer) for answer in block])
         print(f"answers: {shards.generated} tokens read again", flush=True)
@@ -80,16 +80,16 @@ def read(
     """
     try:
         with np.load(path, allow_pickle=False) as file:
-            kept = {name: file[name] for name in file.files}
-        whose, next_prompt = str(kept["target_sha256"]), int(kept["next_prompt"])
-        ends = np.cumsum(kept["lengths"].astype(np.int64))
+            columns = {name: file[name] for name in file.files}
+        whose, next_prompt = str(columns["target_sha256"]), int(columns["next_prompt"])
+        ends = np.cumsum(columns["lengths"].astype(np.int64))
         answers = [
             (tokens.tolist(), int(prompt), int(workload), math.inf if sampled else 0.0)
             for tokens, prompt, workload, sampled in zip(
-                np.split(kept["tokens"].astype(np.int64), ends[:-1]),
-                kept["prompt_lengths"],
-                kept["workloads"],
-                kept["sampled"],
+                np.split(columns["tokens"].astype(np.int64), ends[:-1]),
+                columns["prompt_lengths"],
+                columns["workloads"],
+                columns["sampled"],
                 strict=True,
             )
         ]
