@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 Package = tuple[str, str]
-"""A distribution and the one version of it that is known."""
+"""A distribution and the one version of it that is known; empty: any."""
 
 QUANTIZED = ("fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "awq", "gptq")
 """Methods of quantised weights that are read, widened to bf16."""
@@ -206,10 +206,12 @@ def _missing(package: Package) -> str:
         installed = metadata.version(name)
     except metadata.PackageNotFoundError:
         installed = "none"
+    if not version:
+        return f"{name} (in spindle[convert])" if installed == "none" else ""
     return "" if installed == version else f"{name}=={version} (found: {installed})"
 
 
-_OPENVINO = ("openvino", "2026.4.1")
+_OPENVINO, _TORCH = ("openvino", "2026.4.1"), ("torch", "")
 KINDS = {
     "openvino": Kind(
         "backend.engines.openvino.kind",
@@ -226,6 +228,7 @@ KINDS = {
         automatic=("cuda",),
         misfit=_misfit_of_pages,
         dtypes=("bf16", "fp32", "fp64"),
+        package=_TORCH,
         behaviour=2,
         most_ahead=256,
     ),
@@ -234,6 +237,7 @@ KINDS = {
         any_decoder=True,
         automatic=("cpu", "cuda"),
         dtypes=("bf16", "fp32", "fp64"),
+        package=_TORCH,
         behaviour=2,
     ),
     "head": Kind(
@@ -248,6 +252,7 @@ KINDS = {
     "eagle": Kind(
         "backend.engines.eagle.kind",
         architectures=("SpindleEagle",),
+        package=_TORCH,
         int8_package=_OPENVINO,
         dtypes=("bf16", "fp32", "int8", "fp64"),
         target=False,
@@ -264,7 +269,7 @@ KINDS = {
     ),
     "tensorrt_llm": Kind("backend.engines.tensorrt_llm.kind", hosted=True),
     "vllm": Kind("backend.engines.vllm.kind", hosted=True, dtypes=("bf16", "fp32")),
-    "trt_graph": Kind("backend.engines.trt_graph.kind", behaviour=1),
+    "trt_graph": Kind("backend.engines.trt_graph.kind", package=_TORCH, behaviour=1),
 }
 
 

@@ -111,7 +111,7 @@ def check_target(key: str, folder: Path) -> None:
     """Raise ConfigError, beginning with the setting ``key``, for a target's folder that starting
     would refuse: its tokenizer cannot be loaded, or its tensors are not its model's.
     """
-    from backend.engines.models.llama import check_tensors  # it imports torch
+    from backend.engines.models.llama import check_tensors  # it imports NumPy
 
     with naming(key):
         load_tokenizer(folder)

@@ -244,7 +244,7 @@ def _provenance(engine: EngineConfig, folder: Path, threads: int, *, is_busy: bo
         dtype=engine.dtype,
         threads=threads,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        torch_version=machine.versions()["torch"],
+        torch_version=machine.package_version("torch") or "none",
         busy=is_busy,
     )
 

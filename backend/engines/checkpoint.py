@@ -19,6 +19,9 @@ from backend.storage.weight_files import shapes_in, weight_files
 NUMBER_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 """Number formats that weights are read in, and the bytes of a number."""
 
+UNUSED = "rotary_emb.inv_freq"
+"""The end of the names of tensors that are computed, not read."""
+
 _T = TypeVar("_T")
 
 Rows = npt.NDArray[np.int64] | Seq[int] | slice

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from backend.engines.checkpoint import CheckpointError, StoredMatrix, find_embeddings
+from backend.engines.checkpoint import UNUSED, CheckpointError, StoredMatrix, find_embeddings
 from backend.engines.quantized import QuantizedError, widen
 from backend.storage.manifest import read_model_config
 from backend.storage.weight_files import weight_files
@@ -17,9 +17,6 @@ DTYPES = {
     "fp64": torch.float64,
 }
 """Number formats that weights are read in."""
-
-UNUSED = "rotary_emb.inv_freq"
-"""The end of the names of tensors that are computed, not read."""
 
 Weights = dict[str, torch.Tensor]
 

@@ -13,10 +13,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from backend.checked_settings import ConfigError
+from backend.machine import machine
 
 MANIFEST = "manifest.json"
 
@@ -92,6 +95,21 @@ def exclusive() -> Iterator[None]:
         yield
 
 
+def recall(file: Path, package: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON object in a file of the cache, which is made first unless it is there, or if
+    this ``package`` that makes it was another version.
+    """
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        stored = json.loads(file.read_text("utf-8"))
+        if not is_outdated(stored["packages"]):
+            return dict(stored["content"])
+    content = make()
+    with suppress(OSError):  # a cache that cannot be written is asked again
+        stored = {"packages": package_versions(package), "content": content}
+        publish_file(file, json.dumps(stored, indent=1) + "\n")
+    return content
+
+
 @contextmanager
 def publish(folder: Path, provenance: dict[str, Any]) -> Iterator[Path]:
     """Give an empty folder to write into; on leaving, seal it with a manifest and put it in the
@@ -162,6 +180,38 @@ def check(folder: Path, *, hashes: bool = False) -> dict[str, Any]:
                 f"{path} has SHA-256 {trouble}, its manifest says {expected['sha256']}; {_MEND}"
             )
     return manifest
+
+
+@contextmanager
+def require_packages(work: str) -> Iterator[None]:
+    """Raise ConfigError where a package that ``work`` imports is not installed, with the extra that
+    has it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        text = f"{work} needs the package {error.name}: install spindle[convert] (in a clone: make"
+        other = f"or copy the cache, {root()}, of a machine that has served the folder"
+        raise ConfigError(f"{text} serve), {other}") from None
+
+
+def package_versions(*names: str) -> dict[str, str]:
+    """Return the versions of packages that make a file, for the file to record."""
+    versions = {name: machine.package_version(name) for name in names}
+    return {name: _release(version) for name, version in versions.items() if version}
+
+
+def is_outdated(recorded: Mapping[str, str]) -> bool:
+    """Return whether a package of these versions is installed in another one: what it made is made
+    again. Without the package, what it made is read as it is.
+    """
+    versions = package_versions(*recorded)
+    return any(version != recorded[name] for name, version in versions.items())
+
+
+def _release(version: str) -> str:
+    """Return a version without the name of its build, as in 2.13.0+cpu."""
+    return version.partition("+")[0]
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from typing import Any
 from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EMBEDDED_MODEL, EngineConfig
-from backend.files import check_content, read_object
+from backend.files import check_content, read_object, read_text
+from backend.storage import cache
 from backend.storage.weight_files import check_weight_files
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -268,7 +269,14 @@ def _text_config(folder: Path) -> dict[str, Any]:
     """Return what transformers makes of a folder whose ``config.json`` leaves out defaults, or has
     the language model's in a part of it; nothing where that fails.
     """
-    from transformers import AutoConfig  # takes seconds
+    key = json.dumps(["sizes", read_text(folder / "config.json")])
+    file = cache.spec_file(hashlib.sha256(key.encode()).hexdigest()[:32])
+    return cache.recall(file, "transformers", lambda: _read_text_config(folder))
+
+
+def _read_text_config(folder: Path) -> dict[str, Any]:
+    with cache.require_packages(f"reading {folder} for the first time"):
+        from transformers import AutoConfig  # takes seconds
 
     try:
         whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

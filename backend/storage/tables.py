@@ -82,8 +82,8 @@ def table_file(
     subject = {
         "processor": machine.processor(),
         "cores": machine.cores(),
-        "torch": machine.versions().get("torch"),
-        "engine": [engine.engine, engine.kind.behaviour, engine.kind.package],
+        "engine": [engine.engine, engine.kind.behaviour],
+        "packages": {name: machine.package_version(name) for name in packages_of(engine)},
         "layout_sha256": read_manifest(folder).layout_sha256,
         "dtype": engine.dtype,
         "device": engine.device,
@@ -99,6 +99,13 @@ def table_file(
     if engine.device != "cpu":
         subject["device_name"] = machine.device_name(engine.device)
     return cache.table_file(hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:32])
+
+
+def packages_of(engine: EngineConfig) -> list[str]:
+    """Return the packages that an engine's times depend on: those of its kind, on GPUs torch."""
+    kind = engine.kind
+    names = {package[0] for package in (kind.package, kind.int8_package) if package}
+    return sorted(names | ({"torch"} if engine.device != "cpu" else set()))
 
 
 def read_table(path: Path) -> LatencyTable:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from backend.engines.checkpoint import CheckpointError
+from backend.engines.checkpoint import UNUSED, CheckpointError
 from backend.engines.models.reading import read_spec
 from backend.engines.models.spec import PlainLlama
-from backend.engines.weights import DTYPES, UNUSED, Weights, read_weights
 from backend.storage.manifest import read_model_config
 from backend.storage.weight_files import tensor_shapes
+
+if TYPE_CHECKING:
+    from backend.engines.weights import Weights
 
 
 def read_llama(folder: Path) -> PlainLlama:
@@ -34,6 +37,8 @@ def load_weights(folder: Path, llama: PlainLlama, dtype: str, device: str = "cpu
     ``device``. Raises CheckpointError for a file that is damaged, and for tensors that are missing,
     unexpected or mis-shaped.
     """
+    from backend.engines.weights import DTYPES, read_weights
+
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     weights = read_weights(folder)

@@ -1,7 +1,7 @@
 """Converted graphs in the cache: each is made once and then read, without transformers.
 
-A graph is of its folder's weights and configuration, of the packages that made it, of the engine's
-dtype, and of the layers that drafts read.
+A graph is of its folder's weights and configuration, of OpenVINO's version, of the engine's dtype,
+and of the layers that drafts read. The packages that made it are recorded in its manifest.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from backend.storage.manifest import weights_sha256
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the same folder would be converted to another graph."""
 
 GRAPH = "graph.xml"
+MAKERS = ("transformers", "torch")
+"""Packages that convert a folder."""
 
 
 def graph_folder(folder: Path, dtype: str, taps: Seq[int] = (), head: str = "") -> Path:
     """Return where a folder's graph lies in the cache, or will lie."""
-    versions = [metadata.version(name) for name in ("openvino", "transformers", "torch")]
+    version = metadata.version("openvino")
     config = (folder / "config.json").read_text("utf-8")
-    parts = [FORMAT, weights_sha256(folder), config, versions, dtype, list(taps), head]
+    parts = [FORMAT, weights_sha256(folder), config, version, dtype, list(taps), head]
     return cache.graph_folder(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32])
 
 
 def has_graph(place: Path) -> bool:
-    """Return whether the cache has all of a graph."""
+    """Return whether the cache has all of a graph that need not be made again."""
     try:
-        cache.check(place)
+        provenance = cache.check(place)["provenance"]
     except cache.CacheError:
         return False
-    return True
+    return not cache.is_outdated(provenance["packages"])
 
 
 def bring_graph(
@@ -53,13 +55,15 @@ def bring_graph(
     ``head``: the dtype of the head, if it is another.
 
     ``say`` is given what that will take before it begins. Raises CheckpointError for a folder that
-    cannot be served, or when there is too little memory.
+    cannot be served, or when there is too little memory; ConfigError without the packages.
     """
     place = graph_folder(folder, dtype, taps, head)
     if not has_graph(place):
-        from backend.engines.openvino.conversion import convert_folder  # it imports transformers
+        with cache.require_packages(f"converting {folder} to {dtype}"):
+            from backend.engines.openvino.conversion import convert_folder
 
-        provenance = {"folder": str(folder), "dtype": dtype, "taps": list(taps), "head": head}
+        source = {"folder": str(folder), "dtype": dtype, "taps": list(taps), "head": head}
+        provenance = {**source, "packages": cache.package_versions(*MAKERS)}
         with cache.publish(place, provenance) as fresh:
             convert_folder(folder, dtype, taps, fresh / GRAPH, say, head)
     return place / GRAPH
