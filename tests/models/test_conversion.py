@@ -13,10 +13,12 @@ from backend.engines.checkpoint import CheckpointError
 from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.decoder import OpenvinoDecoder, stored_as
 from backend.engines.openvino.engine import OpenvinoEngine
-from backend.engines.openvino.graph_cache import bring_graph, graph_folder
+from backend.engines.openvino.graph_cache import bring_graph, graph_folder, has_graph
 from backend.engines.stepping.chunks import Chunk, KVTable
 from backend.machine import machine
 from backend.sequence import BLOCK_TOKENS
+from backend.storage import cache
+from tests.fakes.machine import FakeMachine
 from tests.models.families import SERVED, config_of, make_folder, spread_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -217,11 +219,33 @@ def test_a_second_start_reads_the_graph_without_transformers(tmp_path):
     assert "Qwen3ForCausalLM" in lines[0]
     code = (
         "import sys; from pathlib import Path\n"
+        "from backend.machine import machine\n"
         "from backend.engines.openvino.engine import OpenvinoEngine\n"
-        f"OpenvinoEngine.load('t', Path({str(folder)!r}), kv_blocks=4, max_context_tokens=64)\n"
-        "assert 'transformers' not in sys.modules"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "machine.package_version = {}.get\n"
+        "def load(dtype):\n"
+        f"    folder = Path({str(folder)!r})\n"
+        "    OpenvinoEngine.load('t', folder, dtype=dtype, kv_blocks=4, max_context_tokens=64)\n"
+        "load('fp32')\n"
+        "try:\n"
+        "    load('int8')\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    text = f"converting {folder} to int8 needs the package torch: install spindle[convert]"
+    assert done.stdout.startswith(text)
+
+
+def test_a_graph_is_made_again_if_another_transformers_is_installed(tmp_path, monkeypatch):
+    folder = make_folder("qwen 3", tmp_path / "model")
+    bring_graph(folder, "fp32")
+    place = graph_folder(folder, "fp32")
+    monkeypatch.setattr(cache, "machine", FakeMachine(packages={"transformers": "5.99.0"}))
+    assert not has_graph(place)
+    bring_graph(folder, "fp32")
+    assert graph_folder(folder, "fp32") == place
+    assert has_graph(place)
 
 
 def test_another_dtype_tap_or_configuration_is_another_graph(tmp_path):

@@ -3,7 +3,9 @@ import json
 
 import pytest
 
+from backend.checked_settings import ConfigError
 from backend.storage import cache
+from tests.fakes.machine import FakeMachine
 
 
 def write_model(folder, text="weights"):
@@ -106,3 +108,36 @@ def test_a_file_is_published_whole(tmp_path):
     cache.publish_file(path, "two")
     assert path.read_text() == "two"
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("installed", "outdated"),
+    [("2.13.0", False), ("2.13.0+cu130", False), ("2.14.0", True), (None, False)],
+)
+def test_another_version_of_a_package_makes_its_files_again_and_none_reads_them(
+    monkeypatch, tmp_path, installed, outdated
+):
+    made = []
+
+    def make():
+        made.append(1)
+        return {"layers": [2, 3]}
+
+    def recall(version):
+        monkeypatch.setattr(cache, "machine", FakeMachine(packages={"torch": version}))
+        return cache.recall(tmp_path / "spec.json", "torch", make)
+
+    assert recall("2.13.0+cpu") == recall(installed) == {"layers": [2, 3]}
+    assert len(made) == 1 + outdated
+
+
+def test_a_damaged_file_is_made_again(tmp_path):
+    (tmp_path / "spec.json").write_text("{")
+    assert cache.recall(tmp_path / "spec.json", "torch", lambda: {"a": 1}) == {"a": 1}
+    assert cache.recall(tmp_path / "spec.json", "torch", lambda: {"a": 2}) == {"a": 1}
+
+
+def test_a_missing_package_is_an_error_that_names_the_extra():
+    text = r"^reading a needs the package no_such_package: install spindle\[convert\]"
+    with pytest.raises(ConfigError, match=text), cache.require_packages("reading a"):
+        import no_such_package  # noqa: F401

@@ -267,6 +267,23 @@ def test_another_version_of_what_passes_do_is_measured_again(deployment, monkeyp
     assert table_file(target, folders["target"], 1) != before
 
 
+def test_a_table_is_of_the_packages_that_run_its_engine(deployment):
+    raw, folders = deployment
+    fp32 = {**raw["target"], "dtype": "fp32"}
+    files = {
+        (engine, version): table_file(
+            parse_config({**raw, "target": {**fp32, "engine": engine}}).target,
+            folders["target"],
+            1,
+            FakeMachine(packages={"torch": version}),
+        )
+        for engine in ("openvino", "torch")
+        for version in ("2.13.0", "2.14.0", None)
+    }
+    assert len({files["openvino", version] for version in ("2.13.0", "2.14.0", None)}) == 1
+    assert len(set(files.values())) == 4
+
+
 def test_a_table_of_a_gpu_is_for_gpus_of_its_name(deployment):
     raw, folders = deployment
     gpu = parse_config({**raw, "target": {**raw["target"], "device": "cuda"}}).target
