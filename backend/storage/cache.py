@@ -22,6 +22,7 @@ from backend.checked_settings import ConfigError
 from backend.machine import machine
 
 MANIFEST = "manifest.json"
+_FOLDERS = ("models", "graphs", "heads", "decoders", "latency", "learned", "remembered")
 
 
 class CacheError(Exception):
@@ -50,11 +51,6 @@ def head_folder(key: str) -> Path:
     return root() / "heads" / key
 
 
-def spec_file(key: str) -> Path:
-    """Return where the description of the decoder of this key lies."""
-    return root() / "decoders" / f"{key}.json"
-
-
 def table_file(key: str) -> Path:
     """Return where the latency table of this key lives."""
     return root() / "latency" / f"{key}.json"
@@ -78,27 +74,17 @@ def exclusive() -> Iterator[None]:
     root().mkdir(parents=True, exist_ok=True)
     with (root() / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in (
-            path
-            for folder in (
-                "models",
-                "graphs",
-                "heads",
-                "decoders",
-                "latency",
-                "learned",
-                "remembered",
-            )
-            for path in (root() / folder).glob(".*")
-        ):
+        for leftover in (path for name in _FOLDERS for path in (root() / name).glob(".*")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         yield
 
 
-def recall(file: Path, package: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object in a file of the cache, which is made first unless it is there, or if
-    this ``package`` that makes it was another version.
+def recall(subject: object, package: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what a decoder's folder says, by a JSON-able ``subject``: it is made first unless the
+    cache has it, or if the ``package`` that made it was another version.
     """
+    key = hashlib.sha256(json.dumps(subject).encode()).hexdigest()[:32]
+    file = root() / "decoders" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         stored = json.loads(file.read_text("utf-8"))
         if not is_outdated(stored["packages"]):
@@ -184,34 +170,27 @@ def check(folder: Path, *, hashes: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def require_packages(work: str) -> Iterator[None]:
-    """Raise ConfigError where a package that ``work`` imports is not installed, with the extra that
-    has it.
-    """
+    """Raise ConfigError with the extra to install if ``work`` imports a package that is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
-        text = f"{work} needs the package {error.name}: install spindle[convert] (in a clone: make"
-        other = f"or copy the cache, {root()}, of a machine that has served the folder"
-        raise ConfigError(f"{text} serve), {other}") from None
+        text = f"{work} needs the package {error.name}: install spindle[convert]"
+        other = f"or copy the cache {root()} from a machine that has served the model"
+        raise ConfigError(f"{text} (in a clone: make serve), {other}") from None
 
 
 def package_versions(*names: str) -> dict[str, str]:
     """Return the versions of packages that make a file, for the file to record."""
     versions = {name: machine.package_version(name) for name in names}
-    return {name: _release(version) for name, version in versions.items() if version}
+    # without the name of a build, as in 2.13.0+cpu
+    return {name: text.partition("+")[0] for name, text in versions.items() if text}
 
 
 def is_outdated(recorded: Mapping[str, str]) -> bool:
     """Return whether a package of these versions is installed in another one: what it made is made
     again. Without the package, what it made is read as it is.
     """
-    versions = package_versions(*recorded)
-    return any(version != recorded[name] for name, version in versions.items())
-
-
-def _release(version: str) -> str:
-    """Return a version without the name of its build, as in 2.13.0+cpu."""
-    return version.partition("+")[0]
+    return any(version != recorded[name] for name, version in package_versions(*recorded).items())
 
 
 def describe(path: Path) -> dict[str, Any]:

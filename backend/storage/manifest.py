@@ -269,9 +269,8 @@ def _text_config(folder: Path) -> dict[str, Any]:
     """Return what transformers makes of a folder whose ``config.json`` leaves out defaults, or has
     the language model's in a part of it; nothing where that fails.
     """
-    key = json.dumps(["sizes", read_text(folder / "config.json")])
-    file = cache.spec_file(hashlib.sha256(key.encode()).hexdigest()[:32])
-    return cache.recall(file, "transformers", lambda: _read_text_config(folder))
+    subject = ["sizes", read_text(folder / "config.json")]
+    return cache.recall(subject, "transformers", lambda: _read_text_config(folder))
 
 
 def _read_text_config(folder: Path) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def test_a_file_is_published_whole(tmp_path):
 def test_another_version_of_a_package_makes_its_files_again_and_none_reads_them(
     monkeypatch, tmp_path, installed, outdated
 ):
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path))
     made = []
 
     def make():
@@ -125,16 +126,19 @@ def test_another_version_of_a_package_makes_its_files_again_and_none_reads_them(
 
     def recall(version):
         monkeypatch.setattr(cache, "machine", FakeMachine(packages={"torch": version}))
-        return cache.recall(tmp_path / "spec.json", "torch", make)
+        return cache.recall("a", "torch", make)
 
     assert recall("2.13.0+cpu") == recall(installed) == {"layers": [2, 3]}
     assert len(made) == 1 + outdated
 
 
-def test_a_damaged_file_is_made_again(tmp_path):
-    (tmp_path / "spec.json").write_text("{")
-    assert cache.recall(tmp_path / "spec.json", "torch", lambda: {"a": 1}) == {"a": 1}
-    assert cache.recall(tmp_path / "spec.json", "torch", lambda: {"a": 2}) == {"a": 1}
+def test_a_damaged_file_is_made_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path))
+    assert cache.recall("a", "torch", lambda: {"a": 1}) == {"a": 1}
+    assert cache.recall("a", "torch", lambda: {"a": 2}) == {"a": 1}
+    (file,) = (tmp_path / "decoders").iterdir()
+    file.write_text("{")
+    assert cache.recall("a", "torch", lambda: {"a": 3}) == {"a": 3}
 
 
 def test_a_missing_package_is_an_error_that_names_the_extra():

@@ -4,8 +4,6 @@ transformers.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,8 @@ def read_spec(folder: Path) -> DecoderSpec:
     """Return the description of a folder's decoder. Raises ConfigError with the reason for one that
     is not served.
     """
-    key = json.dumps([FORMAT, read_text(folder / "config.json")])
-    file = cache.spec_file(hashlib.sha256(key.encode()).hexdigest()[:32])
-    return _restore(cache.recall(file, "transformers", lambda: _describe(folder)))
+    subject = [FORMAT, read_text(folder / "config.json")]
+    return _restore(cache.recall(subject, "transformers", lambda: _describe(folder)))
 
 
 def _describe(folder: Path) -> dict[str, Any]:
