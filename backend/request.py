@@ -65,7 +65,7 @@ class Guide(Protocol):
         """Return which tokens may follow the output; None where that has left the grammar."""
         ...
 
-    def allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
+    def count_allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
         """Return how many of the proposed tokens it takes."""
         ...
 

@@ -122,7 +122,7 @@ class Batch:
         sequence, row = session.sequence, step.proposals[session.id]
         end = AFTER if session.id in self.following else len(sequence.tokens)
         on_device = row.on_device
-        return Turn(sequence, end, 1, row.chosen, device_proposal=on_device, states=self.states)
+        return Turn(sequence, end, 1, row.to_verify, device_proposal=on_device, states=self.states)
 
 
 def _most(session: Session, k_max: int, remaining: int) -> int:

@@ -98,8 +98,8 @@ class HostedLoop(Loop):
     async def _run(self, stop: threading.Event) -> None:
         while not stop.is_set() and not self._is_lost:
             await self._look()
-        lost = "the engine was lost: it is being restarted"
-        self.abort(ErrorCode.UNAVAILABLE, SHUTTING_DOWN if stop.is_set() else lost)
+        restarting = "the engine was lost: it is being restarted"
+        self.abort(ErrorCode.UNAVAILABLE, SHUTTING_DOWN if stop.is_set() else restarting)
         await self._end_tasks()
 
     async def _end_tasks(self) -> None:

@@ -259,7 +259,7 @@ class Orchestrator(Loop):
         if proposal:
             session.count_speculated(proposal, min(completion.accepted, count))
         emitted, nodes = completion.tokens[:count], len(proposal) if proposal else 0
-        self.cycle.verified(step, session.sequence, nodes, emitted, control=session.control)
+        self.cycle.note_verified(step, session.sequence, nodes, emitted, control=session.control)
         return count
 
     def _absorb(self, completions: Seq[Completion], step: Step) -> None:

@@ -110,7 +110,7 @@ class LookupEngine(Proposer):
         if (guide := sequence.sampling.guide) is not None:
             output = sequence.tokens[sequence.prompt_tokens :]
             paths = [  # each to the first token that the request's grammar forbids
-                path._replace(tokens=path.tokens[: guide.allowed(output, path.tokens)])
+                path._replace(tokens=path.tokens[: guide.count_allowed(output, path.tokens)])
                 for path in paths
             ]
         return Proposal.best(self.name, _merge(paths), turn.nodes)

@@ -128,10 +128,10 @@ class Host:
         """
         tables: Mapping[str, LatencyTable] = {**self._tables, TARGET: target}
         arguments = self._serving, self.drafts, tables, self._stats
-        made = make_policy(*arguments, padded_tokens=padded_tokens)
-        policy: AnyPolicy = made
+        planner = make_policy(*arguments, padded_tokens=padded_tokens)
+        policy: AnyPolicy = planner
         if self._learned_key:
-            policy = SwitchedPolicy(made, lambda: self._switches)
+            policy = SwitchedPolicy(planner, lambda: self._switches)
         self.cycle.trims = padded_tokens == 0
         self.cycle.runner.change(policy, policy.start())
         if self._learned_key:
@@ -174,11 +174,11 @@ class Host:
             prefilling=prefilling,
         )
         self._step = self.cycle.propose(sequences, view, log)
-        chosen = (
+        proposals = (
             (row.key, self._step.proposal_of(sequence.id))
             for row, sequence in zip(rows, sequences, strict=True)
         )
-        return {key: proposal for key, proposal in chosen if proposal is not None}
+        return {key: proposal for key, proposal in proposals if proposal is not None}
 
     def _sequence(self, row: Row) -> Sequence:
         """Return what the drafts know of a row, brought up to its tokens."""
@@ -216,10 +216,12 @@ class Host:
         )
         names = self.cycle.drafting.names
         tenant = np.array([tenant_id(row.salt) for row in rows], np.int64)
-        drawn = np.array([not s.sampling.greedy for s in sequences], np.bool_)
+        sampled = np.array([not s.sampling.greedy for s in sequences], np.bool_)
         control = np.array([row.control for row in rows], np.bool_) if self._in_control else None
         columns = request, context, remaining, ceiling, unseen
-        return View(names, *columns, tenant=tenant, drawn=drawn, evidence=evidence, control=control)
+        return View(
+            names, *columns, tenant=tenant, drawn=sampled, evidence=evidence, control=control
+        )
 
     def _most(self, row: Row) -> int:
         """Return the longest proposal that a row may have."""
@@ -247,7 +249,7 @@ class Host:
                 continue
             mine &= _is_start(row.proposed, step.proposal_of(sequence.id))
             control = row.key in self._in_control
-            self.cycle.verified(step, sequence, len(row.proposed), emitted, control=control)
+            self.cycle.note_verified(step, sequence, len(row.proposed), emitted, control=control)
             sequence.tokens += emitted
         if not mine:
             self._stats.fallback("not_as_proposed")

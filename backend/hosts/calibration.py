@@ -70,7 +70,7 @@ class Calibration:
     ) -> None:
         self._planned, self._budget_s, self._clock = planned, budget_s, clock
         self._started_s: float | None = None
-        self._seen = self._others = 0
+        self._samples = self._others = 0
         self._seconds: _Cells = defaultdict(list)
         self._drafting: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._mixed: _Cells = defaultdict(
@@ -93,13 +93,13 @@ class Calibration:
             self._mixed[cell].append(seconds)
             self._others += 1
         else:
-            self._seen += 1
-            if self._seen > 1 and self.shape.drafted:
+            self._samples += 1
+            if self._samples > 1 and self.shape.drafted:
                 self._drafting[rows, self.shape.drafted].append(seconds)
-            elif self._seen > 1:
+            elif self._samples > 1:
                 self._seconds[cell].append(seconds)
-        if self._seen > SAMPLES or self._others > PATIENCE_STEPS:
-            self._seen, self._others, self.shape = 0, 0, next(self._planned, None)
+        if self._samples > SAMPLES or self._others > PATIENCE_STEPS:
+            self._samples, self._others, self.shape = 0, 0, next(self._planned, None)
         if self._clock() - self._started_s > self._budget_s and (self._seconds or self._others):
             self.shape = None
 
@@ -142,18 +142,18 @@ def draft_table(draft: Engine, max_rows: int) -> LatencyTable:
     blocks_each = -(-(PROMPT_TOKENS + max(_CATCH_UPS) + 2 * _DRAFT_RUN) // BLOCK_TOKENS)
     most = min(max_rows, draft.limits.kv_blocks // blocks_each)
     for rows in [rows for rows in _ROWS if rows <= most] or [1]:
-        made = [_made_up(draft, number, blocks_each) for number in range(rows)]
+        sequences = [_made_up(draft, number, blocks_each) for number in range(rows)]
         if rows == 1:
             for tokens in _CATCH_UPS:
-                made[0].tokens += range(1, tokens + 1)
-                read = len(made[0].tokens)
-                cells.append((1, read, 0, _turns_s(draft, made, 1)))
-                draft.cancel([made[0].id])
-                made = [_made_up(draft, 0, blocks_each)]
-        _turns_s(draft, made, _DRAFT_RUN)  # reads the prompts
-        seconds = min(_turns_s(draft, made, _DRAFT_RUN) for _ in range(SAMPLES)) / _DRAFT_RUN
+                sequences[0].tokens += range(1, tokens + 1)
+                read = len(sequences[0].tokens)
+                cells.append((1, read, 0, _turns_s(draft, sequences, 1)))
+                draft.cancel([sequences[0].id])
+                sequences = [_made_up(draft, 0, blocks_each)]
+        _turns_s(draft, sequences, _DRAFT_RUN)  # reads the prompts
+        seconds = min(_turns_s(draft, sequences, _DRAFT_RUN) for _ in range(SAMPLES)) / _DRAFT_RUN
         cells.append((rows, rows, rows * PROMPT_TOKENS, seconds))
-        draft.cancel([sequence.id for sequence in made])
+        draft.cancel([sequence.id for sequence in sequences])
     rows_of, tokens_of, contexts, seconds_of = zip(*sorted(cells), strict=True)
     return LatencyTable(draft.name, rows_of, tokens_of, contexts, seconds_of)
 
@@ -169,11 +169,11 @@ def _turns_s(draft: Engine, sequences: list[Sequence], run: int) -> float:
     """Return the seconds of drafting ``run`` tokens for each."""
     started_s = perf_counter()
     draft.submit([Turn(s, len(s.tokens), run=run, nodes=run) for s in sequences])
-    left = len(sequences)
-    while left:
+    open_turns = len(sequences)
+    while open_turns:
         completions = draft.poll(timeout_s=1.0)
         for completion in completions:
             if completion.error is not None:
                 raise RuntimeError(f"draft {draft.name} cannot be measured: {completion.error}")
-        left -= len(completions)
+        open_turns -= len(completions)
     return perf_counter() - started_s

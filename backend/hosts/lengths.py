@@ -60,10 +60,10 @@ class Lengths(Host):
         self._next = self._step
         if self._next is None:
             return {}
-        asked = (
+        asks = (
             (row.key, self._next.proposals[self.sequences[row.key].id].on_device) for row in rows
         )
-        return {key: ask.length for key, ask in asked if ask is not None}
+        return {key: ask.length for key, ask in asks if ask is not None}
 
     def catch_up(self, key: Hashable, tokens: Seq[int]) -> None:
         """Take a request's tokens up to the step that is over next, if they are new: it may have

@@ -48,8 +48,8 @@ def host_config(
     """Check a plug-in's settings; ``drafter`` names the host's own, which then is the only draft.
     Raises ConfigError naming key and value.
     """
-    own = {key: value for key, value in raw.items() if key not in _SHARED}
-    if "serving" in own:
+    host_keys = {key: value for key, value in raw.items() if key not in _SHARED}
+    if "serving" in host_keys:
         raise ConfigError(f"unknown key 'serving'; known here: {', '.join(_SHARED)}")
     shared = {key: raw[key] for key in _SHARED if key in raw}
     if drafter:
@@ -60,10 +60,10 @@ def host_config(
     if "k_max" in policy:
         raise ConfigError(f"policy.k_max is the host's own setting, got {policy['k_max']!r}")
     limits.setdefault("max_context_tokens", max_context_tokens)
-    known = {"threads": 1, "drafts": _DEFAULT_DRAFTS, **shared}
+    defaults = {"threads": 1, "drafts": _DEFAULT_DRAFTS, **shared}
     target = {"engine": HOSTED, "name": TARGET}
     serving = parse_config(
-        {**known, "target": target, "policy": {**policy, "k_max": k_max}, "limits": limits}
+        {**defaults, "target": target, "policy": {**policy, "k_max": k_max}, "limits": limits}
     )
-    made: HostConfig = build_settings(HostConfig, {**own}, "")
-    return replace(made, serving=serving)
+    config: HostConfig = build_settings(HostConfig, {**host_keys}, "")
+    return replace(config, serving=serving)

@@ -60,14 +60,14 @@ def engine_args(
     ConfigError.
     """
     drafter = SpindleDrafter(settings, max_draft_len, max_seq_len, stats or Stats())
-    chosen = UserProvidedDecodingConfig(
+    decoding = UserProvidedDecodingConfig(
         max_draft_len=max_draft_len, drafter=drafter, resource_manager=drafter.resources
     )
-    return {"speculative_config": chosen, "disable_overlap_scheduler": True}
+    return {"speculative_config": decoding, "disable_overlap_scheduler": True}
 
 
 @dataclass(slots=True)
-class Asked:
+class HostRequest:
     """A request in the words of the program that runs the LLM, and its steps so far."""
 
     most_drafted: Callable[[], int | None]
@@ -101,8 +101,8 @@ class SpindleDrafter(Drafter):  # type: ignore[misc] # TensorRT-LLM is not there
         )
         if (ranks := tensorrt_llm.mpi_world_size()) > 1:
             raise ConfigError(f"SpindleDrafter needs a model on one GPU, got {ranks} ranks")
-        known = {"drafts": _LOOKUP, **settings}
-        config = host_config(known, max_draft_len, max_seq_len)
+        options = {"drafts": _LOOKUP, **settings}
+        config = host_config(options, max_draft_len, max_seq_len)
         self._host = Host(config, stats)
         self._host.plan_by(_table(config, stats), padded_tokens=max_draft_len)
         if config.metrics_port:
@@ -110,10 +110,10 @@ class SpindleDrafter(Drafter):  # type: ignore[misc] # TensorRT-LLM is not there
 
             self._exporter = Exporter(stats, config.metrics_port)
         self._proposals: dict[Any, Proposal] = {}
-        self.asked: dict[Any, Asked] = {}
+        self.requests: dict[Any, HostRequest] = {}
         """By client id. A program that submits a request holds ``lock`` until it is noted here."""
         self.lock = Lock()
-        self.resources = SpindleResources(self._host, self._proposals, self.asked)
+        self.resources = SpindleResources(self._host, self._proposals, self.requests)
 
     def explain(self) -> dict[str, Any]:
         """Explain the last plan (any thread)."""
@@ -124,7 +124,7 @@ class SpindleDrafter(Drafter):  # type: ignore[misc] # TensorRT-LLM is not there
         del batch_size
         decoding = self.resources.decoding.values()
         with self.lock:
-            rows = [_row(request, self.asked.get(request.py_client_id)) for request in decoding]
+            rows = [_row(request, self.requests.get(request.py_client_id)) for request in decoding]
         self._proposals.clear()
         self._proposals.update(self._host.propose(rows))
         for request in decoding:  # a step without drafts has set it: KV would not be reserved
@@ -146,9 +146,9 @@ class SpindleResources(BaseResourceManager):  # type: ignore[misc]
     """
 
     def __init__(
-        self, host: Host, proposals: Mapping[Any, Proposal], asked: Mapping[Any, Asked]
+        self, host: Host, proposals: Mapping[Any, Proposal], requests: Mapping[Any, HostRequest]
     ) -> None:
-        self._host, self._proposals, self._asked = host, proposals, asked
+        self._host, self._proposals, self._requests = host, proposals, requests
         self._over: list[Any] = []
         self._runs = False  # a step that is yet to be learned from
         self._started_s, self._prefill_tokens = 0.0, 0
@@ -176,10 +176,10 @@ class SpindleResources(BaseResourceManager):  # type: ignore[misc]
             proposal = self._proposals.get(request.py_request_id)
             proposed = [] if proposal is None else proposal.tokens
             rows.append(Verified(request.py_request_id, proposed, request.get_tokens(0)))
-            asked = self._asked.get(request.py_client_id)
-            if proposed and asked is not None:
+            entry = self._requests.get(request.py_client_id)
+            if proposed and entry is not None:
                 accepted = min(request.py_num_accepted_draft_tokens, len(proposed))
-                asked.verified_steps.append((len(proposed), accepted))
+                entry.verified_steps.append((len(proposed), accepted))
         self._host.ran(rows, verify_s=step_s, prefill_tokens=self._prefill_tokens)
         self._runs = False
         self._forget()
@@ -205,13 +205,13 @@ class SpindleResources(BaseResourceManager):  # type: ignore[misc]
         self._host.close()
 
 
-def _row(request: Any, asked: Asked | None) -> Row:
+def _row(request: Any, entry: HostRequest | None) -> Row:
     tokens, prompt = request.get_tokens(0), request.py_orig_prompt_len
     remaining = max(1, int(prompt + request.py_max_new_tokens) - len(tokens))
-    most = None if asked is None else asked.most_drafted()
+    most = None if entry is None else entry.most_drafted()
     if most is not None:
         remaining = min(remaining, most + 1)  # a proposal leaves room for the target's own token
-    salt = "" if asked is None else asked.salt
+    salt = "" if entry is None else entry.salt
     return Row(request.py_request_id, tokens, prompt, remaining, salt=salt)
 
 

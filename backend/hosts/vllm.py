@@ -57,11 +57,11 @@ class SpindleProposer:
 
     def __init__(self, vllm_config: Any) -> None:
         """Raise ConfigError where the scheduler is another one: nothing would be proposed."""
-        chosen = vllm_config.scheduler_config.get_scheduler_cls()
-        if not issubclass(chosen, SpindleScheduler):
+        scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+        if not issubclass(scheduler, SpindleScheduler):
             raise ConfigError(
                 "scheduler_cls must be 'spindle_vllm.SpindleScheduler' with SpindleProposer, got "
-                f"'{chosen.__module__}.{chosen.__name__}'"
+                f"'{scheduler.__module__}.{scheduler.__name__}'"
             )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +132,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         if shape is not None:
             proposed = self._calibration_tokens(decoding, shape)
         else:
-            proposed = self._proposed(decoding)
+            proposed = self._propose(decoding)
         if proposed:
             super().update_draft_token_ids(DraftTokenIds([*proposed], [*proposed.values()]))
         computed = {name: request.num_computed_tokens for name, request in decoding.items()}
@@ -164,7 +164,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         self._last_output_s = now_s
         outputs = super().update_from_output(*args, **kwargs)
         if step.shape is not None:
-            self._calibrated(step, verify_s)
+            self._note_calibration(step, verify_s)
             return _without_made_up(outputs)
         rows = [
             Verified(name, proposed, request.all_token_ids)
@@ -190,7 +190,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
 
     # -- the policy's view of it
 
-    def _proposed(self, decoding: dict[str, Request]) -> dict[str, list[int]]:
+    def _propose(self, decoding: dict[str, Request]) -> dict[str, list[int]]:
         rows = [self._row(request, self._remaining(request)) for request in decoding.values()]
         prefilling = len(self.running) - len(decoding)
         new = self._newcomers()
@@ -210,7 +210,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         """Return a request as the policy knows it; Spindle's front end says more by its
         ``extra_args`` (``backend.engines.vllm.options``).
         """
-        asked = (request.sampling_params.extra_args or {}).get("spindle", {})
+        extra = (request.sampling_params.extra_args or {}).get("spindle", {})
         return Row(
             request.request_id,
             request.all_token_ids,
@@ -218,8 +218,8 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             remaining,
             request.sampling_params.temperature > 0,
             request.cache_salt or "",
-            asked.get("most_drafted"),
-            asked.get("control", False),
+            extra.get("most_drafted"),
+            extra.get("control", False),
         )
 
     def _remaining(self, request: Request) -> int:
@@ -228,8 +228,8 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         """
         if request.sampling_params.temperature > 0 and not self._samples:
             return 1
-        left = int(request.max_tokens - request.num_output_tokens)
-        return max(1, min(left, self._room(request)))
+        remaining = int(request.max_tokens - request.num_output_tokens)
+        return max(1, min(remaining, self._room(request)))
 
     def _room(self, request: Request) -> int:
         return int(self.max_model_len - request.num_tokens)
@@ -273,8 +273,8 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             name = f"{_MADE_UP}{next(self._numbers)}"
             prompt = [1 + i % 7 for i in range(shape.prompt_tokens)]
             life = min(_MADE_UP_TOKENS, self.max_model_len - shape.prompt_tokens)
-            asked = SamplingParams(temperature=0.0, max_tokens=life, ignore_eos=True)
-            request = Request(name, prompt, asked, None, block_hasher=self._block_names)
+            params = SamplingParams(temperature=0.0, max_tokens=life, ignore_eos=True)
+            request = Request(name, prompt, params, None, block_hasher=self._block_names)
             self._made_up[name] = request
             super().add_request(request)
 
@@ -302,7 +302,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         unlikely = [1 + i % 11 for i in range(shape.length)]
         return {name: [*unlikely] for name in decoding if name in self._made_up}
 
-    def _calibrated(self, step: ScheduledStep, verify_s: float) -> None:
+    def _note_calibration(self, step: ScheduledStep, verify_s: float) -> None:
         """Note a step; after the last shape, plan by the table."""
         calibration = self._calibration
         if calibration is None or step.shape is not calibration.shape:

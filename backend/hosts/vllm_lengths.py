@@ -59,7 +59,7 @@ class SpindleLengthScheduler(SpindleScheduler):
         save_latencies(self._spindle.latency_file, measured)
         self._host.plan_by_passes(table, forward_s)
 
-    def _proposed(self, decoding: dict[str, Any]) -> dict[str, list[int]]:
+    def _propose(self, decoding: dict[str, Any]) -> dict[str, list[int]]:
         """Return nothing: vLLM's drafter has proposed."""
         del decoding
         return {}
@@ -152,7 +152,7 @@ class SpindleAsyncLengthScheduler(SpindleLengthScheduler, AsyncScheduler):  # ty
         del decoding, shape
         return {}
 
-    def _calibrated(self, step: ScheduledStep, verify_s: float) -> None:
+    def _note_calibration(self, step: ScheduledStep, verify_s: float) -> None:
         verifies = any(drafts for _, drafts in step.decoding.values())
         if step.shape is not None and verifies == (step.shape.length > 0):
-            super()._calibrated(step, verify_s)
+            super()._note_calibration(step, verify_s)

@@ -31,9 +31,9 @@ class ProbeScheduler(Scheduler):  # type: ignore[misc]
     def schedule(self, *arguments: Any, **options: Any) -> Any:
         """Schedule a step at the longest length asked for."""
         extras = [request.sampling_params.extra_args or {} for request in self.requests.values()]
-        asked = [int(extra["probe_k"]) for extra in extras if "probe_k" in extra]
-        if asked:
-            length = min(max(asked), self.num_spec_tokens)
+        lengths = [int(extra["probe_k"]) for extra in extras if "probe_k" in extra]
+        if lengths:
+            length = min(max(lengths), self.num_spec_tokens)
             self.dynamic_sd_lookup[:] = [length] * len(self.dynamic_sd_lookup)
         return super().schedule(*arguments, **options)
 

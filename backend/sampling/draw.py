@@ -106,13 +106,13 @@ def finishers(
     """
     heads = Heads.of(map(probs_of, range(len(words))))
     times, _, ends = _times(heads, words, token_ids)
-    found = []
+    rows = []
     for start, end in itertools.pairwise(ends):
         speeds = times[start:end] ** -SHARPNESS
         best = np.argsort(-speeds, kind="stable")[:most]
         chances = speeds[best] / max(float(speeds.sum()), 1e-300)
-        found.append(list(zip(heads.columns[start + best].tolist(), chances.tolist(), strict=True)))
-    return found
+        rows.append(list(zip(heads.columns[start + best].tolist(), chances.tolist(), strict=True)))
+    return rows
 
 
 def _times(

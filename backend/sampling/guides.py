@@ -41,7 +41,7 @@ _DEAD_ENDS = ("NoExtension", "NoExtensionBias")
 
 
 @dataclass(slots=True)
-class _Known:
+class _Grammar:
     """A grammar that has been read, or the ``reason`` why it cannot be served."""
 
     grammar: str = ""
@@ -65,11 +65,11 @@ class Grammars:
         self._read = read
         self._tokens: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str, str], _Known] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str, str, str], _Grammar] = OrderedDict()
 
     def knows(self, kind: str, text: str, salt: str = "") -> bool:
         """Return whether a guide would be made at once."""
-        return (kind, text, salt) in self._known
+        return (kind, text, salt) in self._grammars
 
     def guide(self, kind: str, text: str, end_ids: frozenset[int], salt: str = "") -> Guide:
         """Return the guide of one request, whose text may end by ``end_ids``; only requests of one
@@ -83,30 +83,32 @@ class Grammars:
             )
         key = kind, text, salt
         with self._lock:
-            known = self._known.get(key)
-        if known is None:
-            known = self._reading(kind, text)
+            grammar = self._grammars.get(key)
+        if grammar is None:
+            grammar = self._reading(kind, text)
         with self._lock:
-            self._known[key] = known
-            self._known.move_to_end(key)
-            if len(self._known) > KNOWN_GRAMMARS:
-                self._known.popitem(last=False)
-        matcher = None if known.reason else self._matcher(kind, known)
+            self._grammars[key] = grammar
+            self._grammars.move_to_end(key)
+            if len(self._grammars) > KNOWN_GRAMMARS:
+                self._grammars.popitem(last=False)
+        matcher = None if grammar.reason else self._matcher(kind, grammar)
         if matcher is None or self._tokens is None:
-            raise _invalid(f"guided_decoding_guide is no {kind} that can be served: {known.reason}")
-        guide = Guide(matcher, self._vocab_size, end_ids, self._tokens.eos_token, known)
+            raise _invalid(
+                f"guided_decoding_guide is no {kind} that can be served: {grammar.reason}"
+            )
+        guide = Guide(matcher, self._vocab_size, end_ids, self._tokens.eos_token, grammar)
         guide.mask([])
         return guide
 
-    def _reading(self, kind: str, text: str) -> _Known:
+    def _reading(self, kind: str, text: str) -> _Grammar:
         try:
-            return _Known(self._read(kind, text))
+            return _Grammar(self._read(kind, text))
         except ValueError as error:
-            return _Known(reason=str(error))
+            return _Grammar(reason=str(error))
         except TryAgainError as error:
             raise RequestError(ErrorCode.UNAVAILABLE, str(error)) from None
 
-    def _matcher(self, kind: str, known: _Known) -> llguidance.LLMatcher | None:
+    def _matcher(self, kind: str, grammar: _Grammar) -> llguidance.LLMatcher | None:
         """Return a matcher at the beginning of a grammar; None, with the reason, where there is
         none.
         """
@@ -117,21 +119,21 @@ class Grammars:
                 self._tokens = llguidance.LLTokenizer(
                     llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
                 )
-            if (matcher := known.matcher) is not None:
+            if (matcher := grammar.matcher) is not None:
                 return matcher.deep_copy()
         begin_s, limits = thread_time(), reading.limits(kind)
-        matcher = llguidance.LLMatcher(self._tokens, known.grammar, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._tokens, grammar.grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            known.reason = one_line(matcher.get_error())
+            grammar.reason = one_line(matcher.get_error())
             return None
         matcher.compute_bitmask()  # it may take a while, which is not to be the loop's
         if matcher.is_error():
             reason = _reason(matcher)
-            known.reason = "it allows no text" if reason == _DEAD_END else reason
+            grammar.reason = "it allows no text" if reason == _DEAD_END else reason
             return None
         if thread_time() - begin_s < COPIED_FROM_S:
             return matcher
-        known.matcher = matcher
+        grammar.matcher = matcher
         return matcher.deep_copy()
 
 
@@ -150,10 +152,10 @@ class Guide:
         vocab_size: int,
         end_ids: frozenset[int],
         end_bit: int,
-        known: _Known,
+        grammar: _Grammar,
     ) -> None:
         self.failure: str | None = None
-        self._known = known
+        self._grammar = grammar
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._end_ids = end_ids
@@ -174,21 +176,21 @@ class Guide:
         ends[list(self._end_ids)] = True
         return ends
 
-    def allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
+    def count_allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
         """Return how many of the proposed tokens the grammar takes; a token that ends the text is
         the last of them.
         """
         try:
-            return self._allowed(output, proposed) if self.failure is None else 0
+            return self._count_allowed(output, proposed) if self.failure is None else 0
         except _ParserError as error:
             self._fail(error)
             return 0
 
     def _fail(self, error: _ParserError) -> None:
         self.failure = str(error)
-        self._known.matcher = None  # its copies have reached the limits, too
+        self._grammar.matcher = None  # its copies have reached the limits, too
 
-    def _allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
+    def _count_allowed(self, output: Seq[int], proposed: Seq[int]) -> int:
         if not self._move_after(output):
             return 0
         count = next(

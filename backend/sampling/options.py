@@ -26,14 +26,14 @@ def sampling_params(
 
     Words are tokenised alone and without special tokens; one without tokens has no effect.
     """
-    given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
+    options = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     filters = (request.temperature, request.top_k, request.top_p, request.min_p)
     greedy = all(value is None for value in filters)
-    if greedy or given.get("temperature", 1.0) < LEAST_TEMPERATURE:
-        given["temperature"] = 0.0
+    if greedy or options.get("temperature", 1.0) < LEAST_TEMPERATURE:
+        options["temperature"] = 0.0
     words = (tuple(tokenizer.encode(word, add_special_tokens=False)) for word in request.bad_words)
     changed: dict[str, Any] = {
-        "temperature": given.get("temperature", 1.0),
+        "temperature": options.get("temperature", 1.0),
         "top_p": request.top_p or 1.0,  # 0: off
         "seed": secrets.randbits(SEED_BITS) if request.seed is None else request.seed,
         "end_ids": tuple(sorted(end_ids)),
@@ -41,7 +41,7 @@ def sampling_params(
         "bias": _bias(request, tokenizer),
         "log_probs": request.return_log_probs,
     }
-    return SamplingParams(**given | changed)
+    return SamplingParams(**options | changed)
 
 
 def _bias(request: GenerationRequest, tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:

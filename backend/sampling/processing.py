@@ -48,10 +48,10 @@ class Columns:
         if self.token_ids is None:
             if max(tokens, default=0) < self.size:
                 return list(tokens), list(range(len(tokens)))
-            known = [place for place, token in enumerate(tokens) if token < self.size]
-            return [tokens[place] for place in known], known
-        known = [place for place, token in enumerate(tokens) if token in self._column]
-        return [self._column[tokens[place]] for place in known], known
+            places = [place for place, token in enumerate(tokens) if token < self.size]
+            return [tokens[place] for place in places], places
+        places = [place for place, token in enumerate(tokens) if token in self._column]
+        return [self._column[tokens[place]] for place in places], places
 
     def __contains__(self, token: int) -> bool:
         return token < self.size if self.token_ids is None else token in self._column
@@ -75,8 +75,8 @@ def process(
     """Change the logits after the tokens ``before`` in place; the first of these are the prompt."""
     if sampling.bias:
         ids, addends = zip(*sampling.bias, strict=True)
-        known, places = columns.of(ids)
-        np.add.at(logits, known, [addends[place] for place in places])
+        at, places = columns.of(ids)
+        np.add.at(logits, at, [addends[place] for place in places])
     if sampling.penalised:
         _penalise(logits, sampling, before, prompt_tokens, columns)
     if len(before) - prompt_tokens < sampling.min_tokens:
@@ -94,16 +94,16 @@ def _penalise(
 ) -> None:
     """Lower the logits of the tokens that occur in the text."""
     if (factor := sampling.repetition_penalty) != 1.0:
-        known, _ = columns.of(sorted(set(before)))
-        values = logits[known]
-        logits[known] = np.where(values < 0, values * factor, values / factor)
+        at, _ = columns.of(sorted(set(before)))
+        values = logits[at]
+        logits[at] = np.where(values < 0, values * factor, values / factor)
     if sampling.presence_penalty or sampling.frequency_penalty:
         counted = before[min(sampling.prompt_ignore_length, prompt_tokens) :]
         ids, counts = np.unique(np.array(counted, np.int64), return_counts=True)
-        known, places = columns.of(ids.tolist())
+        at, places = columns.of(ids.tolist())
         occurred = counts[places].astype(logits.dtype)
         each = sampling.presence_penalty + sampling.frequency_penalty * occurred
-        logits[known] -= (sampling.temperature or 1.0) * each
+        logits[at] -= (sampling.temperature or 1.0) * each
 
 
 def _forbid(logits: Floats, mask: npt.NDArray[np.bool_], columns: Columns) -> None:

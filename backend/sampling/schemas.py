@@ -74,12 +74,12 @@ class _Alternatives:
         """Return a schema whose alternatives exclude each other. Raises ValueError."""
         if not isinstance(schema, dict):
             return schema
-        made = {key: self._inside(key, value, place) for key, value in schema.items()}
+        prepared = {key: self._inside(key, value, place) for key, value in schema.items()}
         if options := of_kind(list, schema, "oneOf"):
             self._check(options, place)
         if isinstance(form := schema.get("format"), str) and form in _LONGEST:
-            made.setdefault("maxLength", _LONGEST[form])
-        return made
+            prepared.setdefault("maxLength", _LONGEST[form])
+        return prepared
 
     def _inside(self, key: str, value: Any, place: str) -> Any:
         place = f"{place}/{key}"
@@ -117,7 +117,7 @@ class _Alternatives:
         types = _types(parts, values)
         marks = {"": types} if values is None else {"": types, "=": values}
         if types == {"object"}:
-            for name in _required(parts):
+            for name in _required_names(parts):
                 named = [of_kind(dict, part, "properties").get(name) for part in parts]
                 tags = _values([part for one in named for part in self._parts(one)])
                 if tags is not None:
@@ -156,7 +156,7 @@ def _canonical(value: Any) -> tuple[str, Any]:
     return "string" if isinstance(value, str) else "number", value
 
 
-def _required(parts: list[dict[str, Any]]) -> set[str]:
+def _required_names(parts: list[dict[str, Any]]) -> set[str]:
     """Return the names of properties that a value must have."""
     names = (name for part in parts for name in of_kind(list, part, "required"))
     return {name for name in names if isinstance(name, str)}
@@ -165,8 +165,8 @@ def _required(parts: list[dict[str, Any]]) -> set[str]:
 def _types(parts: list[dict[str, Any]], values: frozenset[Any] | None) -> frozenset[str]:
     types = _TYPES
     for part in parts:
-        given = part.get("type")
-        names = given if isinstance(given, list) else [given]
+        kinds = part.get("type")
+        names = kinds if isinstance(kinds, list) else [kinds]
         if all(isinstance(name, str) for name in names):
             types &= {"number" if name == "integer" else name for name in names}
     return types if values is None else types & {kind for kind, _ in values}

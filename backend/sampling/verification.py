@@ -138,10 +138,10 @@ def candidates(
         likeliest(row, most) if place.sampling.greedy else []
         for row, place in zip(rows, places, strict=True)
     ]
-    if sampled := _sampled(places):
+    if sampled := _sampled_places(places):
         words, probs_of = _words(places, sampled), _probs_of(rows, places, sampled)
-        chosen = finishers(probs_of, words, most, columns.token_ids)
-        for number, ones in zip(sampled, chosen, strict=True):
+        finishes = finishers(probs_of, words, most, columns.token_ids)
+        for number, ones in zip(sampled, finishes, strict=True):
             by_place[number] = ones
     return by_place
 
@@ -160,7 +160,7 @@ def scores(logits: Floats, place: Row, columns: Columns) -> Floats:
 def _draw(logits: Seq[Floats], places: Seq[Row], verdicts: Seq[Verdict], columns: Columns) -> None:
     """Draw the token of every place from its logits [columns], and note it in its verdict."""
     rows = [scores(row, place, columns) for row, place in zip(logits, places, strict=True)]
-    if sampled := _sampled(places):
+    if sampled := _sampled_places(places):
         words, probs_of = _words(places, sampled), _probs_of(rows, places, sampled)
         for number, column in zip(sampled, draw(probs_of, words, columns.token_ids), strict=True):
             verdicts[number].column = column
@@ -171,15 +171,15 @@ def _draw(logits: Seq[Floats], places: Seq[Row], verdicts: Seq[Verdict], columns
             _note_log_probs(verdict, row, place.sampling)
 
 
-def _sampled(places: Seq[Row]) -> list[int]:
+def _sampled_places(places: Seq[Row]) -> list[int]:
     """Return the numbers of the places whose token is not the likeliest, but drawn."""
     return [number for number, place in enumerate(places) if not place.sampling.greedy]
 
 
 def _words(places: Seq[Row], sampled: Seq[int]) -> Words:
     """Return the noise of these places."""
-    chosen = [places[number] for number in sampled]
-    return np.array([word(place.sampling.seed, place.position) for place in chosen], np.uint64)
+    rows = [places[number] for number in sampled]
+    return np.array([word(place.sampling.seed, place.position) for place in rows], np.uint64)
 
 
 def _probs_of(rows: Seq[Floats], places: Seq[Row], sampled: Seq[int]) -> ProbsOf:
@@ -203,11 +203,11 @@ def _note_log_probs(verdict: Verdict, row: Floats, sampling: SamplingParams) -> 
         verdict.top.append(list(zip(best.tolist(), log_probs[best].tolist(), strict=True)))
 
 
-def follow(verdict: Verdict, request: Row, drawn: Callable[[int], int], first: int = 0) -> None:
+def follow(verdict: Verdict, request: Row, draw: Callable[[int], int], first: int = 0) -> None:
     """Walk along the columns ``drawn`` at a request's rows from ``first`` on."""
-    verdict.column = drawn(first)
+    verdict.column = draw(first)
     while _step(verdict, request):
-        verdict.column = drawn(first + 1 + verdict.path[-1])
+        verdict.column = draw(first + 1 + verdict.path[-1])
 
 
 def _step(verdict: Verdict, request: Row) -> bool:

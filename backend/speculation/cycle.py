@@ -33,12 +33,12 @@ class Step:
     def proposal_of(self, sequence_id: int) -> Proposal | None:
         """Return what the target verifies for a sequence."""
         row = self.proposals.get(sequence_id)
-        return None if row is None else row.chosen
+        return None if row is None else row.to_verify
 
     def take(self, sequence_id: int, drafted: Proposal, nodes: int) -> None:
         """Note what a draft in the target proposed; the first ``nodes`` of it were verified."""
         row = self.proposals[sequence_id]
-        row.drafted, row.chosen = drafted, drafted.first(nodes) if nodes else None
+        row.drafted, row.to_verify = drafted, drafted.first(nodes) if nodes else None
 
 
 class Cycle:
@@ -105,7 +105,7 @@ class Cycle:
                     nodes = self.runner.trim(view, plan, drafted)
             for sequence, most in zip(sequences, nodes, strict=True):
                 row = proposals[sequence.id]
-                row.chosen = self.drafting.choose(row.drafted, most)
+                row.to_verify = self.drafting.choose(row.drafted, most)
         return Step(view, plan, log, proposals, waiting)
 
     def _look_ahead(
@@ -139,7 +139,7 @@ class Cycle:
             most = [int(remaining[sequence.id]) - 1 for sequence in sequences]
             self.drafting.propose_unused(sequences, most, step.proposals, step.log)
 
-    def verified(
+    def note_verified(
         self,
         step: Step,
         sequence: Sequence,
@@ -152,9 +152,9 @@ class Cycle:
         committed for it; ``control`` as in ``View``.
         """
         log, row = step.log, step.proposals.get(sequence.id) or Proposals()
-        drawn = not sequence.sampling.greedy
+        sampled = not sequence.sampling.greedy
         evidence = row.evidence
-        log.record(sequence.id, row.drafted, nodes, emitted, drawn=drawn, evidence=evidence)
+        log.record(sequence.id, row.drafted, nodes, emitted, sampled=sampled, evidence=evidence)
         log.control.append(control)
         for unused in row.unused:
             log.record_free(sequence.id, unused, emitted, evidence)

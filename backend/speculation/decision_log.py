@@ -89,7 +89,7 @@ class DecisionLog:
         """Log the change. ``step_changes`` counts the steps since the last line with another mean
         length than the step before.
         """
-        known = (
+        previous = (
             {}
             if before is None
             else {"before_draft": before.draft, "before_length": round(before.length, 1)}
@@ -99,15 +99,15 @@ class DecisionLog:
             for name, part in zip(self._names, share, strict=True)
             if part
         }
-        chosen = {
+        latest = {
             "draft": regime.draft,
             "length": round(regime.length, 1),
-            **known,
+            **previous,
             "row_share": shares,
         }
         logger.info(
             "speculation changed",
-            extra=fields(**chosen, **figures, step_changes=self._changes_since_log),
+            extra=fields(**latest, **figures, step_changes=self._changes_since_log),
         )
         self._changes_since_log = 0
 

@@ -48,7 +48,7 @@ class Proposals:
 
     drafted: Proposal | None = None
     """The proposal of the planned draft."""
-    chosen: Proposal | None = None
+    to_verify: Proposal | None = None
     """The best nodes of ``drafted``, which the target verifies."""
     on_device: DeviceProposal | None = None
     """The chain that the target is to propose and verify by itself."""
@@ -124,12 +124,12 @@ class Drafting:
         ceiling, unseen, evidence = np.zeros((3, len(sequences), len(self.engines)), np.int64)
         for d, draft in enumerate(self.engines):
             if self._resting_until_s[draft.name] <= now and (draft.limits.free or not only_free):
-                asked = [
+                lengths = [
                     (one, k if k > 0 and self._knows(draft, one) else 0)
                     for one, k in zip(sequences, most, strict=True)
                 ]
-                ceiling[:, d] = [draft.available(one, k) if k > 0 else 0 for one, k in asked]
-                unseen[:, d] = [draft.unseen(one) if k > 0 else 0 for one, k in asked]
+                ceiling[:, d] = [draft.available(one, k) if k > 0 else 0 for one, k in lengths]
+                unseen[:, d] = [draft.unseen(one) if k > 0 else 0 for one, k in lengths]
         for d, shows in self._showing:
             able = zip(sequences, ceiling[:, d].tolist(), strict=True)
             evidence[:, d] = [shows.evidence(one) if k > 0 else 0 for one, k in able]
@@ -147,22 +147,24 @@ class Drafting:
         """Return proposals by sequence id. Row i of view and plan belongs to ``sequences[i]``."""
         proposals = {
             sequence.id: Proposals(evidence=bins)
-            for sequence, bins in zip(sequences, _listed(view.evidence, sequences), strict=True)
+            for sequence, bins in zip(
+                sequences, _evidence_rows(view.evidence, sequences), strict=True
+            )
         }
         wanted = set(plan.draft[plan.length > 0].tolist())
         for d, draft in enumerate(self.engines):
             if d not in wanted and not draft.limits.free:
                 continue
-            asked = _lengths_by_sequence(sequences, plan.draft, plan.length, d)
+            lengths = _lengths_by_sequence(sequences, plan.draft, plan.length, d)
             if draft.limits.in_target:
-                shares = shared_out(plan.nodes, [*asked.values()], plan.length)
-                for nodes, (sequence_id, length) in zip(shares, asked.items(), strict=True):
+                shares = shared_out(plan.nodes, [*lengths.values()], plan.length)
+                for nodes, (sequence_id, length) in zip(shares, lengths.items(), strict=True):
                     proposals[sequence_id].on_device = DeviceProposal(draft, length, nodes)
                 continue
-            runs = asked
+            runs = lengths
             if draft.limits.free:
                 ceiling = zip(sequences, view.ceiling[:, d].tolist(), strict=True)
-                runs = {s.id: asked.get(s.id, most) for s, most in ceiling if most > 0}
+                runs = {s.id: lengths.get(s.id, most) for s, most in ceiling if most > 0}
             turns = [
                 Turn(s, len(s.tokens), run=runs[s.id], nodes=_EVERY_NODE)
                 for s in sequences
@@ -177,7 +179,7 @@ class Drafting:
                     continue
                 if not self._most_nodes:
                     proposal = proposal.spine()
-                if completion.sequence_id in asked:
+                if completion.sequence_id in lengths:
                     row.drafted = proposal
                 else:
                     row.unused.append(proposal)
@@ -195,7 +197,7 @@ class Drafting:
         """
         ceiling, _, evidence = self._ceilings(sequences, most, only_free=True)
         ids = [sequence.id for sequence in sequences]
-        bins = dict(zip(ids, _listed(evidence, sequences), strict=True))
+        bins = dict(zip(ids, _evidence_rows(evidence, sequences), strict=True))
         for d, draft in enumerate(self.engines):
             if not draft.limits.free:
                 continue
@@ -203,11 +205,11 @@ class Drafting:
             turns = [Turn(s, len(s.tokens), run=k, nodes=_EVERY_NODE) for s, k in runs if k > 0]
             for completion in self._complete(draft, turns, log):
                 if completion.proposal:
-                    shown = bins[completion.sequence_id]
-                    row = proposals.setdefault(completion.sequence_id, Proposals(evidence=shown))
+                    row_bins = bins[completion.sequence_id]
+                    row = proposals.setdefault(completion.sequence_id, Proposals(evidence=row_bins))
                     row.unused.append(completion.proposal)
                     if row.evidence:
-                        row.evidence[d] = shown[d]
+                        row.evidence[d] = row_bins[d]
 
     def nodes(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
         """Return the nodes that could be verified for the rows of a plan; None: there are none."""
@@ -222,10 +224,10 @@ class Drafting:
         columns = np.array(
             [(row, self.names.index(p.draft), not s.sampling.greedy) for row, s, p in rows]
         )
-        row, draft, drawn = columns.repeat(nodes, 0).T
+        row, draft, sampled = columns.repeat(nodes, 0).T
         confidence = np.array([c for _, _, proposal in rows for c in proposal.confidence])
         depth = np.array([n - 1 for _, _, proposal in rows for n in proposal.depths])
-        return Drafted(row, draft, confidence, drawn.astype(np.bool_), depth)
+        return Drafted(row, draft, confidence, sampled.astype(np.bool_), depth)
 
     def choose(self, drafted: Proposal | None, nodes: int) -> Proposal | None:
         """Return the proposal's best nodes, at most as many as the target verifies; None: none."""
@@ -339,7 +341,7 @@ class Drafting:
         return [completion for completion in completions if completion.error is None]
 
 
-def _listed(evidence: IntArray | None, sequences: Seq[Sequence]) -> list[list[int]]:
+def _evidence_rows(evidence: IntArray | None, sequences: Seq[Sequence]) -> list[list[int]]:
     """Return the evidence of each sequence by draft; empty lists where no draft shows any."""
     if evidence is None:
         return [[] for _ in sequences]

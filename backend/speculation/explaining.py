@@ -27,10 +27,10 @@ def explain_last(cycle: Cycle) -> dict[str, Any]:
     view, state, plan, now = last
     runner = cycle.runner
     guard = _guard_words(plan, runner.verdicts())
-    kept = _promise_words(plan, runner.metrics.promise(rows_of(bucket_of(len(plan.length)))))
+    promise = _promise_words(plan, runner.metrics.promise(rows_of(bucket_of(len(plan.length)))))
     reply: dict[str, Any] = {
         "age_s": round(monotonic() - now, 3),
-        "step": "; ".join([explain_batch(plan), *kept, *guard, *cycle.drafting.remarks()]),
+        "step": "; ".join([explain_batch(plan), *promise, *guard, *cycle.drafting.remarks()]),
         "requests": [],
     }
     planner: AnyPolicy = runner.policy
@@ -38,7 +38,7 @@ def explain_last(cycle: Cycle) -> dict[str, Any]:
         planner, state = planner.policy, state.inner
     if not isinstance(planner, AdaptivePlanner):
         reply["requests"] = ["the policy of this server is not the adaptive one"]
-    elif _applied(plan) == "none":
+    elif _level_of(plan) == "none":
         reply["requests"] = [f"all requests: {guard[-1]}"]
     elif plan.notes.get("first_plain"):
         reply["requests"] = ["all requests: plain, to measure what such steps take"]
@@ -51,18 +51,18 @@ def explain_last(cycle: Cycle) -> dict[str, Any]:
     return reply
 
 
-def _applied(plan: Plan) -> str:
+def _level_of(plan: Plan) -> str:
     """Return the level of ``policy.levels`` that a plan was made by."""
     level: str = plan.notes.get("experiment") or plan.notes.get("guard") or "planned"
     return level
 
 
-def _promise_words(plan: Plan, kept: tuple[float, float] | None) -> list[str]:
+def _promise_words(plan: Plan, ratios: tuple[float, float] | None) -> list[str]:
     """Return how far the latest plans at the load of a plan kept what they promised."""
-    if kept is None:
+    if ratios is None:
         return []
     rows = rows_of(bucket_of(len(plan.length)))
-    tokens, seconds = kept
+    tokens, seconds = ratios
     return [
         f"with {rows} in flight {tokens:.2f}x the planned tokens come in {seconds:.2f}x the time"
     ]

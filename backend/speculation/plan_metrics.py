@@ -90,16 +90,16 @@ class PlanMetrics:
         """Count nodes, and those that were accepted, by the confidence that was claimed of them."""
         columns = draft, judged.drawn, Calibration.bins(judged.confidence)
         nodes = list(zip(*(column.tolist() for column in columns), strict=True))
-        seen, accepted = Counter(nodes), Counter(compress(nodes, judged.accepted.tolist()))
+        counts, accepted = Counter(nodes), Counter(compress(nodes, judged.accepted.tolist()))
         labels = {
-            (d, drawn, b): (
+            (d, sampled, b): (
                 ("claimed", _CLAIMED[b]),
                 ("draft", drafts[d]),
-                ("drawn", "true" if drawn else "false"),
+                ("drawn", "true" if sampled else "false"),
             )
-            for d, drawn, b in seen
+            for d, sampled, b in counts
         }
-        for name, counted in (("", seen), ("_held", accepted)):
+        for name, counted in (("", counts), ("_held", accepted)):
             amounts = ((text, counted[node]) for node, text in labels.items())
             self._stats.count_all(f"spindle_draft_nodes{name}_total", amounts)
 

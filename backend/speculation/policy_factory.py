@@ -47,14 +47,18 @@ def make_policy(
     if config.policy.kind == "none" or not drafts:
         return policy.NoSpeculation()
     latency, names = latency_model(config, tables), tuple(draft.name for draft in config.drafts)
-    asked = config.policy
-    if asked.is_custom:
+    settings = config.policy
+    if settings.is_custom:
         with _naming_kind():
-            return custom.load_policy(asked.kind, names, latency, asked.k_max, asked.options)
-    if asked.kind != "adaptive":
-        schedule = {step.batch: step.length for step in asked.schedule}
-        chosen = asked.draft, asked.length, schedule, asked.options
-        return BASELINES[asked.kind].make(BaselineSettings(names, latency, asked.k_max, *chosen))
+            return custom.load_policy(
+                settings.kind, names, latency, settings.k_max, settings.options
+            )
+    if settings.kind != "adaptive":
+        schedule = {step.batch: step.length for step in settings.schedule}
+        arguments = settings.draft, settings.length, schedule, settings.options
+        return BASELINES[settings.kind].make(
+            BaselineSettings(names, latency, settings.k_max, *arguments)
+        )
     scored = all(draft.limits.scores or draft.limits.free for draft in drafts)
     constants = policy.PlannerConfig(
         k_max=config.policy.k_max,
@@ -64,10 +68,10 @@ def make_policy(
         whole_batch=all(draft.limits.whole_batch for draft in drafts),
     )
     planner = policy.AdaptivePlanner(names, latency, constants)
-    made: policy.AnyPolicy = planner
+    outermost: policy.AnyPolicy = planner
     if file := config.policy.trace_file:
-        made = Traced(planner, TraceFile(Path(file), stats), config.policy.trace_lines)
-    return Guard(made) if config.policy.guard else made
+        outermost = Traced(planner, TraceFile(Path(file), stats), config.policy.trace_lines)
+    return Guard(outermost) if config.policy.guard else outermost
 
 
 def check_policy(config: ServingConfig) -> None:
@@ -106,11 +110,11 @@ def latency_model(config: ServingConfig, tables: Mapping[str, LatencyTable]) -> 
     """Return the times of a deployment's passes. Raises LatencyError naming the engines without a
     table.
     """
-    known = {
+    times = {
         engine.name: tables.get(engine.name) or _known_times(engine) for engine in config.engines
     }
     return policy.LatencyModel.from_tables(
-        known.pop(config.target.name), known, OVERHEAD_S, SPECULATION_S
+        times.pop(config.target.name), times, OVERHEAD_S, SPECULATION_S
     )
 
 

@@ -72,7 +72,7 @@ class PolicyRunner:
             try:
                 plan, self.state = self.policy.plan(view, state, now, self._rng)
             except Exception:
-                self._failed("this step does not speculate")
+                self._report_failure("this step does not speculate")
                 plan, _ = NoSpeculation().plan(view, None, self._clock(), self._rng)
         if len(view):
             self.last_plan = (view, state, plan, now)
@@ -84,7 +84,7 @@ class PolicyRunner:
         try:
             return self.policy.needs_ceilings(request, self.state)
         except Exception:
-            self._failed("all drafts are asked")
+            self._report_failure("all drafts are asked")
             return True
 
     def trim(self, view: View, plan: Plan, drafted: Drafted) -> list[int]:
@@ -96,7 +96,7 @@ class PolicyRunner:
             pairs = zip(nodes.tolist(), plan.length, strict=True)  # one number a row, or it fails
             return [most for most, _ in pairs]
         except Exception:
-            self._failed("as many nodes are verified as were planned")
+            self._report_failure("as many nodes are verified as were planned")
             planned: list[int] = plan.length.tolist()
             return planned
 
@@ -105,7 +105,7 @@ class PolicyRunner:
         try:
             self.state = self.policy.observe(outcome, self.state, self._clock())
         except Exception:
-            self._failed("it forgets what it has learnt")
+            self._report_failure("it forgets what it has learnt")
             self.state = self.policy.start()
         self._show_guard()
 
@@ -131,10 +131,10 @@ class PolicyRunner:
         try:
             return self.policy.drift(self.state)
         except Exception:
-            self._failed("no drift is shown")
+            self._report_failure("no drift is shown")
             return {}
 
-    def _failed(self, consequence: str) -> None:
+    def _report_failure(self, consequence: str) -> None:
         """Count the current exception, and log it at most every ``LOG_PERIOD_S``."""
         self._stats.fallback("policy_error")
         now = self._clock()

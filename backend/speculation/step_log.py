@@ -54,7 +54,7 @@ class LoggedNode(NamedTuple):
 
     row: int
     confidence: float
-    drawn: bool
+    sampled: bool
     accepted: bool
     depth: int
 
@@ -95,10 +95,10 @@ class StepLog:
         verified: int,
         emitted: Seq[int],
         *,
-        drawn: bool,
+        sampled: bool,
         evidence: Seq[int] = (),
     ) -> None:
-        """Note a decoding row: the tokens committed for it (``drawn``: sampled), how many of its
+        """Note a decoding row: the tokens committed for it (``sampled`` or greedy), how many of its
         drafted nodes were verified, and the ``evidence`` that each draft showed before (none: no
         draft shows any).
 
@@ -120,8 +120,8 @@ class StepLog:
             if parent in unknown:
                 unknown.add(node)
             elif parent < verified:
-                known = drafted.confidence[node], drawn, node in accepted, depths[node] - 1
-                self.nodes.append(LoggedNode(row, *known))
+                judged = drafted.confidence[node], sampled, node in accepted, depths[node] - 1
+                self.nodes.append(LoggedNode(row, *judged))
 
     def record_free(
         self, request: int, proposal: Proposal, emitted: list[int], evidence: Seq[int] = ()
@@ -188,7 +188,7 @@ def _columns(rows: Seq[tuple[int, ...]], width: int) -> list[IntArray]:
 def _nodes(nodes: list[LoggedNode]) -> StepNodes:
     if not nodes:
         return StepNodes()
-    row, confidence, drawn, accepted, depth = zip(*nodes, strict=True)
-    flags = np.array(drawn, np.bool_), np.array(accepted, np.bool_)
+    row, confidence, sampled, accepted, depth = zip(*nodes, strict=True)
+    flags = np.array(sampled, np.bool_), np.array(accepted, np.bool_)
     claimed = np.array(row, np.int64), np.array(confidence, np.float64)
     return StepNodes(*claimed, *flags, np.array(depth, np.int64))

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from hypothesis import HealthCheck, Phase, given, seed, settings
+import hypothesis
+from hypothesis import HealthCheck, Phase, seed, settings
 
 from backend import PROJECT_ROOT
 from backend.loopback import CHANNEL_OPTIONS
@@ -71,7 +72,7 @@ class Door:
 
         @seed(number)
         @quiet
-        @given(self._cases)
+        @hypothesis.given(self._cases)
         def one(case: Any) -> None:
             self.sent_requests += 1
             try:

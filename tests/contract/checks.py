@@ -130,7 +130,7 @@ def counts(served: Served) -> None:
             place = int(np.flatnonzero(outcome.rows.request == request)[0])
             trim = min(trimmed.get((request, at), 0), served.scenario.nodes or K_MAX)
             if row.on_device:
-                trim = len(row.chosen or ())
+                trim = len(row.to_verify or ())
                 assert 0 < trim <= row.on_device.nodes, "nodes verified on the device"
             expected = recounted(row.drafted, drafts, tokens, trim)
             found = {name: getattr(outcome.rows, name)[place].item() for name in expected}
@@ -271,7 +271,7 @@ def branches_are_taken_and_trees_are_trimmed(scenario: Scenario = BUSY) -> None:
         if row.drafted is not None:
             whole, rest = row.drafted, sequence.tokens[len(tokens) :]
             path, spine = whole.follow(rest), whole.spine()
-            verified = len(row.chosen) if row.chosen else 0
+            verified = len(row.to_verify) if row.to_verify else 0
             seen["matched off the spine"] += len(path) > len(spine.follow(rest))
             seen["leaves after inner nodes"] += any(n + 1 < m for n, m in pairwise(path))
             seen["none verified"] += verified == 0

@@ -189,7 +189,7 @@ def grown(truth: Seq[int], rng: np.random.Generator) -> list[tuple[int, int, flo
     return nodes or [(truth[0], ROOT, 1.0)]
 
 
-class Asked(NamedTuple):
+class Recorded(NamedTuple):
     """A row of a step: the sequence and its tokens then, the draft that it was planned to have ("":
     none), and what the drafts proposed.
     """
@@ -205,11 +205,11 @@ class RecordedDrafting(Drafting):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.recorded: list[Asked] = []
+        self.recorded: list[Recorded] = []
 
     def watch(self, cycle: Cycle) -> None:
         """Record the rows of a cycle."""
-        verified = cycle.verified
+        note_verified = cycle.note_verified
 
         def recording(
             step: Step, sequence: Sequence, nodes: int, emitted: list[int], **options: bool
@@ -219,10 +219,10 @@ class RecordedDrafting(Drafting):
                 draft = step.plan.draft[step.view.request.tolist().index(sequence.id)]
                 name = step.log.drafts[draft] if draft != NO_DRAFT else ""
             tokens = sequence.tokens[: len(sequence.tokens) - len(emitted)]
-            self.recorded.append(Asked(sequence, tokens, name, row or Proposals()))
-            verified(step, sequence, nodes, emitted, **options)
+            self.recorded.append(Recorded(sequence, tokens, name, row or Proposals()))
+            note_verified(step, sequence, nodes, emitted, **options)
 
-        cast(Any, cycle).verified = recording
+        cast(Any, cycle).note_verified = recording
 
 
 def sink(session: Session) -> SureSink:

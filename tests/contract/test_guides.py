@@ -37,7 +37,7 @@ def test_what_lookup_proposes_is_cut_where_the_grammar_ends_it():
     ]
     for sequence, tokens, _, row in recorded:
         for path in checks.paths(row.drafted):
-            assert guide().allowed(tokens[sequence.prompt_tokens :], path) == len(path)
+            assert guide().count_allowed(tokens[sequence.prompt_tokens :], path) == len(path)
     assert recorded
 
 

@@ -65,7 +65,7 @@ def test_turns_follow_turns_in_flight_and_requests_are_pre_empted():
     rows = [row for *_, row in served.deployment.drafting.recorded]
     assert served.deployment.target.following > 40
     assert sum(row.on_device is not None for row in rows) > 20
-    assert sum(row.chosen is not None and row.on_device is None for row in rows) > 9
+    assert sum(row.to_verify is not None and row.on_device is None for row in rows) > 9
     assert sum(len(row.unused) for row in rows) > 20
     for scenario in (CRAMPED, CROWDED):
         assert checks.exact(scenario).deployment.counters()["spindle_preemptions_total",] > 0

@@ -103,8 +103,8 @@ def test_the_last_step_of_a_request_is_learned_from(loop):
 def test_a_request_has_its_own_ceiling(loop, plugin):
     executor = loop()
     drafter = executor._drafter
-    asked = {n: plugin.Asked(lambda n=n: {1: None, 2: 0, 3: 2}[n]) for n in (1, 2, 3)}
-    drafter.asked.update({100 + n: one for n, one in asked.items()})
+    asked = {n: plugin.HostRequest(lambda n=n: {1: None, 2: 0, 3: 2}[n]) for n in (1, 2, 3)}
+    drafter.requests.update({100 + n: one for n, one in asked.items()})
     requests = [repeating(n) for n in (1, 2, 3)]
     serve(executor, requests)
     assert all(r.text == r.truth for r in requests)

@@ -21,15 +21,14 @@ field or variable, which is a noun or begins with ``is_`` or ``has_``.
 """
 REGULAR = re.compile("(?!embed|exceed|feed|need|proceed|seed|speed)[a-z]+ed")
 TO_BE_RENAMED = re.compile(
-    "policy/|backend/(?:hosts|sampling|speculation)/"
+    "policy/"
     "|backend/engines/(?:cuda|eagle|models|openvino|stepping|tensorrt_llm|vllm)/"
-    "|backend/engines/(?:hosted|quantized)|backend/request"
+    "|backend/engines/(?:hosted|quantized)"
     "|bench/baselines/suffix_else|bench/traces/arms"
 )
 """Places where functions are still named by regular participles, fields and variables by any."""
 VARIABLES_TO_BE_RENAMED = re.compile(
-    "bench/micro/fuzz|backend/core/hosted|backend/(?:machine|tokenizer)"
-    "|backend/engines/(?:checkpoint|head/|torch/|trt_graph/)"
+    "bench/micro/fuzz|backend/machine|backend/engines/(?:checkpoint|head/|torch/|trt_graph/)"
 )
 """More such places, of variables only."""
 MOST_WORDS = 75

@@ -56,7 +56,7 @@ def test_the_policy_learns_what_was_verified_and_emitted():
     made, one = cycle(policy), sequence()
     step = propose(made, one)
     assert step.proposal_of(one.id).tokens == [5, 6]
-    made.verified(step, one, 2, [5, 6, 7])
+    made.note_verified(step, one, 2, [5, 6, 7])
     made.forget(one.id)
     made.learn(step)
     (outcome,) = policy.outcomes
@@ -72,7 +72,7 @@ def test_what_a_draft_showed_before_it_proposed_is_learnt_whatever_is_verified()
     for policy in (Recorder(trimmed=0), Resting()):
         made, one = cycle(policy), sequence()
         step = propose(made, one)
-        made.verified(step, one, 0, [5])
+        made.note_verified(step, one, 0, [5])
         made.learn(step)
         (outcome,) = policy.outcomes
         assert step.view.evidence.tolist() == [shown]
@@ -86,8 +86,8 @@ def test_two_open_steps_keep_their_own_proposals():
     made, one, other = cycle(policy), sequence(1), sequence(2)
     first, second = propose(made, one), propose(made, other)
     assert first.proposal_of(other.id) is None
-    made.verified(second, other, LENGTH, [5, 9])
-    made.verified(first, one, LENGTH, [5, 6, 7, 8])
+    made.note_verified(second, other, LENGTH, [5, 9])
+    made.note_verified(first, one, LENGTH, [5, 6, 7, 8])
     made.learn(first)
     made.learn(second)
     assert [o.rows.request.tolist() for o in policy.outcomes] == [[1], [2]]

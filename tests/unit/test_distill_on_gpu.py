@@ -20,7 +20,7 @@ from engines_build.distill.generate import MAX_NEW_TOKENS, Teacher, _Row, answer
 from engines_build.distill.head import Unroller
 from engines_build.distill.on_gpu.__main__ import main, parse, train
 from engines_build.distill.on_gpu.answers import Answers, look
-from engines_build.distill.on_gpu.batch_model import Asked, BatchModel, lengths_of
+from engines_build.distill.on_gpu.batch_model import BatchModel, EncodedPrompt, lengths_of
 from engines_build.distill.on_gpu.prompts import (
     PlainTokenizer,
     read_about,
@@ -59,7 +59,10 @@ def model():
 
 @pytest.fixture(scope="module")
 def asked(prepared):
-    return [*read_prompts(prepared / "prompts.npz", weights_sha256(TARGET))[:2], Asked("qa", [7])]
+    return [
+        *read_prompts(prepared / "prompts.npz", weights_sha256(TARGET))[:2],
+        EncodedPrompt("qa", [7]),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +207,7 @@ def test_a_run_without_transformers_writes_a_head_that_has_learnt(first):
     assert report["after"]["held"] > report["before"]["held"]
     config, weights = load_llama(TARGET, "fp32")
     texts = read_texts(folder / "answers.npz", weights_sha256(TARGET), "--answers")[1][:3]
-    asked = [Asked(workload, text[:prompt]) for workload, text, prompt, _ in texts]
+    asked = [EncodedPrompt(workload, text[:prompt]) for workload, text, prompt, _ in texts]
     answers = [text[prompt:] for _, text, prompt, _ in texts]
     three = BatchModel(config, weights, 1, (1, 2, 4), ENDS)
     samples = three.read(asked, answers, [True] * 3)
@@ -220,7 +223,7 @@ def test_a_run_without_transformers_writes_a_head_that_has_learnt(first):
 def test_training_whose_time_is_over_ends_at_once(tmp_path):
     config, weights = load_llama(TARGET, "fp32")
     three = BatchModel(config, weights, 1, (1, 2, 4), ENDS)
-    samples = three.read([Asked("qa", [5, 6, 7])], [[8, 9, 10]], [True])
+    samples = three.read([EncodedPrompt("qa", [5, 6, 7])], [[8, 9, 10]], [True])
     network, tokens = first_head(None, config, (1, 2, 4), samples, 4096, ENDS)
     table = weights["model.embed_tokens.weight"]
     trainer = HeadTrainer(Unroller(network, table, table, tokens), samples, 0, tmp_path / "run")

@@ -99,7 +99,7 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for():
             proposing = [step.proposal_of(row.id) is not None for row in rows]
             levels.append(proposing[0])
             for row in rows:
-                cycle.verified(step, row, 2 * proposing[0], [5, 6, 7][: 1 + 2 * proposing[0]])
+                cycle.note_verified(step, row, 2 * proposing[0], [5, 6, 7][: 1 + 2 * proposing[0]])
             cycle.learn(step)
             memory = cycle.runner.state.own
             assert len(memory.pending) == 1

@@ -121,11 +121,11 @@ def between_tokens(text, start):
 def check(guide, text, start=0):
     """Check that a grammar takes a text, and in no place of it many blanks."""
     tokens = list(text.encode())
-    assert guide.allowed([], [*tokens, END]) == len(tokens) + 1, text
+    assert guide.count_allowed([], [*tokens, END]) == len(tokens) + 1, text
     places = [list(part.encode()) for part in between_tokens(text, start)]
     for blanks in (" ", "\n", "\t", "\r\n", "\n ", "\n\t", "\n" + " " * FEW):
         many = list((blanks * (FEW + 1)).encode())
-        assert all(guide.allowed(place, many) <= FEW for place in places), blanks
+        assert all(guide.count_allowed(place, many) <= FEW for place in places), blanks
     assert guide.mask(tokens).nonzero()[0].tolist() == [END]
 
 

@@ -65,7 +65,7 @@ def test_after_a_token_that_is_not_allowed_there_is_no_mask(grammars):
     assert letters(guide.mask(list(b"ab"))) == "acx"
     assert letters(guide.mask(list(b"abc"))) == "d"
     assert guide.mask(list(b"abca")) is None
-    assert guide.allowed(list(b"ab"), list(b"cax")) == 1
+    assert guide.count_allowed(list(b"ab"), list(b"cax")) == 1
     assert guide.mask(list(b"b")) is None
 
 
@@ -85,8 +85,8 @@ def test_a_request_s_own_end_ids_end_the_text_and_an_end_is_no_token_of_the_gram
 
 def test_an_end_counts_among_the_allowed_proposals_where_the_text_may_end(grammars):
     guide = made(grammars)
-    assert guide.allowed(list(b"ab"), [ord("x"), END, ord("a")]) == 2
-    assert guide.allowed(list(b"ab"), [END]) == 0
+    assert guide.count_allowed(list(b"ab"), [ord("x"), END, ord("a")]) == 2
+    assert guide.count_allowed(list(b"ab"), [END]) == 0
 
 
 def test_a_guide_made_in_one_thread_serves_another(grammars):
@@ -140,7 +140,7 @@ def test_a_grammar_beyond_the_parsers_limits_allows_nothing_but_an_end_and_says_
     assert masks[0][ord("a")]
     assert masks[-1].nonzero()[0].tolist() == [END]
     assert guide.failure.startswith("it is too large: ")
-    assert guide.allowed(tokens, tokens) == 0
+    assert guide.count_allowed(tokens, tokens) == 0
     assert grammars.guide(kind, text, BYTES.end_ids).failure is None
 
 

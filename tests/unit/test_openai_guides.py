@@ -66,7 +66,7 @@ def allows(body, text):
         guide["guided_decoding_guide_type"], guide["guided_decoding_guide"], BYTES.end_ids
     )
     tokens = list(text.encode())
-    return made.allowed([], [*tokens, END]) == len(tokens) + 1
+    return made.count_allowed([], [*tokens, END]) == len(tokens) + 1
 
 
 def calls(tools, arguments, name="f"):

@@ -496,7 +496,7 @@ def test_a_simulated_step_teaches_what_the_server_s_log_of_it_would():
             tokens = [*range(1, accepted + 1), *[99] * (emitted - accepted)]
             shown, at = view.evidence[row].tolist(), end
             verified, request = int(rows.verified[row]), int(view.request[row])
-            log.record(request, chain, verified, tokens, drawn=False, evidence=shown)
+            log.record(request, chain, verified, tokens, sampled=False, evidence=shown)
         served = log.outcome()
         drafted = np.flatnonzero(plan.length)
         for name in ("length", "accepted", "emitted", "scored", "verified", "followed", "evidence"):

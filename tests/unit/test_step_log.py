@@ -9,9 +9,9 @@ def log():
     return StepLog(("small", "lookup"))
 
 
-def outcome_of(proposal, verified, emitted, *, drawn=False):
+def outcome_of(proposal, verified, emitted, *, sampled=False):
     made = log()
-    made.record(7, proposal, verified, emitted, drawn=drawn)
+    made.record(7, proposal, verified, emitted, sampled=sampled)
     return made.outcome()
 
 
@@ -90,7 +90,7 @@ def test_nodes_that_were_not_verified_are_judged_by_the_tokens_emitted():
 
 
 def test_a_row_without_a_verified_node_is_evidence_too():
-    outcome = outcome_of(TREE, 0, [4], drawn=True)
+    outcome = outcome_of(TREE, 0, [4], sampled=True)
     assert (
         outcome.rows.accepted.tolist(),
         outcome.rows.scored.tolist(),
@@ -114,10 +114,10 @@ def test_an_unused_proposal_is_scored_against_what_was_emitted():
 
 def test_rows_and_free_chains_carry_what_their_drafts_showed():
     made, shown = log(), [3, 7]
-    made.record(7, Proposal.chain("lookup", [1, 2]), 0, [1], drawn=False, evidence=shown)
-    made.record(8, TREE, 5, [4], drawn=False, evidence=shown)
-    made.record(9, None, 0, [4], drawn=False, evidence=shown)
-    made.record(10, TREE, 5, [4], drawn=False)
+    made.record(7, Proposal.chain("lookup", [1, 2]), 0, [1], sampled=False, evidence=shown)
+    made.record(8, TREE, 5, [4], sampled=False, evidence=shown)
+    made.record(9, None, 0, [4], sampled=False, evidence=shown)
+    made.record(10, TREE, 5, [4], sampled=False)
     made.record_free(9, Proposal.chain("lookup", [1, 2]), [4], shown)
     made.record_free(10, Proposal.chain("lookup", [1, 2]), [4])
     made.record_scored(9, [("small", 1, 2)])  # of earlier tokens

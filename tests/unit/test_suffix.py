@@ -135,7 +135,7 @@ def test_the_evidence_is_the_longest_match_in_the_text_or_an_answer(size):
 
 def test_a_grammar_cuts_what_comes_from_answers_too():
     class Guide:
-        def allowed(self, output, proposed):
+        def count_allowed(self, output, proposed):
             return next((i for i, token in enumerate(proposed) if token == 6), len(proposed))
 
     suffix = engine()

@@ -113,7 +113,7 @@ class LlmApiEngine:
             raise EngineLostError(f"{type(error).__name__}: {error}") from error
         finally:
             if self._drafter is not None:
-                self._drafter.asked.pop(result.request_id, None)
+                self._drafter.requests.pop(result.request_id, None)
             if not result.finished and not is_lost:
                 result.abort()
 
@@ -138,8 +138,8 @@ class LlmApiEngine:
             except RuntimeError as error:
                 raise EngineLostError(str(error)) from error
             if self._drafter is not None:
-                asked = _plug_in().Asked(self._ceiling(ask), ask.salt)
-                self._drafter.asked[result.request_id] = asked
+                asked = _plug_in().HostRequest(self._ceiling(ask), ask.salt)
+                self._drafter.requests[result.request_id] = asked
         return result
 
     def _ceiling(self, ask: Ask) -> Callable[[], int | None]:
@@ -168,7 +168,7 @@ class LlmApiEngine:
             most = ask.sampling.top_log_probs or 0
             part.top = [_top(row, most) for row in rows] if most else []
         if output.finished and self._drafter is not None:
-            part.verified_steps = self._drafter.asked[output.request_id].verified_steps
+            part.verified_steps = self._drafter.requests[output.request_id].verified_steps
         ends = ask.sampling.end_ids
         if one.finish_reason == "stop" and not (one.token_ids and one.token_ids[-1] in ends):
             part.tokens.append(ends[0])  # the C++ decoder keeps the end token to itself

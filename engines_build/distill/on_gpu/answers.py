@@ -18,7 +18,7 @@ import numpy as np
 from engines_build.distill.corpora import Prompt, ask_about
 from engines_build.distill.generate import GREEDY_SHARE, SAMPLED_TEMPERATURES, encode
 from engines_build.distill.head import HeadSample
-from engines_build.distill.on_gpu.batch_model import Asked, BatchModel
+from engines_build.distill.on_gpu.batch_model import BatchModel, EncodedPrompt
 from engines_build.distill.on_gpu.prompts import PlainTokenizer, Text, read_about
 from engines_build.distill.overlap import Grams, overlaps
 
@@ -44,7 +44,7 @@ def _tools(target: Path, prompts: Path) -> tuple[PlainTokenizer, Grams]:
 
 def look(
     target: Path, prompts: Path, texts: Sequence[Text], seed: str
-) -> tuple[list[bool], list[Asked]]:
+) -> tuple[list[bool], list[EncodedPrompt]]:
     """Return which texts share a run of words with what judges (``prompts`` is the folder that says
     what does), and prompts about long answers of the others.
     """
@@ -60,7 +60,7 @@ def look(
     for answer in long[: int(_FOLLOW_UP_SHARE * len(texts))]:
         workload, reply = rng.choice(["summarise", "qa"]), tokenizer.decode(answer, True)
         prompt = Prompt(workload, ask_about(reply, workload, rng), rng.random() < _RAW_SHARE)
-        follow_ups.append(Asked(workload, encode(tokenizer, prompt)))
+        follow_ups.append(EncodedPrompt(workload, encode(tokenizer, prompt)))
     return shared, follow_ups
 
 
@@ -71,8 +71,10 @@ class Answers:
         self.samples: list[HeadSample] = []
         self.tokens = self.left_out = 0
         self._model, self._folders, self._seed = model, (target, prompts), seed
-        self._follow_ups: list[Asked] = []
-        self._waiting: deque[tuple[list[HeadSample], Future[tuple[list[bool], list[Asked]]]]]
+        self._follow_ups: list[EncodedPrompt] = []
+        self._waiting: deque[
+            tuple[list[HeadSample], Future[tuple[list[bool], list[EncodedPrompt]]]]
+        ]
         self._waiting = deque()
         self._pool = ProcessPoolExecutor(2, get_context("spawn"))  # a fork and CUDA go ill together
 
@@ -82,19 +84,19 @@ class Answers:
         for at in range(0, len(texts), _READ_ROWS):
             prompts, answers, greedy = [], [], []
             for workload, tokens, prompt, sampled in texts[at : at + _READ_ROWS]:
-                prompts.append(Asked(workload, tokens[:prompt]))
+                prompts.append(EncodedPrompt(workload, tokens[:prompt]))
                 answers.append(tokens[prompt:])
                 greedy.append(not sampled)
             self._take(self._model.read(prompts, answers, greedy))
         self._settle(0)
         self._follow_ups.clear()
 
-    def generate(self, prompts: Sequence[Asked], seconds: float, tokens: int) -> int:
+    def generate(self, prompts: Sequence[EncodedPrompt], seconds: float, tokens: int) -> int:
         """Answer prompts, and others about the answers, for a time or until there are that
         many answered tokens; return how many of the prompts were taken.
         """
         rows, rng, count = self._model.rows, random.Random(self._seed), 0
-        batches: list[list[Asked]] = []
+        batches: list[list[EncodedPrompt]] = []
         end = monotonic() + seconds
         while monotonic() < end and self.tokens < tokens:
             if not batches:

@@ -32,7 +32,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of a layer (counted from 0) by queries, keys and values [..., heads, head_dim]."""
 
 
-class Asked(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A prompt's workload and tokens."""
 
     workload: str
@@ -132,7 +132,9 @@ class BatchModel:
         self._graphs: dict[int, Any] = {}
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Asked], temperatures: Sequence[float]) -> list[HeadSample]:
+    def generate(
+        self, prompts: Sequence[EncodedPrompt], temperatures: Sequence[float]
+    ) -> list[HeadSample]:
         """Answer prompts, up to ``rows``; of temperature 0 greedily, else drawn from the top
         ``TOP_K``.
         """
@@ -169,7 +171,7 @@ class BatchModel:
 
     @torch.inference_mode()
     def read(
-        self, prompts: Sequence[Asked], answers: Sequence[list[int]], greedy: Sequence[bool]
+        self, prompts: Sequence[EncodedPrompt], answers: Sequence[list[int]], greedy: Sequence[bool]
     ) -> list[HeadSample]:
         """Return the samples that generating these answers gave: in one pass over the texts, padded
         on the right.
@@ -305,7 +307,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, group: int, **mask: Any) -> Tens
 
 
 def _samples(
-    prompts: Sequence[Asked],
+    prompts: Sequence[EncodedPrompt],
     answers: Sequence[list[int]],
     greedy: Sequence[bool],
     columns: Sequence[Tensor],

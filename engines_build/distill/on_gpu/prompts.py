@@ -22,7 +22,7 @@ from engines_build.distill import answer_files
 from engines_build.distill.corpora import WORKLOADS, Corpus
 from engines_build.distill.data import judged_by
 from engines_build.distill.generate import encode
-from engines_build.distill.on_gpu.batch_model import Asked
+from engines_build.distill.on_gpu.batch_model import EncodedPrompt
 
 _MESSAGE = "<<message>>"
 _WORKLOADS = list(WORKLOADS)
@@ -68,7 +68,7 @@ def write_prompts(args: argparse.Namespace) -> None:
         ("held_out", (args.held_out.prompt(n, kinds[n % len(kinds)]) for n in range(args.judging))),
         ("prompts", (corpus.prompt(n) for n in range(args.prompts))),
     ):
-        requests = [Asked(prompt.workload, encode(tokenizer, prompt)) for prompt in prompts]
+        requests = [EncodedPrompt(prompt.workload, encode(tokenizer, prompt)) for prompt in prompts]
         texts = [(one.workload, one.tokens, len(one.tokens), False) for one in requests]
         write_texts(args.out / f"{name}.npz", texts, 0, weights_sha256(args.target))
         print(f"prompts: {len(requests)} in {args.out / name}.npz", flush=True)
@@ -122,6 +122,8 @@ def read_texts(path: Path, target_sha256: str, flag: str) -> tuple[int, list[Tex
     return next_prompt, [(_WORKLOADS[c], a, b, d > 0) for a, b, c, d in texts]
 
 
-def read_prompts(path: Path, target_sha256: str) -> list[Asked]:
+def read_prompts(path: Path, target_sha256: str) -> list[EncodedPrompt]:
     """Return the prompts of a file, as ``read_texts`` does."""
-    return [Asked(text[0], text[1]) for text in read_texts(path, target_sha256, "--prompts")[1]]
+    return [
+        EncodedPrompt(text[0], text[1]) for text in read_texts(path, target_sha256, "--prompts")[1]
+    ]
