@@ -322,6 +322,7 @@ class LatencyModel:
             speculation_s=float(self.speculation_s),
             factor=np.ones(FIRST_DRAFT + drafts),
             change_s=-1.0,
+            verifying=1.0,
         )
         object.__setattr__(self, "tables", tables)
 
@@ -378,6 +379,10 @@ class Correction:
     """Seconds of a change of width, and the steps that showed it; 0 steps: unknown, and what the
     engine measured at its start is taken.
     """
+    verifying: FloatArray = field(default_factory=lambda: np.zeros(2))
+    """Logarithm of how much longer the decoding tokens of a pass take that verifies some, and the
+    fading number of steps that say so.
+    """
 
     @classmethod
     def start(cls, drafts: int) -> Correction:
@@ -395,22 +400,21 @@ class Correction:
             more_s = max(speculating_s - plain_s, 0.0)
         change_s, changes = self.change.tolist()
         change_s = change_s if changes else -1.0
-        return Times._make((*target, *tables[:-4], overhead_s, more_s, self.factor, change_s))
+        rest = overhead_s, more_s, self.factor, change_s, math.exp(self.verifying[0])
+        return Times._make((*target, *tables[:-5], *rest))
 
-    def learnt(
-        self,
-        learn: Callable[[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, int], int],
-    ) -> Correction:
-        """Return the correction after a step: ``learn`` changes factor, shape, evidence, overhead
-        and change of width in place and returns the age (``policy.loops.times.learn_step``).
+    def learnt(self, learn: Callable[..., int]) -> Correction:
+        """Return the correction after a step: ``learn`` gets factor, shape, evidence, overhead,
+        change of width and of verifying, which it changes in place, and the age, and returns that
+        (``policy.loops.times.learn_step``).
         """
         columns = self.factor, self.log_factor, self.seen, self.overhead_s, self.change
-        factor, log_factor, seen, overhead_s, change = (column.copy() for column in columns)
-        age = learn(factor, log_factor, seen, overhead_s, change, self.age)
+        factor, log_factor, seen, *rest = (column.copy() for column in (*columns, self.verifying))
+        age = learn(factor, log_factor, seen, *rest, self.age)
         applied = self.applied
         if age < 0 or (age == 0 and self.age > 0):
             applied, age = (log_factor if age == 0 else None), 0
-        return Correction(factor, log_factor, seen, applied, age, overhead_s, change)
+        return Correction(factor, log_factor, seen, applied, age, *rest)
 
 
 @lru_cache(maxsize=8)

@@ -17,16 +17,17 @@ import numpy as np
 from .acceptance import AcceptanceModel, AcceptanceState
 from .latency import Correction
 from .loops.acceptance import MAX_VARIANCE, MIN_VARIANCE
-from .loops.times import MAX_CORRECTION, MAX_SHAPE
+from .loops.times import MAX_CORRECTION, MAX_SHAPE, MAX_VERIFYING
 from .plan import FloatArray
 from .tenants import Tenants
 from .trim import COUNTS, Calibration
 
-SCHEMA = 14
+SCHEMA = 15
 _FACTORS = (1 / MAX_CORRECTION, MAX_CORRECTION)
 _RANGES = {
     "factor": _FACTORS,
     "log_factor": (-MAX_SHAPE, MAX_SHAPE),
+    "verifying": (0.0, MAX_VERIFYING),
     "variance": (MIN_VARIANCE, MAX_VARIANCE),
 }
 _SLACK = 1e-6  # by which sums of counts may be off
@@ -100,6 +101,7 @@ def restored(
             np.array([target["factor"], 1.0, *factors]),
             *(target["log_factor"], target["seen"], target["log_factor"]),
             overhead_s=target["overhead_s"],
+            verifying=np.array([float(target["verifying"]), float(target["verifying_steps"])]),
         ),
         rows,
     )
@@ -133,6 +135,7 @@ def _tenants(
 def _plain(correction: Correction, drafts: Sequence[str]) -> dict[str, Any]:
     """Return what was learnt of times; its caller sets the age."""
     target_factor, _, *factors = correction.factor.tolist()
+    verifying, verifying_steps = correction.verifying.tolist()
     return {
         "age_s": 0.0,
         "target": {
@@ -140,6 +143,8 @@ def _plain(correction: Correction, drafts: Sequence[str]) -> dict[str, Any]:
             "overhead_s": correction.overhead_s.tolist(),
             "log_factor": correction.log_factor.tolist(),
             "seen": correction.seen.tolist(),
+            "verifying": verifying,
+            "verifying_steps": verifying_steps,
         },
         "drafts": _by_name(drafts, {"factor": np.array(factors)}),
     }

@@ -356,7 +356,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         self,
         outcome: Outcome,
         view: View,
-        learnt: tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, int],
+        learnt: tuple[Any, ...],
     ) -> int:
         """Learn from a step's times, in place (``policy.loops.times.learn_step``).
 

@@ -30,7 +30,8 @@ def guard_row(
 ) -> dict[str, Any]:
     """Return tokens per second by arm where the decoding rows of a pass with proposals take
     ``factor`` times what the table says, and ``change_tokens`` are as in ``Deployment``; with the
-    steps that a guarded run took, and the share of those with a draft that were drafted in vain.
+    steps that a guarded run took, and by arm the share of steps with a draft, and of these the
+    share that were drafted in vain.
     """
     deployment = replace(
         deployment, proposing_factor=factor, noise=_NOISE, change_tokens=change_tokens
@@ -47,9 +48,11 @@ def guard_row(
         run = simulate_closed(deployment, work, policy, seed, in_flight)
         row[arm] = _goodput(run.steps)
         row[f"{arm}_first_third"] = _goodput(run.steps[: len(run.steps) // 3])
-        row["steps"] = len(run.steps)
+        if arm == "guarded":
+            row["steps"] = len(run.steps)
         drafted = [step.verified for step in run.steps if step.drafted > SMALL_TOKENS]
         in_vain = sum(verified <= MOST_IN_VAIN for verified in drafted)
+        row[f"{arm}_drafted"] = round(len(drafted) / len(run.steps), 4)
         row[f"{arm}_in_vain"] = round(in_vain / len(drafted), 3) if drafted else 0.0
     return row
 
@@ -72,6 +75,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "guarded_over_none": _mean(runs, "guarded", "none"),
             "guarded_over_adaptive": _mean(runs, "guarded", "adaptive"),
             "first_third": _mean(runs, "guarded_first_third", "none_first_third"),
+            "drafted": round(float(np.mean([row["guarded_drafted"] for row in runs])), 4),
             "in_vain": round(float(np.mean([row["guarded_in_vain"] for row in runs])), 3),
             "steps": int(np.mean([row["steps"] for row in runs])),
         }

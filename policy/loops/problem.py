@@ -7,6 +7,7 @@ h_1 ... h_j. The price of time (tokens per second) couples steps; the shared ver
 drafts' common forwards couple rows.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from .times import (
     forward_s,
     price_passes,
     verify_s,
+    verifying_s,
 )
 
 TIE = 1e-9
@@ -42,15 +44,17 @@ class StepProblem(NamedTuple):
     first_tokens: Ints
     """[D, n] tokens that a row's first draft forward reads: 1 or 2."""
     draft_row_s: Floats
-    """[K, D, n] seconds of a row in a draft's forward j, and how much more its nodes there take
-    than one node does; below 0 where fewer than one are kept.
+    """[K, D, n] seconds of a row in a draft's forward j, and of reading what comes before its nodes
+    there.
     """
+    nodes: Floats
+    """[K, D, n] how many nodes of position j the trim is expected to leave; 1: its token."""
     switch_s: Floats
     """[D, n] seconds of catch-up beyond the first tokens."""
     horizon: Floats
     """[n] steps over which the objective spreads a catch-up."""
     undrafted_s: Floats
-    """[m] seconds of the step with m proposed tokens, without drafting; inf: no room."""
+    """[m] seconds of the step with m verified nodes, without drafting; inf: no room."""
     forward_s: Floats
     """[D, t] seconds of a draft's forward of t tokens; 0 at 0."""
     occupied: Ints
@@ -89,7 +93,8 @@ class StepProblem(NamedTuple):
 
 STEP_PROBLEM = record(
     StepProblem,
-    *(FLOATS[3], INTS[2], INTS[2], FLOATS[3], FLOATS[2], FLOATS[1], FLOATS[1], FLOATS[2]),
+    *(FLOATS[3], INTS[2], INTS[2], FLOATS[3], FLOATS[3], FLOATS[2]),
+    *(FLOATS[1], FLOATS[1], FLOATS[2]),
     *(INTS[2], FLOATS[0], FLOATS[0], FLOATS[0]),
 )
 
@@ -150,6 +155,17 @@ def charge_s(problem: StepProblem, d: int, i: int) -> float:
     return problem.switch_s[d, i] / problem.horizon[i]
 
 
+@helper
+def pass_s(undrafted_s: Floats, nodes: float) -> float:
+    """Return the seconds of a step with this mean number of nodes, linear between whole ones."""
+    last = len(undrafted_s) - 1
+    low = min(int(nodes), last)
+    seconds, share = undrafted_s[low], nodes - low
+    if share > 0 and low < last:
+        seconds += share * (undrafted_s[low + 1] - seconds)
+    return seconds
+
+
 @entry(STEP_PROBLEM, INTS[1], INTS[1], INTS[2])
 def score(
     problem: StepProblem, draft: Ints, length: Ints, count: Ints
@@ -161,7 +177,7 @@ def score(
     occupied, forward_s = problem.occupied, problem.forward_s
     k_max, drafts, n = gain.shape
     count[:] = occupied
-    value, total, rows_s, charged_s, switch_s = 0.0, 0, 0.0, 0.0, 0.0
+    value, total, nodes, rows_s, charged_s, switch_s = 0.0, 0, 0.0, 0.0, 0.0, 0.0
     for i in range(n):
         k = length[i]
         if k == 0:
@@ -173,8 +189,9 @@ def score(
         for j in range(k):
             count[d, j] += first_tokens[d, i] if j == 0 else 1
             value += gain[j, d, i]
+            nodes += problem.nodes[j, d, i]
             rows_s += row_s[j, d, i]
-    seconds = problem.undrafted_s[total] + rows_s
+    seconds = pass_s(problem.undrafted_s, nodes) + rows_s
     if total:
         seconds += problem.speculation_s
     for d in range(drafts):
@@ -204,25 +221,27 @@ def _fix_control(
     times: Times,
     batch: Batch,
     hazard: Floats,  # [K, D, N]
+    nodes: Floats,  # [K, D, N]
     row_s: Floats,  # [K, D, N]
     occupied: Ints,  # [D, K]
 ) -> tuple[int, float, float]:
-    """Put the control rows into the drafts' forwards, ``occupied``. Return their tokens,
-    their expected gain, and the seconds of drafting for them.
+    """Put the control rows into the drafts' forwards, ``occupied``. Return the nodes of theirs that
+    are verified, their expected gain, and the seconds of drafting for them.
     """
     b = batch
     drafts, k_max = b.ceiling.shape[1], max(b.control_length.max(), 1)
     count = np.zeros((drafts, k_max), np.int64)
-    tokens, value, seconds = 0, 0.0, 0.0
+    verified, value, seconds = 0.0, 0.0, 0.0
     for i in range(len(b.rows)):
         r = b.rows[i]
         d, k = b.control_draft[r], b.control_length[r]
         if k <= 0:
             continue
-        tokens += k
         survival = 1.0
         for j in range(k):
-            seconds += row_s[min(j, len(row_s) - 1), d, i]
+            at = min(j, len(row_s) - 1), d, i
+            seconds += row_s[at]
+            verified += nodes[at]
             survival *= hazard[j, d, i] if j < len(hazard) else 0.0
             value += survival
             count[d, j] += max(b.catchup[r, d], 1) if j == 0 else 1
@@ -231,7 +250,7 @@ def _fix_control(
     for d in range(drafts):
         for j in range(k_max):
             seconds += forward_s(times, d, count[d, j])
-    return tokens, value, seconds
+    return max(round(verified), 1 if seconds > 0 else 0), value, seconds
 
 
 @helper
@@ -239,7 +258,8 @@ def node_s(times: Times, rows: int) -> float:
     """Return the seconds of one more token in a pass that verifies some: the mean of the next four
     of each row but the first, which may change the pass for all of them.
     """
-    return (verify_s(times, 5 * rows) - verify_s(times, rows + 1)) / max(4 * rows - 1, 1)
+    more_s = verify_s(times, 5 * rows) - verify_s(times, rows + 1)
+    return times.verifying * more_s / max(4 * rows - 1, 1)
 
 
 @entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[3])
@@ -269,33 +289,47 @@ def build(
             k_max = max(k_max, most)
         n += 1
     factor = t.factor[VERIFY]
-    one_s = node_s(t, everyone)
     all_row_s = np.empty(nodes.shape)
     for j in range(len(nodes)):
         for d in range(drafts):
             f = t.factor[FIRST_DRAFT + d]
             for i in range(everyone):
                 tokens = b.context[b.rows[i]]
-                node_row_s = one_s + factor * t.node_context_s * tokens
                 forward_row_s = f * (t.draft_row_s[d] + t.draft_context_s[d] * tokens)
-                all_row_s[j, d, i] = forward_row_s + nodes[j, d, i] * node_row_s - one_s
+                node_row_s = factor * t.node_context_s * tokens
+                all_row_s[j, d, i] = forward_row_s + nodes[j, d, i] * node_row_s
     occupied = np.zeros((drafts, k_max), np.int64)
     fixed_s = t.overhead_s + factor * (everyone * t.row_s + context * t.context_s)
-    speculation_s = t.speculation_s
-    control_tokens, value = 0, float(everyone)
+    speculation_s = t.speculation_s + verifying_s(t, everyone, everyone, context)
+    control_nodes, value = 0, float(everyone)
     if n < everyone:
-        control_tokens, more, drafting_s = _fix_control(t, b, hazard, all_row_s, occupied)
+        rest = nodes, all_row_s, occupied
+        control_nodes, more, drafting_s = _fix_control(t, b, hazard, *rest)
         value += more
-        if control_tokens:
+        if control_nodes:
             fixed_s += drafting_s + speculation_s
             speculation_s = 0.0
-    plain = b.prefill_tokens + everyone + control_tokens
+    plain = b.prefill_tokens + everyone + control_nodes
+    row_nodes, most = np.empty((k_max, drafts, n)), 0.0
+    for place in range(n):
+        own = 0.0
+        for d in range(drafts):
+            total = 0.0
+            for j in range(k_max):
+                row_nodes[j, d, place] = nodes[j, d, chosen[place]]
+                total += row_nodes[j, d, place]
+            own = max(own, total)
+        most += own
     undrafted_s = np.zeros(n * k_max + 1)
+    if not limits.whole_batch:
+        undrafted_s = np.zeros(max(n * k_max, math.ceil(most)) + 1)
     if plain:
-        price_passes(t, plain, b.pass_tokens, b.change_tokens, undrafted_s)
+        decoding = everyone + control_nodes
+        price_passes(t, plain, decoding, b.pass_tokens, b.change_tokens, undrafted_s)
     undrafted_s += fixed_s
     if limits.padded_tokens:
         padded_s = verify_s(t, plain + limits.padded_tokens * everyone) - verify_s(t, plain)
+        padded_s *= t.verifying
         undrafted_s[1:] = undrafted_s[0] + max(padded_s, 0.0)
     prefill_s = 0.0
     if b.prefill_tokens:
@@ -330,6 +364,7 @@ def build(
         ceilings,
         first,
         row_s,
+        row_nodes,
         switch_s,
         horizon,
         undrafted_s,

@@ -11,7 +11,7 @@ import numpy as np
 
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, unordered
-from .problem import STEP_PROBLEM, TIE, StepProblem, charge_s, last_total, limit_s, score
+from .problem import STEP_PROBLEM, TIE, StepProblem, charge_s, last_total, limit_s, pass_s, score
 
 FEW_ROWS = 16
 """Rows above which moving a single one hardly changes the objective."""
@@ -107,7 +107,7 @@ def _fill(
     length: Ints,  # [n]
 ) -> int:
     """Let tokens join in the order of their worth, ``own``; the best depth and total win by the
-    exact objective. ``draft, length`` become that choice; return its tokens.
+    exact objective. ``draft, length`` become that choice; return its nodes.
     """
     gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
     forward_s, undrafted_s, switch_s = problem.forward_s, problem.undrafted_s, problem.switch_s
@@ -127,8 +127,8 @@ def _fill(
     descending(value[:size], order)
     count = problem.occupied.copy()
     objective, seconds = np.zeros(deepest), np.zeros(deepest)
-    best, best_at, tokens = np.full(deepest, -np.inf), np.zeros(deepest, np.int64), 0
-    within = np.zeros(deepest, np.int64)
+    best, best_at, nodes = np.full(deepest, -np.inf), np.zeros(deepest, np.int64), 0.0
+    within = np.zeros(deepest)
     for at in range(min(size, last)):
         i, j = row[order[at]], depth[order[at]]
         d = pick[i]
@@ -144,8 +144,8 @@ def _fill(
         for cap in range(j, deepest):
             objective[cap] += gained
             seconds[cap] += passing_s
-            within[cap] += 1
-            shared_s = undrafted_s[within[cap]] + speculation_s
+            within[cap] += problem.nodes[j, d, i]
+            shared_s = pass_s(undrafted_s, within[cap]) + speculation_s
             now = objective[cap] - price * shared_s
             if now > best[cap] and seconds[cap] + shared_s <= most_s:
                 best[cap], best_at[cap] = now, at
@@ -157,8 +157,8 @@ def _fill(
             i = row[order[at]]
             length[i] += 1
             draft[i] = pick[i]
-            tokens += 1
-    return tokens
+            nodes += problem.nodes[depth[order[at]], pick[i], i]
+    return int(nodes + 0.5)
 
 
 @helper
@@ -180,10 +180,14 @@ def _improve(
     total = length.sum()
     for _ in range(2 * n - 1):
         best, best_i, best_d, best_k, best_s = TIE * (p.base_value + 1), -1, -1, 0, 0.0
-        now_s = p.undrafted_s[total] + (p.speculation_s if total else 0.0)
+        nodes = 0.0
+        for i in range(n):
+            nodes += p.nodes[: length[i], draft[i], i].sum()
+        now_s = pass_s(p.undrafted_s, nodes) + (p.speculation_s if total else 0.0)
         for i in range(n):
             d0, k0 = draft[i], length[i]
             rest = total - k0
+            others = max(nodes - p.nodes[:k0, d0, i].sum(), 0.0) if rest else 0.0
             old, old_s = -price * now_s, now_s  # what the row and the pass add now
             for j in range(k0):
                 more = p.first_tokens[d0, i] if j == 0 else 1
@@ -195,19 +199,21 @@ def _improve(
             if k0:
                 old -= price * charge_s(p, d0, i)
                 old_s += p.switch_s[d0, i]
-                rest_s = p.undrafted_s[rest] + (p.speculation_s if rest else 0.0)
+                rest_s = pass_s(p.undrafted_s, others) + (p.speculation_s if rest else 0.0)
                 if -price * rest_s - old > best:
                     best, best_i, best_d, best_k = -price * rest_s - old, i, -1, 0
                     best_s = rest_s - old_s
             for d in range(drafts):
                 alone, alone_s = -price * charge_s(p, d, i) - old, p.switch_s[d, i] - old_s
+                with_row = others
                 for j in range(min(p.ceiling[d, i], last - rest)):
                     more = p.first_tokens[d, i] if j == 0 else 1
                     took_s = p.forward_s[d, count[d, j] + more] - p.forward_s[d, count[d, j]]
                     took_s += p.draft_row_s[j, d, i]
                     alone += p.gain[j, d, i] - price * took_s
                     alone_s += took_s
-                    shared_s = p.undrafted_s[rest + j + 1] + p.speculation_s
+                    with_row += p.nodes[j, d, i]
+                    shared_s = pass_s(p.undrafted_s, with_row) + p.speculation_s
                     gained = alone - price * shared_s
                     if gained > best and step_s + alone_s + shared_s <= most_s:
                         best, best_i, best_d, best_k = gained, i, d, j + 1
@@ -228,7 +234,7 @@ def _improve(
 
 @helper
 def _slope_s(undrafted_s: Floats, total: int, last: int) -> float:
-    """Return the mean seconds of a verified token within a quarter of a total."""
+    """Return the mean seconds of a verified node within a quarter of a total."""
     near = total // 4 + 1
     low, high = max(min(total, last) - near, 0), min(total + near, last)
     return (undrafted_s[high] - undrafted_s[low]) / (high - low)
@@ -283,7 +289,7 @@ def _fill_all(
 ) -> None:
     """Find the best choice for all rows at once, into ``draft, length``.
 
-    A token's place in the order depends on what a verified token costs, and that on the choice:
+    A token's place in the order depends on what a verified node costs, and that on the choice:
     first it costs nothing, so that a staircase is looked at to its end, or for many rows what it
     does around two tokens a row, then what it does around the choice. On a staircase that first
     slope says little, so both starts are tried. Under a cap, where seconds are scarcer than their
@@ -315,7 +321,7 @@ def _fill_all(
                 _set_worth(p, dear, slope, token_s, worth)
                 if not _open_drafts(worth, dear * chain_s, longest):
                     break
-                _pick_drafts(p, dear, token_s, worth, longest, pick, own)
+                _pick_drafts(p, dear, slope, token_s, worth, longest, pick, own)
                 total = _fill(p, price, pick, longest, own, last, most_s, new_draft, new_length)
                 v, c, s = score(p, new_draft, new_length, count)
                 if s <= most_s and (v - price * c) - (value - price * charged_s) > TIE * (
@@ -344,7 +350,7 @@ def _set_worth(
             charge = charge_s(problem, d, i) + (first_tokens[d, i] - 1) * token_s[0, d]
             before = -dear * charge
             for k in range(k_max):
-                cost = dear * (token_s[k, d] + row_s[k, d, i]) + slope
+                cost = dear * (token_s[k, d] + row_s[k, d, i]) + slope * problem.nodes[k, d, i]
                 before += max(gain[k, d, i] - max(cost, 0.0), 0.0)
                 worth[k, d, i] = before
 
@@ -353,6 +359,7 @@ def _set_worth(
 def _pick_drafts(
     problem: StepProblem,
     dear: float,
+    slope: float,
     token_s: Floats,  # [K, D]
     worth: Floats,  # [K, D, n]
     longest: Ints,  # [D]
@@ -375,7 +382,8 @@ def _pick_drafts(
         pick[i] = d
         total, least = 0.0, np.inf
         for j in range(longest[d]):
-            cost = max(dear * (token_s[j, d] + row_s[j, d, i]), 0.0)
+            cost = dear * (token_s[j, d] + row_s[j, d, i])
+            cost = max(cost + slope * (problem.nodes[j, d, i] - 1), 0.0)
             least = min(least, max(gain[j, d, i] - cost, 0.0))
             own[j, i] = least
             total += least

@@ -14,6 +14,7 @@ OCTAVES = 15
 """Places of a shape: 1, 2, 4, ... 16384 tokens."""
 MAX_CORRECTION = 8.0  # either way
 MAX_SHAPE = math.log(2.0)  # either way
+MAX_VERIFYING = math.log(4.0)
 LAST_PLACE = OCTAVES - 1 - 1e-9
 WIDTH_STEPS = 8.0  # passes that keep a width, on average: about as often prompts change it
 APPLY_STEPS = 8  # steps from one curve to the next: making one takes as long as a plan
@@ -58,12 +59,16 @@ class Times(NamedTuple):
     """[2 + D] measured over predicted time, places as ``VERIFY``; the overhead's is 1."""
     change_s: float
     """A change of the pass's width, as steps showed it; below 0: none has."""
+    verifying: float
+    """Factor of the decoding tokens of a pass that verifies some, as steps showed it; 1: a pass
+    takes the same without proposals.
+    """
 
 
 TIMES = record(
     Times,
     *(FLOATS[1], FLOATS[0], FLOATS[0], FLOATS[0], FLOATS[0], FLOATS[2], FLOATS[1], FLOATS[1]),
-    *(FLOATS[1], FLOATS[0], FLOATS[0], FLOATS[1], FLOATS[0]),
+    *(FLOATS[1], FLOATS[0], FLOATS[0], FLOATS[1], FLOATS[0], FLOATS[0]),
 )
 
 
@@ -86,11 +91,21 @@ def change_s(times: Times, last_tokens: int, change_tokens: int) -> float:
 
 
 @helper
+def verifying_s(times: Times, decoding: int, rows: int, context: int) -> float:
+    """Return how much longer a pass of these decoding tokens, rows and cached tokens takes if it
+    verifies any.
+    """
+    other_s = times.factor[VERIFY] * (rows * times.row_s + context * times.context_s)
+    return (times.verifying - 1) * (verify_s(times, decoding) + other_s)
+
+
+@helper
 def price_passes(
-    times: Times, first: int, last_tokens: int, change_tokens: int, seconds: Floats
+    times: Times, first: int, decoding: int, last_tokens: int, change_tokens: int, seconds: Floats
 ) -> None:
     """Compute the seconds of passes of ``first`` tokens and up, into ``seconds[m]``, as plan and
-    trim charge them; rows and context apart.
+    trim charge them; rows and context apart, and ``verifying_s`` of the first, of which
+    ``decoding`` are no prompt's.
 
     On an engine that prefers to keep its width, a pass of another number of tokens than the
     ``last_tokens`` of the one before takes ``change_s`` longer (``change_tokens`` 0: no longer).
@@ -108,6 +123,9 @@ def price_passes(
             seconds[m] += charged_s
             if first + m <= last_tokens:
                 seconds[m] = min(seconds[m], same_s)
+        if times.verifying > 1:
+            more_s = verify_s(times, decoding + m) - verify_s(times, decoding)
+            seconds[m] += (times.verifying - 1) * more_s
 
 
 @helper
@@ -160,9 +178,10 @@ STEP = record(Step, *[INTS[1]] * 5, INTS[2], *[INTS[0]] * 5)
 
 
 @entry(TIMES, STEP, FLOATS[1])
-def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
+def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float, int]:
     """Compute what a step should have taken, ``parts[2 + D]``, without a change of width; return
-    the tokens of the target's pass and the seconds of its curve at them.
+    the tokens of the target's pass, the seconds of its curve at them, and the decoding tokens of
+    one that verifies some.
     """
     t, s = times, step
     drafts = len(t.draft_row_s)
@@ -196,7 +215,11 @@ def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float]:
     base_s = verify_s(t, tokens)
     other_s = rows * t.row_s + context * t.context_s + node_context * t.node_context_s
     parts[VERIFY] = base_s + t.factor[VERIFY] * other_s
-    return tokens, base_s
+    if nodes == 0:
+        return tokens, base_s, 0
+    decoding = tokens - s.prefill_tokens
+    parts[VERIFY] += verifying_s(t, decoding, rows, context)
+    return tokens, base_s, decoding
 
 
 @helper
@@ -357,7 +380,21 @@ def _learn_overhead(overhead_s: Floats, speculates: bool, measured_s: float) -> 
     overhead_s[kind] += _RATE * (measured_s - overhead_s[kind])
 
 
-@entry(TIMES, STEP, FLOATS[1], FLOATS[0], *[FLOATS[1]] * 5, INTS[0])
+@helper
+def _learn_verifying(
+    verifying: Floats,  # [2] logarithm of Times.verifying, and the steps that showed it
+    surprise: float,
+) -> None:
+    """Let a pass that verified tokens teach how much longer such passes take, in place. It shares
+    its surprise with the octaves; plain passes tell the two apart.
+    """
+    surprise = min(max(surprise, -_MAX_SHAPE_SURPRISE), _MAX_SHAPE_SURPRISE)
+    rate = max(_RATE, 1 / (_TABLE_STEPS + verifying[1]))
+    verifying[0] = min(max(verifying[0] + rate * surprise, 0.0), MAX_VERIFYING)
+    verifying[1] = _FADING * verifying[1] + 1
+
+
+@entry(TIMES, STEP, FLOATS[1], FLOATS[0], *[FLOATS[1]] * 6, INTS[0])
 def learn_step(
     times: Times,
     step: Step,
@@ -368,6 +405,7 @@ def learn_step(
     seen: Floats,  # [OCTAVES]
     overhead_s: Floats,  # [2] of plain steps and of others
     change: Floats,  # [2] as in _learn_change
+    verifying: Floats,  # [2] as in _learn_verifying
     age: int,
 ) -> int:
     """Learn from the times of a step, in place; see ``learn_times``.
@@ -376,7 +414,14 @@ def learn_step(
     of it.
     """
     predicted = np.empty(len(factor))
-    tokens, base_s = predict(times, step, predicted)
+    tokens, base_s, decoding = predict(times, step, predicted)
+    if decoding:
+        more = math.exp(verifying[0]) - 1
+        if step.prefill_tokens:
+            predicted[VERIFY] += more * verify_s(times, decoding)
+        else:
+            predicted[VERIFY] *= 1 + more
+            base_s *= 1 + more
     if step.change_tokens and tokens != step.last_tokens:
         whole_s = change[0]
         if change[1] == 0:
@@ -389,6 +434,9 @@ def learn_step(
             measured[VERIFY] = 0.0
     if step.prefill_tokens == 0:  # taking requests in is no cost of a plan
         _learn_overhead(overhead_s, step.length.max() > 0, measured[OVERHEAD])
+        if decoding and measured[VERIFY] > 0:
+            shaped_s = predicted[VERIFY] + base_s * (math.exp(_shape_at(shape, tokens)) - 1)
+            _learn_verifying(verifying, math.log(measured[VERIFY] / (factor[VERIFY] * shaped_s)))
     return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)
 
 

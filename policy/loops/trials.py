@@ -61,7 +61,8 @@ def _weigh(
     for i in range(n):
         now, k0, d0 = 0.0, length[i], draft[i]
         if k0:
-            token_s = verify_s + p.forward_s[d0, n] / n + p.draft_row_s[0, d0, i]
+            token_s = verify_s * p.nodes[0, d0, i] + p.forward_s[d0, n] / n
+            token_s += p.draft_row_s[0, d0, i]
             now = p.gain[:k0, d0, i].sum() - price * k0 * token_s
         for d in range(drafts):
             own, most = d == d0 and k0 > 0, p.ceiling[d, i]
@@ -72,7 +73,7 @@ def _weigh(
             variance = set_doubt(
                 estimates, constants, slot[i], d, evidence[i, d], hazard[:k_max, d, i], spread
             )
-            token_s = verify_s + p.forward_s[d, n] / n + p.draft_row_s[0, d, i]
+            token_s = verify_s * p.nodes[0, d, i] + p.forward_s[d, n] / n + p.draft_row_s[0, d, i]
             hoped = mean = 0.0
             survival, first, high, high_at, best = 1.0, 0.0, -np.inf, 0, -1e9
             for j in range(most):

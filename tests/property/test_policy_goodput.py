@@ -13,7 +13,7 @@ from policy.plan import NO_DRAFT
 from policy.problem import Choice, score
 
 
-def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
+def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, trimmed=True, **changes):
     """A random instance: noisy staircase verification, falling gains, ceilings, catch-up."""
     steps = rng.exponential(0.3, rows * k_max + 1) * (rng.random(rows * k_max + 1) < 0.4)
     forwards = np.cumsum(
@@ -34,7 +34,8 @@ def problem(rng, rows, drafts, k_max, *, flat=False, switches=True, **changes):
         first_tokens=rng.integers(1, 3, (drafts, rows))
         if switches
         else np.ones((drafts, rows), np.int64),
-        draft_row_s=rng.uniform(-0.02, 0.02, (k_max, drafts, rows)) * switches,
+        draft_row_s=rng.uniform(0.0, 0.02, (k_max, drafts, rows)) * switches,
+        nodes=1.0 - rng.uniform(0.0, 1.0, (k_max, drafts, rows)) * (trimmed and rng.random() < 0.5),
         switch_s=rng.choice([0.0, 0.5], (drafts, rows)) * switches,
         horizon=rng.uniform(1, 16, rows),
         occupied=np.zeros((drafts, k_max), np.int64),

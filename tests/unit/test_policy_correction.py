@@ -16,9 +16,9 @@ MODEL = LatencyModel(CURVE, ())
 def learnt(correction, tokens, base_s, parts, measured_s, step_s=0.0):
     """The correction after a step of these parts."""
 
-    def learn(factor, shape, seen, overhead_s, change, age):
+    def learn(factor, shape, seen, *others):
         step = tokens, base_s, parts.copy(), measured_s.copy(), step_s
-        return learn_times(factor, shape, seen, age, *step)
+        return learn_times(factor, shape, seen, others[-1], *step)
 
     return correction.learnt(learn)
 
@@ -266,5 +266,60 @@ def test_the_price_of_a_change_is_never_negative_and_a_stall_hardly_moves_it():
 def test_a_padded_pass_teaches_what_its_width_takes():
     model, step = LatencyModel(CURVE, (CURVE,)), step_of((0, 0), pass_tokens=9)
     parts = np.empty(3)
-    tokens, base_s = predict(model.tables, step, parts)
-    assert (tokens, base_s) == (9, pytest.approx(CURVE.at(9)))
+    tokens, base_s, decoding = predict(model.tables, step, parts)
+    assert (tokens, base_s, decoding) == (9, pytest.approx(CURVE.at(9)), 0)
+
+
+def after_passes(steps_of, factor, steps, noise=0.02, prefill_tokens=0):
+    """The correction after steps of these lengths in turn; passes with proposals take ``factor``
+    times what the table says, for their decoding tokens.
+    """
+    model, rng = LatencyModel(CURVE, (CURVE,)), np.random.default_rng(3)
+    correction = Correction.start(1)
+    for step in range(steps):
+        length = steps_of[step % len(steps_of)]
+        verify_s = true_s(length, factor, prefill_tokens) * np.exp(noise * rng.standard_normal())
+
+        def learn(*columns, length=length, verify_s=verify_s):
+            measured_s = np.array([verify_s, 0.1, 0.0])
+            ran = step_of(length, prefill_tokens=prefill_tokens)
+            return learn_step(model.tables, ran, measured_s, 0.0, *columns)
+
+        correction = correction.learnt(learn)
+    return correction
+
+
+def true_s(length, factor, prefill_tokens=0):
+    decoding = len(length) + sum(length)
+    more = factor - 1 if sum(length) else 0.0
+    return CURVE.at(decoding + prefill_tokens) + more * CURVE.at(decoding)
+
+
+def predicted_s(correction, length, prefill_tokens=0):
+    parts = np.empty(3)
+    times = correction.times(LatencyModel(CURVE, (CURVE,)))
+    predict(times, step_of(length, prefill_tokens=prefill_tokens), parts)
+    return parts[0]
+
+
+NONE, ONE, FOUR, EIGHT = (0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3, 1.8])
+def test_what_verifying_takes_by_itself_is_separated_from_what_tokens_take(factor):
+    correction = after_passes((NONE, ONE, NONE, FOUR, EIGHT), factor, 300)
+    for length in (NONE, ONE, (1, 1, 0, 0), FOUR, EIGHT, (3, 3, 3, 3)):
+        assert predicted_s(correction, length) == pytest.approx(true_s(length, factor), rel=0.08)
+    for length in (NONE, FOUR):
+        expected_s = true_s(length, factor, 100)
+        assert predicted_s(correction, length, 100) == pytest.approx(expected_s, rel=0.15)
+
+
+def test_where_no_pass_is_plain_verifying_and_tokens_share_the_surprise():
+    correction = after_passes((EIGHT,), 1.5, 200)
+    assert predicted_s(correction, EIGHT) == pytest.approx(true_s(EIGHT, 1.5), rel=0.03)
+    assert CURVE.at(4) < predicted_s(correction, NONE) < 1.4 * CURVE.at(4)
+
+
+def test_passes_with_prompts_say_nothing_of_what_verifying_takes():
+    assert not after_passes((NONE, EIGHT), 1.8, 40, prefill_tokens=100).verifying.any()

@@ -25,6 +25,7 @@ def problem(survival, *, verify_s, forward_s=0.1, ceiling=None, **changes):
         else np.c_[np.zeros(drafts), np.full((drafts, 2 * rows), forward_s)],
         "first_tokens": np.ones((drafts, rows), np.int64),
         "draft_row_s": np.zeros((k_max, drafts, rows)),
+        "nodes": np.ones((k_max, drafts, rows)),
         "switch_s": np.zeros((drafts, rows)),
         "horizon": np.full(rows, 16.0),
         "occupied": np.zeros((drafts, k_max), np.int64),

@@ -107,7 +107,7 @@ def changed(data, path, value):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("schema", 11, ["schema must be 14", "11"]),
+        ("schema", 11, ["schema must be 15", "11"]),
         ("tenants.0.drafts.small.accepted", [1.0], ["tenants.0.drafts.small.accepted", "shape"]),
         ("tenants.0.drafts.small.accepted", "many", ["tenants.0.drafts.small.accepted", "many"]),
         ("tenants.0.drafts.small.accepted", ..., ["tenants.0.drafts.small.accepted is missing"]),
@@ -130,6 +130,9 @@ def changed(data, path, value):
         ("target.seen", [-1.0] * 15, ["target.seen", "-1"]),
         ("target.log_factor", [0.8] * 15, ["target.log_factor", "0.8"]),
         ("target.log_factor", [0.1], ["target.log_factor", "shape"]),
+        ("target.verifying", 1.5, ["target.verifying", "1.5"]),
+        ("target.verifying", [0.1], ["target.verifying", "shape"]),
+        ("target.verifying_steps", ..., ["target.verifying_steps is missing"]),
         ("target", ..., ["target is missing"]),
         ("age_s", -1.0, ["age_s", "-1"]),
         ("tenants.0.requests", float("inf"), ["tenants.0.requests", "inf"]),

@@ -537,8 +537,7 @@ def test_a_draft_is_expected_to_bring_what_the_trim_leaves_of_its_trees():
         problem, _ = p.problem(view(8), state)
         tree, chain = problem.gain[0, :, 0]
         assert tree / chain == pytest.approx(left, abs=0.05)
-        row_s = problem.draft_row_s[0, :, 0] / max(token_s, 1e-9) + 1
-        assert not token_s or row_s == pytest.approx([nodes, 1.0], abs=0.05)
+        assert problem.nodes[0, :, 0] == pytest.approx([nodes, 1.0], abs=0.05)
 
 
 def test_what_is_cut_off_next_to_a_path_takes_nothing_from_the_places_after_it():

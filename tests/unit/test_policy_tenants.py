@@ -232,5 +232,5 @@ def test_rows_of_two_tenants_in_one_plan_have_each_its_own_charge():
     state.calibration = state.calibration.learnt(*four, rows, depth)
     problem, _ = p.problem(seen, state)
     assert problem.gain[0, :, 1] == pytest.approx(problem.gain[0, :, 0])
-    assert problem.draft_row_s[0, 0, 1] > problem.draft_row_s[0, 0, 0]
-    assert problem.draft_row_s[0, 1, 1] == problem.draft_row_s[0, 1, 0]
+    assert problem.nodes[0, 0, 1] > problem.nodes[0, 0, 0]
+    assert problem.nodes[0, 1, 1] == problem.nodes[0, 1, 0]

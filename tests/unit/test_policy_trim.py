@@ -19,6 +19,7 @@ from policy.latency import Correction
 from policy.loops.times import WIDTH_STEPS
 from policy.loops.trim import take_best
 from policy.plan import Drafted, Plan
+from policy.problem import Choice, score
 from policy.trim import Calibration, trimmed
 from tests.fakes.outcomes import outcome_of
 from tests.fakes.policies import DRAFTS, RNG, latency, view
@@ -330,6 +331,28 @@ def test_a_draft_that_is_cut_short_is_not_believed_less_for_it():
         none = np.zeros(known, np.int64)
         calibration = calibration.learnt(none, none > 0, confidence[:known], accepted)
     assert np.bincount(verified[1000:]).argmax() == 3
+
+
+@pytest.mark.parametrize(
+    "per_node_s", [[0.02] * 80, [0.2] * 8 + [0.0] * 72, [0.0] * 8 + [0.2] * 72]
+)
+def test_a_plan_takes_as_long_as_the_pass_that_the_trim_leaves(per_node_s):
+    """Of eight proposed tokens few are left, wherever the curve is steep."""
+    curve = target(np.concatenate([[1.0, 1.0], 1 + np.cumsum(per_node_s)])).target
+    times = LatencyModel(curve, latency((0.005, 0.005)).drafts)
+    p = AdaptivePlanner(DRAFTS, times, PlannerConfig(explore_share=0.0))
+    state, seen, many = p.admitted(view(4), p.start(), 0.0), view(4), 400
+    nodes = np.zeros(many, np.int64), np.zeros(many, np.bool_), np.full(many, 0.05)
+    known = np.arange(many) % 20 == 0, np.arange(many), np.zeros(many, np.int64)
+    state.calibration = state.calibration.learnt(*nodes, *known)
+    state.goodput = 4.0
+    problem, _ = p.problem(seen, state)
+    left = problem.nodes[:, 0].sum()
+    assert left < 16
+    seconds = score(problem, Choice(np.zeros(4, np.int64), np.full(4, 8))).step_s
+    drafting_s = 8 * 0.005
+    verifying_s = np.interp(4 + left, np.arange(len(curve.base_s)), curve.base_s)
+    assert seconds == pytest.approx(verifying_s + drafting_s, rel=1e-6)
 
 
 @pytest.mark.parametrize(("first_s", "drafts"), [(0.8, False), (0.05, True)])
