@@ -219,7 +219,7 @@ def _build_hosted(config: ServingConfig, tokenizer: Tokenizer) -> App:
         switches=switches,
         engines=[],
         taps=(),
-        learned_state=_HostedLearned(loop.engine.learned),
+        learned_state=_HostedLearned(loop.engine.learned_state),
         explain=loop.engine.explain,
         close_engines=loop.close,
     )

@@ -80,8 +80,8 @@ class HostedLimits:
 
 
 class HostedEngine(Protocol):
-    """An engine with a loop of its own. Everything but ``explain`` and ``learned`` runs in the
-    event loop in which it was started.
+    """An engine with a loop of its own. Everything but ``explain`` and ``learned_state`` runs in
+    the event loop in which it was started.
     """
 
     name: str
@@ -105,7 +105,7 @@ class HostedEngine(Protocol):
         """Return the reply to the command ``explain`` (any thread)."""
         ...
 
-    def learned(self) -> dict[str, Any]:
+    def learned_state(self) -> dict[str, Any]:
         """Return what its planner has learned (any thread); nothing where it has none."""
         ...
 

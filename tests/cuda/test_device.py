@@ -46,7 +46,7 @@ def steps() -> DeviceSteps:
     token_ids = torch.randperm(VOCAB)[:60].sort().values
     heads = {"head": DeviceHead("head", network, token_ids, embedding, head)}
     forward, states = PagedForward(model, most=9), (len(TAPS), HIDDEN)
-    made = DeviceSteps(forward, heads, slots=8, most=9, own=OWN, states=states)
+    made = DeviceSteps(forward, heads, slots=8, most=9, text_rows=OWN, states=states)
     for slot in range(len(OPTIONS)):
         made.place_blocks(slot, 0, [4 * slot + at for at in range(4)])
     return made
@@ -140,10 +140,10 @@ def test_more_updates_than_a_step_has_room_for_are_written_in_their_order() -> N
     made = steps()
     for first in (0, 100, 200):  # 16 tokens of 8 slots: 384 updates; one row has 264 of them
         for slot in range(8):
-            made.place_own(slot, 0, [first + slot + at for at in range(OWN)])
+            made.place_text_tokens(slot, 0, [first + slot + at for at in range(OWN)])
     made.collect(made.launch([row_of(0, [1, 2, 3])]))
     wanted = torch.arange(8)[:, None] + torch.arange(OWN) + 200
-    assert torch.equal(made.slots.own[:8], wanted)
+    assert torch.equal(made.slots.text_tokens[:8], wanted)
 
 
 @torch.inference_mode()

@@ -53,7 +53,7 @@ def case() -> Case:
     embedding, head = (
         module.weight.detach() for module in (lm.get_input_embeddings(), lm.get_output_embeddings())
     )
-    slots = Slots(ROWS + 1, 4, model.device, states=(len(TAPS), HIDDEN), own=OWN)
+    slots = Slots(ROWS + 1, 4, model.device, states=(len(TAPS), HIDDEN), text_rows=OWN)
     for row, options in enumerate(OPTIONS):
         slots.table[row] = torch.arange(4) + 4 * row
         seed = seed_word(options.seed)
@@ -121,7 +121,7 @@ def test_proposals_are_the_hosts_and_texts_those_of_plain_decoding() -> None:
         static = set(with_head.proposal._head.token_ids.tolist())
         for row, text in enumerate(texts):
             own = list(dict.fromkeys(token for token in text if token not in static))
-            slots.own[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
+            slots.text_tokens[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
         states = slots.states.clone()
         with_head.proposal.run()
         for row, text in enumerate(texts):

@@ -149,16 +149,16 @@ def test_a_head_proposes_at_most_the_longest_path_that_a_step_has_room_for() -> 
 
 
 def test_heads_propose_the_last_tokens_of_a_text_that_have_no_row() -> None:
-    target, text = engine(taps=(1,), own=4), sequence(0)
+    target, text = engine(taps=(1,), text_rows=4), sequence(0)
     target.submit([turn(text)])
     slot = target._slots[0]
 
     def placed(*new: int) -> set[int]:
         text.tokens += new
-        target._place_own(slot, text)
+        target._place_text_tokens(slot, text)
         target.poll(0.0)
         target.submit([turn(text)])
-        return {*target._steps.slots.own[slot.number].tolist()}
+        return {*target._steps.slots.text_tokens[slot.number].tolist()}
 
     target._heads["none is static"] = SimpleNamespace(is_static=lambda _: False)  # type: ignore[assignment]
     assert placed() == {8, 9, 10, 11}

@@ -176,7 +176,7 @@ def random_pass(seed: int) -> dict[str, torch.Tensor]:
     first = torch.zeros(rows + 1, dtype=torch.int32)
     first[1:] = (chosen.sum(1) + 1).cumsum(0)
     return {
-        "chosen": chosen,
+        "is_verified": chosen,
         "token": torch.randint(0, 3, (rows, columns), generator=generator),
         "parent": parent,
         "length": torch.tensor([0, 30, 31, 63]),
@@ -189,7 +189,8 @@ def random_pass(seed: int) -> dict[str, torch.Tensor]:
 def packed(given: dict[str, torch.Tensor], pack: Callable[..., None]) -> dict[str, torch.Tensor]:
     """Return the columns of a pass of 30 tokens."""
     long, short = (
-        {"dtype": kind, "device": given["chosen"].device} for kind in (torch.int64, torch.int32)
+        {"dtype": kind, "device": given["is_verified"].device}
+        for kind in (torch.int64, torch.int32)
     )
     out = {name: torch.full((30,), 77, **long) for name in ("ids", "position", "ancestors")}
     out |= {name: torch.full((30,), 77, **short) for name in ("place", "origin", "owner")}
@@ -206,7 +207,7 @@ def test_layout_walk_and_moves_are_those_of_plain_torch(seed: int) -> None:
     for name, column in wanted.items():
         assert torch.equal(found[name].cpu(), column), name
     assert wanted["ids"][int(given["first"][-1]) :].tolist() == [0] * 7
-    rows, columns = given["chosen"].shape
+    rows, columns = given["is_verified"].shape
     drawn = torch.randint(0, 3, (30,), generator=torch.Generator().manual_seed(seed)).int()
     results = []
     for kernels, device in ((plain, "cpu"), (trees, DEVICE)):
@@ -239,7 +240,7 @@ def test_a_wide_tree_has_the_hosts_words() -> None:
     columns = 63
     parent = torch.tensor([max(-1, node - 3) for node in range(columns)], dtype=torch.int32)
     given = {
-        "chosen": torch.ones(1, columns, dtype=torch.int32),
+        "is_verified": torch.ones(1, columns, dtype=torch.int32),
         "token": torch.arange(columns)[None],
         "parent": parent[None],
         "length": torch.tensor([5]),

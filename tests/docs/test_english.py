@@ -21,15 +21,11 @@ field or variable, which is a noun or begins with ``is_`` or ``has_``.
 """
 REGULAR = re.compile("(?!embed|exceed|feed|need|proceed|seed|speed)[a-z]+ed")
 TO_BE_RENAMED = re.compile(
-    "policy/"
-    "|backend/engines/(?:cuda|eagle|models|openvino|stepping|tensorrt_llm|vllm)/"
-    "|backend/engines/(?:hosted|quantized)"
+    "policy/|backend/engines/(?:eagle|models|openvino)/|backend/engines/quantized"
     "|bench/baselines/suffix_else|bench/traces/arms"
 )
 """Places where functions are still named by regular participles, fields and variables by any."""
-VARIABLES_TO_BE_RENAMED = re.compile(
-    "bench/micro/fuzz|backend/machine|backend/engines/(?:checkpoint|head/|torch/|trt_graph/)"
-)
+VARIABLES_TO_BE_RENAMED = re.compile("backend/machine|backend/engines/head/")
 """More such places, of variables only."""
 MOST_WORDS = 75
 """Words of a class docstring: fields are documented at the fields."""

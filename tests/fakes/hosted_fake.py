@@ -134,7 +134,7 @@ class HostedFake:
         """Return that nothing plans."""
         return {"age_s": None, "step": "the hosted fake plans nothing", "requests": []}
 
-    def learned(self) -> dict[str, Any]:
+    def learned_state(self) -> dict[str, Any]:
         """Return nothing."""
         return {}
 

@@ -89,14 +89,14 @@ def _attend_split(
             score = score * (scale * _LOG2_E)
         new = key - start  # >= 0 for the row's new tokens
         is_ancestor = (word[:, None] >> tl.maximum(new, 0)[None, :].to(tl.int64)) & 1
-        seen = exists[None, :] & ((new < 0)[None, :] | (is_ancestor != 0))
+        is_visible = exists[None, :] & ((new < 0)[None, :] | (is_ancestor != 0))
         if WINDOW > 0:
             depth = tl.zeros((BLOCK_M,), tl.int32)
             for bit in tl.static_range(64):
                 depth += ((word >> bit) & 1).to(tl.int32)
             oldest = start + depth - WINDOW  # position + 1 - WINDOW
-            seen = seen & (key[None, :] >= oldest[:, None])
-        score = tl.where(seen, score, float("-inf"))
+            is_visible = is_visible & (key[None, :] >= oldest[:, None])
+        score = tl.where(is_visible, score, float("-inf"))
         greatest = tl.maximum(best, tl.max(score, 1))
         base = tl.where(greatest == float("-inf"), 0.0, greatest)
         weight = tl.exp2(score - base[:, None])
@@ -199,9 +199,9 @@ def attention(
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "PAGE": page, **cut}
     ways = {"BLOCK_Q": block_q, "BLOCK_M": lanes, "TILE": tile, "WINDOW": window}
     ways |= {"SOFTCAP": softcap, "num_warps": warps, "num_stages": 3}
-    read, left = (q, kv, table, start, first, ancestors), (partial, lse)
+    read, partials = (q, kv, table, start, first, ancestors), (partial, lse)
     grid = rows, kv_heads * triton.cdiv(most, block_q), splits
-    _attend_split[grid](*read, *left, scale, table.stride(0), lse.shape[1], **shape, **ways)
+    _attend_split[grid](*read, *partials, scale, table.stride(0), lse.shape[1], **shape, **ways)
     merged = {"ROWS": triton.next_power_of_2(rows), "HEADS": heads, **cut, "num_warps": 1}
-    _merge_splits[(len(q), heads)](*left, out, start, first, lse.shape[1], rows, **merged)
+    _merge_splits[(len(q), heads)](*partials, out, start, first, lse.shape[1], rows, **merged)
     return out

@@ -160,10 +160,10 @@ def _choose_digits(
         # Rounding may move the target past what there is.
         lowest = tl.min(tl.where(weight > 0.0, digit, _BINS - 1), 0)
         highest = tl.max(tl.where(weight > 0.0, digit, 0), 0)
-        chosen = tl.max(tl.where(above >= target, digit, -1), 0)
-        chosen = tl.minimum(tl.maximum(chosen, lowest), highest)
-        target -= tl.sum(tl.where(digit > chosen, weight, 0.0), 0)
-        prefix = prefix | (chosen.to(tl.uint32) << shift)
+        best = tl.max(tl.where(above >= target, digit, -1), 0)
+        best = tl.minimum(tl.maximum(best, lowest), highest)
+        target -= tl.sum(tl.where(digit > best, weight, 0.0), 0)
+        prefix = prefix | (best.to(tl.uint32) << shift)
         tl.store(target_ptr + row, target)
         tl.store(prefix_ptr + row, prefix.to(tl.int32, bitcast=True))
         if IS_LAST:
@@ -212,7 +212,7 @@ def bounds(
             of_row, way = (temperature, limit), {"BY_MASS": by_mass, **columns}
             weighed = (*read, *of_row, bound, top, prefix, weight)
             _weigh_digits[grid](*weighed, *size, shift, off, **way, **options)
-            chosen = (*of_row, weight, prefix, target, bound, chunks, shift, off)
+            arguments = (*of_row, weight, prefix, target, bound, chunks, shift, off)
             ends = {"IS_FIRST": shift == 28, "IS_LAST": shift == last}
-            _choose_digits[(rows,)](*chosen, **ends, **way, num_warps=1)
+            _choose_digits[(rows,)](*arguments, **ends, **way, num_warps=1)
     return bound

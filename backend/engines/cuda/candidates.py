@@ -124,10 +124,10 @@ def _best_of_row(
     row = tl.program_id(0)
     other = tl.arange(0, CHUNKS)
     total = tl.sum(tl.load(total_ptr + row * chunks + other, mask=other < chunks, other=0.0), 0)
-    found = tl.arange(0, CHUNKS * _MOST)
-    exists = found < chunks * _MOST
-    worth = tl.load(worth_ptr + row * chunks * _MOST + found, mask=exists, other=-1.0)
-    places = tl.load(place_ptr + row * chunks * _MOST + found, mask=exists, other=_NONE)
+    at = tl.arange(0, CHUNKS * _MOST)
+    exists = at < chunks * _MOST
+    worth = tl.load(worth_ptr + row * chunks * _MOST + at, mask=exists, other=-1.0)
+    places = tl.load(place_ptr + row * chunks * _MOST + at, mask=exists, other=_NONE)
     faint = tl.where(tl.load(temperature_ptr + row) > 0.0, 0.0, tl.max(worth, 0) * _FAINT)
     for n in tl.static_range(_MOST):
         best = tl.max(worth, 0)
@@ -172,9 +172,9 @@ def candidates(
     size, grid = (columns, chunks), (rows, chunks)
     of_all = {"CHUNKS": triton.next_power_of_2(chunks)}
     _measure[grid](*row, top, mass, *size, CHUNK=chunk, num_warps=8)
-    found = worth, place, total
+    bests = worth, place, total
     _best_of_chunk[grid](
-        *row, words, tokens, top, mass, *found, *size, CHUNK=chunk, **of_all, num_warps=8
+        *row, words, tokens, top, mass, *bests, *size, CHUNK=chunk, **of_all, num_warps=8
     )
-    _best_of_row[(rows,)](temperature, tokens, *found, best, chance, *size, **of_all, num_warps=1)
+    _best_of_row[(rows,)](temperature, tokens, *bests, best, chance, *size, **of_all, num_warps=1)
     return best, chance

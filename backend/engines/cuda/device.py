@@ -84,7 +84,7 @@ class DeviceSteps:
         *,
         slots: int,
         most: int,
-        own: int,
+        text_rows: int,
         states: tuple[int, int] = (0, 0),
         count: Callable[[str], None] | None = None,
     ) -> None:
@@ -93,7 +93,12 @@ class DeviceSteps:
         self.stream = model.stream
         self._idle = slots  # the slot of rows that no sequence owns
         self.slots = Slots(
-            slots + 1, model.row_pages, model.device, states=states, own=own, dtype=model.dtype
+            slots + 1,
+            model.row_pages,
+            model.device,
+            states=states,
+            text_rows=text_rows,
+            dtype=model.dtype,
         )
         self.slots.table[self._idle] = model.scratch // PAGE
         self._width = min(MOST_COLUMNS, max(most - 1, (most - 1) * CANDIDATES * bool(states[0])))
@@ -146,11 +151,11 @@ class DeviceSteps:
             )
         self._updates[0].extend((slot, first + at, block) for at, block in enumerate(blocks))
 
-    def place_own(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+    def place_text_tokens(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         """Write tokens of a slot's text that heads may propose besides their static ones, into the
         places after the ``first``, which are a ring.
         """
-        room = self.slots.own.shape[1]
+        room = self.slots.text_tokens.shape[1]
         self._updates[1].extend(
             (slot, (first + at) % room, token) for at, token in enumerate(tokens)
         )
@@ -167,7 +172,7 @@ class DeviceSteps:
         """Forget the tokens of a slot's last text."""
         for updates in self._updates:
             updates[:] = [update for update in updates if update[0] != slot]
-        self.slots.own[slot] = -1
+        self.slots.text_tokens[slot] = -1
 
     def launch(self, rows: Sequence[DeviceRow]) -> Launched:
         """Launch a step for these rows, at least one."""
@@ -207,7 +212,9 @@ class DeviceSteps:
 
     def _write_beyond(self, most: int) -> None:
         """Write the updates that the columns of a step have no room for: the first ones."""
-        for updates, target in zip(self._updates, (self.slots.table, self.slots.own), strict=True):
+        for updates, target in zip(
+            self._updates, (self.slots.table, self.slots.text_tokens), strict=True
+        ):
             if len(updates) > most:
                 first = to_device(updates[:-most], torch.int64, self.model.device)
                 target[first[:, 0], first[:, 1]] = first[:, 2].to(target.dtype)
@@ -270,10 +277,10 @@ class DeviceSteps:
         key = rows, name, depth, is_bounded
         if key not in self._proposals:
             step = self._step(Size(rows, rows))
-            made = self.proposal_type(self.heads[name], step, depth, bounded=is_bounded)
+            proposal = self.proposal_type(self.heads[name], step, depth, bounded=is_bounded)
             places = self._columns_of(rows).inputs.device["places"]
-            made.length = places[[*self.heads].index(name)]
-            self._proposals[key] = made
+            proposal.length = places[[*self.heads].index(name)]
+            self._proposals[key] = proposal
         return self._part(rows, self._proposals[key].run, name, depth, is_bounded)
 
     def _layout(self, step: VerifyStep) -> Callable[[], object]:
@@ -288,10 +295,13 @@ class DeviceSteps:
 def _results(rows: Sequence[DeviceRow], host: dict[str, npt.NDArray[Any]]) -> list[RowResult]:
     """Return what came of the rows."""
     count = len(rows)
-    emitted, verified = host["emitted"][:count].tolist(), host["chosen"][:count].sum(1).tolist()
+    emitted, verified = (
+        host["emitted"][:count].tolist(),
+        host["is_verified"][:count].sum(1).tolist(),
+    )
     results = [
-        RowResult(tokens[:written], nodes)
-        for tokens, written, nodes in zip(
+        RowResult(tokens[:length], nodes)
+        for tokens, length, nodes in zip(
             emitted, host["count"][:count].tolist(), verified, strict=True
         )
     ]
@@ -308,9 +318,9 @@ def _results(rows: Sequence[DeviceRow], host: dict[str, npt.NDArray[Any]]) -> li
     confidence = np.take_along_axis(chance, order, 1)
     nodes = np.minimum(np.count_nonzero(confidence, 1), [rows[number].room for number in numbers])
     columns = (np.take_along_axis(host["token"][numbers], order, 1), above, confidence)
-    for number, most, *found in zip(
+    for number, most, *proposals in zip(
         numbers, nodes.tolist(), *(column.tolist() for column in columns), strict=True
     ):
         result = results[number]
-        result.tokens, result.parents, result.confidence = (own[:most] for own in found)
+        result.tokens, result.parents, result.confidence = (values[:most] for values in proposals)
     return results

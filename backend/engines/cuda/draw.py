@@ -100,9 +100,9 @@ def _weigh(x, bound, base, temperature):
 @triton.jit
 def _base_of(top_ptr, at, top, temperature):
     """Return a chunk's greatest logit and its weight."""
-    own = tl.load(top_ptr + at)
-    base = tl.where(own == float("-inf"), 0.0, own)
-    return base, tl.where(own == float("-inf"), 0.0, tl.exp((own - top) / temperature))
+    logit = tl.load(top_ptr + at)
+    base = tl.where(logit == float("-inf"), 0.0, logit)
+    return base, tl.where(logit == float("-inf"), 0.0, tl.exp((logit - top) / temperature))
 
 
 @triton.jit
@@ -151,10 +151,10 @@ def _race_heads(
         column = chunk * CHUNK + offset
         noise = exponential(word ^ column.to(tl.uint64))
         time = tl.where(in_head, noise / tl.where(in_head, weight, 1.0), float("inf"))
-        own = tl.min(time, 0)
-        first = tl.min(tl.where((time == own) & in_head, column, _NONE), 0)
-        winner = tl.where(own < least, first, winner)
-        least = tl.minimum(own, least)
+        block_least = tl.min(time, 0)
+        first = tl.min(tl.where((time == block_least) & in_head, column, _NONE), 0)
+        winner = tl.where(block_least < least, first, winner)
+        least = tl.minimum(block_least, least)
     tail = tl.load(mass_ptr + at) - head
     tl.store(tail_ptr + at, tl.maximum(tail, 0.0) * scale.to(tl.float64) / mass)
     tl.store(time_ptr + at, least * mass)
@@ -244,14 +244,14 @@ def _pick(
         least, tail_wins = _tail_wins(time_ptr, tail_ptr, word, row, chunks, CHUNKS)
         times = tl.load(time_ptr + at, mask=exists, other=float("inf"))
         winners = tl.load(winner_ptr + at, mask=exists, other=_NONE)
-        drawn = tl.min(tl.where(times == least, winners, _NONE), 0)
+        winner = tl.min(tl.where(times == least, winners, _NONE), 0)
         if tail_wins:
             tail_times = tl.load(tail_time_ptr + at, mask=exists, other=float("inf"))
             tail_winners = tl.load(tail_winner_ptr + at, mask=exists, other=_NONE)
             tail_least = tl.min(tail_times, 0)
             if tail_least < float("inf"):  # else the tail was but rounding
-                drawn = tl.min(tl.where(tail_times == tail_least, tail_winners, _NONE), 0)
-        token = drawn
+                winner = tl.min(tl.where(tail_times == tail_least, tail_winners, _NONE), 0)
+        token = winner
     tl.store(token_ptr + row, tl.where(token == _NONE, -1, token))
 
 
@@ -293,6 +293,6 @@ def draw(
     first = options | columns | {"num_warps": 4}
     _race_heads[grid](*shape, *masses, *heads, *of_heads, chunks, MOST=most, **first)
     _race_tails[grid](*shape, *masses, time, tail, *of_tails, *size, **columns, **options)
-    found = (temperature, words, top, place, *of_heads, *of_tails, tokens)
-    _pick[(rows,)](*found, chunks, **columns, num_warps=1)
+    arguments = (temperature, words, top, place, *of_heads, *of_tails, tokens)
+    _pick[(rows,)](*arguments, chunks, **columns, num_warps=1)
     return tokens

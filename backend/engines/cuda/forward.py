@@ -125,7 +125,7 @@ class Outputs:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self._kept: dict[str, torch.Tensor] = {}
+        self._results: dict[str, torch.Tensor] = {}
 
     def leave(
         self,
@@ -133,14 +133,14 @@ class Outputs:
         output: torch.Tensor,  # [tokens, ...]
     ) -> None:
         """Copy a result, one row for each token."""
-        if name not in self._kept:
-            self._kept[name] = output.new_empty(self.tokens, *output.shape[1:])
-        self._kept[name][: len(output)].copy_(output)
+        if name not in self._results:
+            self._results[name] = output.new_empty(self.tokens, *output.shape[1:])
+        self._results[name][: len(output)].copy_(output)
 
     def of(self, name: str, tokens: int) -> torch.Tensor | None:
         """Return the last pass's result of this name, if there was one."""
-        kept = self._kept.get(name)
-        return None if kept is None else kept[:tokens]
+        values = self._results.get(name)
+        return None if values is None else values[:tokens]
 
 
 class Pass:
@@ -209,9 +209,9 @@ class PagedForward:
         if size not in self._passes:
             outputs = self._outputs if size.tokens <= self._graph_tokens else None
             self._passes[size] = Pass(self.paged, size, self._most, outputs)
-        made = self._passes[size]
-        made.launch = self.graphs.of(size, made.run, made.inputs.clear)
-        return made
+        new_pass = self._passes[size]
+        new_pass.launch = self.graphs.of(size, new_pass.run, new_pass.inputs.clear)
+        return new_pass
 
     def capture(self, rows: int) -> None:
         """Capture all passes of up to ``rows`` rows."""
@@ -233,9 +233,11 @@ class PagedForward:
         is_long = [len(chunk.tokens) > self._longest(chunk) for chunk in chunks]
         parts: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for wants_long in (True, False):
-            own = [chunk for chunk, long in zip(chunks, is_long, strict=True) if long == wants_long]
-            if own:
-                parts.append(self._run(own, are_prompts=wants_long))
+            part = [
+                chunk for chunk, long in zip(chunks, is_long, strict=True) if long == wants_long
+            ]
+            if part:
+                parts.append(self._run(part, are_prompts=wants_long))
         if len(parts) == 1:
             return parts[0]
         states = None

@@ -54,21 +54,23 @@ class HeadProposal:
         is_own = (self.length > 0)[:, None]
         step.parent[:, :width] = torch.where(is_own, self._parent, step.parent[:, :width])
         last, place = slots.last[slot], slots.length[slot] + 1
-        own = slots.own[slot]
-        rows = head.lm_head[own.clamp(min=0)]
-        tokens = torch.cat((head.token_ids.expand(len(slot), -1), own), 1)
+        text_tokens = slots.text_tokens[slot]
+        rows = head.lm_head[text_tokens.clamp(min=0)]
+        tokens = torch.cat((head.token_ids.expand(len(slot), -1), text_tokens), 1)
         state = head.network.begin(slots.states[slot])
         path = torch.ones(len(slot), device=slot.device)
         for depth in range(self._depth):
             state, vectors = head.network.step(state, head.embedding[last])
-            theirs = torch.bmm(rows, vectors[:, :, None])[:, :, 0].masked_fill(own < 0, -torch.inf)
-            logits = torch.cat((vectors @ head.static.T, theirs), 1)
+            text_logits = torch.bmm(rows, vectors[:, :, None])[:, :, 0].masked_fill(
+                text_tokens < 0, -torch.inf
+            )
+            logits = torch.cat((vectors @ head.static.T, text_logits), 1)
             token, chance = self._candidates(logits, tokens, place + depth)
             chance = path[:, None] * chance * (depth < self.length)[:, None]
             columns = slice(depth * CANDIDATES, None)
-            for written, mine in ((step.token, token), (step.chance, chance)):
-                place_of = written[:, columns][:, :CANDIDATES]
-                place_of.copy_(torch.where(is_own, mine, place_of))
+            for target, values in ((step.token, token), (step.chance, chance)):
+                place_of = target[:, columns][:, :CANDIDATES]
+                place_of.copy_(torch.where(is_own, values, place_of))
             last, path = token[:, 0], chance[:, 0]
 
     def _candidates(

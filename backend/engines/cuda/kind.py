@@ -69,7 +69,7 @@ def make(engine: EngineConfig, service: Service) -> Engine:
         from backend.engines.cuda.lookahead import LookaheadEngine
 
         kind = partial(LookaheadEngine, sequences=sequences)
-    made = kind(
+    target = kind(
         engine.name,
         lm,
         vocab_size=spec.vocab_size,
@@ -81,10 +81,10 @@ def make(engine: EngineConfig, service: Service) -> Engine:
         graph_tokens=most_graph_tokens(sequences, service.config.policy.k_max),
         count=count,
     )
-    difference = made.check(expected, f"{engine.name}: {folder}")
+    difference = target.check(expected, f"{engine.name}: {folder}")
     text = "%s: %.1g standard deviations from transformers' own forward"
     logger.info(text, engine.name, difference)
-    return made
+    return target
 
 
 def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Footprint:

@@ -112,8 +112,8 @@ class Attention(nn.Module):
 def _linears(module: nn.Module, *choices: tuple[str, ...]) -> list[nn.Linear]:
     """Return the linear layers of the first names that a module has; ValueError for none."""
     for names in choices:
-        found = [getattr(module, name, None) for name in names]
-        linears = [x for x in found if type(x) is nn.Linear]
+        modules = [getattr(module, name, None) for name in names]
+        linears = [x for x in modules if type(x) is nn.Linear]
         if len(linears) == len(names):
             return linears
     raise ValueError(f"{type(module).__name__} has no linear layers {choices}")

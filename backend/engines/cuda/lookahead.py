@@ -44,13 +44,13 @@ class _Slot:
     """The tokens at most that each of its turns writes that were launched and not collected."""
     states_at: int = -1
     """The tokens with KV before which the states are there that heads go on from, -1 for none."""
-    own: dict[int, None] = field(default_factory=dict)
+    text_tokens: dict[int, None] = field(default_factory=dict)
     """Tokens of its text there that heads may propose besides their static ones, the oldest first.
     """
     placed: int = 0
     """How many were placed there, in a ring."""
     read: int = 0
-    """Tokens of its text that were looked at for ``own``."""
+    """Tokens of its text that were looked at for ``text_tokens``."""
 
     @property
     def bound(self) -> int:
@@ -61,7 +61,7 @@ class _Slot:
         """Note that nothing is under way and that the device has none of it for certain."""
         self.blocks.clear()
         self.under_way.clear()
-        self.own.clear()
+        self.text_tokens.clear()
         self.placed = self.read = 0
         self.states_at = -1
 
@@ -91,7 +91,8 @@ class _Submission:
 
 class LookaheadEngine(CudaEngine):
     """A target that takes a turn of a sequence while its last one runs. At most ``sequences`` have
-    a slot on the device at once; heads may propose ``own`` tokens of a text besides static ones.
+    a slot on the device at once; heads may propose ``text_rows`` tokens of a
+    text besides static ones.
     """
 
     steps_type: type[DeviceSteps] = DeviceSteps
@@ -102,7 +103,7 @@ class LookaheadEngine(CudaEngine):
         lm: Any,
         *,
         sequences: int,
-        own: int = TARGET_ROWS,
+        text_rows: int = TARGET_ROWS,
         count: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
@@ -114,11 +115,11 @@ class LookaheadEngine(CudaEngine):
             {},
             slots=sequences,
             most=self.limits.max_draft_tokens + 1,
-            own=own if taps else 0,
+            text_rows=text_rows if taps else 0,
             states=(len(taps), hidden if taps else 0),
             count=count,
         )
-        self._own = own if taps else 0
+        self._text_rows = text_rows if taps else 0
         self._heads: dict[str, HeadInTarget] = {}
         self._free = list(range(sequences))
         self._by_host: dict[int, tuple[int, torch.Tensor]] = {}
@@ -281,8 +282,8 @@ class LookaheadEngine(CudaEngine):
         if slot.under_way:
             raise ValueError(f"turn of sequence {sequence.id}: it must follow the one in flight")
         slot.length = start
-        known, states = self._by_host.get(sequence.id, (0, None))
-        if states is not None and known == turn.end and slot.states_at != start:
+        end, states = self._by_host.get(sequence.id, (0, None))
+        if states is not None and end == turn.end and slot.states_at != start:
             self._steps.place_states(slot.number, states)
             slot.states_at = start
         return _RowJob(turn, slot, job.cache)
@@ -326,7 +327,7 @@ class LookaheadEngine(CudaEngine):
             row.head = self._head(ask.draft)
             row.places = min(ask.length, room, MOST_PLACES)
             row.budget = min(ask.nodes, room)
-            self._place_own(slot, sequence)
+            self._place_text_tokens(slot, sequence)
         return row
 
     def _head(self, draft: object) -> str:
@@ -344,20 +345,20 @@ class LookaheadEngine(CudaEngine):
             )
         return draft.name
 
-    def _place_own(self, slot: _Slot, sequence: Text) -> None:
+    def _place_text_tokens(self, slot: _Slot, sequence: Text) -> None:
         """Bring to the device which tokens of a text heads may propose: the last of them."""
         heads = self._heads.values()
         new = [
             token
             for token in dict.fromkeys(reversed(sequence.tokens[slot.read :]))
-            if token not in slot.own and not all(head.is_static(token) for head in heads)
-        ][: self._own][::-1]
+            if token not in slot.text_tokens and not all(head.is_static(token) for head in heads)
+        ][: self._text_rows][::-1]
         slot.read = len(sequence.tokens)
-        self._steps.place_own(slot.number, slot.placed, new)
+        self._steps.place_text_tokens(slot.number, slot.placed, new)
         slot.placed += len(new)
-        slot.own.update(dict.fromkeys(new))
-        for token in [*slot.own][: -self._own or None]:
-            del slot.own[token]
+        slot.text_tokens.update(dict.fromkeys(new))
+        for token in [*slot.text_tokens][: -self._text_rows or None]:
+            del slot.text_tokens[token]
 
     # -- collecting
 

@@ -127,8 +127,8 @@ def attention(
         scores = _wide(torch.einsum("qhd,hkd->hqk", q[begin:end], k)) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
-        seen = _visible_keys(ancestors[begin:end], committed, window)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype)
+        is_visible = _visible_keys(ancestors[begin:end], committed, window)
+        weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1).to(v.dtype)
         out[begin:end] = torch.einsum("hqk,hkd->qhd", weights, v)
     return out
 
@@ -136,13 +136,13 @@ def attention(
 def _visible_keys(words: torch.Tensor, committed: int, window: int) -> torch.Tensor:
     """Return which keys each new token sees, bool[new, committed + new]."""
     new = torch.arange(len(words), device=words.device)
-    own = ((words[:, None] >> new) & 1).bool()
-    old = own.new_ones(len(words), committed)
+    is_ancestor = ((words[:, None] >> new) & 1).bool()
+    old = is_ancestor.new_ones(len(words), committed)
     if window:
-        position = committed + own.sum(-1) - 1
+        position = committed + is_ancestor.sum(-1) - 1
         age = position[:, None] - torch.arange(committed, device=words.device)
         old &= age < window
-    return torch.cat((old, own), 1)
+    return torch.cat((old, is_ancestor), 1)
 
 
 def draw(
@@ -152,14 +152,14 @@ def draw(
     words: torch.Tensor,  # int64[rows]
 ) -> torch.Tensor:
     """As ``draw.draw``, by the host's own draw."""
-    drawn, is_broken = logits.argmax(-1), ~logits.amax(-1).isfinite()
-    drawn[is_broken] = -1
+    tokens, is_broken = logits.argmax(-1), ~logits.amax(-1).isfinite()
+    tokens[is_broken] = -1
     for row in ((temperature > 0.0) & ~is_broken).nonzero()[:, 0].tolist():
         scores = _wide(logits[row]).masked_fill(logits[row] < bound[row], -torch.inf)
         probs = to_array(((scores - scores.max()) / temperature[row]).softmax(-1)[None])
         word = words[row : row + 1].cpu().numpy().view(np.uint64)
-        drawn[row] = host.draw(probs.__getitem__, word)[0]
-    return drawn.int()
+        tokens[row] = host.draw(probs.__getitem__, word)[0]
+    return tokens.int()
 
 
 def bounds(
@@ -204,37 +204,37 @@ def candidates(
 
 
 def pack(
-    chosen: torch.Tensor,  # int32[rows, columns]
+    is_verified: torch.Tensor,  # int32[rows, columns]
     token: torch.Tensor,  # int64[rows, columns]
     parent: torch.Tensor,  # int32[rows, columns]
     length: torch.Tensor,  # int64[rows]
     last: torch.Tensor,  # int64[rows]
     table: torch.Tensor,  # int32[rows, blocks]
     first: torch.Tensor,  # int32[rows + 1]
-    *written: torch.Tensor,  # six of [tokens]
+    *outputs: torch.Tensor,  # six of [tokens]
     page: int,
     scratch: int,
 ) -> None:
     """As ``trees.pack``."""
-    ids, position, ancestors, place, origin, owner = written
-    for column, rest in zip(written, (0, 0, 0, scratch, -1, 0), strict=True):
+    ids, position, ancestors, place, origin, owner = outputs
+    for column, rest in zip(outputs, (0, 0, 0, scratch, -1, 0), strict=True):
         column.fill_(rest)
     for row, start in enumerate(length.tolist()):
-        nodes = chosen[row].nonzero()[:, 0].tolist()
+        nodes = is_verified[row].nonzero()[:, 0].tolist()
         local = {-1: 0} | {node: at + 1 for at, node in enumerate(nodes)}
         origins = [-1, *(local[int(parent[row, node])] for node in nodes)]
         words = ancestor_words([origin - 1 for origin in origins[1:]])
         tokens = [int(last[row]), *token[row, nodes].tolist()]
-        for at, (own, word, above) in enumerate(zip(tokens, words, origins, strict=True)):
+        for at, (node_token, word, above) in enumerate(zip(tokens, words, origins, strict=True)):
             to = int(first[row]) + at
-            ids[to], ancestors[to], origin[to], owner[to] = own, word, above, row
+            ids[to], ancestors[to], origin[to], owner[to] = node_token, word, above, row
             position[to] = start + bin(word % (1 << 64)).count("1") - 1
             block = int(table[row, (start + at) // page])
             place[to] = block * page + (start + at) % page
 
 
 def walk(
-    drawn: torch.Tensor,  # int32[tokens]
+    tokens: torch.Tensor,  # int32[tokens]
     ids: torch.Tensor,  # int64[tokens]
     origin: torch.Tensor,  # int32[tokens]
     first: torch.Tensor,  # int32[rows + 1]
@@ -246,17 +246,17 @@ def walk(
 ) -> None:
     """As ``trees.walk``."""
     del places  # ``first`` says how many there are
-    tokens, above, begins = ids.tolist(), origin.tolist(), first.tolist()
+    node_ids, above, begins = ids.tolist(), origin.tolist(), first.tolist()
     for row, (begin, end) in enumerate(itertools.pairwise(begins)):
         at, steps = 0, 0
         while True:
-            token = int(drawn[begin + at])
+            token = int(tokens[begin + at])
             emitted[row, steps], path[row, steps] = token, at
             steps += 1
             children = (
                 child
                 for child in range(1, end - begin)
-                if above[begin + child] == at and tokens[begin + child] == token
+                if above[begin + child] == at and node_ids[begin + child] == token
             )
             child = next(children, None)
             if child is None or steps == emitted.shape[1]:

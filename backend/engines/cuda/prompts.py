@@ -92,8 +92,8 @@ def of_torch(*, reads_pages: bool) -> Attend:
     """
     run = import_module("torch.nn.attention.varlen").varlen_attn
     options = {"enable_gqa": True, "num_splits": 1}
-    known = inspect.signature(run).parameters
-    options = {name: value for name, value in options.items() if name in known}
+    parameters = inspect.signature(run).parameters
+    options = {name: value for name, value in options.items() if name in parameters}
 
     def attend(
         q: torch.Tensor,  # [tokens, heads, dim]
@@ -135,25 +135,25 @@ def by_row(
         )
         position = torch.arange(committed, keys, device=q.device)
         age = position[:, None] - torch.arange(keys, device=q.device)
-        seen = (age >= 0) & (age < (scoring.window or keys))
+        is_visible = (age >= 0) & (age < (scoring.window or keys))
         queries = q[at : at + new].transpose(0, 1)
-        out[at : at + new] = _attend_over(queries, k, v, seen, scoring).transpose(0, 1)
+        out[at : at + new] = _attend_over(queries, k, v, is_visible, scoring).transpose(0, 1)
         at += new
     return out
 
 
 def _attend_over(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scoring: Scoring
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_visible: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """Return the attention [heads, new, dim] of one row."""
     if not scoring.softcap:
         return functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], attn_mask=seen, scale=scoring.scale, enable_gqa=True
+            q[None], k[None], v[None], attn_mask=is_visible, scale=scoring.scale, enable_gqa=True
         )[0]
     group = len(q) // len(k)
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
     scores = torch.tanh(q @ k.transpose(1, 2) * (scoring.scale / scoring.softcap))
-    weights = (scores.float() * scoring.softcap).masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = (scores.float() * scoring.softcap).masked_fill(~is_visible, -torch.inf).softmax(-1)
     return weights.to(v.dtype) @ v
 
 
@@ -166,7 +166,7 @@ LIBRARIES: dict[str, Callable[[], Attend]] = {
 """By name what makes them, the best first."""
 
 _LARGEST_ERROR = 1e-2
-_chosen: dict[tuple[object, ...], tuple[str, Attend]] = {}
+_choices: dict[tuple[object, ...], tuple[str, Attend]] = {}
 
 
 def choose(
@@ -178,11 +178,11 @@ def choose(
     and scores; once for a process.
     """
     key = (kv.device, kv.dtype, heads, *kv.shape[2:], scoring)
-    if key not in _chosen:
+    if key not in _choices:
         # The libraries have kernels of GPUs only.
         libraries = LIBRARIES if kv.device.type == "cuda" else {}
-        _chosen[key] = first_right(libraries, kv, heads, scoring)
-    return _chosen[key]
+        _choices[key] = first_right(libraries, kv, heads, scoring)
+    return _choices[key]
 
 
 @torch.inference_mode()
@@ -226,12 +226,12 @@ def error_of(
     need = [-(-(committed + new) // PAGE) for committed, new in spans]
     numbers = torch.randperm(sum(need), generator=torch.Generator().manual_seed(0)).int()
     table = torch.zeros(len(spans), max(need), dtype=torch.int32)
-    for row, own in enumerate(numbers.split(need)):
-        table[row, : len(own)] = own
+    for row, row_pages in enumerate(numbers.split(need)):
+        table[row, : len(row_pages)] = row_pages
     news = torch.tensor([0, *(new for _, new in spans)])
     rows = Prompts(spans, table.to(kv.device), news.cumsum(0).int().to(kv.device))
     pages = random(sum(need), *kv.shape[1:])
     q = random(int(news.sum()), heads, kv.shape[4])
     wanted = by_row(q, pages, rows, scoring).double()
-    found = attend(q, pages, rows, scoring).double()
-    return float((found - wanted).norm() / wanted.norm())
+    output = attend(q, pages, rows, scoring).double()
+    return float((output - wanted).norm() / wanted.norm())

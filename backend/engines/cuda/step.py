@@ -34,7 +34,7 @@ class Slots:
     """The device's state of each admitted sequence; a row of a step names its slot.
 
     ``states`` is the shape [taps, hidden] of what drafts read of a sequence, in ``dtype``; a head
-    may propose at most ``own`` tokens of a sequence's text.
+    may propose at most ``text_rows`` tokens of a sequence's text.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Slots:
         device: torch.device,
         *,
         states: tuple[int, int] = (0, 0),
-        own: int = 0,
+        text_rows: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.table = torch.zeros(slots, blocks, dtype=torch.int32, device=device)
@@ -60,8 +60,8 @@ class Slots:
         """[slots] each."""
         self.states = torch.zeros(slots, *states, dtype=dtype, device=device)
         """[slots, taps, hidden]: what the target had at the place that ``last`` was drawn from."""
-        self.own = torch.full((slots, own), -1, dtype=torch.int64, device=device)
-        """int64[slots, own]: tokens of the text that a head has no static row for, -1 for none."""
+        self.text_tokens = torch.full((slots, text_rows), -1, dtype=torch.int64, device=device)
+        """int64[slots, text_rows]: tokens of the text that have no static row, -1 for none."""
 
     def drawing(
         self,
@@ -104,7 +104,7 @@ class VerifyStep:
         """float32[rows, columns], the probability of a node's path, 0 for no node: read."""
         self.room = torch.full((rows,), columns, dtype=torch.int32, device=device)
         """int32[rows], the nodes that a row's blocks have room for: read."""
-        self.chosen = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self.is_verified = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         """int32[rows, columns], 1 for a node that is verified: written."""
         self.emitted = torch.zeros(rows, most, dtype=long, device=device)
         """int64[rows, most]: the first ``count`` are written; -1 where logits are no numbers."""
@@ -130,23 +130,23 @@ class VerifyStep:
         read["start"].copy_(slots.length[self.slot])
         budget = self.target.inputs.size.tokens - self.rows
         if self._columns and budget:
-            self.chosen.copy_(trees.choose(self.chance, budget, self.room))
+            self.is_verified.copy_(trees.choose(self.chance, budget, self.room))
         else:
-            self.chosen.zero_()
-        read["first"][1:] = (self.chosen.sum(1) + 1).cumsum(0)
-        nodes = self.chosen, self.token, self.parent
+            self.is_verified.zero_()
+        read["first"][1:] = (self.is_verified.sum(1) + 1).cumsum(0)
+        nodes = self.is_verified, self.token, self.parent
         texts = slots.length[self.slot], slots.last[self.slot], read["table"], read["first"]
-        written = [read[name] for name in ("ids", "position", "ancestors", "place")]
-        columns = (*written, self._origin, self._owner)
+        node_columns = [read[name] for name in ("ids", "position", "ancestors", "place")]
+        columns = (*node_columns, self._origin, self._owner)
         self.model.kernels.pack(*nodes, *texts, *columns, page=PAGE, scratch=self.model.scratch)
 
     def decide(self, *, bounded: bool) -> None:
         """Draw, accept, move the KV of accepted nodes and commit."""
         slots, kernels, read = self.slots, self.model.kernels, self.target.inputs.device
         length = slots.length[self.slot]
-        drawn = self._draw(self.target.logits, bounded=bounded)
-        tree, written = (read["ids"], self._origin, read["first"]), (self.emitted, self.path)
-        kernels.walk(drawn, *tree, *written, self.count, places=self.target.most)
+        tokens = self._draw(self.target.logits, bounded=bounded)
+        tree, results = (read["ids"], self._origin, read["first"]), (self.emitted, self.path)
+        kernels.walk(tokens, *tree, *results, self.count, places=self.target.most)
         for kv in self.model.stacked_kv:
             kernels.move(kv, read["table"], read["start"], self.path, self.count)
         if (states := self.target.states) is not None:

@@ -93,7 +93,7 @@ class StepColumns:
                 "count": (long, of_row),
                 "token": (long, of_node),
                 "parent": (short, of_node),
-                "chosen": (short, of_node),
+                "is_verified": (short, of_node),
                 "chance": (real, of_node),
             },
             stream,
@@ -103,7 +103,7 @@ class StepColumns:
         """Let a step read and write these columns."""
         for name in ("slot", "token", "parent", "chance", "room"):
             setattr(step, name, self.inputs.device[name])
-        for name in ("emitted", "count", "chosen"):
+        for name in ("emitted", "count", "is_verified"):
             setattr(step, name, self._outputs.device[name])
 
     def fill(
@@ -140,16 +140,16 @@ class StepColumns:
 
     def update_slots(self) -> None:
         """Launch what brings the slots of the rows up to date."""
-        slots, given = self._slots, self.inputs.device
-        where, column, value = given["updates"].unbind(1)
+        slots, columns = self._slots, self.inputs.device
+        where, column, value = columns["updates"].unbind(1)
         slots.table[where[0], column[0]] = value[0].int()
-        if slots.own.shape[1]:
-            slots.own[where[1], column[1]] = value[1]
-        slot, follows = given["slot"], given["follows"] > 0
-        for known, new in ((slots.length, given["length"]), (slots.last, given["last"])):
-            known[slot] = torch.where(follows, known[slot], new)
-        for name, known in slots.options.items():
-            known[slot] = given[name]
+        if slots.text_tokens.shape[1]:
+            slots.text_tokens[where[1], column[1]] = value[1]
+        slot, follows = columns["slot"], columns["follows"] > 0
+        for values, new in ((slots.length, columns["length"]), (slots.last, columns["last"])):
+            values[slot] = torch.where(follows, values[slot], new)
+        for name, values in slots.options.items():
+            values[slot] = columns[name]
 
     def fetch(self) -> dict[str, npt.NDArray[Any]]:
         """Copy what a step wrote, and the nodes, to the host's columns, which are returned."""

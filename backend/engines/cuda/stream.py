@@ -199,9 +199,9 @@ class Graphs:
 
     def forget(self, is_void: Callable[[Any], bool]) -> None:
         """Forget the graphs of sizes that are void."""
-        for known in (self._runs, self._failures):
-            for size in [size for size in known if is_void(size)]:
-                del known[size]
+        for by_size in (self._runs, self._failures):
+            for size in [size for size in by_size if is_void(size)]:
+                del by_size[size]
 
     def of(
         self, size: Any, run: Callable[[], object], clear: Callable[[], object]

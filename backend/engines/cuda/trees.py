@@ -32,14 +32,14 @@ def choose(chance: torch.Tensor, budget: int, room: torch.Tensor | None = None) 
         )
     flat = chance.flatten()
     order = flat.sort(descending=True, stable=True)
-    chosen = torch.zeros(len(flat), dtype=torch.int32, device=chance.device)
+    is_verified = torch.zeros(len(flat), dtype=torch.int32, device=chance.device)
     likely = (order.values[:budget] > 0.0).int()
-    return chosen.scatter_(0, order.indices[:budget], likely).view_as(chance)
+    return is_verified.scatter_(0, order.indices[:budget], likely).view_as(chance)
 
 
 @triton.jit
 def _pack(
-    chosen_ptr,
+    verified_ptr,
     token_ptr,
     parent_ptr,
     length_ptr,
@@ -79,12 +79,12 @@ def _pack(
     column = tl.arange(0, BLOCK)
     at = row * columns + column
     exists = column < columns
-    chosen = tl.load(chosen_ptr + at, mask=exists, other=0)
+    is_verified = tl.load(verified_ptr + at, mask=exists, other=0)
     parent = tl.load(parent_ptr + at, mask=exists, other=-1)
-    local = tl.cumsum(chosen, 0)
+    local = tl.cumsum(is_verified, 0)
     is_parent = parent[:, None] == column[None, :]
     origin = tl.sum(tl.where(is_parent, local[None, :], 0), 1)
-    word = (tl.full((BLOCK,), 1, tl.int64) << local.to(tl.int64)) * chosen
+    word = (tl.full((BLOCK,), 1, tl.int64) << local.to(tl.int64)) * is_verified
     depth = tl.full((BLOCK,), 1, tl.int32)
     jump = parent
     for _ in tl.static_range(DOUBLINGS):  # of the distance to the ancestor that is looked at
@@ -95,7 +95,7 @@ def _pack(
     length = tl.load(length_ptr + row)
     table = table_ptr + row * table_stride
     token = tl.load(token_ptr + at, mask=exists, other=0)
-    is_node = exists & (chosen > 0)
+    is_node = exists & (is_verified > 0)
     to = first + local
     place = length + local
     block = tl.load(table + place // PAGE, mask=is_node, other=0)
@@ -108,39 +108,39 @@ def _pack(
     tl.store(ids_ptr + first, tl.load(last_ptr + row))
     tl.store(position_ptr + first, length)
     tl.store(ancestors_ptr + first, tl.full((), 1, tl.int64))
-    own = tl.load(table + length // PAGE) * PAGE + (length % PAGE).to(tl.int32)
-    tl.store(place_ptr + first, own)
+    last_place = tl.load(table + length // PAGE) * PAGE + (length % PAGE).to(tl.int32)
+    tl.store(place_ptr + first, last_place)
     tl.store(origin_ptr + first, -1)
     tl.store(owner_ptr + first, row)
 
 
 def pack(
-    chosen: torch.Tensor,
+    is_verified: torch.Tensor,
     token: torch.Tensor,
     parent: torch.Tensor,
     length: torch.Tensor,
     last: torch.Tensor,
     table: torch.Tensor,
     first: torch.Tensor,
-    *written: torch.Tensor,
+    *outputs: torch.Tensor,
     page: int,
     scratch: int,
 ) -> None:
     """Lay out a pass: write its ids, positions and ancestor words, int64[tokens], then the places
     of its KV, ``origin`` and ``owner``, int32[tokens].
 
-    ``chosen``, ``parent`` (a column, -1: the text) int32 and ``token`` int64 are [rows, columns];
-    ``length`` int64[rows] tokens have KV, after which comes ``last`` int64[rows]; ``table``
+    ``is_verified``, ``parent`` (a column, -1: the text) int32 and ``token`` int64 are
+    [rows, columns]; ``length`` int64[rows] tokens have KV, then ``last`` int64[rows]; ``table``
     int32[rows, blocks]; ``first`` int32[rows + 1] is each row's first place. ``origin`` is the
     local place of a node's parent, -1 at local place 0; ``owner`` is the row. Places that no row
     owns get ``scratch`` for their KV, and row 0.
     """
-    rows, columns = chosen.shape
-    read = chosen, token, parent, length, last, table, first
-    size = rows, columns, len(written[0]), table.stride(0), scratch
+    rows, columns = is_verified.shape
+    read = is_verified, token, parent, length, last, table, first
+    size = rows, columns, len(outputs[0]), table.stride(0), scratch
     block, doublings = max(2, triton.next_power_of_2(columns)), max(1, columns.bit_length())
     shape = {"PAGE": page, "BLOCK": block, "DOUBLINGS": doublings, "REST": 256}
-    _pack[(rows + 1,)](*read, *written, *size, **shape, num_warps=4 if columns <= 32 else 16)
+    _pack[(rows + 1,)](*read, *outputs, *size, **shape, num_warps=4 if columns <= 32 else 16)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def _walk(
 
 
 def walk(
-    drawn: torch.Tensor,
+    tokens: torch.Tensor,
     ids: torch.Tensor,
     origin: torch.Tensor,
     first: torch.Tensor,
@@ -196,7 +196,7 @@ def walk(
     """
     rows, most = emitted.shape
     shape = {"MOST": most, "BLOCK": max(2, triton.next_power_of_2(places)), "num_warps": 1}
-    _walk[(rows,)](drawn, ids, origin, first, emitted, path, count, **shape)
+    _walk[(rows,)](tokens, ids, origin, first, emitted, path, count, **shape)
 
 
 @triton.jit

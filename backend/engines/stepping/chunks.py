@@ -66,11 +66,11 @@ class Chunk:
 
 def ancestors(parents: Seq[int]) -> npt.NDArray[np.bool_]:
     """Return whether a node sees another, bool[nodes, nodes]: its ancestors and itself."""
-    seen = np.eye(len(parents), dtype=np.bool_)
+    is_above = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
         if parent >= 0:
-            seen[node] |= seen[parent]
-    return seen
+            is_above[node] |= is_above[parent]
+    return is_above
 
 
 def logit_rows(chunks: Seq[Chunk]) -> list[int]:

@@ -28,8 +28,8 @@ def guesses(
     Row i is that of the place ``first.position + i`` of ``first.committed``, all emitted.
     """
     places = [replace(first, position=first.position + row) for row in range(len(logits))]
-    found = candidates(logits, places, 1, columns)
-    return [columns.token(row[0][0]) if row else -1 for row in found]
+    rows = candidates(logits, places, 1, columns)
+    return [columns.token(row[0][0]) if row else -1 for row in rows]
 
 
 def chains(guessed: Seq[int], emitted: Seq[int], most: int) -> list[tuple[int, int]]:
@@ -39,10 +39,10 @@ def chains(guessed: Seq[int], emitted: Seq[int], most: int) -> list[tuple[int, i
     A chain has ``most`` tokens, or those that are left. The token after what is accepted of it is
     the target's own, and no guess.
     """
-    found, at = [], 0
+    results, at = [], 0
     while at < len(emitted):
         length = min(most, len(emitted) - at)
         accepted = next((j for j in range(length) if guessed[at + j] != emitted[at + j]), length)
-        found.append((accepted, length))
+        results.append((accepted, length))
         at += accepted + 1
-    return found
+    return results

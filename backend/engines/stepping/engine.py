@@ -272,9 +272,9 @@ class StepEngine:
             rows += [first_node + node for node in job.path]
             counts.append(first_node - begin + len(job.path))
             begin = end
-        kept = np.split(states[rows], np.cumsum(counts[:-1]))
-        for (job, _), own in zip(running, kept, strict=True):
-            job.hidden_states.append(own)
+        parts = np.split(states[rows], np.cumsum(counts[:-1]))
+        for (job, _), part in zip(running, parts, strict=True):
+            job.hidden_states.append(part)
 
     def _note_ran(self, running: list[tuple[Job, Chunk]]) -> None:
         """Note what of the text has KV now; accepted nodes are noted where they have their
@@ -331,9 +331,9 @@ class StepEngine:
             return
         if drafting:
             verifies = [not job.turn.nodes for job in jobs for _ in range(job.request.rows)]
-            chosen = np.array(verifies)
-            self._extend(logits[~chosen], drafting)
-            jobs, logits = [job for job in jobs if not job.turn.nodes], logits[chosen]
+            is_verified = np.array(verifies)
+            self._extend(logits[~is_verified], drafting)
+            jobs, logits = [job for job in jobs if not job.turn.nodes], logits[is_verified]
         row = 0
         verdicts = verify(logits, [job.request for job in jobs], self._columns)
         for job, verdict in zip(jobs, verdicts, strict=True):
@@ -352,8 +352,8 @@ class StepEngine:
         ``logits``.
         """
         places, most = [job.request for job in jobs], max(job.turn.nodes for job in jobs)
-        found = self._candidates(logits, places, min(CANDIDATES, most))
-        for job, ones in zip(jobs, found, strict=True):
+        rows = self._candidates(logits, places, min(CANDIDATES, most))
+        for job, ones in zip(jobs, rows, strict=True):
             job.spine.extend(ones)
 
     def _candidates(

@@ -82,14 +82,14 @@ class Caches:
                 )
             table = KVTable(blocks)
             if cache and cache.grew_into(blocks):
-                known, cache.blocks, cache.table = len(cache.blocks), list(blocks), table
+                count, cache.blocks, cache.table = len(cache.blocks), list(blocks), table
             else:
-                known = self.shared_blocks(sequence, blocks)
-                tokens = known * BLOCK_TOKENS
+                count = self.shared_blocks(sequence, blocks)
+                tokens = count * BLOCK_TOKENS
                 cache = self._caches[sequence.id] = Cache(
-                    list(blocks), table, sequence.tokens[:tokens], tokens, known
+                    list(blocks), table, sequence.tokens[:tokens], tokens, count
                 )
-            for block in blocks[known:]:  # to be written now
+            for block in blocks[count:]:  # to be written now
                 self.contents.pop(block, None)
         return cache
 
@@ -106,11 +106,11 @@ class Caches:
 
     def matching_in(self, cache: Cache, sequence: Sequence) -> int:
         """Return the same of a sequence whose cache is at hand (``of``)."""
-        seen, keys = cache.matching(sequence.tokens), sequence.keys
-        while cache.named < len(keys) and (cache.named + 1) * BLOCK_TOKENS <= seen:
+        matching, keys = cache.matching(sequence.tokens), sequence.keys
+        while cache.named < len(keys) and (cache.named + 1) * BLOCK_TOKENS <= matching:
             self.contents[cache.blocks[cache.named]] = keys[cache.named]
             cache.named += 1
-        return seen
+        return matching
 
     def shared_blocks(self, sequence: Sequence, blocks: list[int]) -> int:
         """Return how many leading blocks of a new table have the sequence's KV already, run for

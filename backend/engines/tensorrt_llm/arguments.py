@@ -68,10 +68,10 @@ def llm_arguments(engine: EngineConfig, config: ServingConfig, folder: Path) -> 
         "kv_cache_config": kv,
     }
     if is_engine_folder(folder):
-        built = read_engine_folder(folder)
+        engine_folder = read_engine_folder(folder)
         ranks = {
-            "tensor_parallel_size": built.tp_size,
-            "pipeline_parallel_size": built.pp_size,
+            "tensor_parallel_size": engine_folder.tp_size,
+            "pipeline_parallel_size": engine_folder.pp_size,
         }
         return {**follows, **ranks, **args}
     return {
@@ -94,9 +94,9 @@ def plug_in_settings(engine: EngineConfig, config: ServingConfig) -> dict[str, A
     del policy["k_max"]
     drafts = spec.get("drafts", [{"engine": "suffix", "name": "suffix"}])
     policy["draft"] = drafts[0]["name"]  # of baselines, which have one
-    own = {k: v for k, v in spec.items() if k not in ("decoding_type", *_LENGTHS)}
+    options = {k: v for k, v in spec.items() if k not in ("decoding_type", *_LENGTHS)}
     limits = {"max_active_requests": config.limits.max_active_requests}
-    return {**own, "drafts": drafts, "policy": policy, "limits": limits}
+    return {**options, "drafts": drafts, "policy": policy, "limits": limits}
 
 
 def vocabulary(folder: Path) -> int:

@@ -138,8 +138,8 @@ class LlmApiEngine:
             except RuntimeError as error:
                 raise EngineLostError(str(error)) from error
             if self._drafter is not None:
-                asked = _plug_in().HostRequest(self._ceiling(ask), ask.salt)
-                self._drafter.requests[result.request_id] = asked
+                request = _plug_in().HostRequest(self._ceiling(ask), ask.salt)
+                self._drafter.requests[result.request_id] = request
         return result
 
     def _ceiling(self, ask: Ask) -> Callable[[], int | None]:
@@ -195,7 +195,7 @@ class LlmApiEngine:
         reply: dict[str, Any] = self._drafter.explain()
         return reply
 
-    def learned(self) -> dict[str, Any]:
+    def learned_state(self) -> dict[str, Any]:
         """Return nothing: what the drafter learns is not kept."""
         return {}
 

@@ -38,21 +38,21 @@ def check_folder(
     folder, limits = path(engine), config.limits
     spec = engine.engine_args.get("speculative_config")
     if is_engine_folder(folder):
-        built = read_engine_folder(folder)
+        engine_folder = read_engine_folder(folder)
         if spec is not None:
             raise ConfigError(
                 f"engine_args.speculative_config must be left out: {folder} is an engine folder, "
                 f"to which the LLM API sends no drafts"
             )
         for name, setting, most in (
-            ("max_active_requests", limits.max_active_requests, built.max_batch_size),
-            ("max_context_tokens", limits.max_context_tokens, built.max_context_tokens),
+            ("max_active_requests", limits.max_active_requests, engine_folder.max_batch_size),
+            ("max_context_tokens", limits.max_context_tokens, engine_folder.max_context_tokens),
         ):
             if setting > most:
                 raise ConfigError(
                     f"limits.{name} must be at most {most}, as {folder} was built, got {setting}"
                 )
-        if built.verifies_drafts and not limits.enable_kv_cache_reuse:
+        if engine_folder.verifies_drafts and not limits.enable_kv_cache_reuse:
             raise ConfigError(
                 f"limits.enable_kv_cache_reuse must be true: {folder} was built with "
                 f"--speculative_decoding_mode draft_tokens_external, which needs it"

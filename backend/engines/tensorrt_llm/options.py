@@ -100,28 +100,32 @@ def sampling_params(ask: Ask, *, vocab_size: int, is_engine: bool) -> SamplingPa
     """Return what a request asks of TensorRT-LLM: end tokens and a length only, for stop words are
     the session's.
     """
-    asked = ask.sampling
-    first = asked.end_ids[0] if asked.end_ids else -1
+    sampling = ask.sampling
+    first = sampling.end_ids[0] if sampling.end_ids else -1
     words: dict[str, Any] = {
         "end_id": first,
         "pad_id": max(first, 0),
-        "stop_token_ids": [token for token in asked.end_ids if token != first] or None,
+        "stop_token_ids": [token for token in sampling.end_ids if token != first] or None,
         "include_stop_str_in_output": True,  # else it takes the token back
         "max_tokens": ask.max_tokens,
         "detokenize": False,
         "add_special_tokens": False,
     }
-    if asked.greedy:
+    if sampling.greedy:
         words["top_k"] = 1
     else:
-        words |= {"temperature": asked.temperature, "top_k": asked.top_k, "top_p": asked.top_p}
-        words["seed"] = asked.seed
-    if asked.bias:
-        tokens, addends = zip(*asked.bias, strict=True)
+        words |= {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+        }
+        words["seed"] = sampling.seed
+    if sampling.bias:
+        tokens, addends = zip(*sampling.bias, strict=True)
         bias = torch.zeros(vocab_size)
         words["embedding_bias"] = bias.index_add_(0, torch.tensor(tokens), torch.tensor(addends))
-    if asked.reads_log_probs:
-        words["logprobs"] = asked.top_log_probs or 0
+    if sampling.reads_log_probs:
+        words["logprobs"] = sampling.top_log_probs or 0
     if is_engine:
         words |= _decoder_words(ask)
     return SamplingParams(**words)
@@ -129,21 +133,21 @@ def sampling_params(ask: Ask, *, vocab_size: int, is_engine: bool) -> SamplingPa
 
 def _decoder_words(ask: Ask) -> dict[str, Any]:
     """Return the options of the C++ decoder that are not at their neutral value."""
-    asked = ask.sampling
+    sampling = ask.sampling
     values: tuple[tuple[str, Any, Any], ...] = (
-        ("min_p", asked.min_p, 0.0),
-        ("repetition_penalty", asked.repetition_penalty, 1.0),
-        ("presence_penalty", asked.presence_penalty, 0.0),
-        ("frequency_penalty", asked.frequency_penalty, 0.0),
-        ("prompt_ignore_length", min(asked.prompt_ignore_length, ask.prompt_tokens), 0),
+        ("min_p", sampling.min_p, 0.0),
+        ("repetition_penalty", sampling.repetition_penalty, 1.0),
+        ("presence_penalty", sampling.presence_penalty, 0.0),
+        ("frequency_penalty", sampling.frequency_penalty, 0.0),
+        ("prompt_ignore_length", min(sampling.prompt_ignore_length, ask.prompt_tokens), 0),
         ("min_tokens", _least(ask), 0),
-        ("top_p_decay", asked.top_p_decay, 1.0),
-        ("bad_token_ids", [word[0] for word in asked.bad_words], []),
+        ("top_p_decay", sampling.top_p_decay, 1.0),
+        ("bad_token_ids", [word[0] for word in sampling.bad_words], []),
     )
     words: dict[str, Any] = {name: value for name, value, neutral in values if value != neutral}
     if "top_p_decay" in words:
-        words["top_p_min"] = asked.top_p_min or None
-        words["top_p_reset_ids"] = None if asked.top_p_reset_id < 0 else asked.top_p_reset_id
+        words["top_p_min"] = sampling.top_p_min or None
+        words["top_p_reset_ids"] = None if sampling.top_p_reset_id < 0 else sampling.top_p_reset_id
     return words
 
 
@@ -154,5 +158,5 @@ def _least(ask: Ask) -> int:
 
 def _is_reshaped(ask: Ask) -> bool:
     """Return whether the log-probabilities of the contract are not those of the model's logits."""
-    asked = ask.sampling
-    return bool(asked.bias) or asked.temperature not in (0.0, 1.0)
+    sampling = ask.sampling
+    return bool(sampling.bias) or sampling.temperature not in (0.0, 1.0)

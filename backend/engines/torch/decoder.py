@@ -155,8 +155,8 @@ def attend(
         if mask is not None:
             scores = scores + mask
         if sinks is not None:
-            own = sinks.view(spec.kv_heads, group, 1).repeat_interleave(rows, 1)
-            scores = torch.cat((scores, own.to(scores.dtype)), -1)
+            sink_scores = sinks.view(spec.kv_heads, group, 1).repeat_interleave(rows, 1)
+            scores = torch.cat((scores, sink_scores.to(scores.dtype)), -1)
         wide = torch.promote_types(scores.dtype, torch.float32)
         shares = scores.softmax(-1, dtype=wide)[..., : k.shape[1]]
         output = shares.to(v.dtype) @ v

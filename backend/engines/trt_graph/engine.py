@@ -86,12 +86,12 @@ class CompiledModel:
         """
         before = [self._run_long(chunk) for chunk in chunks]
         chunks = [self._tail(chunk) for chunk in chunks]
-        found: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
+        results: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
         for group in self._passes(chunks):
             logits = self._run(LOGITS, [chunks[number] for number in group], {})["logits"]
             for row, number in enumerate(group):
-                found[number] = logits[row, : chunks[number].logits]
-        pairs = zip(before, found, strict=True)
+                results[number] = logits[row, : chunks[number].logits]
+        pairs = zip(before, results, strict=True)
         return to_array(torch.cat([part for parts, tail in pairs for part in (*parts, tail)]))
 
     @torch.inference_mode()
@@ -104,12 +104,12 @@ class CompiledModel:
         chunks = [self._tail(chunk) for chunk in chunks]
         verdicts: dict[int, Verdict] = {}
         for group in self._passes(chunks):
-            chosen = [requests[number] for number in group]
-            network = network_for(chosen)
-            inputs = inputs_of(network, chosen, self.config.vocab_size, self._wide)
+            members = [requests[number] for number in group]
+            network = network_for(members)
+            inputs = inputs_of(network, members, self.config.vocab_size, self._wide)
             inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
             outputs = self._run(network, [chunks[number] for number in group], inputs)
-            verdicts |= zip(group, verdicts_of(network, chosen, outputs), strict=True)
+            verdicts |= zip(group, verdicts_of(network, members, outputs), strict=True)
         return [verdicts[number] for number in range(len(chunks))]
 
     @torch.inference_mode()
@@ -133,7 +133,7 @@ class CompiledModel:
         """Run what comes before a chunk's tail, pass by pass; return the logits of the rows there
         that want them.
         """
-        cut, found = max(0, len(chunk.tokens) - self._longest), []
+        cut, results = max(0, len(chunk.tokens) - self._longest), []
         for first in range(0, cut, self._longest):
             tokens = chunk.tokens[first : min(cut, first + self._longest)]
             after = len(chunk.tokens) - first - len(tokens)
@@ -141,8 +141,8 @@ class CompiledModel:
             outputs = self._run(
                 LOGITS, [Chunk(tokens, chunk.start + first, chunk.table, logits)], {}
             )
-            found.append(outputs["logits"][0, :logits])
-        return found
+            results.append(outputs["logits"][0, :logits])
+        return results
 
     def _passes(self, chunks: Seq[Chunk]) -> Iterator[list[int]]:
         """Share the chunks out over passes: each among those of its size, so that a prefill pads no
@@ -164,8 +164,8 @@ class CompiledModel:
         batch, queries = outputs["kv_0"].shape[:2]
         slots = torch.full((batch, queries), self._nowhere, device=self.device)
         for number, chunk in enumerate(chunks):
-            own = chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)]
-            slots[number, : len(own)] = torch.from_numpy(own)
+            chunk_slots = chunk.table.slots[chunk.start : chunk.start + len(chunk.tokens)]
+            slots[number, : len(chunk_slots)] = torch.from_numpy(chunk_slots)
         for layer, pool in enumerate(self.pool):
             pool.index_copy_(0, slots.flatten(), outputs[f"kv_{layer}"].flatten(0, 1))
         self.pool[:, self._nowhere] = 0.0

@@ -49,11 +49,15 @@ def inputs_of(network: str, requests: Seq[Row], vocab_size: int, wide: torch.dty
 def verdicts_of(network: str, requests: Seq[Row], outputs: Tensors) -> list[Verdict]:
     """Return the verdicts on requests from a verification's outputs. This waits for the device."""
     if network == GREEDY:
-        found = zip(*(outputs[key].tolist() for key in ("accepted", "path", "tokens")), strict=True)
-        return [Verdict([row - 1 for row in path[1 : n + 1]], own[n]) for n, path, own in found]
-    drawn, verdicts = iter(_draw(requests, outputs)), [Verdict([], -1) for _ in requests]
+        columns = zip(
+            *(outputs[key].tolist() for key in ("accepted", "path", "tokens")), strict=True
+        )
+        return [
+            Verdict([row - 1 for row in path[1 : n + 1]], tokens[n]) for n, path, tokens in columns
+        ]
+    draws, verdicts = iter(_draw(requests, outputs)), [Verdict([], -1) for _ in requests]
     for verdict, request in zip(verdicts, requests, strict=True):
-        follow(verdict, request, [next(drawn) for _ in range(request.rows)].__getitem__)
+        follow(verdict, request, [next(draws) for _ in range(request.rows)].__getitem__)
     return verdicts
 
 

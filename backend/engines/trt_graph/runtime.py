@@ -131,13 +131,13 @@ def open_engine(
     do.
     """
     manifest = NetworkManifest.read(folder)
-    for what, asked, compiled in (
+    for what, needed, compiled in (
         ("max_context_tokens", max_context_tokens, manifest.max_context_tokens),
         ("k_max", max_draft_tokens, manifest.max_draft_tokens),
     ):
-        if asked > compiled:
+        if needed > compiled:
             raise TrtGraphError(
-                f"{what} {asked} is over the {compiled} that {folder} was built for"
+                f"{what} {needed} is over the {compiled} that {folder} was built for"
             )
     runtime = TrtRuntime(folder, device)
     logger.warning("%s: the engine trt_graph is for tests, not for serving", name)
@@ -182,8 +182,8 @@ class _Network:
             self._contexts[next(fitting)],
             torch.cuda.current_stream(self._device).cuda_stream,
         )
-        kept = {name: tensors[name].contiguous() for name in self._inputs}
-        for name, tensor in kept.items():
+        inputs = {name: tensors[name].contiguous() for name in self._inputs}
+        for name, tensor in inputs.items():
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 raise TrtGraphError(
                     f"{name} of shape {list(tensor.shape)} is outside of what was compiled"
@@ -224,8 +224,8 @@ class _Network:
 def _library(manifest: NetworkManifest) -> Any:
     """Import what compiled the engines: they are read by the same library and version only."""
     if manifest.library not in LIBRARIES:
-        known = ", ".join(LIBRARIES)
-        raise TrtGraphError(f"library in {MANIFEST} must be one of {known}: {manifest.library!r}")
+        choices = ", ".join(LIBRARIES)
+        raise TrtGraphError(f"library in {MANIFEST} must be one of {choices}: {manifest.library!r}")
     try:
         library = importlib.import_module(manifest.library)
     except (ImportError, OSError) as error:
@@ -243,13 +243,13 @@ def _library(manifest: NetworkManifest) -> Any:
 
 def _torch_dtype(library: Any, dtype: Any) -> torch.dtype:
     kinds = library.DataType
-    known = {
+    dtypes = {
         kinds.FLOAT: torch.float32,
         kinds.HALF: torch.float16,
         kinds.BF16: torch.bfloat16,
         kinds.INT32: torch.int32,
     }
-    return known[dtype]
+    return dtypes[dtype]
 
 
 def _gpu(device: torch.device) -> str:

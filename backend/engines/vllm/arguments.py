@@ -26,7 +26,7 @@ def arguments(config: ServingConfig, folder: Path) -> dict[str, Any]:
     return {"max_logprobs": 20, **config.target.engine_args, **follow}
 
 
-def planner_settings(config: ServingConfig, own: dict[str, Any]) -> dict[str, Any]:
+def planner_settings(config: ServingConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the scheduler that plans lengths (``backend.hosts.settings``)."""
     defaults = asdict(PolicyConfig())
     policy = {
@@ -35,4 +35,4 @@ def planner_settings(config: ServingConfig, own: dict[str, Any]) -> dict[str, An
         if name != "k_max" and value != defaults[name]
     }
     limits = {"max_active_requests": config.limits.max_active_requests}
-    return {"policy": policy, "limits": limits, **own}
+    return {"policy": policy, "limits": limits, **overrides}

@@ -107,38 +107,40 @@ REFUSES = {
 
 def check(ask: Ask, *, speculates: bool, eos: int | None) -> None:
     """Raise RequestError for an option that vLLM has not, or that means something else there."""
-    asked = ask.sampling
-    sampled = not asked.greedy
-    if speculates and asked.min_p and sampled:
-        raise _refusal("min_p", "vLLM has none where it speculates", asked.min_p)
-    if speculates and asked.bias:
+    sampling = ask.sampling
+    sampled = not sampling.greedy
+    if speculates and sampling.min_p and sampled:
+        raise _refusal("min_p", "vLLM has none where it speculates", sampling.min_p)
+    if speculates and sampling.bias:
         raise _refusal("embedding_bias", "vLLM has none where it speculates")
-    if sampled and asked.temperature > MOST_TEMPERATURE:
-        raise _refusal("temperature", f"vLLM's is at most {MOST_TEMPERATURE:g}", asked.temperature)
+    if sampled and sampling.temperature > MOST_TEMPERATURE:
+        raise _refusal(
+            "temperature", f"vLLM's is at most {MOST_TEMPERATURE:g}", sampling.temperature
+        )
     for name in ("presence_penalty", "frequency_penalty"):
         value = penalty(ask, name)
         if abs(value) > MOST_PENALTY:
             between = f"times the temperature it must be between -{MOST_PENALTY:g} and "
             raise _refusal(name, f"{between}{MOST_PENALTY:g} for vLLM", value)
-        if value and asked.prompt_ignore_length < ask.prompt_tokens:
+        if value and sampling.prompt_ignore_length < ask.prompt_tokens:
             reason = (
                 f"vLLM counts the output alone: prompt_ignore_length must be at least the "
-                f"prompt's {ask.prompt_tokens} tokens, it is {asked.prompt_ignore_length}"
+                f"prompt's {ask.prompt_tokens} tokens, it is {sampling.prompt_ignore_length}"
             )
             raise _refusal(name, reason, value)
-    is_cut = asked.top_k > 0 or asked.top_p < 1.0 or asked.min_p > 0.0
-    if sampled and is_cut and (asked.log_probs or asked.top_log_probs is not None):
-        name = "return_log_probs" if asked.log_probs else "return_top_log_probs"
+    is_cut = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+    if sampled and is_cut and (sampling.log_probs or sampling.top_log_probs is not None):
+        name = "return_log_probs" if sampling.log_probs else "return_top_log_probs"
         raise _refusal(name, "with top_k, top_p or min_p vLLM computes them after those")
     if len(ask.tokens) > ask.prompt_tokens and (
-        asked.presence_penalty or asked.frequency_penalty or asked.min_tokens or ask.guide
+        sampling.presence_penalty or sampling.frequency_penalty or sampling.min_tokens or ask.guide
     ):
         reason = "with penalties, min_tokens or a grammar vLLM takes them as prompt"
         raise _refusal("resumed_tokens", reason, len(ask.tokens) - ask.prompt_tokens)
-    if asked.min_tokens and asked.end_ids and eos not in asked.end_ids:
+    if sampling.min_tokens and sampling.end_ids and eos not in sampling.end_ids:
         reason = f"vLLM bans the model's own end token, {eos}, too, which must be an end id"
-        raise _refusal("min_tokens", reason, asked.min_tokens)
-    if ask.guide is not None and eos not in asked.end_ids:
+        raise _refusal("min_tokens", reason, sampling.min_tokens)
+    if ask.guide is not None and eos not in sampling.end_ids:
         reason = f"vLLM's grammars end with the model's own end token, {eos}, which must end it"
         raise _refusal("guided_decoding_guide", reason)
 
@@ -147,9 +149,9 @@ def penalty(ask: Ask, name: str) -> float:
     """Return vLLM's value of a penalty: it is taken from the logits before they are divided by the
     temperature, ours after that.
     """
-    asked = ask.sampling
-    value: float = getattr(asked, name)
-    return value if asked.greedy else value * asked.temperature
+    sampling = ask.sampling
+    value: float = getattr(sampling, name)
+    return value if sampling.greedy else value * sampling.temperature
 
 
 def _refusal(name: str, reason: str, value: float | None = None) -> RequestError:

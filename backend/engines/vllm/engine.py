@@ -67,13 +67,13 @@ async def start_vllm(name: str, service: HostedService) -> VllmEngine:
     os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # threads run here
     lifeline.end_group()
     folder = service.path(service.config.target)
-    asked = arguments(service.config, folder)
+    engine_args = arguments(service.config, folder)
     if current_platform.is_cpu():
-        asked = {**_cpu_memory(service, read_json(folder / "config.json")), **asked}
-    home = Home(service) if "speculative_config" in asked else None
+        engine_args = {**_cpu_memory(service, read_json(folder / "config.json")), **engine_args}
+    home = Home(service) if "speculative_config" in engine_args else None
     if home is not None:
-        asked |= {"additional_config": _planner_config(service, asked, home.path)}
-    config = _engine_config(asked)
+        engine_args |= {"additional_config": _planner_config(service, engine_args, home.path)}
+    config = _engine_config(engine_args)
     if home is not None:
         scheduling = "Async" if config.scheduler_config.async_scheduling else ""
         config.scheduler_config.scheduler_cls = _SCHEDULER.format(scheduling)
@@ -83,10 +83,10 @@ async def start_vllm(name: str, service: HostedService) -> VllmEngine:
     return engine
 
 
-def _engine_config(asked: dict[str, Any]) -> Any:
+def _engine_config(engine_args: dict[str, Any]) -> Any:
     """Return vLLM's configuration. Raises ConfigError with vLLM's reasons for refusing it."""
     try:
-        return AsyncEngineArgs(**asked).create_engine_config()
+        return AsyncEngineArgs(**engine_args).create_engine_config()
     except ValidationError as error:
         reasons = "; ".join(
             ": ".join([*map(str, one["loc"]), one["msg"].removeprefix("Value error, ")])
@@ -97,18 +97,22 @@ def _engine_config(asked: dict[str, Any]) -> Any:
     raise ConfigError(f"vLLM refuses target.engine_args: {reasons}")
 
 
-def _planner_config(service: HostedService, asked: dict[str, Any], home: str) -> dict[str, Any]:
+def _planner_config(
+    service: HostedService, engine_args: dict[str, Any], home: str
+) -> dict[str, Any]:
     """Return ``additional_config`` with the settings of the planner: measured latencies are kept in
     the cache.
     """
-    given = asked.get("additional_config", {})
-    depends = json.dumps([asked, vllm.__version__, os.cpu_count()], sort_keys=True, default=str)
+    additional = engine_args.get("additional_config", {})
+    depends = json.dumps(
+        [engine_args, vllm.__version__, os.cpu_count()], sort_keys=True, default=str
+    )
     key = hashlib.sha256(depends.encode()).hexdigest()
     file = cache.table_file(f"vllm-{key}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    own = {"latency_file": str(file), **given.get("spindle", {}), "home": home}
-    settings = planner_settings(service.config, {**own, "learned_key": key})
-    return {**given, "spindle": settings}
+    options = {"latency_file": str(file), **additional.get("spindle", {}), "home": home}
+    settings = planner_settings(service.config, {**options, "learned_key": key})
+    return {**additional, "spindle": settings}
 
 
 def _cpu_memory(service: HostedService, model: dict[str, Any]) -> dict[str, Any]:
@@ -219,8 +223,8 @@ class VllmEngine:
     def usage(self) -> dict[str, int]:
         """Return KV blocks by state, in our blocks."""
         blocks = self.limits.kv_tokens // BLOCK_TOKENS
-        used = round(blocks * self._steps.kv_usage)
-        return {"used": used, "free": blocks - used}
+        blocks_used = round(blocks * self._steps.kv_usage)
+        return {"used": blocks_used, "free": blocks - blocks_used}
 
     def explain(self) -> dict[str, Any]:
         """Return the planner's explanation of its last plan."""
@@ -228,7 +232,7 @@ class VllmEngine:
             return {"age_s": None, "step": "vLLM has no drafter here", "requests": []}
         return self._home.ask("explain")
 
-    def learned(self) -> dict[str, Any]:
+    def learned_state(self) -> dict[str, Any]:
         """Return what the planner has learned."""
         return {} if self._home is None else self._home.ask("learned")
 

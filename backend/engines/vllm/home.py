@@ -61,7 +61,7 @@ class Home:
         logger.info("the planner has ended")
 
     def _serve(self, planner: Connection) -> None:
-        asked: deque[Future[dict[str, Any]]] = deque()
+        answers: deque[Future[dict[str, Any]]] = deque()
         switches = None
         while True:
             if (now := self._service.switches()) != switches:
@@ -70,12 +70,12 @@ class Home:
             while self._questions:
                 question, answer = self._questions.popleft()
                 planner.send(("question", question))
-                asked.append(answer)
+                answers.append(answer)
             if not planner.poll(LOOK_S):
                 continue
             kind, content = planner.recv()
             if kind == "answer":
-                asked.popleft().set_result(content)
+                answers.popleft().set_result(content)
             elif kind == "plans":
                 self._plans.set()
             else:

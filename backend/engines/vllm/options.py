@@ -18,32 +18,32 @@ def sampling_params(ask: Ask, *, speculates: bool, eos: int | None) -> SamplingP
     the session's: vLLM gets end tokens and a length only. Raises RequestError.
     """
     check(ask, speculates=speculates, eos=eos)
-    asked = ask.sampling
-    wants_log_probs = asked.log_probs or asked.top_log_probs is not None
+    sampling = ask.sampling
+    wants_log_probs = sampling.log_probs or sampling.top_log_probs is not None
     truncation: dict[str, Any] = {}
-    if not asked.greedy:
-        truncation = {"top_k": asked.top_k, "top_p": asked.top_p, "min_p": asked.min_p}
+    if not sampling.greedy:
+        truncation = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
     params = SamplingParams(
-        temperature=0.0 if asked.greedy else asked.temperature,
+        temperature=0.0 if sampling.greedy else sampling.temperature,
         **truncation,
-        seed=None if asked.greedy else asked.seed & _SEED_BITS,
-        repetition_penalty=asked.repetition_penalty,
+        seed=None if sampling.greedy else sampling.seed & _SEED_BITS,
+        repetition_penalty=sampling.repetition_penalty,
         presence_penalty=penalty(ask, "presence_penalty"),
         frequency_penalty=penalty(ask, "frequency_penalty"),
-        stop_token_ids=list(asked.end_ids),
+        stop_token_ids=list(sampling.end_ids),
         ignore_eos=True,  # the request's end ids count, whatever the model's are
         max_tokens=ask.max_tokens,
-        min_tokens=min(asked.min_tokens, ask.max_tokens) if asked.end_ids else 0,
-        logprobs=(asked.top_log_probs or 0) if wants_log_probs else None,
-        logit_bias=dict(asked.bias) or None,
+        min_tokens=min(sampling.min_tokens, ask.max_tokens) if sampling.end_ids else 0,
+        logprobs=(sampling.top_log_probs or 0) if wants_log_probs else None,
+        logit_bias=dict(sampling.bias) or None,
         structured_outputs=None if ask.guide is None else _guide(*ask.guide),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         extra_args={"spindle": {"most_drafted": ask.most_drafted, "control": ask.control}},
         skip_clone=True,
     )
-    if asked.bad_words:
-        params._bad_words_token_ids = [list(word) for word in asked.bad_words]
+    if sampling.bad_words:
+        params._bad_words_token_ids = [list(word) for word in sampling.bad_words]
     return params
 
 
