@@ -104,8 +104,8 @@ def price_passes(
     times: Times, first: int, decoding: int, last_tokens: int, change_tokens: int, seconds: Floats
 ) -> None:
     """Compute the seconds of passes of ``first`` tokens and up, into ``seconds[m]``, as plan and
-    trim charge them; rows and context apart, and ``verifying_s`` of the first, of which
-    ``decoding`` are no prompt's.
+    trim charge them; rows and context apart, and ``verifying_s`` of the first. A pass of
+    ``first`` tokens has ``decoding`` ones that are no prompt's.
 
     On an engine that prefers to keep its width, a pass of another number of tokens than the
     ``last_tokens`` of the one before takes ``change_s`` longer (``change_tokens`` 0: no longer).

@@ -337,7 +337,7 @@ def test_a_draft_that_is_cut_short_is_not_believed_less_for_it():
     "per_node_s", [[0.02] * 80, [0.2] * 8 + [0.0] * 72, [0.0] * 8 + [0.2] * 72]
 )
 def test_a_plan_takes_as_long_as_the_pass_that_the_trim_leaves(per_node_s):
-    """Of eight proposed tokens few are left, wherever the curve is steep."""
+    """Few of eight proposed tokens are left, wherever the curve is steep."""
     curve = target(np.concatenate([[1.0, 1.0], 1 + np.cumsum(per_node_s)])).target
     times = LatencyModel(curve, latency((0.005, 0.005)).drafts)
     p = AdaptivePlanner(DRAFTS, times, PlannerConfig(explore_share=0.0))
