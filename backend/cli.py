@@ -20,25 +20,29 @@ DELEGATED_COMMANDS = {
     "prepare": (
         "engines_build.prepare",
         "serve",
-        "bring the models and latency tables that a configuration needs",
+        "convert the models and measure the latency tables that a configuration needs",
     ),
     "admin": (
         "backend.launcher.admin",
         "serve",
-        "switch speculation off or on, ask for an explanation, reload drafts",
+        "turn speculation on or off, explain plans, reload drafts",
     ),
-    "measure": ("engines_build.measure", "serve", "measure again how fast the engines are here"),
-    "simulate": ("policy.simulate", "sim", "try policies on a simulated deployment"),
+    "measure": (
+        "engines_build.measure",
+        "serve",
+        "measure the engines' speed on this machine again",
+    ),
+    "simulate": ("policy.simulate", "sim", "compare policies on a simulated deployment"),
     "advise": (
         "backend.advise.cli",
         "advise",
-        "advise lengths for a vLLM, SGLang or TensorRT-LLM server that you run",
+        "recommend lengths for a vLLM, SGLang or TensorRT-LLM server that you run",
     ),
-    "replay": ("policy.replay", "sim", "read a trace of what the policy saw and decided"),
+    "replay": ("policy.replay", "sim", "replay and explain a trace of the policy's decisions"),
     "bench": (
         "bench.sweep.run",
         "serve",
-        "load the server and compare policies (in a clone only)",
+        "load-test the server and compare policies (only in a clone)",
     ),
 }
 """Commands that have an option parser of their own: its module, the extra that brings what it
@@ -60,10 +64,10 @@ SERVE_EXAMPLES = """examples:
   spindle serve --port 8080 --dtype fp32 --policy none
   spindle serve --config my/serving.json -- --log-verbose=1
 
-Arguments after -- go to tritonserver. --model without --drafts serves with suffix as the only
-draft: the shipped drafts fit only the shipped model. The command `reload drafts` reads --config
-again; with --model, --drafts, --engine, --dtype or --policy it reads the file that these were
-written to.
+Arguments after -- go to tritonserver. With --model but without --drafts, suffix is the only draft,
+because the shipped drafts fit only the shipped model. The command `reload drafts` reads --config
+again; with --model, --drafts, --engine, --dtype or --policy it reads the file that contains these
+options.
 """
 VARIABLES = {
     "config": "SPINDLE_CONFIG",
@@ -156,46 +160,49 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--model",
-        help="a Hugging Face folder of a decoder, a GGUF file, or the embedded model's name",
+        help="model: a decoder's Hugging Face folder, a GGUF file, or the embedded model's name",
     )
     serve.add_argument(
-        "--drafts", help="none, or a list of name=FOLDER, lookup, suffix, names in the file"
+        "--drafts",
+        help="drafts: none, or a list of name=FOLDER, lookup, suffix, or names from the settings",
     )
     serve.add_argument(
-        "--engine", metavar="KIND", help="engine of the target: auto, openvino, vllm, ..."
+        "--engine", metavar="KIND", help="engine for the target: auto, openvino, vllm, ..."
     )
-    serve.add_argument("--dtype", help="number format of the target: auto, bf16, int8, int4, ...")
+    serve.add_argument("--dtype", help="number format for the target: auto, bf16, int8, int4, ...")
     serve.add_argument(
         "--served-model-name",
         metavar="NAME",
         nargs="+",
         help="names for OpenAI clients (env SERVED_MODEL_NAME; default: the folder's)",
     )
-    serve.add_argument("--policy", metavar="KIND", help="policy.kind: adaptive, none, ...")
-    serve.add_argument("--verbose", action="store_true", help="print the log: no file is written")
+    serve.add_argument("--policy", metavar="KIND", help="policy: adaptive, none, ...")
+    serve.add_argument(
+        "--verbose", action="store_true", help="print the log instead of writing a file"
+    )
     doctor = commands.add_parser(
         "doctor",
-        help="say what this machine can do and what is missing",
+        help="report what this machine can do and what is missing",
         description="Check this machine; exit with 1 if `spindle serve` will not work.",
         epilog="examples:\n  spindle doctor\n  spindle doctor --json --port 8080\n"
         "  spindle doctor --model ~/models/qwen3-1.7b",
         formatter_class=text,
     )
-    doctor.add_argument("--json", action="store_true", help="print objects: name, state, text")
+    doctor.add_argument("--json", action="store_true", help="print JSON objects: name, state, text")
     doctor.add_argument(
         "--model",
         metavar="FOLDER",
-        help="say only which engines can serve this folder, and what each would take",
+        help="report only which engines can serve this folder, and the memory each would take",
     )
     serve.add_argument(
         "--dynamo",
         metavar="NAMESPACE",
-        help="join NVIDIA Dynamo's fleet of this name (env DYNAMO_NAMESPACE)",
+        help="join NVIDIA Dynamo's fleet with this name (env DYNAMO_NAMESPACE)",
     )
     serve.add_argument(
         "--kv-events",
         metavar="ENDPOINT",
-        help="publish KV events for routers there, as tcp://*:5557 (env KV_EVENTS)",
+        help="publish KV events for routers here, such as tcp://*:5557 (env KV_EVENTS)",
     )
     for command in (serve, doctor):
         _add_places(command)
@@ -209,29 +216,31 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="settings (env SPINDLE_CONFIG; default: the shipped serving.json)",
+        help="settings file (env SPINDLE_CONFIG; default: the shipped serving.json)",
     )
     parser.add_argument(
         "--cache",
         metavar="FOLDER",
-        help="converted models, tables (env SPINDLE_CACHE; default: ~/.cache/spindle)",
+        help="folder for converted models and tables (env SPINDLE_CACHE; default: "
+        "~/.cache/spindle)",
     )
     parser.add_argument(
         "--bind",
         metavar="ADDRESS",
         help="address to listen on (env BIND; default: 127.0.0.1; all: 0.0.0.0 or ::)",
     )
-    parser.add_argument("--port", help="for HTTP (env HTTP_PORT; default: 8000)")
+    parser.add_argument("--port", help="HTTP port (env HTTP_PORT; default: 8000)")
     parser.add_argument(
-        "--grpc-port", metavar="PORT", help="for gRPC (env GRPC_PORT; default: 8001)"
+        "--grpc-port", metavar="PORT", help="gRPC port (env GRPC_PORT; default: 8001)"
     )
     parser.add_argument(
-        "--metrics-port", metavar="PORT", help="for metrics (env METRICS_PORT; default: 8002)"
+        "--metrics-port", metavar="PORT", help="metrics port (env METRICS_PORT; default: 8002)"
     )
     parser.add_argument(
         "--openai-port",
         metavar="PORT",
-        help="for OpenAI clients and the status page (env OPENAI_PORT; default: 9000; 0: none)",
+        help="port for OpenAI clients and the status page (env OPENAI_PORT; default: 9000; 0: "
+        "none)",
     )
 
 

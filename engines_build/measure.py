@@ -271,10 +271,15 @@ def main() -> None:
         description="Measure the engines' passes on this machine again.",
         epilog="example: spindle measure --config my/serving.json",
     )
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=DEFAULT_CONFIG,
+        help="settings file (default: the shipped serving.json)",
+    )
     parser.add_argument("--verbose", action="store_true", help="print the figures")
     parser.add_argument(
-        "--threads", type=_threads, help="auto, all or a number, in place of the configuration's"
+        "--threads", type=_threads, help="threads: auto, all or a number (default: as configured)"
     )
     args = parser.parse_args()
     set_up_messages(verbose=args.verbose)

@@ -190,8 +190,13 @@ def main() -> None:
         "(cache: env SPINDLE_CACHE; default: ~/.cache/spindle).",
         epilog="example: spindle prepare --config my/serving.json",
     )
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a serving.json")
-    parser.add_argument("--verbose", action="store_true", help="print what was measured")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=DEFAULT_CONFIG,
+        help="settings file (default: the shipped serving.json)",
+    )
+    parser.add_argument("--verbose", action="store_true", help="print the measured figures")
     args = parser.parse_args()
     set_up_messages(verbose=args.verbose)
     try:

@@ -294,11 +294,12 @@ def main() -> int:
     """Replay a file; return 1 if a plan differs, 2 if the file is no trace or has no such step."""
     parser = argparse.ArgumentParser(
         prog="spindle replay",
-        description="Plan a trace of JSON lines again, compare, and explain.",
+        description="Plan the steps of a JSON-lines trace again, compare the plans, and explain "
+        "one.",
         epilog="example: spindle replay trace.jsonl --step 12",
     )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--step", type=int, help="explain this plan (0: the first)")
+    parser.add_argument("--step", type=int, help="plan to explain (0: the first)")
     options = parser.parse_args()
     plans: list[Plan] = []
     drafts: tuple[str, ...] = ()

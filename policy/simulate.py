@@ -1,4 +1,4 @@
-"""Compare policies on a simulated deployment: latency tables, true acceptance and arrivals.
+"""Compare policies on a simulated deployment: latency tables, true acceptance, arrivals.
 
 example: spindle simulate compare --deployment smollm2-cpu --arms none,fixed:suffix:3,adaptive
 """

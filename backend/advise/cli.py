@@ -1,7 +1,7 @@
-"""``spindle advise``: how many tokens a server should speculate at which load, or none.
+"""Recommend how many tokens a server should speculate at each load, or none.
 
-It measures a few short cells of a server that you run, fits the goodput model, and writes a table
-of lengths, what it gains, and the files to paste. Nothing of a request is kept.
+``spindle advise`` measures a few short cells on a server that you run, fits the goodput model, and
+writes a table of lengths, its gain, and the files to paste. It keeps no requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXAMPLES = """examples:
   spindle advise verify --advice advice/advice.json --requests log.jsonl \\
       --serve 'vllm serve MODEL --port {port} {spec}'
 
-exit status: 0 an advice or a proof, 1 none (the reason is printed), 2 wrong options;
+exit status: 0 advice or a proof, 1 none (the reason is printed), 2 wrong options;
 verify: 0 proven, 3 refuted, 4 not shown
 """
 _NOW = 5
@@ -114,59 +114,74 @@ def _parser() -> argparse.ArgumentParser:
     sources = parser.add_mutually_exclusive_group(required=True)
     about = "start a server for each length; {port} and {spec} are filled in"
     sources.add_argument("--serve", metavar="COMMAND", help=about)
-    about = "measure a running vLLM that has the probe scheduler of spindle_vllm"
+    about = "measure a running vLLM server that uses the probe scheduler from spindle_vllm"
     sources.add_argument("--url", help=about)
     about = "read the counters of servers in use, and send nothing"
     sources.add_argument("--metrics-only", nargs="+", metavar="URL", help=about)
-    about = "read AIPerf's artifacts, one folder a run, of several lengths and concurrencies"
+    about = "read AIPerf's artifacts for several lengths and concurrencies, one folder per run"
     sources.add_argument(
         "--from", dest="folders", nargs="+", type=Path, metavar="FOLDER", help=about
     )
-    about = "with --url: a server of the same model without speculation"
+    about = "with --url: a server with the same model and no speculation"
     parser.add_argument("--plain-url", help=about)
-    about = "the engine's speculation as JSON, its length the one of today"
+    about = "the engine's speculation settings as JSON, with the current length"
     parser.add_argument("--spec", type=_json, default={}, help=about)
-    about = f"the length of today, if --spec does not say it ({_NOW})"
+    about = f"the current length, if --spec has none (default: {_NOW})"
     parser.add_argument("--now", type=int, help=about)
-    about = "lengths to measure (0, 3 and today's, but at least 6)"
+    about = "lengths to measure (default: 0, 3, and the current one but at least 6)"
     parser.add_argument("--lengths", type=_numbers, help=about)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of --metrics-only (10)")
-    parser.add_argument("--every", type=float, default=10.0, help="seconds between its readings")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="minutes to observe with --metrics-only (default: 10)",
+    )
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=10.0,
+        help="seconds between readings with --metrics-only (default: 10)",
+    )
     add_sending(parser)
-    parser.add_argument("--out", type=Path, help="the folder to write the advice and its files to")
+    parser.add_argument("--out", type=Path, help="folder for the advice and its files")
     return parser
 
 
 def add_sending(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what is sent and how much of it."""
-    about = "OpenAI request bodies, a JSON object a line"
+    about = "OpenAI request bodies, one JSON object per line"
     parser.add_argument("--requests", type=Path, metavar="FILE", help=about)
-    about = "requests in flight to measure (1,4,16,64)"
+    about = "requests in flight to measure (default: 1,4,16,64)"
     parser.add_argument("--in-flight", type=_loads, default=[1, 4, 16, 64], help=about)
-    parser.add_argument("--blocks", type=int, help="how often each cell is measured")
-    about = "the most tokens that a request may ask for (256)"
+    parser.add_argument("--blocks", type=int, help="number of times to measure each cell")
+    about = "limit on the tokens that a request may ask for (default: 256)"
     parser.add_argument("--most-tokens", type=int, default=256, help=about)
-    parser.add_argument("--most-requests", type=int, default=3000, help="in all (3000)")
-    about = "seconds that a server may take to start (1800)"
+    parser.add_argument(
+        "--most-requests",
+        type=int,
+        default=3000,
+        help="limit on all requests together (default: 3000)",
+    )
+    about = "seconds that a server may take to start (default: 1800)"
     parser.add_argument("--start-limit", type=float, default=1800.0, help=about)
-    about = "measure the server's processor time, not the clock: for CPUs that others use, too"
+    about = "measure the server's processor time, not the clock (for a CPU that others also use)"
     parser.add_argument("--by-cpu", action="store_true", help=about)
-    about = "send to a server on another machine, too"
+    about = "allow requests to a server on another machine"
     parser.add_argument("--yes", action="store_true", help=about)
 
 
 def _verify_options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="spindle advise verify",
-        description="Prove or refute an advice: plain, before and after by turns, ABC CBA, with "
+        description="Prove or refute advice: run plain, before and after in turn (ABC CBA) with "
         "the same requests. Exit status: 0 proven, 3 refuted, 4 not shown.",
     )
     parser.add_argument("--advice", type=Path, required=True, help="advice.json")
     sources = parser.add_mutually_exclusive_group(required=True)
-    sources.add_argument("--serve", metavar="COMMAND", help="the command that was advised on")
-    about = "servers that run: before=URL after=URL plain=URL"
+    sources.add_argument("--serve", metavar="COMMAND", help="the command that the advice is for")
+    about = "running servers: before=URL after=URL plain=URL"
     sources.add_argument("--urls", nargs="+", metavar="NAME=URL", help=about)
-    about = "with --serve: start all at once, if the machine has room for them"
+    about = "with --serve: start all servers at once, if the machine has room for them"
     parser.add_argument("--together", action="store_true", help=about)
     add_sending(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the proof as JSON")

@@ -18,12 +18,12 @@ from backend.triton_adapter.admin_secret import VARIABLE
 ANSWER_LIMIT_S = 120.0
 """``reload drafts`` loads models."""
 EXAMPLES = """commands:
-  spindle admin health                      what the engine is doing
-  spindle admin set speculation=off         the kill switch; also shadow, canary_share, ...
-  spindle admin switches                    the switches as they are set
-  spindle admin explain                     why each request of the last step got its plan
-  spindle admin learned                     what the policy has learned
-  spindle admin reload drafts               change to the drafts that serving.json names now
+  spindle admin health                      report what the engine is doing
+  spindle admin set speculation=off         turn speculation off; also shadow, canary_share, ...
+  spindle admin switches                    print the switches
+  spindle admin explain                     explain the plan of each request in the last step
+  spindle admin learned                     print what the policy has learned
+  spindle admin reload drafts               load the drafts that serving.json names now
 """
 
 

@@ -27,7 +27,7 @@ from backend.openai_frontend.errors import ApiError, invalid_body, path_of, wron
 
 INT32 = 2**31 - 1
 IGNORED, REFUSED = "ignored", "refused"
-CACHE_CONTROL = "Anthropic's: prompts that begin alike share KV without it"
+CACHE_CONTROL = "prompts that begin alike share KV anyway (Anthropic's)"
 MOST_LEVELS = 500
 """Arrays and objects inside each other; Python's own limit is about 900."""
 _GZIP = b"\x1f\x8b"
@@ -68,9 +68,8 @@ class Body(BaseModel):
             if isinstance(extra, dict) and extra["fate"] == REFUSED and value is not None:
                 neutral = extra["neutral"]
                 if not isinstance(neutral, list) or value not in neutral:
-                    message = (
-                        f"Unsupported parameter: '{name}' is not served: {fields[name].description}"
-                    )
+                    why = fields[name].description
+                    message = f"Unsupported parameter: '{name}' is not supported: {why}"
                     raise wrong(message, name, "unsupported_parameter")
         return {name: value for name, value in body.items() if value is not None}
 
@@ -216,7 +215,7 @@ class ToolCall(Body):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Any = ignore("of a streamed call")
+    index: Any = ignore("belongs to a streamed call")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the call as chat templates take it."""
@@ -231,23 +230,22 @@ class Message(Body):
     """A message of a chat. An assistant's may have null content with a refusal or calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
-        description="a `developer` message is a `system` message to templates that know no "
-        "developers"
+        description="names the author; templates that know no `developer` see a `system` message"
     )
     content: Annotated[list[ContentPart], BeforeValidator(_parts)] | None = Field(
-        None, description="a text, or parts of type `text`, which are joined by line ends"
+        None, description="is a text, or parts of type `text`, which are joined by line ends"
     )
-    name: str | None = Field(None, description="for the chat template")
-    tool_calls: list[ToolCall] | None = Field(None, description="for the chat template")
-    tool_call_id: str | None = Field(None, description="for the chat template")
+    name: str | None = Field(None, description="is passed to the chat template")
+    tool_calls: list[ToolCall] | None = Field(None, description="is passed to the chat template")
+    tool_call_id: str | None = Field(None, description="is passed to the chat template")
     refusal: str | None = Field(
-        None, description="of an earlier answer: its text where content is null"
+        None, description="is the text of an earlier answer if `content` is null"
     )
     reasoning_content: str | None = Field(
-        None, description="of an earlier answer, for the chat template"
+        None, description="belongs to an earlier answer; is passed to the chat template"
     )
-    reasoning: str | None = Field(None, description="the same by vLLM's name")
-    annotations: Any = ignore("of an earlier answer")
+    reasoning: str | None = Field(None, description="is the same under vLLM's name")
+    annotations: Any = ignore("belongs to an earlier answer")
     cache_control: Any = ignore(CACHE_CONTROL)
     audio: Any = refuse("there is no audio")
     function_call: Any = refuse("use tool_calls")

@@ -60,9 +60,9 @@ def _is_ids(value: Any) -> bool:
 class StreamOptions(Body):
     """How a stream ends."""
 
-    include_usage: bool = Field(False, description="a last chunk with the token counts")
+    include_usage: bool = Field(False, description="sends a last chunk with the token counts")
     include_obfuscation: Any = ignore("no padding is sent")
-    continuous_usage_stats: Any = ignore("vLLM's; the counts come with the last chunk only")
+    continuous_usage_stats: Any = ignore("the counts come only with the last chunk (vLLM's)")
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -71,98 +71,107 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 class Options(Body):
     """Both kinds of completion."""
 
-    model: str = Field(description="the name that `/v1/models` has")
-    max_tokens: int | None = Field(None, ge=1, le=INT32, description="the most tokens of a text")
+    model: str = Field(description="names the model as `/v1/models` does")
+    max_tokens: int | None = Field(None, ge=1, le=INT32, description="limits the tokens in a text")
     temperature: float | None = Field(
-        None, ge=0, le=2, description="0: greedy; absent: 1, as OpenAI has it"
+        None, ge=0, le=2, description="divides the logits; 0: greedy; default: 1, as with OpenAI"
     )
     top_p: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="of the likeliest tokens up to this share; 0: the likeliest alone",
+        description="samples from the likeliest tokens up to this share; 0: only the likeliest",
     )
-    n: int = Field(1, ge=1, le=128, description="texts for every prompt; text i has the seed + i")
+    n: int = Field(
+        1,
+        ge=1,
+        le=128,
+        description="sets the number of texts for every prompt; text i has the seed + i",
+    )
     stop: Annotated[list[str], BeforeValidator(_stop)] | None = Field(
         None,
-        description="a text or several; the output ends before the first of them; the name of a "
-        "special token in one of them, such as `<|im_end|>`, is that token, too",
+        description="ends the output before the first of one or several texts; if one contains "
+        "the name of a special token, such as `<|im_end|>`, that token matches, too",
     )
     seed: int | None = Field(
         None,
         ge=-(2**63),
         lt=2**64,
-        description="the same seed gives the same text; absent: a random one, named in each choice",
+        description="repeats a text; default: random, reported in each choice",
     )
     presence_penalty: float | None = Field(
         None,
         ge=-2,
         le=2,
-        description="taken once from the logits of tokens that were written; the prompt does not "
-        "count",
+        description="is subtracted once from the logits of tokens in the output; the prompt does "
+        "not count",
     )
     frequency_penalty: float | None = Field(
         None,
         ge=-2,
         le=2,
-        description="taken from them once for each time that they were written",
+        description="is subtracted from these logits once for each occurrence",
     )
     logit_bias: dict[Annotated[int, Field(ge=0, le=INT32)], Bias] | None = Field(
-        None, description="token id -> addend to its logit, -100 to 100"
+        None, description="adds -100 to 100 to the logit of each token id"
     )
-    stream: bool = Field(False, description="server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="`include_usage`")
+    stream: bool = Field(False, description="sends server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="has `include_usage`")
     num_draft_tokens: int | None = Field(
         None,
         ge=0,
         le=INT32,
-        description="Spindle's: the most tokens to guess in a step; 0: no speculation for this "
-        "request",
+        description="limits the tokens to guess in a step; 0: no speculation for this request "
+        "(Spindle's)",
     )
     top_k: int | None = Field(
-        None, ge=-1, le=INT32, description="vLLM's: of the k likeliest tokens; 0 or -1: off"
+        None,
+        ge=-1,
+        le=INT32,
+        description="samples from the k likeliest tokens; 0 or -1: off (vLLM's)",
     )
     min_p: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="vLLM's: no token less likely than this share of the likeliest; 0: off",
+        description="excludes tokens less likely than this share of the likeliest; 0: off (vLLM's)",
     )
     stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32)]] | None = Field(
         None,
-        description="vLLM's: tokens that end the text and are no part of it, `ignore_eos` or not",
+        description="ends the text at these tokens, which are not part of it, even with "
+        "`ignore_eos` (vLLM's)",
     )
     repetition_penalty: float | None = Field(
         None,
         gt=0,
         le=1e6,
-        description="vLLM's: logits of tokens in prompt and text are divided by it, negative ones "
-        "multiplied; 1: off",
+        description="divides the logits of tokens in prompt and text, multiplies negative ones; "
+        "1: off (vLLM's)",
     )
     min_tokens: int | None = Field(
-        None, ge=0, le=INT32, description="Spindle's: no end token before this many tokens"
+        None, ge=0, le=INT32, description="bans end tokens before this many tokens (Spindle's)"
     )
-    ignore_eos: bool = Field(False, description="vLLM's: no end token ends the text")
+    ignore_eos: bool = Field(False, description="continues the text after end tokens (vLLM's)")
     cache_salt: str | None = Field(
         None,
         min_length=1,
-        description="vLLM's: only requests of the same salt share KV, what drafts remember and "
-        "what the policy learns of texts",
+        description="lets only requests with the same salt share KV, answers that drafts "
+        "remember, and the policy's knowledge of texts (vLLM's)",
     )
     remember: bool = Field(
         True,
-        description="Spindle's; false: no draft remembers the answer for later requests",
+        description="false keeps drafts from remembering the answer for later requests (Spindle's)",
     )
-    no_stop_trim: Any = refuse("SGLang's; a stop text is never part of the output", False)
-    skip_special_tokens: Any = refuse("vLLM's; special tokens are no text", True)
-    return_hidden_states: Any = refuse("SGLang's; hidden states are not returned", False)
+    no_stop_trim: Any = refuse("a stop text is never part of the output (SGLang's)", False)
+    skip_special_tokens: Any = refuse("special tokens are not text (vLLM's)", True)
+    return_hidden_states: Any = refuse("hidden states are not returned (SGLang's)", False)
     user: Any = ignore("labels the caller")
     metadata: Any = ignore("labels the request for OpenAI's dashboard")
     store: Any = ignore("there is no interface to read answers back; see `remember`")
-    service_tier: Any = ignore("all requests are of one tier")
+    service_tier: Any = ignore("all requests have the same tier")
     safety_identifier: Any = ignore("labels the caller")
-    prompt_cache_key: Any = ignore("prompts that begin alike share KV without it")
-    prompt_cache_retention: Any = ignore("KV is kept by last use")
+    prompt_cache_key: Any = ignore("prompts that begin alike share KV anyway")
+    prompt_cache_retention: Any = ignore("the least recently used KV is evicted first")
     cache_control: Any = ignore(CACHE_CONTROL)
 
 
@@ -170,35 +179,38 @@ class CompletionRequest(Options):
     """``POST /v1/completions``."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)] = Field(
-        description="a text, token ids, or an array of either"
+        description="contains a text, token ids, or an array of either"
     )
     max_tokens: int | None = Field(
         None,
         ge=0,
         le=INT32,
-        description="absent: 16, or what the prompt leaves of the context if that is less; 0 (with "
-        "`echo`): the prompt alone",
+        description="limits the tokens in a text; default: 16, or the room that the prompt leaves "
+        "in the context if that is less; 0 (with `echo`): only the prompt",
     )
     echo: bool = Field(
-        False, description="the prompt before each text; with `logprobs` those of its tokens, too"
+        False,
+        description="puts the prompt before each text, and with `logprobs` also returns "
+        "those of its tokens",
     )
     logprobs: int | None = Field(
         None,
         ge=0,
         le=5,
-        description="log-probabilities, and that many of the likeliest tokens at each place",
+        description="returns log-probabilities, and this many of the likeliest tokens at each "
+        "position",
     )
     resumed_tokens: int | None = Field(
         None,
         ge=0,
         le=INT32,
-        description="Spindle's: that many of the prompt's last token ids are text that was "
-        "generated before, by any server; what follows is as if it had not been broken off",
+        description="says how many of the prompt's last token ids were generated before, by any "
+        "server; the output continues as if it had not been interrupted (Spindle's)",
     )
     add_special_tokens: bool | None = Field(
         None,
-        description="vLLM's: whether a prompt of text gets the tokenizer's special tokens, such as "
-        "a begin token; absent: as `serving.json` says",
+        description="adds the tokenizer's special tokens, such as a begin token, to a prompt of "
+        "text; default: as in `serving.json` (vLLM's)",
     )
     suffix: Any = refuse("text is only continued", "")
     best_of: Any = refuse("texts are not ranked", 1)
@@ -214,57 +226,58 @@ def _tool_choice(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else one_of(value, dict, "an object")
 
 
-_VARIABLES = "vLLM's: variables of the chat template, such as `enable_thinking`"
+_VARIABLES = "sets variables of the chat template, such as `enable_thinking` (vLLM's)"
 
 
 class ChatRequest(Options):
     """``POST /v1/chat/completions``."""
 
     messages: list[Message] = Field(
-        min_length=1, description="the conversation, by the model's chat template"
+        min_length=1,
+        description="contains the conversation, which the model's chat template renders",
     )
     max_completion_tokens: int | None = Field(
         None,
         ge=1,
         le=INT32,
-        description="goes before max_tokens; neither: as many as the context leaves",
+        description="overrides `max_tokens`; default: the rest of the context",
     )
-    logprobs: bool = Field(False, description="log-probabilities of the tokens")
+    logprobs: bool = Field(False, description="returns the log-probabilities of the tokens")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="that many of the likeliest tokens at each place"
+        None, ge=0, le=20, description="returns this many of the likeliest tokens at each position"
     )
     response_format: ResponseFormat | None = Field(
-        None, description="`text`, `json_object` or `json_schema`, enforced by a grammar"
+        None, description="is `text`, `json_object` or `json_schema`, enforced by a grammar"
     )
-    tools: list[Tool] | None = Field(None, description="functions that the model may call")
+    tools: list[Tool] | None = Field(None, description="lists functions that the model may call")
     tool_choice: Annotated[ToolChoice, BeforeValidator(_tool_choice)] | None = Field(
         None,
-        description="`none`, `auto`, `required` or a function; a grammar enforces a call that must "
-        "come",
+        description="is `none`, `auto`, `required` or a function; a grammar enforces a required "
+        "call",
     )
     parallel_tool_calls: bool = Field(
         True,
-        description="false: the first call alone is given; a call that must come is always one",
+        description="false returns only the first call; a required call is always a single one",
     )
     chat_template_kwargs: Variables | None = Field(None, description=_VARIABLES)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None,
-        description="for chat templates that read it; `none` also sets `enable_thinking` and "
-        "`thinking` to false where the template reads these",
+        description="is passed to chat templates that read it; `none` also sets `enable_thinking` "
+        "and `thinking` to false if the template reads these",
     )
     separate_reasoning: bool = Field(
-        True, description="SGLang's; false: reasoning stays in the content, as the model writes it"
+        True, description="false leaves reasoning in the content, as the model writes it (SGLang's)"
     )
     include_reasoning: bool = Field(
-        True, description="vLLM's; false: reasoning that is apart from the content is left out"
+        True, description="false omits reasoning that is separate from the content (vLLM's)"
     )
-    stream_reasoning: Any = refuse("SGLang's; reasoning is streamed as it is written", True)
-    continue_final_message: Any = refuse("vLLM's; an answer is begun, not continued", False)
-    add_special_tokens: Any = refuse("vLLM's; the chat template writes all of them", False)
-    prediction: Any = ignore("how much is guessed is decided without it")
+    stream_reasoning: Any = refuse("reasoning is streamed as it is written (SGLang's)", True)
+    continue_final_message: Any = refuse("answers are started, not continued (vLLM's)", False)
+    add_special_tokens: Any = refuse("the chat template writes all of them (vLLM's)", False)
+    prediction: Any = ignore("the policy decides how much to guess without it")
     functions: Any = refuse("use tools", [])
     function_call: Any = refuse("use tool_choice", "none")
-    verbosity: Any = refuse("no model here takes how much to say", "medium")
+    verbosity: Any = refuse("no model here reads it", "medium")
     modalities: Any = refuse("answers are text", ["text"])
     audio: Any = refuse("answers are text")
     web_search_options: Any = refuse("nothing is searched")
@@ -292,16 +305,20 @@ class ChatRequest(Options):
 class TokenizeRequest(Body):
     """``POST /tokenize``."""
 
-    model: str | None = Field(None, description="the name that `/v1/models` has, if any")
-    prompt: str | None = Field(None, description="a text")
-    messages: list[Message] | None = Field(None, min_length=1, description="or a conversation")
-    tools: list[Tool] | None = Field(None, description="shown to the model with the conversation")
+    model: str | None = Field(None, description="names the model as `/v1/models` does; optional")
+    prompt: str | None = Field(None, description="contains a text")
+    messages: list[Message] | None = Field(
+        None, min_length=1, description="contains a conversation instead"
+    )
+    tools: list[Tool] | None = Field(
+        None, description="is shown to the model with the conversation"
+    )
     add_special_tokens: bool | None = Field(
         None,
-        description="vLLM's: whether a prompt gets the tokenizer's special tokens; absent: as "
-        "`serving.json` says; a conversation has those of the chat template alone",
+        description="adds the tokenizer's special tokens to a prompt; default: as in "
+        "`serving.json`; a conversation has only those of the chat template (vLLM's)",
     )
-    continue_final_message: Any = refuse("vLLM's; an answer is begun, not continued", False)
+    continue_final_message: Any = refuse("answers are started, not continued (vLLM's)", False)
     chat_template_kwargs: Variables | None = Field(None, description=_VARIABLES)
 
     @model_validator(mode="after")
@@ -317,5 +334,5 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
-    model: str | None = Field(None, description="the name that `/v1/models` has, if any")
-    tokens: list[Annotated[int, Field(ge=0, le=INT32)]] = Field(description="token ids")
+    model: str | None = Field(None, description="names the model as `/v1/models` does; optional")
+    tokens: list[Annotated[int, Field(ge=0, le=INT32)]] = Field(description="contains token ids")

@@ -206,7 +206,7 @@ class ChatTemplate:
         if effort is not None and not named:
             raise RenderError(
                 _EFFORT,
-                f"Unsupported parameter: '{_EFFORT}' is not served: the model's chat template "
+                f"Unsupported parameter: '{_EFFORT}' is not supported: the model's chat template "
                 f"reads none, got {as_json(effort)}",
                 "unsupported_parameter",
             )

@@ -67,50 +67,50 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_draft_tokens_total",
         _C,
-        "Proposed tokens that were verified, by draft and arm",
+        "Verified proposed tokens, by draft and arm",
         ("draft", "arm"),
     ),
     Family(
         "spindle_accepted_tokens_total",
         _C,
-        "Proposed tokens accepted by the target, by draft and arm",
+        "Proposed tokens that the target accepted, by draft and arm",
         ("draft", "arm"),
     ),
     Family(
         "spindle_verified_proposals_total",
         _C,
-        "Proposals that were verified, one per request and step, by draft and arm",
+        "Verified proposals, one per request and step, by draft and arm",
         ("draft", "arm"),
     ),
     Family(
         "spindle_draft_tokens_by_position_total",
         _C,
-        "Tokens proposed, by draft and position (from 1)",
+        "Proposed tokens, by draft and position (from 1)",
         ("draft", "position"),
     ),
     Family(
         "spindle_accepted_tokens_by_position_total",
         _C,
-        "Proposed tokens accepted, by draft and position",
+        "Accepted tokens, by draft and position",
         ("draft", "position"),
     ),
     Family(
         "spindle_draft_nodes_total",
         _C,
-        "Proposed tokens that were verified, or whose predecessor was, by draft, whether sampled,"
-        " and the confidence claimed for their path: its bin, by the upper edge",
+        "Proposed tokens that were verified, or whose predecessor was, by draft, by whether they "
+        "were sampled, and by the upper edge of their path's bin of claimed confidence",
         ("draft", "drawn", "claimed"),
     ),
     Family(
         "spindle_draft_nodes_held_total",
         _C,
-        "Those of them whose whole path is what the target drew",
+        "Those of spindle_draft_nodes_total whose whole path the target drew",
         ("draft", "drawn", "claimed"),
     ),
     Family(
         "spindle_emitted_tokens_total",
         _C,
-        "Tokens emitted (accepted and bonus), by the draft of their step and arm",
+        "Emitted tokens (accepted and bonus), by the draft and arm of their step",
         ("draft", "arm"),
     ),
     Family(
@@ -122,7 +122,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_preemptions_total",
         _C,
-        "Times an active request gave its KV back to older ones, to be resumed later",
+        "Times an active request gave its KV back to older ones and resumed later",
     ),
     Family(
         "spindle_fallback_total",
@@ -143,22 +143,22 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
         "spindle_step_part_seconds_total",
         _C,
         "Time of steps by part: planning, learning (from the step before), draft:NAME, verify, "
-        "rest. They sum to the time of the steps: with lookahead, what the target's pass hides is "
-        "in none",
+        "rest. Parts add up to the time of the steps; work hidden by the target's pass "
+        "(lookahead) is in none",
         ("part",),
     ),
     Family("spindle_step_predicted_seconds", _H, "Predicted time of a step", (), _STEP_BUCKETS_S),
     Family(
         "spindle_drafted_steps_total",
         _C,
-        "Steps in which drafts proposed more than 4 tokens, by the nodes that the target verified "
-        "of all of them: 0, 1 or more. Below 2 they were drafted in vain",
+        "Steps in which drafts proposed more than 4 tokens, by the number of nodes that the "
+        "target verified: 0, 1 or more. Below 2, drafting was in vain",
         ("verified",),
     ),
     Family(
         "spindle_promised_seconds_total",
         _C,
-        "What plans promised of their steps, without prompts, by rows; against "
+        "Predicted time of steps without prompts, by rows; compare with "
         "spindle_planned_step_seconds_total",
         ("rows",),
     ),
@@ -168,8 +168,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_promised_tokens_total",
         _C,
-        "Tokens that plans promised of these steps, by rows; against "
-        "spindle_planned_step_tokens_total",
+        "Predicted tokens of these steps, by rows; compare with spindle_planned_step_tokens_total",
         ("rows",),
     ),
     Family(
@@ -182,7 +181,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_time_to_first_token_seconds",
         _H,
-        "Arrival to first emission of a request",
+        "Time from a request's arrival to its first emission",
         ("arm",),
         _FIRST_TOKEN_BUCKETS_S,
     ),
@@ -196,22 +195,27 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_shadow_draft_length",
         _H,
-        "Length that the planner would have chosen in the shadow",
+        "Length that the planner would have chosen in shadow mode",
         ("draft",),
         _LENGTH_BUCKETS,
     ),
     Family(
         "spindle_shadow_predicted_seconds_total",
         _C,
-        "Predicted time of the steps that the planner would have chosen in the shadow",
+        "Predicted time of the steps that the planner would have chosen in shadow mode",
     ),
     Family(
-        "spindle_shadow_predicted_tokens_total", _C, "Tokens that those steps were expected to emit"
+        "spindle_shadow_predicted_tokens_total",
+        _C,
+        "Tokens that the planner expected these steps to emit",
     ),
     Family(
-        "spindle_speculation_mode", _G, "Whether speculation is on, off or in the shadow", ("mode",)
+        "spindle_speculation_mode",
+        _G,
+        "Whether speculation is on, off or in shadow mode",
+        ("mode",),
     ),
-    Family("spindle_canary_share", _G, "Share of the requests that follow the planner"),
+    Family("spindle_canary_share", _G, "Share of requests that follow the planner"),
     Family(
         "spindle_inter_token_cap_seconds", _G, "Longest step that the planner may choose; 0: no cap"
     ),
@@ -220,31 +224,32 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_kv_blocks",
         _G,
-        "Blocks of 32 tokens in the KV cache: used, free, cached (free, with the KV of a text)",
+        "Blocks of 32 tokens in the KV cache: used, free, cached (free, but with a text's KV)",
         ("state",),
     ),
     Family(
         "spindle_kv_block_events_total",
         _C,
-        "Complete blocks of admitted requests: reused, missed; cached ones evicted",
+        "Complete blocks of admitted requests that were reused or missed, and cached blocks that "
+        "were evicted",
         ("event",),
     ),
     Family(
         "spindle_kv_reused_tokens_total",
         _C,
-        "Tokens whose KV the target had when their request was admitted",
+        "Tokens whose KV the target already had when it admitted their request",
     ),
     Family(
         "spindle_draft_holes_total",
         _C,
-        "Requests that a draft proposes nothing for, since it has missed some of the target's"
-        " states: it slept or failed, or came later",
+        "Requests without proposals from a draft that missed some of the target's states because "
+        "it slept, failed, or was loaded later",
         ("draft",),
     ),
     Family(
         "spindle_remembered_tokens_total",
         _C,
-        "Tokens of answers that a draft has kept, and of old ones that it has forgotten for them",
+        "Tokens of answers that a draft remembered, and of old answers that it dropped for them",
         ("draft", "event"),
     ),
     Family("spindle_engine_deaths_total", _C, "Times a TensorRT-LLM engine was lost", ("engine",)),
@@ -252,24 +257,27 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_guard_ratio",
         _G,
-        "Measured goodput as planned over that of plain decoding, by the requests of a step",
+        "Measured goodput of the plan over that of plain decoding, by requests in a step",
         ("rows",),
     ),
     Family(
         "spindle_guard_level",
         _G,
-        "What the guard applies, by the requests of a step: 0 the plan, 1 half its lengths, 2 no "
-        "speculation",
+        "Level that the guard applies, by requests in a step: 0 the plan, 1 half its lengths, 2 "
+        "no speculation",
         ("rows",),
     ),
     Family(
         "spindle_guard_experiment_steps_total",
         _C,
-        "Steps planned otherwise by the guard, to be compared: their level",
+        "Steps in which the guard tried another level, by that level",
         ("level",),
     ),
     Family(
-        "spindle_latency_drift", _G, "Measured over predicted time, by part of the step", ("part",)
+        "spindle_latency_drift",
+        _G,
+        "Measured time over predicted time, by part of the step",
+        ("part",),
     ),
 )
 

@@ -43,11 +43,13 @@ def parse(command: Sequence[str], description: str) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a few points, small blocks, at most eight minutes"
+        "--quick",
+        action="store_true",
+        help="measure a few points in small blocks, at most eight minutes",
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
     parser.add_argument(
-        "--in-process", action="store_true", help="step the loop here, without Triton"
+        "--in-process", action="store_true", help="run the loop in this process, without Triton"
     )
     parser.add_argument(
         "--workloads",
@@ -58,20 +60,20 @@ def parse(command: Sequence[str], description: str) -> argparse.Namespace:
     parser.add_argument(
         "--policies",
         nargs="*",
-        help="besides none and spindle, your own by its dotted path; default: all but those and "
-        "the ablations",
+        help="policies in addition to none and spindle; a dotted path names your own (default: "
+        "all except your own and the ablations)",
     )
     parser.add_argument(
         "--ablations",
         action="store_true",
-        help="spindle without each part and draft, or with a part that is off",
+        help="also run spindle without each part and draft, or with a part that is off by default",
     )
     parser.add_argument(
         "--peers",
         nargs="*",
         default=[],
         choices=[*PEERS, "all"],
-        help="other stacks, in closed loops only",
+        help="other stacks to run, only in closed loops",
     )
     parser.add_argument(
         "--closed", nargs="+", type=int, default=[1, 2, 4, 8, 16, 24], help="requests in flight"
@@ -81,49 +83,56 @@ def parse(command: Sequence[str], description: str) -> argparse.Namespace:
         nargs="*",
         type=float,
         default=[0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5],
-        help="of the capacity",
+        help="arrival rates as shares of the capacity",
     )
     parser.add_argument("--arrivals", nargs="*", choices=list(VARIATION), default=list(VARIATION))
     parser.add_argument(
-        "--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="of the fixed choices"
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[1, 2, 3, 4, 6, 8],
+        help="lengths for the fixed choices",
     )
     parser.add_argument(
-        "--blocks", type=int, default=8, help="warm blocks; a cold one comes before"
+        "--blocks", type=int, default=8, help="number of warm blocks, after one cold block"
     )
-    parser.add_argument("--requests", type=int, default=40, help="a block of an open loop")
+    parser.add_argument(
+        "--requests", type=int, default=40, help="requests per block in an open loop"
+    )
     parser.add_argument(
         "--requests-closed",
         type=int,
         default=8,
-        help="a block of a closed loop at the least",
+        help="minimum of requests per block in a closed loop",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=5,
-        help="or as many for each place: where the last ones end, the batch is half empty",
+        help="or this many requests for each place, so that the end with a half-empty batch "
+        "matters less",
     )
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
-        help="above 0, requests are seeded, so that every policy writes the same text",
+        help="above 0, requests have seeds, so that every policy writes the same text",
     )
     parser.add_argument(
         "--prefix",
         choices=["cold", "warm"],
         default="cold",
-        help="warm: the prompts of a run have just been served, for one token each",
+        help="warm: serve the prompts for one token each before a run",
     )
     parser.add_argument(
-        "--raw", action="store_true", help="send the bare message, without the chat template"
+        "--raw", action="store_true", help="send the message without the chat template"
     )
     parser.add_argument(
         "--active",
         type=int,
         default=16,
-        help="places of the in-flight batch: with that many in flight it is saturated",
+        help="places in the in-flight batch; this many in flight saturate it",
     )
     parser.add_argument("--seed", type=int, default=0)
     room = max(2, min(8, host_bytes() // SERVER_BYTES))
@@ -131,13 +140,14 @@ def parse(command: Sequence[str], description: str) -> argparse.Namespace:
         "--servers",
         type=int,
         default=room,
-        help="running at once (in process: engines); the least recently used makes room",
+        help="servers (in process: engines) to keep running; the least recently used ends first",
     )
     parser.add_argument(
         "--limit-s",
         type=float,
         default=math.inf,
-        help="begin no run of a warm block after so long; the same command goes on",
+        help="start no run of a warm block after this many seconds; the same command continues "
+        "later",
     )
     parser.add_argument("--out", type=Path, default=PROJECT_ROOT / "build" / "sweep.json")
     if "--quick" in command:

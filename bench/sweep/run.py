@@ -1,19 +1,19 @@
 """The load sweep: latency and throughput of every policy under the same requests, from one in
 flight to beyond saturation.
 
-    make bench                                     # hours; stopped, the same command goes on
+    make bench                                     # hours; run it again to continue
     make bench ARGS="--quick --out FILE"           # under ten minutes on two cores
     make bench ARGS="--in-process --config FILE"   # without tritonserver, on a GPU too
     # against other stacks (bench/peers/peers.sh):
     make bench ARGS="--peers all --policies --closed 1 8 --shares"
     make bench ARGS="--ablations --closed 1 8 --shares"   # Spindle without each of its parts
 
-Starts a tritonserver a policy (see ``sweep_arms``). First, on prompts that are not scored: the
-draft, the length and the table by batch size that baselines are given, and the capacity of no
-speculation in requests per second. Then blocks: in each, at every point (workload and load), all
-policies serve the same requests at the same times, in ABBA order; block 0 is cold. Loads:
-``closed-N`` in flight; ``poisson-SHARE`` and ``bursty-SHARE`` of the capacity. Writes FILE every 20
-s and, at the end, FILE's report as HTML.
+Starts a tritonserver for each policy (see ``sweep_arms``). First, on prompts that are not scored,
+it chooses the draft, the length and the table by batch size for the baselines, and measures the
+capacity without speculation in requests per second. Then it runs blocks: in each, at every point
+(workload and load), all policies serve the same requests at the same times, in ABBA order; block 0
+is cold. Loads are ``closed-N`` in flight, and ``poisson-SHARE`` and ``bursty-SHARE`` of the
+capacity. It writes FILE every 20 s and, at the end, FILE's report as HTML.
 """
 
 from __future__ import annotations

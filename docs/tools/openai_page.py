@@ -21,7 +21,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     schema.DetokenizeRequest,
 )
 _BEGIN, _END = "<!-- fields: python -m docs.tools.reference -->", "<!-- end -->"
-_FATES = ("served", IGNORED, REFUSED)
+_FATES = ("supported", IGNORED, REFUSED)
 
 
 def with_fields(page: str) -> str:
@@ -31,7 +31,7 @@ def with_fields(page: str) -> str:
     lines = [_BEGIN, ""]
     for body in BODIES:
         title = (body.__doc__ or "").splitlines()[0].partition(".")[0].replace("``", "`")
-        lines += [f"### {title}", "", "| field | | what |", "| --- | --- | --- |"]
+        lines += [f"### {title}", "", "| field | | what it does |", "| --- | --- | --- |"]
         shared = schema.Options.model_fields if body is not schema.Options else {}
         fields = {
             name: field
@@ -55,7 +55,7 @@ def _extra(field: FieldInfo) -> dict[str, object]:
 
 
 def _fate(field: FieldInfo) -> str:
-    return str(_extra(field).get("fate", "served"))
+    return str(_extra(field).get("fate", "supported"))
 
 
 def _what(field: FieldInfo) -> str:

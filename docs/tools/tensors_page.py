@@ -23,7 +23,7 @@ GUARANTEES = """\
 """
 
 EXAMPLE = """\
-Every tensor of the models that clients call: served, or refused with the reason.
+Every tensor of the models that clients call, and for each refused one the reason.
 
 ```
 curl -s localhost:8000/v2/models/ensemble/generate \\
@@ -38,25 +38,27 @@ curl -s localhost:8000/v2/models/ensemble/generate \\
 """The purpose of the page, a request and its reply."""
 
 BEHAVIOUR = """\
-- A bad tensor is INVALID_ARGUMENT, naming it and its value; a full queue or a dead engine
-  UNAVAILABLE; a cancelled request CANCELLED. Every request gets exactly one final reply.
-- Options hold inside an accepted run: each token is one that plain decoding would allow there.
-  Words are tokenised alone, without special tokens; one without tokens has no effect. Weights and
-  penalties are at most 1e6 in size. Where other options ban all that a grammar allows, the grammar
+- A bad tensor returns INVALID_ARGUMENT and names the tensor and its value. A full queue or a dead
+  engine returns UNAVAILABLE, a cancelled request CANCELLED. Every request gets exactly one final
+  reply.
+- Options apply inside an accepted run: each token is one that plain decoding would allow there.
+  Words are tokenised alone, without special tokens; a word without tokens has no effect. Weights
+  and penalties are at most 1e6 in size. If other options ban all that a grammar allows, the grammar
   wins.
-- A prompt of more bytes than 16 a token of the context, and of more than 64 KiB, is refused by its
-  size, before it is tokenised; in any case one of over 32 MiB.
-- Limits whatever the model: 256 stop words; 1,024 characters of a word and 65,536 of a list of
-  words; 1,024 of a `cache_salt`; 262,144 of a grammar, which must be read within 5 s of processor
-  time; 2,097,152 elements of a tensor; 64 MiB of a request.
-- `output_log_probs` has as many entries as `num_output_tokens`, an end token included; over several
-  responses, text may come later than its tokens. `/generate` writes a list of one as a number.
+- A prompt that has more bytes than 64 KiB and than 16 for each token of the context is refused
+  before it is tokenised, and so is any prompt over 32 MiB.
+- Whatever the model, limits are 256 stop words, 1,024 characters in a word, 65,536 in a list of
+  words, 1,024 in a `cache_salt`, 262,144 in a grammar, 2,097,152 elements in a tensor, and 64 MiB
+  for a request. A grammar must be parsed within 5 s of processor time.
+- `output_log_probs` has `num_output_tokens` entries, including one for an end token. In a stream,
+  text may arrive later than its tokens. `/generate` writes a list with one entry as a number.
 - `context_logits` and `generation_logits` are the model's own, before every option. They stay in
-  memory until they are sent: `limits.max_logits_bytes` bounds them.
+  memory until they are sent; `limits.max_logits_bytes` limits their size.
 - A Triton batch over 1, or `num_return_sequences` over 1, needs decoupled mode and a streaming
-  interface: responses have `batch_index` and `sequence_index`, and the first error ends them all.
-- `stop` sent to `tensorrt_llm` ends the requests in flight there that have its request id. Triton's
-  `timeout` (microseconds) is obeyed; its `priority` is not, Python models do not learn it.
+  interface. Responses have `batch_index` and `sequence_index`, and the first error ends them all.
+- `stop` sent to `tensorrt_llm` cancels the requests in flight there that have its request id.
+  Spindle obeys Triton's `timeout` (microseconds) but not its `priority`, which Python models cannot
+  read.
 """
 """How requests are answered, whatever tensors they use."""
 
@@ -75,7 +77,7 @@ def render_contract() -> str:
         "Unsupported inputs accept neutral values: an empty tensor, or the values given as "
         "neutral.",
         "Anything else returns UNIMPLEMENTED, naming the tensor and the reason.",
-        "What is promised of texts: [exactness](../explanation/exactness.md).",
+        "[Exactness](../explanation/exactness.md) says which texts are guaranteed to be equal.",
         "",
         "## Behaviour",
         "",
@@ -88,19 +90,22 @@ def render_contract() -> str:
     for names in same.values():
         lines += ["", f"## `{'`, `'.join(names)}`"]
         model = models[names[0]]
-        for kind, tensors in (("input", model.inputs), ("output", model.outputs)):
-            lines += ["", f"| {kind} | type | what it does |", "| --- | --- | --- |"]
+        for kind, tensors, column in (
+            ("input", model.inputs, "what it does"),
+            ("output", model.outputs, "meaning"),
+        ):
+            lines += ["", f"| {kind} | type | {column} |", "| --- | --- | --- |"]
             lines += [f"| `{f.name}` | {f.dtype} [{dims(f)}] | {_note(f, kind)} |" for f in tensors]
     return "\n".join(lines) + "\n"
 
 
 def _note(field: Field, kind: str) -> str:
     if field.refused is not None:
-        word = "refused" if kind == "input" else "never sent"
+        word = "is refused" if kind == "input" else "never sent"
         neutral = f"; neutral: {', '.join(map(repr, field.neutral))}" if field.neutral else ""
         return f"{word}: {field.refused.value}{neutral}"
     return (
         ("**required**; " if field.required else "")
         + field.does
-        + (" (an addition)" if field.extra else "")
+        + (" (Spindle extension)" if field.extra else "")
     )

@@ -298,7 +298,7 @@ BAD = [
     ({"temperature": 3}, 400, "temperature", "invalid_value", "expected a value <= 2.0, but got 3"),
     ({"temprature": 1}, 400, "temprature", "unknown_parameter", "Did you mean 'temperature'?"),
     ({"surprise": 1}, 400, "surprise", "unknown_parameter", "Unknown parameter: 'surprise'"),
-    ({"suffix": "x"}, 400, "suffix", "unsupported_parameter", "'suffix' is not served"),
+    ({"suffix": "x"}, 400, "suffix", "unsupported_parameter", "'suffix' is not supported"),
     ({"prompt": None}, 400, "prompt", "missing_required_parameter", "Missing required parameter"),
     ({"prompt": []}, 400, "prompt", "invalid_value", "must be 1 to 256 prompts, got 0"),
     ({"prompt": [1, "a"]}, 400, "prompt", "invalid_value", "must be a string, an array of strings"),
@@ -383,7 +383,7 @@ BAD_CHATS = [
         "is not among the tools",
     ),
     ({"tools": [{"type": "custom"}]}, "tools[0].type", "Supported values are: 'function'"),
-    ({"functions": [{"name": "x"}]}, "functions", "not served: use tools"),
+    ({"functions": [{"name": "x"}]}, "functions", "not supported: use tools"),
     ({"reasoning_effort": "high"}, "reasoning_effort", 'template reads none, got "high"'),
     (
         {"chat_template_kwargs": {"enable_thinking": "false"}},

@@ -373,8 +373,7 @@ def test_empty_lists_as_preprocessing_makes_them_ask_for_nothing():
         ({"runtime_top_p_min": [2.0]}, "runtime_top_p_min must be between 0 and 1, got 2"),
         (
             {"context_phase_params": [1]},
-            "context_phase_params is not supported: prefill and decoding happen in one engine "
-            "process",
+            "context_phase_params is not supported: prefill and decoding run in one engine process",
         ),
     ],
 )

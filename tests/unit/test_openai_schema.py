@@ -72,7 +72,7 @@ def test_what_is_refused_is_named_but_for_null(body, name):
         made(body, **{name: {"a": 1}})
     error = invalid_body(raised.value.errors())
     assert (error.param, error.code) == (name, "unsupported_parameter")
-    assert f"'{name}' is not served" in str(error)
+    assert f"'{name}' is not supported" in str(error)
 
 
 @pytest.mark.parametrize(

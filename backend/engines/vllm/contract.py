@@ -32,10 +32,9 @@ class Row(NamedTuple):
 
 
 _PENALTY = (
-    "refused where it would count the prompt: vLLM counts the output alone, which "
-    "prompt_ignore_length asks for if it is as long as the prompt, and OpenAI's routes do always; "
-    "refused beyond -2 to 2 once multiplied by the temperature, and "
-    "with resumed_tokens"
+    "refused if it would count the prompt: vLLM counts only the output, as prompt_ignore_length "
+    "requests if it is as long as the prompt and OpenAI's routes always do; refused if over 2 "
+    "or under -2 after multiplication by the temperature, and with resumed_tokens"
 )
 
 ROWS = (
@@ -51,17 +50,17 @@ ROWS = (
     Row(
         ("seed",),
         Meaning.OTHER,
-        "the draws are vLLM's: a seed gives another text than on Spindle's engines, and gives the "
-        "same text again only where vLLM's logits do not depend on what else is in the batch",
+        "vLLM draws, so a seed gives another text than on Spindle's engines, and repeats it only "
+        "if vLLM's logits do not depend on the other requests in the batch",
     ),
     Row(
         ("min_tokens",),
         Meaning.SAME,
-        "refused with resumed_tokens, and where the model's own end token does not end the text",
+        "refused with resumed_tokens, and if the model's own end token does not end the text",
     ),
     Row(("repetition_penalty",), Meaning.SAME),
     Row(("presence_penalty", "frequency_penalty"), Meaning.SAME, _PENALTY),
-    Row(("prompt_ignore_length",), Meaning.SAME, "refused where it is shorter than the prompt"),
+    Row(("prompt_ignore_length",), Meaning.SAME, "refused if it is shorter than the prompt"),
     Row(("bad_words", "bad_word_ids"), Meaning.SAME),
     Row(
         ("bias", "embedding_bias_words", "embedding_bias_weights"),
@@ -71,15 +70,18 @@ ROWS = (
     Row(
         ("return_log_probs", "top_log_probs"),
         Meaning.SAME,
-        "refused for a sampled request with top_k, top_p or min_p: vLLM computes them after those",
+        "refused for a sampled request with top_k, top_p or min_p: vLLM computes "
+        "log-probabilities after these",
     ),
-    Row(("return_context_logits", "return_generation_logits"), Meaning.REFUSED, "vLLM gives none"),
-    Row(("return_prompt_log_probs",), Meaning.REFUSED, "vLLM's are not passed on"),
+    Row(
+        ("return_context_logits", "return_generation_logits"), Meaning.REFUSED, "vLLM returns none"
+    ),
+    Row(("return_prompt_log_probs",), Meaning.REFUSED, "Spindle does not pass vLLM's on"),
     Row(("top_p_decay", "top_p_min", "top_p_reset_id"), Meaning.REFUSED, "vLLM has no such option"),
     Row(
         ("guide_type", "guide"),
         Meaning.OTHER,
-        "vLLM's own llguidance follows the grammar, with its rules for blanks; refused where the "
+        "vLLM's own llguidance applies the grammar, with its rules for blanks; refused if the "
         "model's own end token does not end the text, and with resumed_tokens",
     ),
     Row(
@@ -89,10 +91,11 @@ ROWS = (
     Row(
         ("resumed_tokens",),
         Meaning.SAME,
-        "refused with penalties, min_tokens and grammars, for which vLLM would take them as prompt",
+        "refused with penalties, min_tokens and grammars, because vLLM would treat these tokens "
+        "as prompt",
     ),
     Row(("cache_salt",), Meaning.SAME),
-    Row(("remember",), Meaning.OTHER, "without effect: no draft of vLLM's remembers answers"),
+    Row(("remember",), Meaning.OTHER, "has no effect: vLLM's drafters do not remember answers"),
 )
 
 REFUSES = {
