@@ -392,7 +392,7 @@ def test_without_words_preprocessing_gives_lists_that_ask_for_nothing(infer):
         (
             "preprocessing",
             {"QUERY": [["a"]], "REQUEST_OUTPUT_LEN": [[1]], "IMAGE_URL": [["u"]]},
-            "IMAGE_URL is not supported: images",
+            "IMAGE_URL is not supported: Spindle takes no images",
         ),
         (
             "preprocessing",
