@@ -1,5 +1,5 @@
 # make serve     spindle serve: ARGS="--model FOLDER --port 8080", ARGS=--help for more
-# make install   spindle with EXTRAS into .venv, to try policies: sim (0.3 GB), advise, serve
+# make install   spindle with EXTRAS into .venv: sim (0.3 GB), advise, serve, convert (1.8 GB)
 # make wheel     one wheel of all that serves, with these extras, into dist
 # make help      these lines
 # make format    what ruff can mend, in place
@@ -24,6 +24,7 @@ BIN := $(VENV)/bin
 DOCS := .venv-docs
 FLEET := .venv-fleet
 EXTRAS ?= sim
+PINS := requirements.txt requirements-convert.txt
 
 .PHONY: help dev serve install wheel format lint check test test-all vllm test-vllm vllm-wheel fleet docs-pages docs bench audit clean
 
@@ -93,10 +94,10 @@ $(VLLM)/.vllm: tests/hosts/requirements.txt
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-$(VENV)/.serve: requirements.txt | $(BIN)/python
+$(VENV)/.serve: $(PINS) | $(BIN)/python
 	@echo "spindle: installing the pinned packages into $(VENV), once: about 2 minutes;"
 	@echo "spindle: 1.8 GB with a CPU build of torch, more with CUDA"
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PINS:%=-r %)
 	@touch $@
 
 # The command of this source tree: what is changed here is what it runs.
@@ -105,7 +106,7 @@ $(BIN)/spindle: $(VENV)/.serve
 
 $(VENV)/.lint: requirements-dev.txt $(VENV)/.serve
 	grep -Ev '^(-r|tensorrt)' $< > $@.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt -r $@.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PINS:%=-r %) -r $@.txt
 	@touch $@
 
 $(VENV)/.test: requirements-dev.txt $(VENV)/.lint
@@ -133,7 +134,7 @@ $(BIN)/python:
 audit: $(BIN)/python
 	$(BIN)/python -m venv build/audit
 	build/audit/bin/pip install --quiet --disable-pip-version-check pip-audit==2.10.1
-	build/audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements.txt
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip $(PINS:%=-r %)
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(DOCS) $(FLEET) build dist .run *.egg-info

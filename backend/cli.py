@@ -19,7 +19,7 @@ from backend import PROJECT_ROOT, __version__
 DELEGATED_COMMANDS = {
     "prepare": (
         "engines_build.prepare",
-        "serve",
+        "convert",
         "convert the models and measure the latency tables that a configuration needs",
     ),
     "admin": (

@@ -12,7 +12,7 @@ RUN apt-get update \
     && install -d -o spindle /opt/spindle /var/cache/spindle
 USER 10001
 WORKDIR /opt/spindle
-COPY --chown=10001 Makefile requirements.txt ./
+COPY --chown=10001 Makefile requirements.txt requirements-convert.txt ./
 # The environment alone: `make serve` would go on to serve.
 RUN make .venv/.serve && rm -rf /home/spindle/.cache
 COPY --chown=10001 . .

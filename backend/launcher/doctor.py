@@ -37,6 +37,12 @@ OK, WARNING, MISSING = "ok", "warning", "missing"
 CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.8, 0.1, 0.06
 """For the embedded model while it is made, for a run folder, for what stubs share with Triton."""
 
+PINS = {"serve": "requirements.txt", "convert": "requirements-convert.txt"}
+"""By extra, the file of a clone that has its pins."""
+
+CONVERTERS = ("torch", "transformers", "gguf")
+"""Packages that convert a model the first time it is served."""
+
 CUDA, TESTED_CAPABILITY = "cuda", 9.0
 """The finding's name, and the compute capability that kernels ran on."""
 
@@ -71,12 +77,14 @@ def _print(findings: list[Finding], as_json: bool) -> None:
 
 def check_everything(machine: Machine = machine) -> list[Finding]:
     """Check the machine, the ports and the configuration."""
-    installed = packages(machine, read_pins())
+    serving, all_pins = read_pins("serve"), read_pins("convert")
+    installed = packages(machine, serving)
     findings = [
         _run_check("system", lambda: checks.check_system(machine)),
         _run_check("python", lambda: checks.check_python(machine)),
         _run_check("tritonserver", checks.check_triton),
         installed,
+        conversion(machine, [pin for pin in all_pins if pin not in serving]),
         processor(machine),
         kernels(),
         memory(machine),
@@ -113,16 +121,36 @@ def packages(machine: Machine, pins: list[tuple[str, str]]) -> Finding:
         others = ", ".join(f"{name} {installed[name]}" for name, _ in wrong if installed[name])
         text = f"{command} (installed now: {others or 'none of these'})"
         return Finding("packages", MISSING, text)
-    return Finding(
-        "packages", OK, f"torch {machine.package_version('torch')} and all others as pinned"
-    )
+    return Finding("packages", OK, "all that serving needs, as pinned")
 
 
-def read_pins(folder: Path = PROJECT_ROOT) -> list[tuple[str, str]]:
-    """Return the names and versions of a clone's requirements.txt, else of the distribution."""
-    file = folder / "requirements.txt"
-    in_clone = file.is_file()
-    lines = file.read_text("utf-8").splitlines() if in_clone else metadata.requires("spindle") or []
+def conversion(machine: Machine, pins: list[tuple[str, str]]) -> Finding:
+    """Say whether a model that was not served before can be: its folder is converted first."""
+    if lacking := lacking_packages(machine):
+        text = f"{', '.join(lacking)} not installed: only models that were served before are served"
+        return Finding("conversion", WARNING, f"{text}; for others, install spindle[convert]")
+    versions = packages(machine, pins)
+    is_fine = versions.state == OK
+    text = f"torch {machine.package_version('torch')}, all as pinned" if is_fine else versions.text
+    return Finding("conversion", versions.state, text)
+
+
+def lacking_packages(machine: Machine) -> list[str]:
+    """Return the packages that convert a model and are not installed."""
+    return [name for name in CONVERTERS if not machine.package_version(name)]
+
+
+def read_pins(extra: str, folder: Path = PROJECT_ROOT) -> list[tuple[str, str]]:
+    """Return the names and versions of an extra: of a clone's file, else of the distribution."""
+    file = folder / PINS[extra]
+    if file.is_file():
+        lines = file.read_text("utf-8").splitlines()
+    else:
+        lines = [
+            line
+            for line in metadata.requires("spindle") or []
+            if re.search(f"extra == .{extra}.$", line)
+        ]
     matches = (re.match(r"([\w.-]+)(?:\[.*?\])?==([\w.]+)", line) for line in lines)
     return [(match[1], match[2]) for match in matches if match]
 
@@ -250,8 +278,10 @@ def deployment(path: Path, machine: Machine = machine) -> list[Finding]:
         findings.append(cuda(config, machine))
     if not config.target.kind.checkpoint:
         return findings
-    if model := embedded_model(config):
+    if model := embedded_model(config, machine):
         findings.append(model)
+    elif lacking_packages(machine) and (reason := unconverted(config)):
+        findings.append(Finding("model", MISSING, reason))
     if all(finding.state != MISSING for finding in findings) and (not model or model.state == OK):
         findings.append(tables(config, machine))
         findings += [gpu_memory(config, machine)] if has_gpu else []
@@ -293,7 +323,24 @@ def gpu_memory(config: ServingConfig, machine: Machine) -> Finding:
         return Finding("memory plan", MISSING, str(error))
 
 
-def embedded_model(config: ServingConfig) -> Finding | None:
+def unconverted(config: ServingConfig) -> str:
+    """Return why the models cannot be read without the packages that convert them; empty if the
+    cache has what they are converted to.
+    """
+    from backend.engines.registry import Service
+    from backend.model_folders import model_path, named_folder
+    from backend.storage.tables import timed_engines
+
+    try:
+        for engine in timed_engines(config):
+            if convert := engine.kind.answer("convert", None):
+                convert(engine, named_folder(engine), Service(config, 1, model_path), str)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def embedded_model(config: ServingConfig, machine: Machine = machine) -> Finding | None:
     """Say whether the embedded model is in the cache; None where it is not asked for."""
     from backend.storage.tables import timed_engines
 
@@ -303,6 +350,9 @@ def embedded_model(config: ServingConfig) -> Finding | None:
     try:
         cache.check(folder)
     except cache.CacheError:
+        if lacking := lacking_packages(machine):
+            text = f"not converted yet; that needs {', '.join(lacking)}: install spindle[convert]"
+            return Finding("model", MISSING, text)
         text = "not converted yet: the first start or `spindle prepare` converts it"
         return Finding("model", WARNING, text)
     return Finding("model", OK, f"{EMBEDDED_MODEL} is converted")

@@ -78,13 +78,22 @@ def test_the_wheel_serves_in_an_empty_environment(tmp_path_factory):
         assert {name for name in package.namelist() if name.split("/")[0] in PACKAGES} == sources()
     venv.create(tmp_path / "venv", with_pip=True)
     programs = tmp_path / "venv" / "bin"
-    run(programs / "pip", "install", "--quiet", f"{wheel}[serve]")
+    run(programs / "pip", "install", "--quiet", f"{wheel}[serve]")  # no torch
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    draft = {"name": "small", "engine": "torch", "model": f"{FAMILY}-0.9m"}
+    drafts = [
+        {"name": "small", "engine": "openvino", "model": f"{FAMILY}-0.9m", "dtype": "fp32"},
+        {"name": "head", "engine": "head", "model": f"{FAMILY}-head", "dtype": "int8"},
+    ]
     config = folder / "serving.json"
-    target = {"engine": "torch", "model": f"{FAMILY}-target"}
-    config.write_text(json.dumps({"target": target, "drafts": [draft]}))
+    target = {"engine": "openvino", "model": f"{FAMILY}-target", "dtype": "fp32"}
+    config.write_text(json.dumps({"target": target, "drafts": drafts}))
+    service = Installed(programs / "spindle", folder, config)
+    assert service.process.wait(600) == 1
+    assert "install spindle[convert]" in service.log.read_text()
+    environment = {**os.environ, "SPINDLE_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-m", "engines_build.prepare", "--config", config]
+    run(*command, cwd=PROJECT_ROOT, env=environment)
     service = Installed(programs / "spindle", folder, config)
     try:
         service.wait_ready(limit_s=600)

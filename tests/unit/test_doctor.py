@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from backend import PROJECT_ROOT
 from backend.checked_settings import ConfigError
 from backend.cli import main
 from backend.config import DEFAULT_CONFIG, parse_config
+from backend.engines.models.reading import read_spec
+from backend.engines.openvino.graph_cache import bring_graph
 from backend.launcher import doctor
 from backend.launcher.doctor import check_engines, report_model
 from engines_build.prepare import prepare
@@ -85,12 +88,48 @@ def test_a_package_that_is_missing_or_another_is_named_with_the_pinned_version()
 
 
 def test_what_is_pinned_is_read_with_and_without_a_clone(monkeypatch, tmp_path):
-    of_the_clone = doctor.read_pins()
-    assert ("torch", "2.13.0") in of_the_clone
-    assert ("tritonclient", "2.51.0") in of_the_clone
-    lines = ["torch==2.13.0", "tritonclient[grpc,http]==2.51.0"]
+    assert ("torch", "2.13.0") in doctor.read_pins("convert")
+    assert ("tritonclient", "2.51.0") in doctor.read_pins("serve")
+    assert "torch" not in dict(doctor.read_pins("serve"))
+    lines = [
+        "tritonclient[grpc,http]==2.51.0; extra == 'serve'",
+        'torch==2.13.0 ; extra == "convert"',
+    ]
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: lines)
-    assert doctor.read_pins(tmp_path) == [("torch", "2.13.0"), ("tritonclient", "2.51.0")]
+    assert doctor.read_pins("serve", tmp_path) == [("tritonclient", "2.51.0")]
+    assert doctor.read_pins("convert", tmp_path) == [("torch", "2.13.0")]
+
+
+@pytest.mark.medium
+def test_without_torch_only_models_that_were_served_before_will_be(
+    a_good_machine, monkeypatch, tmp_path
+):
+    bare = FakeMachine(packages=dict.fromkeys(("torch", "transformers", "gguf")))
+    found = {finding.name: finding for finding in doctor.check_everything(bare)}
+    assert (found["packages"].state, found["conversion"].state) == ("ok", "warning")
+    assert "torch, transformers, gguf not installed" in found["conversion"].text
+    text = "not converted yet; that needs torch, transformers, gguf: install spindle[convert]"
+    assert (found["model"].state, found["model"].text) == ("missing", text)
+
+    def look():
+        model = {"model": str(tmp_path / "model"), "dtype": "fp32"}
+        (tmp_path / "serving.json").write_text(json.dumps({"target": model}))
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "torch", None)
+            patch.setitem(sys.modules, "transformers", None)
+            found = doctor.deployment(tmp_path / "serving.json", bare)
+        return [each.text for each in found if each.state == "missing"]
+
+    model = tiny(tmp_path)
+    (reason,) = look()
+    assert f"reading {model} for the first time needs the package t" in reason
+    read_spec(model)
+    (reason,) = look()
+    assert f"converting {model} to fp32 needs the package t" in reason
+    bring_graph(model, "fp32")
+    assert look() == []
+    other = doctor.conversion(FakeMachine(packages={"torch": "2.14.0"}), [("torch", "2.13.0")])
+    assert other.state == "missing"
 
 
 @pytest.mark.parametrize(

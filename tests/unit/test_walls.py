@@ -87,5 +87,9 @@ def test_tools_are_installed_together_with_the_pins_of_what_serves():
     ]
     assert len(installs) == 3
     for line in installs:
-        assert re.search(r"-r requirements(-dev)?\.txt", line), line
-    assert (PROJECT_ROOT / "requirements-dev.txt").read_text().startswith("-r requirements.txt\n")
+        assert re.search(r"-r requirements-dev\.txt|\$\(PINS:%=-r %\)", line), line
+    (pins,) = (line.partition(" := ")[2].split() for line in lines if line.startswith("PINS := "))
+    first = (PROJECT_ROOT / "requirements-dev.txt").read_text().splitlines()[: len(pins)]
+    assert first == [f"-r {name}" for name in pins]
+    tables = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert tables["dynamic"]["optional-dependencies"]["convert"] == {"file": pins}
