@@ -280,7 +280,7 @@ def deployment(path: Path, machine: Machine = machine) -> list[Finding]:
         return findings
     if model := embedded_model(config, machine):
         findings.append(model)
-    elif lacking_packages(machine) and (reason := unconverted(config)):
+    elif lacking_packages(machine) and (reason := conversion_trouble(config)):
         findings.append(Finding("model", MISSING, reason))
     if all(finding.state != MISSING for finding in findings) and (not model or model.state == OK):
         findings.append(tables(config, machine))
@@ -323,7 +323,7 @@ def gpu_memory(config: ServingConfig, machine: Machine) -> Finding:
         return Finding("memory plan", MISSING, str(error))
 
 
-def unconverted(config: ServingConfig) -> str:
+def conversion_trouble(config: ServingConfig) -> str:
     """Return why the models cannot be read without the packages that convert them; empty if the
     cache has what they are converted to.
     """
