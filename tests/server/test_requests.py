@@ -266,8 +266,14 @@ BAD = [
     ({"beam_width": 2}, "beam_width is not supported: Spindle has no beam search, got 2"),
     ({"lora_task_id": 7}, "lora_task_id is not supported: Spindle has no LoRA adapters, got 7"),
     ({"lora_config": [1, 2, 3]}, "lora_config is not supported: Spindle has no LoRA"),
-    ({"image_url_input": "http://x/y.png"}, "image_url_input is not supported: Spindle takes no images"),
-    ({"decoder_text_input": "x"}, "decoder_text_input is not supported: Spindle runs no models with an encoder"),
+    (
+        {"image_url_input": "http://x/y.png"},
+        "image_url_input is not supported: Spindle takes no images",
+    ),
+    (
+        {"decoder_text_input": "x"},
+        "decoder_text_input is not supported: Spindle runs no models with an encoder",
+    ),
     ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required with"),
     ({"repetition_penalty": 0}, "repetition_penalty must be between .*got 0"),
     ({"min_tokens": -1}, "min_tokens .*-1"),
