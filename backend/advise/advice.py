@@ -209,7 +209,7 @@ def advise(
 ) -> Advice:
     """Fit cells and choose. Raises AdviceError for too few."""
     if len({cell.in_flight for cell in cells}) < 2:
-        raise AdviceError("an advice needs at least two loads")
+        raise AdviceError("advice needs at least two loads")
     has_plain = any(not cell.loaded for cell in cells)
     acceptance = Acceptance(cells)
     goodput = Goodput.fit(cells, by_cpu=by_cpu, acceptance=acceptance)

@@ -139,7 +139,7 @@ class Campaign:
         self.most = min(self.most, in_flight - 1)
         self.cells = [cell for cell in self.cells if cell.in_flight <= self.most]
         if len(self.loads) < 2:
-            raise AdviceError(f"{why}. Give at least two loads that it can take, by --in-flight.")
+            raise AdviceError(f"{why}. Give at least two loads that it can take with --in-flight.")
         self.note(f"{why}: loads above {self.loads[-1]} are left out")
 
     def _is_as_length_field(self, cell: Cell) -> bool:
@@ -149,14 +149,14 @@ class Campaign:
             return True
         if cell.length:
             raise AdviceError(
-                f"asked for length {cell.length}, the server drafts {drafted:.1f} tokens: "
-                "it runs one length only. Start it with the probe scheduler of spindle_vllm, or "
-                "use --serve."
+                f"asked for length {cell.length}, the server drafts {drafted:.1f} tokens: it runs "
+                "only one length. Start it with the probe scheduler from spindle_vllm, or use "
+                "--serve."
             )
         self.heeds_tables = False
         self.note(
             f"asked for length 0 by a table, the engine drafts {drafted:.1f} tokens: it "
-            "ignores tables, so that one length for all loads is advised"
+            "ignores tables, so the advice is one length for all loads"
         )
         return False
 

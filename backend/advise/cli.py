@@ -228,7 +228,7 @@ def _advise(options: argparse.Namespace, make: Callable[..., Client]) -> int:
         advice = advise(campaign.cells, now)
         return _finish(options, campaign, advice, f"AIPerf runs, {len(options.folders)} folders")
     if len(options.in_flight) < 2:
-        raise AdviceError("--in-flight: at least two loads are needed")
+        raise AdviceError("--in-flight needs at least two loads")
     bodies = bodies_of(options)
     settings = CampaignSettings(
         bodies,
@@ -302,7 +302,7 @@ def _measure(
         advised = {advice.best_fixed}
     open_lengths = sorted(advised - {*campaign.lengths()})[:2]
     if open_lengths and _has_room(campaign, open_lengths):
-        _say(f"lengths {open_lengths} are advised and not measured yet: measuring them")
+        _say(f"lengths {open_lengths} are in the advice but not measured yet: measuring them")
         campaign.measure(open_lengths, longest)
         advice = _fit(campaign, options)
     if report.is_far(advice):
@@ -335,7 +335,7 @@ def _has_room(campaign: Campaign, lengths: Sequence[int]) -> bool:
 def _fit(campaign: Campaign, options: argparse.Namespace) -> Advice:
     by_cpu = options.by_cpu
     if by_cpu and not all(cell.window.cpu_s for cell in campaign.cells):
-        raise AdviceError("--by-cpu needs --serve: only there is the processor time known")
+        raise AdviceError("--by-cpu needs --serve: the processor time is known only there")
     return advise(campaign.cells, _now(options), by_cpu=by_cpu, heeds_tables=campaign.heeds_tables)
 
 

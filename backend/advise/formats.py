@@ -27,7 +27,7 @@ def vllm(table: Sequence[LoadRange], spec: Mapping[str, Any], version: Version, 
     """
     longest = max(one.length for one in table)
     if not longest:
-        return "# no --speculative-config: a plain server is advised\n"
+        return "# no --speculative-config: the advice is a plain server\n"
     other_keys = {
         name: v for name, v in spec.items() if not name.startswith("num_speculative_tokens")
     }
@@ -40,7 +40,7 @@ def vllm(table: Sequence[LoadRange], spec: Mapping[str, Any], version: Version, 
         config["num_speculative_tokens_per_batch_size"] = [[*one] for one in table]
         note = (
             "# With --data-parallel-size above 1 vLLM drops the table with a warning.\n"
-            "# Prove that it heeds the table: spindle advise verify\n"
+            "# Check that it follows the table: spindle advise verify\n"
         )
     return f"{note}--speculative-config '{json.dumps(config)}'\n"
 
@@ -59,7 +59,7 @@ def tensorrt_llm(table: Sequence[LoadRange], version: Version) -> str:
     """
     longest = max(one.length for one in table)
     if not longest:
-        return "# no speculative_config: a plain server is advised\n"
+        return "# no speculative_config: the advice is a plain server\n"
     note, rows = "", {r.last: r.length for r in table}
     if table[-1].length == 0:
         rows.pop(table[-1].last)
@@ -68,13 +68,13 @@ def tensorrt_llm(table: Sequence[LoadRange], version: Version) -> str:
         if table[0].length != longest:
             falling[0] = table[0]._replace(length=longest)
             note = (
-                f"# 1.2 wants the longest length at batch 1: {longest}, where {table[0].length} "
+                f"# 1.2 needs the longest length at batch 1: {longest}, where {table[0].length} "
                 "was advised\n"
             )
         rows = {r.first: r.length for r in falling}
     lines = "".join(f"    {n}: {length}\n" for n, length in rows.items())
     where = (
-        "before 1.3: keys are the least batch"
+        "before 1.3: keys are the smallest batch"
         if version < (1, 3)
         else ("from 1.3 on: keys are the largest batch")
     )

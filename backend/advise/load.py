@@ -194,8 +194,8 @@ class Client:
             problem.close()
             cure = {
                 429: "it is full or limits its callers; nothing more was sent",
-                404: "is this an OpenAI server with /metrics, and its address right?",
-                401: "it wants a key, which spindle advise does not send",
+                404: "check the address, and that this is an OpenAI server with /metrics",
+                401: "it requires a key, which spindle advise does not send",
             }.get(problem.code, "see the server's log")
             raise AdviceError(
                 f"{self.url}{path} answered {problem.code} {problem.reason}: {cure}"
@@ -307,7 +307,7 @@ def quiet_page(client: Client) -> Scrape:
         time.sleep(0.1)
     else:
         raise AdviceError(
-            f"{client.url} is serving {busy:.0f} requests of other callers: measuring needs a "
+            f"{client.url} is serving {busy:.0f} requests from other callers: measuring needs a "
             "server of its own. Use --metrics-only on a server in use."
         )
     require(page, "generated")
@@ -344,8 +344,8 @@ def _check(page: Scrape, window: Window, in_flight: int, requests: int) -> None:
         window["firsts"] > requests
     ):
         raise AdviceError(
-            "the server answers requests of other callers meanwhile: stopped. Measure on a server "
-            "of its own, or use --metrics-only."
+            "stopped: the server also answers requests from other callers. Measure on a server of "
+            "its own, or use --metrics-only."
         )
     if window["preempted"] > 0:
         raise QueuedError(

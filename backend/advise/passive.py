@@ -211,7 +211,7 @@ def _missing(replicas: Sequence[Replica], cells: Sequence[Cell]) -> str:
         return "Missing: traffic. No token was generated meanwhile; read for longer."
     if not cells:
         return (
-            "Missing: counters of steps, which this engine does not have. Acceptance alone is "
+            "Missing: counters of steps, which this engine does not have. Only acceptance is "
             "known; measure with --serve."
         )
     if len(_loads(cells)) < 2:
@@ -219,7 +219,7 @@ def _missing(replicas: Sequence[Replica], cells: Sequence[Cell]) -> str:
     if any(replica.speculates for replica in replicas):
         return (
             "Missing: the time of a plain step. Run one replica without speculation for these "
-            "minutes and give both URLs; that is enough for a full advice."
+            "minutes and give both URLs; that is enough for full advice."
         )
     return "Missing: a replica that speculates. Give one such URL as well."
 

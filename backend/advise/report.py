@@ -108,8 +108,8 @@ def _page(
         if name in texts:
             lines += [f"## {name}", "", "```", texts[name].rstrip(), "```", ""]
     lines += [
-        "An advice ages with the traffic, the model and the engine: measure again when one of them "
-        "changes, and prove it first: `spindle advise verify`.",
+        "Verify the advice before you apply it: `spindle advise verify`. Measure again when the "
+        "traffic, the model or the engine changes.",
         "",
     ]
     return "\n".join(lines)

@@ -225,7 +225,7 @@ def measure_arm(
         for clock, proof in proofs.items():
             seconds = cell.window.cpu_s if clock == "cpu" else cell.window.wall_s
             if not seconds:
-                raise AdviceError("--by-cpu needs --serve: only there is the processor time known")
+                raise AdviceError("--by-cpu needs --serve: the processor time is known only there")
             speed = cell.window["generated"] / seconds
             proof.speeds.setdefault((name, n), []).append(speed)
             campaign.say(f"  block {block + 1}, {name}, {n} in flight: {speed:.4g} tokens/s")

@@ -66,7 +66,9 @@ def draws_right(vllm_config: Any) -> bool:
     cpu_triton_utils._expand_kernel_impl(spread, torch.tensor([0.25, 0.5]), ends, 0, 1)
     right = bool(spread.tolist() == [0.25, 0.5, 0.5])
     if not right:
-        logger.warning("spindle: nothing is proposed for sampled requests: vLLM draws them wrongly")
+        logger.warning(
+            "spindle: no proposals for sampled requests, because vLLM draws them wrongly"
+        )
     return right
 
 

@@ -200,7 +200,7 @@ class TritonServer:
 
     def waits_for(self) -> str:
         """Return what keeps a server that starts from being ready, as far as it shows."""
-        return self._last_probe or "tritonserver has not been asked yet"
+        return self._last_probe or "tritonserver has not been probed yet"
 
     def trouble(self) -> str | None:
         """Return what is wrong with the service, None when nothing is."""

@@ -57,7 +57,7 @@ def main() -> None:
         sys.exit(f"spindle: error: the OpenAI front end cannot start: {error}")
     say(about_tools(template))
     if template is not None and template.reasoning is not None and options.split_reasoning:
-        say(f"reasoning ends in {template.reasoning.closing} and is apart from the content")
+        say(f"reasoning ends with {template.reasoning.closing} and is separate from the content")
     keys = keys_of(os.environ)
     front_end = FrontEnd(
         address=settings.at(settings.grpc_port),
@@ -127,15 +127,15 @@ def about_tools(template: ChatTemplate | None) -> str:
     if template is None:
         return "the model has no chat template: chats are refused"
     if template.has_channels:
-        return "reasoning and calls of tools are read from the channels of gpt-oss"
+        return "reasoning and tool calls are parsed from gpt-oss's channels"
     if template.calls is not None:
-        return f"calls of tools are read as {template.calls.name} models write them"
+        return f"tool calls are parsed as {template.calls.name} models write them"
     if not template.shows_tools:
         return (
-            "the chat template shows no tools to the model: only calls that must come "
-            "(tool_choice) come"
+            "the chat template shows no tools to the model, so it makes only required calls "
+            "(tool_choice)"
         )
-    return "the chat template's format of calls is not known: with tool_choice auto they stay text"
+    return "the chat template's call format is unknown: with tool_choice auto, calls stay text"
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ class Hosts:
         """Raise ApiError if a request with this ``Host`` may not call."""
         if not self.allow(header):
             message = (
-                f"Host {as_json(_name(header))} is no name of this server: call it by its address, "
-                f"or list the name in openai.allowed_hosts of serving.json"
+                f"Host {as_json(_name(header))} is not a name of this server: call it by its "
+                f"address, or list the name in openai.allowed_hosts of serving.json"
             )
             raise ApiError(403, message)
 
@@ -115,7 +115,7 @@ class Keys:
         if not any(matches):
             raise ApiError(401, "the API key is missing or wrong")
         if path in OPERATOR_PATHS and not matches[0]:
-            raise ApiError(403, f"{path} shows figures of all tenants: it needs the first key")
+            raise ApiError(403, f"{path} shows figures for all tenants and needs the first key")
         return tenant_of(secret.strip()) if len(self.keys) > 1 else ""
 
 

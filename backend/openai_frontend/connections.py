@@ -107,7 +107,7 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         part = "head" if self._awaits is h11.IDLE else "body"
-        self._refuse(ApiError(408, f"the {part} of the request did not come in time"))
+        self._refuse(ApiError(408, f"the {part} of the request did not arrive in time"))
 
     def _make_room(self) -> None:
         """Close the connection that has waited longest, or if none waits, this one."""

@@ -186,7 +186,7 @@ def _invalid_value(
             f"Invalid '{param}': expected at least {context['min_length']} of them, but got {value}"
         )
     elif kind == "string_unicode":
-        message = f"Invalid '{param}': a lone surrogate is no text, got {value}"
+        message = f"Invalid '{param}': a lone surrogate is not text, got {value}"
     elif kind == "string_pattern_mismatch":
         message = (
             f"Invalid '{param}': expected a string that matches {context['pattern']}, "

@@ -83,7 +83,7 @@ class BodyReader:
             raise ApiError(499, "the client has gone") from None
         size = len(data)
         if self._waiting >= self.most_waiting or self._waiting_bytes + size > MOST_WAITING_BYTES:
-            raise ApiError(503, f"{self._waiting} bodies are waiting to be read: try again later")
+            raise ApiError(503, f"{self._waiting} bodies are waiting to be parsed: try again later")
         headers = {name: request.headers.get(name, "") for name in _HEADERS}
         threads = self._small if size <= LARGE_BODY_BYTES else self._large
         self._waiting += 1
@@ -145,7 +145,7 @@ class BodyReader:
                 if child is not None:
                     child.process.kill()
                     self._running.discard(child)
-                raise ApiError(503, "the body could not be read: try again later") from None
+                raise ApiError(503, "the body could not be parsed: try again later") from None
             self._idle.append(child)
         if error is not None:
             raise error

@@ -139,7 +139,7 @@ def _in_tail(probs: Floats, word: np.uint64, head: int, token_ids: IntArray | No
     columns = np.flatnonzero((probs > 0) & (probs < HEAD))
     if not len(columns):
         if head < 0:
-            raise ValueError("no token has a probability: the logits are no numbers")
+            raise ValueError("no token has a probability: the logits are not numbers")
         return head
     tokens = columns if token_ids is None else token_ids[columns]
     return int(columns[(exponentials(word ^ tokens.astype(np.uint64)) / probs[columns]).argmin()])

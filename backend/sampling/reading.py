@@ -141,7 +141,7 @@ class GrammarProcess:
             return ValueError(f"it takes over {self._longest_s} s to read")
         if status in (-signal.SIGABRT, -signal.SIGSEGV):
             return ValueError("it is too large")
-        return TryAgainError("the grammar could not be read: try again later")
+        return TryAgainError("the grammar could not be parsed: try again later")
 
 
 def one_line(error: object) -> str:

@@ -41,7 +41,7 @@ def explain_last(cycle: Cycle) -> dict[str, Any]:
     elif _level_of(plan) == "none":
         reply["requests"] = [f"all requests: {guard[-1]}"]
     elif plan.notes.get("first_plain"):
-        reply["requests"] = ["all requests: plain, to measure what such steps take"]
+        reply["requests"] = ["all requests: plain, to measure the time of such steps"]
     elif len(view) > MOST_ROWS:
         reply["requests"] = [
             f"{len(view)} requests are more than the {MOST_ROWS} that are explained while serving"

@@ -96,7 +96,7 @@ class PolicyRunner:
             pairs = zip(nodes.tolist(), plan.length, strict=True)  # one number a row, or it fails
             return [most for most, _ in pairs]
         except Exception:
-            self._report_failure("as many nodes are verified as were planned")
+            self._report_failure("the planned number of nodes is verified")
             planned: list[int] = plan.length.tolist()
             return planned
 

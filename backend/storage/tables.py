@@ -114,7 +114,7 @@ def read_table(path: Path) -> LatencyTable:
         raw = json.loads(path.read_text("utf-8"))
         return LatencyTable.from_dict(raw if isinstance(raw, dict) else {})
     except FileNotFoundError:
-        text = f"there is no latency table {path} (`spindle prepare` measures one)"
+        text = f"no latency table {path} (`spindle prepare` measures one)"
         raise LatencyError(text) from None
     except (OSError, ValueError) as error:
         raise LatencyError(f"{path}: {error}") from error

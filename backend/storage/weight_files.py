@@ -81,7 +81,7 @@ def _instead(folder: Path) -> str:
         return f": {shards[0].name} is not found without the index, so download that too"
     if pickles := sorted(folder.glob(PICKLES)):
         return (
-            f": {pickles[0].name} is a pickle, which is not read. Save the model again: "
+            f": {pickles[0].name} is a pickle, which Spindle does not read. Save the model again: "
             'python -c "from transformers import AutoModelForCausalLM; '
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('FOLDER')\""
         )

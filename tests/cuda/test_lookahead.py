@@ -113,7 +113,7 @@ def test_nan_ends_the_row_that_has_it() -> None:
     kv[broken.blocks["target"][0]] = float("nan")
     target.submit([turn(broken), turn(whole)])
     failed, ran = sorted(target.poll(0.0), key=lambda completion: completion.sequence_id)
-    assert failed.error == "the target's logits are no numbers"
+    assert failed.error == "the target's logits are not numbers"
     assert ran.error is None
 
 

@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "chunked attention",
     ),
-    "deepseek v3": ("deepseek_v3", _MLA, "MLA, whose latent is not what our KV pool keeps"),
+    "deepseek v3": ("deepseek_v3", _MLA, "MLA, whose latent does not fit our KV pool"),
     "deepseek v4": (
         "deepseek_v4",
         _WIDE,

@@ -77,7 +77,7 @@ def test_an_untested_multimodal_folder_is_refused(tmp_path):
     text = config_of(*SERVED["llama 3"]).to_dict()
     raw = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
     (tmp_path / "config.json").write_text(json.dumps(raw | {"text_config": text}))
-    with pytest.raises(CheckpointError, match="text part is served of Gemma3ForConditional"):
+    with pytest.raises(CheckpointError, match="multimodal folders of Gemma3ForCond"):
         probe(tmp_path)
 
 

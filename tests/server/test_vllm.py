@@ -225,7 +225,7 @@ def test_several_texts_of_one_request(service):
     [
         ({"temperature": 2.5}, "temperature is not supported: vLLM's is at most 2, got 2.5"),
         ({"presence_penalty": 0.5}, "presence_penalty is not supported: vLLM counts the output"),
-        ({"min_p": 0.1, "temperature": 1.0}, "min_p is not supported: vLLM has none where"),
+        ({"min_p": 0.1, "temperature": 1.0}, "min_p is not supported: vLLM does not support"),
         ({"return_context_logits": True}, "return_context_logits is not supported: vLLM returns"),
         (
             {"return_log_probs": True, "temperature": 1.0, "top_p": 0.5},

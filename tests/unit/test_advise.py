@@ -176,7 +176,7 @@ def test_tensorrt_llm_s_schedules_mean_the_same_in_both_versions(batch):
 def test_tensorrt_llm_1_2_has_the_longest_length_at_batch_1():
     text = formats.tensorrt_llm([LoadRange(1, 4, 1), LoadRange(5, 64, 3)], (1, 2))
     assert schedule(text) == {1: 3, 5: 3}
-    assert "wants the longest length" in text
+    assert "needs the longest length" in text
 
 
 def test_sglang_s_file_and_aiconfigurator_s_options():

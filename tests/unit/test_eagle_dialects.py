@@ -192,7 +192,7 @@ REFUSALS = {
     "DFlash": ({"config": {"architectures": ["DFlashDraftModel"]}}, "it is DFlash"),
     "MTP": ({"tensors": {"model.layers.61.eh_proj.weight": ONES}}, r"\(MTP\)"),
     "MLA": ({"tensors": {"midlayer.self_attn.kv_b_proj.weight": ONES}}, r"latent attention \(MLA"),
-    "quantised": ({"tensors": QUANTISED}, "it is a quantised head: take the one in bf16"),
+    "quantised": ({"tensors": QUANTISED}, "it is a quantised head: use the one in bf16"),
     "quantised by config": ({"config": {"quantization_config": {"bits": 4}}}, "a quantised head"),
     "MLP speculator": ({"config": {"model_type": "mlp_speculator"}}, "it is an MLP speculator"),
     "EAGLE-1": ({"without": ["layers.0.hidden_norm.weight"]}, "an EAGLE-1 or EAGLE-2 head"),
@@ -316,7 +316,7 @@ def test_what_cannot_be_served_is_refused_by_field_and_value(case, tmp_path):
         read(tmp_path / "head", **changes)
     assert str(refusal.value).startswith(f"{tmp_path / 'head'} cannot be served: ")
     if ": it is " in str(refusal.value):  # another kind, which no change of a value would serve
-        assert re.search(": (take|merge) ", str(refusal.value))
+        assert re.search(": (use|merge) ", str(refusal.value))
 
 
 def test_a_dialect_that_is_not_known_is_refused_with_what_a_report_needs(tmp_path):

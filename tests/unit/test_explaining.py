@@ -77,5 +77,5 @@ def test_a_step_that_is_plain_to_be_measured_says_so():
     first = replace(plan, notes={"first_plain": True})
     loop.runner.last_plan = (view, state, first, now)
     assert explain_last(loop)["requests"] == [
-        "all requests: plain, to measure what such steps take"
+        "all requests: plain, to measure the time of such steps"
     ]

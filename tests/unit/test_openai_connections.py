@@ -120,7 +120,7 @@ def test_a_request_that_does_not_come_in_time_ends(monkeypatch, sent, answer):
         if answer:
             error = json.loads(text.partition("\r\n\r\n")[2])["error"]
             assert error["type"] == "invalid_request_error"
-            assert "did not come in time" in error["message"]
+            assert "did not arrive in time" in error["message"]
 
 
 @pytest.mark.medium

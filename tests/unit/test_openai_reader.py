@@ -163,7 +163,7 @@ def test_a_fault_is_an_error_and_a_death_a_restart(bodies, more, tmp_path):
     files = [tmp_path / str(index) for index in range(PROCESSES)]
     results = outcomes(bodies, [(end, {"file": str(file), **more}) for file in files])
     assert {(str(error), error.status) for error in results} == {
-        ("the body could not be read: try again later", 503)
+        ("the body could not be parsed: try again later", 503)
     }
     dead = {int(file.read_text()) for file in files}
     assert len(dead) == PROCESSES

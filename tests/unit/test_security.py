@@ -135,7 +135,7 @@ def test_pickled_weights_are_refused_and_not_opened(tmp_path):
     sprung = tmp_path / "sprung"
     shutil.copyfile(TINY / "config.json", tmp_path / "config.json")
     torch.save(Trap(sprung), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="is a pickle, which is not read"):
+    with pytest.raises(ConfigError, match="is a pickle, which Spindle does not read"):
         read_weights(tmp_path)
     assert not sprung.exists()
     torch.load(tmp_path / "pytorch_model.bin", weights_only=False)

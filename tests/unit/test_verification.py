@@ -165,7 +165,7 @@ def test_logits_that_are_no_numbers_are_refused_and_change_no_other_row():
     (wanted,) = verify(logits[1:], places[1:])
     logits[0, 7] = np.nan
     assert verify(logits[1:], places[1:]) == [wanted]
-    with pytest.raises(ValueError, match="no numbers"):
+    with pytest.raises(ValueError, match="not numbers"):
         verify(logits, places)
 
 

@@ -143,7 +143,7 @@ class PagedModel:
     ) -> torch.Tensor:
         """Store and attend (``models.attention.Attend``). Raises AttentionError for sinks."""
         if sinks is not None:
-            raise AttentionError(f"layer {spec.layer} has attention sinks, which are not served")
+            raise AttentionError(f"layer {spec.layer} has attention sinks, which are not supported")
         pages = self._by_layer[spec.layer]
         pages.store(key[0].transpose(0, 1), value[0].transpose(0, 1))
         pages.scoring = Scoring(spec.scale, spec.window, spec.softcap)

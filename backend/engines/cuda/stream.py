@@ -24,7 +24,7 @@ from backend.engines.port import EngineLostError
 
 logger = logging.getLogger(__name__)
 
-NO_NUMBERS = "the target's logits are no numbers"
+NO_NUMBERS = "the target's logits are not numbers"
 """The error of a row whose logits have a NaN, are infinite, or are all minus infinity."""
 
 _GARBAGE = 0x5A

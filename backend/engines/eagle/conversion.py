@@ -68,8 +68,9 @@ def bring_head(
         needed = sum(file.stat().st_size for file in target.glob("*.safetensors"))
         needed *= _WIDENING[dtype]
         text = (
-            f"converting {published}: its target answers a few prompts, to see what it reads. "
-            f"That needs {needed / _GIB:.1f} GiB of memory, {free_bytes / _GIB:.1f} GiB are free"
+            f"converting {published}: its target answers a few prompts to show which layers it "
+            f"reads. That needs {needed / _GIB:.1f} GiB of memory, {free_bytes / _GIB:.1f} GiB are "
+            "free"
         )
         if needed > free_bytes:
             raise ConfigError(text)

@@ -167,7 +167,7 @@ def _check_kind(own: _Folder, published: Mapping[str, Tensor]) -> None:
     if own.stated("use_aux_hidden_state") is False:
         raise own.refuse("use_aux_hidden_state is false: it reads the target's last layer only")
     if (activation := own.layer.get("hidden_act") or "silu") != "silu":
-        raise own.refuse(f"hidden_act is {activation!r}, only 'silu' is served")
+        raise own.refuse(f"hidden_act is {activation!r}, only 'silu' is supported")
 
 
 def _rename(own: _Folder, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -292,7 +292,7 @@ def _rope(own: _Folder) -> dict[str, Any]:
         raise own.refuse(f"rope_type is {rope['rope_type']!r}; known are {known}")
     part = rope.get("partial_rotary_factor") or own.layer.get("partial_rotary_factor") or 1
     if part != 1:
-        raise own.refuse(f"partial_rotary_factor is {part}, only 1 is served")
+        raise own.refuse(f"partial_rotary_factor is {part}, only 1 is supported")
     return {"rope": rope, "rope_theta": float(theta)}
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 Config = Mapping[str, Any]
 Names = Collection[str]
-_INSTEAD = "take an EAGLE-3 head of the same target"
+_INSTEAD = "use an EAGLE-3 head for the same target"
 _PARALLEL = f"which drafts in parallel: {_INSTEAD}"
 _QUANTISED = (".weight_scale", ".input_scale", ".weight_scale_2", ".qweight", ".weight_packed")
 
@@ -141,7 +141,7 @@ _KINDS: tuple[tuple[Callable[[Config, Names], bool], str], ...] = (
     (_is_dflash, f"DFlash, {_PARALLEL}"),
     (_is_mtp, f"a layer for multi-token prediction (MTP): {_INSTEAD}"),
     (_is_mla, f"an EAGLE-3 head with latent attention (MLA): {_INSTEAD} without it"),
-    (_is_quantised, "a quantised head: take the one in bf16"),
+    (_is_quantised, "a quantised head: use the one in bf16"),
     (_is_mlp_speculator, f"an MLP speculator: {_INSTEAD}"),
     (_is_first_eagle, f"an EAGLE-1 or EAGLE-2 head (fc, but no hidden_norm): {_INSTEAD}"),
 )

@@ -42,14 +42,14 @@ def read_decoder_config(folder: Path) -> PretrainedConfig:
     config: PretrainedConfig = whole.get_text_config(decoder=True)
     built: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if built is None or getattr(config, "is_encoder_decoder", False):
-        refuse(folder, architecture, "it is not a causal language model of text")
+        refuse(folder, architecture, "it is not a causal language model for text")
     if config is not whole:
         if architecture not in WRAPPERS:
-            reason = "of multimodal folders, the text part is served of"
+            reason = "Spindle serves the text part only of multimodal folders of"
             refuse(folder, architecture, f"{reason} {', '.join(WRAPPERS)}")
         config.tie_word_embeddings = whole.tie_word_embeddings
     elif architecture not in ("none", built.__name__):
-        refuse(folder, architecture, f"as a language model it would be a {built.__name__}")
+        refuse(folder, architecture, f"its language model would be a {built.__name__}")
     config.architectures = [built.__name__]
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # its weights are widened when they are read
@@ -82,7 +82,7 @@ def _check_source(folder: Path, raw: Mapping[str, Any], architecture: str) -> No
             folder, architecture, f"transformers {version} has no such model (model_type {kind!r})"
         )
     if raw.get("draft_vocab_size"):
-        refuse(folder, architecture, "its head has a part of the vocabulary only")
+        refuse(folder, architecture, "its head covers only a part of the vocabulary")
     if reason := quantization_of(raw)[1]:
         refuse(folder, architecture, f"its weights are quantised: {reason}. Give it in bf16")
 
@@ -96,7 +96,7 @@ def _reasons(config: PretrainedConfig) -> Iterator[str]:
     if compressed:
         yield f"its layers ({compressed[0]}) attend to tokens in compressed form"
     if getattr(config, "kv_lora_rank", None):
-        yield "MLA, whose latent is not what our KV pool keeps"
+        yield "MLA, whose latent does not fit our KV pool"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         yield "its layers attend to later tokens, too"
     for rope in _ropes(config):

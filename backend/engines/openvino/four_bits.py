@@ -119,10 +119,10 @@ def _read_gptq(
     index = tensors.get(f"{prefix}g_idx")
     columns = 8 * packed.shape[0] if index is None else len(index)
     if 8 * packed.shape[0] != columns or quantization.get("bits", 4) != 4:
-        raise UnfitError("its integers do not have 4 bits")
+        raise UnfitError("its integers are not 4 bits wide")
     _check_order(index, columns, scales.shape[0])
     if zeros.is_floating_point():
-        raise UnfitError("its zeros are no integers")
+        raise UnfitError("its zeros are not integers")
     moved = quantization.get("checkpoint_format") != "gptq_v2"  # the first format stores one less
     zero = (split_bytes(zeros.contiguous().view(torch.uint8)) + moved) & 15
     digits = packed.T.contiguous().view(torch.uint8)
@@ -136,7 +136,7 @@ def _read_awq(
     del quantization
     packed, zeros, scales = (tensors[prefix + end] for end in ("qweight", "qzeros", "scales"))
     if 8 * packed.shape[1] != scales.shape[1]:
-        raise UnfitError("its integers do not have 4 bits")
+        raise UnfitError("its integers are not 4 bits wide")
 
     def ordered(words: torch.Tensor) -> torch.Tensor:
         digits = split_bytes(words.contiguous().view(torch.uint8))
@@ -158,7 +158,7 @@ def _read_packed(
     packed, scale = tensors[f"{prefix}weight_packed"], tensors[f"{prefix}weight_scale"]
     rows, columns = (int(size) for size in tensors[f"{prefix}weight_shape"])
     if 8 * packed.shape[1] != columns:
-        raise UnfitError("its integers do not have 4 bits")
+        raise UnfitError("its integers are not 4 bits wide")
     index = tensors.get(f"{prefix}weight_g_idx")
     _check_order(None if index is None or int(index.min()) < 0 else index, columns, scale.shape[1])
     zeros = tensors.get(f"{prefix}weight_zero_point")

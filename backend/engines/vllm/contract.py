@@ -113,9 +113,9 @@ def check(ask: Ask, *, speculates: bool, eos: int | None) -> None:
     sampling = ask.sampling
     sampled = not sampling.greedy
     if speculates and sampling.min_p and sampled:
-        raise _refusal("min_p", "vLLM has none where it speculates", sampling.min_p)
+        raise _refusal("min_p", "vLLM does not support it with a drafter", sampling.min_p)
     if speculates and sampling.bias:
-        raise _refusal("embedding_bias", "vLLM has none where it speculates")
+        raise _refusal("embedding_bias", "vLLM does not support it with a drafter")
     if sampled and sampling.temperature > MOST_TEMPERATURE:
         raise _refusal(
             "temperature", f"vLLM's is at most {MOST_TEMPERATURE:g}", sampling.temperature
