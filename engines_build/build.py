@@ -262,7 +262,7 @@ def build_engines(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Compile the networks of a ``serving.json``."""
     # torch and TensorRT, only where they are asked for
-    from engines_build.trt_graph.build import Choice, build_all
+    from engines_build.trt_graph.build import BuildOptions, build_all
     from engines_build.trt_graph.library import TrtError
 
     if args.out is None or args.dry_run:
@@ -271,7 +271,7 @@ def build_networks(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         build_all(
             args.file or SERVING,
             args.out,
-            Choice(args.dtype, args.weights_inside, library=args.library),
+            BuildOptions(args.dtype, args.weights_inside, library=args.library),
         )
     except TrtError as error:
         raise BuildError(str(error)) from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backend.advise import AdviceError
-from backend.advise.load import Cell, Reply
+from backend.advise.load import AnswerCounts, Cell
 from policy.plan import FloatArray
 
 Steps = Sequence[tuple[int, int]]
@@ -67,7 +67,7 @@ def replay(steps: Steps, length: int) -> tuple[int, int, int, int]:
     return tokens, count, drafted, proposals
 
 
-class Acceptance:
+class StepTokens:
     """Tokens of steps of each length, up to the longest that was measured."""
 
     def __init__(self, cells: Iterable[Cell]) -> None:
@@ -203,7 +203,7 @@ def _sum(factor: float, length: int) -> float:
     return sum(factor**place for place in range(1, length + 1))
 
 
-def _steps(reply: Reply) -> Steps:
+def _steps(reply: AnswerCounts) -> Steps:
     """Return all steps of a reply. Those without a proposal are not reported: they bring a token
     each, which is what the text has beyond the others.
     """

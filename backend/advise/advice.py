@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from backend.advise import AdviceError
-from backend.advise.acceptance import Acceptance
+from backend.advise.acceptance import StepTokens
 from backend.advise.goodput import (
     DRAWS,
     PLAIN,
@@ -69,7 +69,7 @@ class Advice:
     rows: list[TableRow]
     goodput: Goodput
     cells: Sequence[Cell]
-    acceptance: Acceptance
+    acceptance: StepTokens
     held_out: HeldOut | None
     has_plain: bool
     speed: dict[int, FloatArray]
@@ -211,7 +211,7 @@ def advise(
     if len({cell.in_flight for cell in cells}) < 2:
         raise AdviceError("advice needs at least two loads")
     has_plain = any(not cell.loaded for cell in cells)
-    acceptance = Acceptance(cells)
+    acceptance = StepTokens(cells)
     goodput = Goodput.fit(cells, by_cpu=by_cpu, acceptance=acceptance)
     flights = flights_up_to(max(cell.in_flight for cell in cells))
     knows_zero = any(cell.loaded and not cell.length for cell in cells)

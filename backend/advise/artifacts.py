@@ -9,7 +9,7 @@ from typing import Any
 
 from backend.advise import AdviceError
 from backend.advise.campaign import Campaign, CampaignSettings
-from backend.advise.load import Cell, Reply, reply_of
+from backend.advise.load import AnswerCounts, Cell, reply_of
 from backend.advise.scrape import Window
 
 RECORDS, RAW, SUMMARY = (
@@ -38,7 +38,7 @@ def _cell(folder: Path) -> Cell:
     for accepted, count in pooled.items():
         histogram[int(accepted)] = int(count)
     if histogram and not any(reply.accepted or reply.histogram for reply in replies):
-        replies[0] = Reply(
+        replies[0] = AnswerCounts(
             replies[0].prompt_tokens, replies[0].output_tokens, histogram=tuple(histogram)
         )
     starts = [record["metadata"]["request_start_ns"] for record in records]
@@ -66,21 +66,21 @@ def _cell(folder: Path) -> Cell:
     return Cell(length, concurrency, window, tuple(replies), length > 0, sent_requests=len(records))
 
 
-def _histogram(reply: Reply) -> tuple[int, ...]:
+def _histogram(reply: AnswerCounts) -> tuple[int, ...]:
     most = max(reply.accepted, default=-1)
     return tuple(reply.accepted.count(j) for j in range(most + 1))
 
 
-def _counts(metrics: dict[str, Any]) -> Reply:
+def _counts(metrics: dict[str, Any]) -> AnswerCounts:
     output = _value(metrics, "output_sequence_length") or _value(metrics, "output_token_count")
-    return Reply(_value(metrics, "input_sequence_length"), output)
+    return AnswerCounts(_value(metrics, "input_sequence_length"), output)
 
 
 def _value(metrics: dict[str, Any], name: str) -> int:
     return int((metrics.get(name) or {}).get("value") or 0)
 
 
-def _replies(folder: Path) -> list[Reply]:
+def _replies(folder: Path) -> list[AnswerCounts]:
     """Return what the answers themselves say, if the run kept them (--export-level raw)."""
     if not (folder / RAW).is_file():
         return []

@@ -246,12 +246,3 @@ def is_length(drafted: float, length: int, above: float = _ABOVE) -> bool:
 
 def _length_field(arm: int) -> Body:
     return {} if arm == PLAIN else {"vllm_xargs": {"probe_k": arm}}
-
-
-def without(cells: Sequence[Cell], length: int, in_flight: int) -> list[Cell]:
-    """Return the cells but those of one length and load with a draft."""
-    return [
-        cell
-        for cell in cells
-        if not (cell.loaded and (cell.length, cell.in_flight) == (length, in_flight))
-    ]

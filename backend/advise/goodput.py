@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backend.advise.acceptance import Acceptance, Expected
+from backend.advise.acceptance import Expected, StepTokens
 from backend.advise.load import Cell
-from backend.advise.times import Load, StepTimes
+from backend.advise.times import FittedTimes, Load
 from policy.plan import FloatArray, IntArray
 
 PLAIN = -1
@@ -49,7 +49,7 @@ class Interval(NamedTuple):
 class Goodput:
     """The model of a server with requests of one mean size."""
 
-    times: StepTimes
+    times: FittedTimes
     expected: list[Expected]
     prompt_tokens: float
     """Computed prompt tokens of a request."""
@@ -62,12 +62,12 @@ class Goodput:
         *,
         by_cpu: bool = False,
         rng: np.random.Generator | None = None,
-        acceptance: Acceptance | None = None,
+        acceptance: StepTokens | None = None,
     ) -> Goodput:
         """Fit both parts; with ``rng`` one draw of the bootstrap."""
-        acceptance = acceptance or Acceptance(cells)
+        acceptance = acceptance or StepTokens(cells)
         weights = None if rng is None else rng.exponential(size=len(cells))
-        times = StepTimes.fit(cells, by_cpu=by_cpu, weights=weights)
+        times = FittedTimes.fit(cells, by_cpu=by_cpu, weights=weights)
         replies = [reply for cell in cells for reply in cell.replies]
         firsts = sum(cell.firsts for cell in cells)
         output = [reply.output_tokens for reply in replies]

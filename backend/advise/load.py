@@ -31,7 +31,7 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Reply:
+class AnswerCounts:
     """The counts of an answer. ``accepted`` and ``proposed`` have an entry for each step with a
     proposal, in order, if the engine reports them.
     """
@@ -51,7 +51,7 @@ class Cell:
     length: int
     in_flight: int
     window: Window
-    replies: tuple[Reply, ...] = ()
+    replies: tuple[AnswerCounts, ...] = ()
     loaded: bool = True
     """Whether the server has speculation configured."""
     block: int = 0
@@ -169,7 +169,7 @@ class Client:
         except (AdviceError, ValueError, KeyError, TypeError):
             return []
 
-    def ask(self, body: Body) -> Reply:
+    def ask(self, body: Body) -> AnswerCounts:
         """Send a request and read all of the answer. Raises AdviceError."""
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         data = json.dumps(body).encode()
@@ -212,7 +212,7 @@ def _open_remote(request: urllib.request.Request, timeout_s: float) -> Any:
     return _PROXIED.open(request, timeout=timeout_s)
 
 
-def reply_of(reply: dict[str, Any]) -> Reply:
+def reply_of(reply: dict[str, Any]) -> AnswerCounts:
     """Read an answer's sizes and what it says of acceptance: vLLM's metrics or SGLang's."""
     vllm = (reply.get("metrics") or {}).get("speculative_decoding") or {}
     choice = (reply.get("choices") or [{}])[0]
@@ -221,7 +221,7 @@ def reply_of(reply: dict[str, Any]) -> Reply:
     usage = reply.get("usage") or {}
     accepted = tuple(vllm.get("per_step_accepted") or ())
     proposed = tuple(vllm.get("per_step_drafted") or ())
-    return Reply(
+    return AnswerCounts(
         int(usage.get("prompt_tokens") or 0),
         int(usage.get("completion_tokens") or 0),
         *((accepted, proposed) if len(accepted) == len(proposed) else ((), ())),
@@ -245,7 +245,7 @@ def measure(
     client.allowance[0] -= len(bodies)
     if client.allowance[0] < 0:
         raise AdviceError("the limit --most-requests is reached; nothing more was sent")
-    queue, replies = deque(bodies), list[Reply]()
+    queue, replies = deque(bodies), list[AnswerCounts]()
     problems, last = list[AdviceError](), list[Scrape]()
     over, lock = threading.Event(), threading.Lock()
 

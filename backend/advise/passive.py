@@ -18,7 +18,7 @@ import numpy as np
 
 from backend import __version__
 from backend.advise import AdviceError, report
-from backend.advise.acceptance import Acceptance
+from backend.advise.acceptance import StepTokens
 from backend.advise.advice import advise
 from backend.advise.load import Cell, Client
 from backend.advise.scrape import Scrape, Window, require
@@ -32,7 +32,7 @@ _FELL = 0.5
 
 
 @dataclass
-class Replica:
+class WatchedServer:
     """A server and what its readings show."""
 
     url: str
@@ -129,12 +129,12 @@ def _loads(cells: Sequence[Cell]) -> list[int]:
     return sorted({cell.in_flight for cell in cells})
 
 
-def _acceptance(cells: Sequence[Cell], windows: Sequence[Window], length: int) -> Acceptance | None:
+def _acceptance(cells: Sequence[Cell], windows: Sequence[Window], length: int) -> StepTokens | None:
     """Return acceptance from the cells, or from bare counters of it if steps are not counted."""
     bare = [Cell(length, 1, w) for w in windows if w["drafts"] > 0]
     spoken = [cell for cell in cells if cell.length] or bare
     try:
-        return Acceptance(spoken)
+        return StepTokens(spoken)
     except AdviceError:
         return None
 
@@ -156,7 +156,7 @@ def run(
     options: argparse.Namespace, make: Callable[..., Client], say: Callable[[str], None]
 ) -> int:
     """Read for some minutes, and report."""
-    replicas = {url: Replica(url) for url in options.metrics_only}
+    replicas = {url: WatchedServer(url) for url in options.metrics_only}
     clients = {url: make(url) for url in replicas}
     say(f"reads /metrics of {', '.join(replicas)} for {options.minutes:g} minutes; sends nothing")
     until = time.monotonic() + 60 * options.minutes
@@ -172,7 +172,7 @@ def run(
     return finish(options, [*replicas.values()])
 
 
-def finish(options: argparse.Namespace, replicas: Sequence[Replica]) -> int:
+def finish(options: argparse.Namespace, replicas: Sequence[WatchedServer]) -> int:
     """Report what the readings show; a full advice if they are of different lengths."""
     data: dict[str, Any] = {"replicas": [replica.describe() for replica in replicas]}
     for replica_state in data["replicas"]:
@@ -205,7 +205,7 @@ def finish(options: argparse.Namespace, replicas: Sequence[Replica]) -> int:
     return 0
 
 
-def _missing(replicas: Sequence[Replica], cells: Sequence[Cell]) -> str:
+def _missing(replicas: Sequence[WatchedServer], cells: Sequence[Cell]) -> str:
     """Return the one measurement that a full advice lacks."""
     if not any(w["generated"] for replica in replicas for w in replica.windows):
         return "Missing: traffic. No token was generated meanwhile; read for longer."

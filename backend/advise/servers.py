@@ -90,7 +90,7 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-class Server:
+class StartedServer:
     """A started server."""
 
     def __init__(self, command: str, words: list[str], client: Callable[..., Client]) -> None:
@@ -188,7 +188,7 @@ def running(
     command: str, words: list[str], client: Callable[..., Client], limit_s: float
 ) -> Iterator[Client]:
     """Start a server and end it in any case, Ctrl-C included."""
-    server = Server(command, words, client)
+    server = StartedServer(command, words, client)
     try:
         server.wait(limit_s)
         yield server.client

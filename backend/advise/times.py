@@ -94,7 +94,7 @@ def _arms(cells: Sequence[Cell]) -> tuple[list[int], list[bool]]:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class FittedTimes:
     """The fit, and what measured cells say beyond it."""
 
     coefficient: FloatArray
@@ -109,7 +109,7 @@ class StepTimes:
     @classmethod
     def fit(
         cls, cells: Sequence[Cell], *, by_cpu: bool = False, weights: FloatArray | None = None
-    ) -> StepTimes:
+    ) -> FittedTimes:
         """Fit the mean step of each cell by its relative error; one that something disturbed
         counts less.
         """

@@ -40,7 +40,7 @@ _GREEDY, _SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
 @dataclass(slots=True)
-class Row:
+class HostRow:
     """A request that the host decodes in its next step."""
 
     key: Hashable
@@ -155,7 +155,7 @@ class Host:
     # -- before a step
 
     def propose(
-        self, rows: Seq[Row], *, prefill_tokens: int = 0, prefilling: int = 0
+        self, rows: Seq[HostRow], *, prefill_tokens: int = 0, prefilling: int = 0
     ) -> dict[Hashable, Proposal]:
         """Return proposals by key: chains of 1 to ``k_max`` tokens, each with the name of its
         draft; none for a row that is better not speculated for.
@@ -180,7 +180,7 @@ class Host:
         )
         return {key: proposal for key, proposal in proposals if proposal is not None}
 
-    def _sequence(self, row: Row) -> Sequence:
+    def _sequence(self, row: HostRow) -> Sequence:
         """Return what the drafts know of a row, brought up to its tokens."""
         sequence = self.sequences.get(row.key)
         if sequence is not None and len(row.tokens) < len(sequence.tokens):
@@ -204,7 +204,7 @@ class Host:
                 self.ledger.reserve(sequence, 0)
         return sequence
 
-    def _view(self, rows: Seq[Row], sequences: list[Sequence]) -> View:
+    def _view(self, rows: Seq[HostRow], sequences: list[Sequence]) -> View:
         numbers = [
             (s.id, len(s.tokens), row.remaining, self._most(row))
             for row, s in zip(rows, sequences, strict=True)
@@ -223,7 +223,7 @@ class Host:
             names, *columns, tenant=tenant, drawn=sampled, evidence=evidence, control=control
         )
 
-    def _most(self, row: Row) -> int:
+    def _most(self, row: HostRow) -> int:
         """Return the longest proposal that a row may have."""
         most = min(self.k_max, row.remaining - 1)
         return most if row.most is None else min(most, row.most)

@@ -60,7 +60,7 @@ def shapes(
                 yield from (Shape(rows, length, LONG_PROMPT_TOKENS) for length in (0, k_max))
 
 
-class Calibration:
+class StepCalibration:
     """Chooses the steps to measure and makes a table of their times. ``shape`` is the next one,
     None at the end.
     """

@@ -13,7 +13,7 @@ import numpy as np
 
 from backend.engines.port import Engine
 from backend.engines.proposer import InTarget
-from backend.hosts.adapter import Host, Row, Verified
+from backend.hosts.adapter import Host, HostRow, Verified
 from backend.hosts.settings import HostConfig
 from backend.ops.stats import Stats
 from backend.sequence import Proposal
@@ -50,7 +50,7 @@ class Lengths(Host):
         self.plan_by(target)
 
     def plan_lengths(
-        self, rows: Seq[Row], prefill_tokens: int, prefilling: int
+        self, rows: Seq[HostRow], prefill_tokens: int, prefilling: int
     ) -> dict[Hashable, int]:
         """Plan the step after the one that the host starts now, whose plan begins to count. Return
         lengths above 0 by key.

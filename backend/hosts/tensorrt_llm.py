@@ -33,7 +33,7 @@ from tensorrt_llm._torch.speculative.drafter import Drafter
 from tensorrt_llm.llmapi import UserProvidedDecodingConfig
 
 from backend.checked_settings import ConfigError
-from backend.hosts.adapter import Host, Row, Verified
+from backend.hosts.adapter import Host, HostRow, Verified
 from backend.hosts.settings import TARGET, HostConfig, host_config
 from backend.ops.stats import Stats, StepStats
 from backend.sequence import Proposal
@@ -205,14 +205,14 @@ class SpindleResources(BaseResourceManager):  # type: ignore[misc]
         self._host.close()
 
 
-def _row(request: Any, entry: HostRequest | None) -> Row:
+def _row(request: Any, entry: HostRequest | None) -> HostRow:
     tokens, prompt = request.get_tokens(0), request.py_orig_prompt_len
     remaining = max(1, int(prompt + request.py_max_new_tokens) - len(tokens))
     most = None if entry is None else entry.most_drafted()
     if most is not None:
         remaining = min(remaining, most + 1)  # a proposal leaves room for the target's own token
     salt = "" if entry is None else entry.salt
-    return Row(request.py_request_id, tokens, prompt, remaining, salt=salt)
+    return HostRow(request.py_request_id, tokens, prompt, remaining, salt=salt)
 
 
 def _table(config: HostConfig, stats: Stats) -> LatencyTable:

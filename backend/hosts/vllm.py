@@ -30,8 +30,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from backend.checked_settings import ConfigError
-from backend.hosts.adapter import Host, Row, Verified
-from backend.hosts.calibration import Calibration, Shape, shapes
+from backend.hosts.adapter import Host, HostRow, Verified
+from backend.hosts.calibration import Shape, StepCalibration, shapes
 from backend.hosts.home import Home
 from backend.hosts.metrics import Exporter
 from backend.hosts.settings import TARGET, HostConfig
@@ -119,7 +119,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         self._left_waiting = 0
         self._numbers = itertools.count()
         self._made_up: dict[str, Request] = {}
-        self._calibration: Calibration | None = None
+        self._calibration: StepCalibration | None = None
         if not self._plan_by_file():
             self._calibrate()
 
@@ -206,12 +206,12 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         )
         return {str(name): proposal.tokens for name, proposal in proposals.items()}
 
-    def _row(self, request: Request, remaining: int) -> Row:
+    def _row(self, request: Request, remaining: int) -> HostRow:
         """Return a request as the policy knows it; Spindle's front end says more by its
         ``extra_args`` (``backend.engines.vllm.options``).
         """
         extra = (request.sampling_params.extra_args or {}).get("spindle", {})
-        return Row(
+        return HostRow(
             request.request_id,
             request.all_token_ids,
             request.num_prompt_tokens,
@@ -251,7 +251,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         # A prompt that fills a step's budget is cut; the KV of all rows must be there too.
         longest = min(room, self.max_num_scheduled_tokens)
         planned = shapes(most, self._host.k_max, longest, drafter=self._own_drafter)
-        self._calibration = Calibration(planned, self._spindle.calibration_s)
+        self._calibration = StepCalibration(planned, self._spindle.calibration_s)
         self._make_up()
 
     def _make_up(self) -> None:
@@ -342,7 +342,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             self._host.plan_by(LatencyTable.from_dict(saved))
         return saved is not None
 
-    def _plan_by(self, table: LatencyTable, calibration: Calibration) -> None:
+    def _plan_by(self, table: LatencyTable, calibration: StepCalibration) -> None:
         """Plan by what was measured, and save it."""
         del calibration
         save_latencies(self._spindle.latency_file, table.to_dict())

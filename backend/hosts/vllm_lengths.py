@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from backend.checked_settings import ConfigError
-from backend.hosts.calibration import Calibration
+from backend.hosts.calibration import StepCalibration
 from backend.hosts.lengths import Lengths
 from backend.hosts.settings import HostConfig
 from backend.hosts.vllm import ScheduledStep, SpindleScheduler
@@ -53,7 +53,7 @@ class SpindleLengthScheduler(SpindleScheduler):
             self._host.plan_by_passes(LatencyTable.from_dict(saved["target"]), forward_s)
         return saved is not None
 
-    def _plan_by(self, table: LatencyTable, calibration: Calibration) -> None:
+    def _plan_by(self, table: LatencyTable, calibration: StepCalibration) -> None:
         forward_s = calibration.drafter_s()
         measured = {"target": table.to_dict(), "drafter_s": forward_s}
         save_latencies(self._spindle.latency_file, measured)

@@ -1,4 +1,4 @@
-"""Makes the configured policy, and the times that it plans by."""
+"""Makes the configured policy, the times that it plans by and the file of its trace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import policy
 from backend.checked_settings import ConfigError
@@ -13,7 +14,6 @@ from backend.config import ServingConfig
 from backend.engine_config import EngineConfig
 from backend.engines.port import Engine
 from backend.ops.stats import StepStats
-from backend.speculation.trace_file import TraceFile
 from policy import LatencyTable, custom
 from policy.baselines import BASELINES, BaselineSettings
 from policy.guard import Guard
@@ -70,7 +70,7 @@ def make_policy(
     planner = policy.AdaptivePlanner(names, latency, constants)
     outermost: policy.AnyPolicy = planner
     if file := config.policy.trace_file:
-        outermost = Traced(planner, TraceFile(Path(file), stats), config.policy.trace_lines)
+        outermost = Traced(planner, _TraceFile(Path(file), stats), config.policy.trace_lines)
     return Guard(outermost) if config.policy.guard else outermost
 
 
@@ -124,3 +124,27 @@ def _known_times(engine: EngineConfig) -> LatencyTable | None:
     if not engine.kind.known_s:
         return None
     return policy.LatencyTable.synthetic(engine.name, {1: seconds, 64: seconds})
+
+
+class _TraceFile:
+    """Writes a planner's trace to a new file. A line that cannot be written ends the trace, with a
+    metric, and never a step.
+    """
+
+    def __init__(self, path: Path, stats: StepStats) -> None:
+        self._path, self._stats = path, stats
+        self._file: TextIO | None = None
+        self._over = False
+
+    def __call__(self, line: str) -> None:
+        """Write a line."""
+        if self._over:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open("w", buffering=1, encoding="utf-8")
+            self._file.write(line + "\n")
+        except OSError:
+            self._over = True
+            logger.exception("the planner's trace cannot be written to %s", self._path)
+            self._stats.fallback("trace_file_error")

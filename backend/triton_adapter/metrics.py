@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from backend.ipc.messages import StatsUpdate
 from backend.ops.metric_names import FAMILIES, Family, MetricKind
-
-logger = logging.getLogger(__name__)
 
 
 class MetricExporter:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from backend.hosts.adapter import Host, Row, Verified
+from backend.hosts.adapter import Host, HostRow, Verified
 from backend.hosts.settings import TARGET, host_config
 from backend.ops.stats import Stats
 from bench import records
@@ -61,7 +61,7 @@ def measure(rows: int, step_s: float, drafts: list[dict[str, Any]], seed: int) -
         if step == WARM_STEPS:
             stats.drain()
         host_rows = [
-            Row(t.number, t.tokens[: t.length], PROMPT_TOKENS, len(t.tokens) - t.length)
+            HostRow(t.number, t.tokens[: t.length], PROMPT_TOKENS, len(t.tokens) - t.length)
             for t in running
         ]
         started_s = perf_counter()

@@ -47,7 +47,7 @@ _WORKLOAD_NAMES = list(WORKLOADS)
 
 
 @dataclass(slots=True)
-class _Row:
+class _InFlight:
     """A sequence in flight; all tokens but the last have the top ids and log probabilities.
 
     Within the prompt that distribution is the next token itself: the teacher's would cost much more
@@ -106,25 +106,25 @@ class Teacher:
         """Return blocks for a new prompt and its answer."""
         return self._pool.allocate(-(-(prompt_tokens + MAX_NEW_TOKENS) // BLOCK_TOKENS))
 
-    def hold(self, row: _Row) -> None:
+    def hold(self, row: _InFlight) -> None:
         """Keep the blocks that a prompt fills for another answer to it."""
         self._pool.share(row.blocks[: row.prompt_tokens // BLOCK_TOKENS])
 
-    def again(self, row: _Row) -> list[int]:
+    def again(self, row: _InFlight) -> list[int]:
         """Return blocks for another answer to a prompt: those that are kept, and new ones."""
         blocks = row.blocks[: row.prompt_tokens // BLOCK_TOKENS]
         return blocks + self._pool.allocate(len(row.blocks) - len(blocks))
 
-    def end(self, row: _Row) -> None:
+    def end(self, row: _InFlight) -> None:
         """Give a row's blocks back."""
         self._pool.drop(row.blocks, 0)
 
-    def read(self, row: _Row) -> Tensor:
+    def read(self, row: _InFlight) -> Tensor:
         """Run a whole answer. Returns the logits [answer, vocab] after which it was drawn."""
         tokens, table = row.tokens[:-1], KVTable(row.blocks)
         return self._forward([Chunk(tokens, 0, table, len(row.tokens) - row.prompt_tokens)])
 
-    def step(self, rows: Sequence[_Row]) -> Tensor:
+    def step(self, rows: Sequence[_InFlight]) -> Tensor:
         """Run what each row has that was not run. Returns logits [rows, vocab]."""
         chunks = []
         for row in rows:
@@ -146,11 +146,11 @@ class Teacher:
 @torch.inference_mode()
 def answered(
     teacher: Teacher, tokens: list[int], prompt_tokens: int, workload: int, temperature: float
-) -> _Row:
+) -> _InFlight:
     """Return a row as if the teacher had just generated the tokens after the prompt: in one pass
     over all of them.
     """
-    row = _Row(workload, prompt_tokens, tokens, temperature, teacher.begin(prompt_tokens))
+    row = _InFlight(workload, prompt_tokens, tokens, temperature, teacher.begin(prompt_tokens))
     logits = teacher.read(row)
     top_logprobs, top_ids = _top(logits)
     row.within_prompt(top_ids.shape[1])
@@ -208,7 +208,7 @@ class Shards:
         """Return the shard files, oldest first."""
         return sorted(self.folder.glob("shard-*.safetensors"))
 
-    def write(self, rows: list[_Row]) -> None:
+    def write(self, rows: list[_InFlight]) -> None:
         """Append one shard; it appears whole or not at all."""
         tensors = {
             "tokens": torch.tensor([t for r in rows for t in r.tokens], dtype=torch.int32),
@@ -260,7 +260,7 @@ class Generator:
         self.answers = answers
         self.eos = ends
         self.replies: deque[str] = deque(maxlen=64)
-        self.waiting: deque[_Row] = deque()  # prompts, once for each answer still wanted
+        self.waiting: deque[_InFlight] = deque()  # prompts, once for each answer still wanted
         self.noise = torch.Generator().manual_seed(corpus.seed * 1_000_003 + len(shards.paths()))
         self.rng = random.Random(f"{corpus.seed}/{len(shards.paths())}")
 
@@ -270,7 +270,7 @@ class Generator:
         went.
         """
         start, before = time.monotonic(), self.shards.generated
-        finished: list[_Row] = []
+        finished: list[_InFlight] = []
         rows = [self._start() for _ in range(self.teacher.slots)]
         while self.shards.generated < tokens and time.monotonic() < deadline:
             self._extend(rows, self.teacher.step(rows))
@@ -292,14 +292,14 @@ class Generator:
         if begun := finished + [row for row in rows if row.top_ids]:
             self.shards.write(begun)
 
-    def _start(self) -> _Row:
+    def _start(self) -> _InFlight:
         """Begin another answer to a prompt that was run, or one to a new prompt."""
         if self.waiting:
             return self._again(self.waiting.popleft())
         prompt = self._next_prompt()
         ids = encode(self.tokenizer, prompt)
         greedy = self.rng.random() < self.greedy_share
-        return _Row(
+        return _InFlight(
             _WORKLOAD_NAMES.index(prompt.workload),
             len(ids),
             ids,
@@ -308,7 +308,7 @@ class Generator:
             answers=self.answers,
         )
 
-    def _again(self, first: _Row) -> _Row:
+    def _again(self, first: _InFlight) -> _InFlight:
         """Begin another answer: its first token is drawn from the distribution after the prompt."""
         n, logprobs, temperature = (
             first.prompt_tokens,
@@ -353,7 +353,7 @@ class Generator:
             index, self.rng.choices(self.workloads, [WORKLOADS[w] for w in self.workloads])[0]
         )
 
-    def _extend(self, rows: list[_Row], logits: Tensor) -> None:
+    def _extend(self, rows: list[_InFlight], logits: Tensor) -> None:
         top_logprobs, top_ids = _top(logits)
         temperatures = torch.tensor([r.temperature for r in rows])
         tokens = self._choose(top_logprobs, top_ids, temperatures).tolist()
@@ -365,7 +365,7 @@ class Generator:
             row.features += [self.teacher.features[i : i + 1]] if self.teacher.taps else []
             row.tokens.append(tokens[i])
 
-    def _start_others(self, row: _Row, width: int) -> None:
+    def _start_others(self, row: _InFlight, width: int) -> None:
         """Note the distributions within a prompt that was run, and ask for its other answers."""
         row.within_prompt(width)
         for _ in range(row.answers - 1):
@@ -380,7 +380,7 @@ class Generator:
         pick = (top_logprobs + temperatures[:, None] * gumbel).argmax(dim=1, keepdim=True)
         return top_ids.gather(1, pick)[:, 0]
 
-    def _remember(self, row: _Row) -> None:
+    def _remember(self, row: _InFlight) -> None:
         """Keep a long answer of a chat as the article of later summaries and questions: prose on
         more topics than the documents have.
         """

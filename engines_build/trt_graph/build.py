@@ -23,10 +23,10 @@ from backend.engines.models.llama import load_llama
 from backend.engines.trt_graph.engine import Shapes
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
 from backend.model_folders import model_path
-from engines_build.trt_graph.compile import Engine, Profile, compile_step
+from engines_build.trt_graph.compile import Profile, SerialisedEngine, compile_step
 from engines_build.trt_graph.graph import BF16, F16, F32
 from engines_build.trt_graph.library import find_library
-from engines_build.trt_graph.network import Step
+from engines_build.trt_graph.network import StepNetwork
 
 MANIFEST = "trt_graph.json"
 DTYPES = {"bf16": BF16, "fp16": F16, "fp32": F32}
@@ -35,7 +35,7 @@ Report = Callable[[str], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BuildOptions:
     """The parameters of a build: the dtype of all models (None: each model's own), weights in the
     engines or besides them, attention's layers.
     """
@@ -46,7 +46,9 @@ class Choice:
     library: str | None = None
 
 
-def build_all(config_file: Path, output: Path, choice: Choice, report: Report = print) -> None:
+def build_all(
+    config_file: Path, output: Path, choice: BuildOptions, report: Report = print
+) -> None:
     """Build the engines of a configuration and write ``serving.json`` for them. Raises ConfigError,
     CheckpointError or TrtError.
     """
@@ -67,7 +69,7 @@ def build_folder(
     engine: EngineConfig,
     config: ServingConfig,
     folder: Path,
-    choice: Choice,
+    choice: BuildOptions,
     library: ModuleType,
     report: Report,
 ) -> None:
@@ -84,7 +86,7 @@ def build_folder(
     k_max, context = max(1, config.policy.k_max), config.limits.max_context_tokens
     record: dict[str, Any] = {}
     for network in (LOGITS, GREEDY, DRAWN) if engine is config.target else (LOGITS,):
-        step = Step(model, DTYPES[dtype], context + k_max + 1, network)
+        step = StepNetwork(model, DTYPES[dtype], context + k_max + 1, network)
         shapes, shared = profiles(config, network), not choice.weights_inside
         network_engine = compile_step(
             library, step, weights, shapes, shared=shared, native=choice.native
@@ -137,5 +139,5 @@ def _copy(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, target)
 
 
-def _words(engine: Engine) -> str:
+def _words(engine: SerialisedEngine) -> str:
     return f"{engine.layers} layers, {engine.seconds:.1f} s, {len(engine.blob) / 1e6:.2f} MB"

@@ -14,7 +14,7 @@ import torch
 
 from engines_build.trt_graph.layers import TrtGraph
 from engines_build.trt_graph.library import Messages, has_attention
-from engines_build.trt_graph.network import Step, describe
+from engines_build.trt_graph.network import StepNetwork, describe
 
 MOST_SLOTS = 1 << 24
 """Token places of a KV pool that an engine is compiled for; the memory decides."""
@@ -55,7 +55,7 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class SerialisedEngine:
     """A serialised engine, and what it took to make."""
 
     blob: bytes
@@ -65,13 +65,13 @@ class Engine:
 
 def compile_step(
     library: ModuleType,
-    step: Step,
+    step: StepNetwork,
     weights: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
     profiles: Iterable[Profile],
     *,
     shared: bool = True,
     native: bool | None = None,
-) -> Engine:
+) -> SerialisedEngine:
     """Compile. ``shared`` weights are inputs of the engine, others are in it. (Stripped plans, to
     be refitted later, need a GPU to build.)
 
@@ -103,7 +103,7 @@ def compile_step(
     blob = builder.build_serialized_network(network, config)
     if blob is None:
         raise messages.error(f"engine {step.network}")
-    return Engine(bytes(blob), network.num_layers, time.monotonic() - begin)
+    return SerialisedEngine(bytes(blob), network.num_layers, time.monotonic() - begin)
 
 
 def _shapes(shapes: Any, network: Any, profile: Profile) -> Any:

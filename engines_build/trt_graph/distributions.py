@@ -22,7 +22,7 @@ FRACTION_STEPS = {F64: 52}
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DistributionOptions:
     """Options that make a distribution of logits, each [batch, 1, 1]: ``temperature`` (0: greedy),
     ``top_k`` (vocabulary size: all), ``top_p`` (2: all).
     """
@@ -32,7 +32,7 @@ class Options:
     top_p: Tensor
 
     @classmethod
-    def declare(cls, graph: Graph, dtype: str) -> Options:
+    def declare(cls, graph: Graph, dtype: str) -> DistributionOptions:
         """Declare them as inputs [batch]."""
         return cls(
             *(
@@ -55,7 +55,7 @@ class Vocabulary:
         """Return the column [batch, rows, 1] of each row's greatest value, the first of equals."""
         return where(values >= values.amax(-1), self._columns, self.size).amin(-1)
 
-    def probs(self, logits: Tensor, options: Options) -> Tensor:
+    def probs(self, logits: Tensor, options: DistributionOptions) -> Tensor:
         """Return the distributions that logits stand for, each summing to one: temperature, then
         top-k, then top-p.
 

@@ -36,7 +36,7 @@ that sees none.
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepNetwork:
     """The shape of the compiled network: a model's step with a verification (``greedy``,
     ``drawn``), or ``logits``.
 
@@ -54,7 +54,7 @@ class Step:
         return F64 if self.dtype == F64 else F32
 
 
-def describe(graph: Graph, step: Step) -> None:
+def describe(graph: Graph, step: StepNetwork) -> None:
     """Declare inputs, layers and outputs of a step.
 
     Inputs: ``ids`` and ``positions`` i32 [batch, queries], ``slots`` i32 [batch, past] (what is
@@ -64,7 +64,7 @@ def describe(graph: Graph, step: Step) -> None:
     kv_heads, head_dim] and the verification's (``network_verification``), or ``logits`` [batch,
     rows, vocab].
     """
-    decoder = Decoder(graph, step)
+    decoder = DecoderGraph(graph, step)
     slots = graph.input("slots", I32, "batch", "past")
     memories = [decoder.pool(layer).take(slots) for layer in range(step.config.num_layers)]
     ids, positions = (graph.input(name, I32, "batch", "queries") for name in ("ids", "positions"))
@@ -80,10 +80,10 @@ def describe(graph: Graph, step: Step) -> None:
         verify(graph, logits, vocabulary, step.network)
 
 
-class Decoder:
+class DecoderGraph:
     """The layers of a model in a graph; weights by their Hugging Face names."""
 
-    def __init__(self, graph: Graph, step: Step) -> None:
+    def __init__(self, graph: Graph, step: StepNetwork) -> None:
         self._graph, self._step, self._config = graph, step, step.config
         cos, sin = (
             table.double().numpy() for table in rope_tables(step.config, step.max_positions)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from backend.engines.trt_graph.inputs import GREEDY
 from backend.sampling.draw import HEAD
-from engines_build.trt_graph.distributions import Options, Vocabulary
+from engines_build.trt_graph.distributions import DistributionOptions, Vocabulary
 from engines_build.trt_graph.graph import BOOL, I32, Graph, Tensor, where
 
 
@@ -31,7 +31,7 @@ def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -
     if network == GREEDY:
         _follow(graph, vocabulary.arg_max(logits))
         return
-    probs = vocabulary.probs(logits, Options.declare(graph, vocabulary.dtype))
+    probs = vocabulary.probs(logits, DistributionOptions.declare(graph, vocabulary.dtype))
     masses, columns = probs.topk(min(round(1.0 / HEAD), vocabulary.size))
     outputs = {"probs": probs, "totals": probs.sum(-1), "masses": masses, "columns": columns}
     for name, tensor in outputs.items():

@@ -14,7 +14,7 @@ from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
 from backend.engines.trt_graph.inputs import Tensors
 from backend.engines.weights import Weights
 from engines_build.trt_graph.graph import F32, F64
-from engines_build.trt_graph.network import Step, describe
+from engines_build.trt_graph.network import StepNetwork, describe
 from tests.contract.network_cases import open_session, run
 from tests.contract.onnx_graph import OnnxGraph
 
@@ -46,7 +46,7 @@ class OnnxRuntime:
     def _open(self, network: str):
         graph = OnnxGraph({name: weight.numpy() for name, weight in self._weights.items()})
         dtype = F64 if self.dtype == torch.float64 else F32
-        describe(graph, Step(self._config, dtype, self._positions, network))
+        describe(graph, StepNetwork(self._config, dtype, self._positions, network))
         return open_session(graph)
 
 

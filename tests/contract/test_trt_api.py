@@ -12,7 +12,7 @@ from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
 from engines_build.trt_graph.graph import BF16
 from engines_build.trt_graph.layers import TrtGraph
 from engines_build.trt_graph.library import Messages
-from engines_build.trt_graph.network import Step, describe
+from engines_build.trt_graph.network import StepNetwork, describe
 from tests.contract.deployment import tiny_config
 
 library = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
@@ -97,7 +97,7 @@ def test_a_step_asks_for_nothing_that_tensorrt_10_has_not(network):
     weights = {
         name: torch.randn(shape).bfloat16() for name, shape in tiny_config().shapes().items()
     }
-    step = Step(tiny_config(), BF16, 160, network)
+    step = StepNetwork(tiny_config(), BF16, 160, network)
     assert described(step, weights) > 100
     assert described(step, quantised(weights)) > 100
 
@@ -107,4 +107,4 @@ def test_the_native_attention_layer_is_none_of_tensorrt_10():
         name: torch.randn(shape).bfloat16() for name, shape in tiny_config().shapes().items()
     }
     with pytest.raises(KeyError, match="Attention"):
-        described(Step(tiny_config(), BF16, 160), weights, native=True)
+        described(StepNetwork(tiny_config(), BF16, 160), weights, native=True)

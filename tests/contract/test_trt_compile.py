@@ -10,7 +10,7 @@ from engines_build.trt_graph.compile import Profile, compile_step
 from engines_build.trt_graph.graph import BF16, F32
 from engines_build.trt_graph.layers import TrtGraph
 from engines_build.trt_graph.library import Messages, TrtError, find_library
-from engines_build.trt_graph.network import Step
+from engines_build.trt_graph.network import StepNetwork
 from tests.contract.deployment import tiny_config
 
 pytestmark = pytest.mark.slow
@@ -34,13 +34,13 @@ def tiny_weights(dtype, config=None):
 def test_every_step_compiles_for_every_profile(network):
     config = tiny_config(vocab=49152)  # distributions of few columns do not come to an end
     weights = tiny_weights(torch.bfloat16, config)
-    engine = compile_step(library, Step(config, BF16, 160, network), weights, PROFILES)
+    engine = compile_step(library, StepNetwork(config, BF16, 160, network), weights, PROFILES)
     assert engine.blob
     assert engine.layers > 100
 
 
 def test_weights_are_inputs_of_the_engine_or_inside_it_and_attention_is_native_or_primitive():
-    step = Step(tiny_config(vocab=1 << 17), F32, 160, GREEDY)
+    step = StepNetwork(tiny_config(vocab=1 << 17), F32, 160, GREEDY)
     weights = tiny_weights(torch.float32, step.config)
     matrix = weights["lm_head.weight"].numel() * 4
     ways = {"shared": {"native": False}, "inside": {"shared": False, "native": True}}
@@ -52,7 +52,10 @@ def test_weights_are_inputs_of_the_engine_or_inside_it_and_attention_is_native_o
 
 
 def test_int8_weights_with_a_scale_for_each_row_compile():
-    step, weights = Step(tiny_config(), BF16, 160, GREEDY), dict(tiny_weights(torch.bfloat16))
+    step, weights = (
+        StepNetwork(tiny_config(), BF16, 160, GREEDY),
+        dict(tiny_weights(torch.bfloat16)),
+    )
     for name, weight in weights.items():
         if name.endswith("_proj.weight"):
             scales = weight.float().abs().amax(1) / 127

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from backend.engines.cuda.forward import Pass, Size
+from backend.engines.cuda.forward import DecodePass, Size
 from backend.engines.cuda.heads import DeviceHead, HeadProposal
 from backend.engines.cuda.kernels import plain_kernels
 from backend.engines.cuda.model import PagedModel
@@ -61,7 +61,7 @@ def case() -> Case:
         slots.options["temperature"][row] = options.temperature
         slots.options["top_k"][row], slots.options["top_p"][row] = options.top_k, options.top_p
         slots.options["min_p"][row] = options.min_p
-    target = Pass(model, Size(ROWS, ROWS + 14), DEPTH * CANDIDATES + 1)
+    target = DecodePass(model, Size(ROWS, ROWS + 14), DEPTH * CANDIDATES + 1)
     step = VerifyStep(target, slots, DEPTH * CANDIDATES, most=DEPTH + 1)
     on_device = DeviceHead("head", network, token_ids, embedding, head)
     proposal = HeadProposal(on_device, step, DEPTH, bounded=True)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from backend.engines.cuda import plain, trees
-from backend.engines.cuda.forward import Pass, Size
+from backend.engines.cuda.forward import DecodePass, Size
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import ancestor_words
 from backend.engines.cuda.plain import mix
@@ -73,7 +73,7 @@ def verified(
     _, model = models("llama")
     model.fuse()
     slots = prepared(model, temperature)
-    target = Pass(model, Size(ROWS, tokens), columns + 1)
+    target = DecodePass(model, Size(ROWS, tokens), columns + 1)
     step = VerifyStep(target, slots, columns, most=6)
     with model.stream.current():
         return texts(slots, step, propose, bounded=temperature > 0.0)

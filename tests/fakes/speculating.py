@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from backend.advise.load import Cell, Reply
+from backend.advise.load import AnswerCounts, Cell
 from backend.advise.scrape import Window, parse
 
 Seconds = Callable[[int, int, int, bool], float]
@@ -203,9 +203,9 @@ class Machine:
         return Cell(length, in_flight, window, tuple(replies), self.loaded, block, len(requests))
 
 
-def reply_of(request: Request, details: bool = True) -> Reply:
+def reply_of(request: Request, details: bool = True) -> AnswerCounts:
     steps = (tuple(request.accepted), tuple(request.proposed)) if details else ((), ())
-    return Reply(request.prompt, request.output, *steps)
+    return AnswerCounts(request.prompt, request.output, *steps)
 
 
 def requests(count: int, seed: int, prompt: int = 30, output: int = 48) -> list[Request]:

@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
     pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
     from safetensors.torch import save_file
 
-    from engines_build.trt_graph.build import Choice, build_all
+    from engines_build.trt_graph.build import BuildOptions, build_all
 
     root = tmp_path_factory.mktemp("trt_graph")
     model, config = root / "model", tiny_config(vocab=49152)
@@ -68,7 +68,7 @@ def folders(tmp_path_factory):
     )
     serving = {**SERVING, "target": {**SERVING["target"], "model": str(model)}}
     (root / "serving.json").write_text(json.dumps(serving))
-    build_all(root / "serving.json", root / "out", Choice())
+    build_all(root / "serving.json", root / "out", BuildOptions())
     return model, root / "out" / "target"
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from backend.advise import AdviceError, artifacts, formats
-from backend.advise.acceptance import Acceptance, geometric, reaches, replay
+from backend.advise.acceptance import StepTokens, geometric, reaches, replay
 from backend.advise.advice import advise
 from backend.advise.cli import main
 from backend.advise.goodput import PLAIN, LoadRange, length_at, lengths_by_load
-from backend.advise.load import Cell, Reply
+from backend.advise.load import AnswerCounts, Cell
 from backend.advise.scrape import Window, parse
 from policy import simulate
 from policy.simulation.advised import read_advice
@@ -118,7 +118,7 @@ def test_runs_are_replayed_from_any_place():
 
 def test_shorter_lengths_are_replayed_within_3_percent_where_the_text_decides():
     cells = cells_of(lambda _: Machine(linear, 0.75), [6], [8], output=96)
-    expected = Acceptance(cells).expect()
+    expected = StepTokens(cells).expect()
     for length in (1, 2, 3, 4):
         cells = cells_of(lambda _: Machine(linear, 0.75), [length], [8], output=96)
         tokens = sum(cell.emitted * cell.row_steps for cell in cells)
@@ -128,7 +128,7 @@ def test_shorter_lengths_are_replayed_within_3_percent_where_the_text_decides():
 
 def test_a_measured_length_shows_that_chances_fall_by_position():
     cells = cells_of(lambda _: Machine(linear, 0.8, fades=True), [3, 6], [16], output=96)
-    expected = Acceptance(cells).expect()
+    expected = StepTokens(cells).expect()
     assert expected[1].emitted == pytest.approx(1.8, rel=0.02)
 
 
@@ -225,9 +225,9 @@ def test_steps_follow_from_tokens_if_the_server_does_not_count_them():
 
 
 def test_bare_histograms_are_enough_for_acceptance():
-    replies = (Reply(10, 41, histogram=(10, 5, 5)),)
+    replies = (AnswerCounts(10, 41, histogram=(10, 5, 5)),)
     cell = Cell(2, 1, Window(1.0, {"generated": 41.0}), replies, sent_requests=1)
-    survival, fired = Acceptance([cell]).survival()
+    survival, fired = StepTokens([cell]).survival()
     assert survival == [0.5, 0.25]
     assert fired == pytest.approx(20 / 25)
 

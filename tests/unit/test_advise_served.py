@@ -158,7 +158,7 @@ def test_nothing_is_sent_to_another_machine_or_beyond_the_limit_without_leave(vi
 
 def replica(machine, loads, url="http://a"):
     """Return readings of a server in use, whose load changes."""
-    shown = passive.Replica(url)
+    shown = passive.WatchedServer(url)
     shown.add(page_of(machine))
     for block in range(2):
         for n in loads:

@@ -16,10 +16,10 @@ from backend.engines.models.llama import load_llama
 from backend.storage.manifest import weights_sha256
 from engines_build.distill import answer_files
 from engines_build.distill.first_head import first_head
-from engines_build.distill.generate import MAX_NEW_TOKENS, Teacher, _Row, answered, encode
+from engines_build.distill.generate import MAX_NEW_TOKENS, Teacher, _InFlight, answered, encode
 from engines_build.distill.head import Unroller
 from engines_build.distill.on_gpu.__main__ import main, parse, train
-from engines_build.distill.on_gpu.answers import Answers, look
+from engines_build.distill.on_gpu.answers import GeneratedAnswers, look
 from engines_build.distill.on_gpu.batch_model import BatchModel, EncodedPrompt, lengths_of
 from engines_build.distill.on_gpu.prompts import (
     PlainTokenizer,
@@ -147,7 +147,7 @@ def test_texts_end_where_the_generator_ends_them():
     texts = [text[:150] + [8] * (150 - len(text)) for text in texts]
     found = lengths_of(torch.tensor(texts), torch.tensor([2, 9])).tolist()
     for text, length in zip(texts, found, strict=True):
-        rows = (_Row(0, 0, text[:n], 0.0, []) for n in range(1, 151))
+        rows = (_InFlight(0, 0, text[:n], 0.0, []) for n in range(1, 151))
         wanted = next((len(row.tokens) for row in rows if row.is_over({2, 9})), 150)
         assert length == wanted
     assert len(set(found)) > 5
@@ -172,7 +172,7 @@ def test_a_text_that_shares_a_run_with_what_judges_is_left_out(model, prepared, 
     assert len(follow_ups) == 1
     assert follow_ups[0].workload in {"summarise", "qa"}
     assert "beta gamma delta" in tokenizer.decode(follow_ups[0].tokens)
-    taken = Answers(model, TARGET, tmp_path, 0)
+    taken = GeneratedAnswers(model, TARGET, tmp_path, 0)
     taken.read(texts)
     taken.close()
     assert [sample.tokens.tolist() for sample in taken.samples] == [texts[1][1]] * 2

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from backend.checked_settings import ConfigError
-from backend.hosts.adapter import Host, Row, Verified
+from backend.hosts.adapter import Host, HostRow, Verified
 from backend.hosts.calibration import (
     PATIENCE_STEPS,
     SAMPLES,
-    Calibration,
     Shape,
+    StepCalibration,
     draft_table,
     shapes,
 )
@@ -38,7 +38,7 @@ class Text:
     proposed: list = field(default_factory=list)
 
     def row(self):
-        return Row(self.key, self.tokens[: self.written], 8, len(self.tokens) - self.written)
+        return HostRow(self.key, self.tokens[: self.written], 8, len(self.tokens) - self.written)
 
     def step(self, proposal):
         """Follow a proposal as far as the text matches it, and draw one more token."""
@@ -171,7 +171,9 @@ def test_answers_are_remembered_apart_by_salt():
     answer = np.random.default_rng(1).integers(0, 4000, 120).tolist()
     serve(planned, [Text("first", answer, 8)])
     alike = planned.drafts[0].available
-    planned.propose([Row("same", answer[:20], 8, 90), Row("apart", answer[:20], 8, 90, salt="x")])
+    planned.propose(
+        [HostRow("same", answer[:20], 8, 90), HostRow("apart", answer[:20], 8, 90, salt="x")]
+    )
     assert alike(planned.sequences["same"], 4) == 4
     assert alike(planned.sequences["apart"], 4) == 0
 
@@ -216,7 +218,7 @@ def test_shapes_grow_and_long_prompts_come_last():
 
 
 def test_a_calibration_takes_the_median_of_its_shapes():
-    calibration = Calibration(shapes(2, 2, 0), 1e9)
+    calibration = StepCalibration(shapes(2, 2, 0), 1e9)
     while (shape := calibration.shape) is not None:
         for n in range(SAMPLES + 1):
             tokens = shape.rows * (1 + shape.length)
@@ -228,7 +230,7 @@ def test_a_calibration_takes_the_median_of_its_shapes():
 
 def test_a_calibration_ends_when_its_time_is_spent_but_not_empty():
     now = iter(range(100))
-    calibration = Calibration(shapes(64, 8, 0), 5.0, lambda: next(now))
+    calibration = StepCalibration(shapes(64, 8, 0), 5.0, lambda: next(now))
     steps = 0
     while calibration.shape is not None:
         calibration.ran(1, 1, 16, 0.01)
@@ -239,7 +241,7 @@ def test_a_calibration_ends_when_its_time_is_spent_but_not_empty():
 
 def test_the_first_step_which_may_compile_spends_nothing_of_the_budget():
     now = iter([100.0, 100.0, 100.01, 100.02, 100.03])
-    calibration = Calibration(iter([Shape(1, 0)]), 5.0, lambda: next(now))
+    calibration = StepCalibration(iter([Shape(1, 0)]), 5.0, lambda: next(now))
     for seconds in (100.0, 0.01, 0.02, 0.03):
         assert calibration.shape is not None
         calibration.ran(1, 1, 16, seconds)
@@ -248,7 +250,7 @@ def test_the_first_step_which_may_compile_spends_nothing_of_the_budget():
 
 
 def test_a_shape_without_room_is_left_out_and_steps_with_prompts_are_better_than_none():
-    calibration = Calibration(iter([Shape(4, 0)]), 1e9)
+    calibration = StepCalibration(iter([Shape(4, 0)]), 1e9)
     for _ in range(PATIENCE_STEPS + 1):
         assert calibration.shape is not None
         calibration.ran(2, 2, 40, 0.01)

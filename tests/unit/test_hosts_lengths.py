@@ -3,8 +3,8 @@
 import pytest
 
 from backend.checked_settings import ConfigError
-from backend.hosts.adapter import Row, Verified
-from backend.hosts.calibration import Calibration, shapes
+from backend.hosts.adapter import HostRow, Verified
+from backend.hosts.calibration import StepCalibration, shapes
 from backend.hosts.lengths import Lengths
 from backend.hosts.settings import host_config
 from backend.ops.stats import Stats
@@ -26,7 +26,7 @@ class Driven:
         self.planned, self.scheduled = [0], []
 
     def step(self):
-        row = Row("a", self.tokens, len(PROMPT), 1000)
+        row = HostRow("a", self.tokens, len(PROMPT), 1000)
         self.scheduled.append(self.planned[-1])
         self.planned.append(self.lengths.plan_lengths([row], 0, 0).get("a", 0))
         if len(self.scheduled) > self.in_flight:
@@ -69,7 +69,7 @@ def test_what_was_verified_is_learnt_with_the_step_that_was_planned_for_it(in_fl
 def test_a_token_of_the_prompt_s_step_is_not_counted_with_the_next_step_s():
     host = Driven(1, policy={"kind": "fixed", "draft": "ngram", "length": 2})
     lengths, first = host.lengths, [*PROMPT, 9]
-    assert lengths.plan_lengths([Row("a", PROMPT, len(PROMPT), 1000)], 0, 0) == {"a": 2}
+    assert lengths.plan_lengths([HostRow("a", PROMPT, len(PROMPT), 1000)], 0, 0) == {"a": 2}
     assert lengths.plan_lengths([], 0, 0) == {}
     lengths.ran([], verify_s=0.02)
     lengths.catch_up("a", first)
@@ -93,7 +93,7 @@ def test_drafts_cannot_be_set_where_the_host_drafts():
 
 
 def test_the_drafter_s_seconds_are_those_that_drafting_adds():
-    calibration = Calibration(shapes(1, K_MAX, 16, drafter=True), 1e9)
+    calibration = StepCalibration(shapes(1, K_MAX, 16, drafter=True), 1e9)
     while (shape := calibration.shape) is not None:
         tokens = shape.rows * (1 + shape.length)
         calibration.ran(shape.rows, tokens, 16, 0.02 + 0.003 * shape.drafted)

@@ -13,7 +13,7 @@ from engines_build import vllm_wheel
 FOREIGN = "raise AssertionError('somebody else\\'s package was imported')\n"
 PLAN = """
 import json, sys
-from spindle_vllm.backend.hosts.adapter import Host, Row
+from spindle_vllm.backend.hosts.adapter import Host, HostRow
 from spindle_vllm.backend.hosts.settings import host_config
 from spindle_vllm.backend.ops.stats import Stats
 from spindle_vllm.policy import LatencyTable
@@ -21,7 +21,7 @@ from spindle_vllm.policy import LatencyTable
 drafts = [{"engine": "lookup", "name": "lookup"}, {"engine": "suffix", "name": "suffix"}]
 host = Host(host_config({"drafts": drafts}, 4, 512), Stats())
 host.plan_by(LatencyTable.synthetic("target", {1: 0.02, 8: 0.021}))
-proposals = host.propose([Row("a", [1, 2, 3, 4, 5] * 6, 30, 20)])
+proposals = host.propose([HostRow("a", [1, 2, 3, 4, 5] * 6, 30, 20)])
 generic = sorted({name.partition(".")[0] for name in sys.modules} & {"backend", "policy"})
 print(json.dumps([proposals["a"].tokens, generic]))
 """

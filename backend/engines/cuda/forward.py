@@ -143,7 +143,7 @@ class Outputs:
         return None if values is None else values[:tokens]
 
 
-class Pass:
+class DecodePass:
     """A pass of decoding: ``inputs``, and what it leaves of them in ``outputs``."""
 
     def __init__(
@@ -196,7 +196,7 @@ class PagedForward:
         self.hidden_states: Floats | None = None
         self.graphs = Graphs(model.stream, "a pass of", count)
         self._most, self._graph_tokens = min(most, MAX_NEW_TOKENS), graph_tokens
-        self._passes: dict[Size, Pass] = {}
+        self._passes: dict[Size, DecodePass] = {}
         self._outputs = Outputs(graph_tokens)
 
     @property
@@ -204,11 +204,11 @@ class PagedForward:
         """Keys and values by layer, without the page that no sequence has."""
         return [kv[:-1] for kv in self.paged.kv]
 
-    def pass_of(self, size: Size) -> Pass:
+    def pass_of(self, size: Size) -> DecodePass:
         """Return a pass of decoding, captured where it is not yet and the device captures."""
         if size not in self._passes:
             outputs = self._outputs if size.tokens <= self._graph_tokens else None
-            self._passes[size] = Pass(self.paged, size, self._most, outputs)
+            self._passes[size] = DecodePass(self.paged, size, self._most, outputs)
         new_pass = self._passes[size]
         new_pass.launch = self.graphs.of(size, new_pass.run, new_pass.inputs.clear)
         return new_pass

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from backend.engines.cuda import trees
-from backend.engines.cuda.forward import Pass
+from backend.engines.cuda.forward import DecodePass
 from backend.engines.cuda.kernels import Kernels
 from backend.engines.cuda.pages import PAGE
 from backend.engines.cuda.plain import mix
@@ -89,7 +89,7 @@ class VerifyStep:
     A row's proposal has at most ``columns`` nodes, at most ``most - 1`` of them are accepted.
     """
 
-    def __init__(self, target: Pass, slots: Slots, columns: int, *, most: int) -> None:
+    def __init__(self, target: DecodePass, slots: Slots, columns: int, *, most: int) -> None:
         rows, device, long = target.inputs.size.rows, target.model.device, torch.int64
         self.model, self.slots, self.rows, self.most = target.model, slots, rows, most
         self.target, self._columns = target, columns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ from backend.sampling.draw import IntArray
 from backend.sampling.processing import Columns
 from backend.sampling.verification import Row, candidates
 from backend.sequence import Proposal, Sequence
-
-logger = logging.getLogger(__name__)
 
 
 class Head(Protocol):

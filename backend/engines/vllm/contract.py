@@ -22,7 +22,7 @@ class Meaning(Enum):
     REFUSED = "refused"
 
 
-class Row(NamedTuple):
+class Rule(NamedTuple):
     """An option, or some of one kind, by the names of ``backend.request.GenerationRequest``."""
 
     options: tuple[str, ...]
@@ -38,64 +38,66 @@ _PENALTY = (
 )
 
 ROWS = (
-    Row(("text_input", "input_ids", "prompt_token_ids", "add_special_tokens"), Meaning.SAME),
-    Row(("max_tokens", "fit_max_tokens", "stream"), Meaning.SAME),
-    Row(("exclude_input_in_output", "skip_special_tokens"), Meaning.SAME),
-    Row(("pad_id", "timeout_s"), Meaning.SAME),
-    Row(("end_id", "stop_token_ids"), Meaning.SAME),
-    Row(("stop_words", "stop_word_ids"), Meaning.SAME),
-    Row(("temperature",), Meaning.SAME, "refused over 2"),
-    Row(("top_k", "top_p"), Meaning.SAME),
-    Row(("min_p",), Meaning.SAME, "refused with a drafter"),
-    Row(
+    Rule(("text_input", "input_ids", "prompt_token_ids", "add_special_tokens"), Meaning.SAME),
+    Rule(("max_tokens", "fit_max_tokens", "stream"), Meaning.SAME),
+    Rule(("exclude_input_in_output", "skip_special_tokens"), Meaning.SAME),
+    Rule(("pad_id", "timeout_s"), Meaning.SAME),
+    Rule(("end_id", "stop_token_ids"), Meaning.SAME),
+    Rule(("stop_words", "stop_word_ids"), Meaning.SAME),
+    Rule(("temperature",), Meaning.SAME, "refused over 2"),
+    Rule(("top_k", "top_p"), Meaning.SAME),
+    Rule(("min_p",), Meaning.SAME, "refused with a drafter"),
+    Rule(
         ("seed",),
         Meaning.OTHER,
         "vLLM draws, so a seed gives another text than on Spindle's engines, and repeats it only "
         "if vLLM's logits do not depend on the other requests in the batch",
     ),
-    Row(
+    Rule(
         ("min_tokens",),
         Meaning.SAME,
         "refused with resumed_tokens, and if the model's own end token does not end the text",
     ),
-    Row(("repetition_penalty",), Meaning.SAME),
-    Row(("presence_penalty", "frequency_penalty"), Meaning.SAME, _PENALTY),
-    Row(("prompt_ignore_length",), Meaning.SAME, "refused if it is shorter than the prompt"),
-    Row(("bad_words", "bad_word_ids"), Meaning.SAME),
-    Row(
+    Rule(("repetition_penalty",), Meaning.SAME),
+    Rule(("presence_penalty", "frequency_penalty"), Meaning.SAME, _PENALTY),
+    Rule(("prompt_ignore_length",), Meaning.SAME, "refused if it is shorter than the prompt"),
+    Rule(("bad_words", "bad_word_ids"), Meaning.SAME),
+    Rule(
         ("bias", "embedding_bias_words", "embedding_bias_weights"),
         Meaning.SAME,
         "refused with a drafter",
     ),
-    Row(
+    Rule(
         ("return_log_probs", "top_log_probs"),
         Meaning.SAME,
         "refused for a sampled request with top_k, top_p or min_p: vLLM computes "
         "log-probabilities after these",
     ),
-    Row(
+    Rule(
         ("return_context_logits", "return_generation_logits"), Meaning.REFUSED, "vLLM returns none"
     ),
-    Row(("return_prompt_log_probs",), Meaning.REFUSED, "Spindle does not pass vLLM's on"),
-    Row(("top_p_decay", "top_p_min", "top_p_reset_id"), Meaning.REFUSED, "vLLM has no such option"),
-    Row(
+    Rule(("return_prompt_log_probs",), Meaning.REFUSED, "Spindle does not pass vLLM's on"),
+    Rule(
+        ("top_p_decay", "top_p_min", "top_p_reset_id"), Meaning.REFUSED, "vLLM has no such option"
+    ),
+    Rule(
         ("guide_type", "guide"),
         Meaning.OTHER,
         "vLLM's own llguidance applies the grammar, with its rules for blanks; refused if the "
         "model's own end token does not end the text, and with resumed_tokens",
     ),
-    Row(
+    Rule(
         ("num_draft_tokens",),
         Meaning.SAME,
     ),
-    Row(
+    Rule(
         ("resumed_tokens",),
         Meaning.SAME,
         "refused with penalties, min_tokens and grammars, because vLLM would treat these tokens "
         "as prompt",
     ),
-    Row(("cache_salt",), Meaning.SAME),
-    Row(("remember",), Meaning.OTHER, "has no effect: vLLM's drafters do not remember answers"),
+    Rule(("cache_salt",), Meaning.SAME),
+    Rule(("remember",), Meaning.OTHER, "has no effect: vLLM's drafters do not remember answers"),
 )
 
 REFUSES = {

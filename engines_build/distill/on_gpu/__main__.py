@@ -31,7 +31,7 @@ from engines_build.distill.head import (
     evaluate_head,
     export_head,
 )
-from engines_build.distill.on_gpu.answers import Answers, texts_of
+from engines_build.distill.on_gpu.answers import GeneratedAnswers, texts_of
 from engines_build.distill.on_gpu.batch_model import BatchModel
 from engines_build.distill.on_gpu.prompts import (
     read_about,
@@ -121,7 +121,7 @@ def _answer(
         batch = judging[at : at + args.batch]
         held_out += model.generate(batch, [0.0] * len(batch))
     held_out = [sample for sample in held_out if len(sample.features) > 1]
-    answers = Answers(model, args.target, args.prompts, about["seed"])
+    answers = GeneratedAnswers(model, args.target, args.prompts, about["seed"])
     begun = monotonic()
     answers.read(old)
     again, samples_before, read_s = answers.tokens, len(answers.samples), monotonic() - begun

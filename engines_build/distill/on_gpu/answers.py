@@ -64,7 +64,7 @@ def look(
     return shared, follow_ups
 
 
-class Answers:
+class GeneratedAnswers:
     """The ``samples`` that a model's answers give; ``left_out`` counts those that share words."""
 
     def __init__(self, model: BatchModel, target: Path, prompts: Path, seed: int) -> None:
