@@ -213,37 +213,39 @@ def main() -> None:
     """Build, or say what would be run."""
     parser = argparse.ArgumentParser(
         prog="python -m engines_build.build",
-        description="Build the TensorRT-LLM engines of a deployment, in NVIDIA's container.",
+        description="Build a deployment's TensorRT-LLM engines in NVIDIA's container.",
     )
     parser.add_argument(
         "file",
         type=Path,
         nargs="?",
-        help="a deployment file, YAML or JSON (docker/deployments has examples)",
+        help="deployment file, YAML or JSON (examples: docker/deployments)",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check what can be checked and print every command line",
+        help="check the files and print every command line without running it",
     )
     kinds = "trt_graph is for tests, not for serving; it compiles here, without a GPU"
     parser.add_argument("--engine", choices=("trtllm", "trt_graph"), default="trtllm", help=kinds)
     trt = parser.add_argument_group(
         "--engine trt_graph", "FILE is a serving.json, by default the repository's"
     )
-    trt.add_argument("--out", type=Path, help="the folder to fill")
+    trt.add_argument("--out", type=Path, help="folder for the engines")
     trt.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="of all models, instead of each one's own"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="number format for all models (default: each model's own)",
     )
     trt.add_argument(
         "--weights-inside",
         action="store_true",
-        help="compile weights in, instead of one copy next to all engines",
+        help="compile the weights into each engine instead of sharing one copy",
     )
     trt.add_argument(
         "--library",
         choices=("tensorrt_rtx", "tensorrt"),
-        help="by default the first that is installed",
+        help="library to build with (default: the first that is installed)",
     )
     args = parser.parse_args()
     try:

@@ -371,9 +371,11 @@ def main() -> None:
         prog="python -m engines_build.convert",
         description="Convert a GGUF file to a Hugging Face folder.",
     )
-    parser.add_argument("--gguf", type=Path, help="a GGUF file (default: the embedded model's)")
+    parser.add_argument("--gguf", type=Path, help="GGUF file (default: the embedded model's)")
     parser.add_argument(
-        "--out", type=Path, help="the folder to write (default: the embedded model's in the cache)"
+        "--out",
+        type=Path,
+        help="folder for the result (default: the embedded model's in the cache)",
     )
     args = parser.parse_args()
     try:

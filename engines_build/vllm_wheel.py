@@ -146,7 +146,9 @@ def _rename_import(match: re.Match[str]) -> str:
 def main() -> None:
     """Build the wheel and print its path."""
     parser = argparse.ArgumentParser(description="Build the wheel of the vLLM plug-in.")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="the folder it goes into")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)"
+    )
     sys.stdout.write(f"{build(parser.parse_args().out)}\n")
 
 

@@ -76,33 +76,33 @@ def _parser() -> argparse.ArgumentParser:
 
     folder(
         "--target",
-        "Hugging Face folder of the target (Llama family, with its tokenizer)",
+        "Hugging Face folder of the target (Llama family, with tokenizer)",
         required=True,
     )
     parser.add_argument(
         "--form",
         choices=("recurrent", "eagle"),
         default="recurrent",
-        help="eagle: an EAGLE-3 head in SafeAILab's files, which reads layer 2, the middle one and "
-        "the last but 3 unless --taps names others (default: %(default)s, a head of ours)",
+        help="eagle: an EAGLE-3 head in SafeAILab's format, which reads layer 2, the middle layer "
+        "and the last but 3 unless --taps names others (default: %(default)s, our own design)",
     )
     parser.add_argument(
         "--taps",
         type=lambda text: [int(layer) for layer in text.split(",")],
         default=[],
         metavar="N,N",
-        help="the layers that it reads, counted from 1 (default: a tenth, half and nine "
-        "tenths of the way up, and the last)",
+        help="layers that the head reads, counted from 1 (default: those at a tenth, half and "
+        "nine tenths of the depth, and the last)",
     )
-    folder("--out", "folder to write the head to", required=True)
+    folder("--out", "folder for the head", required=True)
     folder(
         "--start",
-        "head of the same target to begin with: to specialise or train on",
+        "head for the same target to start from, to specialise it or train it further",
     )
     folder(
         "--work",
-        "folder for shards and checkpoints, shared by the heads of one target (default: OUT "
-        "with .work after its name)",
+        "folder for shards and checkpoints, shared by the heads for one target (default: OUT with "
+        ".work appended)",
     )
     parser.add_argument(
         "--answers-file",
@@ -110,54 +110,60 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         nargs="+",
         default=[],
-        help="answers of this target that --keep-answers wrote, the last file those of this seed: "
-        "read again before any is generated",
+        help="files of this target's answers from --keep-answers, the last one with this seed; "
+        "they are read before any answer is generated",
     )
     parser.add_argument(
         "--keep-answers",
         type=Path,
         metavar="FILE",
-        help="file to keep the answers in, 1.3 bytes a token: what a later run need not generate",
+        help="file that keeps the answers for later runs, 1.3 bytes per token",
     )
     folder("--corpora", "folder filled by engines_build.distill.corpora --fetch")
     parser.add_argument(
         "--sources",
         default=",".join(LICENCES),
-        help="sources of the prompts, comma-separated (default: %(default)s)",
+        help="sources for the prompts, comma-separated (default: %(default)s)",
     )
     parser.add_argument(
         "--workloads",
         default=",".join(WORKLOADS),
-        help="workloads to generate and to train on (default: %(default)s)",
+        help="workloads to generate and train on (default: %(default)s)",
     )
     parser.add_argument(
         "--judged",
         default=",".join(JUDGED),
-        help="sets that training must not overlap (default: %(default)s)",
+        help="evaluation sets that training must not overlap (default: %(default)s)",
     )
     parser.add_argument(
         "--drop-overlap",
         action="store_true",
-        help="leave sequences that overlap them out instead of failing",
+        help="omit overlapping sequences instead of failing",
     )
-    number("--shortlist", SHORTLIST_TOKENS, "tokens it can propose besides those of the text")
+    number(
+        "--shortlist",
+        SHORTLIST_TOKENS,
+        "number of tokens that it can propose in addition to those in the text",
+    )
     number("--batch", 8, "answers per training step")
     number("--learning-rate", LEARNING_RATE, "highest learning rate")
     number(
         "--tokens",
         1_000_000,
-        "tokens of the target's to train on; what the work folder lacks is generated",
+        "number of the target's tokens to train on; missing ones are generated",
     )
-    number("--held-out-tokens", 12_000, "tokens it generates for the evaluation")
+    number("--held-out-tokens", 12_000, "number of tokens to generate for the evaluation")
     number(
         "--train-tokens",
         4_000_000,
-        "tokens read in training, prompts included; the set comes round as often as that needs",
+        "number of tokens to read in training, including prompts; the set is repeated as needed",
     )
-    number("--minutes", math.inf, "bound on the run; a run that it cuts is not reproducible")
-    number("--start-share", 0.3, "share of --start's weights that stays in those written")
-    number("--answers", 3, "answers to each prompt; all but the first are sampled")
-    number("--slots", 64, "sequences the target generates at once")
+    number(
+        "--minutes", math.inf, "time limit in minutes; a run that reaches it is not reproducible"
+    )
+    number("--start-share", 0.3, "share of --start's weights to keep in the result")
+    number("--answers", 3, "number of answers to each prompt; all except the first are sampled")
+    number("--slots", 64, "number of sequences that the target generates at once")
     number("--seed", 0, "seed of everything")
     number("--threads", machine.cores(), "threads")
     return parser

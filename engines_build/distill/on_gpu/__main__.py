@@ -199,8 +199,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         prog="python -m engines_build.distill.on_gpu", description=__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    prompts = commands.add_parser("prompts", help="write what train needs into a folder")
-    trains = commands.add_parser("train", help="answer the prompts and train a head on it")
+    prompts = commands.add_parser("prompts", help="write the input for train to a folder")
+    trains = commands.add_parser("train", help="answer the prompts and train a head on the answers")
     for command in (prompts, trains):
         command.add_argument("--target", type=_with("tokenizer.json", "config.json"), required=True)
         command.add_argument("--out", type=Path, required=True, help="folder to write")
@@ -224,14 +224,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="answers of earlier runs, read again; the last file's are of these prompts",
+        help="answers from earlier runs to read again; those in the last file are for these "
+        "prompts",
     )
     number(trains, "--generate-s", 110.0, "seconds to answer prompts for")
     number(trains, "--train-s", 120.0, "seconds to train for")
-    number(trains, "--train-tokens", sys.maxsize, "tokens to read in training, at most")
+    number(trains, "--train-tokens", sys.maxsize, "limit on the tokens to read in training")
     number(trains, "--batch", 1024, "prompts answered at once")
     number(trains, "--sequences", 32, "answers per training step")
-    number(trains, "--tokens", 10_000_000, "answered tokens, at most: 4.9 KB of memory each")
+    number(trains, "--tokens", 10_000_000, "limit on the answered tokens (4.9 KB of memory each)")
     trains.add_argument("--learning-rate", type=_positive(float), metavar="N")
     trains.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args(argv)
