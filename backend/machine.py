@@ -198,14 +198,14 @@ class Machine:
         """Return the GPUs that CUDA shows this process (``CUDA_VISIBLE_DEVICES``)."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         numbers = None if visible is None else visible.replace(" ", "").split(",")
-        found = []
+        gpus = []
         for line in self.nvidia_smi().splitlines():
             index, *facts = (part.strip() for part in line.split(","))
             is_named = numbers is None or not all(map(_is_number, numbers)) or index in numbers
             if is_named and numbers not in ([""], ["-1"]) and len(facts) == _GPU_FACTS:
                 name, memory, driver, capability = facts
-                found.append(Gpu(name, memory, driver, float(capability)))
-        return found
+                gpus.append(Gpu(name, memory, driver, float(capability)))
+        return gpus
 
     def device_name(self, device: str) -> str:
         """Return what a CUDA device is. Raises ValueError where torch cannot use it."""

@@ -34,97 +34,97 @@ def widen(tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]) 
 
     ``quantization`` is the ``quantization_config`` of ``config.json``. Raises QuantizedError.
     """
-    left = {name: tensor for name, tensor in tensors.items() if not name.endswith(_DROPPED)}
+    rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(_DROPPED)}
     widened: Tensors = {}
     for end, read in _FORMATS.items():
-        for name in [name for name in left if name.endswith(end)]:
-            if name not in left:
+        for name in [name for name in rest if name.endswith(end)]:
+            if name not in rest:
                 continue
             prefix = name.removesuffix(end)
             try:
-                wide_name, wide = read(prefix, left, quantization)
+                wide_name, wide = read(prefix, rest, quantization)
             except (KeyError, RuntimeError, ValueError) as error:
                 reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
                 raise QuantizedError(f"tensor {name} cannot be read: {reason}") from error
             widened[wide_name] = wide.to(torch.bfloat16)
-    for name, tensor in left.items():
+    for name, tensor in rest.items():
         if tensor.element_size() == 1 or not tensor.is_floating_point():
             raise QuantizedError(f"tensor {name} is {tensor.dtype}, in no format that is read")
-    return left | widened
+    return rest | widened
 
 
-def _gptq(prefix: str, left: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
+def _gptq(prefix: str, rest: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
     """Read int32 that hold 2, 4 or 8 bits each along the columns of a transposed matrix (GPTQ)."""
-    packed, zeros, scales = (left.pop(prefix + end) for end in ("qweight", "qzeros", "scales"))
-    groups, inputs = scales.shape[0], left.get(f"{prefix}g_idx", torch.empty(0)).numel()
+    packed, zeros, scales = (rest.pop(prefix + end) for end in ("qweight", "qzeros", "scales"))
+    groups, inputs = scales.shape[0], rest.get(f"{prefix}g_idx", torch.empty(0)).numel()
     bits = packed.shape[0] * 32 // inputs if inputs else int(quantization["bits"])
     _check_bits(bits)
-    digits = _unpacked(packed.T, bits).T
-    group = left.pop(f"{prefix}g_idx", torch.arange(len(digits)) // (len(digits) // groups)).long()
+    digits = _unpack(packed.T, bits).T
+    group = rest.pop(f"{prefix}g_idx", torch.arange(len(digits)) // (len(digits) // groups)).long()
     moved = quantization.get("checkpoint_format") != "gptq_v2"  # the first format stores one less
-    zero = (_unpacked(zeros, bits) + moved) & ((1 << bits) - 1)
-    _drop_empty_bias(prefix, left)
+    zero = (_unpack(zeros, bits) + moved) & ((1 << bits) - 1)
+    _drop_empty_bias(prefix, rest)
     return f"{prefix}weight", ((digits - zero[group]) * scales.float()[group]).T
 
 
-def _awq(prefix: str, left: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
+def _awq(prefix: str, rest: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
     """Read int32 that hold 4 bits each along the rows of a transposed matrix (AWQ, gemm)."""
     del quantization
-    packed, zeros, scales = (left.pop(prefix + end) for end in ("qweight", "qzeros", "scales"))
+    packed, zeros, scales = (rest.pop(prefix + end) for end in ("qweight", "qzeros", "scales"))
     _check_bits(packed.shape[1] * 32 // scales.shape[1], (4,))
     places = [_AWQ_COLUMNS.index(column) for column in range(8)]
 
-    def unpacked(words: torch.Tensor) -> torch.Tensor:
-        return _unpacked(words, 4).view(len(words), -1, 8)[..., places].flatten(1)
+    def unpack(words: torch.Tensor) -> torch.Tensor:
+        return _unpack(words, 4).view(len(words), -1, 8)[..., places].flatten(1)
 
     each = packed.shape[0] // scales.shape[0]
-    zero, scale = (rows.repeat_interleave(each, 0) for rows in (unpacked(zeros), scales.float()))
-    _drop_empty_bias(prefix, left)
-    return f"{prefix}weight", ((unpacked(packed) - zero) * scale).T
+    zero, scale = (rows.repeat_interleave(each, 0) for rows in (unpack(zeros), scales.float()))
+    _drop_empty_bias(prefix, rest)
+    return f"{prefix}weight", ((unpack(packed) - zero) * scale).T
 
 
 def _qweight(
-    prefix: str, left: Tensors, quantization: Mapping[str, Any]
+    prefix: str, rest: Tensors, quantization: Mapping[str, Any]
 ) -> tuple[str, torch.Tensor]:
     is_awq = quantization["quant_method"] == "awq"
-    return (_awq if is_awq else _gptq)(prefix, left, quantization)
+    return (_awq if is_awq else _gptq)(prefix, rest, quantization)
 
 
-def _packed(
-    prefix: str, left: Tensors, quantization: Mapping[str, Any]
+def _read_packed(
+    prefix: str, rest: Tensors, quantization: Mapping[str, Any]
 ) -> tuple[str, torch.Tensor]:
     """Read int32 that hold 4 or 8 bits each along a row (compressed-tensors, pack-quantized)."""
     del quantization
     packed, scale, shape = (
-        left.pop(f"{prefix}weight_{end}") for end in ("packed", "scale", "shape")
+        rest.pop(f"{prefix}weight_{end}") for end in ("packed", "scale", "shape")
     )
     rows, columns = (int(size) for size in shape)
     bits = packed.shape[-1] * 32 // columns
     _check_bits(bits)
     middle = 1 << (bits - 1)
-    digits = _unpacked(packed, bits)[:, :columns] - middle
-    zeros = left.pop(f"{prefix}weight_zero_point", None)
-    zero = None if zeros is None else _unpacked(zeros.T, bits).T[:rows] - middle
-    group = left.pop(f"{prefix}weight_g_idx", None)
+    digits = _unpack(packed, bits)[:, :columns] - middle
+    zeros = rest.pop(f"{prefix}weight_zero_point", None)
+    zero = None if zeros is None else _unpack(zeros.T, bits).T[:rows] - middle
+    group = rest.pop(f"{prefix}weight_g_idx", None)
     if group is not None and int(group.min()) >= 0:
         scale = scale[:, group.long()]
         zero = None if zero is None else zero[:, group.long()]
-    return f"{prefix}weight", _scaled(digits, scale, zero, ())
+    return f"{prefix}weight", _scale(digits, scale, zero, ())
 
 
 def _scaled_by(end: str) -> Callable[..., tuple[str, torch.Tensor]]:
-    def read(name: str, left: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
+    def read(name: str, rest: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
         """Read fp8 or int8 with a scale for all, for a row, for a group or for a block."""
-        scale, zero = left.pop(name + end), left.pop(f"{name}_zero_point", None)
-        return name, _scaled(left.pop(name), scale, zero, _block(quantization))
+        scale, zero = rest.pop(name + end), rest.pop(f"{name}_zero_point", None)
+        return name, _scale(rest.pop(name), scale, zero, _block(quantization))
 
     return read
 
 
-def _mxfp4(prefix: str, left: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
+def _mxfp4(prefix: str, rest: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
     """Read blocks of 32 numbers of 4 bits with an exponent each (MXFP4 of gpt-oss)."""
     del quantization
-    blocks, exponents = left.pop(f"{prefix}_blocks"), left.pop(f"{prefix}_scales")
+    blocks, exponents = rest.pop(f"{prefix}_blocks"), rest.pop(f"{prefix}_scales")
     magnitudes = torch.tensor(_FP4)
     table = torch.cat((magnitudes, -magnitudes))
     digits = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
@@ -135,7 +135,7 @@ def _mxfp4(prefix: str, left: Tensors, quantization: Mapping[str, Any]) -> tuple
 
 _FORMATS: dict[str, Callable[[str, Tensors, Mapping[str, Any]], tuple[str, torch.Tensor]]] = {
     "qweight": _qweight,
-    "weight_packed": _packed,
+    "weight_packed": _read_packed,
     "_blocks": _mxfp4,
     "_scale_inv": _scaled_by("_scale_inv"),
     "_scale": _scaled_by("_scale"),
@@ -143,18 +143,18 @@ _FORMATS: dict[str, Callable[[str, Tensors, Mapping[str, Any]], tuple[str, torch
 """The reader of a matrix, by the end of the name of one of its tensors; an earlier one is first."""
 
 
-def _check_bits(bits: int, known: Seq[int] = (2, 4, 8)) -> None:
-    if bits not in known:
-        raise ValueError(f"it has {bits} bits, and may have {', '.join(map(str, known))}")
+def _check_bits(bits: int, choices: Seq[int] = (2, 4, 8)) -> None:
+    if bits not in choices:
+        raise ValueError(f"it has {bits} bits, and may have {', '.join(map(str, choices))}")
 
 
-def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the numbers of ``bits`` bits in int32 along the last axis, the lowest first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words.int()[..., None] >> shifts & ((1 << bits) - 1)).flatten(-2)
 
 
-def _scaled(
+def _scale(
     digits: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, block: Seq[int]
 ) -> torch.Tensor:
     """Return numbers of a scale, less ``zero``, in fp32."""
@@ -189,8 +189,8 @@ def _block(quantization: Mapping[str, Any]) -> Seq[int]:
     return ()
 
 
-def _drop_empty_bias(prefix: str, left: Tensors) -> None:
+def _drop_empty_bias(prefix: str, rest: Tensors) -> None:
     """Drop the zeros that some writers store for products without a bias."""
-    bias = left.get(f"{prefix}bias")
+    bias = rest.get(f"{prefix}bias")
     if bias is not None and not bias.any():
-        del left[f"{prefix}bias"]
+        del rest[f"{prefix}bias"]

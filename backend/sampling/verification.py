@@ -24,7 +24,7 @@ from backend.sequence import ROOT, Proposal, Sequence, child_of
 
 
 @dataclass(slots=True)
-class Row:
+class VerifyRequest:
     """One sequence's share of a verification, or a place of it where a token is drawn.
 
     Treat it as immutable: it is not frozen, because that costs microseconds.
@@ -45,7 +45,7 @@ class Row:
     parents: Seq[int] = ()
 
     @classmethod
-    def of(cls, sequence: Sequence, proposal: Proposal | None) -> Row:
+    def of(cls, sequence: Sequence, proposal: Proposal | None) -> VerifyRequest:
         """Return what is decided after a sequence's text. Raises ValueError for nodes that are no
         tree.
         """
@@ -56,10 +56,10 @@ class Row:
         place = (len(text), text, sequence.prompt_tokens)
         return cls(sequence.sampling, *place, (), tokens, parents)
 
-    def after(self, run: Seq[int]) -> Row:
+    def after(self, run: Seq[int]) -> VerifyRequest:
         """Return the place after these tokens of a run."""
         position = self.position - len(self.run) + len(run)
-        return Row(self.sampling, position, self.committed, self.prompt_tokens, run)
+        return VerifyRequest(self.sampling, position, self.committed, self.prompt_tokens, run)
 
     @property
     def rows(self) -> int:
@@ -99,14 +99,14 @@ class Verdict:
 
 def verify(
     logits: Floats,  # [rows, columns]
-    requests: Seq[Row],
+    requests: Seq[VerifyRequest],
     columns: Columns = WHOLE_VOCABULARY,
 ) -> list[Verdict]:
     """Return the verdict on each request.
 
-    ``logits`` holds ``Row.rows`` rows a request, in order: the first is after the text, row n + 1
-    after node n. Only rows on a path are looked at; those of requests that are not plain place by
-    place for all of these at once.
+    ``logits`` holds ``VerifyRequest.rows`` rows a request, in order: the first is after the text,
+    row n + 1 after node n. Only rows on a path are looked at; those of requests that are not plain
+    place by place for all of these at once.
     """
     firsts = _firsts(requests)
     verdicts = [Verdict([], -1) for _ in requests]
@@ -126,7 +126,7 @@ def verify(
 
 def candidates(
     logits: Floats,  # [places, columns]
-    places: Seq[Row],
+    places: Seq[VerifyRequest],
     most: int,
     columns: Columns = WHOLE_VOCABULARY,
 ) -> list[list[tuple[int, float]]]:
@@ -146,7 +146,7 @@ def candidates(
     return by_place
 
 
-def scores(logits: Floats, place: Row, columns: Columns) -> Floats:
+def scores(logits: Floats, place: VerifyRequest, columns: Columns) -> Floats:
     """Return the logits [columns] at a place with its options applied: a copy where these change
     any.
     """
@@ -157,7 +157,9 @@ def scores(logits: Floats, place: Row, columns: Columns) -> Floats:
     return changed
 
 
-def _draw(logits: Seq[Floats], places: Seq[Row], verdicts: Seq[Verdict], columns: Columns) -> None:
+def _draw(
+    logits: Seq[Floats], places: Seq[VerifyRequest], verdicts: Seq[Verdict], columns: Columns
+) -> None:
     """Draw the token of every place from its logits [columns], and note it in its verdict."""
     rows = [scores(row, place, columns) for row, place in zip(logits, places, strict=True)]
     if sampled := _sampled_places(places):
@@ -171,18 +173,18 @@ def _draw(logits: Seq[Floats], places: Seq[Row], verdicts: Seq[Verdict], columns
             _note_log_probs(verdict, row, place.sampling)
 
 
-def _sampled_places(places: Seq[Row]) -> list[int]:
+def _sampled_places(places: Seq[VerifyRequest]) -> list[int]:
     """Return the numbers of the places whose token is not the likeliest, but drawn."""
     return [number for number, place in enumerate(places) if not place.sampling.greedy]
 
 
-def _words(places: Seq[Row], sampled: Seq[int]) -> Words:
+def _words(places: Seq[VerifyRequest], sampled: Seq[int]) -> Words:
     """Return the noise of these places."""
     rows = [places[number] for number in sampled]
     return np.array([word(place.sampling.seed, place.position) for place in rows], np.uint64)
 
 
-def _probs_of(rows: Seq[Floats], places: Seq[Row], sampled: Seq[int]) -> ProbsOf:
+def _probs_of(rows: Seq[Floats], places: Seq[VerifyRequest], sampled: Seq[int]) -> ProbsOf:
     """Return the distributions at these places, each made when it is asked for."""
     params = [places[number].params for number in sampled]
     return lambda number: target_probs(rows[sampled[number]], params[number])
@@ -203,14 +205,16 @@ def _note_log_probs(verdict: Verdict, row: Floats, sampling: SamplingParams) -> 
         verdict.top.append(list(zip(best.tolist(), log_probs[best].tolist(), strict=True)))
 
 
-def follow(verdict: Verdict, request: Row, draw: Callable[[int], int], first: int = 0) -> None:
+def follow(
+    verdict: Verdict, request: VerifyRequest, draw: Callable[[int], int], first: int = 0
+) -> None:
     """Walk along the columns ``drawn`` at a request's rows from ``first`` on."""
     verdict.column = draw(first)
     while _step(verdict, request):
         verdict.column = draw(first + 1 + verdict.path[-1])
 
 
-def _step(verdict: Verdict, request: Row) -> bool:
+def _step(verdict: Verdict, request: VerifyRequest) -> bool:
     """Accept the node that is the token drawn; return whether there is one."""
     last = _last(verdict.path)
     if (node := child_of(request.tokens, request.parents, last, verdict.column)) == ROOT:
@@ -223,14 +227,14 @@ def _last(path: Seq[int]) -> int:
     return path[-1] if path else ROOT
 
 
-def _place(request: Row, path: Seq[int]) -> Row:
+def _place(request: VerifyRequest, path: Seq[int]) -> VerifyRequest:
     """Return the place after the accepted nodes."""
     if not path:
         return request
     return request.after([*request.run, *(request.tokens[node] for node in path)])
 
 
-def _firsts(requests: Seq[Row]) -> list[int]:
+def _firsts(requests: Seq[VerifyRequest]) -> list[int]:
     """Return the first row of each request among rows that hold theirs in order."""
     firsts, row = [], 0
     for request in requests:

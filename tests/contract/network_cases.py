@@ -14,7 +14,7 @@ import torch
 from backend.engines.models.arrays import to_array
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, inputs_of, verdicts_of
 from backend.request import SamplingParams
-from backend.sampling.verification import Row, Verdict, verify
+from backend.sampling.verification import Verdict, VerifyRequest, verify
 from backend.sequence import ROOT
 from engines_build.trt_graph.distributions import Vocabulary
 from engines_build.trt_graph.graph import F32, F64
@@ -61,11 +61,13 @@ class Compiled:
         self._network, self._dtype, self._vocab = network, DTYPES[dtype], vocab
         self._session = session(network, dtype, vocab)
 
-    def outputs(self, requests: Seq[Row], logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    def outputs(
+        self, requests: Seq[VerifyRequest], logits: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         inputs = inputs_of(self._network, requests, self._vocab, self._dtype)
         return run(self._session, {"logits": logits, **inputs})
 
-    def verdicts(self, requests: Seq[Row], logits: torch.Tensor) -> list[Verdict]:
+    def verdicts(self, requests: Seq[VerifyRequest], logits: torch.Tensor) -> list[Verdict]:
         return verdicts_of(self._network, requests, self.outputs(requests, logits))
 
 
@@ -78,13 +80,13 @@ class Cases:
         self._network, self._dtype, self._vocab = network, DTYPES[dtype], vocab
         self._rng = np.random.default_rng(seed)
 
-    def batch(self, size: int) -> tuple[list[Row], torch.Tensor]:
+    def batch(self, size: int) -> tuple[list[VerifyRequest], torch.Tensor]:
         """Return requests and their logits [requests, rows, vocab]; the last rows are padding."""
         requests = [self._request() for _ in range(size)]
         rows = max(request.rows for request in requests)
         return requests, torch.stack([self._logits(request, rows) for request in requests])
 
-    def _request(self) -> Row:
+    def _request(self) -> VerifyRequest:
         rng = self._rng
         greedy = self._network == GREEDY or rng.random() < 0.1
         sampling = SamplingParams(
@@ -95,7 +97,7 @@ class Cases:
         )
         tokens, parents = self._tree(int(rng.integers(0, NODES + 1)))
         position = int(rng.integers(1, 1000))
-        return Row(sampling, position, tokens=tokens, parents=parents)
+        return VerifyRequest(sampling, position, tokens=tokens, parents=parents)
 
     def _tree(self, nodes: int) -> tuple[list[int], list[int]]:
         """A chain, or nodes that continue any before them; children of a node differ."""
@@ -109,7 +111,7 @@ class Cases:
                 edges.append(edge)
         return [token for token, _ in edges], [parent for _, parent in edges]
 
-    def _logits(self, request: Row, rows: int) -> torch.Tensor:
+    def _logits(self, request: VerifyRequest, rows: int) -> torch.Tensor:
         """Logits: some have ties, and some make the proposed tokens likely."""
         rng = self._rng
         logits = rng.normal(size=(rows, self._vocab)) * rng.choice([0.5, 3.0, 20.0])
@@ -121,13 +123,13 @@ class Cases:
         return torch.from_numpy(logits).to(self._dtype)
 
 
-def by_rule(requests: Seq[Row], logits: torch.Tensor) -> list[Verdict]:
+def by_rule(requests: Seq[VerifyRequest], logits: torch.Tensor) -> list[Verdict]:
     """The rule's verdicts from logits [requests, rows, vocab]."""
     packed = [rows[: request.rows] for request, rows in zip(requests, logits, strict=True)]
     return verify(to_array(torch.cat(packed)), requests)
 
 
-Disagreement = tuple[Row, torch.Tensor, Verdict, Verdict]
+Disagreement = tuple[VerifyRequest, torch.Tensor, Verdict, Verdict]
 
 
 def disagreements(
@@ -149,7 +151,9 @@ def disagreements(
     return found
 
 
-def is_tie(request: Row, logits: torch.Tensor, theirs: Verdict, width: float = 1e-6) -> bool:
+def is_tie(
+    request: VerifyRequest, logits: torch.Tensor, theirs: Verdict, width: float = 1e-6
+) -> bool:
     """Whether the rule says what the network said when the logits are moved by at most ``width`` of
     themselves and of 1.
     """

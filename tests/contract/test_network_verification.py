@@ -23,7 +23,7 @@ from backend.request import SamplingParams
 from backend.sampling.distributions import target_probs
 from backend.sampling.draw import HEAD, draw
 from backend.sampling.randomness import word
-from backend.sampling.verification import Row
+from backend.sampling.verification import VerifyRequest
 from backend.sequence import ROOT
 from engines_build.trt_graph.distributions import DistributionOptions, Vocabulary
 from engines_build.trt_graph.graph import F32, F64
@@ -130,7 +130,7 @@ def test_distributions_are_the_host_s(dtype, bound):
             strict=True,
         )
     ]
-    inputs = inputs_of(DRAWN, [Row(param, 1) for param in params], vocab, DTYPES[dtype])
+    inputs = inputs_of(DRAWN, [VerifyRequest(param, 1) for param in params], vocab, DTYPES[dtype])
     found = run(open_session(graph), {"logits": tensor, **inputs})["probs"]
     rows = zip(tensor.flatten(0, 1).numpy(), [p for p in params for _ in range(2)], strict=True)
     expected = np.stack([target_probs(row, param) for row, param in rows])
@@ -146,7 +146,7 @@ def test_two_tokens_after_a_tree_follow_the_target_s_distributions(sampling):
     logits = torch.from_numpy(rng.normal(size=(5, vocab)) * 1.5)
     probs = np.stack([target_probs(row, sampling) for row in logits.numpy()])
     tree = {"tokens": [*probs[0].argsort()[-2:].tolist(), 1, 5], "parents": [ROOT, ROOT, 0, 1]}
-    requests = [Row(replace(sampling, seed=seed), 9, **tree) for seed in range(texts)]
+    requests = [VerifyRequest(replace(sampling, seed=seed), 9, **tree) for seed in range(texts)]
     compiled, emitted = Compiled(DRAWN, F32, vocab), list[list[int]]()
     for first in range(0, texts, 1000):
         some = requests[first : first + 1000]
@@ -165,7 +165,9 @@ def test_tokens_follow_a_distribution_with_a_tail_of_any_mass(spread):
     probs = logits.softmax(-1)[0].numpy()
     compiled, drawn = Compiled(DRAWN, F32, MANY), []
     for first in range(0, draws, 250):
-        some = [Row(SamplingParams(1.0, seed=seed), 3) for seed in range(first, first + 250)]
+        some = [
+            VerifyRequest(SamplingParams(1.0, seed=seed), 3) for seed in range(first, first + 250)
+        ]
         verdicts = compiled.verdicts(some, logits.float().expand(250, 1, -1))
         drawn += [verdict.column for verdict in verdicts]
     order = np.argsort(probs, kind="stable")  # bins of like tokens, those of the tail among them
@@ -187,7 +189,7 @@ def fits(found, probs, limit=4.5):
 
 
 def test_what_is_compiled_in():
-    plain = Row(SamplingParams(0.8), 1, tokens=[1, 2], parents=[ROOT, 0])
+    plain = VerifyRequest(SamplingParams(0.8), 1, tokens=[1, 2], parents=[ROOT, 0])
     assert suits(plain)
     for option in ("log_probs", "repetition_penalty", "top_p_decay", "bias", "min_p"):
         value = {"log_probs": True, "bias": ((1, 1.0),)}.get(option, 0.9)

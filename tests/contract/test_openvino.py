@@ -357,7 +357,7 @@ LLAMA3 = {
 @pytest.mark.parametrize(
     "changed",
     [
-        {"tied": True, "qkv_bias": True},
+        {"ties_embeddings": True, "qkv_bias": True},
         {"rope": LLAMA3, "rope_theta": 500000.0, "num_kv_heads": 4, "rms_norm_eps": 1e-3},
     ],
     ids="-".join,

@@ -20,13 +20,8 @@ BARE = re.compile(
 field or variable, which is a noun or begins with ``is_`` or ``has_``.
 """
 REGULAR = re.compile("(?!embed|exceed|feed|need|proceed|seed|speed)[a-z]+ed")
-TO_BE_RENAMED = re.compile(
-    "policy/|backend/engines/(?:eagle|models|openvino)/|backend/engines/quantized"
-    "|bench/baselines/suffix_else|bench/traces/arms"
-)
+TO_BE_RENAMED = re.compile("policy/|bench/baselines/suffix_else|bench/traces/arms")
 """Places where functions are still named by regular participles, fields and variables by any."""
-VARIABLES_TO_BE_RENAMED = re.compile("backend/machine|backend/engines/head/")
-"""More such places, of variables only."""
 MOST_WORDS = 75
 """Words of a class docstring: fields are documented at the fields."""
 MOST_FIRST_WORDS = 24
@@ -97,9 +92,7 @@ def named_by_participles(path: Path) -> set[str]:
     names = {name for name in functions(source) if BARE.fullmatch(name.strip("_"))}
     if not TO_BE_RENAMED.match(place):
         names |= {name for name in functions(source) if REGULAR.fullmatch(name.strip("_"))}
-        values = fields(source)
-        if not VARIABLES_TO_BE_RENAMED.match(place):
-            values += variables(source)
+        values = [*fields(source), *variables(source)]
         names |= {name for name in values if BARE.fullmatch(name.strip("_"))}
     return {f"{place}:{name}" for name in names}
 

@@ -43,7 +43,7 @@ def in_modules(shape: PlainLlama, weights: Mapping[str, torch.Tensor]) -> Any:
         "head_dim": shape.head_dim,
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_parameters": {"rope_theta": shape.rope_theta, **shape.rope},
-        "tie_word_embeddings": shape.tied,
+        "tie_word_embeddings": shape.ties_embeddings,
         "attn_implementation": ATTENTION,
     }
     settings |= {} if only_qkv else {"attention_bias": shape.qkv_bias}
@@ -54,7 +54,7 @@ def in_modules(shape: PlainLlama, weights: Mapping[str, torch.Tensor]) -> Any:
             else LlamaForCausalLM(LlamaConfig(**settings))
         )
     with torch.inference_mode(False):
-        lm.load_state_dict(weights, strict=not shape.tied, assign=True)
+        lm.load_state_dict(weights, strict=not shape.ties_embeddings, assign=True)
         lm.tie_weights()
     rotary = lm.model.rotary_emb
     rotary.inv_freq = rotary.inv_freq.to(weights["model.norm.weight"].device)

@@ -72,7 +72,12 @@ def test_a_description_is_kept_and_a_change_of_the_folder_gives_another(tmp_path
 )
 def test_a_folder_gives_its_weights_in_the_dtype_asked_for(folder, dtype, torch_dtype):
     llama, weights = load_llama(folder, dtype)
-    assert (llama.num_layers, llama.num_kv_heads, llama.head_dim, llama.tied) == (2, 2, 2, False)
+    assert (llama.num_layers, llama.num_kv_heads, llama.head_dim, llama.ties_embeddings) == (
+        2,
+        2,
+        2,
+        False,
+    )
     assert set(weights) == set(llama.shapes())
     assert {tensor.dtype for tensor in weights.values()} == {torch_dtype}
 

@@ -10,7 +10,7 @@ from backend.sampling.distributions import target_probs
 from backend.sampling.draw import draw
 from backend.sampling.processing import WHOLE_VOCABULARY, Columns
 from backend.sampling.randomness import word
-from backend.sampling.verification import Row, candidates, verify
+from backend.sampling.verification import VerifyRequest, candidates, verify
 from backend.sequence import Proposal, Sequence
 
 VOCAB = 4
@@ -42,7 +42,7 @@ def test_of_a_tree_is_accepted_what_is_drawn_path_by_path(seed):
         for token, parent in zip(tokens, parents, strict=True):
             paths.append((*paths[parent + 1], token))
         rows += [of_path[path] for path in paths]
-        requests.append(Row(sampling, 5, [1] * 5, 2, (), tokens, parents))
+        requests.append(VerifyRequest(sampling, 5, [1] * 5, 2, (), tokens, parents))
         text = ()
         while text in paths:
             text += (one_draw(of_path[text], sampling, 5 + len(text)),)
@@ -65,7 +65,7 @@ def one_draw(logits, sampling, position):
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.9, seed=4)])
 def test_a_draft_s_first_candidate_is_what_a_target_like_it_draws(sampling):
     logits = np.random.default_rng(1).normal(size=(30, VOCAB))
-    places = [Row(sampling, at, [0] * 30, 0) for at in range(30)]
+    places = [VerifyRequest(sampling, at, [0] * 30, 0) for at in range(30)]
     found = candidates(logits, places, 3, WHOLE_VOCABULARY)
     drawn = [verdict.column for verdict in verify(logits, places)]
     assert [row[0][0] for row in found] == drawn
@@ -80,7 +80,7 @@ def test_a_shortlist_s_candidates_are_those_of_the_whole_vocabulary():
     ids = rng.permutation(300)[:200]
     shortlisted, whole = 2 * rng.normal(size=(50, 200)), np.full((50, 300), -np.inf)
     whole[:, ids] = shortlisted
-    places = [Row(SamplingParams(0.9, seed=n), 5 + n) for n in range(50)]
+    places = [VerifyRequest(SamplingParams(0.9, seed=n), 5 + n) for n in range(50)]
     columns = Columns(ids)
     found = candidates(shortlisted, places, 1, columns)
     assert [columns.token(best[0]) for (best,) in found] == [
@@ -90,10 +90,10 @@ def test_a_shortlist_s_candidates_are_those_of_the_whole_vocabulary():
 
 def test_a_request_takes_a_proposal_s_nodes_and_refuses_what_is_no_tree():
     sequence = Sequence(1, [0, 1], 1, SamplingParams())
-    assert Row.of(sequence, None).rows == 1
-    assert Row.of(sequence, Proposal.chain("d", [3, 2])).rows == 3
+    assert VerifyRequest.of(sequence, None).rows == 1
+    assert VerifyRequest.of(sequence, Proposal.chain("d", [3, 2])).rows == 3
     with pytest.raises(ValueError, match="earlier node"):
-        Row.of(sequence, Proposal("d", [3, 2], [-1, 1], [1.0, 1.0]))
+        VerifyRequest.of(sequence, Proposal("d", [3, 2], [-1, 1], [1.0, 1.0]))
 
 
 def test_a_distribution_is_temperature_then_min_p_then_top_k_then_top_p():
@@ -145,7 +145,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype):
     rng = np.random.default_rng(1)
     logits = (rng.standard_normal((3 * len(OPTIONS), 1003)) * 4).astype(dtype)
     places = [
-        Row(SamplingParams(seed=number, **options), 40 + number, range(40 + number), 9)
+        VerifyRequest(SamplingParams(seed=number, **options), 40 + number, range(40 + number), 9)
         for number, options in enumerate(3 * OPTIONS)
     ]
     order = rng.permutation(len(places))
@@ -161,7 +161,9 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype):
 
 def test_logits_that_are_no_numbers_are_refused_and_change_no_other_row():
     logits = np.random.default_rng(1).normal(size=(2, 50))
-    places = [Row(SamplingParams(0.8, top_k=9, top_p=0.9, seed=seed), 1) for seed in range(2)]
+    places = [
+        VerifyRequest(SamplingParams(0.8, top_k=9, top_p=0.9, seed=seed), 1) for seed in range(2)
+    ]
     (wanted,) = verify(logits[1:], places[1:])
     logits[0, 7] = np.nan
     assert verify(logits[1:], places[1:]) == [wanted]
@@ -188,7 +190,7 @@ def test_distributions_agree_with_transformers_processors():
 def test_the_first_of_equal_logits_is_drawn():
     logits = np.array([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0]], np.float32)
     for options in ({}, {"bad_words": ((7, 1),)}):
-        places = [Row(SamplingParams(**options), 1, [4], 1)] * 2
+        places = [VerifyRequest(SamplingParams(**options), 1, [4], 1)] * 2
         assert [verdict.column for verdict in verify(logits, places)] == [1, 0]
 
 

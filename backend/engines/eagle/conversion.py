@@ -117,8 +117,8 @@ def convert(
 def _leave_shared_out(head: PublishedHead, embedding: Tensor, rows: Tensor) -> PublishedHead:
     """Return a head without the matrices that are the target's own."""
     tensors = dict(head.tensors)
-    own, head_rows = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
-    shares = own is not None and _is_same(own, embedding)
+    embed_rows, head_rows = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
+    shares = embed_rows is not None and _is_same(embed_rows, embedding)
     shares_rows = head_rows is not None and _is_same(head_rows, rows[tensors["token_ids"]])
     if shares:
         del tensors["embed_tokens.weight"]
@@ -132,9 +132,9 @@ def _leave_shared_out(head: PublishedHead, embedding: Tensor, rows: Tensor) -> P
     return replace(head, shape=shape, tensors=tensors)
 
 
-def _is_same(own: Tensor, targets: Tensor) -> bool:
+def _is_same(tensor: Tensor, targets: Tensor) -> bool:
     """Return whether a matrix is the target's as the head's file rounds it."""
-    return own.shape == targets.shape and torch.equal(own, targets.to(own.dtype))
+    return tensor.shape == targets.shape and torch.equal(tensor, targets.to(tensor.dtype))
 
 
 def _as_json(score: Score) -> dict[str, Any]:
@@ -176,9 +176,9 @@ def readings(shape: EagleShape, num_layers: int) -> Iterator[EagleShape]:
     sets = [stated, *(tuple(layer + by for layer in stated) for by in (1, -1))]
     if len(stated) == len(default_layers(num_layers)):
         sets.append(default_layers(num_layers))
-    known = [one for one in dict.fromkeys(sets) if min(one) >= 1 and max(one) <= num_layers]
+    layer_sets = [one for one in dict.fromkeys(sets) if min(one) >= 1 and max(one) <= num_layers]
     flags = (shape.norm_before_residual, not shape.norm_before_residual)
-    for layers, residual in itertools.product(known, flags):
+    for layers, residual in itertools.product(layer_sets, flags):
         yield replace(shape, layers=layers, norm_before_residual=residual)
 
 

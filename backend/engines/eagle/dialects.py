@@ -85,7 +85,7 @@ class _Folder:
     def refuse(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.path} cannot be served: {reason}")
 
-    def stated(self, name: str) -> Any:
+    def setting(self, name: str) -> Any:
         """Return what ``eagle_config``, the top level or the layer says; None: nothing."""
         places = (self.inner, self.raw, self.layer)
         return next((one[name] for one in places if one.get(name) is not None), None)
@@ -109,111 +109,113 @@ def read_published(folder: Path, target: TargetShape) -> PublishedHead:
     """Return a published head for this target. Raises ConfigError naming the folder, the field and
     the value for one that is not served.
     """
-    own, published = _Folder(folder), read_tensors(folder)
-    _check_kind(own, published)
-    tensors = _rename(own, published)
+    source, published = _Folder(folder), read_tensors(folder)
+    _check_kind(source, published)
+    tensors = _rename(source, published)
     fc, q, k = (
         tensors[n] for n in ("fc.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight")
     )
-    hidden, read = fc.shape[0], own.raw.get("target_hidden_size") or target.hidden_size
-    _check_fit(own, tensors, target, read)
-    heads = own.number("num_attention_heads")
-    head_dim = own.number("head_dim", q.shape[0] // heads)
-    draft_vocab = _fit_rows(own, tensors, target)
-    residual = own.stated("norm_before_residual")
+    hidden, read = fc.shape[0], source.raw.get("target_hidden_size") or target.hidden_size
+    _check_fit(source, tensors, target, read)
+    heads = source.number("num_attention_heads")
+    head_dim = source.number("head_dim", q.shape[0] // heads)
+    draft_vocab = _fit_rows(source, tensors, target)
+    residual = source.setting("norm_before_residual")
     shape = EagleShape(
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab,
         hidden_size=hidden,
         target_hidden_size=read,
-        intermediate_size=own.number("intermediate_size"),
+        intermediate_size=source.number("intermediate_size"),
         num_heads=heads,
-        num_kv_heads=own.number("num_key_value_heads", k.shape[0] // head_dim),
+        num_kv_heads=source.number("num_key_value_heads", k.shape[0] // head_dim),
         head_dim=head_dim,
-        layers=_layers(own, fc.shape[1] // read, target.num_layers),
-        rms_norm_eps=float(own.layer.get("rms_norm_eps") or 1e-6),
-        **_rope(own),
-        fuse=_fuse(own, tensors),
+        layers=_layers(source, fc.shape[1] // read, target.num_layers),
+        rms_norm_eps=float(source.layer.get("rms_norm_eps") or 1e-6),
+        **_rope(source),
+        fuse=_fuse(source, tensors),
         fc_bias="fc.bias" in tensors,
-        norm_before_residual=own.is_speculators if residual is None else bool(residual),
-        norm_output=bool(own.stated("norm_output")),
+        norm_before_residual=source.is_speculators if residual is None else bool(residual),
+        norm_output=bool(source.setting("norm_output")),
         qk_norm="self_attn.q_norm.weight" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
         own_head="lm_head.weight" in tensors,
-        sliding_window=_window(own),
-        trained_tokens=own.number("max_position_embeddings", 2048),
+        sliding_window=_window(source),
+        trained_tokens=source.number("max_position_embeddings", 2048),
     )
-    _check_tensors(own, shape, tensors)
+    _check_tensors(source, shape, tensors)
     return PublishedHead(
-        shape, tensors, own.dialect, _stated_layers(own) is not None, residual is not None
+        shape, tensors, source.dialect, _stated_layers(source) is not None, residual is not None
     )
 
 
-def _check_kind(own: _Folder, published: Mapping[str, Tensor]) -> None:
+def _check_kind(source: _Folder, published: Mapping[str, Tensor]) -> None:
     """Refuse what is not one layer of EAGLE-3 on several of the target's layers."""
-    if what := other_kind(own.raw, published):
-        raise own.refuse(f"it is {what}")
+    if what := other_kind(source.raw, published):
+        raise source.refuse(f"it is {what}")
     ends = tuple(f"{name}.weight" for name in ("fc", "hidden_norm", "q_proj", "k_proj"))
     if not all(any(name.endswith(end) for name in published) for end in ends):
         names = sorted(published)
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        raise own.refuse(
+        raise source.refuse(
             "it is in an unknown EAGLE-3 format. Please report these lines. config.json "
-            f"has {', '.join(sorted(own.raw))}; tensors are {', '.join(names[:_LISTED])}{more}"
+            f"has {', '.join(sorted(source.raw))}; tensors are {', '.join(names[:_LISTED])}{more}"
         )
-    layers = own.number("num_hidden_layers", 1)
+    layers = source.number("num_hidden_layers", 1)
     if layers > 1 or any(re.search(r"(^|\.)layers\.[1-9]", name) for name in published):
-        raise own.refuse(f"it has several layers (num_hidden_layers {layers}); one is served")
-    if own.stated("use_aux_hidden_state") is False:
-        raise own.refuse("use_aux_hidden_state is false: it reads the target's last layer only")
-    if (activation := own.layer.get("hidden_act") or "silu") != "silu":
-        raise own.refuse(f"hidden_act is {activation!r}, only 'silu' is supported")
+        raise source.refuse(f"it has several layers (num_hidden_layers {layers}); one is served")
+    if source.setting("use_aux_hidden_state") is False:
+        raise source.refuse("use_aux_hidden_state is false: it reads the target's last layer only")
+    if (activation := source.layer.get("hidden_act") or "silu") != "silu":
+        raise source.refuse(f"hidden_act is {activation!r}, only 'silu' is supported")
 
 
-def _rename(own: _Folder, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _rename(source: _Folder, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, tensor in published.items():
         new = name
         for pattern, replacement in _RENAMES:
             new = re.sub(pattern, replacement, new)
         if new in tensors:
-            raise own.refuse(f"two of its tensors are {new}; the second is {name}")
+            raise source.refuse(f"two of its tensors are {new}; the second is {name}")
         if not _UNUSED.search(name):
             tensors[new] = tensor
     for name in ("fc.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight"):
         if name not in tensors:
-            raise own.refuse(f"{name} is missing; tensors are {', '.join(sorted(published))}")
+            raise source.refuse(f"{name} is missing; tensors are {', '.join(sorted(published))}")
     return tensors
 
 
-def _check_fit(own: _Folder, tensors: Mapping[str, Tensor], target: TargetShape, read: int) -> None:
+def _check_fit(
+    source: _Folder, tensors: Mapping[str, Tensor], target: TargetShape, read: int
+) -> None:
     """Refuse a head for a target of another width, and one whose layer is not EAGLE-3's."""
     (hidden, wide), q = tensors["fc.weight"].shape, tensors["self_attn.q_proj.weight"]
     if read != target.hidden_size:
-        raise own.refuse(f"target_hidden_size is {read}, its target's {target.hidden_size}")
+        raise source.refuse(f"target_hidden_size is {read}, its target's {target.hidden_size}")
     if q.shape[1] != 2 * hidden:
         text = f"self_attn.q_proj.weight reads {q.shape[1]} numbers"
-        raise own.refuse(f"{text}; an EAGLE-3 head of width {hidden} reads {2 * hidden}")
+        raise source.refuse(f"{text}; an EAGLE-3 head of width {hidden} reads {2 * hidden}")
     if wide % read:
         text = f"fc.weight reads {wide} numbers, no multiple of its target's hidden_size {read}"
-        raise own.refuse(text)
+        raise source.refuse(text)
 
 
-def _fit_rows(own: _Folder, tensors: dict[str, Tensor], target: TargetShape) -> int:
+def _fit_rows(source: _Folder, tensors: dict[str, Tensor], target: TargetShape) -> int:
     """Give a head as many rows as the target has, whose vocabulary may be padded otherwise; return
     how many tokens it proposes. Refuse one of another vocabulary.
     """
-    vocab = own.number("vocab_size", target.vocab_size)
+    vocab = source.number("vocab_size", target.vocab_size)
     least = min(vocab, target.vocab_size)
     if abs(vocab - target.vocab_size) > MOST_PADDING or least < target.tokens:
-        raise own.refuse(f"vocab_size is {vocab}, its target's {target.vocab_size}")
-    rows = own.number("draft_vocab_size", vocab)
-    ids = _token_ids(own, tensors, rows, vocab)
-    _check_shared(own, tensors, target, shares_rows=rows == vocab)
-    known, head = ids < target.vocab_size, tensors.get("lm_head.weight")
+        raise source.refuse(f"vocab_size is {vocab}, its target's {target.vocab_size}")
+    rows = source.number("draft_vocab_size", vocab)
+    ids = _token_ids(source, tensors, rows, vocab)
+    _check_shared(source, tensors, target, shares_rows=rows == vocab)
+    is_known, head = ids < target.vocab_size, tensors.get("lm_head.weight")
     if head is not None and len(head) == len(ids):
-        tensors["lm_head.weight"] = head[known]
-    tensors["token_ids"] = ids[known]
+        tensors["lm_head.weight"] = head[is_known]
+    tensors["token_ids"] = ids[is_known]
     embedding = tensors.get("embed_tokens.weight")
     if embedding is not None and len(embedding) == vocab:
         padding = embedding.new_zeros(target.vocab_size - least, embedding.shape[1])
@@ -222,26 +224,26 @@ def _fit_rows(own: _Folder, tensors: dict[str, Tensor], target: TargetShape) -> 
 
 
 def _check_shared(
-    own: _Folder, tensors: Mapping[str, Tensor], target: TargetShape, *, shares_rows: bool
+    source: _Folder, tensors: Mapping[str, Tensor], target: TargetShape, *, shares_rows: bool
 ) -> None:
     """Refuse a head without a matrix for which the target's cannot stand in."""
     hidden = tensors["fc.weight"].shape[0]
     for name in ("lm_head.weight", "embed_tokens.weight"):
         if name not in tensors and hidden != target.hidden_size:
             wide = f"the target's is {target.hidden_size} wide, not {hidden}"
-            raise own.refuse(f"{name} is missing, and {wide}")
+            raise source.refuse(f"{name} is missing, and {wide}")
     if "lm_head.weight" not in tensors and not shares_rows:
-        text = f"draft_vocab_size {own.number('draft_vocab_size')} is not the target's"
-        raise own.refuse(f"lm_head.weight is missing, and {text} {target.vocab_size}")
+        text = f"draft_vocab_size {source.number('draft_vocab_size')} is not the target's"
+        raise source.refuse(f"lm_head.weight is missing, and {text} {target.vocab_size}")
 
 
-def _stated_layers(own: _Folder) -> list[int] | None:
-    ids = own.stated("eagle_aux_hidden_state_layer_ids")
+def _stated_layers(source: _Folder) -> list[int] | None:
+    ids = source.setting("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         return None
     if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
         text = f"eagle_aux_hidden_state_layer_ids must be a list of numbers, got {ids!r}"
-        raise own.refuse(text)
+        raise source.refuse(text)
     return ids
 
 
@@ -250,53 +252,53 @@ def default_layers(layers: int) -> tuple[int, ...]:
     return (2, layers // 2, layers - 3)
 
 
-def _layers(own: _Folder, taps: int, layers: int) -> tuple[int, ...]:
+def _layers(source: _Folder, taps: int, layers: int) -> tuple[int, ...]:
     """Return the layers that a folder names, counted from 1, by the likelier of two conventions:
     under one key, some folders count layers' outputs from 0, others the boundaries between layers
     (``conversion`` measures which it is).
     """
-    ids = _stated_layers(own)
+    ids = _stated_layers(source)
     if ids is None:
         if taps != 3:
-            raise own.refuse(f"fc.weight reads {taps} layers, and config.json names none")
-        return _checked_layers(own, default_layers(layers), taps, layers)
-    nested = "eagle_aux_hidden_state_layer_ids" in own.inner
+            raise source.refuse(f"fc.weight reads {taps} layers, and config.json names none")
+        return _checked_layers(source, default_layers(layers), taps, layers)
+    nested = "eagle_aux_hidden_state_layer_ids" in source.inner
     counts_from_0 = 0 in ids or (nested and ids[0] == 1 and max(ids) < layers)
-    found = tuple(layer + 1 for layer in ids) if counts_from_0 else tuple(ids)
-    return _checked_layers(own, found, taps, layers)
+    numbers = tuple(layer + 1 for layer in ids) if counts_from_0 else tuple(ids)
+    return _checked_layers(source, numbers, taps, layers)
 
 
 def _checked_layers(
-    own: _Folder, found: tuple[int, ...], taps: int, layers: int
+    source: _Folder, numbers: tuple[int, ...], taps: int, layers: int
 ) -> tuple[int, ...]:
-    if len(found) != taps or not all(1 <= layer <= layers for layer in found):
-        raise own.refuse(
-            f"it reads the layers {list(found)}; fc.weight is for {taps} layers, of a target of "
+    if len(numbers) != taps or not all(1 <= layer <= layers for layer in numbers):
+        raise source.refuse(
+            f"it reads the layers {list(numbers)}; fc.weight is for {taps} layers, of a target of "
             f"{layers}"
         )
-    return found
+    return numbers
 
 
-def _rope(own: _Folder) -> dict[str, Any]:
+def _rope(source: _Folder) -> dict[str, Any]:
     """Return ``rope`` and ``rope_theta`` of ``EagleShape``."""
-    by_layer = own.layer.get("rope_parameters") or {}
+    by_layer = source.layer.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in by_layer.values()):
-        raise own.refuse(f"rope_parameters differ by type of layer: {', '.join(by_layer)}")
+        raise source.refuse(f"rope_parameters differ by type of layer: {', '.join(by_layer)}")
     try:
-        rope = read_rope(own.layer, str(own.path / "config.json"))
+        rope = read_rope(source.layer, str(source.path / "config.json"))
     except CheckpointError as error:
-        raise own.refuse(str(error)) from error
-    theta = rope.pop("rope_theta", None) or own.layer.get("rope_theta") or DEFAULT_THETA
+        raise source.refuse(str(error)) from error
+    theta = rope.pop("rope_theta", None) or source.layer.get("rope_theta") or DEFAULT_THETA
     if rope["rope_type"] not in ROPE_TYPES:
-        known = ", ".join(ROPE_TYPES)
-        raise own.refuse(f"rope_type is {rope['rope_type']!r}; known are {known}")
-    part = rope.get("partial_rotary_factor") or own.layer.get("partial_rotary_factor") or 1
+        types = ", ".join(ROPE_TYPES)
+        raise source.refuse(f"rope_type is {rope['rope_type']!r}; known are {types}")
+    part = rope.get("partial_rotary_factor") or source.layer.get("partial_rotary_factor") or 1
     if part != 1:
-        raise own.refuse(f"partial_rotary_factor is {part}, only 1 is supported")
+        raise source.refuse(f"partial_rotary_factor is {part}, only 1 is supported")
     return {"rope": rope, "rope_theta": float(theta)}
 
 
-def _fuse(own: _Folder, tensors: Mapping[str, Tensor]) -> str:
+def _fuse(source: _Folder, tensors: Mapping[str, Tensor]) -> str:
     """Return what is normed before ``fc``: tensors and flags must agree."""
     there = {
         "joint": "input_norm.weight" in tensors,
@@ -304,23 +306,23 @@ def _fuse(own: _Folder, tensors: Mapping[str, Tensor]) -> str:
     }
     flags = {"joint": ("norm_before_fc",), "each": ("fc_norm", "use_aux_norm")}
     if all(there.values()):
-        raise own.refuse("it has both input_norm.weight and fc_norm, which exclude each other")
+        raise source.refuse("it has both input_norm.weight and fc_norm, which exclude each other")
     for fuse, names in flags.items():
-        stated = {name: own.stated(name) for name in names if own.stated(name) is not None}
+        stated = {name: source.setting(name) for name in names if source.setting(name) is not None}
         wanted = any(stated.values())
         if stated and wanted != there[fuse]:
             is_there = "there" if there[fuse] else "missing"
             text = ", ".join(f"{name} is {value!r}" for name, value in stated.items())
-            raise own.refuse(f"{text}, and the tensors for it are {is_there}")
+            raise source.refuse(f"{text}, and the tensors for it are {is_there}")
     return next((fuse for fuse, is_there in there.items() if is_there), "plain")
 
 
-def _window(own: _Folder) -> int:
-    sliding = "sliding_attention" in (own.layer.get("layer_types") or ())[:1]
-    return int(own.layer.get("sliding_window") or 0) if sliding else 0
+def _window(source: _Folder) -> int:
+    sliding = "sliding_attention" in (source.layer.get("layer_types") or ())[:1]
+    return int(source.layer.get("sliding_window") or 0) if sliding else 0
 
 
-def _token_ids(own: _Folder, tensors: dict[str, Tensor], rows: int, vocab: int) -> Tensor:
+def _token_ids(source: _Folder, tensors: dict[str, Tensor], rows: int, vocab: int) -> Tensor:
     """Return the target's token of every row, and take the maps away: ``d2t`` holds differences to
     the number of the row.
     """
@@ -328,26 +330,26 @@ def _token_ids(own: _Folder, tensors: dict[str, Tensor], rows: int, vocab: int) 
     if d2t is None:
         if rows != vocab:
             text = f"d2t is missing: draft_vocab_size {rows} of {vocab} tokens"
-            raise own.refuse(text)
+            raise source.refuse(text)
         return torch.arange(vocab)
     if len(d2t) != rows:
-        raise own.refuse(f"d2t has {len(d2t)} rows, draft_vocab_size is {rows}")
+        raise source.refuse(f"d2t has {len(d2t)} rows, draft_vocab_size is {rows}")
     ids = d2t.long() + torch.arange(rows)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         text = f"d2t reaches from {int(ids.min())} to {int(ids.max())}"
-        raise own.refuse(f"{text}, of a vocabulary of {vocab} tokens: made for another one?")
+        raise source.refuse(f"{text}, of a vocabulary of {vocab} tokens: made for another one?")
     if len(ids.unique()) != rows:
-        raise own.refuse(f"d2t names only {len(ids.unique())} different tokens in {rows} rows")
+        raise source.refuse(f"d2t names only {len(ids.unique())} different tokens in {rows} rows")
     if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
-        raise own.refuse(f"t2d has {int(t2d.bool().sum())} tokens, which are not those of d2t")
+        raise source.refuse(f"t2d has {int(t2d.bool().sum())} tokens, which are not those of d2t")
     return ids
 
 
-def _check_tensors(own: _Folder, shape: EagleShape, tensors: Mapping[str, Tensor]) -> None:
+def _check_tensors(source: _Folder, shape: EagleShape, tensors: Mapping[str, Tensor]) -> None:
     expected = shape.tensors()
     if unknown := sorted(set(tensors) - set(expected)):
-        raise own.refuse(f"unknown tensors {', '.join(unknown[:_LISTED])}")
+        raise source.refuse(f"unknown tensors {', '.join(unknown[:_LISTED])}")
     for name, size in expected.items():
-        found = list(tensors[name].shape) if name in tensors else "missing"
-        if found != list(size):
-            raise own.refuse(f"{name} should be {list(size)} by config.json, is {found}")
+        actual = list(tensors[name].shape) if name in tensors else "missing"
+        if actual != list(size):
+            raise source.refuse(f"{name} should be {list(size)} by config.json, is {actual}")

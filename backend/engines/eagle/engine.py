@@ -26,7 +26,7 @@ from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.kv_caches import Cache, Caches
 from backend.sampling.distributions import Floats
 from backend.sampling.processing import Columns
-from backend.sampling.verification import Row, candidates
+from backend.sampling.verification import VerifyRequest, candidates
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy.evidence import PAST_TRAINED
 
@@ -49,13 +49,13 @@ class _Text:
 class _Places:
     """Sources and destinations of the rows of new tokens, for all texts together.
 
-    ``before``, ``ends`` and ``last`` are places in a table of fused states: first the ``known``
-    ones of texts that had states before, then those of the new tokens.
+    ``before``, ``ends`` and ``last`` are places in a table of fused states: those of the
+    ``states_before`` texts that had states before, then those of the new tokens.
     """
 
     states: int
     """Places of the table that are taken."""
-    known: int = 0
+    states_before: int = 0
     """Texts so far that had states before."""
     tokens: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
@@ -71,19 +71,19 @@ class _Places:
 
     def add(self, text: _Text, end: int) -> None:
         """Add a text whose tokens up to ``end`` have states."""
-        seen, numbers = len(text.cache.ran), text.cache.blocks
+        ran, numbers = len(text.cache.ran), text.cache.blocks
         if text.state is not None:
-            self.before.append(self.known)
-            self.known += 1
-        new = range(max(seen, 1), end)  # the first token of a text has no row
-        self.before += range(self.states, self.states + end - seen - 1)
+            self.before.append(self.states_before)
+            self.states_before += 1
+        new = range(max(ran, 1), end)  # the first token of a text has no row
+        self.before += range(self.states, self.states + end - ran - 1)
         self.tokens += text.sequence.tokens[new.start : end]
         self.positions += new
         self.slots += [numbers[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in new]
-        for block in range(seen // BLOCK_TOKENS, end // BLOCK_TOKENS):
+        for block in range(ran // BLOCK_TOKENS, end // BLOCK_TOKENS):
             self.blocks.append(numbers[block])
-            self.ends.append(self.states + (block + 1) * BLOCK_TOKENS - 1 - seen)
-        self.states += end - seen
+            self.ends.append(self.states + (block + 1) * BLOCK_TOKENS - 1 - ran)
+        self.states += end - ran
         self.last.append(self.states - 1)
 
 
@@ -136,15 +136,15 @@ class EagleEngine(Proposer):
         [new, layers, hidden]; None where nothing is new, or something is missing before it.
         """
         text = self._text(sequence)
-        seen, end = len(text.cache.ran), min(states.end, len(sequence.tokens))
-        if states.first > seen and not text.has_hole:
+        ran, end = len(text.cache.ran), min(states.end, len(sequence.tokens))
+        if states.first > ran and not text.has_hole:
             text.has_hole = True
             if self._count is not None:
                 self._count("spindle_draft_holes_total", draft=self.name)
-        if text.has_hole or end <= seen:
+        if text.has_hole or end <= ran:
             return None
         rows = states.of(self._model.shape.layers)
-        return text, end, rows[seen - states.first : end - states.first]
+        return text, end, rows[ran - states.first : end - states.first]
 
     def _text(self, sequence: Sequence) -> _Text:
         text = self._texts.get(sequence.id)
@@ -171,10 +171,10 @@ class EagleEngine(Proposer):
             places.add(text, end)
         index = self._index
         if places.tokens:
-            written = self._model.key_values(
+            new_rows = self._model.key_values(
                 index(places.tokens), table[index(places.before)], index(places.positions)
             )
-            self._pool.index_copy_(0, index(places.slots), written)
+            self._pool.index_copy_(0, index(places.slots), new_rows)
         if places.blocks:
             self._ends.index_copy_(0, index(places.blocks), table[index(places.ends)])
         for (text, end, _), state in zip(new, table[index(places.last)], strict=True):
@@ -271,14 +271,14 @@ class ProposalTree:
         """Add the candidates (column, confidence) after each path, and go on with the ``width``
         likeliest.
         """
-        grown = []
+        longer = []
         for row, (path, ones) in enumerate(zip(self.paths, by_path, strict=True)):
             for column, confidence in ones:
                 token = columns.token(column)
                 node, whole = len(self.nodes), path.confidence * confidence
                 self.nodes.append((token, path.node, whole))
-                grown.append(_Path(node, (*path.tokens, token), whole, row))
-        self.paths = sorted(grown, key=lambda path: -path.confidence)[:width]
+                longer.append(_Path(node, (*path.tokens, token), whole, row))
+        self.paths = sorted(longer, key=lambda path: -path.confidence)[:width]
 
 
 def grow(
@@ -299,16 +299,16 @@ def grow(
     for depth in range(deepest):
         active = sum(tree.turn.run > depth for tree in trees)
         tokens, hidden, lineage = tokens[:active], hidden[:active], lineage[:active]
-        seen = text.visible(active, depth)[:, None].expand(-1, tokens.shape[1], -1)
-        mask = torch.cat([seen, lineage], 2)
+        is_visible = text.visible(active, depth)[:, None].expand(-1, tokens.shape[1], -1)
+        mask = torch.cat([is_visible, lineage], 2)
         positions = (text.ends[:active] + depth).expand_as(tokens)
         keys = key_values[:active, : mask.shape[2]]
         logits, carried = model.rows(tokens, hidden, positions, keys, mask)
         _extend(trees[:active], logits, columns, width)
         if depth + 1 < deepest:
-            rows, chosen = _going_on(trees[:active], width, model.device)
+            rows, picks = _going_on(trees[:active], width, model.device)
             texts = torch.arange(active, device=model.device)[:, None]
-            tokens, hidden = chosen, carried[texts, rows]
+            tokens, hidden = picks, carried[texts, rows]
             itself = torch.eye(width, dtype=torch.bool, device=model.device)
             lineage = torch.cat([lineage[texts, rows], itself.expand(active, -1, -1)], 2)
 
@@ -336,8 +336,8 @@ def _extend(trees: list[ProposalTree], logits: Tensor, columns: Columns, width: 
         tree.extend(by_path, columns, width)
 
 
-def _place(tree: ProposalTree, path: _Path) -> Row:
-    place = Row.of(tree.turn.sequence, None)
+def _place(tree: ProposalTree, path: _Path) -> VerifyRequest:
+    place = VerifyRequest.of(tree.turn.sequence, None)
     return place.after(path.tokens) if path.tokens else place
 
 

@@ -187,8 +187,8 @@ def save(
 
     check_tensors(shape, tensors, str(folder))
     folder.mkdir(parents=True, exist_ok=True)
-    own = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(own, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    weights = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     raw = {**asdict(shape), "max_position_embeddings": shape.trained_tokens, **provenance}
     raw |= {"layers": list(shape.layers), "architectures": [ARCHITECTURE]}
     text = json.dumps(raw, indent=2, sort_keys=True) + "\n"
@@ -203,9 +203,9 @@ def check_tensors(shape: EagleShape, tensors: Mapping[str, Tensor], where: str) 
     if unknown := sorted(set(tensors) - set(expected)):
         raise ConfigError(f"{where}: unknown tensors: {', '.join(unknown)}")
     for name, size in expected.items():
-        found = list(tensors[name].shape) if name in tensors else "missing"
-        if found != list(size):
-            raise ConfigError(f"{where}: {name} should be {list(size)}, is {found}")
+        actual = list(tensors[name].shape) if name in tensors else "missing"
+        if actual != list(size):
+            raise ConfigError(f"{where}: {name} should be {list(size)}, is {actual}")
     ids = tensors["token_ids"].tolist()
     if len(set(ids)) != len(ids) or min(ids) < 0 or max(ids) >= shape.vocab_size:
         text = f"token_ids must be different ids below {shape.vocab_size}"

@@ -171,9 +171,11 @@ def _check_fits(folder: Path, shape: EagleShape, target: Path, embedding: Tensor
     ]
     if not shape.own_embedding:
         pairs.append(("hidden_size", shape.hidden_size, embedding.shape[1]))
-    for name, own, theirs in pairs:
-        if own != theirs:
-            raise ConfigError(f"draft {folder}: {name} is {own}, its target {target} has {theirs}")
+    for name, value, expected in pairs:
+        if value != expected:
+            raise ConfigError(
+                f"draft {folder}: {name} is {value}, its target {target} has {expected}"
+            )
     if max(shape.layers) > layers:
         text = f"layers go to {max(shape.layers)}, its target {target} has {layers}"
         raise ConfigError(f"draft {folder}: {text}")

@@ -101,18 +101,20 @@ class EagleModel:
         """``kernels``: what multiplies the matrices of drafted rows; None: torch."""
         kernels = kernels or TorchRows
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
-        own = {name: t.to(device, dtype) for name, t in tensors.items() if t.is_floating_point()}
+        weights = {
+            name: t.to(device, dtype) for name, t in tensors.items() if t.is_floating_point()
+        }
         self.token_ids = tensors["token_ids"].to(device, torch.int64)
-        self._weights = own
-        self._embedding = own.pop("embed_tokens.weight", embedding)
-        rows = own.pop("lm_head.weight", None)
+        self._weights = weights
+        self._embedding = weights.pop("embed_tokens.weight", embedding)
+        rows = weights.pop("lm_head.weight", None)
         if rows is None:
             rows = lm_head[self.token_ids.to(lm_head.device)].to(device, dtype)
-        q, k, v = (own.pop(f"self_attn.{name}_proj.weight") for name in "qkv")
+        q, k, v = (weights.pop(f"self_attn.{name}_proj.weight") for name in "qkv")
         self._kv, qkv = torch.cat([k, v]), torch.cat([q, k, v])
-        gate_up = torch.cat([own.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up")])
-        o, down = own.pop("self_attn.o_proj.weight"), own.pop("mlp.down_proj.weight")
-        norms = own["post_attention_layernorm.weight"], own["norm.weight"]
+        gate_up = torch.cat([weights.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up")])
+        o, down = weights.pop("self_attn.o_proj.weight"), weights.pop("mlp.down_proj.weight")
+        norms = weights["post_attention_layernorm.weight"], weights["norm.weight"]
         self._rows = kernels(RowWeights(qkv, o, gate_up, down, rows, *norms, shape.rms_norm_eps))
         self._cos, self._sin = (
             table[:, None].to(device, dtype) for table in rope_tables(shape, positions)
@@ -170,9 +172,9 @@ class EagleModel:
         group = heads // kv_heads
         folded = query.view(texts, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
         keys, values = pool.transpose(1, 2).split(kv_heads, 1)
-        seen = mask.repeat(1, group, 1)[:, None]
+        is_visible = mask.repeat(1, group, 1)[:, None]
         out = functional.scaled_dot_product_attention(
-            folded.reshape(texts, kv_heads, group * count, dim), keys, values, attn_mask=seen
+            folded.reshape(texts, kv_heads, group * count, dim), keys, values, attn_mask=is_visible
         )
         out = out.view(texts, kv_heads, group, count, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(texts, count, heads, dim)

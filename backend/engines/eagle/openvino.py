@@ -37,8 +37,8 @@ class OpenvinoRows:
         read: Tensor,  # [n, 2 hidden]
     ) -> Tensor:
         """Return queries, keys and values (``RowProducts``)."""
-        found = self._heads.run(read=_numbers(read, _is_finite(read)))
-        return torch.from_numpy(found["heads"])
+        outputs = self._heads.run(read=_numbers(read, _is_finite(read)))
+        return torch.from_numpy(outputs["heads"])
 
     def finish(
         self,
@@ -48,9 +48,11 @@ class OpenvinoRows:
         """Return output, normed output and logits (``RowProducts``)."""
         finite = _is_finite(attended) & _is_finite(residual)
         inputs = {"attended": attended, "residual": residual}
-        found = self._finish.run(**{name: _numbers(rows, finite) for name, rows in inputs.items()})
+        outputs = self._finish.run(
+            **{name: _numbers(rows, finite) for name, rows in inputs.items()}
+        )
         output, vectors, logits = (
-            torch.from_numpy(found[name]) for name in ("output", "vectors", "logits")
+            torch.from_numpy(outputs[name]) for name in ("output", "vectors", "logits")
         )
         logits[~finite] = math.nan
         return output, vectors, logits

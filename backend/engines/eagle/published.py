@@ -60,15 +60,15 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, SafetensorError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
     except Exception as error:  # pickle's own, which nothing here imports
         line = str(error).splitlines()[0]
         raise ConfigError(f"{file} has more than tensors, so it is not read: {line}") from error
-    if not isinstance(found, dict) or not all(torch.is_tensor(one) for one in found.values()):
+    if not isinstance(tensors, dict) or not all(torch.is_tensor(one) for one in tensors.values()):
         raise ConfigError(f"{file} is not a dictionary of tensors")
-    return found
+    return tensors
 
 
 def model_type(config: Config) -> str:

@@ -129,16 +129,16 @@ class WholeText:
         scores = torch.einsum("qhd,khd->hqk", query, texts) / math.sqrt(shape.head_dim)
         place = torch.arange(count, device=query.device)
         distance = place[:, None] - place[None]
-        seen = distance >= 0
+        is_visible = distance >= 0
         if shape.sliding_window:
-            seen &= distance + step < shape.sliding_window
-        scores = scores.masked_fill(~seen, -math.inf)
-        own = [(query * keys[:count]).sum(-1).T / math.sqrt(shape.head_dim) for keys, _ in rest]
+            is_visible &= distance + step < shape.sliding_window
+        scores = scores.masked_fill(~is_visible, -math.inf)
+        later = [(query * keys[:count]).sum(-1).T / math.sqrt(shape.head_dim) for keys, _ in rest]
         if shape.sliding_window:
-            reach = [step - at < shape.sliding_window for at in range(1, len(own) + 1)]
+            reach = [step - at < shape.sliding_window for at in range(1, len(later) + 1)]
             far = query.new_full((shape.num_heads, count), -math.inf)
-            own = [one if is_near else far for one, is_near in zip(own, reach, strict=True)]
-        weights = torch.cat([scores, *(column[:, :, None] for column in own)], 2).softmax(-1)
+            later = [one if is_near else far for one, is_near in zip(later, reach, strict=True)]
+        weights = torch.cat([scores, *(column[:, :, None] for column in later)], 2).softmax(-1)
         result = torch.einsum("hqk,khd->qhd", weights[:, :, :count], text_values)
         for at, (_, values) in enumerate(rest):
             result = result + weights[:, :, count + at].T[:, :, None] * values[:count]
@@ -230,7 +230,7 @@ def _generate(lm: Any, prompts: Sequence[Sequence[int]], ends: Set[int]) -> list
     pads = [longest - len(prompt) for prompt in prompts]
     ids = [[0] * pad + [*prompt] for pad, prompt in zip(pads, prompts, strict=True)]
     mask = [[0] * pad + [1] * (longest - pad) for pad in pads]
-    written = lm.generate(
+    texts = lm.generate(
         input_ids=torch.tensor(ids, device=lm.device),
         attention_mask=torch.tensor(mask, device=lm.device),
         do_sample=False,
@@ -241,7 +241,7 @@ def _generate(lm: Any, prompts: Sequence[Sequence[int]], ends: Set[int]) -> list
         top_p=None,
         top_k=None,
     )
-    return [_until_end(row, ends) for row in written[:, longest:].tolist()]
+    return [_until_end(row, ends) for row in texts[:, longest:].tolist()]
 
 
 def _until_end(tokens: list[int], ends: Set[int]) -> list[int]:

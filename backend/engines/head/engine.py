@@ -17,7 +17,7 @@ from backend.engines.spine import CANDIDATES, Spine
 from backend.sampling.distributions import Floats
 from backend.sampling.draw import IntArray
 from backend.sampling.processing import Columns
-from backend.sampling.verification import Row, candidates
+from backend.sampling.verification import VerifyRequest, candidates
 from backend.sequence import Proposal, Sequence
 
 
@@ -67,7 +67,7 @@ class _State:
 class _Job:
     turn: Turn
     text: _TextRows
-    place: Row
+    place: VerifyRequest
     spine: Spine = field(default_factory=Spine)
 
     @property
@@ -124,7 +124,8 @@ class HeadEngine(Proposer):
 
     def _propose(self, turns: Seq[Turn]) -> Iterable[Proposal | None]:
         jobs = [
-            _Job(turn, self._text(turn.sequence), Row.of(turn.sequence, None)) for turn in turns
+            _Job(turn, self._text(turn.sequence), VerifyRequest.of(turn.sequence, None))
+            for turn in turns
         ]
         self._run(jobs)
         return [job.spine.proposal(self.name, job.turn.nodes) for job in jobs]
@@ -170,17 +171,17 @@ class HeadEngine(Proposer):
         """Extend each spine by the candidates after its place, of ``vectors`` [jobs, hidden] and
         their products with the static rows [jobs, rows].
         """
-        own = [len(job.text.rows) for job in jobs]
-        if any(own):
-            found = [
+        counts = [len(job.text.rows) for job in jobs]
+        if any(counts):
+            rows = [
                 candidates(self._with_own(static, vectors, row, job), [job.place], most, columns)[0]
                 for row, job in enumerate(jobs)
                 for most, columns in [(min(CANDIDATES, job.turn.nodes), job.text.columns)]
             ]
         else:
             most = min(CANDIDATES, max(job.turn.nodes for job in jobs))
-            found = candidates(static, [job.place for job in jobs], most, self.columns)
-        for job, ones in zip(jobs, found, strict=True):
+            rows = candidates(static, [job.place for job in jobs], most, self.columns)
+        for job, ones in zip(jobs, rows, strict=True):
             columns = job.text.columns
             job.spine.extend((columns.token(column), p) for column, p in ones)
             job.place = job.place.after([*job.spine.tokens])
@@ -191,6 +192,6 @@ class HeadEngine(Proposer):
         if not len(job.text.rows):
             return static[row : row + 1]
         # Not by BLAS, which would wake its threads.
-        own = np.einsum("rh,h->r", job.text.rows, vectors[row])
-        logits: Floats = np.concatenate([static[row], own])[None]
+        added = np.einsum("rh,h->r", job.text.rows, vectors[row])
+        logits: Floats = np.concatenate([static[row], added])[None]
         return logits

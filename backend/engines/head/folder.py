@@ -131,9 +131,9 @@ def footprint(
     weights = item * (config.parameters + config.rows * hidden)
     if not in_target:
         weights += (2 if device == "cpu" else 4) * config.vocab_size * hidden
-    own = sequences * min(own_rows, config.vocab_size - config.rows) * hidden * item
+    text_rows = sequences * min(own_rows, config.vocab_size - config.rows) * hidden * item
     logits = sequences * (config.rows + own_rows)
     if not in_target:
-        return Footprint(device, weights, 0, own + 8 * logits)
+        return Footprint(device, weights, 0, text_rows + 8 * logits)
     states = (sequences + 1) * len(config.layers) * hidden * item
-    return Footprint(device, weights, 0, own + states + _RACE_BYTES * logits)
+    return Footprint(device, weights, 0, text_rows + states + _RACE_BYTES * logits)

@@ -51,12 +51,12 @@ def make(engine: EngineConfig, service: Service) -> Engine:
 
     folder, target = service.path(engine), service.path(service.config.target)
     config, whole = folders.read_config(folder), read_spec(target)
-    for name, own, theirs in (
+    for name, value, expected in (
         ("hidden_size", config.hidden_size, whole.hidden_size),
         ("vocab_size", config.vocab_size, whole.vocab_size),
     ):
-        if own != theirs:
-            raise ConfigError(f"draft {folder}: {name} is {own}, its target's {theirs}")
+        if value != expected:
+            raise ConfigError(f"draft {folder}: {name} is {value}, its target's {expected}")
     trained_on, weights = folders.read_target_sha256(folder), weights_sha256(target)
     if trained_on not in ("", weights):
         raise ConfigError(

@@ -52,8 +52,8 @@ class OpenvinoHead:
         token: Floats,  # [n, hidden]
     ) -> tuple[Floats, Floats, Floats]:
         """Move states on by tokens (``Head``)."""
-        found = self._step.run(before=state, token=token)
-        return found["state"], found["vectors"], found["logits"]
+        outputs = self._step.run(before=state, token=token)
+        return outputs["state"], outputs["vectors"], outputs["logits"]
 
 
 def _begin(config: HeadConfig, weights: Weights) -> Model:

@@ -70,11 +70,11 @@ def spec_of(
 ) -> AttentionSpec:
     """Return what a call asks. Raises AttentionError for an option that no engine knows."""
     layer = int(getattr(module, "layer_idx", -1))
-    known = {"is_causal", "s_aux", "sliding_window", "softcap"}
+    known_options = {"is_causal", "s_aux", "sliding_window", "softcap"}
     unknown = [
         name
         for name, option in options.items()
-        if option is not None and name not in known | _IRRELEVANT
+        if option is not None and name not in known_options | _IRRELEVANT
     ]
     if unknown:
         raise AttentionError(f"layer {layer} asks attention for {unknown[0]}")

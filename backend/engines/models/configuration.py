@@ -40,17 +40,17 @@ def read_decoder_config(folder: Path) -> PretrainedConfig:
     except Exception as error:
         refuse(folder, architecture, f"its config.json cannot be read: {error}")
     config: PretrainedConfig = whole.get_text_config(decoder=True)
-    built: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if built is None or getattr(config, "is_encoder_decoder", False):
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None or getattr(config, "is_encoder_decoder", False):
         refuse(folder, architecture, "it is not a causal language model for text")
     if config is not whole:
         if architecture not in WRAPPERS:
             reason = "Spindle serves the text part only of multimodal folders of"
             refuse(folder, architecture, f"{reason} {', '.join(WRAPPERS)}")
         config.tie_word_embeddings = whole.tie_word_embeddings
-    elif architecture not in ("none", built.__name__):
-        refuse(folder, architecture, f"its language model would be a {built.__name__}")
-    config.architectures = [built.__name__]
+    elif architecture not in ("none", model_class.__name__):
+        refuse(folder, architecture, f"its language model would be a {model_class.__name__}")
+    config.architectures = [model_class.__name__]
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # its weights are widened when they are read
     for reason in _reasons(config):

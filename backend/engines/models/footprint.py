@@ -33,7 +33,7 @@ def weight_bytes(
     multiplied and of one in an expert. ``packs_head``: a tied embedding is copied to be multiplied
     by.
     """
-    copied = packs_head and spec.tied
+    copied = packs_head and spec.ties_embeddings
     others = spec.weights - spec.looked_up - spec.experts
     others += spec.vocab_size * spec.hidden_size if copied else 0
     experts = in_experts * spec.experts

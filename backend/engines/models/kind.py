@@ -26,8 +26,8 @@ def check_any_decoder(
         read_spec(path(engine))
 
 
-def footprint(engine: EngineConfig, config: ServingConfig, folder: Path, **own: Any) -> Footprint:
+def footprint(engine: EngineConfig, config: ServingConfig, folder: Path, **sizes: Any) -> Footprint:
     """Return what a step engine takes of memory (``models.footprint``)."""
     from backend.engines.models import footprint as planning  # it imports NumPy
 
-    return planning.footprint(engine, config, folder, **own)
+    return planning.footprint(engine, config, folder, **sizes)

@@ -42,7 +42,7 @@ def load_weights(folder: Path, llama: PlainLlama, dtype: str, device: str = "cpu
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     weights = read_weights(folder)
-    if llama.tied:
+    if llama.ties_embeddings:
         weights.pop("lm_head.weight", None)  # some writers store the tied head again
     _compare(llama, {name: tuple(one.shape) for name, one in weights.items()}, folder)
     return {name: one.to(device, DTYPES[dtype]) for name, one in weights.items()}
@@ -57,7 +57,7 @@ def check_tensors(folder: Path) -> None:
     if llama is None or read_model_config(folder).get("quantization_config"):
         return
     shapes = {n: s for n, s in tensor_shapes(folder).items() if not n.endswith(UNUSED)}
-    if llama.tied:
+    if llama.ties_embeddings:
         shapes.pop("lm_head.weight", None)
     _compare(llama, shapes, folder)
 

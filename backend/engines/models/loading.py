@@ -49,10 +49,10 @@ def load_decoder(
     logging.disable_progress_bar()
     experts = {"experts_implementation": "eager"} if dtype == "fp64" else {}  # others have no fp64
     quantized = bool(read_model_config(folder).get("quantization_config"))
-    built: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     source = {"state_dict": weights or read_weights(folder)} if quantized else {}
     try:
-        loaded = built.from_pretrained(
+        loaded = model_class.from_pretrained(
             None if quantized else folder,
             config=config,
             dtype=DTYPES[dtype],

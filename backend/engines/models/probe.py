@@ -49,7 +49,7 @@ def probe(folder: Path) -> DecoderSpec:
         refuse(folder, architecture, str(error) or type(error).__name__)
     for reason in _reasons(lm, config, layers):
         refuse(folder, architecture, reason)
-    tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    ties_embeddings = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     return DecoderSpec(
         architecture=architecture,
         vocab_size=int(config.vocab_size),
@@ -59,9 +59,9 @@ def probe(folder: Path) -> DecoderSpec:
         weights=sum(weight.numel() for weight in lm.parameters()),
         looked_up=sum(m.weight.numel() for m in lm.modules() if isinstance(m, nn.Embedding)),
         experts=sum(weight.numel() for weight in lm.parameters() if weight.dim() == 3),
-        tied=tied,
+        ties_embeddings=ties_embeddings,
         row_width=_row_width(lm, config, layers),
-        llama=_plain(lm, config, layers, tied=tied),
+        llama=_plain(lm, config, layers, ties_embeddings=ties_embeddings),
     )
 
 
@@ -106,13 +106,13 @@ def _run(config: PretrainedConfig) -> tuple[Any, list[AttentionSpec]]:
 def _reasons(lm: Any, config: PretrainedConfig, layers: Sequence[AttentionSpec]) -> Iterator[str]:
     """Yield why a decoder is not served, by what its layers did and did not ask."""
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    asked = [spec.layer for spec in layers]
-    silent = [layer for layer in range(config.num_hidden_layers) if layer not in asked]
+    order = [spec.layer for spec in layers]
+    silent = [layer for layer in range(config.num_hidden_layers) if layer not in order]
     if silent:
         kind = f" ({kinds[silent[0]]})" if len(kinds) > silent[0] else ""
         yield f"layer {silent[0]}{kind} keeps a state that is not KV"
-    if asked != sorted({*asked}):
-        yield f"its layers attend in the order {asked}"
+    if order != sorted({*order}):
+        yield f"its layers attend in the order {order}"
     if any(isinstance(module, nn.Conv1d) for module in lm.modules()):
         yield "a convolution keeps a state that is not KV"
     for spec in layers:
@@ -145,7 +145,7 @@ def _row_width(lm: Any, config: PretrainedConfig, layers: Sequence[AttentionSpec
 
 
 def _plain(
-    lm: Any, config: PretrainedConfig, layers: Sequence[AttentionSpec], *, tied: bool
+    lm: Any, config: PretrainedConfig, layers: Sequence[AttentionSpec], *, ties_embeddings: bool
 ) -> PlainLlama | None:
     """Return a decoder as a Llama; None for one that is more than that."""
     settings: Any = config
@@ -168,7 +168,7 @@ def _plain(
         rms_norm_eps=float(settings.rms_norm_eps),
         rope_theta=float(rope["rope_theta"]),
         rope=rope,
-        tied=tied,
+        ties_embeddings=ties_embeddings,
         qkv_bias=attention.q_proj.bias is not None,
         output_bias=attention.o_proj.bias is not None,
     )

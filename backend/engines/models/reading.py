@@ -12,7 +12,7 @@ from backend.engines.models.spec import AttentionSpec, DecoderSpec, PlainLlama
 from backend.files import read_text
 from backend.storage import cache
 
-FORMAT = 5
+FORMAT = 6
 """Raised when the same folder would have another description."""
 
 

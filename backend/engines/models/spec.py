@@ -42,7 +42,7 @@ class PlainLlama:
     rope_theta: float
     rope: Mapping[str, Any]
     """``rope_type`` and its parameters, in the names of transformers' ``rope_parameters``."""
-    tied: bool = False
+    ties_embeddings: bool = False
     """Whether the head is the matrix of embeddings."""
     qkv_bias: bool = False
     output_bias: bool = False
@@ -55,7 +55,7 @@ class PlainLlama:
             "model.embed_tokens.weight": (self.vocab_size, hidden),
             "model.norm.weight": (hidden,),
         }
-        if not self.tied:
+        if not self.ties_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         for index in range(self.num_layers):
             at = f"model.layers.{index}."
@@ -91,7 +91,7 @@ class DecoderSpec:
     """Numbers in the matrices of embeddings."""
     experts: int
     """Numbers in the matrices of experts."""
-    tied: bool
+    ties_embeddings: bool
     """Whether the head is a matrix of embeddings."""
     row_width: int
     """Numbers that the widest layer makes of a token."""

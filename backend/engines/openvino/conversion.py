@@ -32,7 +32,7 @@ from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.decoder import OpenvinoDecoder
 from backend.engines.openvino.experts import EXPERTS
 from backend.engines.openvino.four_bits import take_four_bits
-from backend.engines.openvino.marks import Attended, AttentionMark, mark
+from backend.engines.openvino.marks import AttentionMark, mark
 from backend.engines.openvino.packed import PackedMatrices
 from backend.engines.openvino.parts import SMALL_WEIGHT
 from backend.engines.openvino.passes import narrow, side_by_side
@@ -74,7 +74,7 @@ def _attend(
     return query.new_zeros(query.shape[0], heads * value_dim)
 
 
-def _traced(
+def _trace(
     spec: AttentionSpec,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -85,8 +85,8 @@ def _traced(
     rows = (x.transpose(1, 2).flatten(0, 1).flatten(1) for x in (query, key, value))
     shape = spec.layer, spec.heads, spec.kv_heads, spec.key_dim, spec.value_dim
     sinks = torch.zeros(0) if sinks is None else sinks
-    found: torch.Tensor = _attend(*rows, sinks, *shape, spec.scale, spec.window)
-    return found.view(1, -1, spec.heads, spec.value_dim)
+    output: torch.Tensor = _attend(*rows, sinks, *shape, spec.scale, spec.window)
+    return output.view(1, -1, spec.heads, spec.value_dim)
 
 
 class _Rows(nn.Module):
@@ -181,8 +181,8 @@ def _convert_packed(
     large = {n: t for n, t in others.items() if t.dim() == 2 and t.numel() >= SMALL_WEIGHT}
     packed = PackedMatrices({**matrices, **large})
     lm: Any = load_decoder(folder, "fp32", weights=others | packed.stand_ins)
-    if lost := packed.assign(lm):
-        text = f"tensor {lost} is multiplied where it cannot stay packed; set dtype to 'bf16'"
+    if misplaced := packed.assign(lm):
+        text = f"tensor {misplaced} is multiplied where it cannot stay packed; set dtype to 'bf16'"
         raise CheckpointError(f"{folder}: {text}")
     if head:
         packed.round(lm.get_output_embeddings(), head)
@@ -210,10 +210,10 @@ def convert(lm: Any, taps: Seq[int] = (), packed: PackedMatrices | None = None) 
     rows = _Rows(lm, taps).eval()
     layers = lm.get_decoder().layers
     hooks = [layers[tap - 1].register_forward_hook(rows.keep) for tap in taps]
-    extensions = [ConversionExtension("spindle::attend", _marked)]
+    extensions = [ConversionExtension("spindle::attend", _place_mark)]
     extensions += packed.extensions if packed else []
     try:
-        with torch.no_grad(), attending_by(_traced), warnings.catch_warnings():
+        with torch.no_grad(), attending_by(_trace), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tracing: what is constant is so for every pass
             with packed.traced(rows, *_EXAMPLE) if packed else nullcontext():
                 graph = openvino.convert_model(rows, example_input=_EXAMPLE, extension=extensions)
@@ -259,8 +259,8 @@ def _compare(
     compare(lm, decoder.forward, str(folder), expected)
 
 
-def _marked(context: Any) -> list[Output]:
+def _place_mark(context: Any) -> list[Output]:
     """Return the mark for a ``spindle::attend`` of the trace."""
-    asked = [context.get_values_from_const_input(index) for index in range(4, 11)]
+    values = [context.get_values_from_const_input(index) for index in range(4, 11)]
     inputs = [context.get_input(index) for index in range(4)]
-    return [mark(inputs, Attended(*asked))]
+    return [mark(inputs, AttentionSpec(*values))]

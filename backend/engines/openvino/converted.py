@@ -9,7 +9,8 @@ from pathlib import Path
 import openvino
 from openvino import Model, Output, Type, opset13
 
-from backend.engines.openvino.marks import Attended, AttentionMark, replace_marks
+from backend.engines.models.spec import AttentionSpec
+from backend.engines.openvino.marks import AttentionMark, replace_marks
 from backend.engines.openvino.parts import ints
 from backend.engines.openvino.passes import has_experts, smallest_group, sums, tabulate_angles
 
@@ -26,7 +27,7 @@ class Converted:
     E = T. If it ranks, there are also ``best_ids`` i32[R, best], the greatest logits by the
     activations' type, by id, and ``masses`` f32[R, 1], the sums of exp(logit - greatest).
     """
-    layers: Seq[Attended]
+    layers: Seq[AttentionSpec]
     """Each layer's requirements of attention."""
     vocab_size: int
     sums: set[int]

@@ -14,9 +14,9 @@ import openvino
 from openvino import Type
 
 from backend.engines.checkpoint import CheckpointError, widen
+from backend.engines.models.spec import AttentionSpec
 from backend.engines.openvino.converted import Converted
 from backend.engines.openvino.layout import SCRATCH_TOKENS, Blocks, Layout, in_calls
-from backend.engines.openvino.marks import Attended
 from backend.engines.openvino.paged_attention import VersionError
 from backend.engines.openvino.parts import compile_graph
 from backend.engines.openvino.width import Width, price_of_change
@@ -91,7 +91,7 @@ class OpenvinoDecoder:
         price = price_of_change(self._probe) if self._repeats else 0
         self._widths = Width(price, least_rows), Width(price)  # of the pass, and of its attention
 
-    def _make_pools(self, layers: Seq[Attended], blocks: int) -> None:
+    def _make_pools(self, layers: Seq[AttentionSpec], blocks: int) -> None:
         """Make KV of ``blocks`` blocks: one pool for all caches of the same shape."""
         names: dict[tuple[int, int], list[str]] = {}
         for layer in layers:
@@ -99,7 +99,7 @@ class OpenvinoDecoder:
                 name = f"{kind}_cache.{layer.layer}"
                 names.setdefault((layer.kv_heads, dim), []).append(name)
         self.pools = [
-            _untouched([len(caches), blocks, count, BLOCK_TOKENS, dim], self._is_half)
+            _reserve([len(caches), blocks, count, BLOCK_TOKENS, dim], self._is_half)
             for (count, dim), caches in names.items()
         ]
         """KV by shape [caches, blocks, kv_heads, BLOCK_TOKENS, head_dim], bf16 as int16: keys and
@@ -128,8 +128,8 @@ class OpenvinoDecoder:
 
     def width(self) -> tuple[int, int]:
         """Return how many rows the last pass had, and as many as take as long as a change."""
-        made = self._widths[0]
-        return made.rows, round(made.price)
+        width = self._widths[0]
+        return width.rows, round(width.price)
 
     def _begin(self) -> None:
         """Make a request that has our memory for its caches. Raises VersionError where they are
@@ -158,20 +158,20 @@ class OpenvinoDecoder:
         if len(calls) == 1:
             self._ranked, self.hidden_states = self._call(calls[0], chunks, free)
             return self._ranked
-        found: list[list[Floats]] = [[] for _ in chunks]
+        results: list[list[Floats]] = [[] for _ in chunks]
         states: list[list[Floats]] = [[] for _ in chunks]
         for call in calls:
             logits, hidden = self._call(call, chunks, free)
             wanted = [chunk.logits for _, chunk in call]
             tokens = [len(chunk.tokens) for _, chunk in call]
-            for kept, rows, counts in ((found, logits, wanted), (states, hidden, tokens)):
+            for target, rows, counts in ((results, logits, wanted), (states, hidden, tokens)):
                 if rows is not None:
                     parts = np.split(rows.copy(), np.cumsum(counts[:-1]))
                     for (number, _), part in zip(call, parts, strict=True):
-                        kept[number].append(part)
+                        target[number].append(part)
         if self.taps:
             self.hidden_states = np.concatenate([part for parts in states for part in parts])
-        return np.concatenate([part for parts in found for part in parts])
+        return np.concatenate([part for parts in results for part in parts])
 
     def _call(
         self, parts: Seq[tuple[int, Chunk]], chunks: Seq[Chunk], free: Iterator[int]
@@ -202,8 +202,8 @@ class OpenvinoDecoder:
         if any(map(math.isnan, out[:, 0].tolist())):
             self._begin()  # the request is of no more use
             raise PassError(f"OpenVINO's pass of {len(parts)} sequences left no logits")
-        for source, target, written in layout.returns:  # not before: the block may be others', too
-            self._copy(source, target, written)
+        for source, target, slots in layout.returns:  # not before: the block may be others', too
+            self._copy(source, target, slots)
         hidden = None
         if self.taps:
             tokens = sum(len(part.tokens) for _, part in parts)
@@ -253,8 +253,8 @@ class OpenvinoDecoder:
         order = np.argsort(-values, 1, kind="stable")
         ids, values = np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
         shares = np.exp(values - values[:, :1])
-        kept = (shares[:, :most] >= FAINT).sum(1)
-        pairs = zip(ids.tolist(), (shares / masses).tolist(), kept.tolist(), strict=True)
+        counts = (shares[:, :most] >= FAINT).sum(1)
+        pairs = zip(ids.tolist(), (shares / masses).tolist(), counts.tolist(), strict=True)
         return [list(zip(row[:n], chances[:n], strict=True)) for row, chances, n in pairs]
 
     def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
@@ -284,7 +284,7 @@ def check_precision(precision: str) -> None:
         )
 
 
-def _untouched(shape: Seq[int], is_half: bool) -> npt.NDArray[Any]:
+def _reserve(shape: Seq[int], is_half: bool) -> npt.NDArray[Any]:
     """Return zeros that take memory only once they are written."""
     number = np.dtype(np.int16 if is_half else np.float32)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -24,7 +24,7 @@ from backend.engines.port import Completion, Turn
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.engine import Job, StepEngine, step_limits
 from backend.sampling.distributions import Floats
-from backend.sampling.verification import Row
+from backend.sampling.verification import VerifyRequest
 from backend.sequence import Sequence
 
 INT8_GROUP = 32
@@ -134,13 +134,13 @@ class OpenvinoEngine(StepEngine):
     def _candidates(
         self,
         logits: Floats,  # [places, vocab]
-        places: Seq[Row],
+        places: Seq[VerifyRequest],
         most: int,
     ) -> list[list[tuple[int, float]]]:
         if all(place.sampling.plain for place in places):
-            found = self.model.best(logits, most)
-            if found is not None:
-                return found
+            best = self.model.best(logits, most)
+            if best is not None:
+                return best
         return super()._candidates(logits, places, most)
 
     def _prepare(self, turn: Turn) -> Job:

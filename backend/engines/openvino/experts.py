@@ -11,14 +11,14 @@ EXPERTS = "spindle_grouped"
 """The name under which transformers knows the function."""
 
 
-def _grouped(
+def _run_grouped(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Return what the chosen experts make of ``hidden_states`` [tokens, hidden].
 
     transformers' own grouped form counts with ``histc``, which the front end does not translate.
     """
-    chosen = top_k_index.size(-1)
+    count = top_k_index.size(-1)
     order = torch.sort(top_k_index.reshape(-1))[1]
     ids = top_k_index.reshape(-1)[order]
     ends = (ids[:, None] <= torch.arange(self.num_experts, dtype=ids.dtype)[None]).sum(0)
@@ -26,14 +26,14 @@ def _grouped(
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight = getattr(self, name)
         weight = weight if self.is_transposed else weight.transpose(-2, -1)
-        found = torch._grouped_mm(rows, weight, offs=ends.to(torch.int32))
-        return found + getattr(self, f"{name}_bias")[ids] if self.has_bias else found
+        output = torch._grouped_mm(rows, weight, offs=ends.to(torch.int32))
+        return output + getattr(self, f"{name}_bias")[ids] if self.has_bias else output
 
-    inner = product(hidden_states[order // chosen], "gate_up_proj" if self.has_gate else "up_proj")
+    inner = product(hidden_states[order // count], "gate_up_proj" if self.has_gate else "up_proj")
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     rows = product(inner, "down_proj") * top_k_weights.reshape(-1)[order][:, None]
-    together = rows[torch.argsort(order)].view(-1, chosen, rows.shape[-1]).sum(1)
+    together = rows[torch.argsort(order)].view(-1, count, rows.shape[-1]).sum(1)
     return together.to(hidden_states.dtype)
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _grouped)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _run_grouped)

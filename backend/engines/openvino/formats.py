@@ -36,8 +36,8 @@ def misfit_of_four_bits(config: Mapping[str, Any]) -> str:
     if bits != 4:
         return f"its integers have {bits} bits"
     if (group := _group(quantization)) not in FOUR_BIT_GROUPS:
-        known = ", ".join(map(str, FOUR_BIT_GROUPS))
-        return f"its groups have {group} columns, not one of {known}"
+        choices = ", ".join(map(str, FOUR_BIT_GROUPS))
+        return f"its groups have {group} columns, not one of {choices}"
     return "its columns are in the order of activations (act-order)" if is_reordered else ""
 
 

@@ -87,7 +87,7 @@ def take_four_bits(
     """Take the matrices of 4 bits out of a folder's ``tensors``; return them by the names that
     they have without quantisation, and why others that are packed stay, by the same names.
     """
-    taken: dict[str, FourBits] = {}
+    matrices: dict[str, FourBits] = {}
     reasons: dict[str, str] = {}
     read: Callable[[str, Tensors, Mapping[str, Any]], tuple[FourBits, Seq[str]]]
     for end, read in (
@@ -102,13 +102,13 @@ def take_four_bits(
             except (KeyError, UnfitError) as error:
                 reasons[f"{prefix}weight"] = str(error)
                 continue
-            taken[f"{prefix}weight"] = matrix
+            matrices[f"{prefix}weight"] = matrix
             for part in parts:
                 tensors.pop(prefix + part, None)
             bias = tensors.get(f"{prefix}bias")
             if bias is not None and not bias.any():  # some writers store zeros
                 del tensors[f"{prefix}bias"]
-    return taken, reasons
+    return matrices, reasons
 
 
 def _read_gptq(
@@ -138,12 +138,12 @@ def _read_awq(
     if 8 * packed.shape[1] != scales.shape[1]:
         raise UnfitError("its integers are not 4 bits wide")
 
-    def ordered(words: torch.Tensor) -> torch.Tensor:
+    def order(words: torch.Tensor) -> torch.Tensor:
         digits = split_bytes(words.contiguous().view(torch.uint8))
         columns: torch.Tensor = digits.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)]
         return columns.flatten(1).T
 
-    return _drop_plain_zeros(join_bytes(ordered(packed)), scales.T, ordered(zeros)), (
+    return _drop_plain_zeros(join_bytes(order(packed)), scales.T, order(zeros)), (
         "qweight",
         "qzeros",
         "scales",
@@ -184,9 +184,9 @@ def _check(matrix: FourBits) -> None:
     """Raise UnfitError for groups that the kernels do not know."""
     rows, columns = matrix.shape
     if rows % 2 or columns % matrix.scale.shape[1] or matrix.group not in FOUR_BIT_GROUPS:
-        known = ", ".join(map(str, FOUR_BIT_GROUPS))
+        choices = ", ".join(map(str, FOUR_BIT_GROUPS))
         sizes = f"{matrix.scale.shape[1]} groups of {columns} columns"
-        raise UnfitError(f"it has {sizes}, not of one of {known}")
+        raise UnfitError(f"it has {sizes}, not of one of {choices}")
 
 
 def _check_order(index: torch.Tensor | None, columns: int, groups: int) -> None:
@@ -206,11 +206,11 @@ def round_to_four_bits(weight: torch.Tensor) -> FourBits:
     scales = torch.empty(rows, columns // group, dtype=torch.float16)
     for at in range(0, rows, _ROWS):
         some = slice(at, at + _ROWS)
-        digits[some], scales[some] = _rounded(weight[some].float().unflatten(1, (-1, group)))
+        digits[some], scales[some] = _quantize(weight[some].float().unflatten(1, (-1, group)))
     return FourBits(digits, scales, None)
 
 
-def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     greatest = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
     scale = (greatest / -8).half()
     scale = torch.where(scale == 0, torch.full_like(scale, 1e-4), scale)

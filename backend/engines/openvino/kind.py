@@ -60,7 +60,7 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     if engine.dtype == "int4":
         config = read_model_config(service.path(engine))
         logger.info("%s: %s", engine.name, price_of_four_bits(config))
-    made = OpenvinoEngine.load(
+    new_engine = OpenvinoEngine.load(
         engine.name,
         service.path(engine),
         dtype=engine.dtype,
@@ -71,9 +71,9 @@ def make(engine: EngineConfig, service: Service) -> Engine:
         lm_head=head_dtype(engine),
         **service.sizes,
     )
-    if target and engine.invariant and not made.limits.invariant:
+    if target and engine.invariant and not new_engine.limits.invariant:
         logger.warning("%s: in %s outputs may differ with load", engine.name, engine.dtype)
-    return made
+    return new_engine
 
 
 def convert(

@@ -91,7 +91,7 @@ class Layout:
 
     def inputs(self, *, repeats: bool) -> dict[str, Seq[int] | Blocks]:
         """Return the inputs of the graph (``Converted``) by name, but for ``max_context_len``."""
-        found: dict[str, Seq[int] | Blocks] = {
+        inputs: dict[str, Seq[int] | Blocks] = {
             "ids": self._ids,
             "positions": self._positions,
             "rows": self._rows,
@@ -101,14 +101,14 @@ class Layout:
             "block_indices_begins": [0, *accumulate(map(len, self._tables))],
         }
         if repeats:
-            found["expand"] = self._expand
+            inputs["expand"] = self._expand
             # A row's output is that of its first place; without branches it has no other.
-            found["compress"] = (
+            inputs["compress"] = (
                 np.unique(self._expand, return_index=True)[1]
                 if self.branches
                 else range(len(self._ids))
             )
-        return found
+        return inputs
 
     def _add_row(self, chunk: Chunk) -> None:
         """Lay out a chunk of one row, which most chunks are: what ``_add`` does for it."""
@@ -145,11 +145,11 @@ class Layout:
         """Return a chunk's table with a copy of the block in which its run ends."""
         index, stop = divmod(chunk.start + together, BLOCK_TOKENS)
         begin = max(0, chunk.start - index * BLOCK_TOKENS)
-        table, own = chunk.table.numbers.copy(), int(chunk.table.numbers[index])
+        table, block = chunk.table.numbers.copy(), int(chunk.table.numbers[index])
         table[index] = copy = next(self._for_copies)
         if begin:
-            self.copies.append((own, copy, begin))
-        self.returns.append((copy, own, slice(begin, stop)))
+            self.copies.append((block, copy, begin))
+        self.returns.append((copy, block, slice(begin, stop)))
         return table
 
     def _branch(self, chunk: Chunk, rows: list[int], nodes: int) -> Blocks:
@@ -247,9 +247,9 @@ def _cut(chunk: Chunk, after: int) -> tuple[Chunk, Chunk]:
 
 def paths(parents: Seq[int]) -> list[list[int]]:
     """Return a tree's paths from the text to its leaves, the longest first."""
-    found: list[list[int]] = []
+    all_paths: list[list[int]] = []
     for node, parent in enumerate(parents):
-        found.append([*found[parent], node] if parent != ROOT else [node])
+        all_paths.append([*all_paths[parent], node] if parent != ROOT else [node])
     inner = set(parents)
-    to_leaves = [path for node, path in enumerate(found) if node not in inner]
+    to_leaves = [path for node, path in enumerate(all_paths) if node not in inner]
     return sorted(to_leaves, key=len, reverse=True)

@@ -7,12 +7,12 @@ with the private operation. So attention is a mark until the graph has been read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 import openvino
 from openvino import Model, Output, PartialShape, Type, op, opset13
 
+from backend.engines.models.spec import AttentionSpec
 from backend.engines.openvino.paged_attention import Heads, paged_attention
 from backend.engines.openvino.parts import ints, parameter
 
@@ -26,19 +26,12 @@ LAYOUT = {
 """Inputs that say where sequences lie, all int32, with their shapes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attended:
-    """A layer's requirements of attention, as ``models.attention.AttentionSpec`` says it; reading a
-    graph imports no transformers.
-    """
-
-    layer: int
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    scale: float
-    window: int
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    **dict.fromkeys(("layer", "heads", "kv_heads", "key_dim", "value_dim"), int),
+    "scale": float,
+    "window": int,
+}
+"""Fields of a layer's ``AttentionSpec`` that a mark has as attributes, with their types."""
 
 
 class AttentionMark(openvino.Op):  # type: ignore[misc]
@@ -48,42 +41,40 @@ class AttentionMark(openvino.Op):  # type: ignore[misc]
     """The marks of the graph under conversion, which does not keep Python's half of them."""
 
     def __init__(
-        self, inputs: list[Output] | None = None, attended: Mapping[str, Any] | None = None
+        self, inputs: list[Output] | None = None, numbers: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(self)
-        kinds = {"scale": 0.0}
-        empty = {field.name: kinds.get(field.name, 0) for field in fields(Attended)}
-        self.attended = dict(attended or empty)
+        self.numbers = dict(numbers or {name: kind() for name, kind in _NUMBERS.items()})
         if inputs is not None:
             self.set_arguments(inputs)
             self.constructor_validate_and_infer_types()
 
     def validate_and_infer_types(self) -> None:
         """Say what attention returns: [rows, heads x numbers of a value]."""
-        width = self.attended["heads"] * self.attended["value_dim"]
+        width = self.numbers["heads"] * self.numbers["value_dim"]
         rows = self.get_input_partial_shape(0)[0]
         self.set_output_type(0, self.get_input_element_type(0), PartialShape([rows, width]))
 
     def clone_with_new_inputs(self, inputs: list[Output]) -> AttentionMark:
         """Return the same mark of other inputs."""
-        clone = AttentionMark(inputs, self.attended)
+        clone = AttentionMark(inputs, self.numbers)
         self.alive.append(clone)
         return clone
 
     def visit_attributes(self, visitor: Any) -> bool:
         """Read or write what the layer asks for."""
-        visitor.on_attributes(self.attended)
+        visitor.on_attributes(self.numbers)
         return True
 
 
-def mark(inputs: list[Output], attended: Attended) -> Output:
+def mark(inputs: list[Output], spec: AttentionSpec) -> Output:
     """Return attention's place; ``sinks``, the last input, may have no elements."""
-    node = AttentionMark(inputs, asdict(attended))
+    node = AttentionMark(inputs, {name: getattr(spec, name) for name in _NUMBERS})
     AttentionMark.alive.append(node)
     return node.output(0)
 
 
-def replace_marks(graph: Model, *, repeats: bool) -> list[Attended]:
+def replace_marks(graph: Model, *, repeats: bool) -> list[AttentionSpec]:
     """Put paged attention in the marks' places, with its inputs (``converted.complete``); return
     what the layers ask for, in their order.
     """
@@ -94,32 +85,32 @@ def replace_marks(graph: Model, *, repeats: bool) -> list[Attended]:
     for node in graph.get_ordered_ops():
         if node.get_type_name() != AttentionMark.__name__:
             continue
-        attended = _read_attended(node.get_attributes())
-        layers.append(attended)
+        spec = _read_spec(node.get_attributes())
+        layers.append(spec)
         caches = [  # their precision and layout are settled by the plug-in
-            parameter(f"{kind}_cache.{attended.layer}", [-1, -1, -1, -1], Type.dynamic)
+            parameter(f"{kind}_cache.{spec.layer}", [-1, -1, -1, -1], Type.dynamic)
             for kind in ("key", "value")
         ]
         inputs += caches
         *qkv, sinks = (node.input_value(index) for index in range(4))
         if doubled:
             qkv = [opset13.gather(rows, doubled[0], ints(0)).output(0) for rows in qkv]
-        found = paged_attention(
+        output = paged_attention(
             (qkv[0], qkv[1], qkv[2]),
             (caches[0].output(0), caches[1].output(0)),
             {name: source.output(0) for name, source in layout.items()},
-            Heads(attended.kv_heads, attended.key_dim, attended.value_dim),
-            scale=attended.scale,
-            window=attended.window,
-            sinks=_sinks(sinks, attended.heads),
+            Heads(spec.kv_heads, spec.key_dim, spec.value_dim),
+            scale=spec.scale,
+            window=spec.window,
+            sinks=_sinks(sinks, spec.heads),
         )
         if doubled:
-            found = opset13.gather(found, doubled[1], ints(0)).output(0)
-        node.output(0).replace(found)
+            output = opset13.gather(output, doubled[1], ints(0)).output(0)
+        node.output(0).replace(output)
     if doubled:
         _shorten_positions(graph, doubled[1])
     graph.add_parameters(inputs)
-    return sorted(layers, key=lambda attended: attended.layer)
+    return sorted(layers, key=lambda spec: spec.layer)
 
 
 def _shorten_positions(graph: Model, compress: op.Parameter) -> None:
@@ -131,10 +122,9 @@ def _shorten_positions(graph: Model, compress: op.Parameter) -> None:
         target.replace_source_output(rows)
 
 
-def _read_attended(attributes: Mapping[str, Any]) -> Attended:
+def _read_spec(attributes: Mapping[str, Any]) -> AttentionSpec:
     # a graph that was read has them as strings
-    kinds = {field.name: float if field.name == "scale" else int for field in fields(Attended)}
-    return Attended(**{name: kind(attributes[name]) for name, kind in kinds.items()})  # type: ignore[arg-type]
+    return AttentionSpec(**{name: kind(attributes[name]) for name, kind in _NUMBERS.items()})  # type: ignore[arg-type]
 
 
 def _sinks(sinks: Output, heads: int) -> Output | None:

@@ -73,21 +73,21 @@ class PackedMatrices:
         self._by_module: dict[nn.Module, Matrix] = {}
         self._groups: dict[nn.Module, list[nn.Module]] = {}
         self._places: list[list[nn.Module]] = []
-        self._kept: list[Any] = []
+        self._arrays: list[Any] = []
 
     def assign(self, lm: nn.Module) -> str:
         """Find the modules that the stand-ins were loaded into; return the name of a matrix that
         is in none, if any.
         """
         names = {stand_in.data_ptr(): name for name, stand_in in self.stand_ins.items()}
-        found = set()
+        placed = set()
         for module in lm.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 name = names.get(module.weight.data_ptr())
                 if name is not None:
                     self._by_module[module] = self._matrices[name]
-                    found.add(name)
-        return min(self._matrices.keys() - found, default="")
+                    placed.add(name)
+        return min(self._matrices.keys() - placed, default="")
 
     def round(self, module: nn.Module, dtype: str) -> None:
         """Store the matrix of a module as ``int8`` or ``int4``, unless it has 4 bits."""
@@ -101,7 +101,7 @@ class PackedMatrices:
 
     def forget_constants(self) -> None:
         """Free the memory of constants, which no graph needs any more."""
-        self._kept.clear()
+        self._arrays.clear()
 
     @property
     def extensions(self) -> list[ConversionExtension]:
@@ -150,8 +150,8 @@ class PackedMatrices:
 
         def look_up(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
             width = self._by_module[module].shape[1]
-            found: torch.Tensor = _look_up(ids, self._place([module]), width)
-            return found
+            rows: torch.Tensor = _look_up(ids, self._place([module]), width)
+            return rows
 
         with self._instead(product, look_up):
             yield
@@ -182,14 +182,14 @@ class PackedMatrices:
         def multiply(module: Any, rows: torch.Tensor) -> torch.Tensor:
             if module not in self._by_module:
                 return linear(module, rows)
-            found: torch.Tensor = product(module, rows)
-            return found if module.bias is None else found + module.bias
+            output: torch.Tensor = product(module, rows)
+            return output if module.bias is None else output + module.bias
 
         def embed(module: Any, ids: torch.Tensor) -> torch.Tensor:
             if module not in self._by_module:
                 return embedding(module, ids)
-            found: torch.Tensor = look_up(module, ids)
-            return found
+            output: torch.Tensor = look_up(module, ids)
+            return output
 
         classes: tuple[Any, Any] = nn.Linear, nn.Embedding
         classes[0].forward, classes[1].forward = multiply, embed
@@ -218,34 +218,34 @@ class PackedMatrices:
         if isinstance(matrix, Int8):
             return int8(matrix.digits.numpy(), matrix.scale.numpy())
         if isinstance(matrix, torch.Tensor):
-            return opset13.convert(self._shared(matrix), "f32").output(0)
+            return opset13.convert(self._floats(matrix), "f32").output(0)
         rows, columns = matrix.shape
         groups = columns // matrix.group
         digits, kind = matrix.digits, Type.u4
         if matrix.zero is None:
             digits, kind = digits ^ 0x88, Type.i4  # from offsets of 8 to two's complement
-        wide = opset13.convert(self._packed(digits, kind, [rows, groups, matrix.group]), "f32")
+        wide = opset13.convert(self._halves(digits, kind, [rows, groups, matrix.group]), "f32")
         if matrix.zero is not None:
-            zeros = self._packed(join_bytes(matrix.zero.flatten()), kind, [rows, groups, 1])
+            zeros = self._halves(join_bytes(matrix.zero.flatten()), kind, [rows, groups, 1])
             wide = opset13.subtract(wide, opset13.convert(zeros, "f32"))
-        scale = opset13.convert(self._shared(matrix.scale[..., None]), "f32")
+        scale = opset13.convert(self._floats(matrix.scale[..., None]), "f32")
         return opset13.reshape(opset13.multiply(wide, scale), ints([rows, columns]), False).output(
             0
         )
 
-    def _shared(self, tensor: torch.Tensor) -> op.Constant:
+    def _floats(self, tensor: torch.Tensor) -> op.Constant:
         """Return a constant of floats in the tensor's own memory."""
         kinds = {torch.bfloat16: Type.bf16, torch.float16: Type.f16, torch.float32: Type.f32}
         size = torch.int32 if tensor.dtype == torch.float32 else torch.int16
         numbers = tensor.contiguous().view(size).numpy()
         return self._over(numbers, kinds[tensor.dtype], list(tensor.shape))
 
-    def _packed(self, halves: torch.Tensor, kind: Type, shape: list[int]) -> op.Constant:
+    def _halves(self, halves: torch.Tensor, kind: Type, shape: list[int]) -> op.Constant:
         """Return a constant of integers of 4 bits, two in a byte."""
         return self._over(halves.contiguous().numpy(), kind, shape)
 
     def _over(self, array: np.ndarray[Any, Any], kind: Type, shape: list[int]) -> op.Constant:
-        self._kept.append(array)  # a tensor over an array does not keep it alive
+        self._arrays.append(array)  # a tensor over an array does not keep it alive
         return op.Constant(openvino.Tensor(array, shape, kind))
 
 

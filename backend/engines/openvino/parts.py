@@ -148,7 +148,7 @@ def round_to_int8(
 ) -> tuple[Digits, Scales]:
     """Return the integers of a matrix in int8 and their scale a row [rows, 1]."""
     begins = range(0, weight.shape[0], _ROWS)
-    parts = [_rounded(weight[begin : begin + _ROWS]) for begin in begins]
+    parts = [_quantize(weight[begin : begin + _ROWS]) for begin in begins]
     digits, scales = zip(*parts, strict=True)
     return np.concatenate(digits), np.concatenate(scales)
 
@@ -162,7 +162,7 @@ def int8(
     return opset13.convert(opset13.multiply(wide, opset13.constant(scale)), "f32")
 
 
-def _rounded(weight: Floats) -> tuple[Digits, Scales]:
+def _quantize(weight: Floats) -> tuple[Digits, Scales]:
     scale = (np.abs(weight).max(1, keepdims=True) / 127).astype(np.float16)
     wide = np.where(scale > 0, scale, np.float16(1)).astype(np.float32)  # rows of padding are zeros
     return (weight / wide).round().clip(-127, 127).astype(np.int8), scale

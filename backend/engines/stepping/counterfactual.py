@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from backend.sampling.distributions import Floats
 from backend.sampling.processing import Columns
-from backend.sampling.verification import Row, candidates
+from backend.sampling.verification import VerifyRequest, candidates
 
 SCORED_ROWS = 32
 """Rows of a submission, at most, whose logits are made for this alone."""
@@ -20,7 +20,7 @@ DRAWN_ROWS = 4
 
 def guesses(
     logits: Floats,  # [rows, columns]
-    first: Row,
+    first: VerifyRequest,
     columns: Columns,
 ) -> list[int]:
     """Return the token that a draft of these logits would have proposed in each row's place.

@@ -22,7 +22,7 @@ from backend.engines.stepping.counterfactual import DRAWN_ROWS, SCORED_ROWS, cha
 from backend.engines.stepping.kv_caches import Cache, Caches
 from backend.sampling.distributions import Floats
 from backend.sampling.processing import Columns
-from backend.sampling.verification import Row, Verdict, candidates, verify
+from backend.sampling.verification import Verdict, VerifyRequest, candidates, verify
 from backend.sequence import BLOCK_TOKENS, Proposal, Sequence
 
 
@@ -58,7 +58,7 @@ class Job:
 
     turn: Turn
     cache: Cache
-    request: Row
+    request: VerifyRequest
     chunk: Chunk | None
     tokens: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
@@ -163,7 +163,7 @@ class StepEngine:
         """
         sequence, end = turn.sequence, turn.end
         cache = self.caches.of(sequence)
-        request = Row.of(sequence, turn.proposal)
+        request = VerifyRequest.of(sequence, turn.proposal)
         if wrong := self._wrong(turn) or self._wrong_in_blocks(turn, len(cache.table)):
             raise ValueError(f"turn of sequence {sequence.id}: {wrong}")
         decides = turn.run > 0
@@ -359,7 +359,7 @@ class StepEngine:
     def _candidates(
         self,
         logits: Floats,  # [places, vocab]
-        places: Seq[Row],
+        places: Seq[VerifyRequest],
         most: int,
     ) -> list[list[tuple[int, float]]]:
         return candidates(logits, places, most, self._columns)

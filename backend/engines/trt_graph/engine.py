@@ -32,7 +32,7 @@ from backend.engines.trt_graph.inputs import (
     verdicts_of,
 )
 from backend.sampling.distributions import Floats
-from backend.sampling.verification import Row, Verdict
+from backend.sampling.verification import Verdict, VerifyRequest
 from backend.sequence import BLOCK_TOKENS
 
 
@@ -95,7 +95,7 @@ class CompiledModel:
         return to_array(torch.cat([part for parts, tail in pairs for part in (*parts, tail)]))
 
     @torch.inference_mode()
-    def decide(self, chunks: Seq[Chunk], requests: Seq[Row]) -> list[Verdict]:
+    def decide(self, chunks: Seq[Chunk], requests: Seq[VerifyRequest]) -> list[Verdict]:
         """Run chunks whose last rows are the requests', writing their KV, and return the
         verdicts on these.
         """

@@ -14,7 +14,7 @@ import torch
 from backend.engines.stepping.chunks import ancestors
 from backend.sampling.draw import HEAD, Heads, race
 from backend.sampling.randomness import word
-from backend.sampling.verification import Row, Verdict, follow
+from backend.sampling.verification import Verdict, VerifyRequest, follow
 
 LOGITS, GREEDY, DRAWN = "logits", "greedy", "drawn"
 """The networks of a model, as files and messages call them; a draft has the first alone."""
@@ -25,7 +25,7 @@ ALL_TOP_P = 2.0
 Tensors = dict[str, torch.Tensor]
 
 
-def suits(request: Row) -> bool:
+def suits(request: VerifyRequest) -> bool:
     """Whether a verification can decide about a request.
 
     Options that change logits, min-p, a top-p of every place's own and log-probabilities are not
@@ -36,17 +36,19 @@ def suits(request: Row) -> bool:
     return not (sampling.changes_logits or sampling.reads_log_probs or uncompiled)
 
 
-def network_for(requests: Seq[Row]) -> str:
+def network_for(requests: Seq[VerifyRequest]) -> str:
     """Return which verification decides about requests side by side."""
     return GREEDY if all(request.sampling.greedy for request in requests) else DRAWN
 
 
-def inputs_of(network: str, requests: Seq[Row], vocab_size: int, wide: torch.dtype) -> Tensors:
+def inputs_of(
+    network: str, requests: Seq[VerifyRequest], vocab_size: int, wide: torch.dtype
+) -> Tensors:
     """Return a verification's inputs by name, on the CPU; ``wide`` is probabilities' dtype."""
     return _trees(requests) if network == GREEDY else _options(requests, vocab_size, wide)
 
 
-def verdicts_of(network: str, requests: Seq[Row], outputs: Tensors) -> list[Verdict]:
+def verdicts_of(network: str, requests: Seq[VerifyRequest], outputs: Tensors) -> list[Verdict]:
     """Return the verdicts on requests from a verification's outputs. This waits for the device."""
     if network == GREEDY:
         columns = zip(
@@ -61,7 +63,7 @@ def verdicts_of(network: str, requests: Seq[Row], outputs: Tensors) -> list[Verd
     return verdicts
 
 
-def _trees(requests: Seq[Row]) -> Tensors:
+def _trees(requests: Seq[VerifyRequest]) -> Tensors:
     rows = max(request.rows for request in requests)
     proposal = np.full((len(requests), rows), -1, np.int32)  # no row's own token
     above = np.zeros((len(requests), rows, rows), np.bool_)
@@ -73,7 +75,7 @@ def _trees(requests: Seq[Row]) -> Tensors:
     return {"proposal": torch.from_numpy(proposal), "above": torch.from_numpy(above)}
 
 
-def _options(requests: Seq[Row], vocab_size: int, wide: torch.dtype) -> Tensors:
+def _options(requests: Seq[VerifyRequest], vocab_size: int, wide: torch.dtype) -> Tensors:
     params = [request.sampling for request in requests]
     options = {
         "temperature": [0.0 if param.greedy else param.temperature for param in params],
@@ -83,7 +85,7 @@ def _options(requests: Seq[Row], vocab_size: int, wide: torch.dtype) -> Tensors:
     return {name: torch.tensor(values, dtype=wide) for name, values in options.items()}
 
 
-def _draw(requests: Seq[Row], outputs: Tensors) -> list[int]:
+def _draw(requests: Seq[VerifyRequest], outputs: Tensors) -> list[int]:
     """Return every row's own token, request by request: ``backend.sampling.draw`` by the heads.
 
     No more of a distribution leaves the device, unless its tail wins.
@@ -104,7 +106,7 @@ def _draw(requests: Seq[Row], outputs: Tensors) -> list[int]:
     return race(heads, words, lambda row: probs[rows[row]].cpu().numpy())
 
 
-def _words(request: Row) -> list[int]:
+def _words(request: VerifyRequest) -> list[int]:
     """Return the noise of the place that each row draws for."""
     depths = [0]
     for parent in request.parents:

@@ -153,7 +153,7 @@ def draw_a_run_with_the_noise_of_its_first_place(patch: Patch) -> None:
     def after(original, request, run):
         return replace(original(request, run), position=request.position)
 
-    wrap(patch, verification.Row, "after", after)
+    wrap(patch, verification.VerifyRequest, "after", after)
 
 
 @killed_by(checks.texts, BUSY)
