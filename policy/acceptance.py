@@ -73,20 +73,20 @@ class AcceptanceState:
         slot = np.empty(len(request), np.int64)
         return slot, loops.find_all(self.request, self.slot, request, slot)
 
-    def changed(self, **arrays: npt.NDArray[Any]) -> AcceptanceState:
+    def with_arrays(self, **arrays: npt.NDArray[Any]) -> AcceptanceState:
         """Return the state with other arrays among its estimates."""
         return AcceptanceState(self.estimates._replace(**arrays), self.request, self.slot, self.now)
 
-    def copied(self, written: tuple[bool, ...]) -> AcceptanceState:
+    def copy(self, writable: tuple[bool, ...]) -> AcceptanceState:
         """Return a state in which these arrays of its estimates may be written to."""
-        pairs = zip(self.estimates, written, strict=True)
+        pairs = zip(self.estimates, writable, strict=True)
         arrays = [array.copy() if write else array for array, write in pairs]
         estimates = loops.Estimates._make(arrays)
         return AcceptanceState(estimates, self.request, self.slot, self.now)
 
     def with_room(self, count: int) -> AcceptanceState:
         """Return a state whose arrays may be written to, with at least ``count`` free slots."""
-        after, size = self.copied(_ALL), len(self.estimates.tenant)
+        after, size = self.copy(_ALL), len(self.estimates.tenant)
         free = size - 1 - len(self.request)
         if free >= count:
             return after
@@ -97,7 +97,7 @@ class AcceptanceState:
             for name, column in columns.items()
         }
         tenant = np.concatenate([after.estimates.tenant, np.full(more, NO_TENANT)])
-        return after.changed(**longer, tenant=tenant)
+        return after.with_arrays(**longer, tenant=tenant)
 
 
 _BY_SLOT = ("information", "prior", "deviation", "recent", "request_tokens")
@@ -151,7 +151,7 @@ class AcceptanceModel:
             variance=np.full(drafts, self._config.request_variance),
             requests=np.array([loops.FIRST_REQUESTS]),
         )
-        return self._refreshed(AcceptanceState(estimates))
+        return self._refresh(AcceptanceState(estimates))
 
     def hazards(self, state: AcceptanceState, request: IntArray) -> FloatArray:
         """Return the hazards [K, D, n] of requests where they are not this model's own; here, where
@@ -166,16 +166,16 @@ class AcceptanceModel:
         """Return the state with a slot for every request int64[n], of these ``tenant`` rows (None:
         the first). A new one is believed to be as all of its tenant are.
         """
-        request, known = ints(request), len(state.request)
+        request, count = ints(request), len(state.request)
         after = state.with_room(len(request))
         slot, before = np.empty(len(request), np.int64), (state.request, state.slot)
-        all_requests, all_slots = np.empty((2, known + len(request)), np.int64)
+        all_requests, all_slots = np.empty((2, count + len(request)), np.int64)
         rows = np.zeros(len(request), np.int64) if tenant is None else ints(tenant)
         everyone = all_requests, all_slots
         new = loops.admit(after.estimates, *before, request, rows, *everyone, slot)
         if not new:
             return state
-        after.request, after.slot = all_requests[: known + new], all_slots[: known + new]
+        after.request, after.slot = all_requests[: count + new], all_slots[: count + new]
         return after
 
     def forget(self, state: AcceptanceState, requests: Iterable[int]) -> AcceptanceState:
@@ -186,10 +186,10 @@ class AcceptanceModel:
         gone = np.array([*requests], np.int64)
         if state.find(gone)[1] == len(gone):
             return state
-        after = state.copied(_ALL)
-        after.request, after.slot = known = state.request.copy(), state.slot.copy()
-        left = loops.forget(after.estimates, self.constants, *known, gone)
-        after.request, after.slot = (column[:left].copy() for column in known)
+        after = state.copy(_ALL)
+        after.request, after.slot = columns = state.request.copy(), state.slot.copy()
+        count = loops.forget(after.estimates, self.constants, *columns, gone)
+        after.request, after.slot = (column[:count].copy() for column in columns)
         return after
 
     def decayed_to(self, state: AcceptanceState, now: float) -> AcceptanceState:
@@ -201,7 +201,7 @@ class AcceptanceModel:
         if not 1.0 < passed_s < math.inf:
             return state if passed_s <= 1.0 else replace(state, now=now)
         keep = 0.5 ** (passed_s / self._config.half_life_s)
-        return replace(self._refreshed(state, keep), now=now)
+        return replace(self._refresh(state, keep), now=now)
 
     def observe(
         self,
@@ -217,10 +217,10 @@ class AcceptanceModel:
         Positions after the first rejection were not reached and are no evidence; a row that did not
         speculate has draft -1 and 0 scored. ``free`` are chains that the step scored for free.
         """
-        after = state.copied(_LEARNT)
+        after = state.copy(_LEARNT)
         slot = np.empty(len(step.request), np.int64)
-        known = after.request, after.slot
-        loops.learn(after.estimates, self.constants, *known, step, emitted, free, steps, slot)
+        columns = after.request, after.slot
+        loops.learn(after.estimates, self.constants, *columns, step, emitted, free, steps, slot)
         return after, slot
 
     def weigh(
@@ -238,16 +238,16 @@ class AcceptanceModel:
         """
         score, first = np.empty((2, len(claims.row)))
         e = state.estimates
-        known = e.tenant, e.deviation, e.draft_hazard
+        columns = e.tenant, e.deviation, e.draft_hazard
         other = self.hazards(state, request)
-        loops.weigh_claims(*known, other, slot, evidence, claims, score, first)
+        loops.weigh_claims(*columns, other, slot, evidence, claims, score, first)
         return score, first
 
     def with_drafts(
         self, state: AcceptanceState, accepted: FloatArray, reached: FloatArray
     ) -> AcceptanceState:
         """Return the state with this evidence by column and bin, float64[C, B, K] each."""
-        return self._refreshed(state.changed(draft_accepted=accepted, draft_reached=reached))
+        return self._refresh(state.with_arrays(draft_accepted=accepted, draft_reached=reached))
 
     def with_tenants(
         self, state: AcceptanceState, tenants: int, emptied: list[int]
@@ -258,17 +258,17 @@ class AcceptanceModel:
         def rows(column: FloatArray, value: float = 0.0) -> FloatArray:
             return with_rows(column, len(e.requests), tenants, emptied, value)
 
-        after = state.changed(
+        after = state.with_arrays(
             variance=rows(e.variance, self._config.request_variance),
             requests=rows(e.requests, loops.FIRST_REQUESTS),
             draft_hazard=rows(e.draft_hazard),
             draft_accepted=rows(e.draft_accepted),
             draft_reached=rows(e.draft_reached),
         )
-        return self._refreshed(after)
+        return self._refresh(after)
 
-    def _refreshed(self, state: AcceptanceState, keep: float = 1.0) -> AcceptanceState:
+    def _refresh(self, state: AcceptanceState, keep: float = 1.0) -> AcceptanceState:
         """Return the state with ``keep`` of the drafts' counts, and the levels that follow."""
-        after = state.copied(_LEVELS)
+        after = state.copy(_LEVELS)
         loops.refresh(after.estimates, self.constants, keep)
         return after

@@ -69,11 +69,11 @@ def parse_path(arm: str) -> tuple[str, dict[str, Any]]:
     return path, options
 
 
-def closest(name: str, known: Iterable[str]) -> str:
+def closest(name: str, names: Iterable[str]) -> str:
     """Return the known name that is most like one, as a question to end an error with; '' if none
     is like it.
     """
-    like = get_close_matches(name, [*known], 1)
+    like = get_close_matches(name, [*names], 1)
     return f"; did you mean {like[0]!r}?" if like else ""
 
 
@@ -116,7 +116,7 @@ class NamedErrors:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.policy, name)
 
-        def called(*arguments: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             try:
                 answer = method(*arguments)
             except Exception as error:
@@ -125,7 +125,7 @@ class NamedErrors:
                 raise PolicyError(f"{self.path}.{name} must return a dict, got {answer!r}")
             return answer
 
-        return called
+        return call
 
 
 class Guarded(Wrapper[Any]):
@@ -161,8 +161,8 @@ def plan_error(plan: Plan, view: View) -> str:
     if wrong := _column_error("draft", plan.draft, rows, NO_DRAFT, drafts):
         return wrong
     most = np.zeros(rows, np.int64)
-    chosen = np.flatnonzero(plan.draft != NO_DRAFT)
-    most[chosen] = view.ceiling[chosen, plan.draft[chosen]]
+    drafting = np.flatnonzero(plan.draft != NO_DRAFT)
+    most[drafting] = view.ceiling[drafting, plan.draft[drafting]]
     return _column_error("length", plan.length, rows, 0, most, ", its ceiling")
 
 

@@ -32,7 +32,7 @@ def bin_of_match(tokens: int, agree: bool = False) -> int:
     return 2 * place - 1 + agree if place else 0
 
 
-def shared(evidence: IntArray) -> IntArray:
+def share_evidence(evidence: IntArray) -> IntArray:
     """Return the bins int64[n, d] with which a draft that shows nothing has the highest bin of a
     match of the row's others: a text that repeats itself is easier for every draft.
     """

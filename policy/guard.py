@@ -25,9 +25,9 @@ from .levels import (
     Bucket,
     Seen,
     bucket_of,
-    restored,
+    restore_buckets,
     rows_of,
-    saved,
+    save_buckets,
 )
 from .plan import AnyPolicy, Drafted, IntArray, Outcome, Plan, State, View, copier
 from .wrappers import Wrapped, Wrapper
@@ -114,7 +114,7 @@ class Memory:
     pending: tuple[PendingStep, ...] = ()
     """The last planned steps. One submission ahead: at most two."""
     trial: Trial = _NO_TRIAL
-    seen: tuple[Seen, ...] = ()
+    pending_steps: tuple[Seen, ...] = ()
     """Steps of one bucket that it has not taken up yet."""
 
 
@@ -144,13 +144,13 @@ class Guard(Wrapper[State]):
         self, view: View, state: Wrapped[State], now: float, rng: Rng
     ) -> tuple[Plan, Wrapped[State]]:
         """Plan by the level of the view's number of rows, or by the experiment that is due."""
-        memory, rows = _copied(state.own), len(view)
+        memory, rows = _copied(state.outer), len(view)
         level = _level(memory, rows)
         memory.block = block = _block(memory, rows, view.prefill_tokens)
         if block is not None and block.planned == 1:
             memory.trial = _NO_TRIAL
         applied, trial = (level, False) if block is None else (block.level, True)
-        plan, inner = self._planned(applied, memory, view, state.inner, now, rng)
+        plan, inner = self._plan_at(applied, memory, view, state.inner, now, rng)
         if level != PLANNED or trial:
             notes: dict[str, Any] = {"guard": LEVELS[level]}
             if trial:
@@ -171,16 +171,16 @@ class Guard(Wrapper[State]):
         """Return the level of the experiment that a step still suffers from, in place; ``tried`` is
         that of the one which it is part of.
         """
-        level, left = memory.settling
+        level, steps = memory.settling
         if tried != NO_LEVEL:
             memory.settling = tried, _SETTLING_STEPS
             return NO_LEVEL
         if prefill_tokens or memory.before is None or memory.before[2] != rows:
-            left = 0
-        memory.settling = level, max(left - 1, 0)
-        return level if left else NO_LEVEL
+            steps = 0
+        memory.settling = level, max(steps - 1, 0)
+        return level if steps else NO_LEVEL
 
-    def _planned(
+    def _plan_at(
         self, level: int, memory: Memory, view: View, inner: State, now: float, rng: Rng
     ) -> tuple[Plan, State]:
         """Return a level's plan, and the policy's state after it."""
@@ -194,7 +194,7 @@ class Guard(Wrapper[State]):
 
     def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
         """Return the policy's answer; False where the next step is plain in any case."""
-        memory, rows = state.own, len(request)
+        memory, rows = state.outer, len(request)
         block = _block(memory, rows, 0)
         if block is None:
             is_plain = _level(memory, rows) == NONE
@@ -213,8 +213,8 @@ class Guard(Wrapper[State]):
         """Let the policy learn from a step, and compare it with others."""
         inner = self.policy.observe(outcome, state.inner, now)
         if not len(outcome.rows.request):
-            return Wrapped(inner, state.own)
-        memory = _copied(state.own)
+            return Wrapped(inner, state.outer)
+        memory = _copied(state.outer)
         memory.step += 1
         for place, step in enumerate(memory.pending):
             if outcome.view is not None and step.request is outcome.view.request:
@@ -228,7 +228,7 @@ class Guard(Wrapper[State]):
         """Learn from a step that was planned here, in place."""
         place, rows, seconds = bucket_of(step.rows), step.rows, outcome.times.measured_s
         if (bucket := memory.buckets.get(place)) is None:
-            bucket = Bucket().prepared()
+            bucket = Bucket().prepare()
             memory.buckets = {**memory.buckets, place: bucket}
         credit_s = memory.credit_s + bucket.share * seconds
         memory.credit_s = min(credit_s, _MOST_CREDIT_STEPS * seconds)
@@ -239,7 +239,7 @@ class Guard(Wrapper[State]):
             seconds = bucket.usual_s(rows, seconds)
         tried = step.level if step.trial else step.settles
         if tried != NO_LEVEL and is_clean:
-            bucket, lost_s = bucket.billed(tried, rows, tokens, seconds, experiment=step.trial)
+            bucket, lost_s = bucket.bill(tried, rows, tokens, seconds, experiment=step.trial)
             memory.credit_s -= lost_s
             memory.buckets = {**memory.buckets, place: bucket}
         if step.trial:
@@ -251,19 +251,19 @@ class Guard(Wrapper[State]):
                 self._conclude(step, memory)
         elif step.level == bucket.level and tried == NO_LEVEL and step.counted and is_clean:
             length = proposed / (len(lengths) - lengths.count(0)) if proposed else 0.0
-            if memory.seen and bucket_of(memory.seen[0].rows) != place:
+            if memory.pending_steps and bucket_of(memory.pending_steps[0].rows) != place:
                 self._take_up(memory)
-            memory.seen = (*memory.seen, Seen(rows, tokens, seconds, length))
-            if len(memory.seen) >= _SEEN_STEPS:
+            memory.pending_steps = (*memory.pending_steps, Seen(rows, tokens, seconds, length))
+            if len(memory.pending_steps) >= _SEEN_STEPS:
                 self._take_up(memory)
 
     def _take_up(self, memory: Memory) -> None:
         """Take up the steps that were seen, in place."""
-        seen, memory.seen = memory.seen, ()
-        if not seen:
+        steps, memory.pending_steps = memory.pending_steps, ()
+        if not steps:
             return
-        place = bucket_of(seen[-1].rows)
-        bucket = memory.buckets[place].with_steps(seen, memory.step)
+        place = bucket_of(steps[-1].rows)
+        bucket = memory.buckets[place].with_steps(steps, memory.step)
         memory.buckets = {**memory.buckets, place: bucket}
 
     def _conclude(self, step: PendingStep, memory: Memory) -> None:
@@ -281,13 +281,13 @@ class Guard(Wrapper[State]):
         if (against := bucket.against(level, rows, memory.step)) is None:
             return
         memory.samples += 1
-        memory.buckets = {**memory.buckets, place: bucket.sampled(level, goodput, against)}
+        memory.buckets = {**memory.buckets, place: bucket.add_pair(level, goodput, against)}
 
     # -- shown, and kept
 
     def verdicts(self, state: Wrapped[State]) -> list[Verdict]:
         """Return what was found, by rows in order."""
-        buckets: dict[int, Bucket] = state.own.buckets
+        buckets: dict[int, Bucket] = state.outer.buckets
         return [
             Verdict(rows_of(place), LEVELS[bucket.level], bucket.ratio)
             for place, bucket in sorted(buckets.items())
@@ -296,7 +296,7 @@ class Guard(Wrapper[State]):
     def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
         """Return what the policy keeps, and the levels with their evidence."""
         data = super().save(state, now)
-        return {**data, "guard": saved(state.own.buckets)} if state.own.buckets else data
+        return {**data, "guard": save_buckets(state.outer.buckets)} if state.outer.buckets else data
 
     def load(self, data: dict[str, Any], now: float, idle_s: float) -> Wrapped[State]:
         """Return the state of what was saved. Raises ValueError, naming field and value."""
@@ -305,7 +305,7 @@ class Guard(Wrapper[State]):
         if "guard" not in data:
             return Wrapped(inner, Memory())
         share = 0.5 ** (max(idle_s, 0.0) / _HALF_LIFE_S)
-        return Wrapped(inner, Memory(restored(data["guard"], share)))
+        return Wrapped(inner, Memory(restore_buckets(data["guard"], share)))
 
 
 def guard_in(policy: AnyPolicy) -> tuple[Guard[Any], int] | None:

@@ -155,8 +155,8 @@ class LatencyTable:
             if not isinstance(column, (list, tuple)):
                 raise LatencyError(f"{name} must be a list, got {column!r}")
             columns[name] = tuple(column)
-        made = Provenance(**provenance)
-        return cls(data["engine"], **columns, provenance=made, widths=tuple(data["widths"]))
+        source = Provenance(**provenance)
+        return cls(data["engine"], **columns, provenance=source, widths=tuple(data["widths"]))
 
 
 _COLUMNS = (
@@ -365,7 +365,7 @@ class Correction:
     """[2 + drafts] measured over predicted time, places as ``VERIFY``; the overhead's is 1."""
     log_factor: FloatArray = field(default_factory=lambda: np.zeros(OCTAVES))
     """[OCTAVES] how far the target's curve is off, its factor apart, by octave of tokens."""
-    seen: FloatArray = field(default_factory=lambda: np.zeros(OCTAVES))
+    octave_steps: FloatArray = field(default_factory=lambda: np.zeros(OCTAVES))
     """[OCTAVES] the fading number of steps that say so."""
     applied: FloatArray | None = None
     """The shape that is planned with (None: the table's)."""
@@ -408,13 +408,15 @@ class Correction:
         change of width and of verifying, which it changes in place, and the age, and returns that
         (``policy.loops.times.learn_step``).
         """
-        columns = self.factor, self.log_factor, self.seen, self.overhead_s, self.change
-        factor, log_factor, seen, *rest = (column.copy() for column in (*columns, self.verifying))
-        age = learn(factor, log_factor, seen, *rest, self.age)
+        columns = self.factor, self.log_factor, self.octave_steps, self.overhead_s, self.change
+        factor, log_factor, octave_steps, *rest = (
+            column.copy() for column in (*columns, self.verifying)
+        )
+        age = learn(factor, log_factor, octave_steps, *rest, self.age)
         applied = self.applied
         if age < 0 or (age == 0 and self.age > 0):
             applied, age = (log_factor if age == 0 else None), 0
-        return Correction(factor, log_factor, seen, applied, age, *rest)
+        return Correction(factor, log_factor, octave_steps, applied, age, *rest)
 
 
 @lru_cache(maxsize=8)

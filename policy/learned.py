@@ -48,7 +48,7 @@ class Learnt(NamedTuple):
     tenants: Tenants
 
 
-def saved(learnt: Learnt, drafts: Sequence[str], now: float) -> dict[str, Any]:
+def save_learnt(learnt: Learnt, drafts: Sequence[str], now: float) -> dict[str, Any]:
     """Return what was learnt as JSON-able data; empty before the first step.
 
     ``age_s`` is how long ago the evidence was aged: clocks of two processes have nothing in common.
@@ -59,14 +59,14 @@ def saved(learnt: Learnt, drafts: Sequence[str], now: float) -> dict[str, Any]:
     ids = learnt.tenants.ids.tolist()
     tenants = [
         {"tenant": ids[place], **_of_tenant(learnt, drafts, place)}
-        for place in learnt.tenants.used.argsort(kind="stable").tolist()
+        for place in learnt.tenants.last_turn.argsort(kind="stable").tolist()
     ]
     age_s = max(0.0, now - acceptance.now)
     of_all = {**_plain(learnt.correction, drafts), "age_s": age_s}
     return {"schema": SCHEMA, **of_all, "tenants": tenants}
 
 
-def restored(
+def restore_learnt(
     data: Mapping[str, Any],
     start: Learnt,
     drafts: Sequence[str],
@@ -80,7 +80,7 @@ def restored(
     """
     if data.get("schema") != SCHEMA:
         raise LearnedError(f"schema must be {SCHEMA}, got {data.get('schema')!r}")
-    known = _fitted(data, _plain(start.correction, drafts))
+    data_of = _fit(data, _plain(start.correction, drafts))
     tenants = _tenants(data, start, drafts, model.most_tenants)
     acceptance, calibration, rows = start.acceptance, start.calibration, start.tenants
     if tenants:
@@ -88,12 +88,12 @@ def restored(
         acceptance = model.with_tenants(acceptance, len(tenants), [])
         acceptance = model.with_drafts(acceptance, of["accepted"], of["reached"])
         requests = np.array([float(entry["requests"]) for entry in tenants.values()])
-        acceptance = acceptance.changed(variance=of["variance"], requests=requests)
+        acceptance = acceptance.with_arrays(variance=of["variance"], requests=requests)
         calibration = Calibration.of(*(of[name] for name in COUNTS))
-        used = np.arange(len(tenants))
-        rows = Tenants(np.array([*tenants], np.int64), used, turn=len(tenants))
-    target, factors = known["target"], _stacked(known["drafts"])["factor"]
-    acceptance = replace(acceptance, now=now - float(known["age_s"]) - max(0.0, idle_s))
+        turns = np.arange(len(tenants))
+        rows = Tenants(np.array([*tenants], np.int64), turns, turn=len(tenants))
+    target, factors = data_of["target"], _stack(data_of["drafts"])["factor"]
+    acceptance = replace(acceptance, now=now - float(data_of["age_s"]) - max(0.0, idle_s))
     return Learnt(
         model.decayed_to(acceptance, now),
         calibration,
@@ -109,7 +109,7 @@ def restored(
 
 def without_times(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was saved as if nothing were known of times, for tables that are new. Raises
-    KeyError for data that ``saved`` has not made.
+    KeyError for data that ``save_learnt`` has not made.
     """
     names = [*data["drafts"]]
     unknown = _plain(Correction.start(len(names)), names)
@@ -128,7 +128,7 @@ def _tenants(
         tenant = entry.get("tenant") if isinstance(entry, Mapping) else None
         if type(tenant) is not int or not -(1 << 63) <= tenant < 1 << 63:
             raise LearnedError(f"tenants must have a 'tenant' of 64 bits each, got {entry!r}")
-        tenants[tenant] = _fitted(entry, form, f"tenants.{tenant}.")
+        tenants[tenant] = _fit(entry, form, f"tenants.{tenant}.")
     return tenants
 
 
@@ -142,7 +142,7 @@ def _plain(correction: Correction, drafts: Sequence[str]) -> dict[str, Any]:
             "factor": target_factor,
             "overhead_s": correction.overhead_s.tolist(),
             "log_factor": correction.log_factor.tolist(),
-            "seen": correction.seen.tolist(),
+            "seen": correction.octave_steps.tolist(),
             "verifying": verifying,
             "verifying_steps": verifying_steps,
         },
@@ -153,12 +153,12 @@ def _plain(correction: Correction, drafts: Sequence[str]) -> dict[str, Any]:
 def _of_tenant(learnt: Learnt, drafts: Sequence[str], row: int) -> dict[str, Any]:
     """Return what a tenant's texts taught."""
     estimates = learnt.acceptance.estimates
-    own = slice(row * len(drafts), (row + 1) * len(drafts))
+    rows = slice(row * len(drafts), (row + 1) * len(drafts))
     columns = {
-        "variance": estimates.variance[own],
-        "accepted": estimates.draft_accepted[own],
-        "reached": estimates.draft_reached[own],
-        **{name: getattr(learnt.calibration.counts, name)[own] for name in COUNTS},
+        "variance": estimates.variance[rows],
+        "accepted": estimates.draft_accepted[rows],
+        "reached": estimates.draft_reached[rows],
+        **{name: getattr(learnt.calibration.counts, name)[rows] for name in COUNTS},
     }
     return {
         "requests": float(estimates.requests[row]),
@@ -173,17 +173,17 @@ def _by_name(drafts: Sequence[str], columns: Mapping[str, FloatArray]) -> dict[s
 
 def _rows(tenants: Sequence[Mapping[str, Any]]) -> dict[str, FloatArray]:
     """Return the columns of tenants and drafts (``policy.tenants``)."""
-    by_tenant = [_stacked(drafts) for drafts in tenants]
+    by_tenant = [_stack(drafts) for drafts in tenants]
     return {name: np.concatenate([of[name] for of in by_tenant]) for name in by_tenant[0]}
 
 
-def _stacked(drafts: Mapping[str, Mapping[str, FloatArray]]) -> dict[str, FloatArray]:
+def _stack(drafts: Mapping[str, Mapping[str, FloatArray]]) -> dict[str, FloatArray]:
     """Return the inverse of ``_by_name``."""
     entries = list(drafts.values())
     return {name: np.array([entry[name] for entry in entries]) for name in entries[0]}
 
 
-def _fitted(data: Any, form: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def _fit(data: Any, form: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Return the fields of ``form`` as arrays of the shapes there; a new draft has the form's.
 
     Raises LearnedError for a field that is missing, or a value that cannot be.
@@ -196,7 +196,7 @@ def _fitted(data: Any, form: Mapping[str, Any], where: str = "") -> dict[str, An
             raise LearnedError(f"{where}{name} is missing")
         value, path = data.get(name, part), f"{where}{name}"
         inner = isinstance(part, Mapping)
-        fitted[name] = _fitted(value, part, f"{path}.") if inner else _numbers(value, part, path)
+        fitted[name] = _fit(value, part, f"{path}.") if inner else _numbers(value, part, path)
     for name, whole in (("accepted", "reached"), ("matched", "nodes"), ("likeliest", "nodes")):
         if name in fitted:
             _check(f"{where}{name}", fitted[name], 0.0, fitted[whole] + _SLACK)

@@ -65,16 +65,16 @@ class Side(NamedTuple):
 
     def more(self, steps: list[Seen], at: int) -> Side:
         """Return the sums with more steps."""
-        kept, count = _WINDOW_KEPT ** len(steps), len(steps)
+        fade, count = _WINDOW_KEPT ** len(steps), len(steps)
         return Side(
-            kept * self.tokens + sum([step.tokens for step in steps]),
-            kept * self.seconds + sum([step.seconds for step in steps]),
-            kept * self.steps + count,
-            kept * self.proposing + sum([step.length > 0 for step in steps]),
+            fade * self.tokens + sum([step.tokens for step in steps]),
+            fade * self.seconds + sum([step.seconds for step in steps]),
+            fade * self.steps + count,
+            fade * self.proposing + sum([step.length > 0 for step in steps]),
             at,
         )
 
-    def halved(self) -> Side:
+    def halve(self) -> Side:
         """Return the sums with less weight on the pairs so far."""
         return Side(self.tokens / 2, self.seconds / 2, self.steps / 2, self.proposing / 2, self.at)
 
@@ -89,19 +89,19 @@ class Cost(NamedTuple):
     by the level that is applied.
     """
 
-    lost: float = 0.0
+    loss: float = 0.0
     spent: float = 0.0
     """The experiments' own time."""
 
     @property
     def share(self) -> float:
         """The share of its time that an experiment is expected to lose."""
-        lost = _UNKNOWN_LOSS * _UNKNOWN_STEPS + self.lost
-        return max(lost / (_UNKNOWN_STEPS + self.spent), _LEAST_LOSS)
+        loss = _UNKNOWN_LOSS * _UNKNOWN_STEPS + self.loss
+        return max(loss / (_UNKNOWN_STEPS + self.spent), _LEAST_LOSS)
 
-    def faded(self) -> Cost:
+    def fade(self) -> Cost:
         """Return the cost before another experiment."""
-        return Cost(_COST_KEPT * self.lost, _COST_KEPT * self.spent)
+        return Cost(_COST_KEPT * self.loss, _COST_KEPT * self.spent)
 
 
 class Bucket(NamedTuple):
@@ -159,7 +159,7 @@ class Bucket(NamedTuple):
             return None
         return side if level != NONE or side.proposing >= _WINDOW_STEPS else None
 
-    def billed(
+    def bill(
         self, level: int, rows: int, tokens: int, seconds: float, *, experiment: bool
     ) -> tuple[Bucket, float]:
         """Return the bucket after a step of an experiment by a level, or one that followed it, and
@@ -169,13 +169,13 @@ class Bucket(NamedTuple):
         if usual is None:
             return self, 0.0
         usual_s, spent = usual.seconds / usual.steps, 0.0
-        lost = seconds / usual_s - 1
+        loss = seconds / usual_s - 1
         if experiment:
             spent = seconds / usual_s
-            lost = spent - tokens / usual.tokens * usual.steps
+            loss = spent - tokens / usual.tokens * usual.steps
         costs, cost = list(self.costs), self.costs[level]
-        costs[level] = Cost(cost.lost + lost, cost.spent + spent)
-        return self._replace(costs=tuple(costs)), lost * usual_s
+        costs[level] = Cost(cost.loss + loss, cost.spent + spent)
+        return self._replace(costs=tuple(costs)), loss * usual_s
 
     def with_steps(self, steps: Sequence[Seen], at: int) -> Bucket:
         """Return the bucket with more steps by the level that is applied."""
@@ -189,24 +189,24 @@ class Bucket(NamedTuple):
                     length += _LENGTH_RATE * (step.length - length) if length else step.length
         return self._replace(windows=windows, length=length)
 
-    def sampled(self, level: int, goodput: float, against: Side) -> Bucket:
+    def add_pair(self, level: int, goodput: float, against: Side) -> Bucket:
         """Return the bucket with a pair: a level's goodput and other steps. It has the level that
         the comparisons now say.
         """
-        compared = [comparison.faded(_OTHERS_FADE) for comparison in self.compared]
+        compared = [comparison.fade(_OTHERS_FADE) for comparison in self.compared]
         compared[level] = self.compared[level].learnt(math.log(goodput / against.goodput))
-        windows = {rows: side.halved() for rows, side in self.windows.items()}
-        after = self.tried(level)._replace(compared=tuple(compared), windows=windows)
+        windows = {rows: side.halve() for rows, side in self.windows.items()}
+        after = self.note_trial(level)._replace(compared=tuple(compared), windows=windows)
         better = [other for other in after.alternatives() if compared[other].is_better]
         if better:
-            after = after.moved(max(better, key=lambda other: compared[other].mean))
-        return after.prepared()
+            after = after.move_to(max(better, key=lambda other: compared[other].mean))
+        return after.prepare()
 
-    def tried(self, level: int) -> Bucket:
+    def note_trial(self, level: int) -> Bucket:
         """Return the bucket after an experiment."""
         waits = [0 if other == level else count + 1 for other, count in enumerate(self.waits)]
         costs = list(self.costs)
-        costs[level] = costs[level].faded()
+        costs[level] = costs[level].fade()
         return self._replace(waits=tuple(waits), costs=tuple(costs))
 
     def alternatives(self) -> list[int]:
@@ -217,15 +217,15 @@ class Bucket(NamedTuple):
         others = (PLANNED, SHORT, NONE) if is_short else (PLANNED, NONE)
         return [level for level in others if level != self.level]
 
-    def moved(self, level: int) -> Bucket:
+    def move_to(self, level: int) -> Bucket:
         """Return the bucket at another level, with half the evidence; costs are unknown there."""
         won = self.compared[level]
-        known = [c.seen_from(won) if c.weight else c for c in self.compared]
-        known[level], known[self.level] = Comparison(), won.reversed()
+        comparisons = [c.seen_from(won) if c.weight else c for c in self.compared]
+        comparisons[level], comparisons[self.level] = Comparison(), won.reverse()
         costs = (Cost(),) * len(LEVELS)
-        return self._replace(level=level, compared=tuple(known), windows={}, costs=costs)
+        return self._replace(level=level, compared=tuple(comparisons), windows={}, costs=costs)
 
-    def prepared(self) -> Bucket:
+    def prepare(self) -> Bucket:
         """Return the bucket with the next experiment: the alternative that may be worth most, or
         one that has waited long.
         """
@@ -267,7 +267,7 @@ class GuardError(ValueError):
     """Saved data that do not fit; the message names the field and the value."""
 
 
-def saved(buckets: Mapping[int, Bucket]) -> dict[str, Any]:
+def save_buckets(buckets: Mapping[int, Bucket]) -> dict[str, Any]:
     """Return what outlasts a restart, JSON-able."""
     rows = {
         rows_of(place): {
@@ -284,7 +284,7 @@ def saved(buckets: Mapping[int, Bucket]) -> dict[str, Any]:
     return {"schema": SCHEMA, "rows": rows}
 
 
-def restored(data: Any, share: float) -> dict[int, Bucket]:
+def restore_buckets(data: Any, share: float) -> dict[int, Bucket]:
     """Return the buckets of saved data, with a share of their evidence. Raises GuardError."""
     schema = _mapping(data, "guard").get("schema")
     if schema != SCHEMA:
@@ -294,12 +294,12 @@ def restored(data: Any, share: float) -> dict[int, Bucket]:
     for rows, entry in _mapping(data.get("rows"), "guard.rows").items():
         if rows not in places:
             raise GuardError(f"guard.rows must have ranges such as 9-16, got {rows!r}")
-        bucket = _restored(_mapping(entry, f"guard.rows.{rows}"), f"guard.rows.{rows}", share)
-        buckets[places[rows]] = bucket.prepared()
+        bucket = _restore_bucket(_mapping(entry, f"guard.rows.{rows}"), f"guard.rows.{rows}", share)
+        buckets[places[rows]] = bucket.prepare()
     return buckets
 
 
-def _restored(entry: dict[str, Any], where: str, share: float) -> Bucket:
+def _restore_bucket(entry: dict[str, Any], where: str, share: float) -> Bucket:
     level, length = entry.get("level"), entry.get("length")
     if type(length) not in (int, float) or not 0 <= length < math.inf:  # type: ignore[operator]
         raise GuardError(f"{where}.length must be a number from 0, got {length!r}")
@@ -308,7 +308,7 @@ def _restored(entry: dict[str, Any], where: str, share: float) -> Bucket:
         if name not in LEVELS:
             continue  # there is no such level any more
         try:
-            compared[LEVELS.index(name)] = from_data(values).faded(share)
+            compared[LEVELS.index(name)] = from_data(values).fade(share)
         except ValueError as error:
             raise GuardError(f"{where}.compared.{name} {error}") from None
     if level not in LEVELS:

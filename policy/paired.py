@@ -69,16 +69,16 @@ class Comparison(NamedTuple):
     def learnt(self, sample: float) -> Comparison:
         """Return the comparison with one more sample, a logarithm of a ratio."""
         x = min(max(sample, -MOST), MOST)
-        known = self.weight >= LEAST_SAMPLES
-        surprised = known and abs(x - self.mean) > SURPRISE * self.deviation
-        kept = self.faded(SURPRISED / self.weight) if surprised else self
+        enough = self.weight >= LEAST_SAMPLES
+        surprised = enough and abs(x - self.mean) > SURPRISE * self.deviation
+        before = self.fade(SURPRISED / self.weight) if surprised else self
         fade = 1.0 if surprised else FADE
-        weight, squares = fade * kept.weight + 1, fade * fade * kept.squares + 1
+        weight, squares = fade * before.weight + 1, fade * fade * before.squares + 1
         mean = self.mean + (x - self.mean) / weight
-        spread = fade * kept.spread + (x - self.mean) * (x - mean)
+        spread = fade * before.spread + (x - self.mean) * (x - mean)
         return Comparison(weight, squares, mean, spread)
 
-    def faded(self, share: float) -> Comparison:
+    def fade(self, share: float) -> Comparison:
         """Return the comparison as if it had this share of its samples."""
         return Comparison(share * self.weight, share * self.squares, self.mean, share * self.spread)
 
@@ -90,9 +90,9 @@ class Comparison(NamedTuple):
         spread = 0.5 * (self.spread + other.spread)
         return Comparison(weight, weight, self.mean - other.mean, spread)
 
-    def reversed(self) -> Comparison:
+    def reverse(self) -> Comparison:
         """Return what this says of the second against the first, with half the weight."""
-        half = self.faded(0.5)
+        half = self.fade(0.5)
         return half._replace(mean=-self.mean)
 
 

@@ -65,7 +65,7 @@ class View:
     tenant: IntArray | None = None
     """Tenants: texts of one teach nothing about another's (``policy.tenants``); None: one for all.
     """
-    drawn: BoolArray | None = None
+    sampled: BoolArray | None = None
     """Rows whose tokens are sampled; None: none are."""
     evidence: IntArray | None = None
     """[n, d] the bin of what each draft shows before it proposes (``policy.evidence``); None: no
@@ -144,7 +144,7 @@ class Drafted:
     """The column of its draft."""
     confidence: FloatArray
     """How likely the draft holds the whole path to the node, 0 to 1; never rising within a row."""
-    drawn: BoolArray
+    sampled: BoolArray
     """Whether the row's tokens are sampled."""
     depth: IntArray | None = None
     """The tokens before each on its path; None: the rows have chains."""
@@ -203,7 +203,7 @@ class StepNodes:
     row: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """The place in ``StepRows``."""
     confidence: FloatArray = field(default_factory=lambda: np.zeros(0))
-    drawn: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    sampled: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
     """Whether the row's tokens are sampled."""
     accepted: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
     depth: IntArray | None = None

@@ -12,7 +12,7 @@ import numpy as np
 from .acceptance import AcceptanceConfig, AcceptanceModel, AcceptanceState
 from .evidence import EVIDENCE_BINS
 from .latency import Correction, LatencyModel
-from .learned import Learnt, restored, saved
+from .learned import Learnt, restore_learnt, save_learnt
 from .loops import problem as problem_loops
 from .loops import step as step_loops
 from .loops import times as time_loops
@@ -38,7 +38,7 @@ from .problem import batch_of, evidence_of, ints
 from .supply import learnt as learnt_supply
 from .supply import no_supply, with_tenants
 from .tenants import NO_TENANT, Tenants
-from .trim import Calibration, proposed_of, trimmed
+from .trim import Calibration, proposed_of, trim_nodes
 
 _LEARN_PLAIN, _PLAIN_EVERY = 8, 16
 """Plain steps that are learnt from one by one, and after them the steps for each one that is. They
@@ -175,14 +175,14 @@ class AdaptivePlanner(Policy[PlannerState]):
         if view.drafts != self.drafts:
             raise ValueError(f"view.drafts must be {self.drafts}, got {view.drafts}")
         _check_bins(view.evidence)
-        after, config, n = self.admitted(view, state, now), self.config, len(view)
+        after, config, n = self.admit(view, state, now), self.config, len(view)
         if self._is_first(view, after):
             octave = n.bit_length() - 1
             steps = list(after.first_plain)
             steps[octave] += 1
             after.first_plain = tuple(steps)
             return replace(Plan.nothing(n), notes={"first_plain": True}), after
-        batch, known = self._columns_of(view, after)
+        batch, knowledge = self._columns_of(view, after)
         mode = step_loops.Mode(
             float(state.goodput),
             int(config.waiting_price),
@@ -194,17 +194,17 @@ class AdaptivePlanner(Policy[PlannerState]):
         )
         draft, length = np.empty((2, n), np.int64)
         times = after.correction.times(self.latency)
-        chosen = step_loops.Chosen._make(
-            step_loops.choose(times, batch, self._limits, known, mode, draft, length)
+        choice = step_loops.Chosen._make(
+            step_loops.choose(times, batch, self._limits, knowledge, mode, draft, length)
         )
-        after.goodput = chosen.goodput
-        after.trial_budget_s, after.next_trial_s = chosen.credit_s, chosen.next_trial_s
-        plan = Plan(draft, length, chosen.step_s, chosen.value, chosen.price, nodes=chosen.nodes)
+        after.goodput = choice.goodput
+        after.trial_budget_s, after.next_trial_s = choice.credit_s, choice.next_trial_s
+        plan = Plan(draft, length, choice.step_s, choice.value, choice.price, nodes=choice.nodes)
         plan.notes["credit_s"] = state.trial_budget_s
-        if chosen.gain:
-            plan.notes["gain"] = chosen.gain
-        if chosen.trial:
-            plan.notes["trial"] = chosen.trial
+        if choice.gain:
+            plan.notes["gain"] = choice.gain
+        if choice.trial:
+            plan.notes["trial"] = choice.trial
         return plan, after
 
     def _is_first(self, view: View, state: PlannerState) -> bool:
@@ -216,9 +216,9 @@ class AdaptivePlanner(Policy[PlannerState]):
         octave, most = len(view).bit_length() - 1, self.config.first_plain_steps
         if state.first_plain[octave] >= most:
             return False
-        return bool(state.correction.seen[octave : octave + 2].sum() < most)
+        return bool(state.correction.octave_steps[octave : octave + 2].sum() < most)
 
-    def _columns_of(self, view: View, state: PlannerState) -> tuple[Batch, step_loops.Known]:
+    def _columns_of(self, view: View, state: PlannerState) -> tuple[Batch, step_loops.Knowledge]:
         """Return the columns of a view whose requests were admitted, and what is known of them."""
         rows = ints(view.request.argsort())
         request = ints(view.request.take(rows))
@@ -226,20 +226,20 @@ class AdaptivePlanner(Policy[PlannerState]):
         hazard = self.estimator.hazards(state.acceptance, request)
         estimates, constants = state.acceptance.estimates, self.estimator.constants
         counts, supply = state.calibration.counts, state.supply
-        known = step_loops.Known(estimates, constants, counts, hazard, supply)
-        return batch_of(view, rows, slot), known
+        knowledge = step_loops.Knowledge(estimates, constants, counts, hazard, supply)
+        return batch_of(view, rows, slot), knowledge
 
     def problem(self, view: View, state: PlannerState) -> tuple[StepProblem, IntArray]:
         """Return the choice that the planner has in a view, and its rows of the view. Every request
         has been admitted.
         """
-        batch, known = self._columns_of(view, state)
+        batch, knowledge = self._columns_of(view, state)
         times, price = state.correction.times(self.latency), float(state.goodput)
-        expected = step_loops.expect(times, known, batch, self.config.k_max, price)
-        built = problem_loops.build(times, batch, self._limits, *expected)
-        return built[0], batch.rows[built[1]]
+        expected = step_loops.expect(times, knowledge, batch, self.config.k_max, price)
+        parts = problem_loops.build(times, batch, self._limits, *expected)
+        return parts[0], batch.rows[parts[1]]
 
-    def admitted(self, view: View, state: PlannerState, now: float) -> PlannerState:
+    def admit(self, view: View, state: PlannerState, now: float) -> PlannerState:
         """Return the state at a time, with a place for the requests of a view."""
         after = _copied(state)
         after.acceptance = self.estimator.decayed_to(state.acceptance, now)
@@ -250,7 +250,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         request = view.request[new]
         tenant = np.zeros(missing, np.int64) if view.tenant is None else view.tenant[new]
         most, requests = self.estimator.most_tenants, request.tolist()
-        tenants, emptied = state.tenants.admitted(requests, tenant.tolist(), most)
+        tenants, emptied = state.tenants.admit(requests, tenant.tolist(), most)
         if emptied or tenants.rows != state.tenants.rows:
             self._set_tenants(after, tenants.rows, emptied)
         after.tenants, rows = tenants, tenants.of(requests)
@@ -271,13 +271,13 @@ class AdaptivePlanner(Policy[PlannerState]):
         times, request = state.correction.times(self.latency), ints(view.request)
         slot, _ = state.acceptance.find(request)
         claims = _claims(drafted.row, drafted.draft, drafted.depth, drafted.confidence)
-        known = state.acceptance, request, slot
-        score, _ = self.estimator.weigh(*known, evidence_of(view), claims)
+        columns = state.acceptance, request, slot
+        score, _ = self.estimator.weigh(*columns, evidence_of(view), claims)
         column = drafted.draft
         if state.tenants.rows > 1:
             column = np.maximum(state.column(column, slot[drafted.row]), 0)
         drafted = replace(drafted, draft=column, confidence=score)
-        return trimmed(times, state.calibration, view, plan, drafted)
+        return trim_nodes(times, state.calibration, view, plan, drafted)
 
     # -- after a step
 
@@ -333,20 +333,20 @@ class AdaptivePlanner(Policy[PlannerState]):
         score, expected = self.estimator.weigh(*before, evidence, claims)
         if self.config.whole_batch:  # the device chooses by the claims themselves
             score = claims.confidence
-            proposed = proposed_of(claims.row, column, claims.depth, score, nodes.drawn, expected)
+            proposed = proposed_of(claims.row, column, claims.depth, score, nodes.sampled, expected)
             after.supply = learnt_supply(state.supply, proposed, _places_of(outcome))
-        known = column, nodes.drawn, score, nodes.accepted
+        columns = column, nodes.sampled, score, nodes.accepted
         place = claims.row, claims.depth, expected
         rest = self._present(state, slot, outcome.view), state.rests + 1
-        after.calibration = state.calibration.learnt(*known, *place, *rest)
+        after.calibration = state.calibration.learnt(*columns, *place, *rest)
         after.rests = 0
 
     def _present(self, state: PlannerState, slot: IntArray, view: View | None) -> BoolArray:
         """Return bool[C, 2]: the columns of the tenants that have rows at these slots, and whether
         any row is greedy or sampled.
         """
-        drawn = None if view is None else view.drawn
-        kinds = (True, False) if drawn is None else (not drawn.all(), bool(drawn.any()))
+        sampled = None if view is None else view.sampled
+        kinds = (True, False) if sampled is None else (not sampled.all(), bool(sampled.any()))
         present = np.zeros((state.tenants.rows, len(self.drafts), 2), np.bool_)
         tenant = state.acceptance.estimates.tenant[slot[slot >= 0]] if state.tenants.rows > 1 else 0
         present[tenant] = kinds
@@ -400,16 +400,16 @@ class AdaptivePlanner(Policy[PlannerState]):
         """Return what was learnt, without the requests in flight (``policy.learned``)."""
         if type(self.estimator) is not AcceptanceModel:
             return {}
-        return saved(_learnt(state), self.drafts, now)
+        return save_learnt(_learnt(state), self.drafts, now)
 
     def load(self, data: dict[str, Any], now: float, idle_s: float) -> PlannerState:
         """Return the state of what was saved ``idle_s`` ago. Raises LearnedError."""
         start = self.start()
         if type(self.estimator) is not AcceptanceModel:
             return start
-        known = restored(data, _learnt(start), self.drafts, self.estimator, now, idle_s)
-        supply = with_tenants(start.supply, 1, known.tenants.rows, [])
-        return replace(start, supply=supply, **known._asdict())
+        learnt = restore_learnt(data, _learnt(start), self.drafts, self.estimator, now, idle_s)
+        supply = with_tenants(start.supply, 1, learnt.tenants.rows, [])
+        return replace(start, supply=supply, **learnt._asdict())
 
 
 def _learnt(state: PlannerState) -> Learnt:
@@ -428,8 +428,8 @@ def _check_bins(evidence: IntArray | None) -> None:
 
 def _chains(rows: StepRows | FreeChains) -> Chains:
     """Return the chains of a step as the loops take them."""
-    shown = np.zeros(len(rows), np.int64) if rows.evidence is None else rows.evidence
-    columns = rows.request, rows.draft, rows.accepted, rows.scored, shown
+    evidence = np.zeros(len(rows), np.int64) if rows.evidence is None else rows.evidence
+    columns = rows.request, rows.draft, rows.accepted, rows.scored, evidence
     return Chains(*map(ints, columns))
 
 
@@ -456,5 +456,5 @@ def _rows_of(request: IntArray, view: View) -> IntArray:
     """Return the rows of a view that requests have, -1 for those that it lacks."""
     if len(request) == len(view) and (request == view.request).all():
         return np.arange(len(view))
-    place = {known: row for row, known in enumerate(view.request.tolist())}
+    place = {name: row for row, name in enumerate(view.request.tolist())}
     return np.array([place.get(r, -1) for r in request.tolist()], np.int64)

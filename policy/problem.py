@@ -60,7 +60,7 @@ def batch_of(view: View, rows: IntArray, slot: IntArray) -> Batch:
         ints(view.ceiling),
         ints(view.catchup),
         evidence_of(view),
-        _NONE if view.drawn is None else ints(view.drawn),
+        _NONE if view.sampled is None else ints(view.sampled),
         control_draft,
         control_length,
         int(view.prefill_tokens),

@@ -46,15 +46,15 @@ def explain(
     shape it says only what the row got; ``explain_batch`` has the rest. The bin of what a draft
     showed (``View.evidence``) is said where it showed something.
     """
-    problem, rows = planner.problem(view, planner.admitted(view, state, now))
-    chosen, place = Choice(plan.draft[rows], plan.length[rows]), {r: i for i, r in enumerate(rows)}
+    problem, rows = planner.problem(view, planner.admit(view, state, now))
+    choice, place = Choice(plan.draft[rows], plan.length[rows]), {r: i for i, r in enumerate(rows)}
     lines = []
     for row, request in enumerate(view.request.tolist()):
         if row not in place:
             why = "its choice is given, not planned"
         else:
-            one = _Row(problem, view.drafts, chosen, place[row], plan.price)
-            one.shown = [] if view.evidence is None else view.evidence[row].tolist()
+            one = _Row(problem, view.drafts, choice, place[row], plan.price)
+            one.evidence = [] if view.evidence is None else view.evidence[row].tolist()
             why = one.why(plan)
         lines.append(f"request {request}: {why}")
     return lines
@@ -71,16 +71,16 @@ class _Row:
     """Row i of a problem: what its options bring and cost, all other rows' choices as they are."""
 
     def __init__(
-        self, problem: StepProblem, drafts: tuple[str, ...], chosen: Choice, i: int, price: float
+        self, problem: StepProblem, drafts: tuple[str, ...], choice: Choice, i: int, price: float
     ) -> None:
-        self._problem, self._drafts, self._chosen = problem, drafts, chosen
+        self._problem, self._drafts, self._choice = problem, drafts, choice
         self._i, self._price = i, price
-        self.shown: list[int] = []  # by draft, its evidence; empty: none
+        self.evidence: list[int] = []  # by draft, its evidence; empty: none
         self._without = self._score(_NOTHING)
 
     def why(self, plan: Plan) -> str:
         """Return why the row has what it has."""
-        present = int(self._chosen.draft[self._i]), int(self._chosen.length[self._i])
+        present = int(self._choice.draft[self._i]), int(self._choice.length[self._i])
         ceiling = self._problem.ceiling[:, self._i].tolist()
         options = [(d, k) for d, most in enumerate(ceiling) for k in range(1, most + 1)]
         scores = {option: self._score(option) for option in options}
@@ -109,7 +109,7 @@ class _Row:
         return text + ("; a trial" if plan.notes.get("trial") and gain < max(most, 0.0) else "")
 
     def _score(self, option: Option) -> Score:
-        choice = Choice(self._chosen.draft.copy(), self._chosen.length.copy())
+        choice = Choice(self._choice.draft.copy(), self._choice.length.copy())
         choice.draft[self._i], choice.length[self._i] = option
         return score(self._problem, choice)
 
@@ -121,11 +121,13 @@ class _Row:
 
     def _name(self, option: Option) -> str:
         draft, length = option
-        shown = f" (evidence {self.shown[draft]})" if self.shown and self.shown[draft] else ""
-        return f"{self._drafts[draft]} x {length}{shown}"
+        evidence = (
+            f" (evidence {self.evidence[draft]})" if self.evidence and self.evidence[draft] else ""
+        )
+        return f"{self._drafts[draft]} x {length}{evidence}"
 
 
-SCHEMA = 11
+SCHEMA = 12
 
 
 class TraceError(ValueError):
@@ -161,7 +163,7 @@ class Traced(Wrapper[PlannerState]):
     ) -> None:
         """Emit an event, and before it the state, if that is not the last event's."""
         if not self._lines:
-            self._write(planner=_described(self._planner), state=before.inner)
+            self._write(planner=_describe(self._planner), state=before.inner)
         elif before.inner is not self._last:
             self._write(state=before.inner)
         self._write(**event)
@@ -170,7 +172,7 @@ class Traced(Wrapper[PlannerState]):
     def _write(self, **data: Any) -> None:
         if self._lines < self._most:
             self._lines += 1
-            self._emit(json.dumps(encoded(data), separators=(",", ":")))
+            self._emit(json.dumps(encode(data), separators=(",", ":")))
 
 
 class Replanned(NamedTuple):
@@ -184,7 +186,7 @@ class Replanned(NamedTuple):
     now: float
 
 
-def replayed(lines: Iterable[str]) -> Iterator[Replanned]:
+def replay(lines: Iterable[str]) -> Iterator[Replanned]:
     """Yield every recorded plan with the one that the planner makes now.
 
     Raises TraceError for lines that are no trace.
@@ -197,9 +199,9 @@ def replayed(lines: Iterable[str]) -> Iterator[Replanned]:
         try:
             data = json.loads(line)
             if planner is None:
-                planner, state = _planner(data["planner"]), decoded(data["state"])
+                planner, state = _planner(data["planner"]), decode(data["state"])
                 continue
-            match decoded(data):
+            match decode(data):
                 case {"plan": {"view": view, "now": now, "plan": recorded}}:
                     plan, after = planner.plan(view, state, now, rng)
                     replanned = Replanned(recorded, plan, planner, view, state, now)
@@ -218,10 +220,10 @@ def replayed(lines: Iterable[str]) -> Iterator[Replanned]:
 
 def same(one: Plan, other: Plan) -> bool:
     """Return whether two plans are equal to the last bit."""
-    return json.dumps(encoded(one)) == json.dumps(encoded(other))
+    return json.dumps(encode(one)) == json.dumps(encode(other))
 
 
-def _described(planner: AdaptivePlanner) -> dict[str, Any]:
+def _describe(planner: AdaptivePlanner) -> dict[str, Any]:
     made_of = {"drafts": planner.drafts, "latency": planner.latency, "config": planner.config}
     return {"schema": SCHEMA, **made_of}
 
@@ -230,7 +232,7 @@ def _planner(data: dict[str, Any]) -> AdaptivePlanner:
     if data["schema"] != SCHEMA:
         raise ValueError(f"schema must be {SCHEMA}, got {data['schema']!r}")
     del data["schema"]
-    return AdaptivePlanner(**decoded(data))
+    return AdaptivePlanner(**decode(data))
 
 
 def _records(*kinds: Any) -> dict[str, type]:
@@ -251,43 +253,43 @@ _RECORDS = _records(View, Plan, Outcome, PlannerState, PlannerConfig, LatencyMod
 _DTYPES = {"i": np.int64, "f": np.float64, "b": np.bool_}
 
 
-def encoded(value: Any) -> Any:
-    """Return records, arrays and what holds them as JSON-able data, the inverse of ``decoded``."""
+def encode(value: Any) -> Any:
+    """Return records, arrays and what holds them as JSON-able data, the inverse of ``decode``."""
     if isinstance(value, np.ndarray):
         return {"shape": list(value.shape), value.dtype.kind: value.ravel().tolist()}
     names = getattr(type(value), "_fields", None)
     if is_dataclass(value):
         names = [field.name for field in fields(value) if field.init]
     if names is not None:
-        members = {name: encoded(getattr(value, name)) for name in names}
+        members = {name: encode(getattr(value, name)) for name in names}
         return {"is": type(value).__name__, **members}
     if isinstance(value, dict):
         if any(not isinstance(key, str) for key in value):
-            return {"pairs": [[key, encoded(item)] for key, item in value.items()]}
-        return {key: encoded(item) for key, item in value.items()}
+            return {"pairs": [[key, encode(item)] for key, item in value.items()]}
+        return {key: encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [encoded(item) for item in value]
+        return [encode(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
-def decoded(data: Any) -> Any:
-    """Return what ``encoded`` was made of; lists become tuples.
+def decode(data: Any) -> Any:
+    """Return what ``encode`` was made of; lists become tuples.
 
     Raises KeyError or TypeError for other data.
     """
     if isinstance(data, list):
-        return tuple(decoded(item) for item in data)
+        return tuple(decode(item) for item in data)
     if not isinstance(data, dict):
         return data
     if "pairs" in data:
-        return {key: decoded(item) for key, item in data["pairs"]}
+        return {key: decode(item) for key, item in data["pairs"]}
     if "is" in data:
-        members = {str(key): decoded(item) for key, item in data.items() if key != "is"}
+        members = {str(key): decode(item) for key, item in data.items() if key != "is"}
         return _RECORDS[data["is"]](**members)
     if "shape" in data:
         ((kind, values),) = ((key, item) for key, item in data.items() if key != "shape")
         return np.array(values, _DTYPES[kind]).reshape(data["shape"])
-    return {key: decoded(item) for key, item in data.items()}
+    return {key: decode(item) for key, item in data.items()}
 
 
 def main() -> int:
@@ -305,9 +307,9 @@ def main() -> int:
     drafts: tuple[str, ...] = ()
     try:
         with options.file.open(encoding="utf-8") as lines:
-            for step in replayed(lines):
+            for step in replay(lines):
                 if len(plans) == options.step:
-                    print("\n".join(explained(step)))
+                    print("\n".join(explain_step(step)))
                     return 0
                 if not same(step.recorded, step.plan):
                     print(f"plan {len(plans)} differs:")
@@ -325,11 +327,11 @@ def main() -> int:
     return 0
 
 
-def explained(step: Replanned) -> list[str]:
+def explain_step(step: Replanned) -> list[str]:
     """Return a line about the step, planned now, and one for each of its requests."""
-    seen = f"{step.view.prefill_tokens} prompt tokens"
+    prompts = f"{step.view.prefill_tokens} prompt tokens"
     lines = explain(step.planner, step.view, step.state, step.plan, step.now)
-    return [f"{seen}; {explain_batch(step.plan)}", *lines]
+    return [f"{prompts}; {explain_batch(step.plan)}", *lines]
 
 
 def summary(plans: list[Plan], drafts: tuple[str, ...]) -> list[str]:

@@ -35,7 +35,7 @@ from policy.simulation.experiments import (
     run_once,
     summary,
 )
-from policy.simulation.report import described, text
+from policy.simulation.report import describe, text
 from policy.simulation.workload import Mix, Recorded
 
 TABLES = Path(__file__).parent / "simulation" / "tables"
@@ -69,8 +69,8 @@ def mix_for(deployment: Deployment, name: str | None) -> Mix:
     names = [mix.name for mix in suiting]
     name = name or ("mix" if "mix" in names else names[0])
     if name not in names:
-        known = " or ".join(names)
-        raise ValueError(f"--mix {name} lacks drafts of {deployment.name}: use {known}")
+        choices = " or ".join(names)
+        raise ValueError(f"--mix {name} lacks drafts of {deployment.name}: use {choices}")
     return suiting[names.index(name)]
 
 
@@ -155,17 +155,17 @@ def compare_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
         variation=options.variation,
         requests=options.requests,
         table_error=options.table_error,
-        recorded=recorded(options.arrivals) if options.arrivals else None,
+        recorded=read_recording(options.arrivals) if options.arrivals else None,
     )
     arms = options.arms.split(",")
     check_arms(arms, deployment, scenario.mix)
     results = compare_arms(scenario, options.rates, arms, options.seeds, run)
-    comparison = described(results, [], options.seeds)
+    comparison = describe(results, [], options.seeds)
     print(text(comparison))
     return {**run.document(), "comparisons": [comparison]}
 
 
-def recorded(path: str) -> Recorded:
+def read_recording(path: str) -> Recorded:
     """Read a log of arrivals: a JSON object a line with ``arrival_s``, ``prompt_tokens``,
     ``output_tokens`` and ``category`` (its number).
     """

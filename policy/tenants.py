@@ -29,7 +29,7 @@ class Tenants:
 
     ids: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
     """int64[T] the tenant of each row."""
-    used: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
+    last_turn: IntArray = field(default_factory=lambda: np.zeros(1, np.int64))
     """int64[T] the turn at which a request of the tenant last came or went."""
     row: dict[int, int] = field(default_factory=dict)
     """The row by request, of requests that are not over."""
@@ -40,9 +40,7 @@ class Tenants:
         """Return T."""
         return len(self.ids)
 
-    def admitted(
-        self, request: list[int], tenant: list[int], most: int
-    ) -> tuple[Tenants, list[int]]:
+    def admit(self, request: list[int], tenant: list[int], most: int) -> tuple[Tenants, list[int]]:
         """Return the tenants with these requests, ``tenant`` of each, and the rows that new
         tenants took over: with ``most`` rows that of the least recently used tenant without a
         request. If all have requests, there is one row more.
@@ -50,29 +48,29 @@ class Tenants:
         new = [(r, t) for r, t in zip(request, tenant, strict=True) if r not in self.row]
         if not new:
             return self, []
-        ids, used, row = self.ids.tolist(), self.used.tolist(), self.row.copy()
+        ids, last_turn, row = self.ids.tolist(), self.last_turn.tolist(), self.row.copy()
         turn, emptied = self.turn + 1, []
         for request_id, tenant_id in new:
             if tenant_id in ids:
                 place = ids.index(tenant_id)
             else:
                 idle = set(range(len(ids))).difference(row.values()) if len(ids) >= most else set()
-                place = min(idle, key=used.__getitem__, default=len(ids))
+                place = min(idle, key=last_turn.__getitem__, default=len(ids))
                 if idle:
                     emptied.append(place)
-                ids[place : place + 1], used[place : place + 1] = [tenant_id], [turn]
-            row[request_id], used[place] = place, turn
-        return Tenants(np.array(ids, np.int64), np.array(used, np.int64), row, turn), emptied
+                ids[place : place + 1], last_turn[place : place + 1] = [tenant_id], [turn]
+            row[request_id], last_turn[place] = place, turn
+        return Tenants(np.array(ids, np.int64), np.array(last_turn, np.int64), row, turn), emptied
 
     def without(self, requests: Iterable[int]) -> Tenants:
         """Return the tenants without these requests; unknown ones do not matter."""
         gone = [request for request in requests if request in self.row]
         if not gone:
             return self
-        row, used = self.row.copy(), self.used.copy()
+        row, last_turn = self.row.copy(), self.last_turn.copy()
         for request in gone:
-            used[row.pop(request)] = self.turn + 1
-        return replace(self, row=row, used=used, turn=self.turn + 1)
+            last_turn[row.pop(request)] = self.turn + 1
+        return replace(self, row=row, last_turn=last_turn, turn=self.turn + 1)
 
     def of(self, request: list[int]) -> IntArray:
         """Return the rows of requests, int64[n]; NO_TENANT for an unknown one of several tenants.

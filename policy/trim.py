@@ -35,7 +35,7 @@ COUNTS = ("nodes", "claimed", "matched", "likeliest")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """The worth of confidences, by draft and apart for greedy and sampled (``drawn``) rows.
+    """The worth of confidences, by draft and apart for greedy and ``sampled`` rows.
 
     With several tenants a draft has a column for each (``policy.tenants``). The map is linear
     between the bins' means, each shrunk towards the claim itself; it never falls, so that a row's
@@ -77,19 +77,21 @@ class Calibration:
         """Return the bins of confidences, int64[q]."""
         return EDGES.searchsorted(confidence, side="right")
 
-    def probability(self, column: IntArray, drawn: BoolArray, confidence: FloatArray) -> FloatArray:
+    def probability(
+        self, column: IntArray, sampled: BoolArray, confidence: FloatArray
+    ) -> FloatArray:
         """Return how likely the target draws the paths to nodes, [q] each, by column of tenant and
         draft.
         """
         likely = np.empty(len(column))
-        proposed = proposed_of(np.arange(len(column)), column, None, confidence, drawn)
+        proposed = proposed_of(np.arange(len(column)), column, None, confidence, sampled)
         loops.calibrate(self.counts, proposed, likely)
         return likely
 
     def learnt(
         self,
         column: IntArray,
-        drawn: BoolArray,
+        sampled: BoolArray,
         confidence: FloatArray,
         accepted: BoolArray,
         row: IntArray | None = None,
@@ -111,7 +113,7 @@ class Calibration:
                 return self
             present = np.zeros(self.counts.nodes.shape[:2], np.bool_)
         row = np.arange(len(column)) if row is None else row
-        proposed = proposed_of(row, column, depth, confidence, drawn, expected)
+        proposed = proposed_of(row, column, depth, confidence, sampled, expected)
         after = loops.Counts(*(column.copy() for column in self.counts))
         right = np.ascontiguousarray(accepted, np.bool_)
         loops.learn_nodes(after, proposed, right, present, steps)
@@ -124,7 +126,7 @@ def proposed_of(
     column: IntArray,
     depth: IntArray | None,
     confidence: FloatArray,
-    drawn: BoolArray,
+    sampled: BoolArray,
     expected: FloatArray | None = None,
 ) -> loops.Proposed:
     """Return nodes as the loops take them; without a depth the rows have chains, in order, and
@@ -137,12 +139,12 @@ def proposed_of(
         ints(column),
         ints(depth),
         np.ascontiguousarray(confidence, np.float64),
-        np.ascontiguousarray(drawn, np.bool_),
+        np.ascontiguousarray(sampled, np.bool_),
         np.ascontiguousarray(confidence if expected is None else expected, np.float64),
     )
 
 
-def trimmed(
+def trim_nodes(
     times: Times,
     calibration: Calibration,
     view: View,
@@ -166,6 +168,6 @@ def trimmed(
         int(view.change_tokens),
     )
     d = drafted
-    proposed = proposed_of(d.row, d.draft, d.depth, d.confidence, d.drawn)
+    proposed = proposed_of(d.row, d.draft, d.depth, d.confidence, d.sampled)
     loops.trim(times, calibration.counts, step, proposed, nodes)
     return nodes

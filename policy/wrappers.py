@@ -20,7 +20,7 @@ class Wrapped(Generic[State]):
 
     inner: State
     """That of the policy within."""
-    own: Any = None
+    outer: Any = None
     """The wrapper's own state; None: nothing."""
 
 
@@ -47,7 +47,7 @@ class Wrapper(Policy[Wrapped[State]]):
 
     def observe(self, outcome: Outcome, state: Wrapped[State], now: float) -> Wrapped[State]:
         inner = self.policy.observe(outcome, state.inner, now)
-        return Wrapped(inner, state.own)
+        return Wrapped(inner, state.outer)
 
     def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
         return self.policy.save(state.inner, now)
@@ -95,13 +95,13 @@ class Switches:
         digest = blake2b(str(request).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64 >= self.canary_share
 
-    def fixed(self, view: View) -> Plan:
+    def fixed_plan(self, view: View) -> Plan:
         """Return the fixed choice for all rows. Raises ValueError for a draft not in the view."""
         if not self.fixed_length:
             return Plan.nothing(len(view))
         return same_for_all(view, self.fixed_draft, self.fixed_length)
 
-    def capped(self, view: View) -> View:
+    def cap(self, view: View) -> View:
         """Return the view with the cap on the step's time."""
         cap_s = self.inter_token_cap_s
         return replace(view, cap_s=cap_s) if cap_s > 0 else view
@@ -124,16 +124,18 @@ class SwitchedPolicy(Wrapper[State]):
         switches = self._switches()
         if switches.speculation == "off":
             return Plan.nothing(len(view)), Wrapped(state.inner)
-        view = switches.capped(view)
+        view = switches.cap(view)
         if switches.speculation == "shadow":
-            seen = _with_shadow(view, state.own or {})
-            shadow, inner = self.policy.plan(seen, state.inner, now, rng)
-            used = np.flatnonzero(shadow.length)
-            drafts = zip(view.request[used].tolist(), shadow.draft[used].tolist(), strict=True)
-            return replace(switches.fixed(view), shadow=shadow), Wrapped(inner, dict(drafts))
+            shadow_view = _with_shadow(view, state.outer or {})
+            shadow, inner = self.policy.plan(shadow_view, state.inner, now, rng)
+            drafting = np.flatnonzero(shadow.length)
+            drafts = zip(
+                view.request[drafting].tolist(), shadow.draft[drafting].tolist(), strict=True
+            )
+            return replace(switches.fixed_plan(view), shadow=shadow), Wrapped(inner, dict(drafts))
         if view.control is None or not view.control.any():
             return super().plan(view, state, now, rng)
-        fixed = switches.fixed(view)
+        fixed = switches.fixed_plan(view)
         plan, after = super().plan(replace(view, control_plan=fixed), state, now, rng)
         draft = np.where(view.control, fixed.draft, plan.draft)
         length = np.where(view.control, fixed.length, plan.length)
@@ -152,7 +154,7 @@ class SwitchedPolicy(Wrapper[State]):
         switches = self._switches()
         if switches.speculation != "on":
             return plan.length
-        nodes = super().trim(switches.capped(view), plan, drafted, state)
+        nodes = super().trim(switches.cap(view), plan, drafted, state)
         return nodes if view.control is None else np.where(view.control, plan.length, nodes)
 
 

@@ -101,7 +101,7 @@ class Batch:
             prefill_tokens=self.prefill_tokens,
             prefilling=self.prefilling,
             tenant=tenant,
-            drawn=np.array([not s.sequence.sampling.greedy for s in rows], np.bool_),
+            sampled=np.array([not s.sequence.sampling.greedy for s in rows], np.bool_),
             evidence=evidence,
             control=np.array([s.control for s in rows], np.bool_),
             pass_tokens=self.width[0],

@@ -220,7 +220,7 @@ class Host:
         control = np.array([row.control for row in rows], np.bool_) if self._in_control else None
         columns = request, context, remaining, ceiling, unseen
         return View(
-            names, *columns, tenant=tenant, drawn=sampled, evidence=evidence, control=control
+            names, *columns, tenant=tenant, sampled=sampled, evidence=evidence, control=control
         )
 
     def _most(self, row: HostRow) -> int:

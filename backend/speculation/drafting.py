@@ -28,7 +28,7 @@ from backend.sequence import Proposal, Sequence
 from backend.speculation.sleeping import Sleep
 from backend.speculation.step_log import StepLog
 from policy import Drafted, IntArray, Plan, View
-from policy.evidence import shared
+from policy.evidence import share_evidence
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Drafting:
         for d, shows in self._showing:
             able = zip(sequences, ceiling[:, d].tolist(), strict=True)
             evidence[:, d] = [shows.evidence(one) if k > 0 else 0 for one, k in able]
-        return ceiling, unseen, shared(evidence) if self._showing else None
+        return ceiling, unseen, share_evidence(evidence) if self._showing else None
 
     def reads_states(self, *, is_plain: bool) -> bool:
         """Return whether a draft takes the target's states of a step. One without KV goes on from

@@ -88,7 +88,7 @@ class PlanMetrics:
 
     def _nodes(self, draft: IntArray, judged: StepNodes, drafts: tuple[str, ...]) -> None:
         """Count nodes, and those that were accepted, by the confidence that was claimed of them."""
-        columns = draft, judged.drawn, Calibration.bins(judged.confidence)
+        columns = draft, judged.sampled, Calibration.bins(judged.confidence)
         nodes = list(zip(*(column.tolist() for column in columns), strict=True))
         counts, accepted = Counter(nodes), Counter(compress(nodes, judged.accepted.tolist()))
         labels = {

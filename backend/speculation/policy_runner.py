@@ -115,8 +115,8 @@ class PolicyRunner:
             return
         guard, depth = self._guard
         state = within(self.state, depth)
-        if state.own.samples != self._guard_samples:
-            self._guard_samples = state.own.samples
+        if state.outer.samples != self._guard_samples:
+            self._guard_samples = state.outer.samples
             self.metrics.guard(guard.verdicts(state))
 
     def verdicts(self) -> list[Verdict]:

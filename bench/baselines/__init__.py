@@ -5,9 +5,9 @@ A module is a family; its ``ENTRIES`` name it in comparisons.
 """
 
 from policy.baselines import BASELINES as SERVED
-from policy.baselines import Baseline, collected
+from policy.baselines import Baseline, collect
 
-BASELINES: dict[str, Baseline] = {**SERVED, **collected(__name__)}
+BASELINES: dict[str, Baseline] = {**SERVED, **collect(__name__)}
 """All baselines by the name that comparisons give them: those that are settings, then these."""
 
 

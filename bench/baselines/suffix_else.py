@@ -64,11 +64,11 @@ class SuffixElse(Policy[None]):
                 raise ValueError(f"draft must be one of {view.drafts}, got {name!r}")
         free, other = view.drafts.index(self.free), view.drafts.index(self.draft)
         ceiling = view.ceiling[:, free]
-        shown = np.zeros_like(ceiling) if view.evidence is None else view.evidence[:, free]
-        tokens = np.where(shown > 0, _TOKENS[shown], ceiling)
-        matched = (ceiling > 0) & ((shown == 0) | (tokens >= self._least)) & (free != other)
-        own = tokens if self.own == 0 else self.own
-        draft, length = np.where(matched, free, other), np.where(matched, own, self.length)
+        matches = np.zeros_like(ceiling) if view.evidence is None else view.evidence[:, free]
+        tokens = np.where(matches > 0, _TOKENS[matches], ceiling)
+        matched = (ceiling > 0) & ((matches == 0) | (tokens >= self._least)) & (free != other)
+        lengths = tokens if self.own == 0 else self.own
+        draft, length = np.where(matched, free, other), np.where(matched, lengths, self.length)
         return Plan.within(view, draft, length), None
 
 

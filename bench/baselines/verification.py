@@ -63,7 +63,7 @@ class AdaptiveVerification(Policy[VerificationState]):
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: VerificationState) -> IntArray:
         rows = len(view)
-        likely = state.calibration.probability(drafted.draft, drafted.drawn, drafted.confidence)
+        likely = state.calibration.probability(drafted.draft, drafted.sampled, drafted.confidence)
         best = (-likely).argsort(kind="stable")
         tokens = rows + np.concatenate([[0.0], likely[best].cumsum()])
         budget = int(np.argmax(tokens / self._seconds(view, plan, len(likely))))
@@ -71,7 +71,7 @@ class AdaptiveVerification(Policy[VerificationState]):
 
     def observe(self, outcome: Outcome, state: VerificationState, now: float) -> VerificationState:
         nodes = outcome.nodes
-        columns = outcome.rows.draft[nodes.row], nodes.drawn, nodes.confidence, nodes.accepted
+        columns = outcome.rows.draft[nodes.row], nodes.sampled, nodes.confidence, nodes.accepted
         return VerificationState(state.calibration.learnt(*columns))
 
     def _seconds(self, view: View, plan: Plan, nodes: int) -> FloatArray:

@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.simulator.protocol import share_captured
 from policy.simulation import report
-from policy.simulation.experiments import BACKLOG, Comparison, pooled
+from policy.simulation.experiments import BACKLOG, Comparison, pool
 
 _UTILISATION = 0.8
 _GAP = 1.1
@@ -16,12 +16,12 @@ def describe(comparison: Comparison, tuning: list[int], reporting: list[int]) ->
     """Return a comparison as data, with how far the best fixed choice is from the oracle and how
     much of that adapting captures.
     """
-    document = report.described(comparison, tuning, reporting)
+    document = report.describe(comparison, tuning, reporting)
     results = comparison.results
     for point in document["points"]:
         load, fixed = point["load"], point["fixed"]
         if "oracle" in point["arms"]:
-            cost, least = (pooled(results, arm, load, reporting) for arm in (fixed, "oracle"))
+            cost, least = (pool(results, arm, load, reporting) for arm in (fixed, "oracle"))
             point["gap"] = report.figure(cost / least)
             share = share_captured(results, "adaptive", fixed, load, reporting)
             point["captured"] = report.figure(share)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from policy.simulation.arms import make_policy
-from policy.simulation.deployment import perturbed
+from policy.simulation.deployment import perturb
 from policy.simulation.experiments import Scenario
 from policy.simulation.fleet import simulate
 from policy.simulation.workload import Drift, bursty, draw
@@ -33,7 +33,7 @@ def fleet_row(
     period_s = mix.period_requests / (load * scenario.rate_hz)
     drift = Drift.swing(mix, deployment.drafts, period_s, 4 * float(arrivals[-1]))
     workload = draw(mix, deployment.drafts, arrivals, seed, deployment.k_max, period_s, drift)
-    read = perturbed(deployment.latency, scenario.table_error, seed)
+    read = perturb(deployment.latency, scenario.table_error, seed)
     run = simulate(
         deployment,
         workload,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from policy.simulation.arms import make_policy
-from policy.simulation.deployment import Deployment, perturbed
+from policy.simulation.deployment import Deployment, perturb
 from policy.simulation.fleet import simulate_closed
 from policy.simulation.replica import Step
 from policy.simulation.workload import Drift, Mix, backlog, draw
@@ -40,7 +40,7 @@ def guard_row(
     drift = Drift.none(len(mix.categories), len(deployment.drafts))
     arrivals = backlog(requests)
     work = draw(mix, deployment.drafts, arrivals, seed, deployment.k_max, 1.0, drift)
-    read = perturbed(deployment.latency, _TABLE_ERROR, seed)
+    read = perturb(deployment.latency, _TABLE_ERROR, seed)
     row: dict[str, Any] = {"deployment": deployment.name, "factor": factor}
     row |= {"in_flight": in_flight, "seed": seed}
     for arm in ARMS:

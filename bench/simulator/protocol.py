@@ -23,7 +23,7 @@ from policy.simulation.experiments import (
     Runner,
     Scenario,
     Task,
-    pooled,
+    pool,
 )
 from policy.simulation.fleet import simulate_closed
 from policy.simulation.workload import Drift, Mix, backlog, draw
@@ -112,7 +112,7 @@ def _arm_of(name: str, baseline: Baseline, draft: str, length: int) -> str:
 
 def share_captured(results: Results, arm: str, fixed: str, load: float, seeds: list[int]) -> float:
     """Return which share of the gap between a fixed choice and the oracle an arm captures."""
-    cost = {name: pooled(results, name, load, seeds) for name in (arm, fixed, "oracle")}
+    cost = {name: pool(results, name, load, seeds) for name in (arm, fixed, "oracle")}
     gap = cost[fixed] - cost["oracle"]
     return (cost[fixed] - cost[arm]) / gap if gap else 0.0
 
@@ -129,7 +129,7 @@ def nominal_rate(scenario: Scenario, seeds: list[int], run: Runner) -> float:
     mean_tokens = sum(c.share * c.output_tokens for c in scenario.mix.categories) / sum(
         c.share for c in scenario.mix.categories
     )
-    return 1 / (min(pooled(results, arm, BACKLOG, seeds) for arm in arms) * mean_tokens)
+    return 1 / (min(pool(results, arm, BACKLOG, seeds) for arm in arms) * mean_tokens)
 
 
 def compare(
@@ -143,12 +143,12 @@ def compare(
     results = run(
         scenario, [Task(arm, load, seed) for arm in candidates for load in loads for seed in tuning]
     )
-    best = {load: min(fixed, key=lambda arm: pooled(results, arm, load, tuning)) for load in loads}
+    best = {load: min(fixed, key=lambda arm: pool(results, arm, load, tuning)) for load in loads}
     tuned = {}
     for name, options in variants.items():
         tuned[name] = min(
             options,
-            key=lambda arm: sum(np.log(pooled(results, arm, load, tuning)) for load in loads),
+            key=lambda arm: sum(np.log(pool(results, arm, load, tuning)) for load in loads),
         )
     arms = {
         load: list(dict.fromkeys(["none", best[load], *tuned.values(), "adaptive", "oracle"]))

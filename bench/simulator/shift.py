@@ -9,7 +9,7 @@ import numpy as np
 
 from policy.plan import FloatArray
 from policy.simulation.arms import make_policy
-from policy.simulation.deployment import Deployment, perturbed
+from policy.simulation.deployment import Deployment, perturb
 from policy.simulation.fleet import simulate
 from policy.simulation.replica import Step
 from policy.simulation.workload import Category, Drift, Mix, backlog, draw
@@ -114,7 +114,7 @@ def _mean_lengths(
     requests = max(_ROWS, int(_ROWS * 3 * phase_s * _FASTEST_HZ / output_tokens))
     workload = draw(mix, deployment.drafts, backlog(requests), seed, deployment.k_max, 1.0, drift)
     policy = make_policy(
-        arm, deployment, mix, workload, perturbed(deployment.latency, table_error, seed), seed
+        arm, deployment, mix, workload, perturb(deployment.latency, table_error, seed), seed
     )
     steps: list[Step] = simulate(
         deployment, workload, lambda: policy, seed, until_s=3 * phase_s

@@ -251,7 +251,7 @@ class Simulation:
             category=np.zeros(count, np.int64),
             decay=truth.decay[: len(deployment.drafts)],
             drift=Drift.none(1, len(deployment.drafts)),
-            found=match_rate,
+            match_rate=match_rate,
             start=start,
             uniform=strata,
             match=uniform(draw, 4, *index),

@@ -150,15 +150,15 @@ def tune(
     head, and of the kinds that are wanted (none named: of all).
     """
 
-    def fixed(draft: str, lengths: Iterable[int], options: Options) -> Iterator[Arm]:
+    def fixed_arms(draft: str, lengths: Iterable[int], options: Options) -> Iterator[Arm]:
         for k in lengths:
             yield Arm(FixedLength(draft, k), options, {"length": k}, f"fixed-{draft} {k}")
 
-    def rule(least: int, own: int, head: int) -> Arm:
-        options = {"least": least, "own": own}
+    def rule(least: int, matched: int, head: int) -> Arm:
+        options = {"least": least, "own": matched}
         deployment = DRAFTS, load.costs.model(), HEAD_TOKENS
-        policy = SuffixElse(*deployment, draft=EAGLE, length=head, least=least, own=own)
-        return Arm(policy, _BOTH, {**options, "length": head}, f"rule {least} {own} {head}")
+        policy = SuffixElse(*deployment, draft=EAGLE, length=head, least=least, own=matched)
+        return Arm(policy, _BOTH, {**options, "length": head}, f"rule {least} {matched} {head}")
 
     def best_rule(most: int) -> Arm:
         """Tune match and look-up with the head's best length, then the head's."""
@@ -167,10 +167,10 @@ def tune(
         pair = best.settings["least"], best.settings["own"]
         return load.best(rule(*pair, k) for k in LENGTHS if k <= length)
 
-    head = load.best(fixed(EAGLE, LENGTHS, _HEAD_ALONE))
+    head = load.best(fixed_arms(EAGLE, LENGTHS, _HEAD_ALONE))
     length = int(head.settings["length"])
     kinds: dict[str, Callable[[], Arm]] = {
-        "fixed-suffix": lambda: load.best(fixed(SUFFIX, LOOKUPS, _LOOKUP_ALONE)),
+        "fixed-suffix": lambda: load.best(fixed_arms(SUFFIX, LOOKUPS, _LOOKUP_ALONE)),
         "rule": lambda: best_rule(DEEPEST),
         "rule-8": lambda: best_rule(SHORT),
     }

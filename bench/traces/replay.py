@@ -18,7 +18,7 @@ import numpy as np
 from backend.sequence import DEFAULT_CONFIDENCE
 from bench.traces.costs import DRAFTS, EAGLE, SUFFIX, Costs
 from bench.traces.world import DEEPEST, World
-from policy.evidence import shared
+from policy.evidence import share_evidence
 from policy.plan import (
     NO_DRAFT,
     AnyPolicy,
@@ -196,7 +196,7 @@ class _Replay:
         self._evidence = self._claims = None
         if options.evidence:
             evidence = {EAGLE: np.zeros_like(world.evidence), SUFFIX: world.evidence}
-            self._evidence = shared(np.stack([evidence[name] for name in drafts], 1))
+            self._evidence = share_evidence(np.stack([evidence[name] for name in drafts], 1))
         untold = DEFAULT_CONFIDENCE ** np.arange(1, DEEPEST + 1)
         self._head_claims = np.broadcast_to(untold, (len(world.eagle), DEEPEST))
         if options.head_claims is not None:
@@ -350,7 +350,7 @@ class _Replay:
         nodes = StepNodes(
             row=node,
             confidence=step.claims[is_evidence].astype(np.float64),
-            drawn=np.zeros(len(node), np.bool_),
+            sampled=np.zeros(len(node), np.bool_),
             accepted=(depth < matched[:, None])[is_evidence],
         )
         ended = view.request[over.nonzero()[0]]

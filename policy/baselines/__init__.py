@@ -13,7 +13,7 @@ from .always import FixedLength, NoSpeculation, RandomChoice
 from .batch_schedule import BatchSchedule, GatedSchedule, GateState
 from .ema import AcceptanceEma
 from .entry import Baseline, BaselineSettings, same_for_all
-from .registry import BASELINES, collected
+from .registry import BASELINES, collect
 from .smartspec import SmartSpec, expected_tokens
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "NoSpeculation",
     "RandomChoice",
     "SmartSpec",
-    "collected",
+    "collect",
     "expected_tokens",
     "same_for_all",
 ]

@@ -67,7 +67,7 @@ class AcceptanceEma(Policy[EmaStates]):
             accepted += _RATE * (float(outcome.rows.accepted.mean()) - accepted)
         after, since = EmaState(length, accepted, steps + 1), steps + 1 - _WARM_UP_STEPS
         if since > 0 and since % _EVERY_STEPS == 0:
-            after = _moved(after, self._candidates[batch])
+            after = _move(after, self._candidates[batch])
         return {**state, batch: after}
 
     def _range(self, batch: int) -> int:
@@ -75,7 +75,7 @@ class AcceptanceEma(Policy[EmaStates]):
         return max((smallest for smallest in self._candidates if smallest <= batch), default=1)
 
 
-def _moved(state: EmaState, lengths: Sequence[int]) -> EmaState:
+def _move(state: EmaState, lengths: Sequence[int]) -> EmaState:
     """Return the state at the candidate that its average asks for."""
     at, last = lengths.index(state.length), len(lengths) - 1
     if state.length == 0:

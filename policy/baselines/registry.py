@@ -8,7 +8,7 @@ from pkgutil import iter_modules
 from .entry import Baseline
 
 
-def collected(package: str) -> dict[str, Baseline]:
+def collect(package: str) -> dict[str, Baseline]:
     """Return the entries of all modules of a package, in the order of the modules' names."""
     names = [f"{package}.{module.name}" for module in iter_modules(import_module(package).__path__)]
     modules = [import_module(name) for name in names if name != __name__]
@@ -19,5 +19,5 @@ def collected(package: str) -> dict[str, Baseline]:
     }
 
 
-BASELINES: dict[str, Baseline] = collected(__name__.rpartition(".")[0])
+BASELINES: dict[str, Baseline] = collect(__name__.rpartition(".")[0])
 """By the name that settings and the simulator give it; another one is a module."""

@@ -67,11 +67,11 @@ class SmartSpec(Policy[SmartSpecState]):
 
     def observe(self, outcome: Outcome, state: SmartSpecState, now: float) -> SmartSpecState:
         rows = outcome.rows
-        used = rows.scored > 0
-        if not used.any():
+        is_scored = rows.scored > 0
+        if not is_scored.any():
             return state
-        accepted = np.minimum(rows.accepted, rows.scored)[used]
-        step = (int(accepted.sum()), int((accepted < rows.scored[used]).sum()))
+        accepted = np.minimum(rows.accepted, rows.scored)[is_scored]
+        step = (int(accepted.sum()), int((accepted < rows.scored[is_scored]).sum()))
         return state._replace(window=(*state.window[-(_WINDOW_STEPS - 1) :], step))
 
     def _best(self, rows: int, context: int, alpha: float) -> int:

@@ -73,24 +73,24 @@ ESTIMATES = record(
 
 
 @helper
-def find(known: Ints, slots: Ints, request: int) -> int:
+def find(requests: Ints, slots: Ints, request: int) -> int:
     """Return the slot of a request among the sorted ``known`` ones, -1 where it has none."""
-    low, high = 0, len(known)
+    low, high = 0, len(requests)
     while low < high:
         middle = (low + high) // 2
-        if known[middle] < request:
+        if requests[middle] < request:
             low = middle + 1
         else:
             high = middle
-    return slots[low] if low < len(known) and known[low] == request else -1
+    return slots[low] if low < len(requests) and requests[low] == request else -1
 
 
 @entry(INTS[1], INTS[1], INTS[1], INTS[1])
-def find_all(known: Ints, slots: Ints, request: Ints, slot: Ints) -> int:
+def find_all(requests: Ints, slots: Ints, request: Ints, slot: Ints) -> int:
     """Look up the slots of requests, into ``slot``; return how many have none."""
     missing = 0
     for i in range(len(request)):
-        slot[i] = find(known, slots, request[i])
+        slot[i] = find(requests, slots, request[i])
         missing += slot[i] < 0
     return missing
 
@@ -201,7 +201,7 @@ def _set_level(estimates: Estimates, constants: Constants, c: int) -> None:
     e, strength = estimates, constants.prior_strength
     bins, k_max = e.draft_hazard.shape[1:]
     level, everything = np.empty(k_max), 0.0
-    inherited, known = constants.prior_hazard, strength
+    inherited, weight = constants.prior_hazard, strength
     for j in range(k_max):
         accepted = reached = 0.0
         for b in range(bins):
@@ -211,9 +211,9 @@ def _set_level(estimates: Estimates, constants: Constants, c: int) -> None:
             everything = reached
         mean = (accepted + strength * inherited) / (reached + strength)
         level[j] = min(max(mean, _MIN_HAZARD), _MAX_HAZARD)
-        known += reached
-        inherited = (mean * known + 1) / (known + 1)
-        known += 1
+        weight += reached
+        inherited = (mean * weight + 1) / (weight + 1)
+        weight += 1
     for b in range(bins):
         if e.draft_reached[c, b, 0] in (0.0, everything):
             e.draft_hazard[c, b] = level
@@ -287,19 +287,19 @@ def _fade(
             e.information[s, d, 1] *= keep
     for c in range(len(e.variance)):
         if rows[c // drafts]:
-            left = math.exp(-rows[c // drafts] / constants.draft_memory_rows)
+            share = math.exp(-rows[c // drafts] / constants.draft_memory_rows)
             if idle:
                 is_low = e.draft_hazard[c, 0, 0] < constants.prior_hazard
-                left = left**_IDLE_FADING if is_low else 1.0
-            e.draft_accepted[c] *= left
-            e.draft_reached[c] *= left
+                share = share**_IDLE_FADING if is_low else 1.0
+            e.draft_accepted[c] *= share
+            e.draft_reached[c] *= share
             if idle:
                 _set_level(e, constants, c)
 
 
 @helper
 def _learn_chains(
-    estimates: Estimates, known: Ints, slots: Ints, chains: Chains, sums: Floats
+    estimates: Estimates, requests: Ints, slots: Ints, chains: Chains, sums: Floats
 ) -> None:
     """Learn the deviations of requests from chains, in place, and add these to ``sums[C, B, 3,
     K]``: accepted, reached, and expected in view of the request.
@@ -309,14 +309,14 @@ def _learn_chains(
     """
     information, prior, deviation = estimates.information, estimates.prior, estimates.deviation
     recent, level, tenant = estimates.recent, estimates.draft_hazard, estimates.tenant
-    request, draft, shown = chains.request, chains.draft, chains.evidence
+    request, draft, evidence = chains.request, chains.draft, chains.evidence
     right, all_scored = chains.accepted, chains.scored
     drafts, tenants = deviation.shape[1], len(estimates.requests)
     for p in range(len(request)):
-        scored, d, b = all_scored[p], draft[p], shown[p]
+        scored, d, b = all_scored[p], draft[p], evidence[p]
         if scored == 0 or d < 0:
             continue
-        s = find(known, slots, request[p])
+        s = find(requests, slots, request[p])
         if s < 0 and tenants > 1:
             continue
         c, x = d, 0.0
@@ -353,7 +353,7 @@ def _learn_chains(
 def learn(
     estimates: Estimates,
     constants: Constants,
-    known: Ints,  # [m]
+    requests: Ints,  # [m]
     slots: Ints,  # [m]
     step: Chains,
     emitted: Ints,  # [n]
@@ -374,11 +374,11 @@ def learn(
     columns, bins, k_max = e.draft_hazard.shape
     drafts = e.deviation.shape[1]
     for i in range(len(slot)):
-        slot[i] = find(known, slots, step.request[i])
+        slot[i] = find(requests, slots, step.request[i])
     _fade(e, constants, slot, step.draft, emitted, steps)
     sums = np.zeros((columns, bins, 3, k_max))
-    _learn_chains(e, known, slots, step, sums)
-    _learn_chains(e, known, slots, free, sums)
+    _learn_chains(e, requests, slots, step, sums)
+    _learn_chains(e, requests, slots, free, sums)
     for c in range(columns):
         finished = e.requests[c // drafts] - FIRST_REQUESTS
         share = finished / (finished + _SHRINKAGE_REQUESTS)
@@ -403,7 +403,7 @@ def learn(
 @entry(ESTIMATES, INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[1], INTS[1])
 def admit(
     estimates: Estimates,
-    known: Ints,  # [m]
+    requests: Ints,  # [m]
     slots: Ints,  # [m]
     request: Ints,  # [n]
     tenant: Ints,  # [n]
@@ -418,8 +418,8 @@ def admit(
     """
     e = estimates
     drafts, new, free = e.deviation.shape[1], 0, 0
-    size = len(known)
-    all_known[:size] = known
+    size = len(requests)
+    all_known[:size] = requests
     all_slots[:size] = slots
     for i in range(len(request)):
         slot[i] = find(all_known[:size], all_slots[:size], request[i])
@@ -449,11 +449,11 @@ def admit(
 def forget(
     estimates: Estimates,
     constants: Constants,
-    known: Ints,  # [m]
+    requests: Ints,  # [m]
     slots: Ints,  # [m]
     request: Ints,  # [n]
 ) -> int:
-    """Free the slots of finished requests, in place, and take them from ``known, slots``; return
+    """Free the slots of finished requests, in place, and take them from ``requests, slots``; return
     how many requests are left there.
 
     They teach their tenant how requests differ, and its drafts' levels their mean: a level of
@@ -462,16 +462,16 @@ def forget(
     e = estimates
     columns, bins, k_max = e.draft_hazard.shape
     drafts = e.deviation.shape[1]
-    moments, means, seen = np.zeros(columns), np.zeros(columns), np.zeros(len(e.requests))
+    moments, means, finished = np.zeros(columns), np.zeros(columns), np.zeros(len(e.requests))
     gone, count = np.empty(len(request), np.int64), 0
     for i in range(len(request)):
-        s = find(known, slots, request[i])
+        s = find(requests, slots, request[i])
         if s < 0:
             continue
         gone[count] = s
         count += 1
         if e.information[s, :, 0].max() > 0:
-            seen[e.tenant[s]] += 1
+            finished[e.tenant[s]] += 1
             for d in range(drafts):
                 c = e.tenant[s] * drafts + d
                 mean, variance = _posterior(e, s, d)
@@ -480,15 +480,15 @@ def forget(
     for i in range(count):
         e.information[gone[i]] = 0.0
         e.tenant[gone[i]] = -1
-    left = 0
-    for i in range(len(known)):
+    remaining = 0
+    for i in range(len(requests)):
         if e.tenant[slots[i]] >= 0:
-            known[left], slots[left] = known[i], slots[i]
-            left += 1
-    for t in range(len(seen)):
-        if seen[t] == 0:
+            requests[remaining], slots[remaining] = requests[i], slots[i]
+            remaining += 1
+    for t in range(len(finished)):
+        if finished[t] == 0:
             continue
-        total = e.requests[t] + seen[t]
+        total = e.requests[t] + finished[t]
         e.requests[t] = min(total, _VARIANCE_MEMORY_REQUESTS)
         for c in range(t * drafts, (t + 1) * drafts):
             variance = e.variance[c] + moments[c] / total
@@ -500,7 +500,7 @@ def forget(
                     moved += e.draft_accepted[c, b, j]
                     e.draft_accepted[c, b, j] = min(max(moved, 0.0), reached)
             _set_level(e, constants, c)
-    return left
+    return remaining
 
 
 @helper

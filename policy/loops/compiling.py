@@ -45,7 +45,7 @@ def helper(function: Function) -> Function:
     return cast(Function, njit(**_OPTIONS)(function))
 
 
-def unordered(function: Function) -> Function:
+def unordered_helper(function: Function) -> Function:
     """Mark a helper in which the compiler may add up in any order, several terms at once."""
     return cast(Function, njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)(function))
 
@@ -56,7 +56,7 @@ def entry(*signature: Any) -> Callable[[Function], Function]:
     def mark(function: Function) -> Function:
         if _config.DISABLE_JIT:
             return function
-        compiled = _cached(function)
+        compiled = _cache(function)
         _entries.append((compiled, signature))
         return cast(Function, compiled)
 
@@ -86,7 +86,7 @@ def compile_all() -> None:
                 rmtree(folder, ignore_errors=True)
 
 
-def _cached(function: Callable[..., Any]) -> Any:
+def _cache(function: Callable[..., Any]) -> Any:
     """Return the function with a cache, in a folder of its own for each version of the loops.
 
     By itself numba would not notice that a helper in another module has changed.

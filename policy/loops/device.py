@@ -26,7 +26,7 @@ _ROUNDS, _TOLERANCE = 3, 0.01  # rounds of pricing, and the change of price that
 class Supply(NamedTuple):
     """Fading counts of the nodes that heads show."""
 
-    shown: Floats
+    evidence_nodes: Floats
     """[C, 2, KINDS, K, BINS] nodes, by column, greedy or sampled, kind, place and confidence."""
     proposals: Floats
     """[C, 2, KINDS, K] the proposals that had the place."""
@@ -63,7 +63,7 @@ def learn_supply(supply: Supply, proposed: Proposed, places: Ints) -> None:
     and it teaches nothing.
     """
     s, p = supply, proposed
-    columns, _, _, k_max, _ = s.shown.shape
+    columns, _, _, k_max, _ = s.evidence_nodes.shape
     rows = np.zeros(columns)
     row = -1
     for q in range(len(p.row)):
@@ -73,25 +73,25 @@ def learn_supply(supply: Supply, proposed: Proposed, places: Ints) -> None:
     for c in range(columns):
         if rows[c]:
             keep = math.exp(-rows[c] / _MEMORY_ROWS)
-            s.shown[c] *= keep
+            s.evidence_nodes[c] *= keep
             s.proposals[c] *= keep
     row = -1
     low, share = 0, 0.0
     for q in range(len(p.row)):
-        c, drawn, most = p.column[q], 1 if p.drawn[q] else 0, places[p.row[q]]
+        c, is_sampled, most = p.column[q], 1 if p.sampled[q] else 0, places[p.row[q]]
         if c < 0 or not most:
             continue
         if p.row[q] != row:
             row = p.row[q]
             low, share = _kinds_of(p.expected[q])
             for j in range(min(most, k_max)):
-                s.proposals[c, drawn, low, j] += 1.0 - share
-                s.proposals[c, drawn, low + 1, j] += share
+                s.proposals[c, is_sampled, low, j] += 1.0 - share
+                s.proposals[c, is_sampled, low + 1, j] += share
         j = p.depth[q]
         if j < min(most, k_max):
             b = _bin_of(p.confidence[q])
-            s.shown[c, drawn, low, j, b] += 1.0 - share
-            s.shown[c, drawn, low + 1, j, b] += share
+            s.evidence_nodes[c, is_sampled, low, j, b] += 1.0 - share
+            s.evidence_nodes[c, is_sampled, low + 1, j, b] += share
 
 
 class Offer(NamedTuple):
@@ -107,21 +107,21 @@ OFFER = record(Offer, FLOATS[3], FLOATS[3])
 
 
 @helper
-def _value_of(counts: Counts, c: int, drawn: int, kind: int, value: Floats) -> None:
+def _value_of(counts: Counts, c: int, is_sampled: int, kind: int, value: Floats) -> None:
     """Compute how likely nodes of a kind are drawn by confidence, ``value[BINS]``."""
     k = counts
     for b in range(BINS):
         right, nodes = 0.0, 0.0
         for place in range(k.nodes.shape[3]):
-            right += k.matched[c, drawn, kind, place, b]
-            nodes += k.nodes[c, drawn, kind, place, b]
-        pooled = k.accepted_at[c, drawn, b + 1]
+            right += k.matched[c, is_sampled, kind, place, b]
+            nodes += k.nodes[c, is_sampled, kind, place, b]
+        pooled = k.accepted_at[c, is_sampled, b + 1]
         value[b] = (right + _PRIOR_NODES * pooled) / (nodes + _PRIOR_NODES)
 
 
 @entry(SUPPLY, COUNTS, INTS[1], INTS[1], INTS[2], FLOATS[3])
 def offer_of(
-    supply: Supply, counts: Counts, column: Ints, drawn: Ints, ceiling: Ints, hazard: Floats
+    supply: Supply, counts: Counts, column: Ints, is_sampled: Ints, ceiling: Ints, hazard: Floats
 ) -> Offer:
     """Return the nodes that rows will show: ``column[n]`` is that of their tenant's first draft,
     ``ceiling[D, n]`` and ``hazard[K, D, n]`` are those of whole proposals.
@@ -144,8 +144,8 @@ def offer_of(
                 survival *= hazard[j, d, i]
                 for kind in range(low, low + 2):
                     part = share if kind > low else 1.0 - share
-                    rows[at, drawn[i], kind, j] += part
-                    reached[at, drawn[i], kind, j] += part * survival
+                    rows[at, is_sampled[i], kind, j] += part
+                    reached[at, is_sampled[i], kind, j] += part * survival
         for c in range(d, columns, drafts):
             for sampled in range(2):
                 for kind in range(KINDS):
@@ -159,10 +159,10 @@ def offer_of(
                         each = here / (supply.proposals[c, sampled, kind, j] + _PRIOR_ROWS)
                         total, expected = 0.0, reached[c, sampled, kind, j]
                         for b in range(BINS):
-                            total += each * supply.shown[c, sampled, kind, j, b] * value[b]
+                            total += each * supply.evidence_nodes[c, sampled, kind, j, b] * value[b]
                         scale = min(expected / total, 1.0) if total > 0.0 else 1.0
                         for b in range(BINS):
-                            some = each * supply.shown[c, sampled, kind, j, b]
+                            some = each * supply.evidence_nodes[c, sampled, kind, j, b]
                             nodes[d, j, b] += some
                             accepted[d, j, b] += scale * some * value[b]
                         if expected > total:
@@ -205,17 +205,17 @@ def best_of(
             nodes += offer.nodes[d, depth - 1]
             accepted += offer.accepted[d, depth - 1]
             drafting_s += forward_s[depth - 1, d]
-            b, left, value = BINS, 0.0, p.base_value
+            b, rest, value = BINS, 0.0, p.base_value
             for m in range(1, last + 1):
                 need = 1.0
-                while need > 0.0 and (left > 0.0 or b > 0):
-                    if left <= 0.0:
+                while need > 0.0 and (rest > 0.0 or b > 0):
+                    if rest <= 0.0:
                         b -= 1
-                        left = nodes[b]
+                        rest = nodes[b]
                         continue
-                    part = min(need, left)
+                    part = min(need, rest)
                     value += accepted[b] * part / nodes[b]
-                    left -= part
+                    rest -= part
                     need -= part
                 seconds = p.undrafted_s[m] + m * node_s + drafting_s
                 if seconds <= most_s and value - price * seconds > highest + TIE * (value + 1):
@@ -239,8 +239,8 @@ def forwards_of(times: Times, problem: StepProblem, context: int, forward_s: Flo
             n * t.draft_row_s[d] + context * t.draft_context_s[d]
         )
         for j in range(k_max):
-            taken = p.occupied[d, j]
-            forward_s[j, d] = p.forward_s[d, taken + n] - p.forward_s[d, taken] + alone_s
+            before = p.occupied[d, j]
+            forward_s[j, d] = p.forward_s[d, before + n] - p.forward_s[d, before] + alone_s
 
 
 @helper
@@ -249,7 +249,7 @@ def best_for_batch(
     problem: StepProblem,
     offer: Offer,
     context: int,
-    known: float,
+    known_goodput: float,
     waiting: float,
     prefill_s: float,
 ) -> tuple[float, float, Batchwide]:
@@ -261,7 +261,7 @@ def best_for_batch(
     k_max, drafts, n = p.gain.shape
     plain_s = p.undrafted_s[0]
     choice = Batchwide(-1, 0, 0, p.base_value, plain_s)
-    goodput = known if known else p.base_value / max(plain_s - prefill_s, 1e-12)
+    goodput = known_goodput if known_goodput else p.base_value / max(plain_s - prefill_s, 1e-12)
     price = 0.0
     if n == 0:
         return price, goodput, choice

@@ -113,7 +113,7 @@ class Batch(NamedTuple):
     catchup: Ints
     evidence: Ints
     """[N, D] the bin of what each draft shows before it proposes."""
-    drawn: Ints
+    sampled: Ints
     """1: the row's tokens are sampled; empty: no row's are."""
     control_draft: Ints
     """The choice of rows that is made elsewhere (empty: there are none)."""
@@ -274,7 +274,7 @@ def build(
     """
     t, b = times, batch
     everyone, drafts = b.ceiling.shape
-    chosen = np.empty(everyone, np.int64)
+    members = np.empty(everyone, np.int64)
     n, k_max, context = 0, 0, 0
     ceiling = np.empty((drafts, everyone), np.int64)
     for i in range(everyone):
@@ -282,7 +282,7 @@ def build(
         context += b.context[r]
         if len(b.control_length) and b.control_length[r] >= 0:
             continue
-        chosen[n] = i
+        members[n] = i
         for d in range(drafts):
             most = min(b.ceiling[r, d], b.remaining[r] - 1, limits.k_max)
             ceiling[d, n] = most
@@ -312,14 +312,14 @@ def build(
     plain = b.prefill_tokens + everyone + control_nodes
     row_nodes, most = np.empty((k_max, drafts, n)), 0.0
     for place in range(n):
-        own = 0.0
+        deepest = 0.0
         for d in range(drafts):
             total = 0.0
             for j in range(k_max):
-                row_nodes[j, d, place] = nodes[j, d, chosen[place]]
+                row_nodes[j, d, place] = nodes[j, d, members[place]]
                 total += row_nodes[j, d, place]
-            own = max(own, total)
-        most += own
+            deepest = max(deepest, total)
+        most += deepest
     undrafted_s = np.zeros(n * k_max + 1)
     if not limits.whole_batch:
         undrafted_s = np.zeros(max(n * k_max, math.ceil(most)) + 1)
@@ -344,9 +344,9 @@ def build(
     for j in range(k_max):
         for d in range(drafts):
             for place in range(n):
-                row_s[j, d, place] = all_row_s[j, d, chosen[place]]
+                row_s[j, d, place] = all_row_s[j, d, members[place]]
     for place in range(n):
-        i = chosen[place]
+        i = members[place]
         r = b.rows[i]
         horizon[place] = min(max(b.remaining[r] / 2, 1.0), limits.horizon_steps)
         for d in range(drafts):
@@ -374,4 +374,4 @@ def build(
         value,
         b.cap_s - (1 - 1 / WIDTH_STEPS) * change_s(t, b.pass_tokens, b.change_tokens),
     )
-    return problem, chosen[:n], prefill_s
+    return problem, members[:n], prefill_s

@@ -10,7 +10,7 @@ of one row at a time, which is exact for a single row.
 import numpy as np
 
 from .arrays import Floats, Ints
-from .compiling import FLOATS, INTS, entry, helper, unordered
+from .compiling import FLOATS, INTS, entry, helper, unordered_helper
 from .problem import STEP_PROBLEM, TIE, StepProblem, charge_s, last_total, limit_s, pass_s, score
 
 FEW_ROWS = 16
@@ -57,7 +57,7 @@ def descending(value: Floats, order: Ints) -> None:
         order[at] = item
 
 
-@unordered
+@unordered_helper
 def _total_of_higher(one: Floats, other: Floats) -> float:
     total = 0.0
     for i in range(len(one)):
@@ -100,7 +100,7 @@ def _fill(
     price: float,
     pick: Ints,  # [n]
     longest: Ints,  # [D]
-    own: Floats,  # [K, n]
+    gains: Floats,  # [K, n]
     last: int,
     most_s: float,
     draft: Ints,  # [n]
@@ -120,8 +120,8 @@ def _fill(
     value, size = np.empty(n * deepest), 0
     for j in range(deepest):
         for i in range(n):
-            if own[j, i] > 0:
-                row[size], depth[size], value[size] = i, j, own[j, i]
+            if gains[j, i] > 0:
+                row[size], depth[size], value[size] = i, j, gains[j, i]
                 size += 1
     order = np.empty(size, np.int64)
     descending(value[:size], order)
@@ -149,11 +149,11 @@ def _fill(
             now = objective[cap] - price * shared_s
             if now > best[cap] and seconds[cap] + shared_s <= most_s:
                 best[cap], best_at[cap] = now, at
-    chosen = best.argmax()
-    if best[chosen] == -np.inf:
+    deep = best.argmax()
+    if best[deep] == -np.inf:
         return 0
-    for at in range(best_at[chosen] + 1):
-        if depth[order[at]] <= chosen:
+    for at in range(best_at[deep] + 1):
+        if depth[order[at]] <= deep:
             i = row[order[at]]
             length[i] += 1
             draft[i] = pick[i]
@@ -309,7 +309,7 @@ def _fill_all(
             chain_s[k, d] = opening_s
     value, charged_s, _ = score(p, draft, length, count)
     new_draft, new_length = np.empty(n, np.int64), np.empty(n, np.int64)
-    worth, own, pick = np.empty((k_max, drafts, n)), np.empty((k_max, n)), np.empty(n, np.int64)
+    worth, gains, pick = np.empty((k_max, drafts, n)), np.empty((k_max, n)), np.empty(n, np.int64)
     longest = np.empty(drafts, np.int64)
     many = n > FEW_ROWS
     scarcity = 1.0
@@ -321,8 +321,8 @@ def _fill_all(
                 _set_worth(p, dear, slope, token_s, worth)
                 if not _open_drafts(worth, dear * chain_s, longest):
                     break
-                _pick_drafts(p, dear, slope, token_s, worth, longest, pick, own)
-                total = _fill(p, price, pick, longest, own, last, most_s, new_draft, new_length)
+                _pick_drafts(p, dear, slope, token_s, worth, longest, pick, gains)
+                total = _fill(p, price, pick, longest, gains, last, most_s, new_draft, new_length)
                 v, c, s = score(p, new_draft, new_length, count)
                 if s <= most_s and (v - price * c) - (value - price * charged_s) > TIE * (
                     value + 1
@@ -364,7 +364,7 @@ def _pick_drafts(
     worth: Floats,  # [K, D, n]
     longest: Ints,  # [D]
     pick: Ints,  # [n]
-    own: Floats,  # [K, n]
+    gains: Floats,  # [K, n]
 ) -> None:
     """Give each row the open draft that gains it most, and its tokens their worth, ``own``.
 
@@ -373,7 +373,7 @@ def _pick_drafts(
     """
     gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
     _, drafts, n = worth.shape
-    own[:] = 0.0
+    gains[:] = 0.0
     for i in range(n):
         top, d = -np.inf, 0
         for other in range(drafts):
@@ -385,17 +385,22 @@ def _pick_drafts(
             cost = dear * (token_s[j, d] + row_s[j, d, i])
             cost = max(cost + slope * (problem.nodes[j, d, i] - 1), 0.0)
             least = min(least, max(gain[j, d, i] - cost, 0.0))
-            own[j, i] = least
+            gains[j, i] = least
             total += least
         charge = dear * (charge_s(problem, d, i) + (first_tokens[d, i] - 1) * token_s[0, d])
         share = max(1 - charge / max(total, _NOTHING), 0.0)
         for j in range(longest[d]):
-            own[j, i] *= share
+            gains[j, i] *= share
 
 
 @entry(STEP_PROBLEM, FLOATS[0], FLOATS[0], FLOATS[0], INTS[1], INTS[1])
 def best_priced(
-    problem: StepProblem, known: float, waiting: float, prefill_s: float, draft: Ints, length: Ints
+    problem: StepProblem,
+    known_goodput: float,
+    waiting: float,
+    prefill_s: float,
+    draft: Ints,
+    length: Ints,
 ) -> tuple[float, float, float, float, float]:
     """Find the best choice at the price of time, into ``draft, length``. Return the price, the
     goodput, and the choice's score.
@@ -407,13 +412,13 @@ def best_priced(
     """
     plain_s = problem.undrafted_s[0]
     value, charged_s, step_s = problem.base_value, plain_s, plain_s
-    goodput = value / (plain_s - prefill_s) if value else known
+    goodput = value / (plain_s - prefill_s) if value else known_goodput
     price = 0.0
     if len(draft) == 0:
         return price, goodput, value, charged_s, step_s
     rounds, tolerance = _COLD_ROUNDS, _COLD_TOLERANCE
-    if known:
-        goodput, rounds, tolerance = known, _WARM_ROUNDS, _WARM_TOLERANCE
+    if known_goodput:
+        goodput, rounds, tolerance = known_goodput, _WARM_ROUNDS, _WARM_TOLERANCE
     for _ in range(rounds):
         price = waiting * goodput
         value, charged_s, step_s = best_at_price(problem, price, draft, length)

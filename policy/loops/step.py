@@ -12,10 +12,10 @@ from .problem import BATCH, LIMITS, Batch, Limits, StepProblem, build, node_s, s
 from .search import best_priced
 from .times import TIMES, VERIFY, Times, change_left_s, verify_s
 from .trials import find_trial
-from .trim import COUNTS, KINDS, PLACES, Counts, Kept, expect_kept, kind_of
+from .trim import COUNTS, KINDS, PLACES, Counts, TrimShares, expect_kept, kind_of
 
 
-class Known(NamedTuple):
+class Knowledge(NamedTuple):
     """The planner's learned state."""
 
     estimates: Estimates
@@ -26,7 +26,7 @@ class Known(NamedTuple):
     supply: Supply
 
 
-KNOWN = record(Known, ESTIMATES, CONSTANTS, COUNTS, FLOATS[3], SUPPLY)
+KNOWN = record(Knowledge, ESTIMATES, CONSTANTS, COUNTS, FLOATS[3], SUPPLY)
 
 
 class Mode(NamedTuple):
@@ -80,29 +80,29 @@ def evidence_of(batch: Batch) -> Ints:
 
 
 @helper
-def _hazards(known: Known, batch: Batch, k_max: int) -> Floats:
+def _hazards(knowledge: Knowledge, batch: Batch, k_max: int) -> Floats:
     """Return the hazards [K, D, N] of whole proposals."""
     hazard = np.empty((k_max, batch.ceiling.shape[1], len(batch.rows)))
-    if known.hazard.size:
-        hazard[:] = known.hazard
+    if knowledge.hazard.size:
+        hazard[:] = knowledge.hazard
     else:
-        set_hazards(known.estimates, batch.slot, evidence_of(batch), hazard)
+        set_hazards(knowledge.estimates, batch.slot, evidence_of(batch), hazard)
     return hazard
 
 
 @entry(TIMES, KNOWN, BATCH, INTS[0], FLOATS[0])
 def expect(
-    times: Times, known: Known, batch: Batch, k_max: int, price: float
+    times: Times, knowledge: Knowledge, batch: Batch, k_max: int, price: float
 ) -> tuple[Floats, Floats]:
     """Return what is expected of the rows of a batch at about this price, [K, D, N] each: the
     hazards of what the trim leaves of proposals, and the nodes that it leaves at each place.
     """
     b = batch
     everyone, drafts = b.ceiling.shape
-    hazard = _hazards(known, b, k_max)
+    hazard = _hazards(knowledge, b, k_max)
     nodes = np.empty((k_max, drafts, everyone))
-    of_columns = np.empty((4, len(known.counts.nodes), 2, KINDS, PLACES))
-    kept = Kept(of_columns[0], of_columns[1], of_columns[2], of_columns[3])
+    of_columns = np.empty((4, len(knowledge.counts.nodes), 2, KINDS, PLACES))
+    shares = TrimShares(of_columns[0], of_columns[1], of_columns[2], of_columns[3])
     is_known = np.zeros(of_columns.shape[1:4], np.int64)
     context = 0
     for i in range(everyone):
@@ -110,33 +110,33 @@ def expect(
     mean = context / max(everyone, 1)
     cost = price * (node_s(times, everyone) + times.factor[VERIFY] * times.node_context_s * mean)
     for i in range(everyone):
-        first = max(known.estimates.tenant[b.slot[i]], 0) * drafts
-        drawn = b.drawn[b.rows[i]] if len(b.drawn) else 0
+        first = max(knowledge.estimates.tenant[b.slot[i]], 0) * drafts
+        is_sampled = b.sampled[b.rows[i]] if len(b.sampled) else 0
         for d in range(drafts):
-            at = first + d, drawn, kind_of(hazard[0, d, i]) if k_max else 0
+            at = first + d, is_sampled, kind_of(hazard[0, d, i]) if k_max else 0
             if not is_known[at]:
                 is_known[at] = 1
-                expect_kept(known.counts, *at, cost, kept)
+                expect_kept(knowledge.counts, *at, cost, shares)
             reached, path = 1.0, 1.0
             for j in range(k_max):
                 place = min(j, PLACES - 1)
-                share = kept.accepted[at][place]
+                share = shares.accepted[at][place]
                 hazard[j, d, i] = min(hazard[j, d, i] * share * path, 1.0)
-                nodes[j, d, i] = reached * kept.nodes[at][place]
-                path = kept.path[at][place] / share
-                reached *= kept.reached[at][place]
+                nodes[j, d, i] = reached * shares.nodes[at][place]
+                path = shares.path[at][place] / share
+                reached *= shares.reached[at][place]
     return hazard, nodes
 
 
 @helper
-def _unread(known: Known, batch: Batch, chosen: Ints, reads: int) -> Ints:
+def _unread(knowledge: Knowledge, batch: Batch, members: Ints, reads: int) -> Ints:
     """Return the tokens [D, n] emitted without each draft that its catch-up reads."""
-    n, drafts = len(chosen), batch.ceiling.shape[1]
+    n, drafts = len(members), batch.ceiling.shape[1]
     unread = np.zeros((drafts, n), np.int64)
     if reads:
         for place in range(n):
-            i = chosen[place]
-            emitted = int(known.estimates.request_tokens[batch.slot[i]])
+            i = members[place]
+            emitted = int(knowledge.estimates.request_tokens[batch.slot[i]])
             for d in range(drafts):
                 unread[d, place] = min(batch.catchup[batch.rows[i], d] - 1, emitted)
     return unread
@@ -146,9 +146,9 @@ def _unread(known: Known, batch: Batch, chosen: Ints, reads: int) -> Ints:
 def _choose_for_all(
     times: Times,
     batch: Batch,
-    known: Known,
+    knowledge: Knowledge,
     problem: StepProblem,
-    chosen: Ints,  # [n]
+    members: Ints,  # [n]
     goodput: float,
     waiting: float,
     prefill_s: float,
@@ -158,19 +158,21 @@ def _choose_for_all(
     """Choose one draft, depth and number of nodes for the ``chosen`` rows, into ``draft, length``.
     Return price, goodput, expected tokens, the step's seconds and the nodes of the batch.
     """
-    b, n, drafts = batch, len(chosen), batch.ceiling.shape[1]
-    column, drawn = np.empty(n, np.int64), np.zeros(n, np.int64)
+    b, n, drafts = batch, len(members), batch.ceiling.shape[1]
+    column, is_sampled = np.empty(n, np.int64), np.zeros(n, np.int64)
     k_max = problem.gain.shape[0]
-    every = _hazards(known, b, k_max)
+    every = _hazards(knowledge, b, k_max)
     hazard, context, fixed = np.empty((k_max, drafts, n)), 0, 0
     for place in range(n):
-        i = chosen[place]
-        column[place] = max(known.estimates.tenant[b.slot[i]], 0) * drafts
-        if len(b.drawn):
-            drawn[place] = b.drawn[b.rows[i]]
+        i = members[place]
+        column[place] = max(knowledge.estimates.tenant[b.slot[i]], 0) * drafts
+        if len(b.sampled):
+            is_sampled[place] = b.sampled[b.rows[i]]
         context += b.context[b.rows[i]]
         hazard[:, :, place] = every[:, :, i]
-    offer = offer_of(known.supply, known.counts, column, drawn, problem.ceiling, hazard)
+    offer = offer_of(
+        knowledge.supply, knowledge.counts, column, is_sampled, problem.ceiling, hazard
+    )
     price, goodput, best = best_for_batch(
         times, problem, offer, context, goodput, waiting, prefill_s
     )
@@ -188,7 +190,7 @@ def choose(
     times: Times,
     batch: Batch,
     limits: Limits,
-    known: Known,
+    knowledge: Knowledge,
     mode: Mode,
     draft: Ints,  # [N]
     length: Ints,  # [N]
@@ -200,14 +202,14 @@ def choose(
     everyone = len(b.rows)
     waiting = 1 + b.prefilling / max(everyone, 1) if m.waits else 1.0
     known_goodput = m.goodput if m.goodput else everyone / max(verify_s(times, everyone), 1e-12)
-    hazard, nodes = expect(times, known, b, limits.k_max, waiting * known_goodput)
-    problem, chosen, prefill_s = build(times, b, limits, hazard, nodes)
-    n = len(chosen)
+    hazard, nodes = expect(times, knowledge, b, limits.k_max, waiting * known_goodput)
+    problem, members, prefill_s = build(times, b, limits, hazard, nodes)
+    n = len(members)
     drafts, lengths = np.empty(n, np.int64), np.empty(n, np.int64)
     waited_s, verified = prefill_s if m.waits else 0.0, 0
     if limits.whole_batch:
         price, goodput, value, step_s, verified = _choose_for_all(
-            times, b, known, problem, chosen, m.goodput, waiting, waited_s, drafts, lengths
+            times, b, knowledge, problem, members, m.goodput, waiting, waited_s, drafts, lengths
         )
     else:
         price, goodput, value, _, step_s = best_priced(
@@ -222,22 +224,22 @@ def choose(
         credit_s += _FIRST_STEPS * step_s
     trying = 0
     if m.explore_share and problem.gain.size and credit_s >= next_trial_s:
-        slot, shown = b.slot[chosen], evidence_of(b)[chosen]
-        own = np.empty((limits.k_max, b.ceiling.shape[1], n))
+        slot, evidence = b.slot[members], evidence_of(b)[members]
+        hazards = np.empty((limits.k_max, b.ceiling.shape[1], n))
         for place in range(n):
-            own[:, :, place] = hazard[:, :, chosen[place]]
-        unread = _unread(known, b, chosen, m.reads_unread)
+            hazards[:, :, place] = hazard[:, :, members[place]]
+        unread = _unread(knowledge, b, members, m.reads_unread)
         planned_s, count = step_s, np.empty(problem.occupied.shape, np.int64)
         before, _, before_s = score(problem, drafts, lengths, count)
         trying, cost_s, after, after_s = find_trial(
-            problem, known.estimates, known.constants, slot, shown, own, unread, m.optimism, price,
-            credit_s, before, before_s, drafts, lengths,
+            problem, knowledge.estimates, knowledge.constants, slot, evidence, hazards, unread,
+            m.optimism, price, credit_s, before, before_s, drafts, lengths,
         )  # fmt: skip
         value, step_s = value + after - before, step_s + after_s - before_s
         credit_s = credit_s - cost_s if trying else min(credit_s, max(cost_s, planned_s))
         next_trial_s = credit_s + _LOOK_STEPS * share * planned_s
     for place in range(n):
-        i = chosen[place]
+        i = members[place]
         draft[b.rows[i]], length[b.rows[i]] = drafts[place], lengths[place]
     fixed = np.maximum(b.control_length, 0).sum()
     tokens = b.prefill_tokens + everyone + fixed + lengths.sum()

@@ -270,7 +270,7 @@ def _shape_at(shape: Floats, tokens: int) -> float:
 def _learn_shape(
     factor: Floats,  # [2 + D]
     shape: Floats,  # [OCTAVES]
-    seen: Floats,  # [OCTAVES]
+    steps: Floats,  # [OCTAVES]
     tokens: int,
     base_s: float,
     predicted: Floats,  # [2 + D]
@@ -285,17 +285,17 @@ def _learn_shape(
     predicted[VERIFY] += base_s * (math.exp(_shape_at(shape, tokens)) - 1)
     surprise = math.log(measured_s / (predicted[VERIFY] * factor[VERIFY]))
     surprise = min(max(surprise, -_MAX_SHAPE_SURPRISE), _MAX_SHAPE_SURPRISE)
-    for octave in range(len(seen)):
-        seen[octave] *= _FADING
+    for octave in range(len(steps)):
+        steps[octave] *= _FADING
     for octave in range(low, low + 2):
         part = share if octave > low else 1 - share
-        rate = part * max(_RATE, 1 / (_TABLE_STEPS + seen[octave]))
+        rate = part * max(_RATE, 1 / (_TABLE_STEPS + steps[octave]))
         shape[octave] = min(max(shape[octave] + rate * surprise, -MAX_SHAPE), MAX_SHAPE)
-        seen[octave] += part
+        steps[octave] += part
 
 
 @helper
-def _settle_shape(factor: Floats, shape: Floats, seen: Floats) -> bool:
+def _settle_shape(factor: Floats, shape: Floats, steps: Floats) -> bool:
     """Make what octaves have in common the target's factor, and let those that were not seen take
     after their neighbours, in place; return False where none was seen.
 
@@ -304,17 +304,17 @@ def _settle_shape(factor: Floats, shape: Floats, seen: Floats) -> bool:
     """
     weight, common = 0.0, 0.0
     for octave in range(OCTAVES):
-        if seen[octave] >= _ENOUGH:
-            known = seen[octave] / (seen[octave] + _TABLE_STEPS)
-            weight += known
-            common += known * shape[octave]
+        if steps[octave] >= _ENOUGH:
+            certainty = steps[octave] / (steps[octave] + _TABLE_STEPS)
+            weight += certainty
+            common += certainty * shape[octave]
     if weight == 0:
         return False
     common /= max(weight, _LEAST_OCTAVES)
     factor[VERIFY] = _bounded(factor[VERIFY] * math.exp(common))
     before = -1
     for octave in range(OCTAVES):
-        if seen[octave] < _ENOUGH:
+        if steps[octave] < _ENOUGH:
             continue
         shape[octave] -= common
         for between in range(before + 1, octave):
@@ -335,7 +335,7 @@ def _settle_shape(factor: Floats, shape: Floats, seen: Floats) -> bool:
 def learn_times(
     factor: Floats,  # [2 + D]
     shape: Floats,  # [OCTAVES]
-    seen: Floats,  # [OCTAVES]
+    steps: Floats,  # [OCTAVES]
     age: int,
     tokens: int,
     base_s: float,
@@ -361,11 +361,11 @@ def learn_times(
     if not (tokens > 0 and base_s > 0 and measured[VERIFY] > 0):
         _learn_factors(factor, predicted, measured)
         return age
-    _learn_shape(factor, shape, seen, tokens, base_s, predicted, measured[VERIFY])
+    _learn_shape(factor, shape, steps, tokens, base_s, predicted, measured[VERIFY])
     _learn_factors(factor, predicted, measured)
     if age + 1 < APPLY_STEPS:
         return age + 1
-    return 0 if _settle_shape(factor, shape, seen) else -1
+    return 0 if _settle_shape(factor, shape, steps) else -1
 
 
 @helper
@@ -402,7 +402,7 @@ def learn_step(
     step_s: float,
     factor: Floats,  # [2 + D]
     shape: Floats,  # [OCTAVES]
-    seen: Floats,  # [OCTAVES]
+    steps: Floats,  # [OCTAVES]
     overhead_s: Floats,  # [2] of plain steps and of others
     change: Floats,  # [2] as in _learn_change
     verifying: Floats,  # [2] as in _learn_verifying
@@ -437,7 +437,7 @@ def learn_step(
         if decoding and measured[VERIFY] > 0:
             shaped_s = predicted[VERIFY] + base_s * (math.exp(_shape_at(shape, tokens)) - 1)
             _learn_verifying(verifying, math.log(measured[VERIFY] / (factor[VERIFY] * shaped_s)))
-    return learn_times(factor, shape, seen, age, tokens, base_s, predicted, measured, step_s)
+    return learn_times(factor, shape, steps, age, tokens, base_s, predicted, measured, step_s)
 
 
 @entry(FLOATS[1], FLOATS[1], FLOATS[1], FLOATS[1])

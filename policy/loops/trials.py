@@ -65,7 +65,7 @@ def _weigh(
             token_s += p.draft_row_s[0, d0, i]
             now = p.gain[:k0, d0, i].sum() - price * k0 * token_s
         for d in range(drafts):
-            own, most = d == d0 and k0 > 0, p.ceiling[d, i]
+            is_present, most = d == d0 and k0 > 0, p.ceiling[d, i]
             tried[d, i], surplus[d, i] = 0, 0.0
             worth = upside[d, i] = promise[d, i] = 0.0
             if most == 0:
@@ -85,16 +85,16 @@ def _weigh(
                     first = hoped
                 if hoped > high:
                     high, high_at = hoped, j + 1
-            tried[d, i] = (k0 if own else 0) + TRIAL_TOKENS
-            if own or high <= first:
+            tried[d, i] = (k0 if is_present else 0) + TRIAL_TOKENS
+            if is_present or high <= first:
                 tried[d, i] = min(tried[d, i], high_at)
             tried[d, i] = min(tried[d, i], most)
-            seen = variance * (TRIAL_TOKENS + unread[d, i]) * hazard[0, d, i]
-            seen *= 1 - hazard[0, d, i]
-            doubt = max(high - best, 0.0) / optimism * math.sqrt(seen / (1 + seen))
-            if not own:
+            expected = variance * (TRIAL_TOKENS + unread[d, i]) * hazard[0, d, i]
+            expected *= 1 - hazard[0, d, i]
+            doubt = max(high - best, 0.0) / optimism * math.sqrt(expected / (1 + expected))
+            if not is_present:
                 worth = _expected_gain(best - now, doubt) * p.horizon[i]
-            if tried[d, i] != (k0 if own else 0):
+            if tried[d, i] != (k0 if is_present else 0):
                 upside[d, i] = max(high - price * charge_s(p, d, i) - now, 0.0)
             loss = max(now - best, 0.0)
             if upside[d, i] > 0 and worth > 0:

@@ -38,7 +38,7 @@ class Proposed(NamedTuple):
     depth: Ints
     """The tokens before it on its path."""
     confidence: Floats
-    drawn: Bools
+    sampled: Bools
     expected: Floats
     """How likely the first token of its row's proposal was thought to be accepted."""
 
@@ -156,8 +156,8 @@ def trim(times: Times, counts: Counts, step: Pass, proposed: Proposed, nodes: In
     node_s = t.factor[VERIFY] * t.node_context_s
     worth = np.empty(count)
     for q in range(count):
-        c, drawn = p.column[q], 1 if p.drawn[q] else 0
-        likely = interpolate(knots[c, drawn], accepted_at[c, drawn], p.confidence[q])
+        c, is_sampled = p.column[q], 1 if p.sampled[q] else 0
+        likely = interpolate(knots[c, is_sampled], accepted_at[c, is_sampled], p.confidence[q])
         worth[q] = likely - s.price * node_s * s.context[p.row[q]]
     take_best(p.row, worth, pass_s, s.price, nodes)
 
@@ -167,8 +167,10 @@ def calibrate(counts: Counts, proposed: Proposed, likely: Floats) -> None:
     """Compute how likely the target draws the path to each node."""
     k, p = counts, proposed
     for q in range(len(p.row)):
-        c, drawn = p.column[q], 1 if p.drawn[q] else 0
-        likely[q] = interpolate(k.knots[c, drawn], k.accepted_at[c, drawn], p.confidence[q])
+        c, is_sampled = p.column[q], 1 if p.sampled[q] else 0
+        likely[q] = interpolate(
+            k.knots[c, is_sampled], k.accepted_at[c, is_sampled], p.confidence[q]
+        )
 
 
 @entry(COUNTS, PROPOSED, BOOLS[1], BOOLS[2], INTS[0])
@@ -183,35 +185,35 @@ def learn_nodes(
     k, p = counts, proposed
     columns = len(k.nodes)
     new = np.zeros((4, columns, 2, KINDS, PLACES, BINS))
-    row, seen = -1, 0
+    row, depths = -1, 0
     for q in range(len(p.row)):
-        c, drawn, x = p.column[q], 1 if p.drawn[q] else 0, p.confidence[q]
+        c, is_sampled, x = p.column[q], 1 if p.sampled[q] else 0, p.confidence[q]
         if c < 0:
             continue
         if p.row[q] != row:
-            row, seen = p.row[q], 0
+            row, depths = p.row[q], 0
         kind, place = kind_of(p.expected[q]), min(p.depth[q], PLACES - 1)
         depth = 1 << min(p.depth[q], 62)
         b = 0
         while b < BINS - 1 and x >= BOUNDS[b + 1]:
             b += 1
-        if not seen & depth:
-            seen |= depth
-            new[3, c, drawn, kind, place, b] += 1.0
-        new[0, c, drawn, kind, place, b] += 1.0
-        new[1, c, drawn, kind, place, b] += x
-        new[2, c, drawn, kind, place, b] += 1.0 if accepted[q] else 0.0
+        if not depths & depth:
+            depths |= depth
+            new[3, c, is_sampled, kind, place, b] += 1.0
+        new[0, c, is_sampled, kind, place, b] += 1.0
+        new[1, c, is_sampled, kind, place, b] += x
+        new[2, c, is_sampled, kind, place, b] += 1.0 if accepted[q] else 0.0
     for c in range(columns):
-        for drawn in range(2):
-            total = new[0, c, drawn].sum()
+        for is_sampled in range(2):
+            total = new[0, c, is_sampled].sum()
             keep = math.exp(-total / _MEMORY_NODES)
-            if total == 0 and present[c, drawn]:
+            if total == 0 and present[c, is_sampled]:
                 keep = _REST_KEEP**steps
             if total == 0 and keep == 1.0:
                 continue
             for kind in range(KINDS):
                 for place in range(PLACES):
-                    at = c, drawn, kind, place
+                    at = c, is_sampled, kind, place
                     for b in range(BINS):
                         k.nodes[at][b] = keep * k.nodes[at][b] + new[0][at][b]
                         k.claimed[at][b] = keep * k.claimed[at][b] + new[1][at][b]
@@ -219,7 +221,7 @@ def learn_nodes(
                         k.likeliest[at][b] = keep * k.likeliest[at][b] + new[3][at][b]
 
 
-class Kept(NamedTuple):
+class TrimShares(NamedTuple):
     """Shares of proposals that the trim leaves at a price, [C, 2, KINDS, PLACES] each. A place
     counts where the node before it was verified, so that shares of places multiply along a path.
     """
@@ -242,11 +244,11 @@ def _kept_at(counts: Counts, at: tuple[int, int, int, int], cost: float, edge: F
 
     ``edge`` is how likely nodes at the edges of the bins are.
     """
-    k, (c, drawn, _, _) = counts, at
+    k, (c, is_sampled, _, _) = counts, at
     sums = np.zeros(7)
     for b in range(BINS):
         low, high = edge[b], edge[b + 1]
-        likely, part, mean = k.accepted_at[c, drawn, b + 1], 0.0, 0.0
+        likely, part, mean = k.accepted_at[c, is_sampled, b + 1], 0.0, 0.0
         if low >= cost:
             part, mean = 1.0, likely
         elif high > cost:
@@ -264,31 +266,33 @@ def _kept_at(counts: Counts, at: tuple[int, int, int, int], cost: float, edge: F
 
 
 @helper
-def expect_kept(counts: Counts, c: int, drawn: int, kind: int, cost: float, kept: Kept) -> None:
+def expect_kept(
+    counts: Counts, c: int, is_sampled: int, kind: int, cost: float, shares: TrimShares
+) -> None:
     """Compute what the trim leaves of a column's proposals of a kind where a node costs ``cost``
     tokens: the nodes that are likelier than they cost. The prior is the share left of all kinds.
     """
     k, prior = counts, _PRIOR_POSITIONS
     edge = np.empty(BINS + 1)
     for b in range(BINS + 1):
-        edge[b] = interpolate(k.knots[c, drawn], k.accepted_at[c, drawn], BOUNDS[b])
+        edge[b] = interpolate(k.knots[c, is_sampled], k.accepted_at[c, is_sampled], BOUNDS[b])
     for place in range(PLACES):
-        every, own = np.zeros(7), np.zeros(7)
+        every, of_kind = np.zeros(7), np.zeros(7)
         for other in range(KINDS):
-            sums = _kept_at(counts, (c, drawn, other, place), cost, edge)
+            sums = _kept_at(counts, (c, is_sampled, other, place), cost, edge)
             every += sums
             if other == kind:
-                own = sums
-        had, left, path, path_left, proposals, nodes, reached = own
-        at = c, drawn, kind, place
+                of_kind = sums
+        had, remaining, path, path_left, proposals, nodes, reached = of_kind
+        at = c, is_sampled, kind, place
         share = (every[1] + prior) / (every[0] + prior)
-        kept.accepted[at] = (left + prior * share) / (had + prior)
+        shares.accepted[at] = (remaining + prior * share) / (had + prior)
         share = (every[3] + prior) / (every[2] + prior)
-        kept.path[at] = (path_left + prior * share) / (path + prior)
+        shares.path[at] = (path_left + prior * share) / (path + prior)
         share = (every[5] + prior) / (every[4] + prior)
-        kept.nodes[at] = (nodes + prior * share) / (proposals + prior)
+        shares.nodes[at] = (nodes + prior * share) / (proposals + prior)
         share = (every[6] + prior) / (every[4] + prior)
-        kept.reached[at] = (reached + prior * share) / (proposals + prior)
+        shares.reached[at] = (reached + prior * share) / (proposals + prior)
 
 
 @helper
@@ -323,15 +327,15 @@ def set_maps(counts: Counts) -> None:
     k = counts
     mean, share, weight = np.empty(BINS), np.empty(BINS), np.empty(BINS)
     for c in range(len(k.nodes)):
-        for drawn in range(2):
+        for is_sampled in range(2):
             for b in range(BINS):
                 prior = _PRIOR_NODES * (BOUNDS[b] + BOUNDS[b + 1]) / 2
-                weight[b] = k.nodes[c, drawn, :, :, b].sum() + _PRIOR_NODES
-                mean[b] = (k.claimed[c, drawn, :, :, b].sum() + prior) / weight[b]
-                share[b] = (k.matched[c, drawn, :, :, b].sum() + prior) / weight[b]
+                weight[b] = k.nodes[c, is_sampled, :, :, b].sum() + _PRIOR_NODES
+                mean[b] = (k.claimed[c, is_sampled, :, :, b].sum() + prior) / weight[b]
+                share[b] = (k.matched[c, is_sampled, :, :, b].sum() + prior) / weight[b]
             _make_rising(share, weight)
-            k.knots[c, drawn, 0] = k.accepted_at[c, drawn, 0] = 0.0
-            k.knots[c, drawn, 1:-1] = mean
-            k.accepted_at[c, drawn, 1:-1] = share
-            k.knots[c, drawn, -1] = 1.0
-            k.accepted_at[c, drawn, -1] = min(share[-1] / mean[-1], 1.0)
+            k.knots[c, is_sampled, 0] = k.accepted_at[c, is_sampled, 0] = 0.0
+            k.knots[c, is_sampled, 1:-1] = mean
+            k.accepted_at[c, is_sampled, 1:-1] = share
+            k.knots[c, is_sampled, -1] = 1.0
+            k.accepted_at[c, is_sampled, -1] = min(share[-1] / mean[-1], 1.0)

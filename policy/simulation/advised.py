@@ -67,6 +67,6 @@ def _mix(fit: Mapping[str, Any]) -> Mix:
         max(round(fit["prompt_tokens"]), 1),
         max(round(fit["output_tokens"]), 1),
         {DRAFT: float(hazard[0])},
-        found={DRAFT: float(fit["fired"])},
+        match_rate={DRAFT: float(fit["fired"])},
     )
     return Mix("advice", (category,), {DRAFT: min(decay, 1.0)}, spread=0.2, draft_spread=0.1)

@@ -79,8 +79,8 @@ class Oracle(AdaptivePlanner):
         config: PlannerConfig,
     ) -> None:
         config = replace(config, explore_share=0.0)
-        known = _Known(truth, len(drafts), config.k_max)
-        super().__init__(drafts, latency, config, estimator=known)
+        truth_estimator = _Known(truth, len(drafts), config.k_max)
+        super().__init__(drafts, latency, config, estimator=truth_estimator)
 
 
 class _Lacking(AdaptivePlanner):
@@ -98,10 +98,10 @@ class _Lacking(AdaptivePlanner):
     def observe(self, outcome: Outcome, state: PlannerState, now: float) -> PlannerState:
         if self._lacks == "catch-up":
             free = outcome.free
-            kept = self._free[free.draft]
+            is_free = self._free[free.draft]
             columns = free.request, free.draft, free.accepted, free.scored, free.evidence
-            chosen = (None if column is None else column[kept] for column in columns)
-            outcome = replace(outcome, free=FreeChains(*chosen))  # type: ignore[arg-type]
+            columns_kept = (None if column is None else column[is_free] for column in columns)
+            outcome = replace(outcome, free=FreeChains(*columns_kept))  # type: ignore[arg-type]
         after = super().observe(outcome, state, now)
         if self._lacks == "correction":
             after.correction = state.correction
@@ -149,8 +149,8 @@ def profiled_lengths(deployment: Deployment, mix: Mix, draft: str, seed: int) ->
     workload = draw(mix, deployment.drafts, arrivals, seed, deployment.k_max, 1.0, drift)
     column = deployment.drafts.index(draft)
     hazard = workload.acceptance.hazard(np.arange(len(workload)), 0.0)[:, column]
-    found = workload.acceptance.found[:, column, None]
-    survival = (np.cumprod(hazard, axis=1) * found).mean(0)
+    match_rate = workload.acceptance.match_rate[:, column, None]
+    survival = (np.cumprod(hazard, axis=1) * match_rate).mean(0)
     tokens = 1 + np.concatenate([[0.0], np.cumsum(survival)])
     context = int(workload.prompt_tokens.mean() + workload.output_tokens.mean() / 2)
     lengths = {}

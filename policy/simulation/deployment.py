@@ -141,7 +141,7 @@ def step_time(deployment: Deployment, view: View, work: Work, width: Width) -> d
     return parts_s
 
 
-def perturbed(latency: LatencyModel, share: float, seed: int) -> LatencyModel:
+def perturb(latency: LatencyModel, share: float, seed: int) -> LatencyModel:
     """Return what a policy reads: every entry off by up to ``share``, independently at 1, 8, 64,
     ... tokens of every engine.
 

@@ -10,7 +10,7 @@ import numpy as np
 from policy.plan import FloatArray
 
 from .arms import make_policy
-from .deployment import Deployment, perturbed
+from .deployment import Deployment, perturb
 from .fleet import Run, simulate
 from .statistics import Ratio, ratio_of_means, ratio_of_rates
 from .workload import Drift, Mix, Recorded, backlog, bursty, draw
@@ -83,7 +83,7 @@ def run_once(scenario: Scenario, task: Task) -> Run:
         period_s,
         drift,
     )
-    read = perturbed(deployment.latency, scenario.table_error, task.seed)
+    read = perturb(deployment.latency, scenario.table_error, task.seed)
     policy = make_policy(task.arm, deployment, mix, workload, read, task.seed)
     return simulate(deployment, workload, lambda: policy, task.seed)
 
@@ -100,7 +100,7 @@ def summary(run: Run) -> Result:
 Results = dict[Task, Result]
 
 
-def pooled(results: Results, arm: str, load: float, seeds: Iterable[int]) -> float:
+def pool(results: Results, arm: str, load: float, seeds: Iterable[int]) -> float:
     """Return the figure of merit of an arm at a load, lower is better: mean latency, or in a
     backlog seconds per token.
     """
@@ -110,7 +110,7 @@ def pooled(results: Results, arm: str, load: float, seeds: Iterable[int]) -> flo
     return float(np.mean([run.latency_s.mean() for run in runs]))
 
 
-def compared(results: Results, arm: str, other: str, load: float, seeds: Iterable[int]) -> Ratio:
+def arm_ratio(results: Results, arm: str, other: str, load: float, seeds: Iterable[int]) -> Ratio:
     """Return an arm's latency over another's, or in a backlog its throughput over the other's."""
     pairs = [(results[Task(arm, load, seed)], results[Task(other, load, seed)]) for seed in seeds]
     if load == BACKLOG:
@@ -146,5 +146,5 @@ def compare_arms(
         scenario, [Task(arm, load, seed) for load in loads for arm in arms for seed in seeds]
     )
     plain = [arm for arm in arms if arm == "none" or arm.startswith("fixed:")] or ["adaptive"]
-    best = {load: min(plain, key=lambda arm: pooled(results, arm, load, seeds)) for load in loads}
+    best = {load: min(plain, key=lambda arm: pool(results, arm, load, seeds)) for load in loads}
     return Comparison(scenario, best, {}, dict.fromkeys(loads, arms), results)

@@ -87,20 +87,20 @@ def simulate(
     while request < len(arrivals) or events:
         if request < len(arrivals) and (not events or arrivals[request] <= events[0][0]):
             now = arrivals[request]
-            chosen = router([replica.outstanding for replica in fleet], request)
-            fleet[chosen].offer(request)
-            if idle[chosen]:
-                idle[chosen] = False
-                heapq.heappush(events, (now, chosen))
+            number = router([replica.outstanding for replica in fleet], request)
+            fleet[number].offer(request)
+            if idle[number]:
+                idle[number] = False
+                heapq.heappush(events, (now, number))
             request += 1
             continue
-        now, chosen = heapq.heappop(events)
+        now, number = heapq.heappop(events)
         if now >= until_s:
             break
-        until = fleet[chosen].advance(now)
-        idle[chosen] = until is None
+        until = fleet[number].advance(now)
+        idle[number] = until is None
         if until is not None:
-            heapq.heappush(events, (until, chosen))
+            heapq.heappush(events, (until, number))
     arrived = workload.arrival_s
     return Run(
         workload,
@@ -131,12 +131,12 @@ def simulate_closed(
     sent_s = np.full(len(workload), np.nan)
     coming: deque[tuple[float, int]] = deque()
     ends_s: float | None = None
-    now, sent, room = 0.0, 0, in_flight
+    now, next_request, room = 0.0, 0, in_flight
     while True:
-        while room and sent < len(workload):
-            sent_s[sent] = now
-            coming.append((now + way_s, sent))
-            sent, room = sent + 1, room - 1
+        while room and next_request < len(workload):
+            sent_s[next_request] = now
+            coming.append((now + way_s, next_request))
+            next_request, room = next_request + 1, room - 1
         if coming and (ends_s is None or coming[0][0] <= ends_s):
             now, request = coming.popleft()
             replica.offer(request)

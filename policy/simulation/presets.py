@@ -37,7 +37,7 @@ class Linear:
         base[0] = base[1]
         return LatencyCurve(base, self.token / 1e3, self.row / 1e3, self.context / 1e3)
 
-    def repaired(self) -> Linear:
+    def repair(self) -> Linear:
         """Return the line without negative terms that is nearest (least squares of the relative
         error) where this one was fitted.
 
@@ -80,7 +80,7 @@ _DERIVED = "Llama-1B draft derived from the 8B's by bytes read"
 def llama_8b_h100() -> Deployment:
     """Llama-8B on one H100 with an EAGLE head and a 1B draft; KV for 40 GiB at 128 KiB a token."""
     latency = LatencyModel(
-        LLAMA_8B.repaired().curve(),
+        LLAMA_8B.repair().curve(),
         (EAGLE_8B.curve(), LLAMA_1B.curve()),
         speculation_s=(EAGLE_8B_STEP_MS + _SPECULATION_SHARE * LLAMA_8B.fixed) / 1e3,
     )
@@ -96,7 +96,7 @@ def llama_70b_h100() -> Deployment:
     GiB at 320 KiB a token.
     """
     latency = LatencyModel(
-        LLAMA_70B.repaired().curve(),
+        LLAMA_70B.repair().curve(),
         (LLAMA_1B.curve(), LLAMA_1B.curve()),
         speculation_s=_SPECULATION_SHARE * LLAMA_70B.fixed / 1e3,
     )
@@ -114,10 +114,10 @@ def specialists(good: float, poor: float) -> tuple[Deployment, Mix]:
     of a target pass.
     """
     names = tuple(f"head-{kind}" for kind in ("chat", "code", "summary", "sql"))
-    pass_ms = LLAMA_8B.repaired().fixed
+    pass_ms = LLAMA_8B.repair().fixed
     head = Linear(0.05 * pass_ms, 4.4e-5, 0.0, 2.9e-6).curve()
     latency = LatencyModel(
-        LLAMA_8B.repaired().curve(), (head,) * 4, speculation_s=0.05 * pass_ms / 1e3
+        LLAMA_8B.repair().curve(), (head,) * 4, speculation_s=0.05 * pass_ms / 1e3
     )
     categories = tuple(
         Category(
@@ -151,10 +151,10 @@ def smollm2_cpu(tables: Mapping[str, LatencyTable]) -> Deployment:
         f"measured: {source.machine}, {source.dtype}, {source.threads} threads, {source.date}"
     )
     telling = (TELLING, SUFFIX_TELLING)
-    served = Deployment(
+    deployment = Deployment(
         "smollm2-cpu", provenance, ("head", "suffix"), latency, (False, True), telling
     )
-    return replace(served, max_active=32, prefill_chunk_tokens=256, kv_tokens=32768)
+    return replace(deployment, max_active=32, prefill_chunk_tokens=256, kv_tokens=32768)
 
 
 # Mixes are made up, in the range of acceptance that the published microbenchmarks sweep (0.3 to
@@ -209,7 +209,7 @@ _FOUND = {
 }
 
 
-CHAT = Mix("chat", (Category("chat", 1.0, 300, 150, _CHAT, found=_FOUND["chat"]),), _DECAY)
+CHAT = Mix("chat", (Category("chat", 1.0, 300, 150, _CHAT, match_rate=_FOUND["chat"]),), _DECAY)
 """One kind of request, its acceptance steady: what a fixed choice is made for."""
 
 MIXED = Mix(
@@ -250,7 +250,7 @@ MIXED = Mix(
 
 PREFILL_HEAVY = Mix(
     "prefill-heavy",
-    (Category("summary", 1.0, 1500, 60, _SUMMARY, found=_FOUND["summary"]),),
+    (Category("summary", 1.0, 1500, 60, _SUMMARY, match_rate=_FOUND["summary"]),),
     _DECAY,
 )
 """Long prompts, short answers: most steps carry a chunk of somebody's prompt."""

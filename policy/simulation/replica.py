@@ -61,7 +61,7 @@ class Progress:
     """
 
     emitted: IntArray
-    seen: IntArray
+    read_tokens: IntArray
     first_token_s: FloatArray
     finish_s: FloatArray
 
@@ -123,7 +123,7 @@ class Replica:
         self._plans = bool(policy.drift(self._state))
         self._telling = np.array(deployment.telling or (0.0,) * len(deployment.drafts))
         self._showing = np.array(deployment.showing)
-        self._all_found = bool((workload.acceptance.found == 1).all())
+        self._all_found = bool((workload.acceptance.match_rate == 1).all())
         self._free = np.array(deployment.free, np.bool_)
         self._scored = self._free | deployment.full_information
         self._width = Width(deployment.change_tokens)
@@ -176,11 +176,11 @@ class Replica:
         prompt and text are prefilled again.
         """
         active = np.sort(self._active())
-        used = np.cumsum(self._blocks_of(active))
-        for request in active[used > self._blocks][::-1].tolist():
+        blocks = np.cumsum(self._blocks_of(active))
+        for request in active[blocks > self._blocks][::-1].tolist():
             self._rows = self._rows[self._rows != request]
             self._prefill = [prefill for prefill in self._prefill if prefill.request != request]
-            self._progress.seen[request] = 0
+            self._progress.read_tokens[request] = 0
             self._queue.appendleft(request)
             self.preemptions += 1
 
@@ -225,15 +225,15 @@ class Replica:
         )
         if not self._all_found:
             ceiling = np.where(workload.acceptance.has_match(rows, emitted), ceiling, 0)
-        catchup = np.where(self._free, 0, context[:, None] - progress.seen[rows])
+        catchup = np.where(self._free, 0, context[:, None] - progress.read_tokens[rows])
         names = self._deployment.drafts
         tenant = None if workload.tenant is None else workload.tenant[rows]
         columns = rows, context, remaining, ceiling, catchup
         prefill = prefill_tokens, len(self._prefill)
         evidence = None
         if self._showing.any():
-            shown = workload.acceptance.evidence(rows, emitted, self._showing, now)
-            evidence = np.where(ceiling > 0, shown, 0)
+            bins = workload.acceptance.evidence(rows, emitted, self._showing, now)
+            evidence = np.where(ceiling > 0, bins, 0)
         return View(
             names,
             *columns,
@@ -249,15 +249,15 @@ class Replica:
         view = self._view(prefill_tokens, now)
         plan, self._state = self._policy.plan(view, self._state, now, self._policy_rng)
         n = len(view)
-        chosen = np.where(plan.draft >= 0, plan.draft, 0)
-        verified, confidence = self._trimmed(view, plan, now)
+        draft = np.where(plan.draft >= 0, plan.draft, 0)
+        verified, confidence = self._trim(view, plan, now)
         free = np.flatnonzero(self._free).tolist() if n else []
         free_rows = {d: int((view.ceiling[:, d] > 0).sum()) for d in free}
         work = Work(
             plan.draft,
             plan.length,
             verified,
-            view.catchup[np.arange(n), chosen] if view.drafts else plan.length,
+            view.catchup[np.arange(n), draft] if view.drafts else plan.length,
             rows=n + prefill_rows,
             context_tokens=int(view.context.sum()) + prefill_context,
             prefill_tokens=prefill_tokens,
@@ -270,28 +270,28 @@ class Replica:
         planning_s = self._deployment.planned_s(n) if self._plans else 0.0
         parts_s |= {"planning": planning_s, "overhead": parts_s["overhead"] + planning_s}
         step_s += planning_s
-        return self._decided(view, plan, verified, confidence, ended, parts_s, step_s, now)
+        return self._decide(view, plan, verified, confidence, ended, parts_s, step_s, now)
 
-    def _trimmed(self, view: View, plan: Plan, now: float) -> tuple[IntArray, FloatArray]:
+    def _trim(self, view: View, plan: Plan, now: float) -> tuple[IntArray, FloatArray]:
         """Return how many nodes of each row's chain are verified, and what the drafts claim of
         their paths, float64[n, K].
         """
-        used = np.flatnonzero(plan.length)
+        drafting = np.flatnonzero(plan.length)
         claims = np.zeros((len(view), self._deployment.k_max))
-        if not len(used) or not self._telling.any():
+        if not len(drafting) or not self._telling.any():
             return plan.length, claims
-        request, draft, length = view.request[used], plan.draft[used], plan.length[used]
+        request, draft, length = view.request[drafting], plan.draft[drafting], plan.length[drafting]
         position, telling = self._progress.emitted[request], self._telling[draft]
         acceptance = self._workload.acceptance
         paths = acceptance.confidence(request, position, draft, telling, now).cumprod(1)
-        claims[used] = paths
-        row = used.repeat(length)
+        claims[drafting] = paths
+        row = drafting.repeat(length)
         of = np.arange(paths.shape[1]) < length[:, None]
         drafted = Drafted(row, plan.draft[row], paths[of], np.zeros(len(row), np.bool_))
         nodes = self._policy.trim(view, plan, drafted, self._state)
         return np.minimum(nodes, plan.length), claims
 
-    def _decided(
+    def _decide(
         self,
         view: View,
         plan: Plan,
@@ -306,8 +306,8 @@ class Replica:
         rows, workload, length = view.request, self._workload, plan.length
         position, matched = self._progress.emitted[rows], np.zeros(len(rows), np.int64)
         if length.any():
-            chosen = np.where(plan.draft >= 0, plan.draft, 0)
-            matched = workload.acceptance.accepted(rows, position, chosen, length, now)
+            draft = np.where(plan.draft >= 0, plan.draft, 0)
+            matched = workload.acceptance.draw_accepted(rows, position, draft, length, now)
         accepted = np.minimum(matched, verified)
         emitted = np.minimum(accepted + 1, workload.output_tokens[rows] - position)
         first = np.array(ended, np.int64)
@@ -316,16 +316,16 @@ class Replica:
             position + emitted >= workload.output_tokens[rows],
             self._progress.emitted[first] + 1 >= workload.output_tokens[first],
         )
-        shown = view.evidence
-        if shown is not None:
-            shown = np.where(plan.draft >= 0, shown[np.arange(len(rows)), plan.draft], 0)
+        evidence = view.evidence
+        if evidence is not None:
+            evidence = np.where(plan.draft >= 0, evidence[np.arange(len(rows)), plan.draft], 0)
         depth = np.arange(claims.shape[1])
         # As ``backend.speculation.step_log``: nodes after a rejection fail, and nothing is known
         # of those after the last token that was emitted.
-        known = (depth < length[:, None]) & (depth <= verified[:, None])
-        known &= (matched < emitted)[:, None] | (depth < emitted[:, None])
-        known &= self._telling.any()
-        node_row = np.nonzero(known)[0]
+        is_evidence = (depth < length[:, None]) & (depth <= verified[:, None])
+        is_evidence &= (matched < emitted)[:, None] | (depth < emitted[:, None])
+        is_evidence &= self._telling.any()
+        node_row = np.nonzero(is_evidence)[0]
         outcome = Outcome(
             StepRows(
                 request=np.concatenate([rows, first]),
@@ -336,15 +336,15 @@ class Replica:
                 scored=np.concatenate([np.minimum(emitted, length), tail]),
                 verified=np.concatenate([verified, tail]),
                 followed=np.concatenate([np.minimum(accepted, emitted), tail]),
-                evidence=None if shown is None else np.concatenate([shown, tail]),
+                evidence=None if evidence is None else np.concatenate([evidence, tail]),
             ),
             StepTimes(step_s, parts_s),
             self._free_evidence(view, plan, emitted, now),
             StepNodes(
                 row=node_row,
-                confidence=claims[known],
-                drawn=np.zeros(len(node_row), np.bool_),
-                accepted=(depth < matched[:, None])[known],
+                confidence=claims[is_evidence],
+                sampled=np.zeros(len(node_row), np.bool_),
+                accepted=(depth < matched[:, None])[is_evidence],
             ),
             prefill_tokens=view.prefill_tokens,
             pass_tokens=self._width.tokens,
@@ -366,15 +366,15 @@ class Replica:
         guessed them.
         """
         chains: list[tuple[int, int, int, int, int]] = []
-        shown = np.zeros_like(view.ceiling) if view.evidence is None else view.evidence
+        evidence = np.zeros_like(view.ceiling) if view.evidence is None else view.evidence
         for d in np.flatnonzero(self._scored).tolist():
             row = np.flatnonzero((view.ceiling[:, d] > 0) & (plan.draft != d))
             scored = np.minimum(view.ceiling[row, d], emitted[row])
             request = view.request[row]
-            matched = self._workload.acceptance.accepted(
+            matched = self._workload.acceptance.draw_accepted(
                 request, self._progress.emitted[request], np.full(len(row), d), scored, now
             )
-            columns = request, np.full(len(row), d), matched, scored, shown[row, d]
+            columns = request, np.full(len(row), d), matched, scored, evidence[row, d]
             chains += zip(*(column.tolist() for column in columns), strict=True)
         for row in np.flatnonzero(plan.length > 0).tolist():
             chains += self._caught_up(
@@ -395,7 +395,7 @@ class Replica:
         begin = max(end - catchup + 1, 0)
         if catchup <= _READ_TOKENS or begin >= end:
             return []
-        chains = self._workload.acceptance.scored(
+        chains = self._workload.acceptance.score_chains(
             request, draft, begin, end, self._deployment.k_max, now
         )
         return [(request, draft, *chain, 0) for chain in chains]
@@ -410,7 +410,7 @@ class Replica:
                 outcome.rows.accepted[drafted], plan.length[drafted] - 1
             )  # the last proposed token is never read by its draft
             context = self._workload.prompt_tokens[rows[drafted]] + progress.emitted[rows[drafted]]
-            progress.seen[rows[drafted], plan.draft[drafted]] = context + valid
+            progress.read_tokens[rows[drafted], plan.draft[drafted]] = context + valid
         progress.emitted[outcome.rows.request] += outcome.rows.emitted
         first = outcome.rows.request[len(rows) :]
         progress.first_token_s[first] = np.fmin(progress.first_token_s[first], now)

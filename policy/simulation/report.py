@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .experiments import BACKLOG, Comparison, compared
+from .experiments import BACKLOG, Comparison, arm_ratio
 from .statistics import Ratio
 
 
-def described(comparison: Comparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
+def describe(comparison: Comparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
     """Return a comparison as JSON-able data. Latency ratios below 1 and throughput ratios above 1
     speak for ``adaptive``.
     """
@@ -52,7 +52,7 @@ def _point(comparison: Comparison, load: float, seeds: list[int]) -> dict[str, A
                 np.sum([run.proposed for run in runs])
                 / max(np.sum([run.rows for run in runs]), 1e-9)
             ),
-            "adaptive_over_it": _interval(compared(results, "adaptive", arm, load, seeds)),
+            "adaptive_over_it": _interval(arm_ratio(results, "adaptive", arm, load, seeds)),
         }
     return point
 

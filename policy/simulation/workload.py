@@ -23,7 +23,7 @@ class Category:
     acceptance of a first proposed token.
 
     ``swing`` is how far (in logits, by draft) acceptance drifts up and down over a period;
-    ``found`` the chance that a draft which needs a match (lookup) has one.
+    ``match_rate`` the chance that a draft which needs a match (lookup) has one.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Category:
     output_tokens: int
     hazard: Mapping[str, float]
     swing: Mapping[str, float] = field(default_factory=dict)
-    found: Mapping[str, float] = field(default_factory=dict)
+    match_rate: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Acceptance:
     decay: FloatArray
     """[D, K]."""
     drift: Drift
-    found: FloatArray
+    match_rate: FloatArray
     """[N, D]."""
     start: IntArray
     """[N]: where a request's positions begin in ``uniform``, ``match`` and ``normal``."""
@@ -131,7 +131,7 @@ class Acceptance:
         """Return all hazards, float64[n, D, K]."""
         return self.first_hazard(request, now)[:, :, None] * self.decay
 
-    def accepted(
+    def draw_accepted(
         self, request: IntArray, position: IntArray, draft: IntArray, length: IntArray, now: float
     ) -> IntArray:
         """Return how many of ``length[n]`` tokens proposed by ``draft[n]`` from output
@@ -142,8 +142,8 @@ class Acceptance:
             self.first_hazard(request, now)[np.arange(len(request)), draft][:, None]
             * self.decay[draft, : len(depth)]
         )
-        drawn = self.uniform[(self.start[request] + position)[:, None] + depth]
-        matched = (drawn < hazard) & (depth < length[:, None])
+        uniform = self.uniform[(self.start[request] + position)[:, None] + depth]
+        matched = (uniform < hazard) & (depth < length[:, None])
         run: IntArray = np.logical_and.accumulate(matched, axis=1).sum(1)
         return run
 
@@ -173,13 +173,13 @@ class Acceptance:
         of a claim as in ``confidence`` with m = ``showing[d]``, but through other noise.
         """
         place, later = self.start[request] + position, self.decay.shape[1]
-        noise, drawn = self.normal[place + later], self.uniform[place]
+        noise, uniform = self.normal[place + later], self.uniform[place]
         hazard = self.first_hazard(request, now)
-        claims = _claims(hazard, drawn[:, None], noise[:, None], showing)
+        claims = _claims(hazard, uniform[:, None], noise[:, None], showing)
         bins: IntArray = np.searchsorted(_CLAIM_EDGES, claims, side="right")
         return np.where(showing > 0, bins, 0)
 
-    def scored(
+    def score_chains(
         self, request: int, draft: int, begin: int, end: int, k_max: int, now: float
     ) -> list[tuple[int, int]]:
         """Return (accepted, scored) of the chains that a draft would have made of the output
@@ -190,27 +190,27 @@ class Acceptance:
         """
         first = float(self.first_hazard(np.array([request]), now)[0, draft])
         hazard = (first * self.decay[draft]).tolist()
-        drawn = self.uniform[self.start[request] + begin : self.start[request] + end].tolist()
+        uniform = self.uniform[self.start[request] + begin : self.start[request] + end].tolist()
         chains, at = [], 0
-        while at < len(drawn):
-            most = min(k_max, len(drawn) - at)
-            matched = next((j for j in range(most) if drawn[at + j] >= hazard[j]), most)
+        while at < len(uniform):
+            most = min(k_max, len(uniform) - at)
+            matched = next((j for j in range(most) if uniform[at + j] >= hazard[j]), most)
             chains.append((matched, most))
             at += matched + 1
         return chains
 
     def has_match(self, request: IntArray, position: IntArray) -> FloatArray:
         """Return bool[n, D]: whether each draft can propose anything at an output position."""
-        drawn: FloatArray = (
-            self.match[self.start[request] + position][:, None] < self.found[request]
+        has_match: FloatArray = (
+            self.match[self.start[request] + position][:, None] < self.match_rate[request]
         )
-        return drawn
+        return has_match
 
 
 def _claims(
-    hazard: FloatArray, drawn: FloatArray, noise: FloatArray, telling: FloatArray
+    hazard: FloatArray, uniform: FloatArray, noise: FloatArray, telling: FloatArray
 ) -> FloatArray:
-    side = np.where(drawn < hazard, 1.0, -1.0) * telling
+    side = np.where(uniform < hazard, 1.0, -1.0) * telling
     logit = np.log(hazard / (1 - hazard)) + 2 * telling * (side + noise)
     claims: FloatArray = 1 / (1 + np.exp(-logit))
     return claims
@@ -281,7 +281,7 @@ def draw(
     output = _lengths(
         rng, np.array([c.output_tokens for c in mix.categories])[category], mix.length_spread
     )
-    own = mix.spread * rng.standard_normal(
+    deviation = mix.spread * rng.standard_normal(
         (len(times), 1)
     ) + mix.draft_spread * rng.standard_normal((len(times), len(drafts)))
     if isinstance(arrivals, Recorded):
@@ -289,7 +289,9 @@ def draw(
     most = 4 * np.array([c.output_tokens for c in mix.categories])[category]
     output = np.minimum(output, most)
     level = np.array([[c.hazard[name] for name in drafts] for c in mix.categories])
-    found = np.array([[c.found.get(name, 1.0) for name in drafts] for c in mix.categories])
+    match_rate = np.array(
+        [[c.match_rate.get(name, 1.0) for name in drafts] for c in mix.categories]
+    )
     room = output + k_max
     start = np.concatenate([[0], np.cumsum(room)[:-1]])
     index = (
@@ -297,11 +299,11 @@ def draw(
         np.arange(int(room.sum())) - np.repeat(start, room),
     )
     acceptance = Acceptance(
-        logit=np.log(level / (1 - level))[category] + own,
+        logit=np.log(level / (1 - level))[category] + deviation,
         category=category,
         decay=np.array([[mix.decay.get(name, 1.0) ** j for j in range(k_max)] for name in drafts]),
         drift=drift or Drift.swing(mix, drafts, period_s, 2 * float(times[-1]) + period_s),
-        found=found[category],
+        match_rate=match_rate[category],
         start=start,
         uniform=uniform(seed, 3, *index),
         match=uniform(seed, 4, *index),

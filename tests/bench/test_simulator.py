@@ -9,7 +9,7 @@ from bench import records
 from bench.simulator.__main__ import main
 from bench.simulator.protocol import compare, share_captured
 from bench.simulator.shift import shift_test
-from policy.simulation.experiments import BACKLOG, Result, Scenario, Task, compared
+from policy.simulation.experiments import BACKLOG, Result, Scenario, Task, arm_ratio
 from policy.simulation.presets import MIXED, llama_8b_h100
 
 
@@ -69,8 +69,8 @@ def test_the_captured_share_is_that_of_the_way_from_fixed_to_oracle():
         Task(arm, load, 3): result(s) for arm, s in latency_s.items() for load in (0.5, BACKLOG)
     }
     assert share_captured(results, "adaptive", "fixed", 0.5, [3]) == pytest.approx(0.8)
-    assert compared(results, "adaptive", "fixed", 0.5, [3]).value == pytest.approx(0.6)
-    assert compared(results, "adaptive", "fixed", BACKLOG, [3]).value == pytest.approx(1 / 0.6)
+    assert arm_ratio(results, "adaptive", "fixed", 0.5, [3]).value == pytest.approx(0.6)
+    assert arm_ratio(results, "adaptive", "fixed", BACKLOG, [3]).value == pytest.approx(1 / 0.6)
 
 
 def test_the_shift_test_sees_the_oracle_follow_at_once_and_no_speculation_never():

@@ -143,7 +143,7 @@ def counts(served: Served) -> None:
             if expected["verified"]:
                 steps[request].append((expected["verified"], expected["followed"]))
         draft = outcome.rows.draft[outcome.nodes.row]
-        columns = draft, outcome.nodes.confidence, outcome.nodes.drawn, outcome.nodes.accepted
+        columns = draft, outcome.nodes.confidence, outcome.nodes.sampled, outcome.nodes.accepted
         assert [*zip(*(c.tolist() for c in columns), strict=True)] == nodes, "fates of nodes"
         assert Counter(unused) <= Counter(free_rows(outcome)), "what free drafts would have had"
     totals = Counter[str]()

@@ -139,5 +139,5 @@ def test_padding_has_its_price():
     planner = AdaptivePlanner(("a",), model, PlannerConfig(k_max=K_MAX, padded_tokens=K_MAX))
     many = np.full((10, 1), K_MAX)
     view = View(("a",), np.arange(10), np.ones(10, np.int64), np.full(10, 99), many, many)
-    problem, _ = planner.problem(view, planner.admitted(view, planner.start(), 0.0))
+    problem, _ = planner.problem(view, planner.admit(view, planner.start(), 0.0))
     assert problem.undrafted_s.tolist() == [1.0] + [5.0] * 10 * K_MAX

@@ -34,7 +34,7 @@ def learnt(chains):
     for tenant, which, draft, accepted, scored, last in chains:
         request = [100 * tenant + 10 * which + 1000 * over.get((tenant, which), 0)]
         before = tenants.rows
-        tenants, emptied = tenants.admitted(request, [tenant], 8)
+        tenants, emptied = tenants.admit(request, [tenant], 8)
         if emptied or tenants.rows != before:
             state = model.with_tenants(state, tenants.rows, emptied)
         state = model.admit(state, np.array(request), tenants.of(request))

@@ -23,7 +23,7 @@ from policy import (
 from policy.baselines import AcceptanceEma, BatchSchedule, SmartSpec
 from policy.custom import Guarded
 from policy.guard import Guard
-from policy.replay import replayed, same
+from policy.replay import replay, same
 from tests.fakes.apps import FAKE, ask, fake_app, finish, submit
 from tests.fakes.clients import Sink
 from tests.fakes.fake_engine import FakeEngine
@@ -288,7 +288,7 @@ def served(policy, texts=("one", "another", "a third")):
 def test_what_the_planner_of_the_real_loop_saw_and_decided_replays_bit_for_bit(tmp_path):
     path = tmp_path / "trace.jsonl"
     served({"trace_file": str(path)})
-    steps = list(replayed(path.read_text().splitlines()))
+    steps = list(replay(path.read_text().splitlines()))
     assert len(steps) > 20
     assert all(same(step.recorded, step.plan) for step in steps)
     assert any(step.recorded.length.any() for step in steps)

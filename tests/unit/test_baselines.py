@@ -134,7 +134,7 @@ def test_a_module_of_the_benches_is_a_baseline_that_is_reached_by_its_path(tmp_p
     (tmp_path / "once.py").write_text("\n".join(lines))
     monkeypatch.setattr(baselines, "__path__", [*baselines.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, "bench.baselines.once", raising=False)
-    found = registry.collected("bench.baselines")
+    found = registry.collect("bench.baselines")
     assert {*found} == {*baselines.BASELINES} - {*BASELINES} | {"once"}
     once, model = found["once"], LatencyModel.unit(1)
     assert (once.label, once.path) == ("one token", "bench.baselines.once.Once")

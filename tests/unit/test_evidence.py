@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from policy.evidence import MATCH_EDGES, PAST_TRAINED, bin_of_match, shared
+from policy.evidence import MATCH_EDGES, PAST_TRAINED, bin_of_match, share_evidence
 
 
 def test_longer_matches_and_places_that_agree_have_higher_bins():
@@ -14,7 +14,7 @@ def test_longer_matches_and_places_that_agree_have_higher_bins():
 
 def test_a_draft_that_shows_nothing_has_the_highest_bin_of_the_row_s_others():
     shown = np.array([[0, 3, 5], [0, 0, 0], [2, 0, 0]])
-    assert shared(shown).tolist() == [[5, 3, 5], [0, 0, 0], [2, 2, 2]]
+    assert share_evidence(shown).tolist() == [[5, 3, 5], [0, 0, 0], [2, 2, 2]]
     own = np.array([[0, PAST_TRAINED, 5], [0, PAST_TRAINED, 0]])
-    assert shared(own).tolist() == [[5, PAST_TRAINED, 5], [0, PAST_TRAINED, 0]]
-    assert shared(np.zeros((0, 2), np.int64)).shape == (0, 2)
+    assert share_evidence(own).tolist() == [[5, PAST_TRAINED, 5], [0, PAST_TRAINED, 0]]
+    assert share_evidence(np.zeros((0, 2), np.int64)).shape == (0, 2)

@@ -37,7 +37,7 @@ def samples(mean, count=8):
 def bucket(level, **means):
     """Return a bucket at a level; the logarithm of each other one's goodput over its own."""
     compared = tuple(samples(means[name]) if name in means else Comparison() for name in LEVELS)
-    return Bucket(LEVELS.index(level), compared).prepared()
+    return Bucket(LEVELS.index(level), compared).prepare()
 
 
 def gauges(stats):
@@ -101,10 +101,10 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for():
             for row in rows:
                 cycle.note_verified(step, row, 2 * proposing[0], [5, 6, 7][: 1 + 2 * proposing[0]])
             cycle.learn(step)
-            memory = cycle.runner.state.own
+            memory = cycle.runner.state.outer
             assert len(memory.pending) == 1
             is_planned = memory.buckets[2].level == PLANNED  # by this machine's times
-            assert not is_planned or all(bool(step.length) for step in memory.seen)
+            assert not is_planned or all(bool(step.length) for step in memory.pending_steps)
     assert not all(levels)
     assert memory.samples
 
@@ -156,4 +156,4 @@ def test_what_was_found_is_shown_and_kept_with_what_was_learnt():
     shown = json.loads(json.dumps(app.learned_state.show()))
     assert shown["guard"]["rows"]["1"]["level"] == "planned"
     state = app.orchestrator.cycle.runner.policy.load(shown, 0.0, 0.0)
-    assert state.inner.own.buckets[0].level == PLANNED != NONE
+    assert state.inner.outer.buckets[0].level == PLANNED != NONE

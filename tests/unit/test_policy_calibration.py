@@ -12,35 +12,37 @@ from policy.trim import BINS, EDGES, Calibration
 CLAIMS = np.linspace(0, 1, 401)
 
 
-def map_of(calibration, draft=0, drawn=False, claims=CLAIMS):
-    return calibration.probability(np.full(len(claims), draft), np.full(len(claims), drawn), claims)
+def map_of(calibration, draft=0, sampled=False, claims=CLAIMS):
+    return calibration.probability(
+        np.full(len(claims), draft), np.full(len(claims), sampled), claims
+    )
 
 
-def taught(claimed, matched, nodes, *, draft=0, drawn=False, drafts=2, start=None, a_step=50):
+def taught(claimed, matched, nodes, *, draft=0, sampled=False, drafts=2, start=None, a_step=50):
     """A calibration after nodes of one confidence; a share of them ``matched``, in
     random order.
     """
     calibration, rng = start or Calibration.none(drafts), np.random.default_rng(7)
     for _ in range(0, nodes, a_step):
         true = rng.random(a_step) < matched
-        columns = np.full(a_step, draft), np.full(a_step, drawn), np.full(a_step, claimed)
+        columns = np.full(a_step, draft), np.full(a_step, sampled), np.full(a_step, claimed)
         calibration = calibration.learnt(*columns, true)
     return calibration
 
 
 def test_a_new_draft_is_believed_as_it_speaks():
-    for drawn in (False, True):
-        assert map_of(Calibration.none(3), 2, drawn) == pytest.approx(CLAIMS)
+    for sampled in (False, True):
+        assert map_of(Calibration.none(3), 2, sampled) == pytest.approx(CLAIMS)
 
 
 @pytest.mark.parametrize(
     ("claimed", "matched"), [(0.9, 0.5), (0.3, 0.8), (0.005, 0.2), (1.0, 0.6), (0.65, 0.65)]
 )
 def test_what_a_claim_is_worth_is_learnt_for_its_draft_and_kind_of_row_alone(claimed, matched):
-    calibration = taught(claimed, matched, 5000, draft=1, drawn=True)
+    calibration = taught(claimed, matched, 5000, draft=1, sampled=True)
     assert map_of(calibration, 1, True, np.array([claimed])) == pytest.approx(matched, abs=0.03)
-    for draft, drawn in ((0, False), (0, True), (1, False)):
-        assert map_of(calibration, draft, drawn) == pytest.approx(CLAIMS)
+    for draft, sampled in ((0, False), (0, True), (1, False)):
+        assert map_of(calibration, draft, sampled) == pytest.approx(CLAIMS)
 
 
 def test_a_few_nodes_move_a_claim_a_little():
@@ -69,8 +71,8 @@ def test_claims_at_temperature_1_are_corrected_for_the_arg_max_of_paths():
     for _ in range(4000):
         claims, likely = path()
         chances = likely / np.append(1.0, likely[:-1])
-        drawn = np.logical_and.accumulate(rng.random(4) < chances)
-        calibration = calibration.learnt(zeros, greedy, claims, drawn, zeros)
+        sampled = np.logical_and.accumulate(rng.random(4) < chances)
+        calibration = calibration.learnt(zeros, greedy, claims, sampled, zeros)
     claims, likely = np.concatenate([path() for _ in range(2000)], axis=1)
     worth = map_of(calibration, claims=claims)
     for b in np.unique(Calibration.bins(claims)):
@@ -91,8 +93,8 @@ def test_the_map_never_falls_whatever_is_seen():
                 rng.random(q) < rng.random(),
             )
             calibration = calibration.learnt(*nodes)
-        for draft, drawn in itertools.product((0, 1), (False, True)):
-            values = map_of(calibration, draft, drawn)
+        for draft, sampled in itertools.product((0, 1), (False, True)):
+            values = map_of(calibration, draft, sampled)
             assert (np.diff(values) >= -1e-12).all()
             assert values[0] >= 0
             assert values[-1] <= 1
@@ -167,10 +169,10 @@ def saved(calibration):
 
 
 def test_what_confidences_are_worth_outlasts_a_restart():
-    known = taught(0.9, 0.4, 1000, draft=1, drawn=True)
+    known = taught(0.9, 0.4, 1000, draft=1, sampled=True)
     back = planner().load(saved(known), 5.0, 3600.0).calibration
-    for draft, drawn in itertools.product((0, 1), (False, True)):
-        assert (map_of(back, draft, drawn) == map_of(known, draft, drawn)).all()
+    for draft, sampled in itertools.product((0, 1), (False, True)):
+        assert (map_of(back, draft, sampled) == map_of(known, draft, sampled)).all()
 
 
 def test_what_a_draft_s_confidence_is_worth_goes_with_its_name():

@@ -68,7 +68,7 @@ def test_a_step_timed_only_as_a_whole_corrects_all_its_parts_alike():
     for _ in range(300):
         correction = learnt(correction, 4, 0.01, predicted, np.zeros(3), 0.024)
     assert correction.factor == pytest.approx([2.0, 1.0, 2.0], rel=1e-3)
-    assert not correction.seen.any()
+    assert not correction.octave_steps.any()
 
 
 def test_a_draft_that_was_slow_once_does_not_count_as_slow_for_good_while_it_is_idle():
@@ -144,8 +144,8 @@ def test_a_stall_hardly_moves_a_shape_and_it_is_bounded():
 def test_a_step_without_a_pass_of_the_target_or_beyond_all_octaves_is_taken():
     correction = learnt(Correction.start(0), 0, 0.0, np.zeros(2), np.array([0.0, 0.1]))
     assert (correction.factor == 1).all()
-    assert not correction.seen.any()
-    assert run(lambda tokens: 1.1 * CURVE.at(tokens), (1 << 20,), 20).seen[-1] > 1
+    assert not correction.octave_steps.any()
+    assert run(lambda tokens: 1.1 * CURVE.at(tokens), (1 << 20,), 20).octave_steps[-1] > 1
 
 
 def test_seconds_of_several_drafts_are_those_of_each_inside_its_grid_and_beyond():

@@ -105,7 +105,7 @@ def test_nodes_are_expected_where_they_were_seen():
 def test_a_step_of_another_policy_teaches_no_supply():
     before = no_supply(DRAFTS, 4)
     after = taught(before, [np.array([0.9, 0.8])], [0])
-    assert not after.shown.any()
+    assert not after.evidence_nodes.any()
     assert not after.proposals.any()
 
 
@@ -149,4 +149,4 @@ def test_what_rows_showed_is_learnt_of_the_step_that_asked_for_it():
     after = p.observe(outcome(seen, plan, [1, 1], 1.0, nodes=nodes), state, 0.0)
     depth, draft = int(plan.length.max()), int(plan.draft[0])
     assert after.supply.proposals[draft].sum((0, 1)).tolist() == [2] * depth + [0] * (8 - depth)
-    assert after.supply.shown[draft].sum() == 2
+    assert after.supply.evidence_nodes[draft].sum() == 2

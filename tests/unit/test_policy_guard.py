@@ -69,11 +69,11 @@ class World:
 
     @property
     def level(self):
-        buckets = self.state.own.buckets
+        buckets = self.state.outer.buckets
         return LEVELS[buckets[(self.rows - 1).bit_length()].level] if buckets else "planned"
 
     def compared(self, level):
-        bucket = self.state.own.buckets[(self.rows - 1).bit_length()]
+        bucket = self.state.outer.buckets[(self.rows - 1).bit_length()]
         return bucket.compared[LEVELS.index(level)]
 
 
@@ -230,13 +230,13 @@ def test_no_level_and_no_evidence_is_final(level, worst):
     world = World(policy)
     world.set(**GOOD, draft_s=(0.0, 3.0))
     world.run(50)
-    bucket = world.state.own.buckets[3]
+    bucket = world.state.outer.buckets[3]
     compared = list(bucket.compared)
     for other in range(len(LEVELS)):
         for _ in range(300):
             compared[other] = compared[other].learnt(worst)
     bucket = bucket._replace(level=level, compared=tuple(compared), windows={}, length=4.0)
-    world.state.own.buckets = {3: bucket.prepared()}
+    world.state.outer.buckets = {3: bucket.prepare()}
     world.run(12000)
     assert world.level == "planned"
 
@@ -268,11 +268,11 @@ def test_a_prompt_or_another_row_ends_an_experiment_that_drafts(change):
     world.set(**GOOD)
     while world.step().notes.get("experiment") != "planned":
         pass
-    samples = world.state.own.samples
+    samples = world.state.outer.samples
     world.prefill_tokens = 5 if change == "prefill" else 0
     world.rows = {"rows": 7, "load": 4}.get(change, 8)
     assert "experiment" not in world.step().notes
-    assert world.state.own.samples == samples
+    assert world.state.outer.samples == samples
 
 
 def test_an_experiment_without_speculation_goes_on_through_prompts_and_other_rows():
@@ -286,7 +286,7 @@ def test_an_experiment_without_speculation_goes_on_through_prompts_and_other_row
         rest.append(world.step().notes.get("experiment"))
     assert rest[:19] == ["none"] * 19  # 8 settle; of the others each third counts
     assert rest[19:] == [None] * 9
-    assert world.state.own.samples == 1
+    assert world.state.outer.samples == 1
     world.rows = 3
     assert "experiment" not in world.step().notes
 
@@ -354,7 +354,7 @@ def test_a_step_in_which_prompts_end_and_nothing_decodes_is_no_evidence():
     policy, empty, ended = guard(), view(0, DRAFTS), view(1, DRAFTS)
     _, state = policy.plan(empty, policy.start(), 0.0, RNG)
     done = outcome(ended, Plan.nothing(1), 0, view=empty)
-    assert not policy.observe(done, state, 0.0).own.buckets
+    assert not policy.observe(done, state, 0.0).outer.buckets
 
 
 def test_a_policy_that_never_speculates_is_left_alone():
@@ -419,7 +419,7 @@ def test_steps_that_another_planned_are_no_evidence(mode, ahead):
     world = World(SwitchedPolicy(guard(), lambda: switches), ahead=ahead)
     world.set(**BAD)
     world.run(300)
-    own = world.state.inner.own
+    own = world.state.inner.outer
     assert own.samples == 0
     assert not own.buckets
 
@@ -457,8 +457,8 @@ def test_levels_survive_a_restart_and_old_evidence_weighs_less():
     for state in (soon, late):
         assert world.policy.verdicts(state)[0].level == "none"
     before = world.compared("planned")
-    assert soon.own.buckets[3].compared[PLANNED] == before
-    assert late.own.buckets[3].compared[PLANNED].weight == pytest.approx(before.weight / 4)
+    assert soon.outer.buckets[3].compared[PLANNED] == before
+    assert late.outer.buckets[3].compared[PLANNED].weight == pytest.approx(before.weight / 4)
     world.state = soon
     world.set(**GOOD)
     world.run(6000)
@@ -468,7 +468,7 @@ def test_levels_survive_a_restart_and_old_evidence_weighs_less():
 def test_nothing_saved_is_nothing_known():
     policy = guard()
     assert policy.save(policy.start(), 0.0) == {}
-    assert policy.load({}, 0.0, 0.0).own.buckets == {}
+    assert policy.load({}, 0.0, 0.0).outer.buckets == {}
 
 
 def test_a_level_that_there_is_no_more_is_the_policy_s():

@@ -56,8 +56,8 @@ def test_both_sides_are_alike():
     assert one.is_better
     assert not other.is_better
     assert not one.is_clearly_worse
-    assert one.reversed().mean == pytest.approx(other.mean)
-    assert one.reversed().weight == one.weight / 2
+    assert one.reverse().mean == pytest.approx(other.mean)
+    assert one.reverse().weight == one.weight / 2
 
 
 def test_a_loss_beyond_doubt_is_known_after_few_samples():
@@ -79,7 +79,7 @@ def test_old_evidence_weighs_less_and_is_less_certain():
     comparison = Comparison()
     for sample in (0.2, 0.3, 0.1, 0.2, 0.25, 0.15, 0.2, 0.2):
         comparison = comparison.learnt(sample)
-    faded = comparison.faded(0.25)
+    faded = comparison.fade(0.25)
     assert faded.mean == comparison.mean
     assert faded.error > 1.5 * comparison.error
     assert comparison.is_better

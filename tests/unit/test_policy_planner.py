@@ -266,7 +266,7 @@ def test_the_first_steps_of_an_octave_of_rows_are_plain_until_these_are_known():
         is_drafted, state = drafted(rows, state)
         assert is_drafted is np.bool_(expected)
     known = p.start()
-    known.correction.seen[2] = 2.0
+    known.correction.octave_steps[2] = 2.0
     assert drafted(4, known)[0]
 
 
@@ -594,7 +594,7 @@ def test_sampled_rows_are_planned_by_the_nodes_of_sampled_rows():
     p = planner(latency((0.1, 0.1), token_s=0.04, free_tokens=1), **certain(0.6))
     state = bushy(p.start(), 0, [0.16, 0.15, 0.15, 0.14])
     state.goodput = 8.0
-    problem, _ = p.problem(view(2, drawn=np.array([False, True])), state)
+    problem, _ = p.problem(view(2, sampled=np.array([False, True])), state)
     greedy, drawn = problem.gain[0, 0]
     assert greedy < drawn / 2
 

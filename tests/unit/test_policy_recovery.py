@@ -45,7 +45,7 @@ def lengths(p, rows, *, worst: str = "", bad_steps: int = 0, steps: int = MOST_S
         if bad == "claims":
             right = np.zeros_like(right)
         nodes = StepNodes(
-            drafted.row[known], drafted.confidence[known], drafted.drawn[known], right[known]
+            drafted.row[known], drafted.confidence[known], drafted.sampled[known], right[known]
         )
         over = ids if step % 40 == 39 else none
         parts_s = {"verify": float(verify_s), "draft:small": float(draft_s)}

@@ -143,7 +143,7 @@ def test_rows_are_bounded_by_what_is_remembered_or_in_flight_and_no_request_leak
     tenants, rng = Tenants(), np.random.default_rng(0)
     flying = []
     for number in range(2000):
-        tenants, _ = tenants.admitted([number], [int(rng.integers(0, 500))], 8)
+        tenants, _ = tenants.admit([number], [int(rng.integers(0, 500))], 8)
         flying.append(number)
         if len(flying) > 20:
             tenants = tenants.without([flying.pop(int(rng.integers(0, 20)))])

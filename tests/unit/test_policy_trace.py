@@ -13,10 +13,10 @@ from policy.replay import (
     SCHEMA,
     Traced,
     TraceError,
-    decoded,
-    encoded,
+    decode,
+    encode,
     explain,
-    replayed,
+    replay,
     same,
 )
 from policy.wrappers import Wrapped
@@ -74,7 +74,7 @@ def traced(steps=60, most_lines=1000, **config):
 
 
 def test_a_trace_replays_to_the_same_plans_bit_for_bit():
-    plans = list(replayed(traced()))
+    plans = list(replay(traced()))
     assert len(plans) > 50
     assert all(same(step.recorded, step.plan) for step in plans)
     assert any(step.recorded.length.any() for step in plans)
@@ -95,22 +95,22 @@ def test_a_trace_over_a_restored_state_replays_bit_for_bit():
         outcome = outcome_of(*done, plan.length, plan.length, 1.5, {"verify": 1.5}, view=seen)
         state = policy.observe(outcome, state, step + 0.5)
     assert len(lines) == 1 + 2 * 2 * steps + 1
-    plans = list(replayed(lines))
+    plans = list(replay(lines))
     assert len(plans) == 2 * steps
     assert all(same(step.recorded, step.plan) for step in plans)
 
 
 def test_a_trace_of_trials_replays_bit_for_bit():
-    plans = list(replayed(traced(explore_share=0.3)))
+    plans = list(replay(traced(explore_share=0.3)))
     assert all(same(step.recorded, step.plan) for step in plans)
     assert any(step.plan.notes.get("trial") for step in plans)
 
 
 def test_a_trace_of_plans_for_the_whole_batch_replays_bit_for_bit():
-    plans = list(replayed(traced(whole_batch=True)))
+    plans = list(replay(traced(whole_batch=True)))
     assert all(same(step.recorded, step.plan) for step in plans)
     assert any(step.plan.nodes for step in plans)
-    assert plans[-1].state.supply.shown.any()
+    assert plans[-1].state.supply.evidence_nodes.any()
 
 
 def test_a_changed_outcome_is_noticed():
@@ -120,24 +120,24 @@ def test_a_changed_outcome_is_noticed():
     event["observe"]["outcome"]["times"]["measured_s"] *= 2
     event["observe"]["outcome"]["times"]["parts_s"]["verify"] *= 2
     lines[row] = json.dumps(event)
-    assert not all(same(step.recorded, step.plan) for step in replayed(lines))
+    assert not all(same(step.recorded, step.plan) for step in replay(lines))
 
 
 def test_a_trace_is_bounded_and_what_there_is_of_it_replays():
     lines = traced(most_lines=30)
     assert len(lines) == 30
-    assert all(same(step.recorded, step.plan) for step in replayed(lines))
+    assert all(same(step.recorded, step.plan) for step in replay(lines))
 
 
 def test_what_is_encoded_comes_back_the_same():
     seen = view(3, cap_s=np.inf, control_plan=Plan(np.full(3, NO_DRAFT), np.zeros(3, np.int64)))
-    back = decoded(json.loads(json.dumps(encoded(seen))))
+    back = decode(json.loads(json.dumps(encode(seen))))
     shown = replace(seen, evidence=np.array([[3, 0], [0, 1], [2, 11]]))
-    assert decoded(encoded(shown)).evidence.tolist() == shown.evidence.tolist()
-    of_before = encoded(shown)
+    assert decode(encode(shown)).evidence.tolist() == shown.evidence.tolist()
+    of_before = encode(shown)
     del of_before["evidence"]
-    assert decoded(of_before).evidence is None
-    assert encoded(back) == encoded(seen)
+    assert decode(of_before).evidence is None
+    assert encode(back) == encode(seen)
     assert (back.ceiling.dtype, back.drafts) == (np.int64, seen.drafts)
     assert back.ceiling.shape == (3, 2)
 
@@ -145,15 +145,15 @@ def test_what_is_encoded_comes_back_the_same():
 @pytest.mark.parametrize("line", ["no json", "{}", '{"planner": {"schema": 99}}', "[1]"])
 def test_what_is_no_trace_is_refused_with_its_line(line):
     with pytest.raises(TraceError, match="line 1"):
-        list(replayed([line]))
+        list(replay([line]))
     with pytest.raises(TraceError, match="line 3"):
-        list(replayed([*traced(steps=1)[:2], line]))
+        list(replay([*traced(steps=1)[:2], line]))
 
 
 def test_a_trace_of_before_is_refused_by_its_schema():
     first, *_ = traced(steps=1)
     with pytest.raises(TraceError, match=f"schema must be {SCHEMA}, got {SCHEMA - 1}"):
-        list(replayed([first.replace(f'"schema":{SCHEMA}', f'"schema":{SCHEMA - 1}')]))
+        list(replay([first.replace(f'"schema":{SCHEMA}', f'"schema":{SCHEMA - 1}')]))
 
 
 def test_what_is_verified_is_the_planner_s_word():

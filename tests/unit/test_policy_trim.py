@@ -20,12 +20,12 @@ from policy.loops.times import WIDTH_STEPS
 from policy.loops.trim import take_best
 from policy.plan import Drafted, Plan
 from policy.problem import Choice, score
-from policy.trim import Calibration, trimmed
+from policy.trim import Calibration, trim_nodes
 from tests.fakes.outcomes import outcome_of
 from tests.fakes.policies import DRAFTS, RNG, latency, view
 
 
-def drafted(*confidence, draft=0, drawn=False):
+def drafted(*confidence, draft=0, sampled=False):
     """The rows' proposals by the confidences of their nodes."""
     row = np.repeat(np.arange(len(confidence)), [len(c) for c in confidence])
     q = len(row)
@@ -33,7 +33,7 @@ def drafted(*confidence, draft=0, drawn=False):
         row,
         np.full(q, draft),
         np.array([c for r in confidence for c in r], float),
-        np.full(q, drawn),
+        np.full(q, sampled),
     )
 
 
@@ -55,7 +55,7 @@ def trim(latency, view_, plan, proposed, calibration=None, correction=None):
     known = calibration or Calibration.none(2)
     factors = np.ones(2 + len(latency.drafts)) if correction is None else correction
     times = Correction(factors).times(latency)
-    return trimmed(times, known, view_, plan, proposed).tolist()
+    return trim_nodes(times, known, view_, plan, proposed).tolist()
 
 
 # -- the choice
@@ -236,8 +236,8 @@ def outcome(seen, plan, **changes):
 
 
 def fates(q, claimed, accepted):
-    rows, drawn = np.zeros(q, np.int64), np.zeros(q, np.bool_)
-    return StepNodes(rows, np.full(q, claimed), drawn, np.full(q, accepted))
+    rows, sampled = np.zeros(q, np.int64), np.zeros(q, np.bool_)
+    return StepNodes(rows, np.full(q, claimed), sampled, np.full(q, accepted))
 
 
 @pytest.mark.parametrize(("length", "nodes"), [([3, 1, 0], [3, 1, 0]), ([8, 1, 2], [4, 1, 0])])
@@ -308,7 +308,7 @@ def test_only_nodes_after_the_text_or_a_verified_one_are_evidence(verified, emit
         Proposal("small", tokens, [-1, 0, 1, -1, 0, 4], [1 - t / 10 for t in tokens]),
         verified,
         emitted,
-        drawn=True,
+        sampled=True,
     )
     done = made.outcome()
     written = [
@@ -341,7 +341,7 @@ def test_a_plan_takes_as_long_as_the_pass_that_the_trim_leaves(per_node_s):
     curve = target(np.concatenate([[1.0, 1.0], 1 + np.cumsum(per_node_s)])).target
     times = LatencyModel(curve, latency((0.005, 0.005)).drafts)
     p = AdaptivePlanner(DRAFTS, times, PlannerConfig(explore_share=0.0))
-    state, seen, many = p.admitted(view(4), p.start(), 0.0), view(4), 400
+    state, seen, many = p.admit(view(4), p.start(), 0.0), view(4), 400
     nodes = np.zeros(many, np.int64), np.zeros(many, np.bool_), np.full(many, 0.05)
     known = np.arange(many) % 20 == 0, np.arange(many), np.zeros(many, np.int64)
     state.calibration = state.calibration.learnt(*nodes, *known)
@@ -364,11 +364,11 @@ def test_dropped_nodes_do_not_give_back_what_the_first_verified_one_costs(first_
     p = AdaptivePlanner(DRAFTS, times, PlannerConfig(acceptance=modest, explore_share=0.0))
     state, seen = p.start(), view()
     confidence, accepted = np.tile([0.6, 0.1, 0.1, 0.1], 40), np.arange(160) % 4 == 0
-    rows, drawn = np.zeros(160, np.int64), np.zeros(160, np.bool_)
+    rows, sampled = np.zeros(160, np.int64), np.zeros(160, np.bool_)
     for step in range(20):
         plan, state = p.plan(seen, state, float(step), RNG)
         drafting = replace(plan, draft=np.zeros(1, np.int64))
-        done = outcome(seen, drafting, nodes=StepNodes(rows, confidence, drawn, accepted))
+        done = outcome(seen, drafting, nodes=StepNodes(rows, confidence, sampled, accepted))
         done.rows = replace(done.rows, scored=np.zeros(1, np.int64))  # nothing of acceptance
         state = p.observe(done, state, float(step))
     plan, _ = p.plan(seen, state, 20.0, RNG)

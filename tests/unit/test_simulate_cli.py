@@ -56,7 +56,7 @@ def test_recorded_arrivals_are_read_from_json_lines(tmp_path, capsys):
     assert "none*" in capsys.readouterr().out
     log.write_text("\n".join(map(json.dumps, rows[::-1])))
     with pytest.raises(ValueError, match="arrival_s"):
-        simulate.recorded(str(log))
+        simulate.read_recording(str(log))
 
 
 def test_paired_intervals_are_narrower_than_what_both_arms_share():

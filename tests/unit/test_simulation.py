@@ -20,7 +20,7 @@ from policy import (
 from policy.baselines import BASELINES
 from policy.simulate import deployments
 from policy.simulation.arms import WITHOUT, Oracle, arm_of, make_policy
-from policy.simulation.deployment import Deployment, Width, Work, perturbed, step_parts
+from policy.simulation.deployment import Deployment, Width, Work, perturb, step_parts
 from policy.simulation.experiments import Scenario, Task, run_once
 from policy.simulation.fleet import least_outstanding, simulate, simulate_closed
 from policy.simulation.presets import (
@@ -201,7 +201,7 @@ def test_the_same_seed_is_the_same_run_and_arms_share_requests_and_luck():
     workload = drawn(deployment, MIXED, bursty(15, 5.0, 1.0, 0))
 
     def adaptive():
-        return AdaptivePlanner(deployment.drafts, perturbed(deployment.latency, 0.2, 0))
+        return AdaptivePlanner(deployment.drafts, perturb(deployment.latency, 0.2, 0))
 
     runs = [simulate(deployment, workload, adaptive, 0) for _ in range(2)]
     assert runs[0].latency_s.tolist() == runs[1].latency_s.tolist()
@@ -216,7 +216,7 @@ def test_acceptance_is_as_often_as_its_hazard_says_and_falls_with_depth():
     acceptance = drawn(flat(), what, backlog(1)).acceptance
     position = np.arange(0, 19_000)
     zero = np.zeros(len(position), np.int64)
-    accepted = acceptance.accepted(zero, position, zero, np.full(len(position), 3), 0.0)
+    accepted = acceptance.draw_accepted(zero, position, zero, np.full(len(position), 3), 0.0)
     hazards = [(accepted > j).sum() / (accepted >= j).sum() for j in range(3)]
     assert hazards == pytest.approx([0.7, 0.63, 0.567], abs=0.015)
 
@@ -283,16 +283,16 @@ def test_a_wrong_price_of_a_change_of_width_is_learnt_within_a_hundred_steps(fac
 
 def test_what_is_read_is_off_by_at_most_the_error_and_still_monotone():
     true = llama_8b_h100().latency
-    read = perturbed(true, 0.2, seed=3)
+    read = perturb(true, 0.2, seed=3)
     ratio = read.target.base_s / true.target.base_s
     assert 0.79 < ratio.min() < ratio.max() < 1.21
     assert ratio.std() > 0.01
     assert (np.diff(read.target.base_s) >= 0).all()
-    assert perturbed(true, 0.0, seed=3).target.base_s == pytest.approx(true.target.base_s)
+    assert perturb(true, 0.0, seed=3).target.base_s == pytest.approx(true.target.base_s)
 
 
 def test_the_repaired_coefficients_have_no_negative_term_and_keep_the_fit():
-    repaired = LLAMA_8B.repaired()
+    repaired = LLAMA_8B.repair()
     assert min(repaired.fixed, repaired.token, repaired.row, repaired.context) >= 0
     for rows, context, k in [(1, 512, 0), (8, 512, 3), (64, 1024, 5)]:
         cell = np.array([1, rows * (k + 1), rows, rows * context])
@@ -395,9 +395,9 @@ def test_a_draft_that_catches_up_is_scored_by_the_chains_that_it_would_have_made
     """
     deployment = llama_8b_h100()
     truth = draw(MIXED, deployment.drafts, backlog(3), 0, deployment.k_max, 1.0).acceptance
-    chains, at = truth.scored(1, 0, 5, 40, deployment.k_max, 0.0), 5
+    chains, at = truth.score_chains(1, 0, 5, 40, deployment.k_max, 0.0), 5
     for accepted, scored in chains:
-        alone = truth.accepted(
+        alone = truth.draw_accepted(
             np.array([1]), np.array([at]), np.array([0]), np.array([scored]), 0.0
         )
         assert accepted == alone[0]
@@ -447,7 +447,7 @@ def test_confidences_hold_as_often_as_they_claim_and_tell_what_holds():
     request = np.arange(400)
     none, draft = np.zeros(400, np.int64), np.zeros(400, np.int64)
     truth = workload.acceptance
-    accepted = truth.accepted(request, none, draft, none + 1, 0.0) > 0
+    accepted = truth.draw_accepted(request, none, draft, none + 1, 0.0) > 0
     lead = []
     for telling in (0.0, 0.7, 2.0):
         claims = truth.confidence(request, none, draft, np.full(400, telling), 0.0)[:, 0]

@@ -93,7 +93,7 @@ def test_nodes_are_counted_by_what_was_claimed_of_them():
     nodes = StepNodes(
         row=np.array([0, 0, 1, 0]),
         confidence=np.array([0.91, 0.88, 1.0, 0.91]),
-        drawn=np.array([True, True, False, False]),
+        sampled=np.array([True, True, False, False]),
         accepted=np.array([True, False, False, True]),
     )
     outcome = replace(step([0, 1], [1, 1], [0, 0]), nodes=nodes)

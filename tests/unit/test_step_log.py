@@ -101,7 +101,7 @@ def test_a_row_without_a_verified_node_is_evidence_too():
         [0],
     )
     assert outcome.nodes.accepted.tolist() == [False, True]
-    assert outcome.nodes.drawn.all()
+    assert outcome.nodes.sampled.all()
 
 
 def test_an_unused_proposal_is_scored_against_what_was_emitted():
