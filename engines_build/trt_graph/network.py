@@ -144,7 +144,7 @@ class DecoderGraph:
         rows = hidden.reshape(-1, self._config.hidden_size).take(wanted)
         return self._graph.linear(
             self._norm(rows, "model.norm.weight"),
-            "model.embed_tokens.weight" if self._config.tied else "lm_head.weight",
+            "model.embed_tokens.weight" if self._config.ties_embeddings else "lm_head.weight",
         )
 
     def _norm(self, hidden: Tensor, name: str) -> Tensor:

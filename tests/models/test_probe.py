@@ -35,13 +35,13 @@ def test_layers_ask_for_windows_caps_scales_and_head_sizes_of_their_own(tmp_path
         for n in range(4)
     )
     assert (spec.vocab_size, spec.hidden_size, spec.max_context_tokens) == (256, 64, 512)
-    assert (spec.tied, spec.looked_up, spec.kv_width) == (True, 256 * 64, 256)
+    assert (spec.ties_embeddings, spec.looked_up, spec.kv_width) == (True, 256 * 64, 256)
     spec = probe(folder_of(tmp_path, *SERVED["gemma 4"]))
     assert [layer.key_dim for layer in spec.layers] == [16, 32, 16, 32]
     assert spec.looked_up == 256 * 64 + 256 * 8 * 4  # of each layer a table
     spec = probe(folder_of(tmp_path, *SERVED["gpt-oss"]))
     assert [(layer.sinks, layer.window) for layer in spec.layers] == [(True, 16), (True, 0)] * 2
-    assert not spec.tied
+    assert not spec.ties_embeddings
     assert spec.looked_up == 256 * 64
     assert spec.experts == 4 * 4 * (64 * 2 * 96 + 96 * 64)
 
