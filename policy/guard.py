@@ -121,7 +121,7 @@ class Memory:
 _copied = copier(Memory)
 
 
-class Verdict(NamedTuple):
+class GuardVerdict(NamedTuple):
     """The guard's finding for a range of rows."""
 
     rows: str
@@ -285,11 +285,11 @@ class Guard(Wrapper[State]):
 
     # -- shown, and kept
 
-    def verdicts(self, state: Wrapped[State]) -> list[Verdict]:
+    def verdicts(self, state: Wrapped[State]) -> list[GuardVerdict]:
         """Return what was found, by rows in order."""
         buckets: dict[int, Bucket] = state.outer.buckets
         return [
-            Verdict(rows_of(place), LEVELS[bucket.level], bucket.ratio)
+            GuardVerdict(rows_of(place), LEVELS[bucket.level], bucket.ratio)
             for place, bucket in sorted(buckets.items())
         ]
 

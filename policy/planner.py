@@ -19,8 +19,8 @@ from .loops import times as time_loops
 from .loops.acceptance import Chains, Claims
 from .loops.compiling import compile_all
 from .loops.device import Supply
-from .loops.problem import Batch, Limits, StepProblem
-from .loops.times import OCTAVES, Step
+from .loops.problem import Limits, StepProblem, ViewRows
+from .loops.times import OCTAVES, TimedStep
 from .plan import (
     BoolArray,
     Drafted,
@@ -218,7 +218,7 @@ class AdaptivePlanner(Policy[PlannerState]):
             return False
         return bool(state.correction.octave_steps[octave : octave + 2].sum() < most)
 
-    def _columns_of(self, view: View, state: PlannerState) -> tuple[Batch, step_loops.Knowledge]:
+    def _columns_of(self, view: View, state: PlannerState) -> tuple[ViewRows, step_loops.Knowledge]:
         """Return the columns of a view whose requests were admitted, and what is known of them."""
         rows = ints(view.request.argsort())
         request = ints(view.request.take(rows))
@@ -373,10 +373,10 @@ class AdaptivePlanner(Policy[PlannerState]):
             *learnt,
         )
 
-    def step_of(self, outcome: Outcome, view: View) -> Step:
+    def step_of(self, outcome: Outcome, view: View) -> TimedStep:
         """Return the rows of a step as the loops take them."""
         rows = outcome.rows
-        return Step(
+        return TimedStep(
             row=_rows_of(rows.request, view),
             draft=ints(rows.draft),
             length=ints(rows.length),

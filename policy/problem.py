@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .loops import problem as loops
-from .loops.problem import Batch, StepProblem
+from .loops.problem import StepProblem, ViewRows
 from .plan import IntArray, View
 
 _NONE = np.zeros(0, np.int64)
@@ -46,13 +46,13 @@ def evidence_of(view: View) -> IntArray:
     return np.zeros(view.ceiling.shape, np.int64) if view.evidence is None else ints(view.evidence)
 
 
-def batch_of(view: View, rows: IntArray, slot: IntArray) -> Batch:
+def batch_of(view: View, rows: IntArray, slot: IntArray) -> ViewRows:
     """Return a view's columns as the loops take them; ``rows`` in order, ``slot`` by that order."""
     control_draft = control_length = _NONE
     if view.control_plan is not None and view.control is not None:
         control_draft = ints(view.control_plan.draft)
         control_length = ints(np.where(view.control, view.control_plan.length, -1))
-    return Batch(
+    return ViewRows(
         rows,
         slot,
         ints(view.context),

@@ -7,7 +7,7 @@ from typing import Any
 
 from backend.speculation.cycle import Cycle
 from policy import AdaptivePlanner, AnyPolicy, Plan, Wrapper
-from policy.guard import Verdict
+from policy.guard import GuardVerdict
 from policy.levels import bucket_of, rows_of
 from policy.replay import explain, explain_batch
 
@@ -68,7 +68,7 @@ def _promise_words(plan: Plan, ratios: tuple[float, float] | None) -> list[str]:
     ]
 
 
-def _guard_words(plan: Plan, verdicts: list[Verdict]) -> list[str]:
+def _guard_words(plan: Plan, verdicts: list[GuardVerdict]) -> list[str]:
     """Return what the guard found at the load of a plan, and what it does about it."""
     rows = rows_of(bucket_of(len(plan.length)))
     words = [

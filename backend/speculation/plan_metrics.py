@@ -10,7 +10,7 @@ import numpy as np
 
 from backend.ops.stats import StepStats
 from policy import NO_DRAFT, BoolArray, IntArray, Outcome, Plan, StepNodes, StepRows
-from policy.guard import Verdict
+from policy.guard import GuardVerdict
 from policy.levels import LEVELS, bucket_of, rows_of
 from policy.trim import EDGES, Calibration
 
@@ -28,7 +28,7 @@ class PlanMetrics:
         self._steps, self._stats = steps, steps.counted
         self._promises: dict[str, Any] = {}  # float64[4] by rows: promised, measured tokens, s
 
-    def guard(self, verdicts: list[Verdict]) -> None:
+    def guard(self, verdicts: list[GuardVerdict]) -> None:
         """Set the gauges of what the guard found."""
         for verdict in verdicts:
             level = LEVELS.index(verdict.level)

@@ -14,7 +14,7 @@ from backend.speculation.decision_log import DecisionLog
 from backend.speculation.plan_metrics import PlanMetrics
 from backend.speculation.step_log import StepLog
 from policy import AnyPolicy, Drafted, IntArray, NoSpeculation, Outcome, Plan, View
-from policy.guard import Verdict, guard_in
+from policy.guard import GuardVerdict, guard_in
 from policy.wrappers import within
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class PolicyRunner:
             self._guard_samples = state.outer.samples
             self.metrics.guard(guard.verdicts(state))
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[GuardVerdict]:
         """Return what the guard found (any thread); empty: there is none."""
         if self._guard is None:
             return []

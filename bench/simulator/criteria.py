@@ -6,13 +6,13 @@ from typing import Any
 
 from bench.simulator.protocol import share_captured
 from policy.simulation import report
-from policy.simulation.experiments import BACKLOG, Comparison, pool
+from policy.simulation.experiments import BACKLOG, ArmComparison, pool
 
 _UTILISATION = 0.8
 _GAP = 1.1
 
 
-def describe(comparison: Comparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
+def describe(comparison: ArmComparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
     """Return a comparison as data, with how far the best fixed choice is from the oracle and how
     much of that adapting captures.
     """

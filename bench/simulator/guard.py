@@ -12,7 +12,7 @@ import numpy as np
 from policy.simulation.arms import make_policy
 from policy.simulation.deployment import Deployment, perturb
 from policy.simulation.fleet import simulate_closed
-from policy.simulation.replica import Step
+from policy.simulation.replica import StepRecord
 from policy.simulation.workload import Drift, Mix, backlog, draw
 
 ARMS = "none", "adaptive", "guarded"
@@ -57,7 +57,7 @@ def guard_row(
     return row
 
 
-def _goodput(steps: list[Step]) -> float:
+def _goodput(steps: list[StepRecord]) -> float:
     return round(sum(step.emitted for step in steps) / sum(step.seconds for step in steps), 3)
 
 

@@ -18,7 +18,7 @@ from policy.simulation.arms import arm_of
 from policy.simulation.deployment import Deployment
 from policy.simulation.experiments import (
     BACKLOG,
-    Comparison,
+    ArmComparison,
     Results,
     Runner,
     Scenario,
@@ -134,7 +134,7 @@ def nominal_rate(scenario: Scenario, seeds: list[int], run: Runner) -> float:
 
 def compare(
     scenario: Scenario, loads: list[float], tuning: list[int], reporting: list[int], run: Runner
-) -> Comparison:
+) -> ArmComparison:
     """Choose fixed choices and the baselines' variants on the tuning seeds, then run every arm on
     the reporting seeds.
     """
@@ -158,4 +158,4 @@ def compare(
         scenario,
         [Task(arm, load, seed) for load in loads for arm in arms[load] for seed in reporting],
     )
-    return Comparison(scenario, best, tuned, arms, reported)
+    return ArmComparison(scenario, best, tuned, arms, reported)

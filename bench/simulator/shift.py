@@ -11,7 +11,7 @@ from policy.plan import FloatArray
 from policy.simulation.arms import make_policy
 from policy.simulation.deployment import Deployment, perturb
 from policy.simulation.fleet import simulate
-from policy.simulation.replica import Step
+from policy.simulation.replica import StepRecord
 from policy.simulation.workload import Category, Drift, Mix, backlog, draw
 
 HIGH, LOW = 0.9, 0.1
@@ -116,7 +116,7 @@ def _mean_lengths(
     policy = make_policy(
         arm, deployment, mix, workload, perturb(deployment.latency, table_error, seed), seed
     )
-    steps: list[Step] = simulate(
+    steps: list[StepRecord] = simulate(
         deployment, workload, lambda: policy, seed, until_s=3 * phase_s
     ).steps
     times = np.array([step.start_s for step in steps])

@@ -99,7 +99,7 @@ STEP_PROBLEM = record(
 )
 
 
-class Batch(NamedTuple):
+class ViewRows(NamedTuple):
     """The rows of a view, [N] each, in the order of ``rows``."""
 
     rows: Ints
@@ -129,7 +129,7 @@ class Batch(NamedTuple):
 
 
 BATCH = record(
-    Batch,
+    ViewRows,
     *(*[INTS[1]] * 4, *[INTS[2]] * 3, *[INTS[1]] * 3),
     *(INTS[0], INTS[0], FLOATS[0], INTS[0], INTS[0]),
 )
@@ -219,7 +219,7 @@ def limit_s(problem: StepProblem) -> float:
 @helper
 def _fix_control(
     times: Times,
-    batch: Batch,
+    batch: ViewRows,
     hazard: Floats,  # [K, D, N]
     nodes: Floats,  # [K, D, N]
     row_s: Floats,  # [K, D, N]
@@ -264,7 +264,7 @@ def node_s(times: Times, rows: int) -> float:
 
 @entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[3])
 def build(
-    times: Times, batch: Batch, limits: Limits, hazard: Floats, nodes: Floats
+    times: Times, batch: ViewRows, limits: Limits, hazard: Floats, nodes: Floats
 ) -> tuple[StepProblem, Ints, float]:
     """Return the choice that a batch has, the places of its rows in ``batch.rows``, and how much
     longer the step takes for its prefill tokens.

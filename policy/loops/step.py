@@ -8,7 +8,7 @@ from .acceptance import CONSTANTS, ESTIMATES, Constants, Estimates, set_hazards
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
 from .device import SUPPLY, Supply, best_for_batch, offer_of
-from .problem import BATCH, LIMITS, Batch, Limits, StepProblem, build, node_s, score
+from .problem import BATCH, LIMITS, Limits, StepProblem, ViewRows, build, node_s, score
 from .search import best_priced
 from .times import TIMES, VERIFY, Times, change_left_s, verify_s
 from .trials import find_trial
@@ -71,7 +71,7 @@ class Chosen(NamedTuple):
 
 
 @helper
-def evidence_of(batch: Batch) -> Ints:
+def evidence_of(batch: ViewRows) -> Ints:
     """Return the evidence [N, D] of the rows of a batch, in its order."""
     evidence = np.empty(batch.ceiling.shape, np.int64)
     for i in range(len(batch.rows)):
@@ -80,7 +80,7 @@ def evidence_of(batch: Batch) -> Ints:
 
 
 @helper
-def _hazards(knowledge: Knowledge, batch: Batch, k_max: int) -> Floats:
+def _hazards(knowledge: Knowledge, batch: ViewRows, k_max: int) -> Floats:
     """Return the hazards [K, D, N] of whole proposals."""
     hazard = np.empty((k_max, batch.ceiling.shape[1], len(batch.rows)))
     if knowledge.hazard.size:
@@ -92,7 +92,7 @@ def _hazards(knowledge: Knowledge, batch: Batch, k_max: int) -> Floats:
 
 @entry(TIMES, KNOWN, BATCH, INTS[0], FLOATS[0])
 def expect(
-    times: Times, knowledge: Knowledge, batch: Batch, k_max: int, price: float
+    times: Times, knowledge: Knowledge, batch: ViewRows, k_max: int, price: float
 ) -> tuple[Floats, Floats]:
     """Return what is expected of the rows of a batch at about this price, [K, D, N] each: the
     hazards of what the trim leaves of proposals, and the nodes that it leaves at each place.
@@ -129,7 +129,7 @@ def expect(
 
 
 @helper
-def _unread(knowledge: Knowledge, batch: Batch, members: Ints, reads: int) -> Ints:
+def _unread(knowledge: Knowledge, batch: ViewRows, members: Ints, reads: int) -> Ints:
     """Return the tokens [D, n] emitted without each draft that its catch-up reads."""
     n, drafts = len(members), batch.ceiling.shape[1]
     unread = np.zeros((drafts, n), np.int64)
@@ -145,7 +145,7 @@ def _unread(knowledge: Knowledge, batch: Batch, members: Ints, reads: int) -> In
 @helper
 def _choose_for_all(
     times: Times,
-    batch: Batch,
+    batch: ViewRows,
     knowledge: Knowledge,
     problem: StepProblem,
     members: Ints,  # [n]
@@ -188,7 +188,7 @@ def _choose_for_all(
 @entry(TIMES, BATCH, LIMITS, KNOWN, MODE, INTS[1], INTS[1])
 def choose(
     times: Times,
-    batch: Batch,
+    batch: ViewRows,
     limits: Limits,
     knowledge: Knowledge,
     mode: Mode,

@@ -152,7 +152,7 @@ def forward_s(times: Times, d: int, tokens: int) -> float:
     return times.factor[FIRST_DRAFT + d] * seconds
 
 
-class Step(NamedTuple):
+class TimedStep(NamedTuple):
     """The rows of a step that ran, [m] each, and what they were planned for."""
 
     row: Ints
@@ -174,11 +174,11 @@ class Step(NamedTuple):
     """As ``policy.plan.View``."""
 
 
-STEP = record(Step, *[INTS[1]] * 5, INTS[2], *[INTS[0]] * 5)
+STEP = record(TimedStep, *[INTS[1]] * 5, INTS[2], *[INTS[0]] * 5)
 
 
 @entry(TIMES, STEP, FLOATS[1])
-def predict(times: Times, step: Step, parts: Floats) -> tuple[int, float, int]:
+def predict(times: Times, step: TimedStep, parts: Floats) -> tuple[int, float, int]:
     """Compute what a step should have taken, ``parts[2 + D]``, without a change of width; return
     the tokens of the target's pass, the seconds of its curve at them, and the decoding tokens of
     one that verifies some.
@@ -397,7 +397,7 @@ def _learn_verifying(
 @entry(TIMES, STEP, FLOATS[1], FLOATS[0], *[FLOATS[1]] * 6, INTS[0])
 def learn_step(
     times: Times,
-    step: Step,
+    step: TimedStep,
     measured: Floats,  # [2 + D]
     step_s: float,
     factor: Floats,  # [2 + D]

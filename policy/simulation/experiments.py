@@ -121,7 +121,7 @@ def arm_ratio(results: Results, arm: str, other: str, load: float, seeds: Iterab
 
 
 @dataclass(slots=True)
-class Comparison:
+class ArmComparison:
     """A scenario with what tuning chose (the best ``fixed`` choice by load; ``tuned`` by baseline),
     the arms by load and all results.
     """
@@ -139,7 +139,7 @@ Runner = Callable[[Scenario, list[Task]], Results]
 
 def compare_arms(
     scenario: Scenario, loads: list[float], arms: list[str], seeds: list[int], run: Runner
-) -> Comparison:
+) -> ArmComparison:
     """Run given arms; the fixed choice marked best is the best of them in hindsight."""
     arms = list(dict.fromkeys([*arms, "adaptive"]))
     results = run(
@@ -147,4 +147,4 @@ def compare_arms(
     )
     plain = [arm for arm in arms if arm == "none" or arm.startswith("fixed:")] or ["adaptive"]
     best = {load: min(plain, key=lambda arm: pool(results, arm, load, seeds)) for load in loads}
-    return Comparison(scenario, best, {}, dict.fromkeys(loads, arms), results)
+    return ArmComparison(scenario, best, {}, dict.fromkeys(loads, arms), results)

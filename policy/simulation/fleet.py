@@ -15,7 +15,7 @@ import numpy as np
 from policy.plan import AnyPolicy, FloatArray
 
 from .deployment import Deployment
-from .replica import Progress, Replica, Step
+from .replica import Progress, Replica, StepRecord
 from .workload import Workload
 
 Router = Callable[[list[int], int], int]
@@ -41,7 +41,7 @@ class Run:
     workload: Workload
     latency_s: FloatArray
     first_token_s: FloatArray
-    steps: list[Step]
+    steps: list[StepRecord]
     end_s: float
     preemptions: int
 
@@ -74,7 +74,7 @@ def simulate(
     Idle time is skipped; nothing but the seed is random. Times of requests that did not end are
     NaN.
     """
-    steps: list[Step] = []
+    steps: list[StepRecord] = []
     progress = Progress.of(len(workload), len(deployment.drafts))
     fleet = [
         Replica(deployment, workload, progress, make_policy(), seed + 1000 * r, steps.append)
@@ -125,7 +125,7 @@ def simulate_closed(
 
     When one ends the next is sent, and is there ``way_s`` later; times count from its sending.
     """
-    steps: list[Step] = []
+    steps: list[StepRecord] = []
     progress = Progress.of(len(workload), len(deployment.drafts))
     replica = Replica(deployment, workload, progress, policy, seed, steps.append)
     sent_s = np.full(len(workload), np.nan)

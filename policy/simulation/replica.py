@@ -35,7 +35,7 @@ _READ_TOKENS = 2
 _SPARE_BLOCKS = 2  # for every active request, else the newcomer would be pre-empted at once
 
 
-class Step(NamedTuple):
+class StepRecord(NamedTuple):
     """A step as it is remembered: begin and duration, decoding rows, proposed, accepted, emitted
     and prompt tokens, requests waiting.
     """
@@ -106,7 +106,7 @@ class Replica:
         progress: Progress,
         policy: AnyPolicy,
         seed: int,
-        record: Callable[[Step], None],
+        record: Callable[[StepRecord], None],
     ) -> None:
         self._deployment, self._workload, self._progress = deployment, workload, progress
         self._policy, self._state = policy, policy.start()
@@ -355,7 +355,9 @@ class Replica:
         figures = int(length.sum()), int(accepted.sum()), int(outcome.rows.emitted.sum())
         queue, by_model = len(self._queue), np.append(~self._free, False)[plan.draft]
         drafted = int(verified.sum()), int((length * by_model).sum())
-        self._record(Step(now, step_s, len(rows), *figures, view.prefill_tokens, queue, *drafted))
+        self._record(
+            StepRecord(now, step_s, len(rows), *figures, view.prefill_tokens, queue, *drafted)
+        )
         return _Pending(outcome, rows, plan)
 
     def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> FreeChains:

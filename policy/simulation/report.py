@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from .experiments import BACKLOG, Comparison, arm_ratio
+from .experiments import BACKLOG, ArmComparison, arm_ratio
 from .statistics import Ratio
 
 
-def describe(comparison: Comparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
+def describe(comparison: ArmComparison, tuning: list[int], reporting: list[int]) -> dict[str, Any]:
     """Return a comparison as JSON-able data. Latency ratios below 1 and throughput ratios above 1
     speak for ``adaptive``.
     """
@@ -32,7 +32,7 @@ def describe(comparison: Comparison, tuning: list[int], reporting: list[int]) ->
     }
 
 
-def _point(comparison: Comparison, load: float, seeds: list[int]) -> dict[str, Any]:
+def _point(comparison: ArmComparison, load: float, seeds: list[int]) -> dict[str, Any]:
     results = comparison.results
     point: dict[str, Any] = {"load": load, "fixed": comparison.fixed[load], "arms": {}}
     for arm in comparison.arms[load]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backend.checked_settings import ConfigError
-from backend.engines.eagle.conversion import Score, _is_better, choose, readings
+from backend.engines.eagle.conversion import ReadingScore, _is_better, choose, readings
 from backend.engines.eagle.dialects import PublishedHead
 from backend.engines.eagle.whole_text import Answer, WholeText
 from tests.fakes.eagle import SHAPE, random_head
@@ -93,9 +93,9 @@ def test_a_head_of_another_target_is_refused_with_its_best_share():
 
 
 def test_a_likelier_reading_with_fewer_first_tokens_right_does_not_displace_the_stated_one():
-    stated = Score((2, 4, 5), False, 0.6, torch.full((50,), -3.0))
+    stated = ReadingScore((2, 4, 5), False, 0.6, torch.full((50,), -3.0))
     likelier = torch.full((50,), -2.0) + 0.1 * torch.arange(50) / 50
-    assert _is_better(stated, Score((3, 5, 6), False, 0.6, likelier))
-    assert not _is_better(stated, Score((3, 5, 6), False, 0.59, likelier))
+    assert _is_better(stated, ReadingScore((3, 5, 6), False, 0.6, likelier))
+    assert not _is_better(stated, ReadingScore((3, 5, 6), False, 0.59, likelier))
     noise = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    assert not _is_better(stated, Score((3, 5, 6), False, 0.9, stated.log_probs + noise))
+    assert not _is_better(stated, ReadingScore((3, 5, 6), False, 0.9, stated.log_probs + noise))

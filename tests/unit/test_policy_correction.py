@@ -7,7 +7,15 @@ import pytest
 
 from policy import LatencyCurve, LatencyModel
 from policy.latency import Correction
-from policy.loops.times import MAX_SHAPE, OCTAVES, Step, learn_step, learn_times, predict, verify_s
+from policy.loops.times import (
+    MAX_SHAPE,
+    OCTAVES,
+    TimedStep,
+    learn_step,
+    learn_times,
+    predict,
+    verify_s,
+)
 
 CURVE = LatencyCurve(1.0 + 0.01 * np.arange(513), 0.01)
 MODEL = LatencyModel(CURVE, ())
@@ -155,7 +163,7 @@ def test_seconds_of_several_drafts_are_those_of_each_inside_its_grid_and_beyond(
     catchup = np.array([[1, 0], [9, 0], [0, 2], [0, 40]])
     draft, length = np.array([0, 0, 1, 1]), np.array([1, 2, 2, 1])
     parts = np.empty(4)
-    step = Step(np.arange(4), draft, length, length, np.zeros(4, np.int64), catchup, *[0] * 5)
+    step = TimedStep(np.arange(4), draft, length, length, np.zeros(4, np.int64), catchup, *[0] * 5)
     predict(times, step, parts)
     first = 2.0 * (curves[0].at(10) + curves[0].at(1) + 3 * 0.1)
     second = 3.0 * (curves[1].at(42) + curves[1].at(1))
@@ -169,7 +177,7 @@ def step_of(length, **more):
     rows = np.arange(len(length))
     draft = np.where(length > 0, 0, -1)
     catchup = np.zeros((len(rows), 1), np.int64)
-    return Step(rows, draft, length, length, 0 * rows, catchup, *[0] * 5)._replace(**more)
+    return TimedStep(rows, draft, length, length, 0 * rows, catchup, *[0] * 5)._replace(**more)
 
 
 def after_overheads(seconds, model, steps=200):

@@ -97,7 +97,7 @@ def convert(
     head = read_published(published, TargetShape(*sizes, tokens))
     embedding, rows = load_embeddings(target)
     head = _leave_shared_out(head, embedding, rows)
-    scores: list[Score] = []
+    scores: list[ReadingScore] = []
     reading = head.shape
     if answers is not None:
         reading, scores = choose(head, embedding, rows, answers(), str(published))
@@ -137,7 +137,7 @@ def _is_same(tensor: Tensor, targets: Tensor) -> bool:
     return tensor.shape == targets.shape and torch.equal(tensor, targets.to(tensor.dtype))
 
 
-def _as_json(score: Score) -> dict[str, Any]:
+def _as_json(score: ReadingScore) -> dict[str, Any]:
     return {
         "first_token_share": round(score.first_token_share, 3),
         "layers": list(score.layers),
@@ -147,7 +147,7 @@ def _as_json(score: Score) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ReadingScore:
     """How well a reading fits the target."""
 
     layers: tuple[int, ...]
@@ -182,7 +182,7 @@ def readings(shape: EagleShape, num_layers: int) -> Iterator[EagleShape]:
         yield replace(shape, layers=layers, norm_before_residual=residual)
 
 
-def score(head: WholeText, answers: Sequence[Answer]) -> Score:
+def score(head: WholeText, answers: Sequence[Answer]) -> ReadingScore:
     """Return how well a head's first proposals fit the target's answers."""
     layers = torch.tensor(head.shape.layers) - 1
     hits, places, log_probs = 0, 0, []
@@ -197,7 +197,7 @@ def score(head: WholeText, answers: Sequence[Answer]) -> Score:
         log_probs.append(logits[is_wanted])
     shape = head.shape
     share = hits / max(1, places)
-    return Score(shape.layers, shape.norm_before_residual, share, torch.cat(log_probs))
+    return ReadingScore(shape.layers, shape.norm_before_residual, share, torch.cat(log_probs))
 
 
 def choose(
@@ -206,7 +206,7 @@ def choose(
     rows: Tensor,
     answers: Sequence[Answer],
     name: str,
-) -> tuple[EagleShape, list[Score]]:
+) -> tuple[EagleShape, list[ReadingScore]]:
     """Return the shape by the reading that fits, and every reading's score, the stated one's first.
     ``embedding`` and ``rows`` [vocab, hidden] are the target's.
 
@@ -236,7 +236,7 @@ def choose(
     return shapes[best], scores
 
 
-def _is_better(stated: Score, other: Score) -> bool:
+def _is_better(stated: ReadingScore, other: ReadingScore) -> bool:
     """Return whether a reading is likelier by more than chance at the same places, and has not
     fewer first tokens right.
     """
@@ -249,7 +249,7 @@ def _is_better(stated: Score, other: Score) -> bool:
     return float(difference.mean()) > _CLEAR * error
 
 
-def _contradicts(head: PublishedHead, score: Score) -> bool:
+def _contradicts(head: PublishedHead, score: ReadingScore) -> bool:
     """Return whether a reading differs from something that the folder states."""
     shape = head.shape
     return (head.states_layers and score.layers != shape.layers) or (

@@ -45,7 +45,7 @@ class Head(Protocol):
 
 
 @dataclass(slots=True)
-class _TextRows:
+class _TextColumns:
     """Columns that a sequence's own text adds to the head's: ``rows`` [n, hidden], of the first
     ``CONTEXT_ROWS`` tokens that have no static row. ``read`` tokens were looked at.
     """
@@ -66,7 +66,7 @@ class _State:
 @dataclass(slots=True)
 class _Job:
     turn: Turn
-    text: _TextRows
+    text: _TextColumns
     place: VerifyRequest
     spine: Spine = field(default_factory=Spine)
 
@@ -97,7 +97,7 @@ class HeadEngine(Proposer):
         super().__init__(name, EngineLimits(config.vocab_size, UNLIMITED, *most, kv_blocks=0))
         self._embedding, self._lm_head = embedding, lm_head
         self.columns = Columns(token_ids)
-        self._texts: dict[int, _TextRows] = {}
+        self._texts: dict[int, _TextColumns] = {}
         self.states: dict[int, _State] = {}
 
     def absorb(self, states: Seq[tuple[Sequence, HiddenStates]]) -> None:
@@ -141,11 +141,11 @@ class HeadEngine(Proposer):
             return f"the target has given no state of its {tokens} tokens"
         return ""
 
-    def _text(self, sequence: Sequence) -> _TextRows:
+    def _text(self, sequence: Sequence) -> _TextColumns:
         """Return a sequence's columns, with those of the tokens that are new in its text."""
         text = self._texts.get(sequence.id)
         if text is None:
-            text = self._texts[sequence.id] = _TextRows(self.columns, self._lm_head[[]])
+            text = self._texts[sequence.id] = _TextColumns(self.columns, self._lm_head[[]])
         new = dict.fromkeys(t for t in sequence.tokens[text.read :] if t not in text.columns)
         text.read = len(sequence.tokens)
         if new and len(text.rows) < CONTEXT_ROWS:

@@ -13,7 +13,7 @@ import openvino
 from openvino import Model, Output, PartialShape, Type, op, opset13
 
 from backend.engines.models.spec import AttentionSpec
-from backend.engines.openvino.paged_attention import Heads, paged_attention
+from backend.engines.openvino.paged_attention import HeadShape, paged_attention
 from backend.engines.openvino.parts import ints, parameter
 
 LAYOUT = {
@@ -99,7 +99,7 @@ def replace_marks(graph: Model, *, repeats: bool) -> list[AttentionSpec]:
             (qkv[0], qkv[1], qkv[2]),
             (caches[0].output(0), caches[1].output(0)),
             {name: source.output(0) for name, source in layout.items()},
-            Heads(spec.kv_heads, spec.key_dim, spec.value_dim),
+            HeadShape(spec.kv_heads, spec.key_dim, spec.value_dim),
             scale=spec.scale,
             window=spec.window,
             sinks=_sinks(sinks, spec.heads),

@@ -22,7 +22,7 @@ class VersionError(RuntimeError):
     """Another OpenVINO than the one this was written for."""
 
 
-class Heads(NamedTuple):
+class HeadShape(NamedTuple):
     """The shape of a layer's keys and values."""
 
     kv_heads: int
@@ -45,7 +45,7 @@ def paged_attention(
     qkv: tuple[Output, Output, Output],
     caches: tuple[Output, Output],
     layout: dict[str, Output],
-    heads: Heads,
+    heads: HeadShape,
     *,
     scale: float | None = None,
     window: int = 0,
