@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
@@ -120,18 +120,6 @@ class Plan:
         most = np.where(column >= 0, view.ceiling[np.arange(len(view)), column], 0)
         cut: IntArray = np.minimum(np.maximum(length, 0), most).astype(np.int64)
         return cls(np.where(cut > 0, column, NO_DRAFT), cut)
-
-    def of_rows(self, rows: IntArray) -> Plan:
-        """Return the plan of some of its rows; what is predicted is their share of the whole."""
-        share = len(rows) / max(len(self.length), 1)
-        return replace(
-            self,
-            draft=self.draft[rows],
-            length=self.length[rows],
-            predicted_s=share * self.predicted_s,
-            predicted_tokens=share * self.predicted_tokens,
-            shadow=None if self.shadow is None else self.shadow.of_rows(rows),
-        )
 
 
 @dataclass(slots=True)
