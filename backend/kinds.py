@@ -247,7 +247,7 @@ KINDS = {
         dtypes=("bf16", "fp32", "int8"),
         target=False,
         reads_target=True,
-        behaviour=2,
+        behaviour=3,
     ),
     "eagle": Kind(
         "backend.engines.eagle.kind",

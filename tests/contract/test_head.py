@@ -240,17 +240,26 @@ def test_a_sampled_row_s_candidates_are_those_of_its_noise():
     assert word(1, 2) != word(2, 2)
 
 
-def test_int8_on_openvino_proposes_nearly_what_torch_does():
+@pytest.mark.parametrize(
+    ("dtype", "narrow", "error", "likeness"),
+    [
+        ("int8", False, 0.05, 0.999),
+        ("bf16", True, 0.1, 0.999),
+        ("bf16", False, 0.03, 0.9999),
+        ("fp32", False, 1e-4, 0.999999),
+    ],
+)
+def test_on_openvino_it_proposes_nearly_what_it_does_on_torch(dtype, narrow, error, likeness):
     torch.manual_seed(0)
     config = HeadConfig(4096, 256, 512, (1, 2), rows=4096)
     made = HeadNetwork(config).requires_grad_(requires_grad=False)
     rows = torch.randn(4096, 256).numpy()
     tensors = {name: tensor.numpy() for name, tensor in made.state_dict().items()}
-    narrow = OpenvinoHead(config, tensors, rows, precision="f32", threads=1)
+    ours = OpenvinoHead(config, tensors, rows, dtype=dtype, narrow=narrow, threads=1)
     wide = TorchHead(made, rows)
     hidden = torch.randn(3, 2, 256).numpy() * 4
     state, token = wide.begin(hidden), torch.randn(3, 256).numpy()
-    np.testing.assert_allclose(narrow.begin(hidden), state, rtol=0, atol=0.05)
-    for exact, near in zip(wide.step(state, token), narrow.step(state, token), strict=True):
+    np.testing.assert_allclose(ours.begin(hidden), state, rtol=0, atol=error)
+    for exact, near in zip(wide.step(state, token), ours.step(state, token), strict=True):
         lengths = np.linalg.norm(exact, axis=1) * np.linalg.norm(near, axis=1)
-        assert ((exact * near).sum(1) / lengths).min() > 0.999
+        assert ((exact * near).sum(1) / lengths).min() > likeness

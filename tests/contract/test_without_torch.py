@@ -15,7 +15,11 @@ FOLDERS = PROJECT_ROOT / "engines_build/drafts"
 HEAD = {"name": "head", "engine": "head", "model": str(FOLDERS / "tiny-head"), "dtype": "int8"}
 CONFIG = {
     "target": {"engine": "openvino", "model": str(FOLDERS / "tiny-target"), "dtype": "fp32"},
-    "drafts": [HEAD, {"name": "suffix", "engine": "suffix"}],
+    "drafts": [
+        HEAD,
+        HEAD | {"name": "wide", "dtype": "fp32"},
+        {"name": "suffix", "engine": "suffix"},
+    ],
     "limits": {"max_context_tokens": 256, "kv_cache_tokens": 1024, "max_active_requests": 4},
     "policy": {"kind": "random", "k_max": 4},
     "threads": 1,
@@ -31,7 +35,7 @@ from backend.request import GenerationRequest
 from bench.in_process import generate
 from policy import LatencyTable, NoSpeculation
 
-names = ("target", "head")
+names = ("target", "head", "wide")
 tables = {name: LatencyTable.synthetic(name, {1: 0.001, 64: 0.01}) for name in names}
 app = build(parse_config(json.loads(sys.argv[1])), tables)
 ways = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 9}]

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from backend.sampling.draw import IntArray
 
 ARCHITECTURE = "SpindleHead"
-TARGET_ROWS = 128
-"""The same where its target runs it."""
 WEIGHTS_FILE = "model.safetensors"
 CONTEXT_ROWS = 512
-"""Tokens of a request's own text, at most, that it can propose besides the static ones."""
+"""Tokens of a request's own text, at most, that a head can propose besides the static ones."""
+TARGET_ROWS = 128
+"""The same if the target runs the head."""
 
 _RACE_BYTES = 64
 """Bytes of each logit while the target's device draws for a head: its noise, mass and time in 64

@@ -15,6 +15,7 @@ from backend.engines.head import folder as folders
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
+from backend.storage import cache
 from backend.storage.manifest import check_model, layer_count, weights_sha256
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def _read_embeddings(target: Path) -> tuple[StoredMatrix, StoredMatrix]:
 
     if (mapped := map_embeddings(target)) is not None:
         return mapped
-    from backend.engines.weights import load_embeddings, stored_matrix
+    with cache.require_packages(f"widening the embedding of {target}"):
+        from backend.engines.weights import load_embeddings, stored_matrix
 
     embedding, head = load_embeddings(target)
     return stored_matrix(embedding), stored_matrix(head)
@@ -115,15 +117,20 @@ def _make_head(
     rows: Floats,  # [static tokens, hidden]
     threads: int,
 ) -> Head:
-    """Return a head where it runs: in int8 on OpenVINO, which a GPU's machine may lack, else on
+    """Return a head where it runs: on CPUs on OpenVINO, which a GPU's machine may lack, else on
     torch.
     """
-    if engine.dtype == "int8":
+    if engine.dtype == "int8" or (engine.device == "cpu" and engine.kind.runs_int8):
         from backend.engines.head.openvino import OpenvinoHead
 
-        precision = "bf16" if machine.multiplies_bf16() else "f32"
-        config = folders.read_config(folder)
-        return OpenvinoHead(config, weights, rows, precision=precision, threads=threads)
+        return OpenvinoHead(
+            folders.read_config(folder),
+            weights,
+            rows,
+            dtype=engine.dtype,
+            narrow=engine.dtype != "fp32" and machine.multiplies_bf16(),
+            threads=threads,
+        )
     import torch
 
     from backend.engines.head.network import TorchHead, load
