@@ -86,11 +86,18 @@ def map_embeddings(folder: Path) -> tuple[StoredMatrix, StoredMatrix] | None:
     may be quantised. Raises CheckpointError for a folder without them.
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
-    for file in weight_files(folder):
-        arrays |= _map_file(file, "embed_tokens.weight", "lm_head.weight")
     config = read_model_config(folder)
-    is_tied = bool(config.get("tie_word_embeddings"))
-    if config.get("quantization_config") and len(arrays) + is_tied < 2:
+    is_quantized, is_tied = (
+        bool(config.get(key)) for key in ("quantization_config", "tie_word_embeddings")
+    )
+    try:
+        for file in weight_files(folder):
+            arrays |= _map_file(file, "embed_tokens.weight", "lm_head.weight")
+    except CheckpointError:
+        if is_quantized:  # to 8 bits
+            return None
+        raise
+    if is_quantized and len(arrays) + is_tied < 2:
         return None
     embedding, head = find_embeddings(folder, arrays)
     return StoredMatrix(embedding), StoredMatrix(head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from backend.engines.checkpoint import UNUSED, CheckpointError, StoredMatrix, find_embeddings
 from backend.engines.quantized import QuantizedError, widen
 from backend.storage.manifest import read_model_config
-from backend.storage.weight_files import weight_files
+from backend.storage.weight_files import WEIGHTS, weight_files
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -55,6 +56,17 @@ def load_embeddings(folder: Path, device: str = "cpu") -> tuple[torch.Tensor, to
     """
     embedding, head = find_embeddings(folder, read_weights(folder))
     return embedding.to(device), head.to(device)
+
+
+def save_embeddings(folder: Path, out: Path) -> None:
+    """Write a model's embedding and head, widened, as a folder that ``map_embeddings`` reads."""
+    from safetensors.torch import save_file
+
+    embedding, head = load_embeddings(folder)
+    is_tied = head is embedding
+    tables = {"embed_tokens.weight": embedding} | ({} if is_tied else {"lm_head.weight": head})
+    save_file({name: table.contiguous() for name, table in tables.items()}, out / WEIGHTS)
+    (out / "config.json").write_text(json.dumps({"tie_word_embeddings": is_tied}), "utf-8")
 
 
 def stored_matrix(

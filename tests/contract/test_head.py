@@ -4,19 +4,24 @@ came about, and no text depends on it.
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from backend.config import parse_config
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.folder import HeadConfig
-from backend.engines.head.kind import latency_cases
+from backend.engines.head.kind import _read_embeddings, convert, latency_cases
 from backend.engines.head.network import HeadNetwork, TorchHead
 from backend.engines.head.openvino import OpenvinoHead
 from backend.engines.port import HiddenStates, Turn
+from backend.engines.registry import Service
 from backend.engines.stepping.engine import StepEngine
 from backend.request import SamplingParams
 from backend.sampling.randomness import word
@@ -263,3 +268,37 @@ def test_on_openvino_it_proposes_nearly_what_it_does_on_torch(dtype, narrow, err
     for exact, near in zip(wide.step(state, token), ours.step(state, token), strict=True):
         lengths = np.linalg.norm(exact, axis=1) * np.linalg.norm(near, axis=1)
         assert ((exact * near).sum(1) / lengths).min() > likeness
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_quantised_embedding_is_widened_once_and_then_read_without_torch(
+    monkeypatch, tmp_path, tied
+):
+    monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
+    target = tmp_path / "target"
+    target.mkdir()
+    table = torch.randint(-127, 128, (64, 32), dtype=torch.int8)
+    scale = torch.rand(64, 1)
+    tensors = {"model.embed_tokens.weight": table, "model.embed_tokens.weight_scale": scale}
+    rows = (table * scale).bfloat16().float()
+    if not tied:
+        tensors["lm_head.weight"] = torch.randn(64, 32).bfloat16()
+    head = rows if tied else tensors["lm_head.weight"].float()
+    save_file(tensors, target / "model.safetensors")
+    quantization = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    config = {"tie_word_embeddings": tied, "quantization_config": quantization}
+    (target / "config.json").write_text(json.dumps(config))
+    raw = {"target": {"model": str(target), "engine": "openvino", "dtype": "fp32"}}
+    service = Service(parse_config(raw), 1, lambda engine: target)
+    lines = []
+
+    def read():
+        convert(None, tmp_path, service, lines.append)
+        return _read_embeddings(target)
+
+    for _ in range(2):
+        ours = read()
+        for matrix, expected in zip(ours, (rows, head), strict=True):
+            np.testing.assert_array_equal(matrix[[3, 60]], expected[[3, 60]].numpy())
+        monkeypatch.setitem(sys.modules, "torch", None)
+    assert lines == [f"widening the embedding of {target}, once"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["RUNS_IN_TARGET", "check_folder", "footprint", "latency_cases", "make", "taps"]
+__all__ = [
+    "RUNS_IN_TARGET",
+    "check_folder",
+    "convert",
+    "footprint",
+    "latency_cases",
+    "make",
+    "taps",
+]
 
 RUNS_IN_TARGET = True
 
@@ -97,17 +106,38 @@ def taps(folder: Path) -> tuple[int, ...]:
     return folders.read_config(folder).layers
 
 
-def _read_embeddings(target: Path) -> tuple[StoredMatrix, StoredMatrix]:
-    """Return the target's embedding and head; torch widens quantised ones."""
+def convert(
+    engine: EngineConfig, folder: Path, service: Service, say: Callable[[str], None]
+) -> None:
+    """Widen the target's embedding if it is quantised, unless the cache has it."""
+    del engine, folder
+    if not service.config.target.lookahead:
+        _read_embeddings(service.path(service.config.target), say)
+
+
+def _read_embeddings(
+    target: Path, say: Callable[[str], None] = logger.info
+) -> tuple[StoredMatrix, StoredMatrix]:
+    """Return the target's embedding and head in files: its own, or if they are quantised, the
+    cache's, which torch writes first.
+    """
     from backend.engines.checkpoint import map_embeddings
 
     if (mapped := map_embeddings(target)) is not None:
         return mapped
-    with cache.require_packages(f"widening the embedding of {target}"):
-        from backend.engines.weights import load_embeddings, stored_matrix
-
-    embedding, head = load_embeddings(target)
-    return stored_matrix(embedding), stored_matrix(head)
+    key = hashlib.sha256(f"embeddings {weights_sha256(target)}".encode()).hexdigest()[:32]
+    place = cache.head_folder(key)
+    try:
+        cache.check(place)
+    except cache.CacheError:
+        with cache.require_packages(f"widening the embedding of {target}"):
+            from backend.engines.weights import save_embeddings
+        say(f"widening the embedding of {target}, once")
+        with cache.publish(place, {"folder": str(target)}) as fresh:
+            save_embeddings(target, fresh)
+    mapped = map_embeddings(place)
+    assert mapped is not None  # nothing in that folder is quantised
+    return mapped
 
 
 def _make_head(
