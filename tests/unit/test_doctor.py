@@ -117,6 +117,8 @@ def test_without_torch_only_models_that_were_served_before_will_be(
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "torch", None)
             patch.setitem(sys.modules, "transformers", None)
+            for module in ("models.probe", "openvino.conversion"):  # imported by other tests
+                patch.delitem(sys.modules, f"backend.engines.{module}", raising=False)
             found = doctor.deployment(tmp_path / "serving.json", bare)
         return [each.text for each in found if each.state == "missing"]
 
