@@ -18,6 +18,7 @@ from backend.engines.models.reading import read_spec
 from backend.engines.openvino.graph_cache import bring_graph
 from backend.launcher import doctor
 from backend.launcher.doctor import check_engines, report_model
+from backend.storage import cache
 from engines_build.prepare import prepare
 from tests.fakes.checkpoints import LFS_POINTER, folder
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, CUDA_PACKAGES, H100, V100, FakeMachine
@@ -130,6 +131,9 @@ def test_without_torch_only_models_that_were_served_before_will_be(
     assert f"converting {model} to fp32 needs the package t" in reason
     bring_graph(model, "fp32")
     assert look() == []
+    shutil.rmtree(cache.root() / "decoders")
+    (reason,) = look()
+    assert f"reading {model} for the first time needs the package t" in reason
     other = doctor.conversion(FakeMachine(packages={"torch": "2.14.0"}), [("torch", "2.13.0")])
     assert other.state == "missing"
 

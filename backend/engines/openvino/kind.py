@@ -79,9 +79,10 @@ def make(engine: EngineConfig, service: Service) -> Engine:
 def convert(
     engine: EngineConfig, folder: Path, service: Service, say: Callable[[str], None]
 ) -> None:
-    """Convert a folder, unless the cache has its graph."""
+    """Convert a folder, unless the cache has its graph and its description."""
     from backend.engines.openvino.graph_cache import bring_graph  # it imports OpenVINO
 
+    read_spec(folder)
     taps = service.taps if engine.name == service.config.target.name else ()
     bring_graph(folder, engine.dtype, taps, say, head_dtype(engine))
 
