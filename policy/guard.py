@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.random import Generator as Rng
 
 from .levels import (
@@ -21,7 +20,6 @@ from .levels import (
     NO_LEVEL,
     NONE,
     PLANNED,
-    SHORT,
     Bucket,
     Seen,
     bucket_of,
@@ -150,7 +148,9 @@ class Guard(Wrapper[State]):
         if block is not None and block.planned == 1:
             memory.trial = _NO_TRIAL
         applied, trial = (level, False) if block is None else (block.level, True)
-        plan, inner = self._plan_at(applied, memory, view, state.inner, now, rng)
+        plan, inner = Plan.nothing(rows), state.inner
+        if applied == PLANNED:
+            plan, inner = self.policy.plan(view, inner, now, rng)
         if level != PLANNED or trial:
             notes: dict[str, Any] = {"guard": LEVELS[level]}
             if trial:
@@ -179,18 +179,6 @@ class Guard(Wrapper[State]):
             steps = 0
         memory.settling = level, max(steps - 1, 0)
         return level if steps else NO_LEVEL
-
-    def _plan_at(
-        self, level: int, memory: Memory, view: View, inner: State, now: float, rng: Rng
-    ) -> tuple[Plan, State]:
-        """Return a level's plan, and the policy's state after it."""
-        if level == PLANNED:
-            return self.policy.plan(view, inner, now, rng)
-        if level == SHORT:
-            most = memory.buckets[bucket_of(len(view))].short_length
-            short = replace(view, ceiling=np.minimum(view.ceiling, most))
-            return self.policy.plan(short, inner, now, rng)
-        return Plan.nothing(len(view)), inner
 
     def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
         """Return the policy's answer; False where the next step is plain in any case."""
@@ -228,18 +216,17 @@ class Guard(Wrapper[State]):
         """Learn from a step that was planned here, in place."""
         place, rows, seconds = bucket_of(step.rows), step.rows, outcome.times.measured_s
         if (bucket := memory.buckets.get(place)) is None:
-            bucket = Bucket().prepare()
+            bucket = Bucket()
             memory.buckets = {**memory.buckets, place: bucket}
         credit_s = memory.credit_s + bucket.share * seconds
         memory.credit_s = min(credit_s, _MOST_CREDIT_STEPS * seconds)
-        lengths = outcome.rows.length.tolist()
-        tokens, proposed = sum(outcome.rows.emitted.tolist()), sum(lengths)
+        tokens = sum(outcome.rows.emitted.tolist())
         is_clean = not outcome.prefill_tokens and tokens > 0 and seconds > 0
         if not step.trial or step.level == NONE:
             seconds = bucket.usual_s(rows, seconds)
         tried = step.level if step.trial else step.settles
-        if tried != NO_LEVEL and is_clean:
-            bucket, lost_s = bucket.bill(tried, rows, tokens, seconds, experiment=step.trial)
+        if tried == bucket.other_level and is_clean:
+            bucket, lost_s = bucket.bill(rows, tokens, seconds, experiment=step.trial)
             memory.credit_s -= lost_s
             memory.buckets = {**memory.buckets, place: bucket}
         if step.trial:
@@ -250,10 +237,10 @@ class Guard(Wrapper[State]):
                 memory.block = None if is_enough else memory.block
                 self._conclude(step, memory)
         elif step.level == bucket.level and tried == NO_LEVEL and step.counted and is_clean:
-            length = proposed / (len(lengths) - lengths.count(0)) if proposed else 0.0
+            proposes = bool(outcome.rows.length.any())
             if memory.pending_steps and bucket_of(memory.pending_steps[0].rows) != place:
                 self._take_up(memory)
-            memory.pending_steps = (*memory.pending_steps, Seen(rows, tokens, seconds, length))
+            memory.pending_steps = (*memory.pending_steps, Seen(rows, tokens, seconds, proposes))
             if len(memory.pending_steps) >= _SEEN_STEPS:
                 self._take_up(memory)
 
@@ -270,18 +257,14 @@ class Guard(Wrapper[State]):
         """Compare an experiment, in place; its result is ignored where it is no pair."""
         trial, memory.trial = memory.trial, _NO_TRIAL
         self._take_up(memory)
-        level = memory.buckets[bucket_of(step.rows)].level
-        if trial.steps >= _COUNTED_STEPS and step.level != level:
-            self._sample(step.rows, step.level, trial.tokens / trial.seconds, memory)
-
-    def _sample(self, rows: int, level: int, goodput: float, memory: Memory) -> None:
-        """Pair a level's goodput with that of the level that is applied, in place."""
-        place = bucket_of(rows)
+        place = bucket_of(step.rows)
         bucket = memory.buckets[place]
-        if (against := bucket.against(level, rows, memory.step)) is None:
+        if trial.steps < _COUNTED_STEPS or step.level != bucket.other_level:
             return
-        memory.samples += 1
-        memory.buckets = {**memory.buckets, place: bucket.add_pair(level, goodput, against)}
+        if (against := bucket.against(step.rows, memory.step)) is not None:
+            memory.samples += 1
+            bucket = bucket.add_pair(trial.tokens / trial.seconds, against)
+            memory.buckets = {**memory.buckets, place: bucket}
 
     # -- shown, and kept
 
@@ -339,12 +322,12 @@ def _block(memory: Memory, rows: int, prefill_tokens: int) -> Block | None:
     bucket = memory.buckets.get(place)
     if prefill_tokens or bucket is None:
         return None
-    if (against := bucket.against(bucket.next_level, rows, memory.step)) is None:
+    if (against := bucket.against(rows, memory.step)) is None:
         return None
-    if bucket.next_level == NONE:
+    if bucket.other_level == NONE:
         steps, most = _SETTLING_STEPS + _PLAIN_STEPS, _MOST_PLAIN_STEPS
     else:  # tokens vary: at few rows, more steps
         most = steps = _WARM_STEPS + max(_COUNTED_STEPS, -(-_COUNTED_ROWS // rows))
-    cost_s = bucket.loss * steps * against.seconds / against.steps
-    is_paid = memory.credit_s >= cost_s or not bucket.costs[bucket.next_level].spent
-    return Block(bucket.next_level, rows, most, 1) if is_paid else None
+    cost_s = bucket.cost.share * steps * against.seconds / against.steps
+    is_paid = memory.credit_s >= cost_s or not bucket.cost.spent
+    return Block(bucket.other_level, rows, most, 1) if is_paid else None

@@ -82,14 +82,6 @@ class Comparison(NamedTuple):
         """Return the comparison as if it had this share of its samples."""
         return Comparison(share * self.weight, share * self.squares, self.mean, share * self.spread)
 
-    def seen_from(self, other: Comparison) -> Comparison:
-        """Return what this says of its first against the first of ``other``, where both have the
-        same second. It has half the weight: what is compared is about to change.
-        """
-        weight = 0.5 * min(self.weight, other.weight)
-        spread = 0.5 * (self.spread + other.spread)
-        return Comparison(weight, weight, self.mean - other.mean, spread)
-
     def reverse(self) -> Comparison:
         """Return what this says of the second against the first, with half the weight."""
         half = self.fade(0.5)

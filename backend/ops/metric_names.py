@@ -263,8 +263,7 @@ SPINDLE_FAMILIES: tuple[Family, ...] = (
     Family(
         "spindle_guard_level",
         _G,
-        "Level that the guard applies, by requests in a step: 0 the plan, 1 half its lengths, 2 "
-        "no speculation",
+        "Level that the guard applies, by requests in a step: 0 the plan, 2 no speculation",
         ("rows",),
     ),
     Family(

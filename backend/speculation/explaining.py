@@ -85,6 +85,5 @@ def _guard_words(plan: Plan, verdicts: list[GuardVerdict]) -> list[str]:
 
 _WORDS = {
     "planned": "the planner's choice",
-    "short": "half the planner's lengths",
     "none": "no speculation",
 }

@@ -31,7 +31,7 @@ class PlanMetrics:
     def guard(self, verdicts: list[GuardVerdict]) -> None:
         """Set the gauges of what the guard found."""
         for verdict in verdicts:
-            level = LEVELS.index(verdict.level)
+            level = next(level for level, name in LEVELS.items() if name == verdict.level)
             self._stats.gauge("spindle_guard_level", level, rows=verdict.rows)
             if verdict.ratio == verdict.ratio:  # else not measured
                 self._stats.gauge("spindle_guard_ratio", verdict.ratio, rows=verdict.rows)

@@ -18,7 +18,7 @@ from backend.speculation.policy_runner import PolicyRunner
 from bench.in_process import Sink
 from policy import FixedLength, SwitchedPolicy, Switches, View
 from policy.guard import Guard, Memory, guard_in
-from policy.levels import LEVELS, NONE, PLANNED, Bucket
+from policy.levels import NONE, PLANNED, Bucket
 from policy.paired import Comparison
 from policy.wrappers import Wrapped
 from tests.fakes.apps import FAKE, ask, fake_app, finish
@@ -34,10 +34,9 @@ def samples(mean, count=8):
     return comparison
 
 
-def bucket(level, **means):
-    """Return a bucket at a level; the logarithm of each other one's goodput over its own."""
-    compared = tuple(samples(means[name]) if name in means else Comparison() for name in LEVELS)
-    return Bucket(LEVELS.index(level), compared).prepare()
+def bucket(level, other):
+    """Return a bucket at a level; ``other``: the logarithm of the other one's goodput over its."""
+    return Bucket(level, samples(other))
 
 
 def gauges(stats):
@@ -50,7 +49,7 @@ def test_the_gauges_show_each_load_that_was_compared():
     guard = Guard(FixedLength("small", 2))
     policy = SwitchedPolicy(guard, Switches)
     runner = PolicyRunner(policy, DRAFTS, StepStats(stats), lambda: 0.0, 0)
-    buckets = {0: bucket("planned", none=-0.2), 3: bucket("none", planned=-0.1), 4: Bucket()}
+    buckets = {0: bucket(PLANNED, -0.2), 3: bucket(NONE, -0.1), 4: Bucket()}
     memory = Memory(buckets=buckets)  # as after a restart
     runner.state = Wrapped(Wrapped(None, memory))
     seen = view(2, DRAFTS)
@@ -70,7 +69,7 @@ def test_steps_of_experiments_are_counted():
     counted = PlanMetrics(StepStats(stats))
     seen = view(2, DRAFTS)
     plan = FixedLength("small", 2).plan(seen, None, 0.0, None)[0]
-    for level in ("none", "none", "short", None):
+    for level in ("none", "none", "planned", None):
         plan.notes = {"experiment": level} if level else {"guard": "none"}
         counted.step(plan, outcome(seen, plan, 1), DRAFTS, [False] * 2)
     counts = {
@@ -78,7 +77,7 @@ def test_steps_of_experiments_are_counted():
         for name, labels, value in stats.drain().counters
         if name == "spindle_guard_experiment_steps_total"
     }
-    assert counts == {"none": 2, "short": 1}
+    assert counts == {"none": 2, "planned": 1}
 
 
 def test_two_open_steps_are_paired_by_what_each_was_planned_for():
@@ -104,7 +103,7 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for():
             memory = cycle.runner.state.outer
             assert len(memory.pending) == 1
             is_planned = memory.buckets[2].level == PLANNED  # by this machine's times
-            assert not is_planned or all(bool(step.length) for step in memory.pending_steps)
+            assert not is_planned or all(step.proposes for step in memory.pending_steps)
     assert not all(levels)
     assert memory.samples
 
@@ -114,7 +113,7 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for():
     [
         ("planned", "", "with 2 in flight the planner's choice measures 1.22x plain decoding"),
         ("none", "", "the guard applies no speculation"),
-        ("short", "", "the guard applies half the planner's lengths"),
+        ("none", "planned", "the guard tries the planner's choice in this step"),
         ("planned", "none", "the guard tries no speculation in this step"),
     ],
 )
@@ -127,12 +126,11 @@ def test_explain_says_what_the_guard_does(level, experiment, words):
     runner = app.orchestrator.cycle.runner
     plan = runner.last_plan[2]
     plan.notes |= {"guard": level} | ({"experiment": experiment} if experiment else {})
-    means = {"planned": -0.1} if level != "planned" else {"none": -0.2}
-    memory = Memory(buckets={1: bucket(level, **means)})
+    memory = Memory(buckets={1: bucket(NONE, -0.1) if level == "none" else bucket(PLANNED, -0.2)})
     runner.state = Wrapped(Wrapped(runner.state.inner.inner, memory))
     explained = explain_last(app.orchestrator.cycle)
     assert words in explained["step"]
-    given = experiment == "none" or level == "none"
+    given = (experiment or level) == "none"
     assert (explained["requests"][0].startswith("all requests")) == given
     assert len(explained["requests"]) == (1 if given else 2)
 

@@ -10,7 +10,7 @@ import pytest
 
 from policy import Drafted, FixedLength, NoSpeculation, Plan, Policy, SwitchedPolicy, Switches
 from policy.guard import Guard
-from policy.levels import LEVELS, NONE, PLANNED, SHORT, rows_of
+from policy.levels import LEVELS, NONE, rows_of
 from tests.fakes.policies import RNG, outcome, view
 
 DRAFTS = ("small", "large")
@@ -72,9 +72,9 @@ class World:
         buckets = self.state.outer.buckets
         return LEVELS[buckets[(self.rows - 1).bit_length()].level] if buckets else "planned"
 
-    def compared(self, level):
-        bucket = self.state.outer.buckets[(self.rows - 1).bit_length()]
-        return bucket.compared[LEVELS.index(level)]
+    @property
+    def other(self):
+        return self.state.outer.buckets[(self.rows - 1).bit_length()].other
 
 
 GOOD, BAD = {"token_s": 0.15, "accepted": 0.5}, {"token_s": 0.35, "accepted": 0.2}
@@ -112,7 +112,7 @@ def test_pairs_tell_the_true_ratio(ahead):
     world.set(token_s=0.3, accepted=0.5)
     world.run(8000)
     true = math.log((1 + 4 * 0.5) / 2.2)
-    assert world.compared("none").mean == pytest.approx(-true, abs=0.02)
+    assert world.other.mean == pytest.approx(-true, abs=0.02)
     (verdict,) = world.policy.verdicts(world.state)
     assert (verdict.rows, verdict.level) == ("17-32", "planned")
     assert verdict.ratio == pytest.approx(math.exp(true), rel=0.02)
@@ -183,7 +183,7 @@ def test_steps_after_prompts_are_not_compared_with_others():
     assert world.level == "none"
     usual_s = 1 + 0.05 * 3 / 4  # three of four steps are padded
     true = math.log(1.8 / (2 + 0.05) * usual_s)
-    assert world.compared("planned").mean == pytest.approx(true, abs=0.04)
+    assert world.other.mean == pytest.approx(true, abs=0.04)
 
 
 def test_a_plain_step_counts_once_the_engine_does_not_pad_it_any_more():
@@ -204,39 +204,20 @@ def test_a_plain_step_counts_once_the_engine_does_not_pad_it_any_more():
     world.set(accepted=0.6)  # 3.4 tokens in the time of five
     world.run(1000)
     assert world.level == "none"
-    assert world.compared("planned").mean == pytest.approx(math.log(3.4 / 5), abs=0.05)
+    assert world.other.mean == pytest.approx(math.log(3.4 / 5), abs=0.05)
 
 
-def test_half_the_lengths_are_applied_where_they_pay_and_the_whole_does_not():
-    class Steep(World):
-        """Tokens beyond the fourth are dear."""
-
-        def step(self):
-            self.token_s = 0.0
-            plan, _ = self.policy.plan(view(self.rows, DRAFTS), self.state, 0.0, RNG)
-            self.token_s = 0.6 if plan.length.max() > 4 else 0.05
-            return super().step()
-
-    world = Steep(guard(8))
-    world.run(4000)
-    assert world.level == "short"
-    assert set(world.step().length.tolist()) <= {0, 4, 8}
-
-
-@pytest.mark.parametrize("level", [SHORT, NONE])
 @pytest.mark.parametrize("worst", [-0.7, -0.1])
-def test_no_level_and_no_evidence_is_final(level, worst):
+def test_no_evidence_is_final(worst):
     policy = guard(4)
     world = World(policy)
     world.set(**GOOD, draft_s=(0.0, 3.0))
     world.run(50)
     bucket = world.state.outer.buckets[3]
-    compared = list(bucket.compared)
-    for other in range(len(LEVELS)):
-        for _ in range(300):
-            compared[other] = compared[other].learnt(worst)
-    bucket = bucket._replace(level=level, compared=tuple(compared), windows={}, length=4.0)
-    world.state.outer.buckets = {3: bucket.prepare()}
+    other = bucket.other
+    for _ in range(300):
+        other = other.learnt(worst)
+    world.state.outer.buckets = {3: bucket._replace(level=NONE, other=other, windows={})}
     world.run(12000)
     assert world.level == "planned"
 
@@ -347,7 +328,7 @@ def test_what_drafting_costs_the_steps_after_it_is_its_cost(rows, policy, token_
     world.set(token_s, accepted)
     world.run(1500)
     assert world.level == "none"
-    assert world.compared("planned").mean < 0
+    assert world.other.mean < 0
 
 
 def test_a_step_in_which_prompts_end_and_nothing_decodes_is_no_evidence():
@@ -436,7 +417,7 @@ def test_in_a_canary_the_rows_of_the_control_keep_their_choice_in_every_step():
         seconds = 1 + 0.5 * float(plan.length.max())
         state = policy.observe(outcome(seen, plan, 1, seconds), state, 0.0)
     assert {(4,) * 4, (0,) * 4} <= modes
-    assert policy.policy.verdicts(state.inner)[0].level in ("none", "short")
+    assert policy.policy.verdicts(state.inner)[0].level == "none"
 
 
 # -- over a restart
@@ -456,9 +437,9 @@ def test_levels_survive_a_restart_and_old_evidence_weighs_less():
     soon, late = (world.policy.load(data, 9.0, idle_s) for idle_s in (0.0, 7200.0))
     for state in (soon, late):
         assert world.policy.verdicts(state)[0].level == "none"
-    before = world.compared("planned")
-    assert soon.outer.buckets[3].compared[PLANNED] == before
-    assert late.outer.buckets[3].compared[PLANNED].weight == pytest.approx(before.weight / 4)
+    before = world.other
+    assert soon.outer.buckets[3].other == before
+    assert late.outer.buckets[3].other.weight == pytest.approx(before.weight / 4)
     world.state = soon
     world.set(**GOOD)
     world.run(6000)
@@ -471,25 +452,17 @@ def test_nothing_saved_is_nothing_known():
     assert policy.load({}, 0.0, 0.0).outer.buckets == {}
 
 
-def test_a_level_that_there_is_no_more_is_the_policy_s():
-    world = learnt()
-    data = world.policy.save(world.state, 0.0)
-    data["guard"]["rows"]["5-8"]["level"] = "fixed"
-    assert world.policy.verdicts(world.policy.load(data, 0.0, 0.0))[0].level == "planned"
-
-
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
         ((), 3, "guard must be"),
-        (("schema",), 0, "guard.schema must be 1, got 0"),
+        (("schema",), 0, "guard.schema must be 2, got 0"),
         (("rows",), [], "guard.rows must be"),
         (("rows", "3-5"), {}, "guard.rows must have ranges such as 9-16, got '3-5'"),
         (("rows", "5-8"), 1, "guard.rows.5-8 must be"),
-        (("rows", "5-8", "length"), -1.0, "guard.rows.5-8.length must be a number from 0"),
-        (("rows", "5-8", "length"), True, "guard.rows.5-8.length must be a number from 0"),
-        (("rows", "5-8", "compared"), None, "guard.rows.5-8.compared must be"),
-        (("rows", "5-8", "compared", "none"), [1], "guard.rows.5-8.compared.none must be"),
+        (("rows", "5-8", "level"), "short", "guard.rows.5-8.level must be one of"),
+        (("rows", "5-8", "other"), None, "guard.rows.5-8.other must be"),
+        (("rows", "5-8", "other"), [1], "guard.rows.5-8.other must be"),
     ],
 )
 def test_saved_data_that_do_not_fit_are_refused_by_name(path, value, words):

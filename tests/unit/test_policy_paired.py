@@ -69,12 +69,6 @@ def test_a_loss_beyond_doubt_is_known_after_few_samples():
     assert not Comparison().learnt(-0.05).learnt(-0.04).learnt(-0.06).is_clearly_worse
 
 
-def test_of_two_that_are_compared_with_a_third_the_difference_is_known():
-    one, other = Comparison().learnt(0.3), Comparison().learnt(0.1)
-    assert one.seen_from(other).mean == pytest.approx(0.2)
-    assert one.seen_from(other).weight < 1
-
-
 def test_old_evidence_weighs_less_and_is_less_certain():
     comparison = Comparison()
     for sample in (0.2, 0.3, 0.1, 0.2, 0.25, 0.15, 0.2, 0.2):
