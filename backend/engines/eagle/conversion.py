@@ -115,7 +115,9 @@ def convert(
 
 
 def _leave_shared_out(head: PublishedHead, embedding: Tensor, rows: Tensor) -> PublishedHead:
-    """Return a head without the matrices that are the target's own."""
+    """Return a head without the matrices that are the target's own: ``embedding`` and ``rows``
+    [vocab, hidden].
+    """
     tensors = dict(head.tensors)
     embed_rows, head_rows = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     shares = embed_rows is not None and _is_same(embed_rows, embedding)
@@ -133,7 +135,7 @@ def _leave_shared_out(head: PublishedHead, embedding: Tensor, rows: Tensor) -> P
 
 
 def _is_same(tensor: Tensor, targets: Tensor) -> bool:
-    """Return whether a matrix is the target's as the head's file rounds it."""
+    """Return whether a matrix [rows, hidden] is the target's as the head's file rounds it."""
     return tensor.shape == targets.shape and torch.equal(tensor, targets.to(tensor.dtype))
 
 

@@ -150,7 +150,9 @@ def read_published(folder: Path, target: TargetShape) -> PublishedHead:
 
 
 def _check_kind(source: _Folder, published: Mapping[str, Tensor]) -> None:
-    """Refuse what is not one layer of EAGLE-3 on several of the target's layers."""
+    """Refuse what is not one layer of EAGLE-3 on several of the target's layers; of the tensors,
+    of any shape [...], it reads the names.
+    """
     if what := other_kind(source.raw, published):
         raise source.refuse(f"it is {what}")
     ends = tuple(f"{name}.weight" for name in ("fc", "hidden_norm", "q_proj", "k_proj"))
@@ -171,6 +173,7 @@ def _check_kind(source: _Folder, published: Mapping[str, Tensor]) -> None:
 
 
 def _rename(source: _Folder, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, each of any shape [...], by the names of ``folder``."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in published.items():
         new = name
@@ -189,7 +192,9 @@ def _rename(source: _Folder, published: Mapping[str, Tensor]) -> dict[str, Tenso
 def _check_fit(
     source: _Folder, tensors: Mapping[str, Tensor], target: TargetShape, read: int
 ) -> None:
-    """Refuse a head for a target of another width, and one whose layer is not EAGLE-3's."""
+    """Refuse a head for a target of another width, and one whose layer is not EAGLE-3's, which has
+    ``fc.weight`` [hidden, layers x read] and ``self_attn.q_proj.weight`` [n, 2 hidden].
+    """
     (hidden, wide), q = tensors["fc.weight"].shape, tensors["self_attn.q_proj.weight"]
     if read != target.hidden_size:
         raise source.refuse(f"target_hidden_size is {read}, its target's {target.hidden_size}")
@@ -204,6 +209,9 @@ def _check_fit(
 def _fit_rows(source: _Folder, tensors: dict[str, Tensor], target: TargetShape) -> int:
     """Give a head as many rows as the target has, whose vocabulary may be padded otherwise; return
     how many tokens it proposes. Refuse one of another vocabulary.
+
+    In ``tensors``, it cuts ``lm_head.weight`` [rows, hidden], cuts or pads ``embed_tokens.weight``
+    [vocab, hidden], where a head has them, and adds ``token_ids`` int64[n].
     """
     vocab = source.number("vocab_size", target.vocab_size)
     least = min(vocab, target.vocab_size)
@@ -226,7 +234,9 @@ def _fit_rows(source: _Folder, tensors: dict[str, Tensor], target: TargetShape) 
 def _check_shared(
     source: _Folder, tensors: Mapping[str, Tensor], target: TargetShape, *, shares_rows: bool
 ) -> None:
-    """Refuse a head without a matrix for which the target's cannot stand in."""
+    """Refuse a head without a matrix for which the target's cannot stand in: one as wide as
+    ``fc.weight`` [hidden, layers x read] has rows.
+    """
     hidden = tensors["fc.weight"].shape[0]
     for name in ("lm_head.weight", "embed_tokens.weight"):
         if name not in tensors and hidden != target.hidden_size:
@@ -299,7 +309,7 @@ def _rope(source: _Folder) -> dict[str, Any]:
 
 
 def _fuse(source: _Folder, tensors: Mapping[str, Tensor]) -> str:
-    """Return what is normed before ``fc``: tensors and flags must agree."""
+    """Return what is normed before ``fc``: flags and names of tensors [...] must agree."""
     there = {
         "joint": "input_norm.weight" in tensors,
         "each": any(name.startswith("fc_norm.") for name in tensors),
@@ -323,8 +333,8 @@ def _window(source: _Folder) -> int:
 
 
 def _token_ids(source: _Folder, tensors: dict[str, Tensor], rows: int, vocab: int) -> Tensor:
-    """Return the target's token of every row, and take the maps away: ``d2t`` holds differences to
-    the number of the row.
+    """Return the target's token of every row, int64[rows], and take the maps away: ``d2t`` [rows]
+    holds differences to the number of the row, ``t2d`` [vocab] says which tokens have one.
     """
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if d2t is None:
@@ -346,6 +356,7 @@ def _token_ids(source: _Folder, tensors: dict[str, Tensor], rows: int, vocab: in
 
 
 def _check_tensors(source: _Folder, shape: EagleShape, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors [...] of other names or shapes than those of ``shape``."""
     expected = shape.tensors()
     if unknown := sorted(set(tensors) - set(expected)):
         raise source.refuse(f"unknown tensors {', '.join(unknown[:_LISTED])}")

@@ -161,7 +161,9 @@ class EagleEngine(Proposer):
         return text
 
     def _write(self, new: list[tuple[_Text, int, Floats]]) -> None:
-        """Fuse the states of new tokens, and write the rows that they allow."""
+        """Fuse the states [n, layers, target_hidden] of each text's new tokens, and write the rows
+        that they allow.
+        """
         states = np.concatenate([rows for _, _, rows in new])
         fused = self._model.fuse(torch.from_numpy(states))
         earlier = [text.state for text, _, _ in new if text.state is not None]
@@ -284,8 +286,8 @@ class ProposalTree:
 def grow(
     trees: list[ProposalTree], model: EagleModel, pool: Tensor, columns: Columns, width: int
 ) -> None:
-    """Grow proposals to the length that their turns ask for. ``pool`` [slots, 2 kv_heads,
-    head_dim] has the rows of the texts, and zeros in its last slot.
+    """Grow proposals to the length that their turns ask for. ``pool`` has the rows of the texts,
+    [slots, 2 kv_heads, head_dim], and zeros in its last slot.
     """
     trees = sorted(trees, key=lambda tree: -tree.turn.run)  # those that end come last
     deepest = trees[0].turn.run

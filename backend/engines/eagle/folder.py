@@ -180,8 +180,8 @@ def load(folder: Path) -> tuple[EagleShape, dict[str, Tensor]]:
 def save(
     folder: Path, shape: EagleShape, tensors: Mapping[str, Tensor], provenance: Mapping[str, Any]
 ) -> None:
-    """Write a converted head. ``provenance`` goes into ``config.json``: where the head comes from
-    and which target it is for.
+    """Write a converted head of the tensors in the table above (``fc.weight`` [h, n H] and others).
+    ``provenance`` goes into ``config.json``: where the head comes from and which target it is for.
     """
     from safetensors.torch import save_file
 
@@ -196,8 +196,8 @@ def save(
 
 
 def check_tensors(shape: EagleShape, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise ConfigError unless the tensors are exactly those of ``shape`` and the token ids are of
-    the vocabulary.
+    """Raise ConfigError unless the tensors, of any shape [...], are exactly those of ``shape`` and
+    the token ids are of the vocabulary.
     """
     expected = shape.tensors()
     if unknown := sorted(set(tensors) - set(expected)):

@@ -163,7 +163,9 @@ def _kernels(engine: EngineConfig, threads: int) -> Callable[[RowWeights], RowPr
 
 
 def _check_fits(folder: Path, shape: EagleShape, target: Path, embedding: Tensor) -> None:
-    """Raise ConfigError for a head of another target; warn of one whose weights have changed."""
+    """Raise ConfigError for a head of another target than that of ``embedding`` [vocab, hidden];
+    warn of one whose weights have changed.
+    """
     layers = manifest.layer_count(target)
     pairs = [
         ("vocab_size", shape.vocab_size, embedding.shape[0]),

@@ -89,7 +89,7 @@ class EagleModel:
     def __init__(
         self,
         shape: EagleShape,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],  # as in ``folder``: fc.weight [h, n H] and others
         *,
         embedding: Tensor,  # [vocab, hidden]
         lm_head: Tensor,  # [vocab, hidden]

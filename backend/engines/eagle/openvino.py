@@ -73,6 +73,7 @@ def _numbers(
 
 
 def _product(values: Output, weight: Tensor) -> Output:
+    """Return values [n, in] times the transpose of a weight [out, in], in int8."""
     return opset13.matmul(values, matrix(to_array(weight), rounded=True), False, True).output(0)
 
 
