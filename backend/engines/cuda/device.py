@@ -293,7 +293,9 @@ class DeviceSteps:
 
 
 def _results(rows: Sequence[DeviceRow], host: dict[str, npt.NDArray[Any]]) -> list[RowResult]:
-    """Return what came of the rows."""
+    """Return what came of the rows, from the outputs of ``StepColumns``: ``emitted`` [rows, most],
+    ``count`` [rows], and ``token``, ``parent``, ``is_verified`` and ``chance`` [rows, columns].
+    """
     count = len(rows)
     emitted, verified = (
         host["emitted"][:count].tolist(),

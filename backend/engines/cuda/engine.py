@@ -95,8 +95,8 @@ class CudaEngine(StepEngine):
                 self.model.capture(rows)
 
     def check(self, expected: torch.Tensor, name: str) -> float:
-        """Compare passes with transformers' own (``models.comparison``), of a prompt and then of a
-        few tokens each. Raises CheckpointError, beginning with ``name``.
+        """Compare passes with transformers' own logits [TOKENS, vocab] (``models.comparison``), of
+        a prompt and then of a few tokens each. Raises CheckpointError, beginning with ``name``.
         """
 
         def forward(chunks: Sequence[Chunk]) -> Floats:
@@ -114,7 +114,7 @@ class CudaEngine(StepEngine):
             return super().poll(timeout_s)
 
     def _decide(self, logits: Floats, jobs: list[Job]) -> None:
-        """Decide; a row whose logits are no numbers ends, and no other."""
+        """Decide; a row whose logits [rows, vocab] are no numbers ends, and no other."""
         places = np.flatnonzero(~np.isfinite(logits.max(-1))).tolist()
         if places:
             logits = logits.copy()

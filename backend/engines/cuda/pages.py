@@ -88,7 +88,7 @@ class Pages:
         kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
         heads: int,
         layout: Callable[[], PassLayout],
-        attention: Callable[..., torch.Tensor],
+        attention: Callable[..., torch.Tensor],  # returns [tokens, heads, dim]
     ) -> None:
         self.kv, self.heads, self.layout = kv, heads, layout
         self._attention = attention

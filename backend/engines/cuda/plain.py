@@ -283,6 +283,7 @@ def move(
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return float64[...] as it is, other values as float32[...]."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -292,7 +293,7 @@ _GOLDEN, _FIRST, _SECOND = (
 
 
 def mix(word: torch.Tensor) -> torch.Tensor:
-    """Return SplitMix64's finaliser of the bits of int64."""
+    """Return SplitMix64's finaliser of the bits of int64[...]."""
     word = word + _GOLDEN
     word = (word ^ _shift(word, 30)) * _FIRST
     word = (word ^ _shift(word, 27)) * _SECOND
@@ -300,10 +301,10 @@ def mix(word: torch.Tensor) -> torch.Tensor:
 
 
 def exponentials(words: torch.Tensor) -> torch.Tensor:
-    """Return a standard exponential, float64, for the bits of each word int64."""
+    """Return a standard exponential, float64[...], for the bits of each word int64[...]."""
     return -torch.log((_shift(mix(words), 11).double() + 0.5) * 2.0**-53)
 
 
 def _shift(word: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right with zeros from the left, which torch's int64 does not."""
+    """Shift int64[...] right with zeros from the left, which torch's does not."""
     return (word >> bits) & ((1 << (64 - bits)) - 1)

@@ -129,8 +129,8 @@ class Stream:
 
     def copy_back(
         self,
-        host: torch.Tensor,  # of any shape
-        source: torch.Tensor,  # of the same
+        host: torch.Tensor,  # of any shape [...]
+        source: torch.Tensor,  # of the same [...]
     ) -> Any:
         """Copy from the device into a pinned buffer; return the event after which it is there."""
         if self.is_cuda:
@@ -143,8 +143,8 @@ class Stream:
 
     def copy_there(
         self,
-        target: torch.Tensor,  # of any shape
-        host: torch.Tensor,  # of the same
+        target: torch.Tensor,  # of any shape [...]
+        host: torch.Tensor,  # of the same [...]
     ) -> Any:
         """Copy a pinned buffer to the device; return the event after which it may be written."""
         target.copy_(host, non_blocking=True)
@@ -243,8 +243,8 @@ Shapes = Mapping[str, tuple[type, tuple[int, ...]]]
 def to_device(
     values: Sequence[Any] | npt.NDArray[Any], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return values on the device. The host does not wait for the copy, nor for what is under way
-    before it.
+    """Return values [...] on the device. The host does not wait for the copy, nor for what is under
+    way before it.
     """
     tensor = torch.tensor(values, dtype=dtype)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
@@ -279,7 +279,9 @@ class PinnedColumns:
             )
         ]
 
-        def views(memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        def views(
+            memory: torch.Tensor,  # uint8[size]
+        ) -> dict[str, torch.Tensor]:
             return {
                 name: memory[begin : begin + length].view(DTYPES[kind]).view(shape)
                 for name, begin, length, kind, shape in places
