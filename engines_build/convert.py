@@ -252,7 +252,9 @@ def unpermute(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.flo
 
 
 def to_bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return finite fp32 values as the bits of bfloat16, rounded to nearest, ties to even."""
+    """Return finite values float32[...] as the bits of bfloat16, uint16[...], rounded to nearest,
+    ties to even.
+    """
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
 

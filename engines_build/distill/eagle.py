@@ -55,7 +55,11 @@ def eagle_shape(config: PlainLlama, taps: Sequence[int], rows: int) -> EagleShap
 class EagleNetwork(nn.Module):
     """The trained tensors of a head."""
 
-    def __init__(self, shape: EagleShape, token_ids: Tensor) -> None:
+    def __init__(
+        self,
+        shape: EagleShape,
+        token_ids: Tensor,  # int64[rows]
+    ) -> None:
         super().__init__()
         self.shape, self._token_ids = shape, token_ids
         self._weights = nn.ParameterDict()
@@ -87,7 +91,8 @@ class EagleUnroller:
         shortlist: Tensor,
     ) -> None:
         """``states`` returns those of the target [n, num_layers, hidden] of tokens [n];
-        ``embedding`` and ``head`` [vocab, hidden] are its own.
+        ``embedding`` and ``head`` [vocab, hidden] are its own; ``shortlist`` int64[rows] the tokens
+        that are proposed.
         """
         self.network, self.shortlist, self.vocab_size = network, shortlist, len(head)
         self._states, self._tables = states, (embedding, head)

@@ -68,7 +68,7 @@ class RecurrentForm:
     def begin(
         self, samples: Sequence[HeadSample], embedding: Tensor, rows: Tensor, always: set[int]
     ) -> Unrolls:
-        """Return what is trained (``Form``)."""
+        """Return what is trained (``Form``); ``embedding`` and ``rows`` are [vocab, hidden]."""
         start, count = self._args.start, self._args.shortlist
         network, shortlist = first_head(
             start, self._config, self.kept_layers, samples, count, always
@@ -102,7 +102,7 @@ class EagleForm:
     def begin(
         self, samples: Sequence[HeadSample], embedding: Tensor, rows: Tensor, always: set[int]
     ) -> Unrolls:
-        """Return what is trained (``Form``)."""
+        """Return what is trained (``Form``); ``embedding`` and ``rows`` are [vocab, hidden]."""
         config = self._config
         count = min(self._args.shortlist, config.vocab_size)
         targets = ((s.top_ids, s.top_logprobs) for s in samples)
@@ -111,7 +111,9 @@ class EagleForm:
         self._rows = rows
         lm = load_reader(self._args.target, served_dtype("cpu"))
 
-        def states(tokens: Tensor) -> Tensor:
+        def states(
+            tokens: Tensor,  # [n]
+        ) -> Tensor:
             with torch.no_grad():
                 return states_of(lm, tokens.tolist())
 

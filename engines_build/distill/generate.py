@@ -354,6 +354,7 @@ class Generator:
         )
 
     def _extend(self, rows: list[_InFlight], logits: Tensor) -> None:
+        """Draw each row's next token from ``logits`` [rows, vocab], and keep its distribution."""
         top_logprobs, top_ids = _top(logits)
         temperatures = torch.tensor([r.temperature for r in rows])
         tokens = self._choose(top_logprobs, top_ids, temperatures).tolist()

@@ -243,7 +243,9 @@ def evaluate_head(unroller: Unrolls, samples: Sequence[HeadSample]) -> dict[str,
 
 
 def _tokens_per_step(texts: Sequence[Sequence[Tensor]], k: int) -> float:
-    """Return the mean tokens of a greedy step that proposes ``k``, along the target's own text."""
+    """Return the mean tokens of a greedy step that proposes ``k``, along the target's own text.
+    A text has, by place ahead, bool[n]: after which of its tokens the head's is the target's.
+    """
     tokens = steps = 0
     for hits in texts:
         at, end = 0, len(hits[0])
@@ -258,7 +260,9 @@ def _tokens_per_step(texts: Sequence[Sequence[Tensor]], k: int) -> float:
 
 
 def export_head(network: HeadNetwork, shortlist: Tensor, target: Path, out: Path) -> None:
-    """Write a head's folder (``backend.engines.head.folder``) for the target in a folder."""
+    """Write a head's folder (``backend.engines.head.folder``) for the target in a folder;
+    ``shortlist`` int64[S] are the tokens of its rows.
+    """
     out.mkdir(parents=True, exist_ok=True)
     tensors = {n: t.detach().cpu().bfloat16().contiguous() for n, t in network.state_dict().items()}
     tensors["token_ids"] = shortlist.cpu().int()

@@ -25,7 +25,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],  # matrices [rows, columns]
         lr: float,
         momentum: float = 0.95,
         weight_decay: float = 0.1,
@@ -47,8 +47,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return a matrix of the same singular vectors whose singular values are about 1 (0.7 to 1.2),
-    by five Newton-Schulz rounds.
+    """Return a matrix of the same shape [rows, columns] and singular vectors whose singular values
+    are about 1 (0.7 to 1.2), by five Newton-Schulz rounds.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

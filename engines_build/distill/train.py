@@ -41,8 +41,9 @@ def choose_shortlist(
     always: set[int],
     device: str = "cpu",
 ) -> Tensor:
-    """Pick the ``size`` tokens that the teacher most expects (by summed probability), given the
-    distributions of its own text (ids and log probabilities), ``always`` first; ascending.
+    """Pick the ``size`` tokens, int64[size], that the teacher most expects (by summed probability),
+    given the distributions of its own text (ids and log probabilities, both [n, K]), ``always``
+    first; ascending.
     """
     mass = torch.zeros(vocab, dtype=torch.float64, device=device)
     for ids, logprobs in targets:
@@ -233,6 +234,7 @@ class HeadTrainer:
         return loss, {"loss": loss.item(), "agreement": shares[0], "last": shares[-1]}
 
     def _places(self, ids: Tensor, starts: Starts) -> Tensor:
+        """Return the head's columns of tokens int64[n, K], -1 for those that have none."""
         index = self.index.clone()
         numbers = torch.arange(len(starts.context), device=index.device)
         index[starts.context] = self.rows + numbers
@@ -242,8 +244,8 @@ class HeadTrainer:
 def _targets(
     samples: Sequence[HeadSample], starts: Starts, rows: Tensor, ahead: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the target's distribution after the token that each start's step ``ahead`` has
-    read.
+    """Return the target's distribution, int64[n, K] and float32[n, K], after the token that step
+    ``ahead`` of each of the starts ``rows`` int64[n] has read.
     """
     at = starts.place[rows] + ahead + 1
     ids = torch.cat([s.top_ids for s in samples])[at].long()

@@ -66,7 +66,7 @@ class SerialisedEngine:
 def compile_step(
     library: ModuleType,
     step: StepNetwork,
-    weights: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
+    weights: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]],  # [out, in], [n]
     profiles: Iterable[Profile],
     *,
     shared: bool = True,

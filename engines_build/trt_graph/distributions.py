@@ -56,8 +56,8 @@ class Vocabulary:
         return where(values >= values.amax(-1), self._columns, self.size).amin(-1)
 
     def probs(self, logits: Tensor, options: DistributionOptions) -> Tensor:
-        """Return the distributions that logits stand for, each summing to one: temperature, then
-        top-k, then top-p.
+        """Return the distributions that logits [batch, rows, size] stand for, each summing to one:
+        temperature, then top-k, then top-p.
 
         Ties with the last that is kept are kept. At temperature 0 a distribution is a point mass.
         """
@@ -71,15 +71,18 @@ class Vocabulary:
         return where(greedy, point, masses / masses.sum(-1))
 
     def _keep(self, masses: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
-        """Zero all but the columns that have less than ``limit`` of weight on greater masses; the
-        greatest mass is 1.
+        """Zero all but the columns that have less than ``limit`` [batch, rows or 1, 1] of weight on
+        greater masses, both [batch, rows, size]; the greatest mass is 1.
 
         That weight falls with the mass, so the least mass that may stay is found by descending,
         first over powers of two, then over the bits of the fraction, down to neighbouring floats.
         """
         threshold = limit * 0.0 + 1.0
 
-        def descend(threshold: Tensor, lower: Tensor) -> Tensor:
+        def descend(
+            threshold: Tensor,  # [batch, rows or 1, 1]
+            lower: Tensor,  # [batch, rows or 1, 1]
+        ) -> Tensor:
             above = where(masses > lower, weights, 0.0).sum(-1)
             return where(above < limit, lower, threshold)
 

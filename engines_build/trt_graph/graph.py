@@ -39,38 +39,38 @@ class Tensor:
     def __init__(self, graph: Graph, handle: Any, dtype: str, rank: int) -> None:
         self.graph, self.handle, self.dtype, self.rank = graph, handle, dtype, rank
 
-    def __add__(self, other: Tensor | float) -> Tensor:
+    def __add__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
         return self._with("add", other)
 
-    def __sub__(self, other: Tensor | float) -> Tensor:
+    def __sub__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
         return self._with("sub", other)
 
-    def __mul__(self, other: Tensor | float) -> Tensor:
+    def __mul__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
         return self._with("mul", other)
 
-    def __truediv__(self, other: Tensor | float) -> Tensor:
+    def __truediv__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
         return self._with("div", other)
 
-    def __lt__(self, other: Tensor | float) -> Tensor:
+    def __lt__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
         return self._with("less", other, BOOL)
 
-    def __gt__(self, other: Tensor | float) -> Tensor:
+    def __gt__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
         return self._with("greater", other, BOOL)
 
-    def __ge__(self, other: Tensor | float) -> Tensor:
+    def __ge__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
         return ~(self < other)
 
-    def __and__(self, other: Tensor) -> Tensor:
+    def __and__(self, other: Tensor) -> Tensor:  # [...]: this rank
         return self._with("and", other)
 
-    def __or__(self, other: Tensor) -> Tensor:
+    def __or__(self, other: Tensor) -> Tensor:  # [...]: this rank
         return self._with("or", other)
 
     def __invert__(self) -> Tensor:
         return self._new(self.graph.unary("not", self.handle))
 
     def equals(self, other: Tensor | float) -> Tensor:
-        """Return where both are equal."""
+        """Return bool[...], of this rank: where both are equal."""
         return self._with("equal", other, BOOL)
 
     def exp(self) -> Tensor:
@@ -134,22 +134,27 @@ class Tensor:
         return self._new(self.graph.slice(self.handle, axis % self.rank, start, size))
 
     def take(self, indices: Tensor, axis: int = 0) -> Tensor:
-        """Return what lies at ``indices`` (i32, any rank) of an axis."""
+        """Return what lies at ``indices`` i32[...] (any rank) of an axis."""
         return self._new(
             self.graph.gather(self.handle, indices.handle, axis), rank=self.rank - 1 + indices.rank
         )
 
     def pick(self, indices: Tensor, axis: int) -> Tensor:
-        """Return one element for each of ``indices`` (i32, this rank, same sizes but along
+        """Return one element for each of ``indices`` i32[...] (this rank, same sizes but along
         ``axis``), at that index of ``axis``.
         """
         return self._new(self.graph.pick(self.handle, indices.handle, axis % self.rank))
 
     def matmul(self, other: Tensor) -> Tensor:
-        """Return the matrix product over the last two axes; leading ones are equal or 1."""
+        """Return the matrix product with ``other`` [..., k, m]; leading axes are equal or 1."""
         return self._new(self.graph.matmul(self.handle, other.handle))
 
-    def _with(self, operation: str, other: Tensor | float, dtype: str | None = None) -> Tensor:
+    def _with(
+        self,
+        operation: str,
+        other: Tensor | float,  # [...]: this rank
+        dtype: str | None = None,
+    ) -> Tensor:
         if not isinstance(other, Tensor):
             other = _number(self, other)
         if (self.dtype, self.rank) != (other.dtype, other.rank):
@@ -164,7 +169,7 @@ class Tensor:
 
 
 def where(condition: Tensor, value: Tensor, otherwise: Tensor | float) -> Tensor:
-    """Return ``chosen`` where the condition holds, else ``otherwise``."""
+    """Return ``value`` where the condition bool[...] holds, else ``otherwise``, of one rank all."""
     if not isinstance(otherwise, Tensor):
         otherwise = _number(value, otherwise)
     if value.dtype != otherwise.dtype or not condition.rank == value.rank == otherwise.rank:
@@ -182,13 +187,14 @@ def where(condition: Tensor, value: Tensor, otherwise: Tensor | float) -> Tensor
 
 
 def _number(like: Tensor, value: float) -> Tensor:
+    """Return a number with the dtype and rank of a tensor [...], every size 1."""
     return like.graph.constant(
         np.full((1,) * like.rank, value, NUMPY.get(like.dtype, np.float32))
     ).to(like.dtype)
 
 
 def concatenate(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Return the parts one after the other along an axis."""
+    """Return the parts [...] one after the other along an axis; other sizes are the same."""
     first = parts[0]
     return Tensor(
         first.graph,
@@ -212,11 +218,11 @@ class Graph(ABC):
 
     @abstractmethod
     def output(self, name: str, tensor: Tensor) -> None:
-        """Declare an output."""
+        """Declare an output [...]."""
 
     @abstractmethod
     def constant(self, array: npt.NDArray[Any]) -> Tensor:
-        """Return a constant."""
+        """Return a constant [...] of the array's shape."""
 
     @abstractmethod
     def table(self, name: str) -> Tensor:

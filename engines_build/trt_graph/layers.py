@@ -51,7 +51,7 @@ class TrtGraph(Graph):
         library: ModuleType,
         network: Any,
         messages: Messages,
-        weights: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
+        weights: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]],  # [out, in], [n]
         *,
         shared: bool = False,
         native: bool = False,
@@ -87,12 +87,12 @@ class TrtGraph(Graph):
                 tensor.set_dimension_name(axis, size)
         return Tensor(self, tensor, dtype, len(shape))
 
-    def output(self, name: str, tensor: Tensor) -> None:
+    def output(self, name: str, tensor: Tensor) -> None:  # [...]
         handle = self._add("add_identity", tensor.handle)
         handle.name = name
         self._network.mark_output(handle)
 
-    def constant(self, array: npt.NDArray[Any]) -> Tensor:
+    def constant(self, array: npt.NDArray[Any]) -> Tensor:  # f32, i32 or bool [...]
         dtype = {"f4": F32, "i4": I32, "b1": BOOL}[array.dtype.str[1:]]
         array = np.require(array, requirements="C")
         self._buffers.append(array)
@@ -111,7 +111,7 @@ class TrtGraph(Graph):
             self._constants[name] = self._weight(name, weight)
         return self._constants[name]
 
-    def linear(self, rows: Tensor, name: str) -> Tensor:
+    def linear(self, rows: Tensor, name: str) -> Tensor:  # [batch, n, in]
         weight = self._weights[name]
         matrix = (
             self._dequantise(name, *weight, rows.dtype)
@@ -124,7 +124,13 @@ class TrtGraph(Graph):
         )
         return Tensor(self, product, rows.dtype, rows.rank)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    def attention(
+        self,
+        query: Tensor,  # [batch, heads, n, d]
+        key: Tensor,  # [batch, kv_heads, total, d]
+        value: Tensor,  # [batch, kv_heads, total, d]
+        mask: Tensor,  # bool[batch, 1, n, total]
+    ) -> Tensor:
         softmax, no_causal = (
             self._trt.AttentionNormalizationOp.SOFTMAX,
             self._trt.CausalMaskKind.NONE,
@@ -242,7 +248,11 @@ class TrtGraph(Graph):
         return self._add("add_constant", array.shape, self._trt.Weights(array))
 
     def _dequantise(
-        self, name: str, values: torch.Tensor, scales: torch.Tensor, dtype: str
+        self,
+        name: str,
+        values: torch.Tensor,  # [out, in]
+        scales: torch.Tensor,  # [out]
+        dtype: str,
     ) -> Tensor:
         values_, scales_ = self._weight(name, values), self._weight(name + " scales", scales)
         matrix = self._add(
@@ -254,7 +264,7 @@ class TrtGraph(Graph):
         )
         return Tensor(self, matrix, dtype, 2)
 
-    def _weight(self, name: str, weight: torch.Tensor) -> Tensor:
+    def _weight(self, name: str, weight: torch.Tensor) -> Tensor:  # [out, in] or [n]
         dtype, weight = TORCH_NAMES[weight.dtype], weight.contiguous()
         if self._shared:
             return self.input(name, dtype, *weight.shape)

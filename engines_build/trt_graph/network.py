@@ -147,21 +147,26 @@ class DecoderGraph:
             "model.embed_tokens.weight" if self._config.ties_embeddings else "lm_head.weight",
         )
 
-    def _norm(self, hidden: Tensor, name: str) -> Tensor:
+    def _norm(self, hidden: Tensor, name: str) -> Tensor:  # [batch, n, hidden]
         wide = hidden.to(self._step.wide)
         scale = (
             (wide * wide).sum(-1) * (1.0 / self._config.hidden_size) + self._config.rms_norm_eps
         ).sqrt()
         return (wide / scale).to(self._step.dtype) * self._graph.table(name).reshape(1, 1, -1)
 
-    def _project(self, rows: Tensor, name: str, biased: bool) -> Tensor:
+    def _project(self, rows: Tensor, name: str, biased: bool) -> Tensor:  # [batch, n, in]
         product = self._graph.linear(rows, name + ".weight")
         return product + self._graph.table(name + ".bias").reshape(1, 1, -1) if biased else product
 
-    def _heads(self, rows: Tensor) -> Tensor:
+    def _heads(self, rows: Tensor) -> Tensor:  # [batch, n, heads x head_dim]
         return rows.reshape(0, 0, -1, self._config.head_dim)
 
-    def _rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotate(
+        self,
+        heads: Tensor,  # [batch, n, heads, head_dim]
+        cos: Tensor,  # [batch, n, 1, head_dim]
+        sin: Tensor,  # [batch, n, 1, head_dim]
+    ) -> Tensor:
         halves = heads.reshape(0, 0, 0, 2, self._config.head_dim // 2)
         return (
             heads * cos
@@ -192,6 +197,6 @@ class DecoderGraph:
             .reshape(0, 0, kv_heads * group * head_dim)
         )
 
-    def _silu(self, values: Tensor) -> Tensor:
+    def _silu(self, values: Tensor) -> Tensor:  # [batch, n, intermediate]
         wide = values.to(self._step.wide)
         return (wide / ((wide * -1.0).exp() + 1.0)).to(self._step.dtype)

@@ -39,7 +39,9 @@ def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -
 
 
 def _follow(graph: Graph, draws: Tensor) -> None:
-    """Accept every node that, with all above it, is what the row before it draws: a path."""
+    """Accept every node that, with all above it, is what the row before it draws: a path. ``draws``
+    i32[batch, rows, 1] are the tokens by row.
+    """
     proposal = graph.input("proposal", I32, "batch", "rows").reshape(0, 0, 1)
     above = graph.input("above", BOOL, "batch", "rows", "rows")
     numbers = (proposal * 0 + 1).cumsum(1) - 1

@@ -43,7 +43,7 @@ class _Linear(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:  # [..., in] to [..., out]
         return functional.linear(rows, self.weight, self.bias)
 
 
@@ -184,7 +184,12 @@ class BatchModel:
         places = torch.arange(width)
         is_answer = ((places >= first) & (places < after)).to(self.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG001
+        def attend(
+            layer: int,  # noqa: ARG001
+            q: Tensor,  # [n, width, heads, head_dim]
+            k: Tensor,  # [n, width, kv_heads, head_dim]
+            v: Tensor,  # [n, width, kv_heads, head_dim]
+        ) -> Tensor:
             return _attention(q, k, v, group, is_causal=True)
 
         features, hidden = self._run(tokens.to(self.device), slice(width), attend, is_answer)
@@ -202,7 +207,12 @@ class BatchModel:
         mask = (places >= self._padding[rows, None])[:, None] & (places <= places[:, None])
         mask = (mask | (places == places[:, None]))[:, None]  # a row of none would be no number
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(
+            layer: int,
+            q: Tensor,  # [n, width, heads, head_dim]
+            k: Tensor,  # [n, width, kv_heads, head_dim]
+            v: Tensor,  # [n, width, kv_heads, head_dim]
+        ) -> Tensor:
             for cache, new in zip(self._kv[layer], (k, v), strict=True):
                 cache[rows, :, :width] = new.transpose(1, 2)
             return _attention(q, k, v, group, attn_mask=mask)
@@ -235,7 +245,12 @@ class BatchModel:
         mask = (places >= self._padding[:, None]) & (places <= self._place)
         mask = mask[:, None, None].expand(-1, self.config.num_kv_heads, self._group, -1)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(
+            layer: int,
+            q: Tensor,  # [rows, heads, head_dim]
+            k: Tensor,  # [rows, kv_heads, head_dim]
+            v: Tensor,  # [rows, kv_heads, head_dim]
+        ) -> Tensor:
             keys, values = self._kv[layer]
             keys.index_copy_(2, self._place, k[:, :, None])
             values.index_copy_(2, self._place, v[:, :, None])
@@ -275,7 +290,9 @@ class BatchModel:
         return ids, top - logits.logsumexp(1, keepdim=True)
 
     def _draw(self, features: Tensor, hidden: Tensor) -> None:
-        """Draw every row's next token (as ``Generator`` does) and keep what it was drawn from."""
+        """Draw every row's next token (as ``Generator`` does) and keep what it was drawn from:
+        ``features`` [rows, taps, hidden] and the last states ``hidden`` [rows, hidden].
+        """
         ids, logprobs = self._top_logprobs(hidden)
         gumbel = -torch.empty_like(logprobs).exponential_().log()
         pick = (logprobs + self._temperature[:, None] * gumbel).argmax(1, keepdim=True)
@@ -295,7 +312,11 @@ class BatchModel:
     def _group(self) -> int:
         return self.config.num_heads // self.config.num_kv_heads
 
-    def _normalise(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def _normalise(
+        self,
+        rows: Tensor,  # [..., hidden]
+        weight: Tensor,  # [hidden]
+    ) -> Tensor:
         shape = (self.config.hidden_size,)
         return functional.rms_norm(rows, shape, weight, self.config.rms_norm_eps)
 
@@ -312,7 +333,9 @@ def _samples(
     greedy: Sequence[bool],
     columns: Sequence[Tensor],
 ) -> list[HeadSample]:
-    """Cut ids, log probabilities and states of all answers into samples of one answer each."""
+    """Cut ids [n, TOP_K], log probabilities [n, TOP_K] and states [n, taps, hidden] of the ``n``
+    tokens of all answers into samples of one answer each.
+    """
     texts = [one.tokens + answer for one, answer in zip(prompts, answers, strict=True)]
     flat = torch.tensor(list(chain(*texts)), dtype=torch.int).to(columns[0].device)
     parts = [column.split([len(answer) for answer in answers]) for column in columns]
