@@ -58,10 +58,10 @@ GIB = 1 << 30
 
 @torch.library.custom_op("spindle::attend", mutates_args=())
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor,
+    query: torch.Tensor,  # [rows, heads x key_dim]
+    key: torch.Tensor,  # [rows, kv_heads x key_dim]
+    value: torch.Tensor,  # [rows, kv_heads x value_dim]
+    sinks: torch.Tensor,  # [heads], or [0] without sinks
     layer: int,
     heads: int,
     kv_heads: int,
@@ -76,10 +76,10 @@ def _attend(
 
 def _trace(
     spec: AttentionSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor,  # [1, heads, rows, key_dim]
+    key: torch.Tensor,  # [1, kv_heads, rows, key_dim]
+    value: torch.Tensor,  # [1, kv_heads, rows, value_dim]
+    sinks: torch.Tensor | None,  # [heads]
 ) -> torch.Tensor:
     """Leave ``spindle::attend`` in the trace (``attention.Attend``)."""
     rows = (x.transpose(1, 2).flatten(0, 1).flatten(1) for x in (query, key, value))
@@ -98,7 +98,10 @@ class _Rows(nn.Module):
         self._tapped: list[torch.Tensor] = []
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+        self,
+        ids: torch.Tensor,  # int64 [tokens]
+        positions: torch.Tensor,  # int64 [tokens]
+        rows: torch.Tensor,  # int64 [rows]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return logits [rows, vocab], and with taps all rows' [tokens, taps x hidden]."""
         self._tapped.clear()

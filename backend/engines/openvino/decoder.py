@@ -177,7 +177,8 @@ class OpenvinoDecoder:
         self, parts: Seq[tuple[int, Chunk]], chunks: Seq[Chunk], free: Iterator[int]
     ) -> tuple[Floats, Floats | None]:
         """Run parts of the chunks of these numbers, with branches in blocks that are ``free``;
-        return the logits that they want, and the hidden states of all their rows.
+        return the logits [rows, vocab] that they want, and all their rows' hidden states
+        [tokens, taps, hidden].
         """
         layout = Layout(
             [part for _, part in parts], self._for_copies, free, invariant=self._invariant

@@ -12,9 +12,12 @@ EXPERTS = "spindle_grouped"
 
 
 def _run_grouped(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_states: torch.Tensor,  # [tokens, hidden]
+    top_k_index: torch.Tensor,  # int64 [tokens, count]
+    top_k_weights: torch.Tensor,  # [tokens, count]
 ) -> torch.Tensor:
-    """Return what the chosen experts make of ``hidden_states`` [tokens, hidden].
+    """Return what the chosen experts make of ``hidden_states``: [tokens, hidden].
 
     transformers' own grouped form counts with ``histc``, which the front end does not translate.
     """
@@ -24,6 +27,7 @@ def _run_grouped(
     ends = (ids[:, None] <= torch.arange(self.num_experts, dtype=ids.dtype)[None]).sum(0)
 
     def product(rows: torch.Tensor, name: str) -> torch.Tensor:
+        """Multiply ``rows`` [tokens x count, columns], sorted by expert, by their matrices."""
         weight = getattr(self, name)
         weight = weight if self.is_transposed else weight.transpose(-2, -1)
         output = torch._grouped_mm(rows, weight, offs=ends.to(torch.int32))

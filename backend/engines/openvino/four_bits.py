@@ -72,12 +72,12 @@ def join(parts: Seq[FourBits]) -> FourBits:
 
 
 def split_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """Return the integers of 4 bits in bytes along the last axis, the lower half first."""
+    """Return the integers of 4 bits in bytes [..., n] as uint8 [..., 2n], the lower half first."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def join_bytes(digits: torch.Tensor) -> torch.Tensor:
-    """Return integers of 4 bits, two of the last axis in a byte."""
+    """Return integers of 4 bits, uint8 [..., 2n], two in a byte: [..., n]."""
     return digits[..., 0::2] | digits[..., 1::2] << 4
 
 
@@ -114,7 +114,10 @@ def take_four_bits(
 def _read_gptq(
     prefix: str, tensors: Tensors, quantization: Mapping[str, Any]
 ) -> tuple[FourBits, Seq[str]]:
-    """Read int32 with 8 integers each along the columns of a transposed matrix."""
+    """Read int32 with 8 integers each along the columns of a transposed matrix: ``qweight``
+    [columns / 8, rows], ``qzeros`` [groups, rows / 8]; ``scales`` [groups, rows], ``g_idx``
+    [columns].
+    """
     packed, zeros, scales = (tensors[prefix + end] for end in ("qweight", "qzeros", "scales"))
     index = tensors.get(f"{prefix}g_idx")
     columns = 8 * packed.shape[0] if index is None else len(index)
@@ -132,13 +135,16 @@ def _read_gptq(
 def _read_awq(
     prefix: str, tensors: Tensors, quantization: Mapping[str, Any]
 ) -> tuple[FourBits, Seq[str]]:
-    """Read int32 with 8 integers each along the rows of a transposed matrix, out of order."""
+    """Read int32 with 8 integers each along the rows of a transposed matrix, out of order:
+    ``qweight`` [columns, rows / 8], ``qzeros`` [groups, rows / 8]; ``scales`` [groups, rows].
+    """
     del quantization
     packed, zeros, scales = (tensors[prefix + end] for end in ("qweight", "qzeros", "scales"))
     if 8 * packed.shape[1] != scales.shape[1]:
         raise UnfitError("its integers are not 4 bits wide")
 
     def order(words: torch.Tensor) -> torch.Tensor:
+        """Return the integers uint8 [rows, n] of ``words`` int32 [n, rows / 8]."""
         digits = split_bytes(words.contiguous().view(torch.uint8))
         columns: torch.Tensor = digits.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)]
         return columns.flatten(1).T
@@ -153,7 +159,10 @@ def _read_awq(
 def _read_packed(
     prefix: str, tensors: Tensors, quantization: Mapping[str, Any]
 ) -> tuple[FourBits, Seq[str]]:
-    """Read int32 with 8 integers each along a row (compressed-tensors, pack-quantized)."""
+    """Read int32 with 8 integers each along a row (compressed-tensors, pack-quantized):
+    ``weight_packed`` [rows, columns / 8]; ``weight_scale`` [rows, groups],
+    ``weight_zero_point`` int32 [⌈rows / 8⌉, groups], ``weight_g_idx`` [columns].
+    """
     del quantization
     packed, scale = tensors[f"{prefix}weight_packed"], tensors[f"{prefix}weight_scale"]
     rows, columns = (int(size) for size in tensors[f"{prefix}weight_shape"])
@@ -172,7 +181,9 @@ def _read_packed(
 
 
 def _drop_plain_zeros(
-    digits: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+    digits: torch.Tensor,  # uint8 [rows, columns / 2]
+    scale: torch.Tensor,  # [rows, groups]
+    zero: torch.Tensor | None,  # uint8 [rows, groups]
 ) -> FourBits:
     """Return a matrix, without zeros where all are 8."""
     if zero is not None and bool((zero == 8).all()):
@@ -190,14 +201,14 @@ def _check(matrix: FourBits) -> None:
 
 
 def _check_order(index: torch.Tensor | None, columns: int, groups: int) -> None:
-    """Raise UnfitError for columns whose groups (``index``) do not follow each other."""
+    """Raise UnfitError for columns whose groups, ``index`` [columns], do not follow each other."""
     in_order = torch.arange(columns) // max(1, columns // groups)
     if index is not None and not torch.equal(index.long(), in_order):
         raise UnfitError("the groups of its columns do not follow each other (act-order)")
 
 
 def round_to_four_bits(weight: torch.Tensor) -> FourBits:
-    """Return a matrix rounded to the nearest integers, in the largest groups that fit."""
+    """Return ``weight`` [rows, columns] as the nearest integers, in the largest groups that fit."""
     group = next((size for size in FOUR_BIT_GROUPS if weight.shape[1] % size == 0), 0)
     if not group or weight.shape[0] % 2:
         raise UnfitError(f"a matrix {list(weight.shape)} has no groups of 4 bits")
@@ -211,6 +222,7 @@ def round_to_four_bits(weight: torch.Tensor) -> FourBits:
 
 
 def _quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes and the fp16 scales [rows, groups] of ``weight`` [rows, groups, group]."""
     greatest = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
     scale = (greatest / -8).half()
     scale = torch.where(scale == 0, torch.full_like(scale, 1e-4), scale)

@@ -33,7 +33,7 @@ from backend.engines.openvino.width import Width
 from backend.engines.stepping.chunks import Chunk
 from backend.sequence import BLOCK_TOKENS, ROOT
 
-Blocks = npt.NDArray[np.int32]
+Blocks = npt.NDArray[np.int32]  # [blocks]
 
 SCRATCH_TOKENS = 128 * 32
 """KV besides the ledger's: copies of prompts' last blocks and of branches."""

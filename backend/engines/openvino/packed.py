@@ -34,7 +34,9 @@ class Int8:
     """A matrix of int8 with a scale for each row."""
 
     digits: torch.Tensor
+    """[rows, columns]"""
     scale: torch.Tensor
+    """fp16 [rows, 1]"""
 
     @property
     def shape(self) -> torch.Size:
@@ -46,17 +48,19 @@ class Int8:
         return self.digits[rows].float() * self.scale[rows].float()
 
 
-Matrix = torch.Tensor | FourBits | Int8
+Matrix = torch.Tensor | FourBits | Int8  # [rows, columns]
 
 
 @torch.library.custom_op("spindle::product", mutates_args=())
 def _product(rows: torch.Tensor, place: int, width: int) -> torch.Tensor:
+    """Stand in a trace for the product [..., width] of ``rows`` [..., columns]."""
     del place
     return rows.new_zeros(*rows.shape[:-1], width)
 
 
 @torch.library.custom_op("spindle::look_up", mutates_args=())
 def _look_up(ids: torch.Tensor, place: int, width: int) -> torch.Tensor:
+    """Stand in a trace for the rows fp32 [..., width] of ``ids`` int64 [...]."""
     del place
     return torch.zeros(*ids.shape, width)
 
@@ -116,6 +120,7 @@ class PackedMatrices:
         """Have the modules multiply by their matrices, some rows of them at a time."""
 
         def product(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+            """Return the product [..., width] of ``rows`` [..., columns]."""
             matrix = self._by_module[module]
             parts = [
                 functional.linear(rows, _wide(matrix, slice(at, at + _ROWS)))
@@ -124,6 +129,7 @@ class PackedMatrices:
             return torch.cat(parts, -1)
 
         def look_up(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            """Return the rows [..., columns] of ``ids`` int64 [...]."""
             matrix = self._by_module[module]
             rows = [_wide(matrix, slice(row, row + 1)) for row in ids.flatten().tolist()]
             return torch.cat(rows).view(*ids.shape, -1)
@@ -134,12 +140,13 @@ class PackedMatrices:
     @contextmanager
     def traced(self, lm: nn.Module, *inputs: torch.Tensor) -> Iterator[None]:
         """Have the modules leave an operation in a trace; those that multiply the same rows, one
-        for all. ``lm`` runs ``inputs`` first to find these.
+        for all. ``lm`` runs ``inputs``, int64 [n] each, first to find these.
         """
         self._find_groups(lm, inputs)
         parts: dict[nn.Module, torch.Tensor] = {}
 
         def product(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+            """Return the product [..., width] of ``rows`` [..., columns]."""
             group = self._groups[module]
             if module is group[0]:
                 widths = [self._by_module[one].shape[0] for one in group]
@@ -149,6 +156,7 @@ class PackedMatrices:
             return part
 
         def look_up(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            """Return the rows [..., columns] of ``ids`` int64 [...]."""
             width = self._by_module[module].shape[1]
             rows: torch.Tensor = _look_up(ids, self._place([module]), width)
             return rows
@@ -157,11 +165,12 @@ class PackedMatrices:
             yield
 
     def _find_groups(self, lm: nn.Module, inputs: Seq[torch.Tensor]) -> None:
-        """Find the modules that multiply the same rows."""
+        """Find the modules that multiply the same rows; ``inputs`` are int64 [n] each."""
         by_rows: dict[tuple[int, object], list[nn.Module]] = {}
         alive = []  # so that no two tensors have one id
 
         def product(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+            """Note a product of ``rows`` [..., columns]; return zeros [..., width]."""
             alive.append(rows)
             group = by_rows.setdefault((id(rows), _kind(self._by_module[module])), [])
             group.append(module)
@@ -169,6 +178,7 @@ class PackedMatrices:
             return rows.new_zeros(*rows.shape[:-1], self._by_module[module].shape[0])
 
         def look_up(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+            """Return zeros [..., columns] for ``ids`` int64 [...]."""
             return torch.zeros(*ids.shape, self._by_module[module].shape[1])
 
         with self._instead(product, look_up), torch.no_grad():
@@ -180,12 +190,14 @@ class PackedMatrices:
         linear, embedding = nn.Linear.forward, nn.Embedding.forward
 
         def multiply(module: Any, rows: torch.Tensor) -> torch.Tensor:
+            """Stand in for ``nn.Linear.forward`` of ``rows`` [..., columns]."""
             if module not in self._by_module:
                 return linear(module, rows)
             output: torch.Tensor = product(module, rows)
             return output if module.bias is None else output + module.bias
 
         def embed(module: Any, ids: torch.Tensor) -> torch.Tensor:
+            """Stand in for ``nn.Embedding.forward`` of ``ids`` int64 [...]."""
             if module not in self._by_module:
                 return embedding(module, ids)
             output: torch.Tensor = look_up(module, ids)
@@ -234,22 +246,24 @@ class PackedMatrices:
         )
 
     def _floats(self, tensor: torch.Tensor) -> op.Constant:
-        """Return a constant of floats in the tensor's own memory."""
+        """Return a constant of floats in the memory of a tensor of any shape ([rows, columns])."""
         kinds = {torch.bfloat16: Type.bf16, torch.float16: Type.f16, torch.float32: Type.f32}
         size = torch.int32 if tensor.dtype == torch.float32 else torch.int16
         numbers = tensor.contiguous().view(size).numpy()
         return self._over(numbers, kinds[tensor.dtype], list(tensor.shape))
 
     def _halves(self, halves: torch.Tensor, kind: Type, shape: list[int]) -> op.Constant:
-        """Return a constant of integers of 4 bits, two in a byte."""
+        """Return a constant of integers of 4 bits, two in a byte of ``halves``: uint8 [..., n]."""
         return self._over(halves.contiguous().numpy(), kind, shape)
 
     def _over(self, array: np.ndarray[Any, Any], kind: Type, shape: list[int]) -> op.Constant:
+        """Return a constant of this shape in the memory of an array of any shape."""
         self._arrays.append(array)  # a tensor over an array does not keep it alive
         return op.Constant(openvino.Tensor(array, shape, kind))
 
 
 def _wide(matrix: Matrix, rows: slice) -> torch.Tensor:
+    """Return some rows [n, columns] of a matrix, in fp32."""
     return matrix[rows].float() if isinstance(matrix, torch.Tensor) else matrix.widen(rows)
 
 

@@ -163,6 +163,7 @@ def int8(
 
 
 def _quantize(weight: Floats) -> tuple[Digits, Scales]:
+    """Return the digits and the scales [rows, 1] of ``weight`` [rows, columns]."""
     scale = (np.abs(weight).max(1, keepdims=True) / 127).astype(np.float16)
     wide = np.where(scale > 0, scale, np.float16(1)).astype(np.float32)  # rows of padding are zeros
     return (weight / wide).round().clip(-127, 127).astype(np.int8), scale
