@@ -14,6 +14,7 @@ class HeadInTarget(InTarget):
     def __init__(
         self, name: str, network: HeadNetwork, token_ids: torch.Tensor, *, max_draft_tokens: int
     ) -> None:
+        """Take the ``token_ids``, int64[rows], that have rows in any case."""
         vocab_size = network.config.vocab_size
         most = {"max_draft_tokens": max_draft_tokens, "vocab_size": vocab_size}
         super().__init__(name, **most, whole_batch=True)

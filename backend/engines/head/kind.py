@@ -143,7 +143,7 @@ def _read_embeddings(
 def _make_head(
     engine: EngineConfig,
     folder: Path,
-    weights: dict[str, Floats],
+    weights: dict[str, Floats],  # by name, [...] as HeadConfig.shapes says
     rows: Floats,  # [static tokens, hidden]
     threads: int,
 ) -> Head:

@@ -55,6 +55,7 @@ class TorchHead:
         return to_array(after), to_array(vectors), to_array(vectors @ self._rows.T)
 
     def _tensor(self, rows: Floats) -> Tensor:
+        """Return rows [n, ..., hidden] in the network's dtype, on its device."""
         weight = self._network.join.weight
         return torch.from_numpy(rows).to(weight.device, weight.dtype)
 

@@ -19,7 +19,7 @@ from backend.engines.openvino.parts import (
 )
 from backend.sampling.distributions import Floats
 
-Weights = Mapping[str, Floats]
+Weights = Mapping[str, Floats]  # by name, [...] as HeadConfig.shapes says
 
 
 class OpenvinoHead:
@@ -86,6 +86,7 @@ def _step(
     before, token = (parameter(n, [-1, config.hidden_size], Type.f32) for n in ("before", "token"))
 
     def product(values: Output, weight: Floats) -> Output:
+        """Return the product of ``values`` [n, columns] and ``weight`` [rows, columns]."""
         return opset13.matmul(values, _matrix(weight, dtype), False, True).output(0)
 
     read = [

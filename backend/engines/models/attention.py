@@ -104,7 +104,9 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers calls it. Raises AttentionError."""
+    """Attend as transformers calls it; return [1, rows, heads, value_dim]. Raises AttentionError,
+    also for a mask of any shape.
+    """
     spec = spec_of(module, query, key, value, scaling, options)
     if attention_mask is not None:
         raise AttentionError(f"layer {spec.layer} brings a mask of its own")

@@ -44,7 +44,7 @@ def run_eagerly(lm: nn.Module) -> torch.Tensor:
 
 def compare(
     lm: nn.Module,
-    forward: Callable[[Seq[Chunk]], Floats],
+    forward: Callable[[Seq[Chunk]], Floats],  # returns [rows, vocab]
     name: str,
     expected: torch.Tensor | None = None,  # [TOKENS, vocab]
 ) -> float:

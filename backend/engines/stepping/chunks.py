@@ -12,7 +12,7 @@ import numpy.typing as npt
 from backend.sequence import BLOCK_TOKENS
 
 Slots = npt.NDArray[np.int64]
-"""Places in a pool of KV."""
+"""Places [n] in a pool of KV."""
 
 
 class KVTable:

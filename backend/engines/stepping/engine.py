@@ -69,10 +69,10 @@ class Job:
     scored: list[tuple[int, int]] = field(default_factory=list)
     context_rows: int = 0
     top: list[list[tuple[int, float]]] = field(default_factory=list)
-    logits: list[Floats] = field(default_factory=list)
-    context_logits: Floats | None = None
+    logits: list[Floats] = field(default_factory=list)  # [rows, vocab] each
+    context_logits: Floats | None = None  # [rows, vocab]
     hidden_states: list[Floats] = field(default_factory=list)
-    """By pass, those of the rows that are in the text now."""
+    """[rows, layers, hidden] by pass, of the rows that are in the text now."""
     error: str | None = None
 
     @property
@@ -438,4 +438,5 @@ def _extras(job: Job) -> Extras | None:
 
 
 def _in_fp32(logits: Floats) -> npt.NDArray[np.float32]:
+    """Return logits [rows, vocab] in fp32."""
     return logits.astype(np.float32, copy=False)
