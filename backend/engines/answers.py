@@ -258,7 +258,11 @@ class Answers:
         return np.arange(start, start + size) % self.capacity
 
     def _chain(
-        self, tenant: bytes, tokens: list[int], context: int, slots: npt.NDArray[np.int64]
+        self,
+        tenant: bytes,
+        tokens: list[int],
+        context: int,
+        slots: npt.NDArray[np.int64],  # [len(tokens) + 1]
     ) -> None:
         """Chain the places of a text that tokens of the answer are at."""
         ids, root = np.array(tokens, np.uint64), np.uint64(_root(tenant))

@@ -60,12 +60,16 @@ class StoredMatrix:
         return _in_fp32(self._stored[rows])
 
 
-def widen(bits: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+def widen(
+    bits: npt.NDArray[Any],  # of any shape, such as [rows, columns]; 2 bytes each
+) -> npt.NDArray[np.float32]:
     """Return numbers in bf16, by their bits, as fp32."""
     return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def narrow(numbers: Floats) -> Bits:
+def narrow(
+    numbers: Floats,  # of any shape, such as [rows, columns]
+) -> Bits:
     """Return the bits of numbers rounded to bf16, halves to even."""
     bits = numbers.astype(np.float32, copy=False).view(np.uint32)
     return ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(np.uint16)
@@ -139,7 +143,9 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return rope
 
 
-def _in_fp32(stored: npt.NDArray[Any]) -> Floats:
+def _in_fp32(
+    stored: npt.NDArray[Any],  # of any shape, such as [rows, columns]
+) -> Floats:
     return widen(stored) if stored.dtype == np.uint16 else stored.astype(np.float32)
 
 

@@ -28,7 +28,10 @@ class QuantizedError(ValueError):
     """A quantised tensor that cannot be read; the message names it."""
 
 
-def widen(tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]) -> Tensors:
+def widen(
+    tensors: Mapping[str, torch.Tensor],  # of any shape, such as [rows, columns]
+    quantization: Mapping[str, Any],
+) -> Tensors:
     """Return the tensors of a folder with its quantised ones as bf16, under the names that they
     have in a folder without quantisation.
 
@@ -54,7 +57,10 @@ def widen(tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]) 
 
 
 def _gptq(prefix: str, rest: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
-    """Read int32 that hold 2, 4 or 8 bits each along the columns of a transposed matrix (GPTQ)."""
+    """Read int32 that hold 2, 4 or 8 bits each along the columns of a transposed matrix (GPTQ):
+    ``qweight`` [columns x bits / 32, rows], ``qzeros`` [groups, rows x bits / 32]; ``scales``
+    [groups, rows], ``g_idx`` [columns].
+    """
     packed, zeros, scales = (rest.pop(prefix + end) for end in ("qweight", "qzeros", "scales"))
     groups, inputs = scales.shape[0], rest.get(f"{prefix}g_idx", torch.empty(0)).numel()
     bits = packed.shape[0] * 32 // inputs if inputs else int(quantization["bits"])
@@ -68,13 +74,16 @@ def _gptq(prefix: str, rest: Tensors, quantization: Mapping[str, Any]) -> tuple[
 
 
 def _awq(prefix: str, rest: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
-    """Read int32 that hold 4 bits each along the rows of a transposed matrix (AWQ, gemm)."""
+    """Read int32 that hold 4 bits each along the rows of a transposed matrix (AWQ, gemm):
+    ``qweight`` [columns, rows / 8], ``qzeros`` [groups, rows / 8]; ``scales`` [groups, rows].
+    """
     del quantization
     packed, zeros, scales = (rest.pop(prefix + end) for end in ("qweight", "qzeros", "scales"))
     _check_bits(packed.shape[1] * 32 // scales.shape[1], (4,))
     places = [_AWQ_COLUMNS.index(column) for column in range(8)]
 
     def unpack(words: torch.Tensor) -> torch.Tensor:
+        """Return the numbers [n, rows] of ``words`` int32 [n, rows / 8]."""
         return _unpack(words, 4).view(len(words), -1, 8)[..., places].flatten(1)
 
     each = packed.shape[0] // scales.shape[0]
@@ -93,7 +102,10 @@ def _qweight(
 def _read_packed(
     prefix: str, rest: Tensors, quantization: Mapping[str, Any]
 ) -> tuple[str, torch.Tensor]:
-    """Read int32 that hold 4 or 8 bits each along a row (compressed-tensors, pack-quantized)."""
+    """Read int32 that hold 4 or 8 bits each along a row (compressed-tensors, pack-quantized):
+    ``weight_packed`` [rows, ⌈columns x bits / 32⌉], ``weight_zero_point``
+    [⌈rows x bits / 32⌉, groups]; ``weight_scale`` [rows, groups], ``weight_g_idx`` [columns].
+    """
     del quantization
     packed, scale, shape = (
         rest.pop(f"{prefix}weight_{end}") for end in ("packed", "scale", "shape")
@@ -114,7 +126,7 @@ def _read_packed(
 
 def _scaled_by(end: str) -> Callable[..., tuple[str, torch.Tensor]]:
     def read(name: str, rest: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
-        """Read fp8 or int8 with a scale for all, for a row, for a group or for a block."""
+        """Read fp8 or int8 [..., rows, columns] with a scale for all, a row, a group or a block."""
         scale, zero = rest.pop(name + end), rest.pop(f"{name}_zero_point", None)
         return name, _scale(rest.pop(name), scale, zero, _block(quantization))
 
@@ -122,7 +134,9 @@ def _scaled_by(end: str) -> Callable[..., tuple[str, torch.Tensor]]:
 
 
 def _mxfp4(prefix: str, rest: Tensors, quantization: Mapping[str, Any]) -> tuple[str, torch.Tensor]:
-    """Read blocks of 32 numbers of 4 bits with an exponent each (MXFP4 of gpt-oss)."""
+    """Read blocks of 32 numbers of 4 bits with an exponent each (MXFP4 of gpt-oss): ``_blocks``
+    uint8 [..., rows, groups, 16], ``_scales`` uint8 [..., rows, groups].
+    """
     del quantization
     blocks, exponents = rest.pop(f"{prefix}_blocks"), rest.pop(f"{prefix}_scales")
     magnitudes = torch.tensor(_FP4)
@@ -149,13 +163,16 @@ def _check_bits(bits: int, choices: Seq[int] = (2, 4, 8)) -> None:
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the numbers of ``bits`` bits in int32 along the last axis, the lowest first."""
+    """Return the numbers [..., n x 32 / bits] in int32 ``words`` [..., n], the lowest first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words.int()[..., None] >> shifts & ((1 << bits) - 1)).flatten(-2)
 
 
 def _scale(
-    digits: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, block: Seq[int]
+    digits: torch.Tensor,  # [..., rows, columns]
+    scale: torch.Tensor,  # [..., m, n] for m x n blocks, or one number
+    zero: torch.Tensor | None,  # [..., m, n], or one number
+    block: Seq[int],
 ) -> torch.Tensor:
     """Return numbers of a scale, less ``zero``, in fp32."""
     wide = digits.float()
@@ -164,7 +181,11 @@ def _scale(
     return wide * _spread(scale.float(), wide.shape, block)
 
 
-def _spread(parts: torch.Tensor, shape: Seq[int], block: Seq[int]) -> torch.Tensor:
+def _spread(
+    parts: torch.Tensor,  # [..., m, n] for m x n blocks, or one number
+    shape: Seq[int],
+    block: Seq[int],
+) -> torch.Tensor:
     """Return ``parts``, one for each block of a matrix, as they broadcast to its ``shape``."""
     if parts.numel() == 1:
         return parts.reshape(())
