@@ -374,8 +374,8 @@ class Generator:
             self.waiting.append(row)
 
     def _choose(self, top_logprobs: Tensor, top_ids: Tensor, temperatures: Tensor) -> Tensor:
-        """One token per row [n]: the Gumbel-max trick over the kept logits; temperature 0 leaves
-        the noise out.
+        """One token per row [n]: the Gumbel-max trick over the kept logits [n, K] (``temperatures``
+        [n]); temperature 0 leaves the noise out.
         """
         gumbel = -torch.empty_like(top_logprobs).exponential_(generator=self.noise).log()
         pick = (top_logprobs + temperatures[:, None] * gumbel).argmax(dim=1, keepdim=True)
@@ -392,7 +392,9 @@ class Generator:
 
 
 def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log probabilities and ids of the most likely tokens, [n, TOP_K] each, on the CPU."""
+    """Log probabilities and ids of the most likely tokens, [n, TOP_K] each, on the CPU, of logits
+    [n, vocab].
+    """
     logits = logits.float()
     top, ids = logits.topk(min(TOP_K, logits.shape[1]), dim=1)
     return (top - logits.logsumexp(dim=1, keepdim=True)).cpu(), ids.cpu()

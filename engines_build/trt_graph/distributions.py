@@ -52,7 +52,9 @@ class Vocabulary:
         self._columns = graph.constant(np.arange(size, dtype=np.int32)[None, None])
 
     def arg_max(self, values: Tensor) -> Tensor:
-        """Return the column [batch, rows, 1] of each row's greatest value, the first of equals."""
+        """Return the column [batch, rows, 1] of the greatest of each row's values [batch, rows,
+        size], the first of equals.
+        """
         return where(values >= values.amax(-1), self._columns, self.size).amin(-1)
 
     def probs(self, logits: Tensor, options: DistributionOptions) -> Tensor:

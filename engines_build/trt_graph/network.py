@@ -105,10 +105,14 @@ class DecoderGraph:
         )
 
     def run(
-        self, ids: Tensor, positions: Tensor, mask: Tensor, memories: list[Tensor]
+        self,
+        ids: Tensor,  # i32[batch, queries]
+        positions: Tensor,  # i32[batch, queries]
+        mask: Tensor,  # bool[batch, queries, total]
+        memories: list[Tensor],  # [batch, past, 2 x kv_heads, head_dim]
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the last hidden states [batch, queries, hidden], not normed, and every layer's new
-        keys and values.
+        keys and values [batch, queries, 2 x kv_heads, head_dim].
         """
         cos, sin = (
             table.take(positions).reshape(0, 0, 1, self._config.head_dim)
@@ -138,8 +142,8 @@ class DecoderGraph:
         return hidden, new_kv
 
     def logits(self, hidden: Tensor, wanted: Tensor) -> Tensor:
-        """Return the logits [batch, rows, vocab] of the rows that are ``wanted`` [batch, rows] of
-        all flattened.
+        """Return the logits [batch, rows, vocab] of the rows that are ``wanted`` i32[batch, rows]
+        of all flattened, from states ``hidden`` [batch, queries, hidden].
         """
         rows = hidden.reshape(-1, self._config.hidden_size).take(wanted)
         return self._graph.linear(
@@ -175,7 +179,8 @@ class DecoderGraph:
 
     def _attend(self, query: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
         """Return attention's output [batch, queries, heads x head_dim] of ``query`` [batch,
-        queries, heads, head_dim].
+        queries, heads, head_dim] over ``kv`` [batch, total, 2 x kv_heads, head_dim]; ``mask``
+        bool[batch, queries, total] says what a query sees.
         """
         kv_heads, head_dim = self._config.num_kv_heads, self._config.head_dim
         group = self._config.num_heads // kv_heads

@@ -96,7 +96,7 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # [1, tokens, rotary]
         **_: object,
     ) -> tuple[torch.Tensor, None]:
         """Return the block's output for ``hidden_states`` [1, tokens, hidden]."""

@@ -55,14 +55,14 @@ def _linear(
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: torch.Tensor,  # [rows, inner]
+    weight: torch.Tensor,  # [columns, inner]
+    out: torch.Tensor,  # [rows, columns]
+    bias: torch.Tensor | None = None,  # [columns]
     *,
     tiling: Tiling,
 ) -> torch.Tensor:
-    """Write ``x @ weight.T + bias`` into ``out`` [rows, columns]; ``x`` is [rows, inner].
+    """Write ``x @ weight.T + bias`` into ``out``.
 
     Raises ValueError for a weight whose shape is not a multiple of the tiling.
     """

@@ -134,7 +134,9 @@ def attention(
 
 
 def _visible_keys(words: torch.Tensor, committed: int, window: int) -> torch.Tensor:
-    """Return which keys each new token sees, bool[new, committed + new]."""
+    """Return which keys each new token sees by its ancestor word, int64[new]: bool[new, committed +
+    new].
+    """
     new = torch.arange(len(words), device=words.device)
     is_ancestor = ((words[:, None] >> new) & 1).bool()
     old = is_ancestor.new_ones(len(words), committed)

@@ -77,7 +77,9 @@ kv_heads, PAGE, dim], rows and scoring.
 """
 
 
-def _to_pages(kv: torch.Tensor) -> list[torch.Tensor]:
+def _to_pages(
+    kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
+) -> list[torch.Tensor]:
     """Return keys and values as the libraries have pages: [blocks, PAGE, kv_heads, dim]."""
     return [kv[:, which].transpose(1, 2) for which in (0, 1)]
 
@@ -143,7 +145,11 @@ def by_row(
 
 
 def _attend_over(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_visible: torch.Tensor, scoring: Scoring
+    q: torch.Tensor,  # [heads, new, dim]
+    k: torch.Tensor,  # [kv_heads, keys, dim]
+    v: torch.Tensor,  # [kv_heads, keys, dim]
+    is_visible: torch.Tensor,  # bool[new, keys]
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention [heads, new, dim] of one row."""
     if not scoring.softcap:

@@ -67,13 +67,13 @@ class Slots:
         self,
         kernels: Kernels,
         logits: torch.Tensor,
-        slot: torch.Tensor,
-        place: torch.Tensor,
+        slot: torch.Tensor,  # int64[rows]
+        place: torch.Tensor,  # int64[rows]
         *,
         bounded: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what tokens at ``place`` int64[rows] are drawn by from ``logits`` [rows, vocab]:
-        temperature, the least logit that counts, and the noise word, [rows] each.
+        """Return what tokens at ``place`` are drawn by from ``logits`` [rows, vocab]: temperature,
+        the least logit that counts, and the noise word, [rows] each.
         """
         heat, *limits = (self.options[name][slot] for name in OPTIONS if name != "seed")
         words = mix(self.options["seed"][slot] ^ place)
@@ -157,7 +157,9 @@ class VerifyStep:
         slots.length[self.slot] = length + self.count
 
     def _draw(self, logits: torch.Tensor, *, bounded: bool) -> torch.Tensor:
-        """Return the token drawn at every place of the pass, int32[tokens]."""
+        """Return the token drawn at every place of the pass, int32[tokens], from its ``logits``
+        [tokens, vocab].
+        """
         place, slot = self.target.inputs.device["position"] + 1, self.slot[self._owner]
         kernels = self.model.kernels
         options = self.slots.drawing(kernels, logits, slot, place, bounded=bounded)

@@ -190,9 +190,10 @@ def walk(
     """Follow what the target drew: write ``emitted`` int64[rows, most], ``path`` int32[rows, most]
     and ``count`` int64[rows].
 
-    ``drawn`` int32[tokens] are the tokens drawn at the places of a pass, the others as ``pack``
-    writes them; a row owns at most ``places`` of them. A row's first ``count`` tokens of
-    ``emitted`` are its text's, drawn at the local places of ``path``; the rest is undefined.
+    ``tokens`` int32[tokens] are drawn at the places of a pass; ``ids`` int64[tokens], ``origin``
+    int32[tokens] and ``first`` int32[rows + 1] are as in ``pack``. A row owns at most ``places``.
+    A row's first ``count`` tokens of ``emitted`` are its text's, drawn at the local places of
+    ``path``; the rest is undefined.
     """
     rows, most = emitted.shape
     shape = {"MOST": most, "BLOCK": max(2, triton.next_power_of_2(places)), "num_warps": 1}

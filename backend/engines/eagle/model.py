@@ -133,7 +133,7 @@ class EagleModel:
 
     def key_values(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Return the keys and values [n, 2 kv_heads, head_dim] of rows: ``tokens`` int64[n] after
-        the fused states ``hidden`` [n, hidden].
+        the fused states ``hidden`` [n, hidden], at ``positions`` int64[n].
         """
         read = self._read(tokens, hidden)[0]
         heads = functional.linear(read, self._kv).view(len(read), -1, self.shape.head_dim)
@@ -164,8 +164,9 @@ class EagleModel:
         return logits.view(texts, count, -1), carried.view(texts, count, -1)
 
     def _attend(self, query: Tensor, pool: Tensor, mask: Tensor) -> Tensor:
-        """Return the attention [b, r, heads, head_dim] of queries of that shape. Those of a KV head
-        are folded into rows, so that keys are never repeated.
+        """Return the attention [b, r, heads, head_dim] of queries of that shape; ``pool`` and
+        ``mask`` are those of ``rows``. Queries of a KV head are folded into rows, so that keys are
+        never repeated.
         """
         texts, count, heads, dim = query.shape
         kv_heads = self.shape.num_kv_heads
@@ -180,14 +181,18 @@ class EagleModel:
         return out.reshape(texts, count, heads, dim)
 
     def _read(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what attention reads of rows [n, 2 hidden], and their residual [n, hidden]."""
+        """Return what attention reads of rows [n, 2 hidden], and their residual [n, hidden]:
+        ``tokens`` int64[n], ``hidden`` [n, hidden].
+        """
         normed = self._norm(hidden, "hidden_norm")
         embedded = self._embedding[tokens.to(self._embedding.device)].to(self.device, self.dtype)
         read = torch.cat([self._norm(embedded, "input_layernorm"), normed], -1)
         return read, normed if self.shape.norm_before_residual else hidden
 
     def _rotate(self, heads: Tensor, positions: Tensor, which: str) -> Tensor:
-        """Return queries or keys ("q", "k") [n, heads, head_dim] turned to their positions."""
+        """Return queries or keys ("q", "k") [n, heads, head_dim] turned to their ``positions``
+        int64[n].
+        """
         if self.shape.qk_norm:
             heads = self._norm(heads, f"self_attn.{which}_norm")
         swapped = torch.roll(heads, self.shape.head_dim // 2, -1)

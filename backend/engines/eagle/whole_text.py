@@ -41,7 +41,9 @@ class WholeText:
     def __init__(
         self, shape: EagleShape, tensors: Mapping[str, Tensor], embedding: Tensor, head: Tensor
     ) -> None:
-        """``embedding`` [vocab, hidden] and ``head``, of the same tokens, are the target's."""
+        """``tensors`` are those of ``folder``; ``embedding`` and ``head`` [vocab, hidden] the
+        target's.
+        """
         self.shape, self._tensors = shape, tensors
         self.token_ids = tensors["token_ids"]
         self._embedding = tensors.get("embed_tokens.weight", embedding)
@@ -49,7 +51,7 @@ class WholeText:
         self._rows = head[self.token_ids] if own_rows is None else own_rows
 
     def unroll(self, tokens: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
-        """Yield logits [places, draft vocabulary] by step, of a text's ``tokens`` [n] and the
+        """Yield logits [places, draft vocabulary] by step, of a text's ``tokens`` int64[n] and the
         target's ``states`` [n, layers, hidden] there.
 
         In step j (from 0 on), place i is a proposal of j + 1 tokens that begins after token
@@ -91,7 +93,9 @@ class WholeText:
     def _read(
         self, embedded: Tensor, state: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [rows, heads, columns], and the residual."""
+        """Return queries, keys and values [rows, heads, head_dim], and the residual [rows, hidden];
+        ``embedded`` and ``state`` are [rows, hidden], ``cos`` and ``sin`` [rows, head_dim].
+        """
         shape, normed = self.shape, self._norm(state, "hidden_norm")
         read = torch.cat([self._norm(embedded, "input_layernorm"), normed], 1)
         query, key, value = (

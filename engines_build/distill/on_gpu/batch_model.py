@@ -74,8 +74,8 @@ def _layer(weights: Weights, index: int) -> _Layer:
 
 
 def lengths_of(answers: Tensor, ends: Tensor) -> Tensor:
-    """Return how many tokens of each row of answers [n, made] count: up to one of ``ends``, or to
-    where the last tokens stand for the third time (as ``Generator`` ends them).
+    """Return how many tokens of each row of answers [n, made] count: up to one of ``ends`` [k], or
+    to where the last tokens stand for the third time (as ``Generator`` ends them).
     """
     over = torch.isin(answers, ends)
     if answers.shape[1] >= _LOOP_FIRST:
@@ -284,7 +284,7 @@ class BatchModel:
         return torch.stack(tapped, 1), hidden[wanted]
 
     def _top_logprobs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and log probabilities [n, TOP_K] after last states [n, hidden]."""
+        """Return ids and log probabilities [n, TOP_K] after the last states [n, hidden]."""
         logits = self._head(self._normalise(hidden, self._norm)).float()
         top, ids = logits.topk(self._top, dim=1)
         return ids, top - logits.logsumexp(1, keepdim=True)
@@ -322,7 +322,9 @@ class BatchModel:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, group: int, **mask: Any) -> Tensor:
-    """Attention of whole texts: of [n, width, heads, head_dim], [n, width, heads x head_dim]."""
+    """Attention of whole texts, [n, width, heads x head_dim]: of ``q`` [n, width, heads, head_dim],
+    ``k`` and ``v`` [n, width, kv_heads, head_dim].
+    """
     q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, 1) for x in (k, v))
     return functional.scaled_dot_product_attention(q, k, v, **mask).transpose(1, 2).flatten(2)
 
