@@ -74,7 +74,9 @@ ESTIMATES = record(
 
 @helper
 def find(requests: Ints, slots: Ints, request: int) -> int:
-    """Return the slot of a request among the sorted ``known`` ones, -1 where it has none."""
+    """Return the one of ``slots[m]`` that a request of the sorted ``requests[m]`` has, -1 where it
+    has none.
+    """
     low, high = 0, len(requests)
     while low < high:
         middle = (low + high) // 2
@@ -87,7 +89,9 @@ def find(requests: Ints, slots: Ints, request: int) -> int:
 
 @entry(INTS[1], INTS[1], INTS[1], INTS[1])
 def find_all(requests: Ints, slots: Ints, request: Ints, slot: Ints) -> int:
-    """Look up the slots of requests, into ``slot``; return how many have none."""
+    """Look up the ``slots[m]`` that ``request[n]`` have among the sorted ``requests[m]``, into
+    ``slot[n]``; return how many have none.
+    """
     missing = 0
     for i in range(len(request)):
         slot[i] = find(requests, slots, request[i])
@@ -104,8 +108,8 @@ def shifted(hazard: float, shift: float) -> float:
 
 @entry(ESTIMATES, INTS[1], INTS[2], FLOATS[3])
 def set_hazards(estimates: Estimates, slot: Ints, evidence: Ints, hazard: Floats) -> None:
-    """Compute what is expected of requests, ``hazard[K, D, n]``: the level of the bin of evidence,
-    ``evidence[n, D]``, at their deviation.
+    """Compute what is expected of requests in ``slot[n]``, ``hazard[K, D, n]``: the level of the
+    bin of evidence, ``evidence[n, D]``, at their deviation.
     """
     e = estimates
     k_max, drafts, n = hazard.shape
@@ -260,7 +264,12 @@ CHAINS = record(Chains, *[INTS[1]] * 5)
 
 @helper
 def _fade(
-    estimates: Estimates, constants: Constants, slot: Ints, draft: Ints, emitted: Ints, steps: int
+    estimates: Estimates,
+    constants: Constants,
+    slot: Ints,  # [n]
+    draft: Ints,  # [n]
+    emitted: Ints,  # [n]
+    steps: int,
 ) -> None:
     """Let evidence fade by the last steps of some slots: that of each request, and its tenant's
     levels. All but the last one were plain.
@@ -299,10 +308,14 @@ def _fade(
 
 @helper
 def _learn_chains(
-    estimates: Estimates, requests: Ints, slots: Ints, chains: Chains, sums: Floats
+    estimates: Estimates,
+    requests: Ints,  # [m]
+    slots: Ints,  # [m]
+    chains: Chains,
+    sums: Floats,  # [C, B, 3, K]
 ) -> None:
-    """Learn the deviations of requests from chains, in place, and add these to ``sums[C, B, 3,
-    K]``: accepted, reached, and expected in view of the request.
+    """Learn the deviations of requests from chains, in place, and add these to ``sums``: accepted,
+    reached, and expected in view of the request.
 
     If a request's last few chains cannot be chance, only these count. (Each array is
     fetched once: numba counts references at every use of a tuple's array.)

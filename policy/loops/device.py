@@ -121,10 +121,15 @@ def _value_of(counts: Counts, c: int, is_sampled: int, kind: int, value: Floats)
 
 @entry(SUPPLY, COUNTS, INTS[1], INTS[1], INTS[2], FLOATS[3])
 def offer_of(
-    supply: Supply, counts: Counts, column: Ints, is_sampled: Ints, ceiling: Ints, hazard: Floats
+    supply: Supply,
+    counts: Counts,
+    column: Ints,  # [n]
+    is_sampled: Ints,  # [n]
+    ceiling: Ints,  # [D, n]
+    hazard: Floats,  # [K, D, n]
 ) -> Offer:
-    """Return the nodes that rows will show: ``column[n]`` is that of their tenant's first draft,
-    ``ceiling[D, n]`` and ``hazard[K, D, n]`` are those of whole proposals.
+    """Return the nodes that rows will show: ``column`` is that of their tenant's first draft,
+    ``ceiling`` and ``hazard`` are those of whole proposals.
 
     A place's nodes bring what its hazards say. If those that were counted are worth less, the rest
     is in one that was not: none are counted where nothing was proposed yet, nor after a node that

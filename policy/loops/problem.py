@@ -157,7 +157,9 @@ def charge_s(problem: StepProblem, d: int, i: int) -> float:
 
 @helper
 def pass_s(undrafted_s: Floats, nodes: float) -> float:
-    """Return the seconds of a step with this mean number of nodes, linear between whole ones."""
+    """Return the seconds of a step with this mean number of nodes, by ``undrafted_s[m]`` and linear
+    between whole ones.
+    """
     last = len(undrafted_s) - 1
     low = min(int(nodes), last)
     seconds, share = undrafted_s[low], nodes - low
@@ -168,10 +170,13 @@ def pass_s(undrafted_s: Floats, nodes: float) -> float:
 
 @entry(STEP_PROBLEM, INTS[1], INTS[1], INTS[2])
 def score(
-    problem: StepProblem, draft: Ints, length: Ints, count: Ints
+    problem: StepProblem,
+    draft: Ints,  # [n]
+    length: Ints,  # [n]
+    count: Ints,  # [D, K]
 ) -> tuple[float, float, float]:
-    """Return expected tokens, charged seconds and the step's seconds of a choice; ``count[D, K]``
-    becomes the tokens of every forward.
+    """Return expected tokens, charged seconds and the step's seconds of a choice; ``count`` becomes
+    the tokens of every forward.
     """
     gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
     occupied, forward_s = problem.occupied, problem.forward_s

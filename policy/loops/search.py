@@ -28,7 +28,7 @@ _NOTHING = 1e-300
 
 @helper
 def descending(value: Floats, order: Ints) -> None:
-    """Sort places by their values, the highest first and equal ones as they are, into ``order``.
+    """Sort places by ``value[n]``, the highest first and equal ones as they are, into ``order[n]``.
 
     A counting sort, finished by insertion: of many values in one bin only the nearest are compared.
     """
@@ -58,7 +58,10 @@ def descending(value: Floats, order: Ints) -> None:
 
 
 @unordered_helper
-def _total_of_higher(one: Floats, other: Floats) -> float:
+def _total_of_higher(
+    one: Floats,  # [n]
+    other: Floats,  # [n]
+) -> float:
     total = 0.0
     for i in range(len(one)):
         total += one[i] if one[i] > other[i] else other[i]
@@ -234,7 +237,9 @@ def _improve(
 
 @helper
 def _slope_s(undrafted_s: Floats, total: int, last: int) -> float:
-    """Return the mean seconds of a verified node within a quarter of a total."""
+    """Return the mean seconds of a verified node within a quarter of a total, by
+    ``undrafted_s[m]``.
+    """
     near = total // 4 + 1
     low, high = max(min(total, last) - near, 0), min(total + near, last)
     return (undrafted_s[high] - undrafted_s[low]) / (high - low)
@@ -242,7 +247,9 @@ def _slope_s(undrafted_s: Floats, total: int, last: int) -> float:
 
 @helper
 def _has_stairs(undrafted_s: Floats, last: int) -> bool:
-    """Return whether verification takes its time in jumps, as passes of padded widths do."""
+    """Return whether verification takes its time, ``undrafted_s[m]``, in jumps, as passes of padded
+    widths do.
+    """
     mean_s = (undrafted_s[last] - undrafted_s[0]) / last
     for m in range(last):
         if undrafted_s[m + 1] - undrafted_s[m] > _STAIR * mean_s:
@@ -254,7 +261,7 @@ def _has_stairs(undrafted_s: Floats, last: int) -> bool:
 def best_at_price(
     problem: StepProblem, price: float, draft: Ints, length: Ints
 ) -> tuple[float, float, float]:
-    """Find the best choice at a price, into ``draft, length``, and return its score.
+    """Find the best choice at a price, into ``draft[n], length[n]``, and return its score.
 
     It is never worse than no speculation, and no longer than the limit.
     """
@@ -340,9 +347,13 @@ def _fill_all(
 
 @helper
 def _set_worth(
-    problem: StepProblem, dear: float, slope: float, token_s: Floats, worth: Floats
+    problem: StepProblem,
+    dear: float,
+    slope: float,
+    token_s: Floats,  # [K, D]
+    worth: Floats,  # [K, D, n]
 ) -> None:
-    """Compute what each row gains by each draft and longest chain, ``worth[K, D, n]``."""
+    """Compute what each row gains by each draft and longest chain, ``worth``."""
     k_max, drafts, n = worth.shape
     gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
     for d in range(drafts):
@@ -399,8 +410,8 @@ def best_priced(
     known_goodput: float,
     waiting: float,
     prefill_s: float,
-    draft: Ints,
-    length: Ints,
+    draft: Ints,  # [n]
+    length: Ints,  # [n]
 ) -> tuple[float, float, float, float, float]:
     """Find the best choice at the price of time, into ``draft, length``. Return the price, the
     goodput, and the choice's score.

@@ -228,7 +228,11 @@ def _bounded(factor: float) -> float:
 
 
 @helper
-def _learn_factors(factor: Floats, predicted: Floats, measured: Floats) -> None:
+def _learn_factors(
+    factor: Floats,  # [2 + D]
+    predicted: Floats,  # [2 + D]
+    measured: Floats,  # [2 + D]
+) -> None:
     """Move factors, in place: a slow geometric average of clipped surprises."""
     for p in range(len(factor)):
         if p == OVERHEAD:
@@ -260,7 +264,7 @@ def _learn_change(
 
 @helper
 def _shape_at(shape: Floats, tokens: int) -> float:
-    """Return how far the target's curve is off at n tokens."""
+    """Return how far the target's curve is off at n tokens, by ``shape[OCTAVES]``."""
     place = min(math.log2(tokens), LAST_PLACE)
     low = int(place)
     return shape[low] + (place - low) * (shape[low + 1] - shape[low])
@@ -295,7 +299,11 @@ def _learn_shape(
 
 
 @helper
-def _settle_shape(factor: Floats, shape: Floats, steps: Floats) -> bool:
+def _settle_shape(
+    factor: Floats,  # [2 + D]
+    shape: Floats,  # [OCTAVES]
+    steps: Floats,  # [OCTAVES]
+) -> bool:
     """Make what octaves have in common the target's factor, and let those that were not seen take
     after their neighbours, in place; return False where none was seen.
 
@@ -369,7 +377,11 @@ def learn_times(
 
 
 @helper
-def _learn_overhead(overhead_s: Floats, speculates: bool, measured_s: float) -> None:
+def _learn_overhead(
+    overhead_s: Floats,  # [2] of plain steps and of others
+    speculates: bool,
+    measured_s: float,
+) -> None:
     """Move the overhead of steps of a kind, in place: a slow average, without pauses."""
     kind = 1 if speculates else 0
     if measured_s <= 0:
@@ -441,9 +453,14 @@ def learn_step(
 
 
 @entry(FLOATS[1], FLOATS[1], FLOATS[1], FLOATS[1])
-def shape_curve(base_s: Floats, place: Floats, shape: Floats, shaped_s: Floats) -> float:
-    """Correct a curve by a shape, linearly between octaves; it never falls. ``place[t]`` is the
-    octave of t tokens. Return the factor at its end.
+def shape_curve(
+    base_s: Floats,  # [t]
+    place: Floats,  # [t] the octave of t tokens
+    shape: Floats,  # [OCTAVES]
+    shaped_s: Floats,  # [t]
+) -> float:
+    """Correct a curve by a shape, linearly between octaves, into ``shaped_s``; it never falls.
+    Return the factor at its end.
     """
     ladder, highest, factor = np.exp(shape), 0.0, 1.0
     for tokens in range(len(base_s)):

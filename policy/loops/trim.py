@@ -101,7 +101,7 @@ def kind_of(expected: float) -> int:
 
 @helper
 def interpolate(at: Floats, value: Floats, x: float) -> float:
-    """Return the value at x of the line through points at rising places."""
+    """Return the value at x of the line through points ``value[n]`` at rising places ``at[n]``."""
     low, high = 0, len(at) - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -164,7 +164,7 @@ def trim(times: Times, counts: Counts, step: Pass, proposed: Proposed, nodes: In
 
 @entry(COUNTS, PROPOSED, FLOATS[1])
 def calibrate(counts: Counts, proposed: Proposed, likely: Floats) -> None:
-    """Compute how likely the target draws the path to each node."""
+    """Compute how likely the target draws the path to each node, ``likely[q]``."""
     k, p = counts, proposed
     for q in range(len(p.row)):
         c, is_sampled = p.column[q], 1 if p.sampled[q] else 0
@@ -175,12 +175,16 @@ def calibrate(counts: Counts, proposed: Proposed, likely: Floats) -> None:
 
 @entry(COUNTS, PROPOSED, BOOLS[1], BOOLS[2], INTS[0])
 def learn_nodes(
-    counts: Counts, proposed: Proposed, accepted: Bools, present: Bools, steps: int
+    counts: Counts,
+    proposed: Proposed,
+    accepted: Bools,  # [q]
+    present: Bools,  # [C, 2]
+    steps: int,
 ) -> None:
-    """Count nodes, in place; ``accepted[q]`` is whether the target drew the path to a node.
+    """Count nodes, in place; ``accepted`` is whether the target drew the path to a node.
 
     Columns without nodes fade by ``steps`` steps where there were rows that could have had some,
-    ``present[C, 2]``.
+    ``present``.
     """
     k, p = counts, proposed
     columns = len(k.nodes)
@@ -242,7 +246,7 @@ def _kept_at(counts: Counts, at: tuple[int, int, int, int], cost: float, edge: F
     that are left have, both of the likeliest node alone, the proposals, the nodes that are left,
     and the proposals whose likeliest node is left.
 
-    ``edge`` is how likely nodes at the edges of the bins are.
+    ``edge[BINS + 1]`` is how likely nodes at the edges of the bins are.
     """
     k, (c, is_sampled, _, _) = counts, at
     sums = np.zeros(7)
@@ -296,7 +300,10 @@ def expect_kept(
 
 
 @helper
-def _make_rising(share: Floats, weight: Floats) -> None:
+def _make_rising(
+    share: Floats,  # [BINS]
+    weight: Floats,  # [BINS]
+) -> None:
     """Make shares rise, in place: the nearest in weighted squares.
 
     Neighbours that fall are pooled (pool adjacent violators, Ayer et al. 1955).
