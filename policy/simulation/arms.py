@@ -56,14 +56,18 @@ class _Known(AcceptanceModel):
         self,
         state: AcceptanceState,
         step: Chains,
-        emitted: IntArray,
+        emitted: IntArray,  # [n]
         free: Chains,
         steps: int = 1,
     ) -> tuple[AcceptanceState, IntArray]:
         del emitted, free, steps
         return state, np.full(len(step.request), -1)
 
-    def hazards(self, state: AcceptanceState, request: IntArray) -> FloatArray:
+    def hazards(
+        self,
+        state: AcceptanceState,
+        request: IntArray,  # [n]
+    ) -> FloatArray:
         hazard = self._truth(request, state.now).transpose(2, 1, 0)
         return np.ascontiguousarray(hazard, np.float64)
 

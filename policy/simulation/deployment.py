@@ -177,5 +177,5 @@ def perturb(latency: LatencyModel, share: float, seed: int) -> LatencyModel:
 
 
 def blocks(tokens: IntArray) -> IntArray:
-    """Return how many KV blocks a number of tokens needs."""
+    """Return how many KV blocks numbers of tokens, [n] or a single one, need."""
     return -(-tokens // BLOCK_TOKENS)

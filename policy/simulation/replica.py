@@ -295,8 +295,8 @@ class Replica:
         self,
         view: View,
         plan: Plan,
-        verified: IntArray,
-        claims: FloatArray,
+        verified: IntArray,  # [n]
+        claims: FloatArray,  # [n, K]
         ended: list[int],
         parts_s: dict[str, float],
         step_s: float,
@@ -360,7 +360,13 @@ class Replica:
         )
         return _Pending(outcome, rows, plan)
 
-    def _free_evidence(self, view: View, plan: Plan, emitted: IntArray, now: float) -> FreeChains:
+    def _free_evidence(
+        self,
+        view: View,
+        plan: Plan,
+        emitted: IntArray,  # [n]
+        now: float,
+    ) -> FreeChains:
         """Return the chains that are scored without a token of their own.
 
         Drafts without a model are scored in every step against the tokens that were emitted. A

@@ -28,7 +28,8 @@ class Ratio:
 
 
 def ratio_of_means(arm: list[FloatArray], other: list[FloatArray], seed: int = 0) -> Ratio:
-    """Return mean(arm) / mean(other) over runs of the same requests in order of arrival.
+    """Return mean(arm) / mean(other) over runs, float64[requests] each, of the same requests in
+    order of arrival.
 
     The interval is a percentile bootstrap over blocks of 20 neighbouring requests (neighbours queue
     together, so they are one draw), the same blocks for both arms.
@@ -75,6 +76,7 @@ def median_interval(
 
 
 def _block_sums(runs: list[FloatArray]) -> FloatArray:
+    """Return the sums of the blocks of all runs, float64[requests] each."""
     sums: FloatArray = np.concatenate(
         [np.add.reduceat(run, np.arange(0, len(run), BLOCK_REQUESTS)) for run in runs]
     )

@@ -132,10 +132,15 @@ class Acceptance:
         return self.first_hazard(request, now)[:, :, None] * self.decay
 
     def draw_accepted(
-        self, request: IntArray, position: IntArray, draft: IntArray, length: IntArray, now: float
+        self,
+        request: IntArray,  # [n]
+        position: IntArray,  # [n]
+        draft: IntArray,  # [n]
+        length: IntArray,  # [n]
+        now: float,
     ) -> IntArray:
-        """Return how many of ``length[n]`` tokens proposed by ``draft[n]`` from output
-        ``position[n]`` on are accepted, int64[n].
+        """Return how many of ``length`` tokens proposed by ``draft`` from output ``position`` on
+        are accepted, int64[n].
         """
         depth = np.arange(int(length.max(initial=0)))
         hazard = (
@@ -149,16 +154,16 @@ class Acceptance:
 
     def confidence(
         self,
-        request: IntArray,
-        position: IntArray,
-        draft: IntArray,
-        telling: FloatArray,
+        request: IntArray,  # [n]
+        position: IntArray,  # [n]
+        draft: IntArray,  # [n]
+        telling: FloatArray,  # [n]
         now: float,
     ) -> FloatArray:
         """Return what drafts claim of the next tokens that they propose, float64[n, K].
 
         A draft knows its hazard h and sees, through noise, whether its token holds: x, normal about
-        +m or -m with the deviation 1, m = ``telling[n]``. It claims what then is likely, the logit
+        +m or -m with the deviation 1, m = ``telling``. It claims what then is likely, the logit
         of h plus 2 m x; so claims hold as often as they say, and tell the more the greater m is.
         """
         decay = self.decay[draft]
@@ -167,7 +172,11 @@ class Acceptance:
         return _claims(hazard, self.uniform[place], self.normal[place], telling[:, None])
 
     def evidence(
-        self, request: IntArray, position: IntArray, showing: FloatArray, now: float
+        self,
+        request: IntArray,  # [n]
+        position: IntArray,  # [n]
+        showing: FloatArray,  # [D]
+        now: float,
     ) -> IntArray:
         """Return bins of what drafts show of the first token that they would propose, int64[n, D]:
         of a claim as in ``confidence`` with m = ``showing[d]``, but through other noise.
@@ -199,7 +208,11 @@ class Acceptance:
             at += matched + 1
         return chains
 
-    def has_match(self, request: IntArray, position: IntArray) -> FloatArray:
+    def has_match(
+        self,
+        request: IntArray,  # [n]
+        position: IntArray,  # [n]
+    ) -> FloatArray:
         """Return bool[n, D]: whether each draft can propose anything at an output position."""
         has_match: FloatArray = (
             self.match[self.start[request] + position][:, None] < self.match_rate[request]
@@ -208,7 +221,10 @@ class Acceptance:
 
 
 def _claims(
-    hazard: FloatArray, uniform: FloatArray, noise: FloatArray, telling: FloatArray
+    hazard: FloatArray,  # [n, K] or [n, D]
+    uniform: FloatArray,  # [n, K] or [n, 1]
+    noise: FloatArray,  # [n, K] or [n, 1]
+    telling: FloatArray,  # [n, 1] or [D]
 ) -> FloatArray:
     side = np.where(uniform < hazard, 1.0, -1.0) * telling
     logit = np.log(hazard / (1 - hazard)) + 2 * telling * (side + noise)
@@ -262,7 +278,7 @@ def backlog(requests: int) -> FloatArray:
 def draw(
     mix: Mix,
     drafts: tuple[str, ...],
-    arrivals: FloatArray | Recorded,
+    arrivals: FloatArray | Recorded,  # [N]
     seed: int,
     k_max: int,
     period_s: float,
@@ -312,21 +328,25 @@ def draw(
     return Workload(times, prompt, output, most, acceptance)
 
 
-def _lengths(rng: np.random.Generator, mean: IntArray, spread: float) -> IntArray:
+def _lengths(
+    rng: np.random.Generator,
+    mean: IntArray,  # [N]
+    spread: float,
+) -> IntArray:
     factor = np.exp(spread * rng.standard_normal(len(mean)) - spread**2 / 2)
     lengths: IntArray = np.maximum((mean * factor).round().astype(np.int64), 1)
     return lengths
 
 
 def standard_normal(one: FloatArray, other: FloatArray) -> FloatArray:
-    """Return standard normal numbers of two uniform ones (Box and Muller 1958)."""
+    """Return standard normal numbers of two uniform ones, [n] each (Box and Muller 1958)."""
     normal: FloatArray = np.sqrt(-2 * np.log1p(-one)) * np.cos(2 * np.pi * other)
     return normal
 
 
 def uniform(seed: int, purpose: int, request: IntArray, position: IntArray) -> FloatArray:
     """Return numbers in [0, 1) by a counter: splitmix64's finaliser (Steele et al. 2014) over
-    (seed, purpose, request, position).
+    (seed, purpose, ``request[n]``, ``position[n]``).
     """
     word = np.full(len(request), (seed << 8) + purpose, np.uint64)
     for counter in (request, position):
