@@ -69,7 +69,9 @@ class AcceptanceState:
         return dict(zip(self.request.tolist(), self.slot.tolist(), strict=True))
 
     def find(self, request: IntArray) -> tuple[IntArray, int]:
-        """Return the slots of requests, -1 for those without one, and how many these are."""
+        """Return the slots int64[n] of requests int64[n], -1 for those without one, and how many
+        these are.
+        """
         slot = np.empty(len(request), np.int64)
         return slot, loops.find_all(self.request, self.slot, request, slot)
 
@@ -163,7 +165,7 @@ class AcceptanceModel:
     def admit(
         self, state: AcceptanceState, request: IntArray, tenant: IntArray | None = None
     ) -> AcceptanceState:
-        """Return the state with a slot for every request int64[n], of these ``tenant`` rows (None:
+        """Return the state with a slot for every request int64[n], of the ``tenant[n]`` rows (None:
         the first). A new one is believed to be as all of its tenant are.
         """
         request, count = ints(request), len(state.request)
@@ -207,7 +209,7 @@ class AcceptanceModel:
         self,
         state: AcceptanceState,
         step: loops.Chains,
-        emitted: IntArray,
+        emitted: IntArray,  # [n]
         free: loops.Chains,
         steps: int = 1,
     ) -> tuple[AcceptanceState, IntArray]:
@@ -226,15 +228,14 @@ class AcceptanceModel:
     def weigh(
         self,
         state: AcceptanceState,
-        request: IntArray,
-        slot: IntArray,
-        evidence: IntArray,
+        request: IntArray,  # [n]
+        slot: IntArray,  # [n]
+        evidence: IntArray,  # [n, D]
         claims: loops.Claims,
     ) -> tuple[FloatArray, FloatArray]:
-        """Return drafts' claims weighed against what is expected of the requests int64[n]
-        whose rows they are of, in these slots, with the ``evidence`` int64[n, D] that the drafts
-        showed, and what is expected of their first tokens (``policy.loops.acceptance.weigh_claims``
-        has both).
+        """Return drafts' claims, [q] each, weighed against what is expected of the requests whose
+        rows they are of, in these slots, with the ``evidence`` that the drafts showed, and what is
+        expected of their first tokens (``policy.loops.acceptance.weigh_claims`` has both).
         """
         score, first = np.empty((2, len(claims.row)))
         e = state.estimates
@@ -255,7 +256,10 @@ class AcceptanceModel:
         """Return the state with this number of tenants; nothing is known of ``emptied`` rows."""
         e = state.estimates
 
-        def rows(column: FloatArray, value: float = 0.0) -> FloatArray:
+        def rows(
+            column: FloatArray,  # [C, ...] or [T]
+            value: float = 0.0,
+        ) -> FloatArray:
             return with_rows(column, len(e.requests), tenants, emptied, value)
 
         after = state.with_arrays(

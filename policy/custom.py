@@ -167,7 +167,12 @@ def plan_error(plan: Plan, view: View) -> str:
 
 
 def _column_error(
-    name: str, column: Any, rows: int, least: int, most: IntArray | None = None, which: str = ""
+    name: str,
+    column: Any,
+    rows: int,
+    least: int,
+    most: IntArray | None = None,  # [rows]
+    which: str = "",
 ) -> str:
     """Return why a column is no array of one integer in a range for each row; '' where it is."""
     if not (isinstance(column, np.ndarray) and np.issubdtype(column.dtype, np.integer)):

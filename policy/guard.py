@@ -181,7 +181,9 @@ class Guard(Wrapper[State]):
         return level if steps else NO_LEVEL
 
     def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
-        """Return the policy's answer; False where the next step is plain in any case."""
+        """Return the policy's answer for requests int64[n]; False where the next step is plain in
+        any case.
+        """
         memory, rows = state.outer, len(request)
         block = _block(memory, rows, 0)
         if block is None:

@@ -119,7 +119,9 @@ class LatencyTable:
         return cls(engine, ones, tokens, zeros, tuple(seconds[t] for t in tokens))
 
     def width_of(self, tokens: IntArray) -> IntArray:
-        """Return the width at which passes of these counts run; beyond the widest, the count."""
+        """Return the width at which passes of these counts, [cells] or of any shape, run; beyond
+        the widest, the count.
+        """
         if not self.widths:
             return tokens
         place = np.searchsorted(self.widths, tokens).clip(max=len(self.widths) - 1)
@@ -227,7 +229,7 @@ class LatencyCurve:
         return cls(base, slope, *solution[-3:].tolist())
 
     def base(self, tokens: IntArray) -> FloatArray:
-        """Return base seconds for any shape of token counts >= 0."""
+        """Return base seconds of token counts >= 0, [n] or of any shape."""
         last = len(self.base_s) - 1
         beyond = np.maximum(tokens - last, 0)
         seconds: FloatArray = self.base_s[np.minimum(tokens, last)] + self.slope_s * beyond
@@ -254,7 +256,10 @@ class LatencyCurve:
         return self.at(tokens) + self.row_s * rows + context_s
 
 
-def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
+def nonnegative_least_squares(
+    matrix: FloatArray,  # [cells, columns]
+    target: FloatArray,  # [cells]
+) -> FloatArray:
     """Return x >= 0 minimising |matrix @ x - target| (float64[columns]).
 
     The active-set method of Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23.
@@ -276,7 +281,12 @@ def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatAr
     return result
 
 
-def _solve_free(unit: FloatArray, target: FloatArray, x: FloatArray, free: BoolArray) -> FloatArray:
+def _solve_free(
+    unit: FloatArray,  # [cells, columns]
+    target: FloatArray,  # [cells]
+    x: FloatArray,  # [columns]
+    free: BoolArray,  # [columns]
+) -> FloatArray:
     """Solve for the free columns, freezing (in ``free``) those that would turn negative."""
     while True:
         goal = np.zeros_like(x)

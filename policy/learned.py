@@ -167,6 +167,7 @@ def _of_tenant(learnt: Learnt, drafts: Sequence[str], row: int) -> dict[str, Any
 
 
 def _by_name(drafts: Sequence[str], columns: Mapping[str, FloatArray]) -> dict[str, Any]:
+    """Return lists by draft and name of columns [D, ...] by name."""
     names = enumerate(drafts)
     return {draft: {name: c[d].tolist() for name, c in columns.items()} for d, draft in names}
 
@@ -178,7 +179,7 @@ def _rows(tenants: Sequence[Mapping[str, Any]]) -> dict[str, FloatArray]:
 
 
 def _stack(drafts: Mapping[str, Mapping[str, FloatArray]]) -> dict[str, FloatArray]:
-    """Return the inverse of ``_by_name``."""
+    """Return the inverse of ``_by_name``: columns [D, ...] by name."""
     entries = list(drafts.values())
     return {name: np.array([entry[name] for entry in entries]) for name in entries[0]}
 
@@ -220,5 +221,6 @@ def _numbers(value: Any, like: Any, path: str) -> FloatArray:
 
 
 def _check(path: str, value: FloatArray, least: Any, most: Any) -> None:
+    """Raise LearnedError unless a value of any shape, such as [OCTAVES], is in a range."""
     if not np.all((value >= least) & (value <= most)):
         raise LearnedError(f"{path} is out of range: {value.tolist()}")

@@ -113,7 +113,7 @@ class PlannerState:
     """The nodes that drafts show that the target's device runs."""
 
     def column(self, draft: IntArray, slot: IntArray) -> IntArray:
-        """Return the columns of drafts and slots, -1 where there is none."""
+        """Return the columns of drafts and slots, int64[n] each, -1 where there is none."""
         if self.tenants.rows == 1:
             return draft
         estimates = self.acceptance.estimates
@@ -310,7 +310,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         return after
 
     def _forget(self, after: PlannerState, finished: IntArray) -> None:
-        """Forget requests that are over, in place."""
+        """Forget requests int64[n] that are over, in place."""
         if len(finished):
             over = finished.tolist()
             after.acceptance = self.estimator.forget(after.acceptance, over)
@@ -322,7 +322,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         state: PlannerState,
         outcome: Outcome,
         step: Chains,
-        slot: IntArray,
+        slot: IntArray,  # [m]
     ) -> None:
         """Learn what confidences are worth, and what drafts of the device show, in place."""
         nodes, drafts = outcome.nodes, len(self.drafts)
@@ -342,8 +342,8 @@ class AdaptivePlanner(Policy[PlannerState]):
         after.rests = 0
 
     def _present(self, state: PlannerState, slot: IntArray, view: View | None) -> BoolArray:
-        """Return bool[C, 2]: the columns of the tenants that have rows at these slots, and whether
-        any row is greedy or sampled.
+        """Return bool[C, 2]: the columns of the tenants that have rows at these slots int64[m], and
+        whether any row is greedy or sampled.
         """
         sampled = None if view is None else view.sampled
         kinds = (True, False) if sampled is None else (not sampled.all(), bool(sampled.any()))
@@ -417,7 +417,9 @@ def _learnt(state: PlannerState) -> Learnt:
 
 
 def _check_bins(evidence: IntArray | None) -> None:
-    """Raise ValueError for a bin that there is not: the loops index by it, unchecked."""
+    """Raise ValueError for a bin of evidence [n, D] that there is not: the loops index by it,
+    unchecked.
+    """
     if evidence is None or not evidence.size:
         return
     largest = ints(evidence).view(np.uint64).max()  # a negative one is larger than all, unsigned
@@ -436,7 +438,9 @@ def _chains(rows: StepRows | FreeChains) -> Chains:
 def _claims(
     row: IntArray, draft: IntArray, depth: IntArray | None, confidence: FloatArray
 ) -> Claims:
-    """Return nodes as the loops take them; without a depth the rows have chains, in order."""
+    """Return nodes, [q] each, as the loops take them; without a depth the rows have chains, in
+    order.
+    """
     if depth is None:
         depth = np.arange(len(row)) - np.searchsorted(row, row)
     return Claims(ints(row), ints(draft), ints(depth), np.ascontiguousarray(confidence, float))
@@ -453,7 +457,7 @@ def _places_of(outcome: Outcome) -> IntArray:
 
 
 def _rows_of(request: IntArray, view: View) -> IntArray:
-    """Return the rows of a view that requests have, -1 for those that it lacks."""
+    """Return the rows of a view that requests int64[m] have, -1 for those that it lacks."""
     if len(request) == len(view) and (request == view.request).all():
         return np.arange(len(view))
     place = {name: row for row, name in enumerate(view.request.tolist())}

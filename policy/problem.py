@@ -37,7 +37,7 @@ class Score(NamedTuple):
 
 
 def ints(column: npt.NDArray[Any]) -> IntArray:
-    """Return a column as the loops take it."""
+    """Return a column, [n] or of any shape, as the loops take it."""
     return np.ascontiguousarray(column, np.int64)
 
 
@@ -47,7 +47,9 @@ def evidence_of(view: View) -> IntArray:
 
 
 def batch_of(view: View, rows: IntArray, slot: IntArray) -> ViewRows:
-    """Return a view's columns as the loops take them; ``rows`` in order, ``slot`` by that order."""
+    """Return a view's columns as the loops take them; ``rows[n]`` in order, ``slot[n]`` by that
+    order.
+    """
     control_draft = control_length = _NONE
     if view.control_plan is not None and view.control is not None:
         control_draft = ints(view.control_plan.draft)

@@ -25,7 +25,7 @@ def with_tenants(supply: Supply, before: int, tenants: int, emptied: list[int]) 
 
 
 def learnt(supply: Supply, proposed: Proposed, places: IntArray) -> Supply:
-    """Return the supply after the nodes of a step; ``places`` by row are how many each was to
+    """Return the supply after the nodes of a step; ``places[m]`` by row are how many each was to
     propose for, 0: unknown (``policy.loops.device.learn_supply``).
     """
     after = Supply(*(column.copy() for column in supply))

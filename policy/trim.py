@@ -48,7 +48,7 @@ class Calibration:
     def of(
         cls, nodes: FloatArray, claimed: FloatArray, matched: FloatArray, likeliest: FloatArray
     ) -> Calibration:
-        """Return the calibration of these counts."""
+        """Return the calibration of these counts, [C, 2, KINDS, PLACES, BINS] each."""
         knots, accepted_at = np.zeros((2, *nodes.shape[:2], BINS + 2))
         counts = loops.Counts(nodes, claimed, matched, likeliest, knots, accepted_at)
         loops.set_maps(counts)
@@ -129,8 +129,8 @@ def proposed_of(
     sampled: BoolArray,
     expected: FloatArray | None = None,
 ) -> loops.Proposed:
-    """Return nodes as the loops take them; without a depth the rows have chains, in order, and
-    without what was ``expected`` of their rows that is as the claims say.
+    """Return nodes, [q] each, as the loops take them; without a depth the rows have chains, in
+    order, and without what was ``expected`` of their rows that is as the claims say.
     """
     if depth is None:
         depth = np.arange(len(row)) - np.searchsorted(row, row)

@@ -39,7 +39,11 @@ class Wrapper(Policy[Wrapped[State]]):
         plan, inner = self.policy.plan(view, state.inner, now, rng)
         return plan, Wrapped(inner)
 
-    def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
+    def needs_ceilings(
+        self,
+        request: IntArray,  # [n]
+        state: Wrapped[State],
+    ) -> bool:
         return self.policy.needs_ceilings(request, state.inner)
 
     def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
@@ -142,7 +146,9 @@ class SwitchedPolicy(Wrapper[State]):
         return replace(plan, draft=draft, length=length), after
 
     def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
-        """Return the policy's answer if it alone decides; False if speculation is off."""
+        """Return the policy's answer for requests int64[n] if it alone decides; False if
+        speculation is off.
+        """
         switches = self._switches()
         if switches.speculation == "off":
             return False

@@ -18,7 +18,11 @@ class NoSpeculation(Policy[None]):
     def plan(self, view: View, state: None, now: float, rng: Rng) -> tuple[Plan, None]:
         return Plan.nothing(len(view)), None
 
-    def needs_ceilings(self, request: IntArray, state: None) -> bool:
+    def needs_ceilings(
+        self,
+        request: IntArray,  # [n]
+        state: None,
+    ) -> bool:
         return False
 
 

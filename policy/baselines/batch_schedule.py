@@ -65,7 +65,11 @@ class GatedSchedule(Policy[GateState]):
             return Plan.nothing(len(view)), state
         return self.schedule.plan(view, None, now, rng)[0], state
 
-    def needs_ceilings(self, request: IntArray, state: GateState) -> bool:
+    def needs_ceilings(
+        self,
+        request: IntArray,  # [n]
+        state: GateState,
+    ) -> bool:
         return not state.closed
 
     def observe(self, outcome: Outcome, state: GateState, now: float) -> GateState:
