@@ -108,7 +108,10 @@ class StepTokens:
         survival, fired = self._by_position(None)
         return survival.tolist(), fired
 
-    def _by_position(self, weights: FloatArray | None) -> tuple[FloatArray, float]:
+    def _by_position(
+        self,
+        weights: FloatArray | None,  # [cells]
+    ) -> tuple[FloatArray, float]:
         sums = np.average(self._counts, 0, weights) + 1e-300
         return sums[2:] / sums[1], min(float(sums[1] / sums[0]), 1.0)
 
@@ -155,7 +158,10 @@ def _share(rows: Sequence[tuple[float, float, float]]) -> float:
     return float(np.clip(gap @ (measured - replayed) / (gap @ gap), 0.0, 1.0))
 
 
-def _mean(values: FloatArray, rng: np.random.Generator | None) -> float:
+def _mean(
+    values: FloatArray,  # [cells, 2] tokens and steps
+    rng: np.random.Generator | None,
+) -> float:
     weights = np.ones(len(values)) if rng is None else rng.exponential(size=len(values))
     tokens, steps = weights @ values
     return float(tokens / steps)
@@ -213,7 +219,9 @@ def _steps(reply: AnswerCounts) -> Steps:
 
 
 def _draw_steps(survival: FloatArray, fired: float, seed: int) -> Steps:
-    """Return steps drawn from averages by position, for servers that do not report their order."""
+    """Return steps drawn from averages by position, ``survival[length]``, for servers that do not
+    report their order.
+    """
     rng, length = np.random.default_rng(seed), len(survival)
     exactly = np.maximum(-np.diff([1.0, *survival, 0.0]), 0.0)
     accepted = rng.choice(length + 1, _DRAWN_STEPS // 8, p=exactly / exactly.sum())

@@ -268,11 +268,11 @@ def _spread_factor(cells: int, terms: int) -> float:
 def _rows(
     table: list[LoadRange],
     loads: list[int],
-    flights: Any,
+    flights: Any,  # int64[flights]
     now: int,
     none: int,
-    speed: dict[int, FloatArray],
-    samples: dict[int, FloatArray],
+    speed: dict[int, FloatArray],  # [flights] by length
+    samples: dict[int, FloatArray],  # [draws, flights] by length
     *,
     plain: bool = False,
 ) -> list[TableRow]:
@@ -296,8 +296,8 @@ def _pays(
     rows: list[TableRow],
     table: list[LoadRange],
     none: int,
-    flights: Any,
-    speed: dict[int, FloatArray],
+    flights: Any,  # int64[flights]
+    speed: dict[int, FloatArray],  # [flights] by length
 ) -> bool:
     """Return whether the table is worth a draft: faster than none at some load for sure, and over
     all loads together, each octave of them counting alike.

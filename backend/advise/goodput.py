@@ -76,8 +76,8 @@ class Goodput:
         return cls(times, acceptance.expect(rng), prompt, mean)
 
     def steps(self, length: int, in_flight: IntArray) -> tuple[Load, FloatArray]:
-        """Return the steps with n requests in flight all the time, and the tokens that each step
-        brings all of them.
+        """Return the steps with these requests in flight all the time, int64[flights], and the
+        tokens that each step brings all of them.
 
         A request lives 1 + (output - 1) / emitted steps and is prefilled in the first; meanwhile
         so is each of the others, once.
@@ -97,7 +97,7 @@ class Goodput:
         return load, n * self.output_tokens / life
 
     def tokens_per_s(self, length: int, in_flight: IntArray) -> FloatArray:
-        """Return output tokens a second at a length, or ``PLAIN``."""
+        """Return output tokens a second at a length, or ``PLAIN``, and ``in_flight[flights]``."""
         load, tokens = self.steps(length, in_flight)
         speed: FloatArray = tokens / self.times.seconds(load)
         return speed
@@ -109,7 +109,7 @@ def _output_tokens(cells: Sequence[Cell]) -> float:
 
 
 def lengths_by_load(
-    speed: Mapping[int, FloatArray],  # tokens a second by length
+    speed: Mapping[int, FloatArray],  # [flights] tokens a second by length
     flights: Sequence[int],
 ) -> list[LoadRange]:
     """Return the fewest ranges whose length is nowhere more than ``WORTH`` below the best. Among
@@ -150,7 +150,7 @@ def flights_up_to(most: int) -> IntArray:
 
 
 def interval(ratios: FloatArray, ratio: float) -> Interval:
-    """Return a ratio with the interval of its draws."""
+    """Return a ratio with the interval of its draws, ``ratios[draws]``."""
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(ratios, [tail, 1 - tail]).tolist()
     return Interval(ratio, min(low, ratio), max(high, ratio))

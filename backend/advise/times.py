@@ -108,7 +108,11 @@ class FittedTimes:
 
     @classmethod
     def fit(
-        cls, cells: Sequence[Cell], *, by_cpu: bool = False, weights: FloatArray | None = None
+        cls,
+        cells: Sequence[Cell],
+        *,
+        by_cpu: bool = False,
+        weights: FloatArray | None = None,  # [cells]
     ) -> FittedTimes:
         """Fit the mean step of each cell by its relative error; one that something disturbed
         counts less.
@@ -140,13 +144,17 @@ class FittedTimes:
         return result
 
 
-def _solve(near: FloatArray, spread: FloatArray, error: FloatArray) -> FloatArray:
+def _solve(
+    near: FloatArray,  # [cells, cells]
+    spread: FloatArray,  # [cells]
+    error: FloatArray,  # [cells]
+) -> FloatArray:
     solution: FloatArray = np.linalg.solve(near + np.diag(spread), error)
     return solution
 
 
 def _noise(cells: Sequence[Cell], error: FloatArray) -> float:
-    """Return how far blocks of the same cell differ."""
+    """Return how far blocks of the same cell differ in ``error[cells]``."""
     groups: dict[tuple[int, int, bool], list[float]] = {}
     for cell, value in zip(cells, error.tolist(), strict=True):
         groups.setdefault((cell.length, cell.in_flight, cell.loaded), []).append(value)
