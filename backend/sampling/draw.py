@@ -76,9 +76,9 @@ def draw(probs_of: ProbsOf, words: Words, token_ids: IntArray | None = None) -> 
 
 def race(
     heads: Heads,
-    words: Words,
+    words: Words,  # [rows]
     probs_of: ProbsOf,
-    token_ids: IntArray | None = None,
+    token_ids: IntArray | None = None,  # [S]
 ) -> list[int]:
     """Return ``draw`` of distributions by their heads; ``probs_of`` is asked only where the tail
     wins.
@@ -98,7 +98,10 @@ def race(
 
 
 def finishers(
-    probs_of: ProbsOf, words: Words, most: int, token_ids: IntArray | None = None
+    probs_of: ProbsOf,
+    words: Words,  # [rows]
+    most: int,
+    token_ids: IntArray | None = None,  # [S]
 ) -> list[list[tuple[int, float]]]:
     """Return by row the columns that come in first in the heads' races, at most ``most``, and how
     likely each is what the target draws by the same noise, assuming its distribution is close to
@@ -116,7 +119,9 @@ def finishers(
 
 
 def _times(
-    heads: Heads, words: Words, token_ids: IntArray | None
+    heads: Heads,
+    words: Words,  # [rows]
+    token_ids: IntArray | None,  # [S]
 ) -> tuple[FloatArray, FloatArray, Seq[int]]:
     """Return what each token of the heads takes, the tails' exponentials, and where rows begin and
     end.
@@ -130,7 +135,12 @@ def _times(
     return times, tails, heads.rows.searchsorted(np.arange(len(words) + 1)).tolist()
 
 
-def _in_tail(probs: Floats, word: np.uint64, head: int, token_ids: IntArray | None) -> int:
+def _in_tail(
+    probs: Floats,  # [S]
+    word: np.uint64,
+    head: int,
+    token_ids: IntArray | None,  # [S]
+) -> int:
     """Return the column that wins among those below ``HEAD``; ``head`` where the tail was but
     rounding.
 

@@ -92,7 +92,7 @@ def process(
 def _penalise(
     logits: Floats, sampling: SamplingParams, before: Seq[int], prompt_tokens: int, columns: Columns
 ) -> None:
-    """Lower the logits of the tokens that occur in the text."""
+    """Lower the logits [columns] of the tokens that occur in the text."""
     if (factor := sampling.repetition_penalty) != 1.0:
         at, _ = columns.of(sorted(set(before)))
         values = logits[at]
@@ -106,8 +106,12 @@ def _penalise(
         logits[at] -= (sampling.temperature or 1.0) * each
 
 
-def _forbid(logits: Floats, mask: npt.NDArray[np.bool_], columns: Columns) -> None:
-    """Forbid what a grammar's ``mask`` [vocab] does not allow."""
+def _forbid(
+    logits: Floats,  # [columns]
+    mask: npt.NDArray[np.bool_],  # [vocab]
+    columns: Columns,
+) -> None:
+    """Forbid what a grammar's ``mask`` does not allow."""
     allowed = mask
     if (ids := columns.token_ids) is not None:
         allowed = mask[np.minimum(ids, len(mask) - 1)] & (ids < len(mask))

@@ -185,13 +185,17 @@ def _words(places: Seq[VerifyRequest], sampled: Seq[int]) -> Words:
 
 
 def _probs_of(rows: Seq[Floats], places: Seq[VerifyRequest], sampled: Seq[int]) -> ProbsOf:
-    """Return the distributions at these places, each made when it is asked for."""
+    """Return the distributions at these places, each made of its logits [columns] when it is asked
+    for.
+    """
     params = [places[number].params for number in sampled]
     return lambda number: target_probs(rows[sampled[number]], params[number])
 
 
 def _note_log_probs(verdict: Verdict, row: Floats, sampling: SamplingParams) -> None:
-    """Add log p of the token drawn: p with options and temperature, before top-k and top-p."""
+    """Add log p of the token drawn: p with options and temperature, of the logits ``row[columns]``
+    before top-k and top-p.
+    """
     with np.errstate(over="ignore"):  # of a token that is banned
         log_probs = row / (sampling.temperature or 1.0)
     log_probs -= log_probs.max()
