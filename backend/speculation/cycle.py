@@ -109,7 +109,10 @@ class Cycle:
         return Step(view, plan, log, proposals, waiting)
 
     def _look_ahead(
-        self, view: View, plan: Plan, follows: BoolArray
+        self,
+        view: View,
+        plan: Plan,
+        follows: BoolArray,  # [n]
     ) -> tuple[View, Plan, BoolArray]:
         """Return view and plan in which no draft of the host is asked about rows that follow a turn
         in flight, and which of these wait for it.

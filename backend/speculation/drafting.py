@@ -342,7 +342,9 @@ class Drafting:
 
 
 def _evidence_rows(evidence: IntArray | None, sequences: Seq[Sequence]) -> list[list[int]]:
-    """Return the evidence of each sequence by draft; empty lists where no draft shows any."""
+    """Return the evidence int64[n, D] of each sequence by draft; empty lists where no draft shows
+    any.
+    """
     if evidence is None:
         return [[] for _ in sequences]
     bins: list[list[int]] = evidence.tolist()
@@ -351,7 +353,8 @@ def _evidence_rows(evidence: IntArray | None, sequences: Seq[Sequence]) -> list[
 
 def shared_out(nodes: int, lengths: list[int], planned: IntArray) -> list[int]:
     """Return the nodes of rows with these lengths, of a plan that has ``nodes`` for the batch, in
-    which every row is ``planned`` for: alike but for one, for their sum counts. 0: their lengths.
+    which every row is ``planned[n]`` for: alike but for one, for their sum counts. 0: their
+    lengths.
     """
     if not nodes:
         return lengths
@@ -361,7 +364,10 @@ def shared_out(nodes: int, lengths: list[int], planned: IntArray) -> list[int]:
 
 
 def _lengths_by_sequence(
-    sequences: Seq[Sequence], draft: IntArray, length: IntArray, column: int
+    sequences: Seq[Sequence],
+    draft: IntArray,  # [n]
+    length: IntArray,  # [n]
+    column: int,
 ) -> dict[int, int]:
     """Return by sequence id the tokens (above 0) that the plan asks one draft for."""
     return {

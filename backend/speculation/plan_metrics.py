@@ -86,7 +86,12 @@ class PlanMetrics:
             return None
         return float(sums[1] / sums[0]), float(sums[3] / sums[2])
 
-    def _nodes(self, draft: IntArray, judged: StepNodes, drafts: tuple[str, ...]) -> None:
+    def _nodes(
+        self,
+        draft: IntArray,  # [q]
+        judged: StepNodes,
+        drafts: tuple[str, ...],
+    ) -> None:
         """Count nodes, and those that were accepted, by the confidence that was claimed of them."""
         columns = draft, judged.sampled, Calibration.bins(judged.confidence)
         nodes = list(zip(*(column.tolist() for column in columns), strict=True))
@@ -109,7 +114,13 @@ class PlanMetrics:
         self._stats.count("spindle_shadow_predicted_seconds_total", plan.predicted_s)
         self._stats.count("spindle_shadow_predicted_tokens_total", plan.predicted_tokens)
 
-    def _draft(self, name: str, arm: str, rows: StepRows, which: BoolArray | slice) -> None:
+    def _draft(
+        self,
+        name: str,
+        arm: str,
+        rows: StepRows,
+        which: BoolArray | slice,  # [m]
+    ) -> None:
         emitted, length = rows.emitted[which].tolist(), rows.length[which]
         self._stats.count("spindle_emitted_tokens_total", sum(emitted), draft=name, arm=arm)
         self._stats.observe("spindle_draft_length", *length.tolist(), draft=name, arm=arm)
@@ -128,7 +139,7 @@ class PlanMetrics:
 
 
 def _reaching(lengths: IntArray, most: int) -> list[int]:
-    """Return how many of the lengths are 1 or more, 2 or more, and so on up to ``most``."""
+    """Return how many of ``lengths[m]`` are 1 or more, 2 or more, and so on up to ``most``."""
     shorter = np.bincount(lengths, minlength=most).cumsum()[:most]
     reaching: list[int] = (len(lengths) - shorter).tolist()
     return reaching

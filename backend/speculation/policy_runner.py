@@ -80,7 +80,9 @@ class PolicyRunner:
         return plan
 
     def needs_ceilings(self, request: IntArray) -> bool:
-        """Return whether the next plan may depend on what drafts could propose."""
+        """Return whether the next plan, for requests int64[n], may depend on what drafts could
+        propose.
+        """
         try:
             return self.policy.needs_ceilings(request, self.state)
         except Exception:
