@@ -61,14 +61,13 @@ Part = tuple[GenerationRequest, Wanted]
 
 
 def decode(
-    inputs: Mapping[str, Array],
+    inputs: Mapping[str, Array],  # [batch, ...] by name
     fields: Seq[Field] = TEXT_INPUTS,
     *,
     decoupled: bool = True,
     timeout_s: float | None = None,
 ) -> list[Part]:
-    """Return the requests that one Triton request's tensors (batch dimension first) mean, and the
-    outputs that each wants.
+    """Return the requests that one Triton request's tensors mean, and the outputs that each wants.
 
     ``fields`` are the model's inputs. Raises RequestError (INVALID_ARGUMENT, UNIMPLEMENTED) naming
     the field.
@@ -122,8 +121,8 @@ def _several(request: GenerationRequest, wanted: Wanted, sequences: int) -> list
 
 
 def meanings(inputs: Mapping[str, Array], fields: Seq[Field]) -> dict[str, Any]:
-    """Return what the tensors of one element of a batch say, by attribute. Raises RequestError
-    naming the field.
+    """Return what the tensors [1, ...] of one element of a batch say, by attribute. Raises
+    RequestError naming the field.
     """
     values: dict[str, Any] = {}
     for field in fields:
@@ -167,12 +166,16 @@ def _closest_name(name: str) -> str | None:
 
 
 def asks_to_stop(inputs: Mapping[str, Array]) -> bool:
-    """Return whether a request to ``tensorrt_llm`` asks that another be stopped."""
+    """Return whether a request to ``tensorrt_llm``, tensors [batch, ...] by name, asks that another
+    be stopped.
+    """
     return "stop" in inputs and bool(inputs["stop"].any())
 
 
 def decode_command(inputs: Mapping[str, Array]) -> tuple[str, str]:
-    """Return the command given to the model ``spindle``, and the secret ('' if there is none)."""
+    """Return the command given to the model ``spindle``, and the secret ('' if there is none), of
+    tensors [1].
+    """
 
     def text(name: str) -> str:
         return str(_values(Field(name, "STRING"), inputs[name].reshape(1, -1))[0])
@@ -298,13 +301,14 @@ def _batch_of_one(name: str, value: Any) -> Array:
 
 
 def _check_type(field: Field, array: Array) -> None:
+    """Raise RequestError for a tensor, [1, ...], of another type than its field's."""
     if array.dtype != NUMPY_TYPES[field.dtype]:
         raise invalid(f"{field.name} must be {field.dtype}, got {array.dtype}")
 
 
 def _values(field: Field, array: Array) -> list[Any]:
-    """Return the Python values of a tensor with one dimension besides the batch's, its type and
-    shape checked. Raises RequestError.
+    """Return the Python values of a tensor [1, n], its type and shape checked. Raises
+    RequestError.
     """
     _check_type(field, array)
     (length,) = field.dims
@@ -319,8 +323,8 @@ def _values(field: Field, array: Array) -> list[Any]:
 
 
 def _meaning(field: Field, array: Array) -> Any:
-    """Return what a tensor says: a value, a tuple of them, words as token ids, or (token id,
-    addend) of a bias.
+    """Return what a tensor [1, n] says: a value, a tuple of them, or (token id, addend) of a bias;
+    of one [1, 2, n], words as token ids.
     """
     if len(field.dims) > 1:
         return _words(field, array)
@@ -355,7 +359,9 @@ def _prompt(ids: tuple[int, ...], length: int) -> tuple[int, ...]:
 
 
 def _refuse(field: Field, array: Array) -> None:
-    """Raise RequestError (UNIMPLEMENTED) unless a tensor that is not served asks for nothing."""
+    """Raise RequestError (UNIMPLEMENTED) unless a tensor, [1, ...], that is not served asks for
+    nothing.
+    """
     values = (
         value.decode(errors="replace") if isinstance(value, bytes) else value
         for value in array.flat

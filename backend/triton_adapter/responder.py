@@ -40,7 +40,7 @@ class Responder:
         self._as_outputs = errors_as_outputs
 
     def send(self, outputs: dict[str, Array], *, final: bool) -> None:
-        """Send outputs, the last ones together with the final flag."""
+        """Send outputs, [batch, ...] by name, the last ones together with the final flag."""
         tensors = [self._pb_utils.Tensor(name, array) for name, array in outputs.items()]
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
         self._sender.send(self._pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)

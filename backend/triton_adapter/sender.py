@@ -37,7 +37,7 @@ class ResponseSender(Protocol):
     """
 
     def send(self, outputs: dict[str, Array], *, final: bool) -> None:
-        """Send outputs."""
+        """Send outputs, [batch, ...] by name."""
         ...
 
     def fail(self, code: ErrorCode, message: str) -> None:
@@ -274,7 +274,7 @@ class Group:
         self._lock = threading.Lock()
 
     def send(self, outputs: dict[str, Array], *, final: bool) -> None:
-        """Send a part's outputs; the last of the parts to end carries the final flag."""
+        """Send a part's outputs [1, ...]; the last of the parts to end carries the final flag."""
         with self._lock:
             if not self._failed:
                 self._sender.send(outputs, final=final and self._remaining == 1)

@@ -66,7 +66,10 @@ class TritonPythonModel:
         """End the connection."""
         self._link.close()
 
-    def _decode(self, inputs: dict[str, Array]) -> tuple[Outputs, Encode | Decode]:
+    def _decode(
+        self,
+        inputs: dict[str, Array],  # [batch, ...] by name
+    ) -> tuple[Outputs, Encode | Decode]:
         if self._texts:
             rows, texts = decode_texts(inputs)
             limits = PromptLimits.from_info(self._link.info)
@@ -106,8 +109,8 @@ _WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 
 
 def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Encode]:
-    """Return what each element of a batch for ``preprocessing`` says, and the message that asks for
-    its ids.
+    """Return what each element of a batch for ``preprocessing``, tensors [batch, ...] by name,
+    says, and the message that asks for its ids.
 
     Raises RequestError naming the field.
     """
@@ -162,8 +165,8 @@ def encode_ids(rows: Seq[dict[str, Any]], reply: Encoded) -> dict[str, Array]:
 
 
 def decode_tokens(inputs: Mapping[str, Array]) -> tuple[tuple[int, int], Decode]:
-    """Return (batch, beams) of the tokens given to ``postprocessing``, and the message that asks
-    for their texts.
+    """Return (batch, beams) of the tokens given to ``postprocessing``, int32[batch, beams, tokens],
+    and the message that asks for their texts.
 
     Raises RequestError naming the field.
     """
@@ -193,7 +196,9 @@ def encode_texts(shape: tuple[int, int], reply: Decoded) -> dict[str, Array]:
     return {"OUTPUT": np.array([text.encode() for text in reply.texts], np.object_).reshape(shape)}
 
 
-def _rows(inputs: Mapping[str, Array]) -> list[dict[str, Array]]:
+def _rows(
+    inputs: Mapping[str, Array],  # [batch, ...] by name
+) -> list[dict[str, Array]]:
     batch = max(map(len, inputs.values()))
     return [{name: array[row : row + 1] for name, array in inputs.items()} for row in range(batch)]
 
