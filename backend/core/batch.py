@@ -75,7 +75,7 @@ class Batch:
         """Return the decoding rows as the policy sees them. A row that follows a turn in flight is
         as it was before that turn, which emits a token at least.
 
-        Drafts are asked what they could propose where the plan for requests of these ids
+        Drafts are asked what they could propose where the plan for requests of these ids int64[n]
         ``needs_ceilings``, and now and then where it does not (``Drafting.ceilings``).
         """
         rows = self.decoding

@@ -190,7 +190,7 @@ class Chunks:
         self._tokens = 0
 
     def chunk(self, outputs: Mapping[str, Array | None]) -> dict[str, Any]:
-        """Return the chunk of a response. Raises ResponseError."""
+        """Return the chunk of a response, outputs [1, ...] by name. Raises ResponseError."""
         reason = _item(outputs["finish_reason"])
         if reason is not None and reason.startswith("error:"):
             code, _, message = reason.removeprefix("error:").partition(" ")
@@ -212,9 +212,13 @@ class Chunks:
         return reply
 
 
-def _item(array: Array | None) -> str | None:
+def _item(
+    array: Array | None,  # [1, 1] or empty
+) -> str | None:
     return None if array is None or not array.size else array.item().decode()
 
 
-def _list(array: Array | None) -> list[Any]:
+def _list(
+    array: Array | None,  # [1, 1, tokens]
+) -> list[Any]:
     return [] if array is None else array.ravel().tolist()

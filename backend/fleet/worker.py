@@ -228,6 +228,7 @@ async def _cancel_when_stopped(context: Any, stream: Any) -> None:
 
 
 def _tensor(name: str, array: Array) -> Any:
+    """Return an array of any shape, such as [1, 1], as an input of Triton's."""
     kinds = {"O": "BYTES", "b": "BOOL", "u": "UINT64", "i": "INT32", "f": "FP32"}
     tensor = grpcclient.InferInput(name, array.shape, kinds[array.dtype.kind])
     tensor.set_data_from_numpy(array)

@@ -79,7 +79,10 @@ class Replies:
             outputs["prompt"] = PromptScores(tokens, extras.prompt.log_probs, top)
         return outputs
 
-    def _save(self, array: FloatArray | None) -> str | None:
+    def _save(
+        self,
+        array: FloatArray | None,  # [tokens, vocab]
+    ) -> str | None:
         if array is None:
             return None
         self._folder.mkdir(mode=0o700, exist_ok=True)
