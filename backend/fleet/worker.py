@@ -138,7 +138,10 @@ class SpindleEngine(LLMEngine):  # type: ignore[misc]  # Dynamo is not in the ma
             self._client = None
 
     async def _stream(
-        self, inputs: dict[str, Array], context: Any, chunks: Chunks
+        self,
+        inputs: dict[str, Array],  # [1, ...] by name
+        context: Any,
+        chunks: Chunks,
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield chunks until the text ends. Raises StreamIncomplete, upon which Dynamo sends
         prompt and text to another worker, where the server cannot end it.

@@ -28,7 +28,9 @@ def word(seed: int, position: int) -> int:
 
 
 def exponentials(words: Words) -> npt.NDArray[np.float64]:
-    """Return a standard exponential, of 53 random bits, for each of ``word`` xor token."""
+    """Return a standard exponential, of 53 random bits, for each word xor token: float64, like
+    ``words`` [q] or of any shape.
+    """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         mixed = words + np.uint64(_GOLDEN)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
