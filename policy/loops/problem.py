@@ -267,6 +267,135 @@ def node_s(times: Times, rows: int) -> float:
     return times.verifying * more_s / max(4 * rows - 1, 1)
 
 
+@helper
+def _find_members(
+    batch: ViewRows,
+    limits: Limits,
+    members: Ints,  # [N]
+    ceiling: Ints,  # [D, N]
+) -> tuple[int, int, int]:
+    """Find the places of the rows that are to be chosen for, and the most tokens that drafts may
+    propose for them, into the beginnings of ``members`` and ``ceiling``. Return how many they are,
+    the longest proposal, and the cached tokens of all rows.
+    """
+    b = batch
+    n, k_max, context = 0, 0, 0
+    for i in range(len(b.rows)):
+        r = b.rows[i]
+        context += b.context[r]
+        if len(b.control_length) and b.control_length[r] >= 0:
+            continue
+        members[n] = i
+        for d in range(len(ceiling)):
+            most = min(b.ceiling[r, d], b.remaining[r] - 1, limits.k_max)
+            ceiling[d, n] = most
+            k_max = max(k_max, most)
+        n += 1
+    return n, k_max, context
+
+
+@helper
+def _price_rows(
+    times: Times,
+    batch: ViewRows,
+    nodes: Floats,  # [K, D, N]
+) -> Floats:
+    """Return the seconds [K, D, N] of a row in a draft's forward, and of reading what comes before
+    its nodes.
+    """
+    t, b = times, batch
+    row_s = np.empty(nodes.shape)
+    for j in range(nodes.shape[0]):
+        for d in range(nodes.shape[1]):
+            f = t.factor[FIRST_DRAFT + d]
+            for i in range(nodes.shape[2]):
+                tokens = b.context[b.rows[i]]
+                forward_row_s = f * (t.draft_row_s[d] + t.draft_context_s[d] * tokens)
+                node_row_s = t.factor[VERIFY] * t.node_context_s * tokens
+                row_s[j, d, i] = forward_row_s + nodes[j, d, i] * node_row_s
+    return row_s
+
+
+@helper
+def _take(
+    values: Floats,  # [K, D, N]
+    k_max: int,
+    members: Ints,  # [n]
+) -> Floats:
+    """Return the values [k_max, D, n] of some rows."""
+    taken = np.empty((k_max, values.shape[1], len(members)))
+    for j in range(k_max):
+        for d in range(values.shape[1]):
+            for place in range(len(members)):
+                taken[j, d, place] = values[j, d, members[place]]
+    return taken
+
+
+@helper
+def _most_nodes(
+    nodes: Floats,  # [K, D, n]
+) -> int:
+    """Return the most nodes that all rows together are expected to have."""
+    k_max, drafts, n = nodes.shape
+    most = 0.0
+    for place in range(n):
+        of_row = 0.0
+        for d in range(drafts):
+            total = 0.0
+            for j in range(k_max):
+                total += nodes[j, d, place]
+            of_row = max(of_row, total)
+        most += of_row
+    return math.ceil(most)
+
+
+@helper
+def _price_nodes(
+    times: Times, batch: ViewRows, limits: Limits, control_nodes: int, most: int
+) -> Floats:
+    """Return the seconds of passes with up to ``most`` nodes more than the control's, rows and
+    context apart.
+    """
+    t, b, everyone = times, batch, len(batch.rows)
+    seconds = np.zeros(most + 1)
+    plain = b.prefill_tokens + everyone + control_nodes
+    if plain:
+        decoding = everyone + control_nodes
+        price_passes(t, plain, decoding, b.pass_tokens, b.change_tokens, seconds)
+    if limits.padded_tokens:
+        padded_s = verify_s(t, plain + limits.padded_tokens * everyone) - verify_s(t, plain)
+        seconds[1:] = seconds[0] + max(t.verifying * padded_s, 0.0)
+    return seconds
+
+
+@helper
+def _set_chains(
+    times: Times,
+    batch: ViewRows,
+    members: Ints,  # [n]
+    hazard: Floats,  # [K, D, N]
+    ceiling: Ints,  # [D, n]
+    gain: Floats,  # [K, D, n]
+    first: Ints,  # [D, n]
+    switch_s: Floats,  # [D, n]
+) -> None:
+    """Compute of each row's chains the gains, and of its catch-up the tokens of the first forward
+    and the seconds beyond it.
+    """
+    b = batch
+    for place in range(len(members)):
+        i = members[place]
+        for d in range(len(ceiling)):
+            survival = 1.0
+            for j in range(ceiling[d, place]):
+                survival *= hazard[j, d, i]
+                gain[j, d, place] = survival
+            unseen = max(b.catchup[b.rows[i], d], 1)
+            first[d, place] = min(unseen, 2)  # a chain accepted whole leaves its last token and the
+            # bonus unread: no switch yet
+            switch_s[d, place] = forward_s(times, d, unseen) - forward_s(times, d, min(unseen, 2))
+
+
 @entry(TIMES, BATCH, LIMITS, FLOATS[3], FLOATS[3])
 def build(
     times: Times, batch: ViewRows, limits: Limits, hazard: Floats, nodes: Floats
@@ -279,96 +408,43 @@ def build(
     """
     t, b = times, batch
     everyone, drafts = b.ceiling.shape
-    members = np.empty(everyone, np.int64)
-    n, k_max, context = 0, 0, 0
-    ceiling = np.empty((drafts, everyone), np.int64)
-    for i in range(everyone):
-        r = b.rows[i]
-        context += b.context[r]
-        if len(b.control_length) and b.control_length[r] >= 0:
-            continue
-        members[n] = i
-        for d in range(drafts):
-            most = min(b.ceiling[r, d], b.remaining[r] - 1, limits.k_max)
-            ceiling[d, n] = most
-            k_max = max(k_max, most)
-        n += 1
-    factor = t.factor[VERIFY]
-    all_row_s = np.empty(nodes.shape)
-    for j in range(len(nodes)):
-        for d in range(drafts):
-            f = t.factor[FIRST_DRAFT + d]
-            for i in range(everyone):
-                tokens = b.context[b.rows[i]]
-                forward_row_s = f * (t.draft_row_s[d] + t.draft_context_s[d] * tokens)
-                node_row_s = factor * t.node_context_s * tokens
-                all_row_s[j, d, i] = forward_row_s + nodes[j, d, i] * node_row_s
+    members, ceiling = np.empty(everyone, np.int64), np.empty((drafts, everyone), np.int64)
+    n, k_max, context = _find_members(b, limits, members, ceiling)
+    members, ceiling = members[:n].copy(), ceiling[:, :n].copy()
+    every_row_s = _price_rows(t, b, nodes)
     occupied = np.zeros((drafts, k_max), np.int64)
-    fixed_s = t.overhead_s + factor * (everyone * t.row_s + context * t.context_s)
+    fixed_s = t.overhead_s + t.factor[VERIFY] * (everyone * t.row_s + context * t.context_s)
     speculation_s = t.speculation_s + verifying_s(t, everyone, everyone, context)
     control_nodes, value = 0, float(everyone)
     if n < everyone:
-        rest = nodes, all_row_s, occupied
+        rest = nodes, every_row_s, occupied
         control_nodes, more, drafting_s = _fix_control(t, b, hazard, *rest)
         value += more
         if control_nodes:
             fixed_s += drafting_s + speculation_s
             speculation_s = 0.0
-    plain = b.prefill_tokens + everyone + control_nodes
-    row_nodes, most = np.empty((k_max, drafts, n)), 0.0
-    for place in range(n):
-        deepest = 0.0
-        for d in range(drafts):
-            total = 0.0
-            for j in range(k_max):
-                row_nodes[j, d, place] = nodes[j, d, members[place]]
-                total += row_nodes[j, d, place]
-            deepest = max(deepest, total)
-        most += deepest
-    undrafted_s = np.zeros(n * k_max + 1)
+    row_nodes, most = _take(nodes, k_max, members), n * k_max
     if not limits.whole_batch:
-        undrafted_s = np.zeros(max(n * k_max, math.ceil(most)) + 1)
-    if plain:
-        decoding = everyone + control_nodes
-        price_passes(t, plain, decoding, b.pass_tokens, b.change_tokens, undrafted_s)
-    undrafted_s += fixed_s
-    if limits.padded_tokens:
-        padded_s = verify_s(t, plain + limits.padded_tokens * everyone) - verify_s(t, plain)
-        padded_s *= t.verifying
-        undrafted_s[1:] = undrafted_s[0] + max(padded_s, 0.0)
-    prefill_s = 0.0
+        most = max(most, _most_nodes(row_nodes))
+    undrafted_s = _price_nodes(t, b, limits, control_nodes, most) + fixed_s
+    prefill_s, plain = 0.0, b.prefill_tokens + everyone + control_nodes
     if b.prefill_tokens:
         prefill_s = verify_s(t, plain) - verify_s(t, plain - b.prefill_tokens)
     forwards_s = np.empty((drafts, max(2 * everyone, 2) + 1))
     for d in range(drafts):
         for tokens in range(forwards_s.shape[1]):
             forwards_s[d, tokens] = forward_s(t, d, tokens)
-    gain = np.zeros((k_max, drafts, n))
-    first, horizon = np.empty((drafts, n), np.int64), np.empty(n)
-    row_s, switch_s = np.empty((k_max, drafts, n)), np.empty((drafts, n))
-    for j in range(k_max):
-        for d in range(drafts):
-            for place in range(n):
-                row_s[j, d, place] = all_row_s[j, d, members[place]]
+    gain, horizon = np.zeros((k_max, drafts, n)), np.empty(n)
+    first, switch_s = np.empty((drafts, n), np.int64), np.empty((drafts, n))
+    _set_chains(t, b, members, hazard, ceiling, gain, first, switch_s)
     for place in range(n):
-        i = members[place]
-        r = b.rows[i]
-        horizon[place] = min(max(b.remaining[r] / 2, 1.0), limits.horizon_steps)
-        for d in range(drafts):
-            survival = 1.0
-            for j in range(ceiling[d, place]):
-                survival *= hazard[j, d, i]
-                gain[j, d, place] = survival
-            unseen = max(b.catchup[r, d], 1)
-            first[d, place] = min(unseen, 2)  # a chain accepted whole leaves its last token and the
-            # bonus unread: no switch yet
-            switch_s[d, place] = forward_s(t, d, unseen) - forward_s(t, d, min(unseen, 2))
-    ceilings = ceiling[:, :n].copy()
+        remaining = b.remaining[b.rows[members[place]]]
+        horizon[place] = min(max(remaining / 2, 1.0), limits.horizon_steps)
     problem = StepProblem(
         gain,
-        ceilings,
+        ceiling,
         first,
-        row_s,
+        _take(every_row_s, k_max, members),
         row_nodes,
         switch_s,
         horizon,
@@ -379,4 +455,4 @@ def build(
         value,
         b.cap_s - (1 - 1 / WIDTH_STEPS) * change_s(t, b.pass_tokens, b.change_tokens),
     )
-    return problem, members[:n], prefill_s
+    return problem, members, prefill_s
