@@ -323,12 +323,12 @@ def _take(
     members: Ints,  # [n]
 ) -> Floats:
     """Return the values [k_max, D, n] of some rows."""
-    taken = np.empty((k_max, values.shape[1], len(members)))
+    columns = np.empty((k_max, values.shape[1], len(members)))
     for j in range(k_max):
         for d in range(values.shape[1]):
             for place in range(len(members)):
-                taken[j, d, place] = values[j, d, members[place]]
-    return taken
+                columns[j, d, place] = values[j, d, members[place]]
+    return columns
 
 
 @helper
