@@ -64,6 +64,14 @@ def test_a_state_of_several_tenants_is_planned_from_after_a_restart():
     assert plan.length.all()
 
 
+def test_what_verifying_takes_survives_a_restart():
+    p = planner()
+    state = taught(p)
+    state.correction.verifying[:] = 0.3, 12.0
+    back = p.load(p.save(state, 59.0), 7.0, 0.0)
+    assert back.correction.verifying.tolist() == [0.3, 12.0]
+
+
 def test_evidence_fades_while_nothing_runs():
     p = planner()
     state = taught(p)
