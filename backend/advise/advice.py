@@ -22,7 +22,7 @@ from backend.advise.goodput import (
     lengths_by_load,
 )
 from backend.advise.load import Cell
-from backend.advise.times import TERMS, Load
+from backend.advise.times import TERMS, StepLoad
 from policy.plan import FloatArray
 
 FAR = 0.10
@@ -191,7 +191,7 @@ def predict(cells: Sequence[Cell], length: int, in_flight: int, *, by_cpu: bool 
         if cell.loaded and (cell.length, cell.in_flight) == (length, in_flight)
     ]
     goodput = Goodput.fit([cell for cell in cells if cell not in out], by_cpu=by_cpu)
-    seconds = goodput.times.seconds(Load.of(out))
+    seconds = goodput.times.seconds(StepLoad.of(out))
     steps = sum(cell.row_steps for cell in out)
     emitted = sum(cell.emitted * cell.row_steps for cell in out) / steps
     measured = np.array([cell.seconds(by_cpu=by_cpu) for cell in out])

@@ -10,7 +10,7 @@ import numpy as np
 
 from backend.advise.acceptance import Expected, StepTokens
 from backend.advise.load import Cell
-from backend.advise.times import FittedTimes, Load
+from backend.advise.times import FittedTimes, StepLoad
 from policy.plan import FloatArray, IntArray
 
 PLAIN = -1
@@ -75,7 +75,7 @@ class Goodput:
         prompt = sum(cell.prompt_tokens for cell in cells) / max(firsts, 1.0)
         return cls(times, acceptance.expect(rng), prompt, mean)
 
-    def steps(self, length: int, in_flight: IntArray) -> tuple[Load, FloatArray]:
+    def steps(self, length: int, in_flight: IntArray) -> tuple[StepLoad, FloatArray]:
         """Return the steps with these requests in flight all the time, int64[flights], and the
         tokens that each step brings all of them.
 
@@ -87,7 +87,7 @@ class Goodput:
         life = 1 + max(self.output_tokens - 1, 0.0) / expected.emitted
         rows = n * (life - 1) / life
         full = np.ones_like(n)
-        load = Load(
+        load = StepLoad(
             rows,
             rows * expected.drafted,
             float(max(length, 0)) * full,

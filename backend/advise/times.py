@@ -37,7 +37,7 @@ _LEAST_NOISE = 0.004
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """A step on average, or several at once as arrays."""
 
     rows: FloatArray
@@ -51,7 +51,7 @@ class Load:
     """1 if the server has a draft, else 0."""
 
     @classmethod
-    def of(cls, cells: Sequence[Cell]) -> Load:
+    def of(cls, cells: Sequence[Cell]) -> StepLoad:
         """Return what the cells' steps had."""
         rows = [
             (c.row_steps, c.window["drafted"] or c.window["drafts"] * c.length, c.prompt_tokens)
@@ -79,7 +79,7 @@ class Load:
         ]
         return np.stack(columns, 1)
 
-    def nearness(self, other: Load) -> FloatArray:
+    def nearness(self, other: StepLoad) -> FloatArray:
         """Return how much one step says of another, [steps, other steps], 1 of itself."""
         rows = np.log2(1 + self.rows)[:, None] - np.log2(1 + other.rows)
         lengths = self.length[:, None] - other.length
@@ -100,7 +100,7 @@ class FittedTimes:
     coefficient: FloatArray
     """Seconds of each of ``TERMS`` and of each token beyond each knot."""
     knots: tuple[int, ...]
-    near: Load
+    near: StepLoad
     pull: FloatArray
     """Weights of the measured steps' nearness, as a logarithm of seconds."""
     noise: float
@@ -117,7 +117,7 @@ class FittedTimes:
         """Fit the mean step of each cell by its relative error; one that something disturbed
         counts less.
         """
-        load = Load.of(cells)
+        load = StepLoad.of(cells)
         target = np.array([cell.seconds(by_cpu=by_cpu) for cell in cells])
         tokens = load.rows + load.drafted
         knots = tuple(k for k in KNOTS if (tokens < k).any() and (tokens > 1.5 * k).any())
@@ -137,7 +137,7 @@ class FittedTimes:
         spread = noise**2 / np.maximum(fit_weights, 1e-3)
         return cls(coefficient, knots, load, signal * _solve(near, spread, error), noise)
 
-    def seconds(self, load: Load) -> FloatArray:
+    def seconds(self, load: StepLoad) -> FloatArray:
         """Return the seconds of steps."""
         fitted = load.terms(self.knots) @ self.coefficient
         result: FloatArray = fitted * np.exp(load.nearness(self.near) @ self.pull)

@@ -204,7 +204,7 @@ def run(
     consent([*urls.values()], count, options, bodies)
     proof, clock = Proof(advised), "cpu" if options.by_cpu else "wall"
     with ExitStack() as stack:
-        servers = _Servers(campaign, arms, urls, stack, at_once=options.together)
+        servers = _ArmServers(campaign, arms, urls, stack, at_once=options.together)
         for block in range(blocks):
             for name in abba([*arms], block):
                 with servers.use(name) as client:
@@ -236,7 +236,7 @@ def measure_arm(
 
 
 @dataclass
-class _Servers:
+class _ArmServers:
     """The servers of the arms: running ones, all started at once, or one at a time."""
 
     campaign: Started

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from backend.core.in_flight import InFlight, Submission
+from backend.core.in_flight import InFlightQueue, Submission
 from backend.core.session import Session
 from backend.engines.port import AFTER, Engine, KeepsWidth, LooksAhead, Turn
-from backend.speculation.cycle import Step
+from backend.speculation.cycle import DecodeStep
 from backend.speculation.drafting import Drafting
 from policy import IntArray, View
 
@@ -38,7 +38,7 @@ class Batch:
     def of(
         cls,
         sessions: Iterable[Session],
-        in_flight: InFlight,
+        in_flight: InFlightQueue,
         target: Engine,
         prefill_chunk_tokens: int,
     ) -> Batch:
@@ -108,7 +108,7 @@ class Batch:
             change_tokens=self.width[1],
         )
 
-    def submission(self, step: Step) -> Submission:
+    def submission(self, step: DecodeStep) -> Submission:
         """Return what is submitted: the decoding rows with their proposals, and chunks of
         prompts.
         """
@@ -118,7 +118,7 @@ class Batch:
         step.log.batch_size = len(rows) + len(prompts)
         return Submission(step, {turn.sequence.id: turn for turn in (*rows, *prompts)})
 
-    def _turn(self, session: Session, step: Step) -> Turn:
+    def _turn(self, session: Session, step: DecodeStep) -> Turn:
         sequence, row = session.sequence, step.proposals[session.id]
         end = AFTER if session.id in self.following else len(sequence.tokens)
         on_device = row.on_device

@@ -13,7 +13,7 @@ from typing import Any
 
 from backend.core.loop import SHUTTING_DOWN, Loop
 from backend.core.session import Session
-from backend.engines.hosted import Ask, HostedEngine, Part
+from backend.engines.hosted import HostedEngine, HostedRequest, NewTokens
 from backend.engines.port import EngineLostError, Extras
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
@@ -179,7 +179,7 @@ class HostedLoop(Loop):
                 return
             raise RuntimeError(f"the engine ended the text after {session.output_tokens} tokens")
 
-    def _commit(self, session: Session, part: Part) -> None:
+    def _commit(self, session: Session, part: NewTokens) -> None:
         """Take what is new, and reply."""
         if part.cached_tokens:
             session.sequence.reused_blocks = part.cached_tokens // BLOCK_TOKENS
@@ -209,9 +209,9 @@ class HostedLoop(Loop):
 _TASK = "request-"
 
 
-def _ask(session: Session) -> Ask:
+def _ask(session: Session) -> HostedRequest:
     request, sequence = session.request, session.sequence
-    return Ask(
+    return HostedRequest(
         session.id,
         tuple(sequence.tokens),
         sequence.prompt_tokens,

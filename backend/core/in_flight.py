@@ -19,7 +19,7 @@ from backend.engines.port import (
     Turn,
 )
 from backend.ops.stats import StepStats
-from backend.speculation.cycle import Step
+from backend.speculation.cycle import DecodeStep
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +28,18 @@ logger = logging.getLogger(__name__)
 class Submission:
     """A batch that the target verifies at once: the rows of a step, and chunks of prompts."""
 
-    step: Step
+    step: DecodeStep
     turns: dict[int, Turn]  # by sequence id
 
 
-class InFlight:
+class InFlightQueue:
     """The queue of at most ``1 + lookahead`` submissions that the target works on, which are
     collected in their order.
     """
 
-    def __init__(self, target: Engine, stats: StepStats, void: Callable[[Step], None]) -> None:
+    def __init__(
+        self, target: Engine, stats: StepStats, void: Callable[[DecodeStep], None]
+    ) -> None:
         """``void`` is called for a step that the target could not run, before it runs again without
         proposals.
         """

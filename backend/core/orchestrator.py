@@ -11,7 +11,7 @@ from typing import Any
 
 from backend.core.admission import Admission
 from backend.core.batch import Batch
-from backend.core.in_flight import InFlight
+from backend.core.in_flight import InFlightQueue
 from backend.core.kv_ledger import KVLedger
 from backend.core.loop import SHUTTING_DOWN, Loop
 from backend.core.session import Session
@@ -19,7 +19,7 @@ from backend.engines.port import AFTER, Completion, Engine, EngineLostError
 from backend.log_format import fields
 from backend.ops.stats import StepStats
 from backend.request import ErrorCode, RequestError
-from backend.speculation.cycle import Cycle, Step
+from backend.speculation.cycle import Cycle, DecodeStep
 from backend.speculation.drafting import Drafting
 from backend.speculation.step_log import StepLog
 from policy import AnyPolicy
@@ -59,7 +59,7 @@ class Orchestrator(Loop):
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._work = threading.Event()
         self._active: dict[int, Session] = {}
-        self._in_flight = InFlight(target, stats, self.cycle.void)
+        self._in_flight = InFlightQueue(target, stats, self.cycle.void)
         self._failures = 0
         self._alive_s = clock()
 
@@ -233,7 +233,7 @@ class Orchestrator(Loop):
 
     # -- commit and emit
 
-    def _commit(self, completion: Completion, step: Step) -> Session | None:
+    def _commit(self, completion: Completion, step: DecodeStep) -> Session | None:
         """Take a completion's tokens; return its session where it got any."""
         session = self._active.get(completion.sequence_id)
         if session is None:
@@ -246,7 +246,7 @@ class Orchestrator(Loop):
                 return session
         return None
 
-    def _commit_tokens(self, session: Session, completion: Completion, step: Step) -> int:
+    def _commit_tokens(self, session: Session, completion: Completion, step: DecodeStep) -> int:
         """Take a completion's tokens; return how many were taken."""
         if completion.drafted is not None:
             step.take(session.id, completion.drafted, completion.verified)
@@ -262,7 +262,7 @@ class Orchestrator(Loop):
         self.cycle.note_verified(step, session.sequence, nodes, emitted, control=session.control)
         return count
 
-    def _absorb(self, completions: Seq[Completion], step: Step) -> None:
+    def _absorb(self, completions: Seq[Completion], step: DecodeStep) -> None:
         """Give drafts the target's states of the texts, before any that has ended is released."""
         states = [
             (session.sequence, completion.hidden_states)
@@ -289,7 +289,7 @@ class Orchestrator(Loop):
         self._target.cancel([session.id])
         self.cycle.drafting.cancel([session.id])
 
-    def _learn(self, step: Step | None = None) -> None:
+    def _learn(self, step: DecodeStep | None = None) -> None:
         """Let the policy learn from a step (None: nothing was verified), and show the loop's
         state.
         """

@@ -58,7 +58,7 @@ class PastText(NamedTuple):
     context: int
 
 
-class _Place(NamedTuple):
+class _AnswerSpan(NamedTuple):
     start: int
     tokens: int
     context: int
@@ -81,7 +81,7 @@ class Answers:
         self.tokens = 0
         self.count = 0
         self._at = 0  # the slot that is written next
-        self._texts: deque[_Place] = deque()  # the oldest first
+        self._texts: deque[_AnswerSpan] = deque()  # the oldest first
         self._tenants: dict[int, bytes] = {}  # by the slot that a text starts at
         self._ring, self._text = (_borders(capacity) for _ in range(2))
         self._newest, self._before = ([_borders(capacity) for _ in SIZES] for _ in range(2))
@@ -102,7 +102,7 @@ class Answers:
         np.frombuffer(self._ring, np.int32)[slots] = [*tokens, BORDER]
         np.frombuffer(self._text, np.int32)[slots] = start
         self._tenants[start] = text.tenant
-        self._texts.append(_Place(start, size, context))
+        self._texts.append(_AnswerSpan(start, size, context))
         self._at, self.tokens = (start + size) % self.capacity, self.tokens + size
         self.count += 1
         self._chain(text.tenant, tokens, context, slots)

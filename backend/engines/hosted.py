@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class HostedRequest:
     """A generation in Spindle's words; an adapter translates it into those of its engine."""
 
     id: int
@@ -49,7 +49,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Part:
+class NewTokens:
     """The new tokens of a generation."""
 
     tokens: list[int]
@@ -87,7 +87,7 @@ class HostedEngine(Protocol):
     name: str
     limits: HostedLimits
 
-    def generate(self, ask: Ask) -> AsyncGenerator[Part, None]:
+    def generate(self, ask: HostedRequest) -> AsyncGenerator[NewTokens, None]:
         """Yield a generation's parts until it has ended; closing it aborts it. Raises RequestError
         for what the engine cannot do, EngineLostError when it is gone.
         """

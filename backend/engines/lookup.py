@@ -34,7 +34,7 @@ class Match(NamedTuple):
     size: int
 
 
-class Path(NamedTuple):
+class Continuation(NamedTuple):
     """The tokens that followed ``matches`` occurrences, whose lengths add up to ``size``."""
 
     size: int
@@ -96,10 +96,10 @@ class LookupEngine(Proposer):
     def _has_match(self, sequence: Sequence) -> bool:
         return bool(self._index(sequence).matches(sequence.tokens))
 
-    def _paths(self, sequence: Sequence, length: int) -> list[Path]:
+    def _paths(self, sequence: Sequence, length: int) -> list[Continuation]:
         """Return up to ``length`` tokens after each match."""
         tokens, matches = sequence.tokens, self._index(sequence).matches(sequence.tokens)
-        return [Path(m.size, 1, continuation(tokens, m.position, length)) for m in matches]
+        return [Continuation(m.size, 1, continuation(tokens, m.position, length)) for m in matches]
 
     def _propose(self, turns: Seq[Turn]) -> Iterable[Proposal | None]:
         return map(self._proposal, turns)
@@ -135,7 +135,7 @@ def reach(tokens: list[int], position: int, most: int) -> int:
     return size
 
 
-def _merge(paths: Iterable[Path]) -> list[tuple[int, int, float]]:
+def _merge(paths: Iterable[Continuation]) -> list[tuple[int, int, float]]:
     """Return the nodes (token, parent, confidence) of paths.
 
     A match votes for each of its path's tokens by its length, which every token before it has made

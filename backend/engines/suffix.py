@@ -14,16 +14,16 @@ import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path as File
+from pathlib import Path
 from typing import Any
 
 from backend.engine_config import EngineConfig
 from backend.engines.answers import CONTEXT, LONGEST, Answers, PastMatch, PastText, tenant_of
 from backend.engines.lookup import (
     LONGEST_MATCH,
+    Continuation,
     LookupEngine,
     Match,
-    Path,
     continuation,
 )
 from backend.engines.registry import Service
@@ -67,7 +67,7 @@ class SuffixEngine(LookupEngine):
         name: str,
         *,
         remembered_tokens: int,
-        file: File | None = None,
+        file: Path | None = None,
         count: Callable[..., None] | None = None,
         **options: int,
     ) -> None:
@@ -129,7 +129,7 @@ class SuffixEngine(LookupEngine):
         matches = self._matches(sequence)
         return bool(matches.in_text or matches.in_answers)
 
-    def _paths(self, sequence: Sequence, length: int) -> list[Path]:
+    def _paths(self, sequence: Sequence, length: int) -> list[Continuation]:
         """Return the paths after the longest matches, equal ones as one; those of ``lookup`` where
         no answer has a match.
         """
@@ -152,7 +152,7 @@ class SuffixEngine(LookupEngine):
                 votes[key] = votes.get(key, 0) + 1
         best = sorted(votes.items(), key=lambda item: -item[1])  # stable: own, then newest first
         return [
-            Path(longest * many, many, list(path if place < PATHS else path[:1]))
+            Continuation(longest * many, many, list(path if place < PATHS else path[:1]))
             for place, (path, many) in enumerate(best)
         ]
 
@@ -182,7 +182,7 @@ class SuffixEngine(LookupEngine):
 
     # -- over restarts
 
-    def _load(self, file: File) -> None:
+    def _load(self, file: Path) -> None:
         """Take up what an engine before kept; a file that cannot be used is left, with a metric."""
         try:
             for text in Answers.unpack(file.read_bytes()):
@@ -196,7 +196,7 @@ class SuffixEngine(LookupEngine):
             logger.info("draft %s restored %d tokens of answers", self.name, self.remembered_tokens)
         self._unsaved = False
 
-    def _save(self, file: File) -> None:
+    def _save(self, file: Path) -> None:
         try:
             cache.publish_file(file, self.answers.pack(), mode=0o600)
         except OSError as error:
@@ -208,7 +208,7 @@ class SuffixEngine(LookupEngine):
             self._count("spindle_fallback_total", reason=reason)
 
 
-def _file(engine: EngineConfig, service: Service) -> File:
+def _file(engine: EngineConfig, service: Service) -> Path:
     """Return where a draft's answers are kept: token ids of one target, so by its weights."""
     target = service.config.target
     weights = weights_sha256(service.path(target)) if target.kind.checkpoint else target.model

@@ -28,7 +28,7 @@ from backend.hosts.settings import TARGET, HostConfig
 from backend.ops.stats import Stats, StepStats
 from backend.request import SamplingParams, tenant_id
 from backend.sequence import Proposal, Sequence
-from backend.speculation.cycle import Cycle, Step
+from backend.speculation.cycle import Cycle, DecodeStep
 from backend.speculation.drafting import Drafting
 from backend.speculation.learned_state import LearnedState
 from backend.speculation.policy_factory import compile_planner, make_policy
@@ -108,7 +108,7 @@ class Host:
         self._numbers = count(1)
         self.sequences: dict[Hashable, Sequence] = {}
         """The drafts' state of each request that is not over."""
-        self._step: Step | None = None
+        self._step: DecodeStep | None = None
         self.has_plans = False
         """There is a latency table to plan by."""
         self._switches = Switches()

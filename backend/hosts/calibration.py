@@ -31,7 +31,7 @@ _Cells = defaultdict[tuple[int, int, int], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """A step to be measured, of made-up requests."""
 
     rows: int
@@ -44,20 +44,20 @@ class Shape:
 
 def shapes(
     max_rows: int, k_max: int, max_prompt_tokens: int, *, drafter: bool = False
-) -> Iterator[Shape]:
+) -> Iterator[StepShape]:
     """Yield the shapes of a target's steps, and with a ``drafter`` of the host those that show its
     cost; long prompts, which show the cost of context, last.
     """
     lengths = sorted({0, 1, 2, 4, k_max} & {*range(k_max + 1)})
     for rows in _ROWS:
         if rows <= max_rows:
-            yield from (Shape(rows, length) for length in lengths)
+            yield from (StepShape(rows, length) for length in lengths)
             if drafter:
-                yield Shape(rows, 0, drafted=k_max)
+                yield StepShape(rows, 0, drafted=k_max)
     if max_prompt_tokens > LONG_PROMPT_TOKENS:
         for rows in (1, 4):
             if rows <= max_rows:
-                yield from (Shape(rows, length, LONG_PROMPT_TOKENS) for length in (0, k_max))
+                yield from (StepShape(rows, length, LONG_PROMPT_TOKENS) for length in (0, k_max))
 
 
 class StepCalibration:
@@ -66,7 +66,10 @@ class StepCalibration:
     """
 
     def __init__(
-        self, planned: Iterator[Shape], budget_s: float, clock: Callable[[], float] = perf_counter
+        self,
+        planned: Iterator[StepShape],
+        budget_s: float,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._planned, self._budget_s, self._clock = planned, budget_s, clock
         self._started_s: float | None = None
@@ -76,7 +79,7 @@ class StepCalibration:
         self._mixed: _Cells = defaultdict(
             list
         )  # of steps with prompts, used if there are no others
-        self.shape: Shape | None = next(planned, None)
+        self.shape: StepShape | None = next(planned, None)
 
     def ran(
         self, rows: int, tokens: int, context_tokens: int, seconds: float, prefill_tokens: int = 0

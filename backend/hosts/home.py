@@ -23,7 +23,7 @@ LOOK_S = 0.1
 """Seconds that a message from home may wait for others to be sent."""
 
 
-class Home:
+class EngineConnection:
     """Speaks with the engine process, from a thread that ends with the process."""
 
     def __init__(self, path: str, stats: Stats, host: Host) -> None:

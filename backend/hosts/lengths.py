@@ -17,7 +17,7 @@ from backend.hosts.adapter import Host, HostRow, Verified
 from backend.hosts.settings import HostConfig
 from backend.ops.stats import Stats
 from backend.sequence import Proposal
-from backend.speculation.cycle import Step
+from backend.speculation.cycle import DecodeStep
 from policy import LatencyTable
 
 
@@ -35,9 +35,9 @@ class Lengths(Host):
         ]
         super().__init__(config, stats, clock, drafts=drafts)
         self._name = drafter.name
-        self._running: deque[Step | None] = deque()
+        self._running: deque[DecodeStep | None] = deque()
         """The plans of steps that are scheduled and not over, oldest first; None: without one."""
-        self._next: Step | None = None
+        self._next: DecodeStep | None = None
         self._forward_s: tuple[list[float], list[float]] = [1.0], [0.0]
 
     def plan_by_passes(self, target: LatencyTable, forward_s: Mapping[int, float]) -> None:
@@ -89,7 +89,7 @@ class Lengths(Host):
             verify_s = max(0.0, verify_s - self._drafter_s(following))
         super().ran(rows, verify_s=verify_s, prefill_tokens=prefill_tokens)
 
-    def _take(self, step: Step, rows: Seq[Verified]) -> None:
+    def _take(self, step: DecodeStep, rows: Seq[Verified]) -> None:
         """Note as the drafter's proposals what was verified of them."""
         for row in rows:
             sequence = self.sequences.get(row.key)
@@ -97,7 +97,7 @@ class Lengths(Host):
                 proposal = Proposal.chain(self._name, row.proposed)
                 step.take(sequence.id, proposal, len(row.proposed))
 
-    def _drafter_s(self, step: Step) -> float:
+    def _drafter_s(self, step: DecodeStep) -> float:
         """Return about the seconds of the drafter: it drafts for all rows as much as for one."""
         rows = len(step.plan.length)
         longest = int(step.plan.length.max(initial=0))

@@ -13,7 +13,7 @@ from typing import Any
 
 import prometheus_client
 
-from backend.ops.metric_names import SPINDLE_FAMILIES, Family, MetricKind
+from backend.ops.metric_names import SPINDLE_FAMILIES, Metric, MetricKind
 from backend.ops.stats import Stats
 
 PERIOD_S = 1.0
@@ -70,7 +70,7 @@ class Exporter:
         return metric.labels(**labels) if labels else metric
 
 
-def _make_metric(family: Family, registry: Any) -> Any:
+def _make_metric(family: Metric, registry: Any) -> Any:
     named = family.name, family.help, family.labels
     if family.kind is MetricKind.COUNTER:
         return prometheus_client.Counter(*named, registry=registry)

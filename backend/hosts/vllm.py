@@ -31,8 +31,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from backend.checked_settings import ConfigError
 from backend.hosts.adapter import Host, HostRow, Verified
-from backend.hosts.calibration import Shape, StepCalibration, shapes
-from backend.hosts.home import Home
+from backend.hosts.calibration import StepCalibration, StepShape, shapes
+from backend.hosts.home import EngineConnection
 from backend.hosts.metrics import Exporter
 from backend.hosts.settings import TARGET, HostConfig
 from backend.hosts.vllm_config import (
@@ -81,7 +81,7 @@ class ScheduledStep:
 
     decoding: dict[str, tuple[Request, list[int]]]
     """By id the requests that decode, with the tokens of the proposal that are verified."""
-    shape: Shape | None = None
+    shape: StepShape | None = None
     """The shape that was measured when it was scheduled."""
     rows: int = 0
     tokens: int = 0
@@ -105,8 +105,8 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
         self._stats = Stats()
         self._host = self._make_host()
         warn_of_v1(self.vllm_config)
-        self._exporter: Exporter | Home = (
-            Home(self._spindle.home, self._stats, self._host)
+        self._exporter: Exporter | EngineConnection = (
+            EngineConnection(self._spindle.home, self._stats, self._host)
             if self._spindle.home
             else Exporter(self._stats, self._spindle.metrics_port)
         )
@@ -294,7 +294,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             del self._made_up[name]
 
     def _calibration_tokens(
-        self, decoding: dict[str, Request], shape: Shape
+        self, decoding: dict[str, Request], shape: StepShape
     ) -> dict[str, list[int]]:
         """Return proposals, none of them likely, for the made-up requests only."""
         if not shape.length:

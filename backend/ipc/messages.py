@@ -26,13 +26,13 @@ server that starts removes it.
 """
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class IpcMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Any of them; ``id`` is 0 where it is of no request."""
 
     id: int = 0
 
 
-class Hello(Message, frozen=True, kw_only=True, tag=True):
+class Hello(IpcMessage, frozen=True, kw_only=True, tag=True):
     """A greeting; the engine process tells what it serves in ``info``."""
 
     version: int = VERSION
@@ -42,7 +42,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=True):
 # Messages from a stub.
 
 
-class Submit(Message, frozen=True, kw_only=True, tag=True):
+class Submit(IpcMessage, frozen=True, kw_only=True, tag=True):
     """A request; ``trace`` is the context of one that Triton traces (``traceparent`` and, if there
     is one, ``tracestate``).
     """
@@ -51,21 +51,21 @@ class Submit(Message, frozen=True, kw_only=True, tag=True):
     trace: dict[str, str] | None = None
 
 
-class Cancel(Message, frozen=True, kw_only=True, tag=True):
+class Cancel(IpcMessage, frozen=True, kw_only=True, tag=True):
     """The client of a request has gone."""
 
 
-class Admin(Message, frozen=True, kw_only=True, tag=True):
+class Admin(IpcMessage, frozen=True, kw_only=True, tag=True):
     """A command of the administrative interface."""
 
     command: str
 
 
-class Subscribe(Message, frozen=True, kw_only=True, tag=True):
+class Subscribe(IpcMessage, frozen=True, kw_only=True, tag=True):
     """Metrics are wanted, twice a second."""
 
 
-class Encode(Message, frozen=True, kw_only=True, tag=True):
+class Encode(IpcMessage, frozen=True, kw_only=True, tag=True):
     """Texts whose token ids are wanted, and whether each gets special tokens (None: as the
     deployment says); words get none.
     """
@@ -75,7 +75,7 @@ class Encode(Message, frozen=True, kw_only=True, tag=True):
     words: list[str]
 
 
-class Decode(Message, frozen=True, kw_only=True, tag=True):
+class Decode(IpcMessage, frozen=True, kw_only=True, tag=True):
     """Lists of token ids whose texts are wanted."""
 
     tokens: list[list[int]]
@@ -94,7 +94,7 @@ class PromptScores(msgspec.Struct, frozen=True):
     top: list[list[tuple[bytes, float]]]
 
 
-class Chunk(Message, frozen=True, kw_only=True, tag=True):
+class Chunk(IpcMessage, frozen=True, kw_only=True, tag=True):
     """Output of a request since its last message; all but ``text`` only where asked for.
 
     ``log_probs`` by token and ``cum_log_prob`` of all so far; ``token_bytes`` and the likeliest at
@@ -134,20 +134,20 @@ class Final(Chunk, frozen=True, kw_only=True, tag=True):
     k_max: int = 0
 
 
-class Failed(Message, frozen=True, kw_only=True, tag=True):
+class Failed(IpcMessage, frozen=True, kw_only=True, tag=True):
     """A request or command that came to nothing."""
 
     code: ErrorCode
     message: str
 
 
-class AdminReply(Message, frozen=True, kw_only=True, tag=True):
+class AdminReply(IpcMessage, frozen=True, kw_only=True, tag=True):
     """The answer to a command."""
 
     reply: dict[str, Any]
 
 
-class StatsUpdate(Message, frozen=True, kw_only=True, tag=True):
+class StatsUpdate(IpcMessage, frozen=True, kw_only=True, tag=True):
     """Counters' increments, new observations and gauges since the last of them."""
 
     counters: list[Labelled] = []
@@ -155,7 +155,7 @@ class StatsUpdate(Message, frozen=True, kw_only=True, tag=True):
     gauges: list[Labelled] = []
 
 
-class Encoded(Message, frozen=True, kw_only=True, tag=True):
+class Encoded(IpcMessage, frozen=True, kw_only=True, tag=True):
     """The token ids of texts and words, in order."""
 
     prompts: list[list[int]]
@@ -164,7 +164,7 @@ class Encoded(Message, frozen=True, kw_only=True, tag=True):
     vocab_size: int
 
 
-class Decoded(Message, frozen=True, kw_only=True, tag=True):
+class Decoded(IpcMessage, frozen=True, kw_only=True, tag=True):
     """The texts of token ids, in order."""
 
     texts: list[str]
@@ -174,16 +174,18 @@ FromStub = Hello | Submit | Cancel | Admin | Subscribe | Encode | Decode
 FromEngine = Hello | Chunk | Final | Failed | AdminReply | StatsUpdate | Encoded | Decoded
 
 
-class VersionError(Exception):
+class ProtocolVersionError(Exception):
     """A peer of another version, or one that does not greet."""
 
 
 def check_hello(message: Any) -> Hello:
-    """Return a peer's greeting; raises VersionError unless it is one of this version."""
+    """Return a peer's greeting; raises ProtocolVersionError unless it is one of this version."""
     if not isinstance(message, Hello):
-        raise VersionError(f"expected a hello, got {type(message).__name__}")
+        raise ProtocolVersionError(f"expected a hello, got {type(message).__name__}")
     if message.version != VERSION:
-        raise VersionError(f"peer speaks protocol version {message.version}, this side {VERSION}")
+        raise ProtocolVersionError(
+            f"peer speaks protocol version {message.version}, this side {VERSION}"
+        )
     return message
 
 
@@ -192,14 +194,14 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct("!I")
 _encoder = msgspec.msgpack.Encoder()
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=IpcMessage)
 
 
 class FrameError(Exception):
     """Bytes that are no frame: too long, or no message of the protocol."""
 
 
-def frame(message: Message) -> bytes:
+def frame(message: IpcMessage) -> bytes:
     """Return a message's bytes. Raises UnicodeEncodeError for text with a lone surrogate."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body

@@ -36,11 +36,11 @@ from backend.ipc.messages import (
     Frames,
     FromStub,
     Hello,
-    Message,
+    IpcMessage,
+    ProtocolVersionError,
     StatsUpdate,
     Submit,
     Subscribe,
-    VersionError,
     check_hello,
     frame,
 )
@@ -71,7 +71,7 @@ class StubConnection:
     def __init__(self, sock: socket.socket, most_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
         self.sock = sock
         self._most_unsent_bytes = most_unsent_bytes
-        self.frames_in: Frames[Message] = Frames(FromStub)
+        self.frames_in: Frames[IpcMessage] = Frames(FromStub)
         self.greeted = False
         self.subscribed = False
         self.tickets: dict[int, Ticket] = {}
@@ -165,7 +165,7 @@ class Server:
         self._drain_until_s: float | None = None
         self._ends = False
 
-    def post(self, connection: StubConnection, message: Message) -> None:
+    def post(self, connection: StubConnection, message: IpcMessage) -> None:
         """Send a message when the IO thread next runs."""
         connection.frames.append(frame(message))
         self._dirty.append(connection)
@@ -267,7 +267,7 @@ class Server:
                     self._flush(connection)
                 if events & selectors.EVENT_READ:
                     self._read(connection)
-            except (OSError, FrameError, VersionError) as error:
+            except (OSError, FrameError, ProtocolVersionError) as error:
                 self._drop(connection, error)
             except Exception as error:
                 logger.exception("failed to handle a message: closed its connection")
@@ -322,7 +322,7 @@ class Server:
 
     # -- messages
 
-    def receive(self, connection: StubConnection, message: Message) -> None:
+    def receive(self, connection: StubConnection, message: IpcMessage) -> None:
         """Take a message of a stub: the first must greet."""
         if not connection.greeted:
             check_hello(message)
@@ -347,7 +347,7 @@ class Server:
             case Subscribe():
                 connection.subscribed = True
             case _:
-                raise VersionError(f"a stub sends no {type(message).__name__}")
+                raise ProtocolVersionError(f"a stub sends no {type(message).__name__}")
 
     def _submit(self, connection: StubConnection, message: Submit) -> None:
         trace = self._app.tracing.begin(message.trace)
@@ -391,7 +391,7 @@ class Server:
         """Answer those who tokenise for themselves (a tokeniser thread)."""
         if connection not in self.connections:
             return
-        reply: Message
+        reply: IpcMessage
         try:
             if isinstance(message, Encode):
                 reply = encode_texts(self._app.preparation, message)

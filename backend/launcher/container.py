@@ -23,7 +23,7 @@ from backend.config import load_config
 from backend.launcher.environment import LaunchSettings, read_settings
 from backend.launcher.output import say
 from backend.launcher.processes import DynamoWorker, FrontEndProcess, end
-from backend.launcher.server import Stop, drain, flags
+from backend.launcher.server import StopSignal, drain, flags
 from backend.triton_adapter.admin_secret import ensure_secret
 
 FAILED_PROBES = 3
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     """Serve until a signal, tritonserver's end or failed probes; returns the exit status."""
     settings = read_settings(os.environ)
     ensure_secret()
-    stop = Stop()
+    stop = StopSignal()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop.take_signal)
     worker = None

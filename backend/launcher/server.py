@@ -94,7 +94,7 @@ def trace_flags(settings: LaunchSettings) -> list[str]:
     return [f"--trace-config={setting}" for setting in traces] if url else []
 
 
-class Stop(threading.Event):
+class StopSignal(threading.Event):
     """Set by the first signal to stop; ``at_once`` is set by a second one."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class TritonServer:
         settings: LaunchSettings,
         folder: Path,
         arguments: Sequence[str],
-        stop: Stop,
+        stop: StopSignal,
         output: IO[bytes] | None = None,
     ) -> None:
         """Run it with further ``arguments``; its log goes to ``output``, else to the terminal."""

@@ -38,7 +38,7 @@ from backend.launcher.run_folder import (
     write_backend,
     write_model_repository,
 )
-from backend.launcher.server import Stop, TritonServer
+from backend.launcher.server import StopSignal, TritonServer
 from backend.loopback import open_url
 from backend.storage import cache
 from backend.triton_adapter.admin_secret import ensure_secret
@@ -69,7 +69,7 @@ class StoppedError(Exception):
 
 def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
     """Serve until a signal ends it; ``arguments`` are tritonserver's. Returns the exit status."""
-    stop = Stop()
+    stop = StopSignal()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, stop.take_signal)
@@ -89,7 +89,7 @@ def serve(overrides: Overrides, arguments: list[str], *, verbose: bool) -> int:
     return status
 
 
-def _run(stop: Stop, overrides: Overrides, arguments: list[str], verbose: bool) -> None:
+def _run(stop: StopSignal, overrides: Overrides, arguments: list[str], verbose: bool) -> None:
     """Serve until ``stop`` is set. Raises StoppedError, LaunchError or ConfigError."""
     settings = read_settings(os.environ)
     os.environ["SPINDLE_POLICY_PATH"] = policy_path(settings)
@@ -184,7 +184,7 @@ def _supervise(
     config: ServingConfig,
     folder: Path,
     arguments: list[str],
-    stop: Stop,
+    stop: StopSignal,
     output: IO[bytes] | None,
 ) -> None:
     say("starting" if output is None else f"starting; the log is {output.name}")

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from backend.openai_frontend.access import tenant_salt
 from backend.openai_frontend.choices import COMPLETION, Choice, Style
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
-from backend.openai_frontend.schema import ChatRequest, CompletionRequest, Options
+from backend.openai_frontend.schema import ChatRequest, CompletionOptions, CompletionRequest
 from backend.openai_frontend.template import Escaped
 from backend.openai_frontend.triton import Piece, Triton
 from backend.triton_adapter.fields import TEXT_INPUTS
@@ -104,7 +104,7 @@ class TokenCounts:
 
 
 def tensors(
-    body: Options,
+    body: CompletionOptions,
     max_tokens: int | None,
     default: int,
     *,
@@ -143,12 +143,12 @@ def tensors(
 
 
 @dataclass(slots=True)
-class Answer:
+class RequestedTexts:
     """The texts that a body asks for: ``n`` for each of the ``prompts``, in the order of the
     choices. ``spec_decode_metrics``: how much of ``metrics.speculative_decoding`` they bring.
     """
 
-    body: Options
+    body: CompletionOptions
     style: Style
     prompts: Sequence[str | list[int] | Escaped]
     options: dict[str, Any]

@@ -47,7 +47,7 @@ def refuse(why: str, *neutral: Any) -> Any:
     return Field(None, description=why, json_schema_extra=extra)
 
 
-class Body(BaseModel):
+class JsonObject(BaseModel):
     """A JSON object of named fields."""
 
     model_config = ConfigDict(extra="ignore")  # what is unknown is refused below, with a hint
@@ -162,7 +162,7 @@ def _texts(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str 
             yield from _texts(item, (*path, index))
 
 
-class ContentPart(Body):
+class ContentPart(JsonObject):
     """A part of a message."""
 
     type: str
@@ -200,7 +200,7 @@ def _arguments(value: Any) -> dict[str, Any] | str:
     return arguments
 
 
-class CalledFunction(Body):
+class CalledFunction(JsonObject):
     """A function that was called, and its arguments: JSON, or the object itself."""
 
     name: str
@@ -209,7 +209,7 @@ class CalledFunction(Body):
     )
 
 
-class ToolCall(Body):
+class ToolCall(JsonObject):
     """A call in a conversation."""
 
     id: str = ""
@@ -226,7 +226,7 @@ REASONING_NAMES = ("reasoning_content", "reasoning")
 """Names that templates have for the reasoning of an earlier answer."""
 
 
-class Message(Body):
+class ChatMessage(JsonObject):
     """A message of a chat. An assistant's may have null content with a refusal or calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
@@ -251,7 +251,7 @@ class Message(Body):
     function_call: Any = refuse("use tool_calls")
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _says_something(self) -> ChatMessage:
         others = (self.tool_calls, self.refusal, self.reasoning_content, self.reasoning)
         is_answer = self.role == "assistant" and any(other is not None for other in others)
         if self.content is None and not self.tool_calls and not is_answer:
@@ -272,7 +272,7 @@ class Message(Body):
         return {**message, "content": (self.refusal or "") if self.content is None else joined}
 
 
-def first_broken_call(messages: Iterable[Message]) -> tuple[str, str] | None:
+def first_broken_call(messages: Iterable[ChatMessage]) -> tuple[str, str] | None:
     """Return the path and the value of the first arguments that are no JSON, None without any."""
     return next(
         (
@@ -291,7 +291,7 @@ def _json_schema(value: Any) -> dict[str, Any] | bool:
     return value
 
 
-class JsonSchema(Body):
+class JsonSchema(JsonObject):
     """The schema that a text must keep; ``strict`` closes its objects."""
 
     name: str = ""
@@ -300,7 +300,7 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(JsonObject):
     """``text``, any JSON object, or one of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -315,7 +315,7 @@ class ResponseFormat(Body):
         return self
 
 
-class Function(Body):
+class Function(JsonObject):
     """A function that the model may call; ``parameters`` is the schema of its arguments, whose
     objects ``strict`` closes.
     """
@@ -327,7 +327,7 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(JsonObject):
     """A function as a tool."""
 
     type: Literal["function"]
@@ -335,13 +335,13 @@ class Tool(Body):
     cache_control: Any = ignore(CACHE_CONTROL)
 
 
-class NamedFunction(Body):
+class NamedFunction(JsonObject):
     """The name of a function."""
 
     name: str
 
 
-class ToolChoice(Body):
+class ToolChoice(JsonObject):
     """Whether the model has to call a function, and which."""
 
     type: Literal["none", "auto", "required", "function"]

@@ -104,10 +104,10 @@ class Choice:
     _has_begun: bool = False
     _calls: int = 0
     _reader: Reader | ChannelReader | None = field(init=False)
-    _places: Places = field(init=False)
+    _places: TextOffsets = field(init=False)
 
     def __post_init__(self) -> None:
-        self._places = Places(self.text, self.style.special)
+        self._places = TextOffsets(self.text, self.style.special)
         self._reader = self.style.reader()
 
     @property
@@ -288,7 +288,7 @@ def _escape(data: bytes) -> str:
     return "bytes:" + "".join(letters)
 
 
-class Places:
+class TextOffsets:
     """Counts characters along the tokens of a text. ``echoed`` is the prompt as the text has it,
     ``special`` are the names of special tokens, which are no text of an output.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 from backend.config import OpenaiConfig
 from backend.openai_frontend.access import Hosts, Keys
-from backend.openai_frontend.bodies import INT32, Message, Tool, first_broken_call
+from backend.openai_frontend.bodies import INT32, ChatMessage, Tool, first_broken_call
 from backend.openai_frontend.call_bodies import as_json
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.reading import Channels, Frame, reasoning_after
@@ -60,7 +60,7 @@ class FrontEnd:
 
     def prompt(
         self,
-        messages: list[Message],
+        messages: list[ChatMessage],
         tools: list[Tool] | None,
         variables: Mapping[str, Any] | None = None,
         effort: str | None = None,

@@ -177,7 +177,7 @@ def guide_of(
     Reasoning is free, and what is around the content is as the model writes it.
     """
     choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
-    grammars = _Grammars(frame, special_tokens)
+    grammars = _GuideWriter(frame, special_tokens)
     if choice is not None and choice.function is not None:
         index = max(i for i, f in enumerate(functions) if f.name == choice.function.name)
         return functions[index].name, grammars.named_call(functions, index)
@@ -209,7 +209,7 @@ def _schema_text(schema: Any, field: str) -> str:
         raise ApiError(400, f"{field} is not a supported schema: {error}", field) from None
 
 
-class _Grammars:
+class _GuideWriter:
     """Writes the guides of answers with one frame, in Lark where there is one.
 
     Each schema stands alone, as a document of its own: references in it, ``#`` and names of

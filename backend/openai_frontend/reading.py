@@ -69,7 +69,7 @@ def reasoning_after(form: ReasoningFormat | None, prompt: str) -> Reasoning | No
     return Reasoning(form, end.endswith(form.opening))
 
 
-class _Place(Enum):
+class _ReasoningState(Enum):
     START = auto()
     INSIDE = auto()
     AFTER = auto()
@@ -84,7 +84,7 @@ class ReasoningReader:
     def __init__(self, reasoning: Reasoning) -> None:
         self._form = reasoning.form
         self._is_open = reasoning.is_open
-        self._place = _Place.START
+        self._place = _ReasoningState.START
         self._scanner = Scanner()
         self._blanks = Blanks()
         self._start = ""  # the text's first letters, without blanks before them
@@ -92,15 +92,15 @@ class ReasoningReader:
 
     def read(self, text: str, *, ended: bool) -> tuple[str, str]:
         """Return the reasoning and the answer that are certain with this piece."""
-        if self._place is _Place.START:
+        if self._place is _ReasoningState.START:
             text = self._enter(text, ended)
         self._scanner.feed(text)
-        reasoning = self._inside(ended) if self._place is _Place.INSIDE else ""
-        if self._place not in (_Place.AFTER, _Place.ANSWER):
+        reasoning = self._inside(ended) if self._place is _ReasoningState.INSIDE else ""
+        if self._place not in (_ReasoningState.AFTER, _ReasoningState.ANSWER):
             return reasoning, ""
         answer = self._scanner.rest()
-        if self._place is _Place.AFTER and (answer := answer.lstrip()):
-            self._place = _Place.ANSWER
+        if self._place is _ReasoningState.AFTER and (answer := answer.lstrip()):
+            self._place = _ReasoningState.ANSWER
         return reasoning, answer
 
     def _enter(self, text: str, ended: bool) -> str:
@@ -113,11 +113,11 @@ class ReasoningReader:
         self._start += solid
         if self._start.startswith(opening):
             self._blanks.take()
-            self._place = _Place.INSIDE
+            self._place = _ReasoningState.INSIDE
             return self._start.removeprefix(opening)
         if not ended and opening.startswith(self._start):
             return ""
-        self._place = _Place.INSIDE if self._is_open else _Place.ANSWER
+        self._place = _ReasoningState.INSIDE if self._is_open else _ReasoningState.ANSWER
         return self._blanks.take() + self._start
 
     def _inside(self, ended: bool) -> str:
@@ -125,7 +125,7 @@ class ReasoningReader:
         before, closing = self._scanner.take(marks(self._form.closing), ended=ended)
         certain = self._blanks.add(before)
         if closing:
-            self._place = _Place.AFTER
+            self._place = _ReasoningState.AFTER
         if not self._has_reasoning:
             certain = certain.lstrip()
             self._has_reasoning = bool(certain)
@@ -145,7 +145,7 @@ class Channels:
     """Whether reasoning is apart from the content."""
 
 
-class _Body(Enum):
+class _MessageKind(Enum):
     REASONING = auto()
     CONTENT = auto()
     CALL = auto()
@@ -165,17 +165,17 @@ class ChannelReader:
         self._splits = splits
         self._scanner = Scanner()
         self._header = ""
-        self._body: _Body | None = None  # None: in a header
+        self._body: _MessageKind | None = None  # None: in a header
         self._arguments: list[str] = []  # of the call that has begun
-        self._kinds_with_text = set[_Body]()  # kinds of messages that have some text
+        self._kinds_with_text = set[_MessageKind]()  # kinds of messages that have some text
         self._is_new = True  # the message has no text yet
-        self._texts: dict[_Body, list[str]] = {}  # of this piece
+        self._texts: dict[_MessageKind, list[str]] = {}  # of this piece
         self._calls: list[Call] = []
 
     def read(self, text: str, *, ended: bool, cut: bool = False) -> Parts:
         """Return what is certain with this piece. ``cut``: the text ended before it was whole."""
         self._scanner.feed(text)
-        self._texts, self._calls = {_Body.REASONING: [], _Body.CONTENT: []}, []
+        self._texts, self._calls = {_MessageKind.REASONING: [], _MessageKind.CONTENT: []}, []
         while self._takes_header(ended) if self._body is None else self._takes_body(ended, cut):
             pass
         reasoning, content = map("".join, self._texts.values())
@@ -192,23 +192,23 @@ class ChannelReader:
         elif len(text) < _LONGEST_HEADER + len(MESSAGE) and _HEADER_START.fullmatch(text):
             self._scanner.skip(len(text) if ended else 0)
         else:
-            self._header, self._body = "", _Body.CONTENT
+            self._header, self._body = "", _MessageKind.CONTENT
         return self._body is not None
 
-    def _kind_of(self, header: str) -> _Body:
+    def _kind_of(self, header: str) -> _MessageKind:
         if _RECIPIENT.search(header):
-            return _Body.CALL
+            return _MessageKind.CALL
         channels = _ON_CHANNEL.findall(header)
         is_reasoning = self._splits and channels[-1:] == ["analysis"]
-        return _Body.REASONING if is_reasoning else _Body.CONTENT
+        return _MessageKind.REASONING if is_reasoning else _MessageKind.CONTENT
 
     def _takes_body(self, ended: bool, cut: bool) -> bool:
         """Add what is certain of a message; return whether its end is."""
         if self._is_new and not self._header:  # a mark that begins such a text is part of it
-            self._add(_Body.CONTENT, self._scanner.skip(1))
+            self._add(_MessageKind.CONTENT, self._scanner.skip(1))
         text, end = self._scanner.take(_BODY_ENDS, ended=ended)
-        if self._body is not _Body.CALL:
-            self._add(self._body or _Body.CONTENT, text)
+        if self._body is not _MessageKind.CALL:
+            self._add(self._body or _MessageKind.CONTENT, text)
         else:
             self._arguments.append(text)
             if end or ended:
@@ -229,9 +229,11 @@ class ChannelReader:
         if call is not None:
             self._calls.append(call)
         else:
-            self._add(_Body.CONTENT, self._header + arguments + ("" if end in _NEXT else end))
+            self._add(
+                _MessageKind.CONTENT, self._header + arguments + ("" if end in _NEXT else end)
+            )
 
-    def _add(self, kind: _Body, text: str) -> None:
+    def _add(self, kind: _MessageKind, text: str) -> None:
         """Add a text; messages of one kind are lines."""
         if not text:
             return

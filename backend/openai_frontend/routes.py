@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from backend.limits import check_stop_words
-from backend.openai_frontend.answers import Answer, tensors
+from backend.openai_frontend.answers import RequestedTexts, tensors
 from backend.openai_frontend.bodies import INT32, parse
 from backend.openai_frontend.choices import CHAT, COMPLETION, Style
 from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
@@ -14,9 +14,9 @@ from backend.openai_frontend.front_end import FrontEnd
 from backend.openai_frontend.guides import guide_of
 from backend.openai_frontend.schema import (
     ChatRequest,
+    CompletionOptions,
     CompletionRequest,
     DetokenizeRequest,
-    Options,
     TokenizeRequest,
 )
 from backend.openai_frontend.template import Escaped
@@ -29,7 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's own for completions; chats go on to the end of the context."""
 
 
-def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:
+def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> RequestedTexts:
     """Return the answer to a body of ``/v1/completions``. Raises ApiError, as all of these do."""
     body = parse(data, headers, CompletionRequest)
     body.model = settings.check_model(body.model)
@@ -44,10 +44,12 @@ def completion_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -
     options = tensors(body, most, DEFAULT_MAX_TOKENS, echo=body.echo, top=body.logprobs)
     scored, special = body.logprobs is not None, settings.special_names
     style = Style(COMPLETION, scored, echo=body.echo, silent=silent, special=special)
-    return Answer(_slim(body), style, body.prompt, options, settings.options.spec_decode_metrics)
+    return RequestedTexts(
+        _slim(body), style, body.prompt, options, settings.options.spec_decode_metrics
+    )
 
 
-def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answer:
+def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> RequestedTexts:
     """Return the answer to a body of ``/v1/chat/completions``."""
     body = parse(data, headers, ChatRequest)
     body.model = settings.check_model(body.model)
@@ -74,10 +76,12 @@ def chat_of(settings: FrontEnd, data: bytes, headers: Mapping[str, str]) -> Answ
     )
     if settings.special_tokens.keys() & style.marks:
         options["skip_special_tokens"] = False
-    return Answer(_slim(body), style, [prompt], options, settings.options.spec_decode_metrics)
+    return RequestedTexts(
+        _slim(body), style, [prompt], options, settings.options.spec_decode_metrics
+    )
 
 
-def _check_stop(body: Options) -> None:
+def _check_stop(body: CompletionOptions) -> None:
     """Refuse here what the text model would refuse: a million words take long to send."""
     try:
         check_stop_words("stop", body.stop or [])

@@ -18,8 +18,8 @@ from pydantic import (
 from backend.openai_frontend.bodies import (
     CACHE_CONTROL,
     INT32,
-    Body,
-    Message,
+    ChatMessage,
+    JsonObject,
     ResponseFormat,
     Tool,
     ToolChoice,
@@ -57,7 +57,7 @@ def _is_ids(value: Any) -> bool:
     )
 
 
-class StreamOptions(Body):
+class StreamOptions(JsonObject):
     """How a stream ends."""
 
     include_usage: bool = Field(False, description="sends a last chunk with the token counts")
@@ -68,7 +68,7 @@ class StreamOptions(Body):
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class Options(Body):
+class CompletionOptions(JsonObject):
     """Both kinds of completion."""
 
     model: str = Field(description="names the model as `/v1/models` does")
@@ -175,7 +175,7 @@ class Options(Body):
     cache_control: Any = ignore(CACHE_CONTROL)
 
 
-class CompletionRequest(Options):
+class CompletionRequest(CompletionOptions):
     """``POST /v1/completions``."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)] = Field(
@@ -229,10 +229,10 @@ def _tool_choice(value: Any) -> Any:
 _VARIABLES = "sets variables of the chat template, such as `enable_thinking` (vLLM's)"
 
 
-class ChatRequest(Options):
+class ChatRequest(CompletionOptions):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(
+    messages: list[ChatMessage] = Field(
         min_length=1,
         description="contains the conversation, which the model's chat template renders",
     )
@@ -302,12 +302,12 @@ class ChatRequest(Options):
         return [tool.function.name for tool in self.tools or ()]
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(JsonObject):
     """``POST /tokenize``."""
 
     model: str | None = Field(None, description="names the model as `/v1/models` does; optional")
     prompt: str | None = Field(None, description="contains a text")
-    messages: list[Message] | None = Field(
+    messages: list[ChatMessage] | None = Field(
         None, min_length=1, description="contains a conversation instead"
     )
     tools: list[Tool] | None = Field(
@@ -331,7 +331,7 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(JsonObject):
     """``POST /detokenize``."""
 
     model: str | None = Field(None, description="names the model as `/v1/models` does; optional")

@@ -117,7 +117,7 @@ class Escaper:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shapes:
+class _TokenForms:
     """The forms of special tokens that are looked for: them, their beginnings, and their ends."""
 
     pattern: re.Pattern[str]
@@ -127,9 +127,9 @@ class _Shapes:
 
 
 @lru_cache(1)
-def _shapes(names: tuple[str, ...]) -> _Shapes:
+def _shapes(names: tuple[str, ...]) -> _TokenForms:
     longest_first = sorted(names, key=len, reverse=True)
-    return _Shapes(
+    return _TokenForms(
         re.compile("|".join(map(re.escape, longest_first)) or "(?!)"),
         frozenset(name[:size] for name in names for size in range(1, len(name))),
         frozenset(name[size:] for name in names for size in range(1, len(name))),

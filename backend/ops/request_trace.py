@@ -12,7 +12,7 @@ from backend.ops.stats import Usage
 from backend.sequence import Proposal
 
 
-class TimedStep(Protocol):
+class RequestStep(Protocol):
     """A trace's record of a step that its request took part in."""
 
     started_s: float
@@ -81,7 +81,9 @@ class RequestTrace:
         """Begin a phase, which ends the one before."""
         self.phases.append(Phase(phase, perf_counter()))
 
-    def step(self, log: TimedStep, proposal: Proposal | None, accepted: int, emitted: int) -> None:
+    def step(
+        self, log: RequestStep, proposal: Proposal | None, accepted: int, emitted: int
+    ) -> None:
         """Note this request's part in a step; the first token emitted ends a prefill."""
         now_s, phase = perf_counter(), len(self.phases) - 1
         draft, length = (proposal.draft, len(proposal.tokens)) if proposal else ("none", 0)

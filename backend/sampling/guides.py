@@ -1,8 +1,8 @@
 """Guided decoding: which tokens a grammar allows at each place of a text.
 
-``llguidance`` parses; a ``Guide`` keeps its matcher at the place that an engine asks about. A
-matcher walks along proposed tokens and back again, so that target and drafts share one, and a text
-never depends on what was proposed.
+``llguidance`` parses; a ``GrammarGuide`` keeps its matcher at the place that an engine asks about.
+A matcher walks along proposed tokens and back again, so that target and drafts share one, and a
+text never depends on what was proposed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Grammars:
         """Return whether a guide would be made at once."""
         return (kind, text, salt) in self._grammars
 
-    def guide(self, kind: str, text: str, end_ids: frozenset[int], salt: str = "") -> Guide:
+    def guide(self, kind: str, text: str, end_ids: frozenset[int], salt: str = "") -> GrammarGuide:
         """Return the guide of one request, whose text may end by ``end_ids``; only requests of one
         ``salt`` share anything. Raises RequestError naming what is wrong with a grammar.
         """
@@ -96,7 +96,7 @@ class Grammars:
             raise _invalid(
                 f"guided_decoding_guide is no {kind} that can be served: {grammar.reason}"
             )
-        guide = Guide(matcher, self._vocab_size, end_ids, self._tokens.eos_token, grammar)
+        guide = GrammarGuide(matcher, self._vocab_size, end_ids, self._tokens.eos_token, grammar)
         guide.mask([])
         return guide
 
@@ -117,7 +117,7 @@ class Grammars:
         with self._lock:
             if self._tokens is None:
                 self._tokens = llguidance.LLTokenizer(
-                    llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer))
+                    llguidance.TokenizerWrapper(_GuideVocabulary(self._tokenizer))
                 )
             if (matcher := grammar.matcher) is not None:
                 return matcher.deep_copy()
@@ -141,7 +141,7 @@ class _ParserError(Exception):
     """The parser gave up."""
 
 
-class Guide:
+class GrammarGuide:
     """One request's grammar. ``failure`` is set when the parser gives up, because the grammar is
     too large or leads nowhere; from then on nothing but an end is allowed.
     """
@@ -254,7 +254,7 @@ class Guide:
         return mask
 
 
-class _Vocabulary:
+class _GuideVocabulary:
     """A tokenizer as llguidance reads it. Tokens without text can only be its end token, or
     nothing.
     """

@@ -20,7 +20,7 @@ from policy import NO_DRAFT, AnyPolicy, BoolArray, Plan, View
 
 
 @dataclass(slots=True)
-class Step:
+class DecodeStep:
     """A step of a loop, from its plan to what the policy learns from it. Several may be open."""
 
     view: View
@@ -85,12 +85,12 @@ class Cycle:
         log: StepLog,
         *,
         following: Collection[int] = (),
-    ) -> Step:
+    ) -> DecodeStep:
         """Plan, draft as planned, and choose the nodes that the target verifies. Row i of the view
         belongs to ``sequences[i]``.
 
         The text of those with ids in ``following`` is not known yet: where they are planned for a
-        draft of the host, they wait (``Step.waiting``).
+        draft of the host, they wait (``DecodeStep.waiting``).
         """
         plan, waiting = self.runner.plan(view, log), set[int]()
         if following:
@@ -106,7 +106,7 @@ class Cycle:
             for sequence, most in zip(sequences, nodes, strict=True):
                 row = proposals[sequence.id]
                 row.to_verify = self.drafting.choose(row.drafted, most)
-        return Step(view, plan, log, proposals, waiting)
+        return DecodeStep(view, plan, log, proposals, waiting)
 
     def _look_ahead(
         self,
@@ -125,7 +125,7 @@ class Cycle:
         draft, length = np.where(waits, NO_DRAFT, plan.draft), np.where(waits, 0, plan.length)
         return replace(view, ceiling=ceiling), replace(plan, draft=draft, length=length), waits
 
-    def void(self, step: Step) -> None:
+    def void(self, step: DecodeStep) -> None:
         """Drop the proposals of a step that the target could not run; drafts on its device rest,
         since it may have failed by them.
         """
@@ -133,7 +133,7 @@ class Cycle:
         self.drafting.rest({ask.draft.name for ask in asks if ask is not None})
         step.proposals.clear()
 
-    def catch_up(self, step: Step, sequences: Seq[Sequence]) -> None:
+    def catch_up(self, step: DecodeStep, sequences: Seq[Sequence]) -> None:
         """Ask free drafts what they would have proposed for sequences that were submitted when
         their text was not known. It is now, up to the tokens of the step.
         """
@@ -144,7 +144,7 @@ class Cycle:
 
     def note_verified(
         self,
-        step: Step,
+        step: DecodeStep,
         sequence: Sequence,
         nodes: int,
         emitted: list[int],
@@ -168,7 +168,7 @@ class Cycle:
         """Let the policy forget a request, with what it learns next."""
         self._finished.append(sequence_id)
 
-    def learn(self, step: Step | None) -> None:
+    def learn(self, step: DecodeStep | None) -> None:
         """Let the policy learn from a step, and count it; None: nothing was verified, and the
         policy only forgets requests.
         """

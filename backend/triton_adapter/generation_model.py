@@ -27,7 +27,7 @@ from backend.triton_adapter.responder import (
     parameters_of,
     trace_context_of,
 )
-from backend.triton_adapter.sender import Group, Reply, ResponseSender, Senders
+from backend.triton_adapter.sender import Group, PendingReply, ResponseSender, Senders
 from backend.triton_adapter.stub import set_up_stub, socket_path
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class TritonPythonModel:
             # Before the first hello the limit is unknown; the link answers what it holds.
             limit_s = self._link.info.get("max_request_s", math.inf)
             self._senders.open(
-                Reply(
+                PendingReply(
                     request_id,
                     sender,
                     wanted,
@@ -131,7 +131,7 @@ class TritonPythonModel:
 
     def _refuse(self, sender: Responder, code: ErrorCode, message: str) -> None:
         request_id = next(self._ids)
-        self._senders.open(Reply(request_id, sender, Wanted()))
+        self._senders.open(PendingReply(request_id, sender, Wanted()))
         self._senders.fail(request_id, code, message)
 
     def _engine_lost(self) -> None:

@@ -18,8 +18,8 @@ from backend.ipc.messages import (
     Frames,
     FromEngine,
     Hello,
-    Message,
-    VersionError,
+    IpcMessage,
+    ProtocolVersionError,
     check_hello,
     frame,
 )
@@ -49,7 +49,7 @@ class EngineLink:
         path: Path,
         on_message: Callable[[Any], None],
         on_lost: Callable[[], None],
-        greeting: tuple[Message, ...] = (),
+        greeting: tuple[IpcMessage, ...] = (),
         *,
         grace_s: float = GRACE_S,
         send_limit_s: int = SEND_LIMIT_S,
@@ -61,7 +61,7 @@ class EngineLink:
         self._greeting = greeting
         self.info: dict[str, Any] = {}
         self._sock: socket.socket | None = None
-        self._waiting: list[Message] = []
+        self._waiting: list[IpcMessage] = []
         self._send_lock = threading.Lock()
         self._connected = threading.Event()
         self._closing = threading.Event()
@@ -76,7 +76,7 @@ class EngineLink:
         """Return whether the link is up, waiting for it at most ``timeout_s``."""
         return self._connected.is_set() or self._connected.wait(timeout_s)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: IpcMessage) -> None:
         """Send a message, or hold it. Raises RequestError: UNAVAILABLE when the engine is down for
         too long, INVALID_ARGUMENT for text that cannot be encoded or is too long.
         """
@@ -136,7 +136,7 @@ class EngineLink:
 
     def _serve(self, sock: socket.socket) -> None:
         """Read until the peer has gone; the link is up from its hello on."""
-        frames: Frames[Message] = Frames(FromEngine)
+        frames: Frames[IpcMessage] = Frames(FromEngine)
         try:
             while data := sock.recv(1 << 18):
                 for message in frames.feed(data):
@@ -145,7 +145,7 @@ class EngineLink:
                         self._open(sock)
                     else:
                         self._on_message(message)
-        except VersionError as error:
+        except ProtocolVersionError as error:
             logger.error("the engine process cannot be used: %s", error)
         except (OSError, FrameError) as error:
             logger.warning("connection to the engine lost: %s", error)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from backend.ipc.messages import StatsUpdate
-from backend.ops.metric_names import FAMILIES, Family, MetricKind
+from backend.ops.metric_names import FAMILIES, Metric, MetricKind
 
 
 class MetricExporter:
@@ -23,7 +23,7 @@ class MetricExporter:
             MetricKind.GAUGE: pb_utils.MetricFamily.GAUGE,
             MetricKind.HISTOGRAM: pb_utils.MetricFamily.HISTOGRAM,
         }
-        self._make_family: Callable[[Family], Any] = lambda family: pb_utils.MetricFamily(
+        self._make_family: Callable[[Metric], Any] = lambda family: pb_utils.MetricFamily(
             name=family.name, description=family.help, kind=kinds[family.kind]
         )
         self._families = {family.name: (family, self._make_family(family)) for family in FAMILIES}
@@ -58,10 +58,10 @@ class MetricExporter:
 
     def _add_foreign(self, name: str, labels: dict[str, str], kind: MetricKind) -> None:
         """Take up a metric of a hosted engine, whose names have a colon (``vllm:...``)."""
-        family = Family(name, kind, f"{name.partition(':')[0]}'s own", tuple(labels))
+        family = Metric(name, kind, f"{name.partition(':')[0]}'s own", tuple(labels))
         self._families[name] = family, self._make_family(family)
 
 
-def _check_labels(family: Family, labels: dict[str, str]) -> None:
+def _check_labels(family: Metric, labels: dict[str, str]) -> None:
     if set(labels) != set(family.labels):
         raise ValueError(f"{family.name} has the labels {family.labels}, got {labels}")

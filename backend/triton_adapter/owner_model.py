@@ -20,7 +20,7 @@ from backend.ipc.messages import (
     Admin,
     AdminReply,
     Failed,
-    Message,
+    IpcMessage,
     StatsUpdate,
     Subscribe,
 )
@@ -85,7 +85,7 @@ class TritonPythonModel:
         self._child.stop(STOP_LIMIT_S)
         self._link.close()
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: IpcMessage) -> None:
         self._heard_s = monotonic()
         try:
             if isinstance(message, StatsUpdate):

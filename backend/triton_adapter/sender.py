@@ -50,7 +50,7 @@ class ResponseSender(Protocol):
 
 
 @dataclass(slots=True)
-class Reply:
+class PendingReply:
     """A request that has not had its final reply yet; ``deltas`` came since its last response.
 
     ``deadline_s`` (monotonic) backs up the engine's own limit: no client waits for an engine that
@@ -75,7 +75,7 @@ class Senders:
     def __init__(self, cancel: Callable[[int], None], shards: int = SHARDS) -> None:
         self._shards = [_Shard(cancel, index) for index in range(shards)]
 
-    def open(self, reply: Reply) -> None:
+    def open(self, reply: PendingReply) -> None:
         """Take a request over; call it before its messages can arrive."""
         self._shard(reply.id).put(reply)
 
@@ -97,7 +97,7 @@ class Senders:
     def stop(self, client_id: str) -> None:
         """End the requests that a client calls so, successfully, with what there is of them."""
         for shard in self._shards:
-            shard.put(_Stop(client_id))
+            shard.put(_StopByClientId(client_id))
 
     def close(self) -> None:
         """End the threads once everything put so far is sent."""
@@ -116,13 +116,13 @@ class _All:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stop:
+class _StopByClientId:
     """Ends the requests that a client calls so."""
 
     client_id: str
 
 
-Item = Reply | Chunk | Failed | _All | _Stop
+Item = PendingReply | Chunk | Failed | _All | _StopByClientId
 
 
 class _Shard:
@@ -130,7 +130,7 @@ class _Shard:
 
     def __init__(self, cancel: Callable[[int], None], index: int) -> None:
         self._cancel = cancel
-        self._open: dict[int, Reply] = {}
+        self._open: dict[int, PendingReply] = {}
         self._inbox: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._next_check_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"sender-{index}", daemon=True)
@@ -170,12 +170,12 @@ class _Shard:
         return batch
 
     def _handle(self, item: Item) -> None:
-        if isinstance(item, Reply):
+        if isinstance(item, PendingReply):
             self._open[item.id] = item
         elif isinstance(item, _All):
             for waiting in list(self._open.values()):
                 self._guard(partial(self._give, waiting), item.message)
-        elif isinstance(item, _Stop):
+        elif isinstance(item, _StopByClientId):
             for named in [r for r in self._open.values() if r.client_id == item.client_id]:
                 self._guard(self._stop, named)
         else:
@@ -184,7 +184,7 @@ class _Shard:
             if (reply := self._open.get(item.id)) is not None:
                 self._give(reply, message)
 
-    def _give(self, reply: Reply, message: Chunk | Failed) -> None:
+    def _give(self, reply: PendingReply, message: Chunk | Failed) -> None:
         if reply.failure is not None:
             return
         if isinstance(message, Failed):
@@ -200,7 +200,7 @@ class _Shard:
         else:
             reply.deltas.append(message)
 
-    def _stop(self, reply: Reply) -> None:
+    def _stop(self, reply: PendingReply) -> None:
         if reply.failure is None:
             self._cancel(reply.id)
             self._end(
@@ -233,11 +233,11 @@ class _Shard:
             self._cancel(request_id)
             self._fail(reply, ErrorCode.UNAVAILABLE, "the engine has not ended the request in time")
 
-    def _fail(self, reply: Reply, code: ErrorCode, message: str) -> None:
+    def _fail(self, reply: PendingReply, code: ErrorCode, message: str) -> None:
         self._end(reply, lambda: reply.sender.fail(code, message), (code, message))
 
     def _end(
-        self, reply: Reply, send: Callable[[], None], failure: tuple[ErrorCode, str] = UNSENT
+        self, reply: PendingReply, send: Callable[[], None], failure: tuple[ErrorCode, str] = UNSENT
     ) -> None:
         """Send the last response. If that fails (shared memory is full), ``failure`` is tried
         again at every check for a while.

@@ -15,7 +15,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from msgspec.structs import replace
 
-from backend.ipc.messages import Decode, Decoded, Encode, Encoded, Failed, Message
+from backend.ipc.messages import Decode, Decoded, Encode, Encoded, Failed, IpcMessage
 from backend.limits import MOST_ELEMENTS, PromptLimits, check_words
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Array, invalid, meanings
@@ -79,7 +79,7 @@ class TritonPythonModel:
         shape, tokens = decode_tokens(inputs)
         return partial(encode_texts, shape), tokens
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: IpcMessage) -> None:
         responder, encode = self._pending.pop(message.id, (None, None))
         if responder is None or encode is None:
             return

@@ -29,8 +29,7 @@ from backend.core.kv_ledger import KVLedger
 from backend.core.orchestrator import Orchestrator
 from backend.core.session import Session
 from backend.engines.cuda.lookahead import LookaheadEngine
-from backend.engines.lookup import LookupEngine
-from backend.engines.lookup import Path as Guess
+from backend.engines.lookup import Continuation, LookupEngine
 from backend.engines.port import Engine, Turn
 from backend.machine import machine
 from backend.ops.stats import Stats, StepStats
@@ -84,8 +83,8 @@ class Knowing(LookupEngine):
     def _has_match(self, sequence: Text) -> bool:
         return bool(self._rest(sequence))
 
-    def _paths(self, sequence: Text, length: int) -> list[Guess]:
-        return [Guess(1, 1, self._rest(sequence)[:length])]
+    def _paths(self, sequence: Text, length: int) -> list[Continuation]:
+        return [Continuation(1, 1, self._rest(sequence)[:length])]
 
     def _rest(self, sequence: Text) -> list[int]:
         output_tokens = len(sequence.tokens) - sequence.prompt_tokens

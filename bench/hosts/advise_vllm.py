@@ -24,7 +24,7 @@ from backend.advise.campaign import CampaignSettings, Probed, Started
 from backend.advise.goodput import PLAIN, Goodput, LoadRange
 from backend.advise.load import Cell, Client
 from backend.advise.servers import running
-from backend.advise.times import Load
+from backend.advise.times import StepLoad
 from backend.advise.verify import Advised, Proof, measure_arm
 from bench import records
 from engines_build import vllm_wheel
@@ -79,7 +79,7 @@ def left_out(cells: list[Cell], *, by_cpu: bool) -> list[dict[str, Any]]:
     for length, n in keys:
         out = [c for c in cells if c.loaded and (c.length, c.in_flight) == (length, n)]
         measured = np.array([c.seconds(by_cpu=by_cpu) for c in out])
-        ratios = goodput.times.seconds(Load.of(out)) / measured
+        ratios = goodput.times.seconds(StepLoad.of(out)) / measured
         tokens = sum(c.emitted * c.row_steps for c in out) / sum(c.row_steps for c in out)
         each = np.array([c.window["generated"] / _seconds(c, by_cpu=by_cpu) for c in out])
         speed = float(goodput.tokens_per_s(length, np.array([n]))[0] / np.exp(np.log(each).mean()))

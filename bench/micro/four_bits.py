@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 
 from backend.engines.openvino.engine import OpenvinoEngine
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.machine import machine
 from backend.sequence import BLOCK_TOKENS
 from bench import records
@@ -260,7 +260,7 @@ class Spindle:
         self.tables = [KVTable(range(each * n, each * (n + 1))) for n in range(SEQUENCES)]
         text = [token_at(place) for place in range(args.context)]
         for table in self.tables:
-            self.model.forward([Chunk(text, 0, table, 1, (), len(text))])
+            self.model.forward([PassChunk(text, 0, table, 1, (), len(text))])
 
     def run(self, items: Items) -> float:
         """Return the milliseconds of a pass."""
@@ -268,7 +268,7 @@ class Spindle:
         for sequence in sorted({sequence for sequence, _ in items}):
             places = [place for one, place in items if one == sequence]
             tokens = [token_at(place) for place in places]
-            chunks.append(Chunk(tokens, places[0], self.tables[sequence], len(tokens)))
+            chunks.append(PassChunk(tokens, places[0], self.tables[sequence], len(tokens)))
         started = time.perf_counter()
         self.model.forward(chunks)
         return (time.perf_counter() - started) * 1e3

@@ -24,7 +24,7 @@ import torch
 from backend.engines.openvino import engine as openvino
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.port import Turn
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.engines.stepping.engine import StepEngine
 from backend.engines.torch.engine import TorchEngine
 from backend.machine import machine
@@ -120,7 +120,7 @@ def fidelity(
 
     def log_probs(engine: StepEngine, text: list[int]) -> torch.Tensor:
         table = KVTable(range(-(-EXCERPT_TOKENS // BLOCK_TOKENS)))
-        chunk = Chunk(text, 0, table, len(text), prompt_rows=len(text))
+        chunk = PassChunk(text, 0, table, len(text), prompt_rows=len(text))
         return torch.from_numpy(engine.model.forward([chunk])).float().log_softmax(-1)
 
     first, *others = engines

@@ -9,14 +9,14 @@ from pydantic.fields import FieldInfo
 
 from backend import PROJECT_ROOT
 from backend.openai_frontend import schema
-from backend.openai_frontend.bodies import IGNORED, REFUSED, Message
+from backend.openai_frontend.bodies import IGNORED, REFUSED, ChatMessage
 
 PAGE = PROJECT_ROOT / "docs" / "reference" / "openai.md"
 BODIES: tuple[type[BaseModel], ...] = (
-    schema.Options,
+    schema.CompletionOptions,
     schema.CompletionRequest,
     schema.ChatRequest,
-    Message,
+    ChatMessage,
     schema.TokenizeRequest,
     schema.DetokenizeRequest,
 )
@@ -32,7 +32,7 @@ def with_fields(page: str) -> str:
     for body in BODIES:
         title = (body.__doc__ or "").splitlines()[0].partition(".")[0].replace("``", "`")
         lines += [f"### {title}", "", "| field | | what it does |", "| --- | --- | --- |"]
-        shared = schema.Options.model_fields if body is not schema.Options else {}
+        shared = {} if body is BODIES[0] else BODIES[0].model_fields
         fields = {
             name: field
             for name, field in body.model_fields.items()

@@ -19,7 +19,7 @@ from backend import PROJECT_ROOT
 from backend.cli import DELEGATED_COMMANDS
 from backend.engines.vllm.contract import ROWS
 from backend.openai_frontend.triton import _STATUS
-from backend.ops.metric_names import NVIDIA_FAMILIES, SPINDLE_FAMILIES, Family
+from backend.ops.metric_names import NVIDIA_FAMILIES, SPINDLE_FAMILIES, Metric
 from backend.request import ErrorCode
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.rendering import render_config
@@ -35,7 +35,7 @@ OPENAI_CODE = re.compile(
 )
 
 
-def metrics(families: tuple[Family, ...]) -> str:
+def metrics(families: tuple[Metric, ...]) -> str:
     """Return a row a family."""
     rows = ["| metric | kind | labels | what it counts |", "| --- | --- | --- | --- |"]
     for family in families:

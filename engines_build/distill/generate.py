@@ -23,7 +23,7 @@ from torch import Tensor
 
 from backend.core.block_pool import BlockPool
 from backend.engines.models.reading import read_spec
-from backend.engines.stepping.chunks import Chunk, KVTable, logit_rows
+from backend.engines.stepping.chunks import KVTable, PassChunk, logit_rows
 from backend.engines.stepping.engine import Model
 from backend.kinds import KINDS
 from backend.machine import machine
@@ -122,7 +122,7 @@ class Teacher:
     def read(self, row: _InFlight) -> Tensor:
         """Run a whole answer. Returns the logits [answer, vocab] after which it was drawn."""
         tokens, table = row.tokens[:-1], KVTable(row.blocks)
-        return self._forward([Chunk(tokens, 0, table, len(row.tokens) - row.prompt_tokens)])
+        return self._forward([PassChunk(tokens, 0, table, len(row.tokens) - row.prompt_tokens)])
 
     def step(self, rows: Sequence[_InFlight]) -> Tensor:
         """Run what each row has that was not run. Returns logits [rows, vocab]."""
@@ -130,12 +130,12 @@ class Teacher:
         for row in rows:
             table = KVTable(row.blocks)
             chunks.append(
-                Chunk(row.tokens[row.computed_tokens :], row.computed_tokens, table, logits=1)
+                PassChunk(row.tokens[row.computed_tokens :], row.computed_tokens, table, logits=1)
             )
             row.computed_tokens = len(row.tokens)
         return self._forward(chunks)
 
-    def _forward(self, chunks: list[Chunk]) -> Tensor:
+    def _forward(self, chunks: list[PassChunk]) -> Tensor:
         logits = self._model.forward(chunks)
         if self._model.hidden_states is not None:
             wanted = self._model.hidden_states[logit_rows(chunks)]

@@ -20,7 +20,7 @@ from typing import Any
 from backend.config import ServingConfig, load_config
 from backend.engine_config import EngineConfig
 from backend.engines.models.llama import load_llama
-from backend.engines.trt_graph.engine import Shapes
+from backend.engines.trt_graph.engine import PassShape
 from backend.engines.trt_graph.inputs import DRAWN, GREEDY, LOGITS
 from backend.model_folders import model_path
 from engines_build.trt_graph.compile import Profile, SerialisedEngine, compile_step
@@ -106,7 +106,7 @@ def build_folder(
         "shared": not choice.weights_inside,
         "max_context_tokens": context,
         "max_draft_tokens": k_max,
-        "passes": [asdict(Shapes(one.batch, one.queries)) for one in profiles(config, LOGITS)],
+        "passes": [asdict(PassShape(one.batch, one.queries)) for one in profiles(config, LOGITS)],
         "engines": {name: f"{name}.engine" for name in record},
     }
     (folder / "build.json").write_text(json.dumps(record, indent=1) + "\n", "utf-8")

@@ -27,7 +27,7 @@ from backend.engines.torch.decoder import Decoder
 from backend.ops.stats import Stats, StepStats
 from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
-from backend.speculation.cycle import Cycle, Step
+from backend.speculation.cycle import Cycle, DecodeStep
 from backend.speculation.drafting import Drafting, Proposals
 from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
 from policy.plan import IntArray
@@ -212,7 +212,7 @@ class RecordedDrafting(Drafting):
         note_verified = cycle.note_verified
 
         def recording(
-            step: Step, sequence: Sequence, nodes: int, emitted: list[int], **options: bool
+            step: DecodeStep, sequence: Sequence, nodes: int, emitted: list[int], **options: bool
         ) -> None:
             row, name = step.proposals.get(sequence.id), ""
             if row is not None:

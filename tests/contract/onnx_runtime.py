@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from backend.engines.models.spec import PlainLlama
-from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
+from backend.engines.trt_graph.engine import PassShape, TrtGraphEngine
 from backend.engines.trt_graph.inputs import Tensors
 from backend.engines.weights import Weights
 from engines_build.trt_graph.graph import F32, F64
@@ -22,7 +22,7 @@ from tests.contract.onnx_graph import OnnxGraph
 class OnnxRuntime:
     """Opens a network when it is first run; counts the passes of each in ``ran``."""
 
-    passes: Sequence[Shapes] = (Shapes(4, 6), Shapes(2, 20))
+    passes: Sequence[PassShape] = (PassShape(4, 6), PassShape(2, 20))
 
     def __init__(self, config: PlainLlama, weights: Weights, max_positions: int) -> None:
         weights = dict(weights)

@@ -8,7 +8,7 @@ import torch
 
 from backend.engines.models.loading import load_decoder
 from backend.engines.models.reading import read_spec
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.engines.torch.decoder import Decoder
 from backend.sequence import BLOCK_TOKENS
 
@@ -34,7 +34,7 @@ class Model:
         """Return the logits after every prefix of ``tokens`` from that of ``first`` tokens on, the
         whole left out: [n - first, vocab].
         """
-        chunk = Chunk(tokens[:-1], 0, self._tables[0], len(tokens) - first)
+        chunk = PassChunk(tokens[:-1], 0, self._tables[0], len(tokens) - first)
         return torch.from_numpy(self._decoder.forward([chunk])).float()
 
     @torch.inference_mode()
@@ -58,7 +58,7 @@ class Model:
                 own = texts[row]
                 new = own[-1:] or prompts[row]
                 chunks.append(
-                    Chunk(new, len(prompts[row]) + len(own) - len(new), self._tables[row], 1)
+                    PassChunk(new, len(prompts[row]) + len(own) - len(new), self._tables[row], 1)
                 )
             logits = torch.from_numpy(self._decoder.forward(chunks)).float()
             if temperature > 0:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backend.engines.cuda.lookahead import LookaheadEngine, _Submission
+from backend.engines.cuda.lookahead import LookaheadEngine, _SubmittedTurns
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.in_target import HeadInTarget
 from backend.engines.head.network import HeadNetwork
@@ -105,7 +105,7 @@ def test_it_is_exact_with_lookahead(name: str, monkeypatch: pytest.MonkeyPatch) 
     ways: Counter[str] = Counter()
     launch, drafts = LookaheadEngine._launch, scenarios.new_drafts
 
-    def noted(engine: LookaheadEngine, turns: Sequence[Turn]) -> _Submission:
+    def noted(engine: LookaheadEngine, turns: Sequence[Turn]) -> _SubmittedTurns:
         submission = launch(engine, turns)
         ways["after"] += sum(job.turn.end == AFTER for job in submission.jobs)
         ways["head"] += sum(job.turn.device_proposal is not None for job in submission.jobs)

@@ -17,7 +17,7 @@ import pytest
 from backend.app import build
 from backend.checked_settings import ConfigError
 from backend.config import parse_config
-from backend.engines.hosted import Ask, HostedService
+from backend.engines.hosted import HostedRequest, HostedService
 from backend.engines.port import EngineLostError
 from backend.engines.tensorrt_llm import kind
 from backend.ops.stats import Stats
@@ -88,7 +88,7 @@ def server(monkeypatch, tmp_path):
 def ask(max_tokens=40, tokens=PROMPT, *, own=None, **sampling):
     sampling.setdefault("end_ids", (END,))
     params = SamplingParams(**sampling)
-    return Ask(7, tuple(tokens), len(PROMPT), max_tokens, params, **(own or {}))
+    return HostedRequest(7, tuple(tokens), len(PROMPT), max_tokens, params, **(own or {}))
 
 
 async def parts(engine, asked):

@@ -23,10 +23,10 @@ from backend.engines.openvino.conversion import misfit_of_attention
 from backend.engines.openvino.decoder import PassError
 from backend.engines.openvino.engine import keeps_sums
 from backend.engines.openvino.layout import Layout, in_calls, paths
-from backend.engines.openvino.paged_attention import VersionError
-from backend.engines.openvino.width import Width
+from backend.engines.openvino.paged_attention import OpenvinoVersionError
+from backend.engines.openvino.width import PassWidth
 from backend.engines.port import KeepsWidth, Turn
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sampling.distributions import likeliest
@@ -89,7 +89,7 @@ def test_a_draft_s_graph_ranks_as_the_rule_does():
     weights["lm_head.weight"] *= 2  # sharper
     sizes = {"kv_blocks": 4, "max_context_tokens": 96, "verifies": False, "invariant": False}
     draft = openvino_engine("draft", config, weights, **sizes)
-    logits = draft.model.forward([Chunk(list(range(9)), 0, table(0), 9)])
+    logits = draft.model.forward([PassChunk(list(range(9)), 0, table(0), 9)])
     found, wanted = draft.model.best(logits, 3), [likeliest(row, 3) for row in logits]
     assert draft.model.best(logits[:5], 3) is None
     assert [[column for column, _ in row] for row in found] == [
@@ -114,9 +114,9 @@ def table(number, blocks=2):
 
 def plain(engine, tokens, prompt, where):
     """The logits after each of ``tokens`` from the prompt's last on: prefill, then one by one."""
-    rows = [logits_of(engine, Chunk(tokens[:prompt], 0, where, 1, prompt_rows=prompt))]
+    rows = [logits_of(engine, PassChunk(tokens[:prompt], 0, where, 1, prompt_rows=prompt))]
     rows += [
-        logits_of(engine, Chunk([token], position, where, 1))
+        logits_of(engine, PassChunk([token], position, where, 1))
         for position, token in enumerate(tokens[prompt:], prompt)
     ]
     return np.concatenate(rows)
@@ -137,8 +137,8 @@ def test_a_prompt_cut_anywhere_has_the_bits_of_the_whole(engine, text, cuts):
     tokens, whole = text
     start, where = 0, table(1)
     for cut in cuts:
-        part = Chunk(tokens[start : start + cut], start, where, 1, prompt_rows=cut)
-        other = Chunk(tokens[: 5 + cut], 0, table(2), 0, prompt_rows=5 + cut)
+        part = PassChunk(tokens[start : start + cut], start, where, 1, prompt_rows=cut)
+        other = PassChunk(tokens[: 5 + cut], 0, table(2), 0, prompt_rows=5 + cut)
         rows = logits_of(engine, part, other)
         start += cut
     assert np.array_equal(rows[0], whole[0])
@@ -150,11 +150,11 @@ def test_a_verification_has_the_bits_of_plain_decoding(engine, text, proposed, o
     tokens, whole = text
     where = table(1)
     plain(engine, tokens[: PROMPT + 1], PROMPT, where)
-    chain = Chunk(tokens[PROMPT - 1 + 1 : PROMPT + proposed], PROMPT, where, proposed)
+    chain = PassChunk(tokens[PROMPT - 1 + 1 : PROMPT + proposed], PROMPT, where, proposed)
     alongside = [
-        Chunk(tokens[: 4 + n], 0, table(2 + n), 1 + n, prompt_rows=4 + n) for n in range(3)
+        PassChunk(tokens[: 4 + n], 0, table(2 + n), 1 + n, prompt_rows=4 + n) for n in range(3)
     ]
-    alongside += [Chunk(tokens[:2], 0, table(5 + n), 1) for n in range(3)]
+    alongside += [PassChunk(tokens[:2], 0, table(5 + n), 1) for n in range(3)]
     found = logits_of(engine, *alongside[:others], chain)[-proposed:]
     assert np.array_equal(found, whole[1 : 1 + proposed])
 
@@ -168,14 +168,14 @@ def test_a_tree_has_the_bits_of_its_paths_and_leaves_the_kv_of_the_one_that_is_k
     truth = tokens[PROMPT + 1 : PROMPT + 6]
     nodes = [wrong[0], truth[0], *wrong[1:2], *truth[1:], *wrong[2:5]]
     parents = [ROOT, ROOT, 0, 1, 3, 4, 5, 2, 7, 8]
-    tree = Chunk([tokens[PROMPT], *nodes], PROMPT, where, len(nodes) + 1, parents)
+    tree = PassChunk([tokens[PROMPT], *nodes], PROMPT, where, len(nodes) + 1, parents)
     found = logits_of(engine, tree)
     path = [1, 3, 4, 5, 6]
     assert np.array_equal(found[[0, *(1 + node for node in path)]], whole[1:7])
     with torch.inference_mode():
         engine.model.keep([(tree, path)])
     assert np.array_equal(
-        logits_of(engine, Chunk([tokens[PROMPT + 6]], PROMPT + 6, where, 1)), whole[7:8]
+        logits_of(engine, PassChunk([tokens[PROMPT + 6]], PROMPT + 6, where, 1)), whole[7:8]
     )
 
 
@@ -299,9 +299,9 @@ def test_a_pass_is_as_wide_as_the_one_before_and_its_bits_are_the_same(monkeypat
         return found
 
     monkeypatch.setattr(Layout, "inputs", noted)
-    monkeypatch.setattr(engine.model, "_widths", (Width(4), Width(20)))
-    tree = Chunk(tokens[PROMPT : PROMPT + 4], PROMPT, where, 4, [ROOT, 0, ROOT])
-    for chunk in (tree, Chunk(tokens[PROMPT : PROMPT + 3], PROMPT, where, 3)):
+    monkeypatch.setattr(engine.model, "_widths", (PassWidth(4), PassWidth(20)))
+    tree = PassChunk(tokens[PROMPT : PROMPT + 4], PROMPT, where, 4, [ROOT, 0, ROOT])
+    for chunk in (tree, PassChunk(tokens[PROMPT : PROMPT + 3], PROMPT, where, 3)):
         found = logits_of(engine, chunk)
     assert widths[0] == widths[1] == (4, 5)
     assert isinstance(engine, KeepsWidth)
@@ -371,7 +371,7 @@ def test_a_graph_has_the_logits_of_the_reference(changed):
     wide = {name: weight.double() for name, weight in weights.items()}
     reference = torch_engine("target", config, wide, **sizes)
     tokens = [*range(VOCAB), *range(VOCAB)]
-    chunk = Chunk(tokens, 0, table(0), len(tokens), prompt_rows=len(tokens))
+    chunk = PassChunk(tokens, 0, table(0), len(tokens), prompt_rows=len(tokens))
     found, wanted = logits_of(made, chunk), logits_of(reference, chunk)
     assert found.shape == wanted.shape
     assert np.allclose(found, wanted, atol=2e-4, rtol=2e-4)
@@ -389,7 +389,7 @@ def test_int8_rounds_matrices_and_little_else(monkeypatch):
     made = openvino_engine("target", FAMILY, weights, dtype="int8", **sizes)
     reference = openvino_engine("target", FAMILY, rounded, **sizes)
     assert made.limits.invariant
-    chunk = Chunk(list(range(VOCAB)), 0, table(0), VOCAB, prompt_rows=VOCAB)
+    chunk = PassChunk(list(range(VOCAB)), 0, table(0), VOCAB, prompt_rows=VOCAB)
     found, wanted = logits_of(made, chunk), logits_of(reference, chunk)
     assert 0 < (found - wanted).std() < 0.02 * wanted.std()  # activations are rounded, too
 
@@ -407,7 +407,7 @@ def test_it_is_refused_in_another_version_than_is_known(monkeypatch, engine):
     monkeypatch.setattr(metadata, "version", lambda name: "2026.5.0")
     missing = "openvino==2026.4.1 (found: 2026.5.0)"
     assert kinds.KINDS["openvino"].missing == missing
-    with pytest.raises(VersionError, match=r"2026\.5\.0"), on_openvino():
+    with pytest.raises(OpenvinoVersionError, match=r"2026\.5\.0"), on_openvino():
         tiny_engine()
     raw = {"target": {"engine": "openvino", "model": "folder"}}
     with pytest.raises(ConfigError, match=r"target.engine 'openvino' needs openvino==2026\.4\.1"):
@@ -430,7 +430,7 @@ from tests.contract import test_openvino as tests
 deployment.tiny_config = tests.heads_of_sixteen
 with tests.on_openvino():
     engine = tests.tiny_engine()
-chunk = tests.Chunk([1, 2, 3], 0, tests.table(0), 1, prompt_rows=3)
+chunk = tests.PassChunk([1, 2, 3], 0, tests.table(0), 1, prompt_rows=3)
 tests.logits_of(engine, chunk)
 inputs = Layout.inputs
 Layout.inputs = lambda self, **options: {
@@ -462,13 +462,13 @@ def test_a_silent_pass_is_an_error_and_the_next_is_not(engine):
             pass
 
     request = engine.model._request
-    chunk = Chunk([1, 2], 0, table(0), 1, prompt_rows=2)
+    chunk = PassChunk([1, 2], 0, table(0), 1, prompt_rows=2)
     before = logits_of(engine, chunk)
     pool_of(engine)[:, :, engine.limits.kv_blocks :] = 1.0
     contents = pool_of(engine)[:, :, : engine.limits.kv_blocks].copy()
     engine.model._request = Silent()
     with pytest.raises(PassError, match="1 sequences left no logits"):
-        logits_of(engine, Chunk([5, 6], 0, table(0), 1, prompt_rows=2))
+        logits_of(engine, PassChunk([5, 6], 0, table(0), 1, prompt_rows=2))
     assert np.array_equal(pool_of(engine)[:, :, : engine.limits.kv_blocks], contents)
     assert np.array_equal(logits_of(engine, chunk), before)  # with a request of its own
 
@@ -489,7 +489,7 @@ def test_weights_and_caches_outlive_the_arrays_that_they_came_from(engine, text)
 
 def test_caches_laid_out_otherwise_are_refused(monkeypatch):
     monkeypatch.setattr(decoder, "BLOCK_TOKENS", 16)
-    with pytest.raises(VersionError, match="blocks of"), on_openvino():
+    with pytest.raises(OpenvinoVersionError, match="blocks of"), on_openvino():
         tiny_engine()
 
 
@@ -505,7 +505,7 @@ def test_caches_are_ours_and_of_the_size_that_was_planned(engine):
     assert list(pool.shape) == [2, 2, blocks, 2, BLOCK_TOKENS, 16]
     pool[...] = 0
     before = pool.copy()
-    logits_of(engine, Chunk([1, 2, 3], 0, table(0), 1, prompt_rows=3))
+    logits_of(engine, PassChunk([1, 2, 3], 0, table(0), 1, prompt_rows=3))
     changed = (pool != before)[:, :, : engine.limits.kv_blocks]
     written = changed.any(-1).any(1).any(2)  # by layer, block and position
     assert written[:, 0, :3].all()
@@ -522,7 +522,7 @@ def test_the_branches_that_are_let_in_and_the_prompts_copies_fit_the_blocks_for_
     found = []
     for start in range(BLOCK_TOKENS):
         where = KVTable(range(9))
-        tree = Chunk(
+        tree = PassChunk(
             [1] * (1 + 2 * longest),
             start,
             where,
@@ -544,7 +544,7 @@ def test_a_tree_s_paths_are_listed_the_longest_first():
 
 def test_branches_have_blocks_of_their_own_with_what_the_pass_writes_before_them():
     where = KVTable([5, 6])
-    chunk = Chunk([9, 1, 2, 3], BLOCK_TOKENS - 2, where, 4, (ROOT, ROOT, 0))
+    chunk = PassChunk([9, 1, 2, 3], BLOCK_TOKENS - 2, where, 4, (ROOT, ROOT, 0))
     layout = Layout([chunk], (), iter(range(100, 110)), invariant=True)
     found = layout.inputs(repeats=True)
     assert layout.copies == [(5, 100, BLOCK_TOKENS - 2)]
@@ -556,7 +556,7 @@ def test_branches_have_blocks_of_their_own_with_what_the_pass_writes_before_them
 
 
 def test_what_follows_a_prompt_within_a_block_waits_for_a_second_call():
-    chunk = Chunk(list(range(7)), 0, KVTable([0]), 4, prompt_rows=4)
+    chunk = PassChunk(list(range(7)), 0, KVTable([0]), 4, prompt_rows=4)
     (_, first), (number, second) = (call[0] for call in in_calls([chunk], 9, invariant=True))
     assert (first.tokens, first.logits) == ([0, 1, 2, 3], 1)
     assert (number, second.tokens, second.start, second.logits) == (0, [4, 5, 6], 4, 3)
@@ -571,17 +571,17 @@ def test_branches_of_a_first_call_outlast_the_second(engine, text):
     wrong = [(token + 1) % VOCAB for token in tokens]
     # The text is on the second branch of the first tree; the second chunk takes two calls.
     nodes = [wrong[0], wrong[1], tokens[PROMPT + 1]]
-    tree = Chunk([tokens[PROMPT], *nodes], PROMPT, where, 4, (ROOT, 0, ROOT))
-    more = Chunk([*tokens[:9], *wrong[:3]], 0, other, 4, (ROOT, 0, ROOT), prompt_rows=8)
+    tree = PassChunk([tokens[PROMPT], *nodes], PROMPT, where, 4, (ROOT, 0, ROOT))
+    more = PassChunk([*tokens[:9], *wrong[:3]], 0, other, 4, (ROOT, 0, ROOT), prompt_rows=8)
     found = logits_of(engine, tree, more)
     assert np.array_equal(found[[0, 3]], whole[1:3])
     engine.model.keep([(tree, [2])])
-    after = Chunk([tokens[PROMPT + 2]], PROMPT + 2, where, 1)
+    after = PassChunk([tokens[PROMPT + 2]], PROMPT + 2, where, 1)
     assert np.array_equal(logits_of(engine, after), whole[3:4])
 
 
 def test_prompts_beyond_the_copies_that_there_are_wait_for_another_call():
-    chunks = [Chunk([1, 2], 0, KVTable([number]), 1, prompt_rows=2) for number in range(5)]
+    chunks = [PassChunk([1, 2], 0, KVTable([number]), 1, prompt_rows=2) for number in range(5)]
     calls = in_calls(chunks, 2, invariant=True)
     assert [[number for number, _ in call] for call in calls] == [[0, 1], [2, 3], [4]]
 
@@ -590,8 +590,8 @@ def test_a_prompt_that_ends_in_a_shared_block_leaves_what_others_have_there(engi
     tokens, whole = text
     where = table(0)
     plain(engine, tokens[:PROMPT], PROMPT, where)
-    own = Chunk([tokens[PROMPT]], PROMPT, where, 1)
-    other = Chunk(tokens[:5], 0, where, 0, prompt_rows=5)
+    own = PassChunk([tokens[PROMPT]], PROMPT, where, 1)
+    other = PassChunk(tokens[:5], 0, where, 0, prompt_rows=5)
     assert np.array_equal(logits_of(engine, other, own)[-1], whole[1])
     assert np.array_equal(logits_of(engine, own, other)[0], whole[1])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from backend.engines.cuda.pages import PAGE, PassLayout, ancestor_words
-from backend.engines.cuda.prompts import Prompts
+from backend.engines.cuda.prompts import PromptPass
 from tests.cuda.families import ALL_FUSED, FAMILIES, models
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def rows(texts: list[tuple[list[int], int, list[int], list[int]]]) -> tuple[Any,
         torch.tensor(words),
         torch.tensor(place, dtype=torch.int32),
         max(b - a for a, b in itertools.pairwise(first)),
-        Prompts(spans, table, firsts) if max(new for _, new in spans) > 63 else None,
+        PromptPass(spans, table, firsts) if max(new for _, new in spans) > 63 else None,
     )
     return torch.tensor(ids), torch.tensor(position), layout, first
 

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from backend.engine_config import EngineConfig
-from backend.engines.hosted import Ask, HostedLimits, HostedService, Part
+from backend.engines.hosted import HostedLimits, HostedRequest, HostedService, NewTokens
 from backend.kinds import Kind
 from backend.sequence import BLOCK_TOKENS
 from tests.fakes.markov import VOCAB_SIZE, MarkovChain
@@ -52,7 +52,7 @@ class HostedFake:
         self._stepped_s = 0.0
         self._service = service
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[Part, None]:
+    async def generate(self, ask: HostedRequest) -> AsyncGenerator[NewTokens, None]:
         """Yield runs of tokens."""
         self.running.add(ask.id)
         try:
@@ -61,7 +61,7 @@ class HostedFake:
         finally:
             self.running.discard(ask.id)
 
-    async def _runs(self, ask: Ask) -> AsyncGenerator[Part, None]:
+    async def _runs(self, ask: HostedRequest) -> AsyncGenerator[NewTokens, None]:
         text, left, accepted, steps = list(ask.tokens), ask.max_tokens, -1, []
         cached = self._cache(ask)
         while left:
@@ -69,7 +69,7 @@ class HostedFake:
             self.step(ask)
             most = self._most(ask)
             accepted = min((accepted + 1) % (most + 1), left - 1)
-            part = Part([], [] if ask.sampling.log_probs else None, cached_tokens=cached)
+            part = NewTokens([], [] if ask.sampling.log_probs else None, cached_tokens=cached)
             for _ in range(accepted + 1):
                 self._draw(ask, text, part)
                 left -= 1
@@ -82,12 +82,12 @@ class HostedFake:
             part.verified_steps = [] if left else steps
             yield part
 
-    def step(self, ask: Ask) -> None:
+    def step(self, ask: HostedRequest) -> None:
         """Note that a step of a generation is over; subclasses may raise."""
         del ask
         self._stepped_s = monotonic()
 
-    def _cache(self, ask: Ask) -> int:
+    def _cache(self, ask: HostedRequest) -> int:
         """Keep a prompt, and return how many of its first tokens were kept before."""
         ends = range(BLOCK_TOKENS, ask.prompt_tokens, BLOCK_TOKENS)
         starts = [(ask.salt, ask.tokens[:end]) for end in ends]
@@ -95,7 +95,7 @@ class HostedFake:
         self._starts.update(starts)
         return cached
 
-    def _most(self, ask: Ask) -> int:
+    def _most(self, ask: HostedRequest) -> int:
         """Return how many tokens are proposed for a request."""
         switches = self._service.switches()
         most = self.limits.k_max if ask.most_drafted is None else ask.most_drafted
@@ -103,7 +103,7 @@ class HostedFake:
             most = 0
         return min(most, self.limits.k_max)
 
-    def _draw(self, ask: Ask, text: list[int], part: Part) -> None:
+    def _draw(self, ask: HostedRequest, text: list[int], part: NewTokens) -> None:
         token, scores = self._chain.next(text, ask.prompt_tokens, ask.sampling)
         text.append(token)
         part.tokens.append(token)

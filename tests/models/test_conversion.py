@@ -14,7 +14,7 @@ from backend.engines.openvino.converted import complete, read
 from backend.engines.openvino.decoder import OpenvinoDecoder, stored_as
 from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.openvino.graph_cache import bring_graph, graph_folder, has_graph
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.machine import machine
 from backend.sequence import BLOCK_TOKENS
 from backend.storage import cache
@@ -88,20 +88,20 @@ def test_ragged_batches_trees_and_taps_are_those_of_transformers(family, tmp_pat
     compared = Compared(folder)
     a, b, c, nodes = texts(70, 41, 33, len(TREE))
     for_a, for_b, for_c = table(5, 2, 9, 11), table(1, 7, 3), table(12, 4, 6)
-    compared.check((Chunk(a[:50], 0, for_a, 50, prompt_rows=50), a[:50]))
+    compared.check((PassChunk(a[:50], 0, for_a, 50, prompt_rows=50), a[:50]))
     states = torch.from_numpy(compared.engine.model.hidden_states.copy())
     compared.check(
-        (Chunk(a[50:51], 50, for_a, 1), a[:51]),
-        (Chunk(b[:37], 0, for_b, 37, prompt_rows=37), b[:37]),
-        (Chunk(c[:20], 0, for_c, 20, prompt_rows=20), c[:20]),
+        (PassChunk(a[50:51], 50, for_a, 1), a[:51]),
+        (PassChunk(b[:37], 0, for_b, 37, prompt_rows=37), b[:37]),
+        (PassChunk(c[:20], 0, for_c, 20, prompt_rows=20), c[:20]),
     )
     compared.check(
-        (Chunk(a[51:60], 51, for_a, 9), a[:60]),
-        (Chunk(b[37:38], 37, for_b, 1), b[:38]),
-        (Chunk(c[20:33], 20, for_c, 13, prompt_rows=13), c[:33]),
+        (PassChunk(a[51:60], 51, for_a, 9), a[:60]),
+        (PassChunk(b[37:38], 37, for_b, 1), b[:38]),
+        (PassChunk(c[20:33], 20, for_c, 13, prompt_rows=13), c[:33]),
     )
-    tree = Chunk([a[60], *nodes], 60, for_a, 1 + len(TREE), TREE)
-    compared.check((tree, paths(a[:61], nodes)), (Chunk(b[38:39], 38, for_b, 1), b[:39]))
+    tree = PassChunk([a[60], *nodes], 60, for_a, 1 + len(TREE), TREE)
+    compared.check((tree, paths(a[:61], nodes)), (PassChunk(b[38:39], 38, for_b, 1), b[:39]))
     assert torch.allclose(states, outputs(compared.lm, a[:50]), atol=1e-3)
 
 
@@ -141,22 +141,22 @@ def test_a_text_has_the_same_bits_alone_among_others_and_with_a_prompt(
         return torch.from_numpy(decoder.forward(chunks).copy())
 
     def among(position, count):
-        rows = [Chunk(other[30:31], 30, where, 1) for where in others[:count]]
+        rows = [PassChunk(other[30:31], 30, where, 1) for where in others[:count]]
         middle = count // 2
-        own = Chunk(text[position : position + 1], position, mine, 1)
+        own = PassChunk(text[position : position + 1], position, mine, 1)
         return run(*rows[:middle], own, *rows[middle:])[middle : middle + 1]
 
     def with_prompt(position):
-        chunk = Chunk(prompt, 0, table(20), 1, prompt_rows=len(prompt))
-        return run(chunk, Chunk(text[position : position + 1], position, mine, 1))[1:]
+        chunk = PassChunk(prompt, 0, table(20), 1, prompt_rows=len(prompt))
+        return run(chunk, PassChunk(text[position : position + 1], position, mine, 1))[1:]
 
     with torch.inference_mode():
-        run(Chunk(text[:50], 0, mine, 1, prompt_rows=50))
+        run(PassChunk(text[:50], 0, mine, 1, prompt_rows=50))
         for where in others:
-            run(Chunk(other[:30], 0, where, 1, prompt_rows=30))
+            run(PassChunk(other[:30], 0, where, 1, prompt_rows=30))
         alone = torch.cat([among(position, 0) for position in range(50, 58)])
         assert alone.isfinite().all()
-        assert torch.equal(run(Chunk(text[50:], 50, mine, 8)), alone)
+        assert torch.equal(run(PassChunk(text[50:], 50, mine, 8)), alone)
         for count in (1, 3, 9):
             rows = [among(position, count) for position in range(50, 58)]
             assert torch.equal(torch.cat(rows), alone), f"among {count} others"
@@ -202,7 +202,7 @@ def test_far_positions_in_bf16_have_the_angles_of_fp32(tmp_path):
     (text,) = texts(length)
     blocks = -(-length // BLOCK_TOKENS)
     decoder = decoder_of(tmp_path / "model", "bf16", kv_blocks=blocks, positions=length)
-    chunk = Chunk(text, 0, table(*range(blocks)), last, prompt_rows=length)
+    chunk = PassChunk(text, 0, table(*range(blocks)), last, prompt_rows=length)
     with torch.inference_mode():
         wanted = model(torch.tensor([text]), use_cache=False, logits_to_keep=last).logits[0]
         errors = (torch.from_numpy(decoder.forward([chunk])) - wanted).square().mean(

@@ -16,7 +16,7 @@ from backend.engines.models.comparison import compare
 from backend.engines.models.loading import load_decoder
 from backend.engines.models.probe import probe
 from backend.engines.openvino.kind import WEIGHT_BYTES
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.engines.torch import decoder
 from backend.engines.torch.decoder import Decoder
 from backend.engines.torch.engine import TorchEngine
@@ -62,19 +62,21 @@ def test_a_family_equals_transformers_in_ragged_batches_and_trees(tmp_path, fami
     both = Both(make_folder(family, tmp_path))
     a, b, c = text(70, 1), text(41, 2), text(33, 3)
     tables = [KVTable(blocks) for blocks in ([5, 2, 9, 11], [1, 7, 3], [12, 4, 6])]
-    both.check(both.run(Chunk(a[:50], 0, tables[0], 50)), a[:50])
+    both.check(both.run(PassChunk(a[:50], 0, tables[0], 50)), a[:50])
     for end in range(51, 55):
-        both.check(both.run(Chunk(a[end - 1 : end], end - 1, tables[0], 1)), a[:end])
+        both.check(both.run(PassChunk(a[end - 1 : end], end - 1, tables[0], 1)), a[:end])
     logits = both.run(
-        Chunk(a[54:55], 54, tables[0], 1),
-        Chunk(b[:37], 0, tables[1], 37),
-        Chunk(c[:20], 0, tables[2], 20),
+        PassChunk(a[54:55], 54, tables[0], 1),
+        PassChunk(b[:37], 0, tables[1], 37),
+        PassChunk(c[:20], 0, tables[2], 20),
     )
     for rows, tokens in zip(logits.split((1, 37, 20)), (a[:55], b[:37], c[:20]), strict=True):
         both.check(rows, tokens)
     parents, nodes = (-1, 0, 1, -1, 3, 0, 4), text(7, 4)
-    tree = Chunk([a[55], *nodes], 55, tables[0], 8, parents)
-    logits = both.run(tree, Chunk(b[37:38], 37, tables[1], 1), Chunk(c[20:33], 20, tables[2], 2))
+    tree = PassChunk([a[55], *nodes], 55, tables[0], 8, parents)
+    logits = both.run(
+        tree, PassChunk(b[37:38], 37, tables[1], 1), PassChunk(c[20:33], 20, tables[2], 2)
+    )
     both.check(logits[:1], a[:56])
     both.check(logits[8:9], b[:38])
     both.check(logits[9:], c)
@@ -86,7 +88,7 @@ def test_a_family_equals_transformers_in_ragged_batches_and_trees(tmp_path, fami
         both.check(logits[1 + node][None], [*a[:56], *(nodes[n] for n in path)])
     both.decoder.keep([(tree, [3, 4, 6])])
     accepted = [*a[:56], *(nodes[n] for n in (3, 4, 6)), a[60]]
-    both.check(both.run(Chunk([a[60]], 59, tables[0], 1)), accepted)
+    both.check(both.run(PassChunk([a[60]], 59, tables[0], 1)), accepted)
     assert both.worst < MOST
 
 
@@ -95,7 +97,7 @@ def test_a_family_equals_transformers_in_ragged_batches_and_trees(tmp_path, fami
 def test_taps_are_the_layers_output_at_every_row(tmp_path, family):
     both = Both(make_folder(family, tmp_path), taps=(2, 4))
     tokens = text(40, 1)
-    both.run(Chunk(tokens, 0, KVTable([1, 0]), 3), Chunk(tokens, 0, KVTable([2, 3]), 0))
+    both.run(PassChunk(tokens, 0, KVTable([1, 0]), 3), PassChunk(tokens, 0, KVTable([2, 3]), 0))
     kept = []
     for layer in (1, 3):
         both.own.model.layers[layer].register_forward_hook(
@@ -137,7 +139,7 @@ def test_far_positions_in_bf16_are_those_of_fp32(tmp_path):
 
     def far(model):
         ids, positions = torch.tensor([tokens]), torch.arange(start, start + 40)[None]
-        chunk = Chunk(tokens, 0, KVTable([0, 1]), 40)
+        chunk = PassChunk(tokens, 0, KVTable([0, 1]), 40)
         real = model.lm.forward
 
         def shifted(**inputs):

@@ -16,7 +16,7 @@ from backend.engines.openvino.engine import OpenvinoEngine
 from backend.engines.openvino.formats import misfit_of_four_bits
 from backend.engines.openvino.four_bits import round_to_four_bits, take_four_bits
 from backend.engines.openvino.graph_cache import bring_graph
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from tests.contract.deployment import K_MAX, MAX_CONTEXT_TOKENS, VOCAB
 from tests.contract.test_openvino import same_texts_of
 from tests.models.quantized import FOUR_BITS, METHODS, quantize
@@ -118,7 +118,7 @@ def logits_of(folder, dtype, group, head=""):
     """The logits of a text in fp32, with activations rounded in groups, or not (0)."""
     graph = complete(read(bring_graph(folder, dtype, head=head)), positions=64, repeats=True)
     decoder = OpenvinoDecoder(graph, kv_blocks=4, group=group)
-    return decoder.forward([Chunk(list(range(3, 40)), 0, KVTable([2, 0, 1]), 37)]).copy()
+    return decoder.forward([PassChunk(list(range(3, 40)), 0, KVTable([2, 0, 1]), 37)]).copy()
 
 
 @pytest.mark.slow
@@ -182,12 +182,12 @@ def rows_alone_and_together(decoder, count):
     """The logits of a text's rows, one by one and in one pass."""
     text = list(range(3, 3 + 20 + count))
     table = KVTable([0, 1])
-    decoder.forward([Chunk(text[:20], 0, table, 1, prompt_rows=20)])
+    decoder.forward([PassChunk(text[:20], 0, table, 1, prompt_rows=20)])
     alone = [
-        decoder.forward([Chunk([text[20 + row]], 20 + row, table, 1)])[0].copy()
+        decoder.forward([PassChunk([text[20 + row]], 20 + row, table, 1)])[0].copy()
         for row in range(count)
     ]
-    return np.stack(alone), decoder.forward([Chunk(text[20:], 20, table, count)]).copy()
+    return np.stack(alone), decoder.forward([PassChunk(text[20:], 20, table, count)]).copy()
 
 
 @pytest.mark.slow

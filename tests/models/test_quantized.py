@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.models.loading import load_decoder
 from backend.engines.openvino.engine import OpenvinoEngine
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.engines.torch.engine import TorchEngine
 from backend.kinds import QUANTIZED, quantization_of
 from tests.models.families import BASE, make_folder
@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_widened_folder(engine, family, plain, tmp_path,
     logits = []
     for folder in (place, tmp_path / "awq-wide"):
         made = engine("target", folder, dtype="fp32", kv_blocks=4, max_context_tokens=48)
-        chunk = Chunk(list(range(3, 40)), 0, KVTable([2, 0, 1]), 37)
+        chunk = PassChunk(list(range(3, 40)), 0, KVTable([2, 0, 1]), 37)
         with torch.inference_mode():
             logits.append(made.model.forward([chunk]).copy())
     assert np.array_equal(*logits)

@@ -10,8 +10,8 @@ from backend.hosts.adapter import Host, HostRow, Verified
 from backend.hosts.calibration import (
     PATIENCE_STEPS,
     SAMPLES,
-    Shape,
     StepCalibration,
+    StepShape,
     draft_table,
     shapes,
 )
@@ -211,7 +211,7 @@ def test_settings_are_checked():
 
 def test_shapes_grow_and_long_prompts_come_last():
     found = list(shapes(5, 6, 4000))
-    assert found[0] == Shape(1, 0)
+    assert found[0] == StepShape(1, 0)
     assert [s.rows for s in found] == [*sorted([s.rows for s in found][:-4]), 1, 1, 4, 4]
     assert {s.length for s in found} == {0, 1, 2, 4, 6}
     assert max(s.prompt_tokens for s in shapes(5, 6, 100)) < 100
@@ -241,7 +241,7 @@ def test_a_calibration_ends_when_its_time_is_spent_but_not_empty():
 
 def test_the_first_step_which_may_compile_spends_nothing_of_the_budget():
     now = iter([100.0, 100.0, 100.01, 100.02, 100.03])
-    calibration = StepCalibration(iter([Shape(1, 0)]), 5.0, lambda: next(now))
+    calibration = StepCalibration(iter([StepShape(1, 0)]), 5.0, lambda: next(now))
     for seconds in (100.0, 0.01, 0.02, 0.03):
         assert calibration.shape is not None
         calibration.ran(1, 1, 16, seconds)
@@ -250,7 +250,7 @@ def test_the_first_step_which_may_compile_spends_nothing_of_the_budget():
 
 
 def test_a_shape_without_room_is_left_out_and_steps_with_prompts_are_better_than_none():
-    calibration = StepCalibration(iter([Shape(4, 0)]), 1e9)
+    calibration = StepCalibration(iter([StepShape(4, 0)]), 1e9)
     for _ in range(PATIENCE_STEPS + 1):
         assert calibration.shape is not None
         calibration.ran(2, 2, 40, 0.01)

@@ -43,7 +43,7 @@ from backend.launcher.run_folder import (
     write_backend,
     write_model_repository,
 )
-from backend.launcher.server import Stop, trace_flags
+from backend.launcher.server import StopSignal, trace_flags
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.stub import config_path, socket_path
 from tests.fakes.machine import FakeMachine
@@ -319,7 +319,7 @@ class FakeEngine:
 
 @pytest.mark.parametrize(("second_after", "signals"), [(3, 2), (0, 1)])
 def test_a_second_signal_has_the_engine_end_what_runs(monkeypatch, capsys, second_after, signals):
-    stop = Stop()
+    stop = StopSignal()
     stop.take_signal()
     assert stop.is_set()
     assert not stop.at_once.is_set()

@@ -11,8 +11,8 @@ from backend.ipc.messages import (
     FromEngine,
     FromStub,
     Hello,
+    ProtocolVersionError,
     Submit,
-    VersionError,
     check_hello,
     frame,
 )
@@ -61,8 +61,8 @@ def test_a_malformed_frame_is_an_error_that_says_why(data, words):
 
 
 def test_another_version_is_refused_by_both_numbers():
-    with pytest.raises(VersionError, match=f"version 99, this side {VERSION}"):
+    with pytest.raises(ProtocolVersionError, match=f"version 99, this side {VERSION}"):
         check_hello(Hello(version=99))
-    with pytest.raises(VersionError, match="expected a hello, got Chunk"):
+    with pytest.raises(ProtocolVersionError, match="expected a hello, got Chunk"):
         check_hello(Chunk())
     assert check_hello(Hello(info={"a": 1})).info == {"a": 1}

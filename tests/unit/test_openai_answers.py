@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from backend.openai_frontend.answers import Answer, tensors
+from backend.openai_frontend.answers import RequestedTexts, tensors
 from backend.openai_frontend.choices import COMPLETION, Style
 from backend.openai_frontend.schema import CompletionRequest
 
@@ -45,7 +45,7 @@ def test_a_request_that_waits_ends_when_its_client_leaves(stream, more):
 
     async def ask():
         triton = QueuedTriton()
-        answer = Answer(body, Style(COMPLETION), body.prompt, tensors(body, 4, 16))
+        answer = RequestedTexts(body, Style(COMPLETION), body.prompt, tensors(body, 4, 16))
         response = await asyncio.wait_for(answer.response(LeavingClient(triton), triton), 5)
         await asyncio.sleep(0)
         return response.status_code, triton.cancelled

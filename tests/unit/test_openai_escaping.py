@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from backend.config import OpenaiConfig
-from backend.openai_frontend.bodies import Message
+from backend.openai_frontend.bodies import ChatMessage
 from backend.openai_frontend.front_end import FrontEnd
 from backend.openai_frontend.template import ChatTemplate, Escaped
 
@@ -37,7 +37,7 @@ def front_end(library, template=CHATML, *, escapes=True):
 
 def rendered(library, *messages, template=CHATML, escapes=True):
     settings = front_end(library, template, escapes=escapes)
-    return settings.prompt([Message(**message) for message in messages], None)
+    return settings.prompt([ChatMessage(**message) for message in messages], None)
 
 
 def ids_of(library, prompt):

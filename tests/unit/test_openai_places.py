@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.openai_frontend.choices import COMPLETION, Choice, Places, Style, by_text, token_text
+from backend.openai_frontend.choices import (
+    COMPLETION,
+    Choice,
+    Style,
+    TextOffsets,
+    by_text,
+    token_text,
+)
 from backend.openai_frontend.triton import Piece, Token
 
 SPECIAL = frozenset({b"<s>", b"<|end|>"})
@@ -35,8 +42,8 @@ def cut(text, *sizes):
     ],
 )
 def test_an_offset_is_that_of_the_character_that_a_token_begins_in(tokens, offsets):
-    assert Places("", SPECIAL).of_output(tokens) == offsets
-    places = Places("", SPECIAL)
+    assert TextOffsets("", SPECIAL).of_output(tokens) == offsets
+    places = TextOffsets("", SPECIAL)
     assert [places.of_output([token])[0] for token in tokens] == offsets
 
 
@@ -49,8 +56,8 @@ def test_offsets_are_those_of_the_characters_however_a_text_is_cut(text, data):
     of_byte = [n for n, letter in enumerate(text) for _ in letter.encode()]
     first = [sum(map(len, tokens[:n])) for n in range(len(tokens))]
     expected = [of_byte[at] for at in first]
-    assert Places("", SPECIAL).of_output(tokens) == expected
-    places = Places(text, SPECIAL)
+    assert TextOffsets("", SPECIAL).of_output(tokens) == expected
+    places = TextOffsets(text, SPECIAL)
     assert places.of_prompt(tokens) == expected
     assert places.of_output([b"a", b"b"]) == [len(text), len(text) + 1]
 
@@ -68,7 +75,7 @@ def test_offsets_are_those_of_the_characters_however_a_text_is_cut(text, data):
     ],
 )
 def test_a_prompt_is_followed_as_it_is_echoed(echoed, tokens, offsets):
-    places = Places(echoed, SPECIAL)
+    places = TextOffsets(echoed, SPECIAL)
     assert places.of_prompt(tokens) == offsets
     assert places.of_output([b"\x99", b"x"]) == [len(echoed), len(echoed) + 1]
 

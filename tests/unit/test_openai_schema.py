@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from backend.openai_frontend import schema
 from backend.openai_frontend.answers import tensors
-from backend.openai_frontend.bodies import IGNORED, REFUSED, Message
+from backend.openai_frontend.bodies import IGNORED, REFUSED, ChatMessage
 from backend.openai_frontend.errors import invalid_body, upstream_error
 from backend.openai_frontend.schema import ChatRequest, CompletionRequest
 from docs.tools.openai_page import BODIES, PAGE, with_fields
@@ -86,11 +86,11 @@ def test_what_is_refused_is_named_but_for_null(body, name):
 )
 def test_an_answer_may_have_null_content(message, content):
     answer = {"role": "assistant", **message}
-    assert Message(**answer).as_dict() == {"role": "assistant", "content": content}
+    assert ChatMessage(**answer).as_dict() == {"role": "assistant", "content": content}
     if message["content"] is None:
         for wrong in ({**answer, "role": "user"}, {"role": "assistant", "content": None}):
             with pytest.raises(ValidationError, match="content must be a text or parts"):
-                Message(**wrong)
+                ChatMessage(**wrong)
 
 
 def test_hints_for_caches_are_accepted_and_not_shown_to_the_model():
@@ -98,7 +98,7 @@ def test_hints_for_caches_are_accepted_and_not_shown_to_the_model():
     tool = {"type": "function", "function": {"name": "f", **hint}, **hint}
     parts = [{"type": "text", "text": "a", **hint}]
     body = made(ChatRequest, tools=[tool], **hint)
-    body.messages = [Message(role="user", content=parts, **hint)]
+    body.messages = [ChatMessage(role="user", content=parts, **hint)]
     assert body.tools[0].model_dump(exclude_none=True) == {
         "type": "function",
         "function": {"name": "f"},
@@ -127,14 +127,14 @@ def test_a_message_of_an_answer_is_a_message_of_the_next_request():
         "audio": None,
         "function_call": None,
     }
-    assert Message(**answered).as_dict() == {"role": "assistant", "content": "a"}
+    assert ChatMessage(**answered).as_dict() == {"role": "assistant", "content": "a"}
     call = {
         "id": "c",
         "type": "function",
         "index": 0,
         "function": {"name": "f", "arguments": '{"a": 1}'},
     }
-    assert Message(role="assistant", tool_calls=[call]).as_dict() == {
+    assert ChatMessage(role="assistant", tool_calls=[call]).as_dict() == {
         "role": "assistant",
         "content": "",
         "tool_calls": [

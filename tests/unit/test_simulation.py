@@ -239,7 +239,7 @@ def test_a_step_costs_the_catch_up_of_its_rows_each_depth_once_and_speculation_o
 
 @pytest.mark.parametrize("change_tokens", [1, 4, 16])
 def test_passes_are_as_wide_as_the_engine_makes_them(change_tokens):
-    simulated, real = Width(change_tokens), engine.Width(change_tokens)
+    simulated, real = Width(change_tokens), engine.PassWidth(change_tokens)
     for tokens in np.random.default_rng(change_tokens).integers(1, 40, 2000).tolist():
         last = simulated.tokens
         changed = simulated.widen(tokens)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.engines.trt_graph.engine import Shapes
+from backend.engines.trt_graph.engine import PassShape
 from backend.engines.trt_graph.runtime import (
     NetworkManifest,
     TrtGraphError,
@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 def test_a_manifest_is_read(folder):
     manifest = NetworkManifest.read(folder)
-    assert manifest.passes == (Shapes(8, 6),)
+    assert manifest.passes == (PassShape(8, 6),)
     assert manifest.engines == {"logits": "logits.engine"}
 
 

@@ -8,7 +8,7 @@ import pytest
 from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.core.preparation import check_served
-from backend.engines.hosted import Ask
+from backend.engines.hosted import HostedRequest
 from backend.engines.vllm import arguments, kind
 from backend.engines.vllm.contract import REFUSES, ROWS, Meaning, check, penalty
 from backend.engines.vllm.metrics import Passing
@@ -23,7 +23,7 @@ DEFAULTS = {"temperature": 0.7, "end_ids": (EOS,), "prompt_ignore_length": 3}
 
 def asking(tokens=PROMPT, guide=None, **options):
     sampling = SamplingParams(**{**DEFAULTS, **options})
-    return Ask(1, tokens, len(PROMPT), 20, sampling, guide=guide)
+    return HostedRequest(1, tokens, len(PROMPT), 20, sampling, guide=guide)
 
 
 def refused(ask, speculates=True):

@@ -1,11 +1,11 @@
 import pytest
 
 from backend.engines.openvino import width
-from backend.engines.openvino.width import MOST_ADDED, Width, price_of_change
+from backend.engines.openvino.width import MOST_ADDED, PassWidth, price_of_change
 
 
 def widths(price, *rows):
-    made = Width(price)
+    made = PassWidth(price)
     return [made.of(count) for count in rows]
 
 
@@ -33,12 +33,12 @@ def test_without_a_price_nothing_is_widened():
 
 def test_a_pass_has_the_least_rows_at_any_price():
     for price in (0, 16):
-        made = Width(price, least=2)
+        made = PassWidth(price, least=2)
         assert [made.of(count) for count in (1, 2, 1)] == [2, 2, 2]
 
 
 def test_after_a_reset_the_next_pass_is_the_first():
-    made = Width(16)
+    made = PassWidth(16)
     made.of(9)
     made.reset()
     assert made.of(8) == 8

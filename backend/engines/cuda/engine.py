@@ -21,8 +21,8 @@ from backend.engines.cuda.pages import MAX_NEW_TOKENS, row_pages
 from backend.engines.cuda.stream import NO_NUMBERS
 from backend.engines.models.comparison import compare
 from backend.engines.port import Completion, Engine, EngineLimits
-from backend.engines.stepping.chunks import Chunk
-from backend.engines.stepping.engine import Job, StepEngine
+from backend.engines.stepping.chunks import PassChunk
+from backend.engines.stepping.engine import StepEngine, TurnJob
 from backend.sampling.distributions import Floats
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class CudaEngine(StepEngine):
         a prompt and then of a few tokens each. Raises CheckpointError, beginning with ``name``.
         """
 
-        def forward(chunks: Sequence[Chunk]) -> Floats:
+        def forward(chunks: Sequence[PassChunk]) -> Floats:
             pieces = [[*chunks]]
             if chunks[0].start:
                 pieces = _pieces(chunks[0], self.limits.max_draft_tokens + 1)
@@ -113,7 +113,7 @@ class CudaEngine(StepEngine):
         with self._stream.serving(self.name), torch.inference_mode():
             return super().poll(timeout_s)
 
-    def _decide(self, logits: Floats, jobs: list[Job]) -> None:
+    def _decide(self, logits: Floats, jobs: list[TurnJob]) -> None:
         """Decide; a row whose logits [rows, vocab] are no numbers ends, and no other."""
         places = np.flatnonzero(~np.isfinite(logits.max(-1))).tolist()
         if places:
@@ -137,10 +137,10 @@ def _without_tiling(lm: nn.Module) -> list[Any]:
     return sorted(shape for shape in shapes if tiling_for(shape[0], shape[1], 1) is None)
 
 
-def _pieces(chunk: Chunk, tokens: int) -> list[list[Chunk]]:
+def _pieces(chunk: PassChunk, tokens: int) -> list[list[PassChunk]]:
     """Cut a chunk into passes of a few tokens."""
     ends = [*range(tokens, len(chunk.tokens), tokens), len(chunk.tokens)]
     return [
-        [Chunk(chunk.tokens[begin:end], chunk.start + begin, chunk.table, end - begin)]
+        [PassChunk(chunk.tokens[begin:end], chunk.start + begin, chunk.table, end - begin)]
         for begin, end in pairwise([0, *ends])
     ]

@@ -12,10 +12,10 @@ import torch
 
 from backend.engines.cuda.model import PagedModel
 from backend.engines.cuda.pages import MAX_NEW_TOKENS, PAGE, PassLayout, ancestor_words
-from backend.engines.cuda.prompts import Prompts
+from backend.engines.cuda.prompts import PromptPass
 from backend.engines.cuda.stream import Graphs, PinnedColumns, to_device
 from backend.engines.models.arrays import to_array
-from backend.engines.stepping.chunks import Chunk, logit_rows, moves
+from backend.engines.stepping.chunks import PassChunk, logit_rows, moves
 from backend.sampling.distributions import Floats
 
 ROW_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -82,7 +82,7 @@ class Inputs(PinnedColumns):
         pass of prompts.
         """
         columns = self.device
-        prompts = None if spans is None else Prompts(spans, columns["table"], columns["first"])
+        prompts = None if spans is None else PromptPass(spans, columns["table"], columns["first"])
         return PassLayout(
             columns["table"],
             columns["start"],
@@ -93,7 +93,7 @@ class Inputs(PinnedColumns):
             prompts,
         )
 
-    def fill(self, chunks: Sequence[Chunk]) -> None:
+    def fill(self, chunks: Sequence[PassChunk]) -> None:
         """Send a pass's columns; the rows and tokens left over belong to no sequence."""
         host, at = self.host, 0
         host["place"].fill(self._scratch)
@@ -219,13 +219,13 @@ class PagedForward:
             if size.tokens <= self._graph_tokens:
                 self.pass_of(size)
 
-    def forward(self, chunks: Sequence[Chunk]) -> Floats:
+    def forward(self, chunks: Sequence[PassChunk]) -> Floats:
         """Run the chunks, and wait for their results (``Model.forward``)."""
         logits, states = self.launch(chunks)
         self.hidden_states = None if states is None else to_array(states)
         return to_array(logits)
 
-    def launch(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def launch(self, chunks: Sequence[PassChunk]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the chunks, prompts first, then all others in one pass. Return the logits that they
         want [wanted, vocab] and their states [tokens, taps, hidden], void as soon as another pass
         runs.
@@ -247,7 +247,7 @@ class PagedForward:
         order = self._order([chunk.logits for chunk in chunks], is_long)
         return torch.cat([logits for logits, _ in parts])[order], states
 
-    def keep(self, accepted: Sequence[tuple[Chunk, Sequence[int]]]) -> None:
+    def keep(self, accepted: Sequence[tuple[PassChunk, Sequence[int]]]) -> None:
         """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
         sources, targets = (torch.from_numpy(slots).to(self.device) for slots in moves(accepted))
         if len(sources):
@@ -258,7 +258,7 @@ class PagedForward:
                 kv[to_block, :, :, to_offset] = kv[block, :, :, offset]
 
     def _run(
-        self, chunks: Sequence[Chunk], *, are_prompts: bool
+        self, chunks: Sequence[PassChunk], *, are_prompts: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the logits [wanted, vocab] and states [tokens, taps, hidden] of one pass."""
         lengths = [len(chunk.tokens) for chunk in chunks]
@@ -277,7 +277,7 @@ class PagedForward:
         logits = self.paged.run(columns["ids"], columns["position"], layout, wanted)
         return logits, self.paged.states
 
-    def _longest(self, chunk: Chunk) -> int:
+    def _longest(self, chunk: PassChunk) -> int:
         """Return the new tokens up to which a chunk's attention is that of decoding."""
         return MAX_NEW_TOKENS if chunk.parents else self._most
 

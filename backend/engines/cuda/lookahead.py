@@ -24,7 +24,7 @@ from backend.engines.cuda.stream import NO_NUMBERS
 from backend.engines.head.folder import TARGET_ROWS
 from backend.engines.head.in_target import HeadInTarget
 from backend.engines.port import AFTER, Completion, Engine, Turn
-from backend.engines.stepping.chunks import Chunk
+from backend.engines.stepping.chunks import PassChunk
 from backend.engines.stepping.kv_caches import Cache
 from backend.sampling.randomness import seed_word
 from backend.sequence import BLOCK_TOKENS, Proposal
@@ -76,7 +76,7 @@ class _RowJob:
 
 
 @dataclass(slots=True)
-class _Submission:
+class _SubmittedTurns:
     """Turns under way."""
 
     jobs: list[_RowJob]
@@ -127,7 +127,7 @@ class LookaheadEngine(CudaEngine):
         last of them [taps, hidden].
         """
         self._slots: dict[int, _Slot] = {}
-        self._submitted: deque[_Submission] = deque()
+        self._submitted: deque[_SubmittedTurns] = deque()
         self._parts_s: dict[str, float] = {}
 
     @property
@@ -209,10 +209,10 @@ class LookaheadEngine(CudaEngine):
 
     # -- submitting
 
-    def _launch(self, turns: Sequence[Turn]) -> _Submission:
+    def _launch(self, turns: Sequence[Turn]) -> _SubmittedTurns:
         jobs: list[_RowJob] = []
         rows: list[DeviceRow] = []
-        chunks: list[Chunk] = []
+        chunks: list[PassChunk] = []
         done: list[Completion] = []
         by_host: list[Turn] = []
         for turn in turns:
@@ -239,7 +239,7 @@ class LookaheadEngine(CudaEngine):
             self.model.launch(chunks)
             ended = self._stream.event()
         launched = self._steps.launch(rows) if rows else None
-        return _Submission(jobs, launched, done, by_host, begun, ended)
+        return _SubmittedTurns(jobs, launched, done, by_host, begun, ended)
 
     def _takes(self, turn: Turn) -> bool:
         """Return whether the device decides a turn; it has a slot then."""
@@ -256,7 +256,7 @@ class LookaheadEngine(CudaEngine):
             self._steps.clear(slot.number)
         return True
 
-    def _chunk(self, turn: Turn) -> list[Chunk]:
+    def _chunk(self, turn: Turn) -> list[PassChunk]:
         """Return the chunk of a prompt that a turn runs. Raises ValueError for a wrong turn."""
         job = self._prepare(turn)
         if job.chunk is None:
@@ -265,7 +265,7 @@ class LookaheadEngine(CudaEngine):
         job.cache.agreed = turn.end
         return [job.chunk]
 
-    def _job(self, turn: Turn, chunks: list[Chunk]) -> _RowJob:
+    def _job(self, turn: Turn, chunks: list[PassChunk]) -> _RowJob:
         """Return what the device decides after the text; what of it has no KV joins ``chunks``.
         Raises ValueError for a wrong turn.
         """
@@ -274,7 +274,7 @@ class LookaheadEngine(CudaEngine):
         assert chunk is not None
         if chunk.start < start:
             tokens = sequence.tokens[chunk.start : start]
-            chunks.append(Chunk(tokens, chunk.start, chunk.table, 0, (), len(tokens)))
+            chunks.append(PassChunk(tokens, chunk.start, chunk.table, 0, (), len(tokens)))
             job.cache.ran += tokens
             job.cache.agreed = start
         job.cache.roll_back(start)
@@ -370,7 +370,7 @@ class LookaheadEngine(CudaEngine):
                 self._by_host[completion.sequence_id] = states.end + 1, last
         return completions
 
-    def _collect(self, submission: _Submission) -> list[Completion]:
+    def _collect(self, submission: _SubmittedTurns) -> list[Completion]:
         self._parts_s = {}
         if submission.launched is None:
             self._stream.wait(submission.chunks_ended)

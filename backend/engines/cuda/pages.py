@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backend.engines.cuda.prompts import PAGE, Prompts, Scoring, choose
+from backend.engines.cuda.prompts import PAGE, PromptPass, Scoring, choose
 
 __all__ = ["MAX_NEW_TOKENS", "PAGE", "Pages", "PassLayout", "Scoring", "ancestor_words"]
 
@@ -73,7 +73,7 @@ class PassLayout:
     ancestors: torch.Tensor
     place: torch.Tensor
     most: int
-    prompts: Prompts | None = None
+    prompts: PromptPass | None = None
 
 
 class Pages:

@@ -33,7 +33,7 @@ class Scoring(NamedTuple):
     softcap: float = 0.0
 
 
-class Prompts:
+class PromptPass:
     """The rows of a pass of prompts, which is causal, of any length, and is not captured."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Prompts:
         return self.table[row, position // PAGE].long(), position % PAGE
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, Prompts, Scoring], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, PromptPass, Scoring], torch.Tensor]
 """Computes attention, of the queries' shape, from queries [tokens, heads, dim], pages [blocks, 2,
 kv_heads, PAGE, dim], rows and scoring.
 """
@@ -100,7 +100,7 @@ def of_torch(*, reads_pages: bool) -> Attend:
     def attend(
         q: torch.Tensor,  # [tokens, heads, dim]
         kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
-        rows: Prompts,
+        rows: PromptPass,
         scoring: Scoring,
     ) -> torch.Tensor:
         if scoring.softcap:
@@ -123,7 +123,7 @@ def of_torch(*, reads_pages: bool) -> Attend:
 def by_row(
     q: torch.Tensor,  # [tokens, heads, dim]
     kv: torch.Tensor,  # [blocks, 2, kv_heads, PAGE, dim]
-    rows: Prompts,
+    rows: PromptPass,
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attend row by row over gathered pages, by torch's ``scaled_dot_product_attention``."""
@@ -235,7 +235,7 @@ def error_of(
     for row, row_pages in enumerate(numbers.split(need)):
         table[row, : len(row_pages)] = row_pages
     news = torch.tensor([0, *(new for _, new in spans)])
-    rows = Prompts(spans, table.to(kv.device), news.cumsum(0).int().to(kv.device))
+    rows = PromptPass(spans, table.to(kv.device), news.cumsum(0).int().to(kv.device))
     pages = random(sum(need), *kv.shape[1:])
     q = random(int(news.sum()), heads, kv.shape[4])
     wanted = by_row(q, pages, rows, scoring).double()

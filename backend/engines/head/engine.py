@@ -64,7 +64,7 @@ class _State:
 
 
 @dataclass(slots=True)
-class _Job:
+class _HeadTurn:
     turn: Turn
     text: _TextColumns
     place: VerifyRequest
@@ -124,7 +124,7 @@ class HeadEngine(Proposer):
 
     def _propose(self, turns: Seq[Turn]) -> Iterable[Proposal | None]:
         jobs = [
-            _Job(turn, self._text(turn.sequence), VerifyRequest.of(turn.sequence, None))
+            _HeadTurn(turn, self._text(turn.sequence), VerifyRequest.of(turn.sequence, None))
             for turn in turns
         ]
         self._run(jobs)
@@ -154,7 +154,7 @@ class HeadEngine(Proposer):
             text.rows = np.concatenate([text.rows, self._lm_head[tokens]])
         return text
 
-    def _run(self, jobs: list[_Job]) -> None:
+    def _run(self, jobs: list[_HeadTurn]) -> None:
         """Grow every job's spine, one pass for each of its places."""
         state = self.head.begin(np.stack([self.states[job.turn.sequence.id].row for job in jobs]))
         running = jobs
@@ -167,7 +167,7 @@ class HeadEngine(Proposer):
                 state = state[going]
             running = [running[place] for place in going]
 
-    def _extend(self, jobs: list[_Job], vectors: Floats, static: Floats) -> None:
+    def _extend(self, jobs: list[_HeadTurn], vectors: Floats, static: Floats) -> None:
         """Extend each spine by the candidates after its place, of ``vectors`` [jobs, hidden] and
         their products with the static rows [jobs, rows].
         """
@@ -187,7 +187,7 @@ class HeadEngine(Proposer):
             job.place = job.place.after([*job.spine.tokens])
 
     @staticmethod
-    def _with_own(static: Floats, vectors: Floats, row: int, job: _Job) -> Floats:
+    def _with_own(static: Floats, vectors: Floats, row: int, job: _HeadTurn) -> Floats:
         """Return the logits [1, columns] of a row, those of its own text's tokens after."""
         if not len(job.text.rows):
             return static[row : row + 1]

@@ -11,7 +11,7 @@ from torch import nn
 
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.models.attention import ATTENTION
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.sampling.distributions import Floats
 from backend.sequence import BLOCK_TOKENS
 
@@ -44,7 +44,7 @@ def run_eagerly(lm: nn.Module) -> torch.Tensor:
 
 def compare(
     lm: nn.Module,
-    forward: Callable[[Seq[Chunk]], Floats],  # returns [rows, vocab]
+    forward: Callable[[Seq[PassChunk]], Floats],  # returns [rows, vocab]
     name: str,
     expected: torch.Tensor | None = None,  # [TOKENS, vocab]
 ) -> float:
@@ -60,8 +60,10 @@ def compare(
     text, other = _texts(lm)
     table, others = KVTable([2, 0]), KVTable([1])
     passes = [
-        forward([Chunk(text[:_FIRST], 0, table, _FIRST), Chunk(other, 0, others, 0)]).copy(),
-        forward([Chunk(text[_FIRST:], _FIRST, table, TOKENS - _FIRST)]).copy(),
+        forward(
+            [PassChunk(text[:_FIRST], 0, table, _FIRST), PassChunk(other, 0, others, 0)]
+        ).copy(),
+        forward([PassChunk(text[_FIRST:], _FIRST, table, TOKENS - _FIRST)]).copy(),
     ]
     expected = run_eagerly(lm) if expected is None else expected
     wanted = expected.cpu().split((_FIRST, TOKENS - _FIRST))

@@ -17,10 +17,10 @@ from backend.engines.checkpoint import CheckpointError, widen
 from backend.engines.models.spec import AttentionSpec
 from backend.engines.openvino.converted import Converted
 from backend.engines.openvino.layout import SCRATCH_TOKENS, Blocks, Layout, in_calls
-from backend.engines.openvino.paged_attention import VersionError
+from backend.engines.openvino.paged_attention import OpenvinoVersionError
 from backend.engines.openvino.parts import compile_graph
-from backend.engines.openvino.width import Width, price_of_change
-from backend.engines.stepping.chunks import Chunk, KVTable
+from backend.engines.openvino.width import PassWidth, price_of_change
+from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.machine import machine
 from backend.sampling.distributions import FAINT, Floats
 from backend.sequence import BLOCK_TOKENS
@@ -87,9 +87,12 @@ class OpenvinoDecoder:
         self._out = np.empty((0, self._vocab), np.float32)
         self._make_pools(converted.layers, kv_blocks + SCRATCH_BLOCKS)
         self._begin()
-        self._widths = Width(0), Width(0)
+        self._widths = PassWidth(0), PassWidth(0)
         price = price_of_change(self._probe) if self._repeats else 0
-        self._widths = Width(price, least_rows), Width(price)  # of the pass, and of its attention
+        self._widths = (
+            PassWidth(price, least_rows),
+            PassWidth(price),
+        )  # of the pass, and of its attention
 
     def _make_pools(self, layers: Seq[AttentionSpec], blocks: int) -> None:
         """Make KV of ``blocks`` blocks: one pool for all caches of the same shape."""
@@ -118,7 +121,7 @@ class OpenvinoDecoder:
 
     def _probe(self, rows: int) -> None:
         """Run a pass of padding."""
-        chunk = Chunk([0], 0, KVTable(self._padding.tolist()), 0)
+        chunk = PassChunk([0], 0, KVTable(self._padding.tolist()), 0)
         self._call([(0, chunk)] * rows, (), iter(()))
 
     def seen_none(self) -> None:
@@ -132,8 +135,8 @@ class OpenvinoDecoder:
         return width.rows, round(width.price)
 
     def _begin(self) -> None:
-        """Make a request that has our memory for its caches. Raises VersionError where they are
-        laid out otherwise.
+        """Make a request that has our memory for its caches. Raises OpenvinoVersionError where they
+        are laid out otherwise.
         """
         self._request = self._compiled.create_infer_request()
         self._bound: dict[str, npt.NDArray[Any]] = {}
@@ -147,7 +150,7 @@ class OpenvinoDecoder:
             tensor = openvino.Tensor(cache, list(cache.shape), port.get_element_type())
             self._request.set_tensor(port, tensor)
 
-    def forward(self, chunks: Seq[Chunk]) -> Floats:
+    def forward(self, chunks: Seq[PassChunk]) -> Floats:
         """Run the chunks in one pass, writing their KV; return the logits of the rows that want
         them [rows, vocab] (fp32), which the next call overwrites. Raises PassError.
         """
@@ -174,7 +177,7 @@ class OpenvinoDecoder:
         return np.concatenate([part for parts in results for part in parts])
 
     def _call(
-        self, parts: Seq[tuple[int, Chunk]], chunks: Seq[Chunk], free: Iterator[int]
+        self, parts: Seq[tuple[int, PassChunk]], chunks: Seq[PassChunk], free: Iterator[int]
     ) -> tuple[Floats, Floats | None]:
         """Run parts of the chunks of these numbers, with branches in blocks that are ``free``;
         return the logits [rows, vocab] that they want, and all their rows' hidden states
@@ -258,7 +261,7 @@ class OpenvinoDecoder:
         pairs = zip(ids.tolist(), (shares / masses).tolist(), counts.tolist(), strict=True)
         return [list(zip(row[:n], chances[:n], strict=True)) for row, chances, n in pairs]
 
-    def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
+    def keep(self, accepted: Seq[tuple[PassChunk, Seq[int]]]) -> None:
         """Copy the KV of accepted nodes on branches to where their tokens are in the text."""
         for chunk, path in accepted:
             branch = self._branches.get((id(chunk), path[-1]))
@@ -297,9 +300,9 @@ def _check_layout(
     port: openvino.Output,
     cache: npt.NDArray[Any],  # [blocks, kv_heads, BLOCK_TOKENS, dim]
 ) -> None:
-    """Raise VersionError unless a cache is laid out as OpenVINO will read it."""
+    """Raise OpenvinoVersionError unless a cache is laid out as OpenVINO will read it."""
     shape = port.get_partial_shape()
     wanted = [shape[axis].get_length() for axis in range(1, 4)]
     if wanted != list(cache.shape[1:]):
         text = f"blocks of [kv_heads, tokens, head_dim] {list(cache.shape[1:])}, wants {wanted}"
-        raise VersionError(f"OpenVINO's caches must have {text}")
+        raise OpenvinoVersionError(f"OpenVINO's caches must have {text}")

@@ -22,7 +22,7 @@ from backend.engines.openvino.layout import paths
 from backend.engines.openvino.paged_attention import check_version
 from backend.engines.port import Completion, Turn
 from backend.engines.spine import CANDIDATES
-from backend.engines.stepping.engine import Job, StepEngine, step_limits
+from backend.engines.stepping.engine import StepEngine, TurnJob, step_limits
 from backend.sampling.distributions import Floats
 from backend.sampling.verification import VerifyRequest
 from backend.sequence import Sequence
@@ -143,7 +143,7 @@ class OpenvinoEngine(StepEngine):
                 return best
         return super()._candidates(logits, places, most)
 
-    def _prepare(self, turn: Turn) -> Job:
+    def _prepare(self, turn: Turn) -> TurnJob:
         """Prepare a turn; of a tree with more branches than a pass has room for, the likeliest path
         is verified.
         """

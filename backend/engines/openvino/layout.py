@@ -29,8 +29,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from backend.engines.openvino.width import Width
-from backend.engines.stepping.chunks import Chunk
+from backend.engines.openvino.width import PassWidth
+from backend.engines.stepping.chunks import PassChunk
 from backend.sequence import BLOCK_TOKENS, ROOT
 
 Blocks = npt.NDArray[np.int32]  # [blocks]
@@ -44,7 +44,7 @@ class Layout:
 
     def __init__(
         self,
-        chunks: Seq[Chunk],
+        chunks: Seq[PassChunk],
         copies: Iterable[int],
         branches: Iterator[int],
         *,
@@ -77,7 +77,7 @@ class Layout:
             else:
                 self._add(number, chunk)
 
-    def fill(self, rows: Width, attended: Width, padding: Blocks, threads: int) -> None:
+    def fill(self, rows: PassWidth, attended: PassWidth, padding: Blocks, threads: int) -> None:
         """Add rows of padding, whose KV is in a block of no text: as many as the pass and
         its attention are to have, and those that keep attention whole on this many ``threads``.
         """
@@ -110,7 +110,7 @@ class Layout:
             )
         return inputs
 
-    def _add_row(self, chunk: Chunk) -> None:
+    def _add_row(self, chunk: PassChunk) -> None:
         """Lay out a chunk of one row, which most chunks are: what ``_add`` does for it."""
         start = chunk.start
         if chunk.logits:
@@ -123,7 +123,7 @@ class Layout:
         self._tables.append(chunk.table.numbers[: start // BLOCK_TOKENS + 1])
         self.longest = max(self.longest, start + 1)
 
-    def _add(self, number: int, chunk: Chunk) -> None:
+    def _add(self, number: int, chunk: PassChunk) -> None:
         base, count = len(self._ids), len(chunk.tokens)
         self._ids += chunk.tokens
         self._rows += range(base + count - chunk.logits, base + count)
@@ -141,7 +141,7 @@ class Layout:
                 if node not in main:
                     self.branches.setdefault((number, node), table)
 
-    def _copy_last_block(self, chunk: Chunk, together: int) -> Blocks:
+    def _copy_last_block(self, chunk: PassChunk, together: int) -> Blocks:
         """Return a chunk's table with a copy of the block in which its run ends."""
         index, stop = divmod(chunk.start + together, BLOCK_TOKENS)
         begin = max(0, chunk.start - index * BLOCK_TOKENS)
@@ -152,7 +152,7 @@ class Layout:
         self.returns.append((copy, block, slice(begin, stop)))
         return table
 
-    def _branch(self, chunk: Chunk, rows: list[int], nodes: int) -> Blocks:
+    def _branch(self, chunk: PassChunk, rows: list[int], nodes: int) -> Blocks:
         """Lay out a path that is not the likeliest, in blocks of its own after the text; return
         its table.
         """
@@ -186,7 +186,7 @@ class Layout:
             begin = stop
 
 
-def needs_copy(chunk: Chunk, together: int) -> bool:
+def needs_copy(chunk: PassChunk, together: int) -> bool:
     """Return whether the run of a chunk's first rows ends within a block that others may share."""
     if not chunk.prompt_rows or together < 2:
         return False
@@ -194,18 +194,18 @@ def needs_copy(chunk: Chunk, together: int) -> bool:
 
 
 def in_calls(
-    chunks: Seq[Chunk], most_copies: int, *, invariant: bool
-) -> list[list[tuple[int, Chunk]]]:
+    chunks: Seq[PassChunk], most_copies: int, *, invariant: bool
+) -> list[list[tuple[int, PassChunk]]]:
     """Return the chunks, with their numbers, by the call in which they are run: what follows a
     prompt in the block where it ends is cut off for a later one, and none has more runs that need a
     copy than ``most_copies``.
     """
     if not any(chunk.prompt_rows for chunk in chunks):
         return [list(enumerate(chunks))]
-    calls: list[list[tuple[int, Chunk]]] = [[]]
+    calls: list[list[tuple[int, PassChunk]]] = [[]]
     copies = [0]
 
-    def place(number: int, chunk: Chunk, earliest: int) -> int:
+    def place(number: int, chunk: PassChunk, earliest: int) -> int:
         together = chunk.prompt_rows if invariant else len(chunk.tokens)
         copied = needs_copy(chunk, together)
         while copied and copies[earliest] == most_copies:
@@ -231,7 +231,7 @@ def in_calls(
     return calls
 
 
-def _cut(chunk: Chunk, after: int) -> tuple[Chunk, Chunk]:
+def _cut(chunk: PassChunk, after: int) -> tuple[PassChunk, PassChunk]:
     """Return the rows of a prompt, and those ``after``."""
     rows, logits = chunk.prompt_rows, max(0, chunk.logits - after)
     prompt = replace(chunk, tokens=chunk.tokens[:rows], logits=logits, parents=())

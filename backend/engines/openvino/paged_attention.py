@@ -18,7 +18,7 @@ from openvino._pyopenvino.op import _PagedAttentionExtension
 from backend.kinds import KINDS
 
 
-class VersionError(RuntimeError):
+class OpenvinoVersionError(RuntimeError):
     """Another OpenVINO than the one this was written for."""
 
 
@@ -33,9 +33,9 @@ class HeadShape(NamedTuple):
 
 
 def check_version() -> None:
-    """Raise VersionError for another release than the one whose inputs these are."""
+    """Raise OpenvinoVersionError for another release than the one whose inputs these are."""
     if missing := KINDS["openvino"].missing:
-        raise VersionError(
+        raise OpenvinoVersionError(
             f"the engine needs another version of OpenVINO: install {missing}, or set engine to "
             f"'torch'"
         )

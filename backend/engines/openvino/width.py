@@ -13,7 +13,7 @@ MOST_ADDED = 16
 _PROBED, _PROBES = (8, 9), 3
 
 
-class Width:
+class PassWidth:
     """The rows of passes to come; ``rows`` the last one had. ``price``: as many rows take as long
     as a change; ``least``: fewer rows would take longer.
     """

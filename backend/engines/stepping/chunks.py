@@ -34,7 +34,7 @@ class KVTable:
 
 
 @dataclass(slots=True)
-class Chunk:
+class PassChunk:
     """One sequence's rows of a pass; KV is written in their order.
 
     Treat it as immutable: it is not frozen, because that costs microseconds.
@@ -73,7 +73,7 @@ def ancestors(parents: Seq[int]) -> npt.NDArray[np.bool_]:
     return is_above
 
 
-def logit_rows(chunks: Seq[Chunk]) -> list[int]:
+def logit_rows(chunks: Seq[PassChunk]) -> list[int]:
     """Return which rows of a pass want logits."""
     wanted: list[int] = []
     row = 0
@@ -83,7 +83,7 @@ def logit_rows(chunks: Seq[Chunk]) -> list[int]:
     return wanted
 
 
-def moves(accepted: Seq[tuple[Chunk, Seq[int]]]) -> tuple[Slots, Slots]:
+def moves(accepted: Seq[tuple[PassChunk, Seq[int]]]) -> tuple[Slots, Slots]:
     """Return the slots that accepted nodes' KV was written to, in the order of rows, and those of
     their places in the text, where these are others.
     """

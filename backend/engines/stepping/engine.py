@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from backend.engines.port import Completion, EngineLimits, Extras, HiddenStates, Turn
 from backend.engines.spine import CANDIDATES, Spine
-from backend.engines.stepping.chunks import Chunk
+from backend.engines.stepping.chunks import PassChunk
 from backend.engines.stepping.counterfactual import DRAWN_ROWS, SCORED_ROWS, chains, guesses
 from backend.engines.stepping.kv_caches import Cache, Caches
 from backend.sampling.distributions import Floats
@@ -36,13 +36,13 @@ class Model(Protocol):
     None without taps. The next pass may overwrite it.
     """
 
-    def forward(self, chunks: Seq[Chunk]) -> Floats:
+    def forward(self, chunks: Seq[PassChunk]) -> Floats:
         """Run the chunks in one pass, writing their KV; return the logits of the rows that want
         them, chunk by chunk: [rows, vocab]. The next call may overwrite them.
         """
         ...
 
-    def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
+    def keep(self, accepted: Seq[tuple[PassChunk, Seq[int]]]) -> None:
         """Put the KV of accepted nodes where their tokens are in the text; the chunks are those of
         the last pass, each with the path of nodes from the text on.
         """
@@ -50,7 +50,7 @@ class Model(Protocol):
 
 
 @dataclass(slots=True)
-class Job:
+class TurnJob:
     """A turn under way: its chunk of the first pass and its result so far.
 
     ``tokens`` are accepted and emitted ones; a draft's are in its ``spine``.
@@ -59,7 +59,7 @@ class Job:
     turn: Turn
     cache: Cache
     request: VerifyRequest
-    chunk: Chunk | None
+    chunk: PassChunk | None
     tokens: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     spine: Spine = field(default_factory=Spine)
@@ -112,7 +112,7 @@ class StepEngine:
         completes with its own error.
         """
         turns, self._turns, self._rows_to_score = self._turns, [], SCORED_ROWS
-        jobs: list[Job] = []
+        jobs: list[TurnJob] = []
         completions: list[Completion] = []
         for turn in turns:
             try:
@@ -157,7 +157,7 @@ class StepEngine:
 
     # -- one submission
 
-    def _prepare(self, turn: Turn) -> Job:
+    def _prepare(self, turn: Turn) -> TurnJob:
         """Check a turn, roll its cache back to what the turn builds on, and cut its chunk;
         ValueError names what is wrong.
         """
@@ -186,8 +186,10 @@ class StepEngine:
         reads_context = in_prompt and sequence.reads_context and not turn.nodes
         context = end - start if reads_context else 0
         logits = max(scored + decides, context) + len(request.tokens)
-        chunk = Chunk(tokens, start, cache.table, logits, parents, prompt_rows) if tokens else None
-        return Job(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
+        chunk = (
+            PassChunk(tokens, start, cache.table, logits, parents, prompt_rows) if tokens else None
+        )
+        return TurnJob(turn, cache, request, chunk, rows_scored=scored, context_rows=context)
 
     def _take_rows_to_score(self, turn: Turn, cache: Cache, start: int) -> int:
         """Return how many of the last committed tokens, run from ``start`` on, are scored: those of
@@ -229,7 +231,7 @@ class StepEngine:
         room = min(capacity_tokens, self._max_positions + shared)
         return f"needs KV for {needed} tokens, has {room}" if needed > room else None
 
-    def _run(self, jobs: list[Job]) -> None:
+    def _run(self, jobs: list[TurnJob]) -> None:
         """Catch up, verify the proposals and emit a token in one pass; then one pass more for each
         further token of a free run.
         """
@@ -241,13 +243,13 @@ class StepEngine:
             running = [(job, self._next_chunk(job)) for job in going]
 
     @staticmethod
-    def _goes_on(job: Job) -> bool:
+    def _goes_on(job: TurnJob) -> bool:
         """Whether a turn runs on: a free run to its end, a draft as long as it has candidates."""
         if job.turn.nodes:
             return len(job.spine.tokens) < job.turn.run and not job.spine.is_over
         return len(job.tokens) < job.turn.run and not job.request.tokens
 
-    def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
+    def _pass(self, running: list[tuple[TurnJob, PassChunk]]) -> None:
         """Run chunks, and decide about their last rows."""
         logits = self._score(self.model.forward([chunk for _, chunk in running]), running)
         self._note_ran(running)
@@ -259,7 +261,7 @@ class StepEngine:
 
     @staticmethod
     def _take_hidden_states(
-        running: list[tuple[Job, Chunk]],
+        running: list[tuple[TurnJob, PassChunk]],
         states: Floats,  # [tokens of the pass, taps, hidden]
     ) -> None:
         """Keep those of the text's rows and of the accepted nodes."""
@@ -276,7 +278,7 @@ class StepEngine:
         for (job, _), part in zip(running, parts, strict=True):
             job.hidden_states.append(part)
 
-    def _note_ran(self, running: list[tuple[Job, Chunk]]) -> None:
+    def _note_ran(self, running: list[tuple[TurnJob, PassChunk]]) -> None:
         """Note what of the text has KV now; accepted nodes are noted where they have their
         places.
         """
@@ -288,7 +290,7 @@ class StepEngine:
     def _score(
         self,
         logits: Floats,  # [rows that want them, vocab]
-        running: list[tuple[Job, Chunk]],
+        running: list[tuple[TurnJob, PassChunk]],
     ) -> Floats:
         """Score the tokens emitted without this draft from their rows of ``logits``, keep a
         prompt's, and return those that decide.
@@ -312,15 +314,15 @@ class StepEngine:
             deciding.append(logits[rows.stop : row])
         return np.concatenate(deciding)
 
-    def _next_chunk(self, job: Job) -> Chunk:
+    def _next_chunk(self, job: TurnJob) -> PassChunk:
         run = job.run
         job.request = job.request.after(run[:])
-        return Chunk(run[-1:], len(job.cache.ran), job.cache.table, 1)
+        return PassChunk(run[-1:], len(job.cache.ran), job.cache.table, 1)
 
     def _decide(
         self,
         logits: Floats,  # [rows, vocab]
-        jobs: list[Job],
+        jobs: list[TurnJob],
     ) -> None:
         """Turn logits (for each job one row, and one for each proposed token) into tokens or
         nodes.
@@ -346,7 +348,7 @@ class StepEngine:
     def _extend(
         self,
         logits: Floats,  # [jobs, vocab]
-        jobs: list[Job],
+        jobs: list[TurnJob],
     ) -> None:
         """Make nodes of the likeliest tokens after each draft's spine, from its row of
         ``logits``.
@@ -364,7 +366,7 @@ class StepEngine:
     ) -> list[list[tuple[int, float]]]:
         return candidates(logits, places, most, self._columns)
 
-    def _apply_verdict(self, job: Job, verdict: Verdict) -> None:
+    def _apply_verdict(self, job: TurnJob, verdict: Verdict) -> None:
         """Note the tokens that a verdict emits."""
         job.path = verdict.path
         job.tokens += [job.request.tokens[node] for node in verdict.path]
@@ -372,14 +374,14 @@ class StepEngine:
         job.log_probs += verdict.log_probs
         job.top += verdict.top
 
-    def _keep(self, accepted: list[tuple[Job, Chunk]]) -> None:
+    def _keep(self, accepted: list[tuple[TurnJob, PassChunk]]) -> None:
         """Note that accepted nodes have KV, and have it where their tokens are in the text."""
         if accepted:
             self.model.keep([(chunk, job.path) for job, chunk in accepted])
         for job, _ in accepted:
             job.cache.ran += [job.request.tokens[node] for node in job.path]
 
-    def _complete(self, job: Job) -> Completion:
+    def _complete(self, job: TurnJob) -> Completion:
         turn = job.turn
         if job.error is not None:
             return Completion(turn.sequence.id, [], error=job.error)
@@ -398,7 +400,7 @@ class StepEngine:
             hidden_states=self._hidden_states(job),
         )
 
-    def _hidden_states(self, job: Job) -> HiddenStates | None:
+    def _hidden_states(self, job: TurnJob) -> HiddenStates | None:
         if not job.hidden_states or job.chunk is None:
             return None
         parts = job.hidden_states
@@ -427,7 +429,7 @@ def step_limits(
     )
 
 
-def _extras(job: Job) -> Extras | None:
+def _extras(job: TurnJob) -> Extras | None:
     if not job.top and not job.logits and job.context_logits is None:
         return None
     extras = Extras(job.top, _in_fp32(np.concatenate(job.logits)) if job.logits else None)

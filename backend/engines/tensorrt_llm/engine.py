@@ -19,7 +19,7 @@ from tensorrt_llm.llmapi.llm_utils import update_llm_args_with_extra_dict
 
 from backend.checked_settings import ConfigError
 from backend.engine_config import EngineConfig
-from backend.engines.hosted import Ask, HostedLimits, HostedService, Part
+from backend.engines.hosted import HostedLimits, HostedRequest, HostedService, NewTokens
 from backend.engines.port import EngineLostError
 from backend.engines.tensorrt_llm.arguments import drafter as drafter_of
 from backend.engines.tensorrt_llm.arguments import llm_arguments, plug_in_settings, vocabulary
@@ -87,7 +87,7 @@ class LlmApiEngine:
         self._takes = inspect.signature(llm.generate_async).parameters.keys()
         self._stepped_s = 0.0
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[Part, None]:
+    async def generate(self, ask: HostedRequest) -> AsyncGenerator[NewTokens, None]:
         """Yield a generation's parts (``HostedEngine``)."""
         check(ask, is_engine=self._is_engine)
         if self._drafter is None and self.limits.draft and ask.most_drafted is not None:
@@ -117,7 +117,7 @@ class LlmApiEngine:
             if not result.finished and not is_lost:
                 result.abort()
 
-    def _submit(self, ask: Ask) -> Any:
+    def _submit(self, ask: HostedRequest) -> Any:
         """Enqueue a request; the drafter learns of it before it can begin."""
         words: dict[str, Any] = {"streaming": True}
         if ask.salt:
@@ -142,7 +142,7 @@ class LlmApiEngine:
                 self._drafter.requests[result.request_id] = request
         return result
 
-    def _ceiling(self, ask: Ask) -> Callable[[], int | None]:
+    def _ceiling(self, ask: HostedRequest) -> Callable[[], int | None]:
         """Return what says how long the next proposal of a request may be, by the switches as they
         then stand.
         """
@@ -158,10 +158,12 @@ class LlmApiEngine:
 
         return most
 
-    def _part(self, output: Any, ask: Ask) -> Part:
+    def _part(self, output: Any, ask: HostedRequest) -> NewTokens:
         """Return what is new of a request."""
         (one,) = output.outputs
-        part = Part(list(one.token_ids_diff), cached_tokens=getattr(output, "cached_tokens", 0))
+        part = NewTokens(
+            list(one.token_ids_diff), cached_tokens=getattr(output, "cached_tokens", 0)
+        )
         if ask.sampling.reads_log_probs:
             rows = one.logprobs_diff
             part.log_probs = [_log_prob(row, t) for row, t in zip(rows, part.tokens, strict=True)]

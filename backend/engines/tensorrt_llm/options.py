@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tensorrt_llm import SamplingParams
 
-from backend.engines.hosted import Ask
+from backend.engines.hosted import HostedRequest
 from backend.request import ErrorCode, RequestError
 
 _FIELDS = inspect.signature(SamplingParams).parameters.keys()
@@ -30,7 +30,7 @@ class Refusal:
     """An option that a flow cannot mean."""
 
     name: str
-    asks: Callable[[Ask], Any]
+    asks: Callable[[HostedRequest], Any]
     """Returns whether a request has it."""
     reason: str
 
@@ -87,7 +87,7 @@ ENGINE_REFUSES = (
 )
 
 
-def check(ask: Ask, *, is_engine: bool) -> None:
+def check(ask: HostedRequest, *, is_engine: bool) -> None:
     """Raise RequestError, naming the option, for what the flow cannot mean."""
     for refusal in ENGINE_REFUSES if is_engine else CHECKPOINT_REFUSES:
         if refusal.asks(ask):
@@ -96,7 +96,7 @@ def check(ask: Ask, *, is_engine: bool) -> None:
             )
 
 
-def sampling_params(ask: Ask, *, vocab_size: int, is_engine: bool) -> SamplingParams:
+def sampling_params(ask: HostedRequest, *, vocab_size: int, is_engine: bool) -> SamplingParams:
     """Return what a request asks of TensorRT-LLM: end tokens and a length only, for stop words are
     the session's.
     """
@@ -131,7 +131,7 @@ def sampling_params(ask: Ask, *, vocab_size: int, is_engine: bool) -> SamplingPa
     return SamplingParams(**words)
 
 
-def _decoder_words(ask: Ask) -> dict[str, Any]:
+def _decoder_words(ask: HostedRequest) -> dict[str, Any]:
     """Return the options of the C++ decoder that are not at their neutral value."""
     sampling = ask.sampling
     values: tuple[tuple[str, Any, Any], ...] = (
@@ -151,12 +151,12 @@ def _decoder_words(ask: Ask) -> dict[str, Any]:
     return words
 
 
-def _least(ask: Ask) -> int:
+def _least(ask: HostedRequest) -> int:
     """Return how many of the tokens yet to come may not be an end token."""
     return max(0, ask.sampling.min_tokens - (len(ask.tokens) - ask.prompt_tokens))
 
 
-def _is_reshaped(ask: Ask) -> bool:
+def _is_reshaped(ask: HostedRequest) -> bool:
     """Return whether the log-probabilities of the contract are not those of the model's logits."""
     sampling = ask.sampling
     return bool(sampling.bias) or sampling.temperature not in (0.0, 1.0)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from backend.engines.models.arrays import to_array
 from backend.engines.models.attention import attending_by
 from backend.engines.models.spec import AttentionSpec
-from backend.engines.stepping.chunks import Chunk, KVTable, ancestors, logit_rows, moves
+from backend.engines.stepping.chunks import KVTable, PassChunk, ancestors, logit_rows, moves
 from backend.sampling.distributions import Floats
 from backend.sequence import BLOCK_TOKENS
 
@@ -52,12 +52,12 @@ class Decoder:
         self._tapped: list[torch.Tensor] = []
         for layer in taps:
             self.lm.get_decoder().layers[layer - 1].register_forward_hook(self._tap)
-        self._chunks: Seq[Chunk] = ()
+        self._chunks: Seq[PassChunk] = ()
         self._masks: list[Masks] = []
         self._slots = torch.empty(0, dtype=torch.int64)
 
     @torch.inference_mode()
-    def forward(self, chunks: Seq[Chunk]) -> Floats:
+    def forward(self, chunks: Seq[PassChunk]) -> Floats:
         """Run the chunks in one pass, writing their KV; return the logits [rows, vocab] of the rows
         that want them.
         """
@@ -76,7 +76,7 @@ class Decoder:
         return to_array(out.logits[0])
 
     @torch.inference_mode()
-    def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
+    def keep(self, accepted: Seq[tuple[PassChunk, Seq[int]]]) -> None:
         """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
         sources, targets = (torch.from_numpy(slots).to(self.device) for slots in moves(accepted))
         if len(sources):
@@ -92,7 +92,7 @@ class Decoder:
         states = output[0] if isinstance(output, tuple) else output
         self._tapped.append(states.reshape(-1, states.shape[-1]))
 
-    def _masks_of(self, chunk: Chunk) -> Masks:
+    def _masks_of(self, chunk: PassChunk) -> Masks:
         """Return the masks of a chunk."""
         if len(chunk.tokens) == 1 and not self._has_windows:
             return dict.fromkeys(self._groups)

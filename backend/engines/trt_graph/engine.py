@@ -21,8 +21,8 @@ import torch
 
 from backend.engines.models.arrays import to_array
 from backend.engines.models.spec import PlainLlama
-from backend.engines.stepping.chunks import Chunk, ancestors, moves
-from backend.engines.stepping.engine import Job, StepEngine, step_limits
+from backend.engines.stepping.chunks import PassChunk, ancestors, moves
+from backend.engines.stepping.engine import StepEngine, TurnJob, step_limits
 from backend.engines.trt_graph.inputs import (
     LOGITS,
     Tensors,
@@ -37,7 +37,7 @@ from backend.sequence import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
+class PassShape:
     """The largest pass that is compiled: sequences, and rows of each."""
 
     batch: int
@@ -53,7 +53,7 @@ class Runtime(Protocol):
     device: torch.device
     dtype: torch.dtype
     verifies: bool
-    passes: Seq[Shapes]
+    passes: Seq[PassShape]
 
     def run(self, network: str, tensors: Tensors) -> Tensors:
         """Run a network by its name; inputs, pools too, and outputs are on the device."""
@@ -80,7 +80,7 @@ class CompiledModel:
         self._wide = torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @torch.inference_mode()
-    def forward(self, chunks: Seq[Chunk]) -> Floats:
+    def forward(self, chunks: Seq[PassChunk]) -> Floats:
         """Run the chunks, writing their KV; return the logits of the rows that want them, chunk by
         chunk: [rows, vocab].
         """
@@ -95,7 +95,7 @@ class CompiledModel:
         return to_array(torch.cat([part for parts, tail in pairs for part in (*parts, tail)]))
 
     @torch.inference_mode()
-    def decide(self, chunks: Seq[Chunk], requests: Seq[VerifyRequest]) -> list[Verdict]:
+    def decide(self, chunks: Seq[PassChunk], requests: Seq[VerifyRequest]) -> list[Verdict]:
         """Run chunks whose last rows are the requests', writing their KV, and return the
         verdicts on these.
         """
@@ -113,13 +113,13 @@ class CompiledModel:
         return [verdicts[number] for number in range(len(chunks))]
 
     @torch.inference_mode()
-    def keep(self, accepted: Seq[tuple[Chunk, Seq[int]]]) -> None:
+    def keep(self, accepted: Seq[tuple[PassChunk, Seq[int]]]) -> None:
         """Move the KV of accepted nodes to where their tokens are in the text (``Model.keep``)."""
         sources, targets = (torch.from_numpy(slots).to(self.device) for slots in moves(accepted))
         if len(sources):
             self.pool.index_copy_(1, targets, self.pool.index_select(1, sources))
 
-    def _tail(self, chunk: Chunk) -> Chunk:
+    def _tail(self, chunk: PassChunk) -> PassChunk:
         """Return as much of a chunk's end as is run at once."""
         cut = max(0, len(chunk.tokens) - self._longest)
         return replace(
@@ -129,7 +129,7 @@ class CompiledModel:
             logits=min(chunk.logits, self._longest),
         )
 
-    def _run_long(self, chunk: Chunk) -> list[torch.Tensor]:
+    def _run_long(self, chunk: PassChunk) -> list[torch.Tensor]:
         """Run what comes before a chunk's tail, pass by pass; return the logits of the rows there
         that want them.
         """
@@ -139,12 +139,12 @@ class CompiledModel:
             after = len(chunk.tokens) - first - len(tokens)
             logits = min(len(tokens), max(0, chunk.logits - after))
             outputs = self._run(
-                LOGITS, [Chunk(tokens, chunk.start + first, chunk.table, logits)], {}
+                LOGITS, [PassChunk(tokens, chunk.start + first, chunk.table, logits)], {}
             )
             results.append(outputs["logits"][0, :logits])
         return results
 
-    def _passes(self, chunks: Seq[Chunk]) -> Iterator[list[int]]:
+    def _passes(self, chunks: Seq[PassChunk]) -> Iterator[list[int]]:
         """Share the chunks out over passes: each among those of its size, so that a prefill pads no
         decoding row.
         """
@@ -159,7 +159,7 @@ class CompiledModel:
                 yield fitting[first : first + shapes.batch]
             least = shapes.queries
 
-    def _run(self, network: str, chunks: Seq[Chunk], verification: Tensors) -> Tensors:
+    def _run(self, network: str, chunks: Seq[PassChunk], verification: Tensors) -> Tensors:
         outputs = self._runtime.run(network, self._pools | self._step(chunks) | verification)
         batch, queries = outputs["kv_0"].shape[:2]
         slots = torch.full((batch, queries), self._nowhere, device=self.device)
@@ -171,7 +171,7 @@ class CompiledModel:
         self.pool[:, self._nowhere] = 0.0
         return outputs
 
-    def _step(self, chunks: Seq[Chunk]) -> Tensors:
+    def _step(self, chunks: Seq[PassChunk]) -> Tensors:
         """Return the decoder's inputs: rows padded to the most of a chunk, keys to the longest
         context.
         """
@@ -200,7 +200,7 @@ class CompiledModel:
         }
 
 
-def _sees(chunk: Chunk) -> npt.NDArray[Any]:
+def _sees(chunk: PassChunk) -> npt.NDArray[Any]:
     """Return which rows of a chunk see which [rows, rows]: those before them, of a tree their
     ancestors.
     """
@@ -231,9 +231,9 @@ class TrtGraphEngine(StepEngine):
         self.model: CompiledModel
         self._verifies = runtime.verifies
 
-    def _pass(self, running: list[tuple[Job, Chunk]]) -> None:
+    def _pass(self, running: list[tuple[TurnJob, PassChunk]]) -> None:
         """Decide about chunks inside the networks where that is compiled, else from logits."""
-        inside, others = list[tuple[Job, Chunk]](), list[tuple[Job, Chunk]]()
+        inside, others = list[tuple[TurnJob, PassChunk]](), list[tuple[TurnJob, PassChunk]]()
         for pair in running:
             (inside if self._verifies and _suits(*pair) else others).append(pair)
         if inside:
@@ -246,7 +246,7 @@ class TrtGraphEngine(StepEngine):
             super()._pass(others)
 
 
-def _suits(job: Job, chunk: Chunk) -> bool:
+def _suits(job: TurnJob, chunk: PassChunk) -> bool:
     """Whether nothing is wanted of a chunk but a verdict that is compiled in."""
     turn = job.turn
     more = turn.nodes or job.rows_scored or job.context_rows or turn.sequence.generation_logits

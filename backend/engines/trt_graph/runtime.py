@@ -20,7 +20,7 @@ import torch
 
 from backend.engines.models.llama import load_llama
 from backend.engines.trt_graph import LIBRARIES
-from backend.engines.trt_graph.engine import Shapes, TrtGraphEngine
+from backend.engines.trt_graph.engine import PassShape, TrtGraphEngine
 from backend.engines.trt_graph.inputs import GREEDY, Tensors
 from backend.engines.weights import DTYPES, Weights
 
@@ -45,7 +45,7 @@ class NetworkManifest:
     shared: bool
     max_context_tokens: int
     max_draft_tokens: int
-    passes: tuple[Shapes, ...]
+    passes: tuple[PassShape, ...]
     engines: dict[str, str]
 
     @classmethod
@@ -54,7 +54,7 @@ class NetworkManifest:
         path = folder / MANIFEST
         try:
             raw = json.loads(path.read_text("utf-8"))
-            raw["passes"] = tuple(Shapes(**one) for one in raw["passes"])
+            raw["passes"] = tuple(PassShape(**one) for one in raw["passes"])
             return cls(**raw)
         except OSError as error:
             raise TrtGraphError(
@@ -81,7 +81,7 @@ class TrtRuntime:
         self.config, weights = load_llama(folder, manifest.dtype, device)
         self.device, self.dtype = torch.device(device), DTYPES[manifest.dtype]
         self.verifies = GREEDY in manifest.engines
-        self.passes: Seq[Shapes] = manifest.passes
+        self.passes: Seq[PassShape] = manifest.passes
         self._weights: Weights = weights if manifest.shared else {}
         self._logger = self._trt.Logger(self._trt.Logger.WARNING)
         self._runtime = self._trt.Runtime(self._logger)
@@ -155,7 +155,7 @@ class _Network:
     """
 
     def __init__(
-        self, library: Any, engine: Any, passes: Seq[Shapes], device: torch.device
+        self, library: Any, engine: Any, passes: Seq[PassShape], device: torch.device
     ) -> None:
         self._engine, self._passes, self._device = engine, passes, device
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]

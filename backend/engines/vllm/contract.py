@@ -7,7 +7,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from backend.engines.hosted import Ask
+from backend.engines.hosted import HostedRequest
 from backend.request import ErrorCode, RequestError
 
 MOST_TEMPERATURE = MOST_PENALTY = 2.0
@@ -110,7 +110,7 @@ REFUSES = {
 """Reasons by option, as ``backend.core.preparation.check_served`` reads them."""
 
 
-def check(ask: Ask, *, speculates: bool, eos: int | None) -> None:
+def check(ask: HostedRequest, *, speculates: bool, eos: int | None) -> None:
     """Raise RequestError for an option that vLLM has not, or that means something else there."""
     sampling = ask.sampling
     sampled = not sampling.greedy
@@ -150,7 +150,7 @@ def check(ask: Ask, *, speculates: bool, eos: int | None) -> None:
         raise _refusal("guided_decoding_guide", reason)
 
 
-def penalty(ask: Ask, name: str) -> float:
+def penalty(ask: HostedRequest, name: str) -> float:
     """Return vLLM's value of a penalty: it is taken from the logits before they are divided by the
     temperature, ours after that.
     """

@@ -23,10 +23,10 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from backend import lifeline
 from backend.checked_settings import ConfigError
-from backend.engines.hosted import Ask, HostedLimits, HostedService, Meters, Part
+from backend.engines.hosted import HostedLimits, HostedRequest, HostedService, Meters, NewTokens
 from backend.engines.port import EngineLostError
 from backend.engines.vllm.arguments import arguments, planner_settings
-from backend.engines.vllm.home import Home
+from backend.engines.vllm.home import PlannerConnection
 from backend.engines.vllm.metrics import Passing
 from backend.engines.vllm.options import sampling_params
 from backend.files import read_json
@@ -70,7 +70,7 @@ async def start_vllm(name: str, service: HostedService) -> VllmEngine:
     engine_args = arguments(service.config, folder)
     if current_platform.is_cpu():
         engine_args = {**_cpu_memory(service, read_json(folder / "config.json")), **engine_args}
-    home = Home(service) if "speculative_config" in engine_args else None
+    home = PlannerConnection(service) if "speculative_config" in engine_args else None
     if home is not None:
         engine_args |= {"additional_config": _planner_config(service, engine_args, home.path)}
     config = _engine_config(engine_args)
@@ -162,7 +162,9 @@ class _Steps(StatLoggerBase):  # type: ignore[misc] # vLLM is not there to be ch
 class VllmEngine:
     """One AsyncLLM; its scheduler and its workers are processes of their own."""
 
-    def __init__(self, name: str, config: Any, service: HostedService, home: Home | None) -> None:
+    def __init__(
+        self, name: str, config: Any, service: HostedService, home: PlannerConnection | None
+    ) -> None:
         self.name = name
         self._home = home
         self._steps = _Steps(service.meters, counts=home is None)
@@ -188,7 +190,7 @@ class VllmEngine:
                 passing.update(REGISTRY.collect())
             await asyncio.sleep(METRICS_PERIOD_S)
 
-    async def wait_for_plans(self, home: Home) -> None:
+    async def wait_for_plans(self, home: PlannerConnection) -> None:
         """Wait until the planner has measured what steps take. Raises ConfigError where it does not
         end.
         """
@@ -196,7 +198,7 @@ class VllmEngine:
         if not await events.run_in_executor(None, home.wait_for_plans, CALIBRATION_LIMIT_S):
             raise ConfigError(f"vLLM was not measured within {CALIBRATION_LIMIT_S:g} s")
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[Part, None]:
+    async def generate(self, ask: HostedRequest) -> AsyncGenerator[NewTokens, None]:
         """Yield a generation's parts (``HostedEngine``)."""
         prompt: dict[str, Any] = {"prompt_token_ids": list(ask.tokens)}
         if ask.salt:
@@ -244,9 +246,9 @@ class VllmEngine:
             self._home.close()
 
 
-def _part(output: Any, ask: Ask) -> Part:
+def _part(output: Any, ask: HostedRequest) -> NewTokens:
     (one,) = output.outputs
-    part = Part(list(one.token_ids), cached_tokens=output.num_cached_tokens or 0)
+    part = NewTokens(list(one.token_ids), cached_tokens=output.num_cached_tokens or 0)
     if one.logprobs is not None:
         pairs = zip(one.logprobs, part.tokens, strict=True)
         part.log_probs = [row[token].logprob for row, token in pairs]

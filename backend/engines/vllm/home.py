@@ -25,7 +25,7 @@ ANSWER_S = 10.0
 """The most seconds that a question waits for its answer."""
 
 
-class Home:
+class PlannerConnection:
     """Serves one planner. It listens at once, and ends when the planner does."""
 
     def __init__(self, service: HostedService) -> None:

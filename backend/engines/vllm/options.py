@@ -7,13 +7,13 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from backend.engines.hosted import Ask
+from backend.engines.hosted import HostedRequest
 from backend.engines.vllm.contract import check, penalty
 
 _GUIDES = {"json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar"}
 
 
-def sampling_params(ask: Ask, *, speculates: bool, eos: int | None) -> SamplingParams:
+def sampling_params(ask: HostedRequest, *, speculates: bool, eos: int | None) -> SamplingParams:
     """Return what vLLM is asked for; ``eos`` is the model's own end token. Stop words and text are
     the session's: vLLM gets end tokens and a length only. Raises RequestError.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from backend.engines.stepping import engine as stepping
-from backend.engines.stepping.chunks import Chunk
+from backend.engines.stepping.chunks import PassChunk
 from backend.engines.torch import decoder
 from backend.sequence import Proposal
 from backend.speculation.drafting import Drafting
@@ -48,13 +48,13 @@ def let_a_row_see_the_next_proposed_token(patch: Patch) -> None:
 
 
 def move_nodes(patch: Patch, positions: Callable) -> None:
-    original = vars(Chunk)["positions"].fget
+    original = vars(PassChunk)["positions"].fget
 
     def moved(chunk):
         first = len(chunk.tokens) - len(chunk.parents)
         return positions(original(chunk), first, chunk.parents)
 
-    patch.setattr(Chunk, "positions", property(moved))
+    patch.setattr(PassChunk, "positions", property(moved))
 
 
 @killed_by(checks.texts, BUSY)
@@ -76,7 +76,7 @@ def count_positions_of_a_run_one_too_high(patch: Patch) -> None:
     def chunk(original, tokens, start, *others, **options):
         return original(tokens, start + (len(tokens) > 2), *others, **options)
 
-    wrap(patch, stepping, "Chunk", chunk)
+    wrap(patch, stepping, "PassChunk", chunk)
 
 
 # -- proposals and trims
