@@ -24,7 +24,7 @@ from backend.checked_settings import ConfigError
 from backend.engines.tensorrt_llm.folder import read_engine_folder
 from backend.storage.manifest import check_pair, read_manifest
 from engines_build.trtllm.commands import convert_command, engine_command
-from engines_build.trtllm.deployment import Deployment, EngineBuild, load_deployment, serving
+from engines_build.trtllm.deployment import EngineBuild, TrtllmDeployment, load_deployment, serving
 
 MANIFEST = "manifest.json"
 SERVING = Path(__file__).parent.parent / "model_repository" / "spindle" / "1" / "serving.json"
@@ -37,7 +37,7 @@ class BuildError(Exception):
     """A stage that failed; the message says which and how."""
 
 
-def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
+def build(deployment: TrtllmDeployment, run: Run, *, dry_run: bool = False) -> None:
     """Bring every engine of a deployment. Raises ConfigError for what does not fit, BuildError for
     a program that failed.
     """
@@ -53,7 +53,7 @@ def build(deployment: Deployment, run: Run, *, dry_run: bool = False) -> None:
     print(f"{output / 'serving.json'} is ready")
 
 
-def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
+def check_checkpoints(deployment: TrtllmDeployment, *, dry_run: bool = False) -> None:
     """Look for what quantisation reads, and compare the drafts' tokenizers with the target's, token
     by token.
 
@@ -82,7 +82,7 @@ def check_checkpoints(deployment: Deployment, *, dry_run: bool = False) -> None:
         check_pair(target, read_manifest(Path(draft.checkpoint)), same_size=True)
 
 
-def check_engines(deployment: Deployment, folders: dict[str, Path]) -> None:
+def check_engines(deployment: TrtllmDeployment, folders: dict[str, Path]) -> None:
     """Read what was built back, and refuse engines that are not as asked. Raises ConfigError."""
     for build in deployment.engines:
         engine, draft_len = read_engine_folder(folders[build.name]), 0
@@ -98,7 +98,7 @@ def check_engines(deployment: Deployment, folders: dict[str, Path]) -> None:
 
 
 def _build_engine(
-    deployment: Deployment, engine: EngineBuild, output: Path, run: Run, *, dry_run: bool
+    deployment: TrtllmDeployment, engine: EngineBuild, output: Path, run: Run, *, dry_run: bool
 ) -> None:
     checkpoint, folder = output / "checkpoints" / engine.name, output / engine.name
     convert = convert_command(deployment, engine, checkpoint)
@@ -141,7 +141,7 @@ def _run(
     commands: list[list[str]],
     source: str,
     run: Run,
-    deployment: Deployment,
+    deployment: TrtllmDeployment,
 ) -> None:
     """Run a program that fills a folder; its manifest is written last."""
     print(shlex.join(command), flush=True)

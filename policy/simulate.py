@@ -36,7 +36,7 @@ from policy.simulation.experiments import (
     summary,
 )
 from policy.simulation.report import describe, text
-from policy.simulation.workload import Mix, Recorded
+from policy.simulation.workload import Mix, RequestLog
 
 TABLES = Path(__file__).parent / "simulation" / "tables"
 
@@ -165,7 +165,7 @@ def compare_command(options: argparse.Namespace, run: Runner) -> dict[str, Any]:
     return {**run.document(), "comparisons": [comparison]}
 
 
-def read_recording(path: str) -> Recorded:
+def read_recording(path: str) -> RequestLog:
     """Read a log of arrivals: a JSON object a line with ``arrival_s``, ``prompt_tokens``,
     ``output_tokens`` and ``category`` (its number).
     """
@@ -174,7 +174,7 @@ def read_recording(path: str) -> Recorded:
     columns = {name: np.array([row[name] for row in rows]) for name in names}
     if (np.diff(columns["arrival_s"]) < 0).any():
         raise ValueError(f"arrival_s in {path} must not fall")
-    return Recorded(**columns)
+    return RequestLog(**columns)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

@@ -75,7 +75,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CorpusPrompt:
     """One request: ``raw`` text goes to the model as it is, otherwise it is the user's message in
     the chat template.
     """
@@ -163,12 +163,12 @@ class Corpus:
         """Return the documents of these sources, those that are not read here left out."""
         return [d for s in sources for d in self._by_source.get(s, [])]
 
-    def prompt(self, index: int, workload: str | None = None) -> Prompt:
+    def prompt(self, index: int, workload: str | None = None) -> CorpusPrompt:
         """Return the index-th prompt; its workload is drawn by ``WORKLOADS`` unless given."""
         rng = random.Random(f"{self.seed}/{self.held_out}/{index}/{workload}")
         kind = workload or rng.choices(self.workloads, [WORKLOADS[w] for w in self.workloads])[0]
         raw = kind == "text" or rng.random() < 0.35
-        return Prompt(kind, self._makers[kind](rng), raw)
+        return CorpusPrompt(kind, self._makers[kind](rng), raw)
 
     def _chat(self, rng: random.Random) -> str:
         questions = self._by_source.get("chatterbot", [])

@@ -28,7 +28,7 @@ from backend.engines.stepping.engine import Model
 from backend.kinds import KINDS
 from backend.machine import machine
 from backend.sequence import BLOCK_TOKENS
-from engines_build.distill.corpora import WORKLOADS, Corpus, Prompt, ask_about
+from engines_build.distill.corpora import WORKLOADS, Corpus, CorpusPrompt, ask_about
 
 TOP_K = 32
 """Teacher logits kept per position; what they do not cover is one rest class."""
@@ -47,7 +47,7 @@ _WORKLOAD_NAMES = list(WORKLOADS)
 
 
 @dataclass(slots=True)
-class _InFlight:
+class _GeneratedText:
     """A sequence in flight; all tokens but the last have the top ids and log probabilities.
 
     Within the prompt that distribution is the next token itself: the teacher's would cost much more
@@ -106,25 +106,25 @@ class Teacher:
         """Return blocks for a new prompt and its answer."""
         return self._pool.allocate(-(-(prompt_tokens + MAX_NEW_TOKENS) // BLOCK_TOKENS))
 
-    def hold(self, row: _InFlight) -> None:
+    def hold(self, row: _GeneratedText) -> None:
         """Keep the blocks that a prompt fills for another answer to it."""
         self._pool.share(row.blocks[: row.prompt_tokens // BLOCK_TOKENS])
 
-    def again(self, row: _InFlight) -> list[int]:
+    def again(self, row: _GeneratedText) -> list[int]:
         """Return blocks for another answer to a prompt: those that are kept, and new ones."""
         blocks = row.blocks[: row.prompt_tokens // BLOCK_TOKENS]
         return blocks + self._pool.allocate(len(row.blocks) - len(blocks))
 
-    def end(self, row: _InFlight) -> None:
+    def end(self, row: _GeneratedText) -> None:
         """Give a row's blocks back."""
         self._pool.drop(row.blocks, 0)
 
-    def read(self, row: _InFlight) -> Tensor:
+    def read(self, row: _GeneratedText) -> Tensor:
         """Run a whole answer. Returns the logits [answer, vocab] after which it was drawn."""
         tokens, table = row.tokens[:-1], KVTable(row.blocks)
         return self._forward([PassChunk(tokens, 0, table, len(row.tokens) - row.prompt_tokens)])
 
-    def step(self, rows: Sequence[_InFlight]) -> Tensor:
+    def step(self, rows: Sequence[_GeneratedText]) -> Tensor:
         """Run what each row has that was not run. Returns logits [rows, vocab]."""
         chunks = []
         for row in rows:
@@ -146,11 +146,11 @@ class Teacher:
 @torch.inference_mode()
 def answered(
     teacher: Teacher, tokens: list[int], prompt_tokens: int, workload: int, temperature: float
-) -> _InFlight:
+) -> _GeneratedText:
     """Return a row as if the teacher had just generated the tokens after the prompt: in one pass
     over all of them.
     """
-    row = _InFlight(workload, prompt_tokens, tokens, temperature, teacher.begin(prompt_tokens))
+    row = _GeneratedText(workload, prompt_tokens, tokens, temperature, teacher.begin(prompt_tokens))
     logits = teacher.read(row)
     top_logprobs, top_ids = _top(logits)
     row.within_prompt(top_ids.shape[1])
@@ -208,7 +208,7 @@ class Shards:
         """Return the shard files, oldest first."""
         return sorted(self.folder.glob("shard-*.safetensors"))
 
-    def write(self, rows: list[_InFlight]) -> None:
+    def write(self, rows: list[_GeneratedText]) -> None:
         """Append one shard; it appears whole or not at all."""
         tensors = {
             "tokens": torch.tensor([t for r in rows for t in r.tokens], dtype=torch.int32),
@@ -260,7 +260,7 @@ class Generator:
         self.answers = answers
         self.eos = ends
         self.replies: deque[str] = deque(maxlen=64)
-        self.waiting: deque[_InFlight] = deque()  # prompts, once for each answer still wanted
+        self.waiting: deque[_GeneratedText] = deque()  # prompts, once for each answer still wanted
         self.noise = torch.Generator().manual_seed(corpus.seed * 1_000_003 + len(shards.paths()))
         self.rng = random.Random(f"{corpus.seed}/{len(shards.paths())}")
 
@@ -270,7 +270,7 @@ class Generator:
         went.
         """
         start, before = time.monotonic(), self.shards.generated
-        finished: list[_InFlight] = []
+        finished: list[_GeneratedText] = []
         rows = [self._start() for _ in range(self.teacher.slots)]
         while self.shards.generated < tokens and time.monotonic() < deadline:
             self._extend(rows, self.teacher.step(rows))
@@ -292,14 +292,14 @@ class Generator:
         if begun := finished + [row for row in rows if row.top_ids]:
             self.shards.write(begun)
 
-    def _start(self) -> _InFlight:
+    def _start(self) -> _GeneratedText:
         """Begin another answer to a prompt that was run, or one to a new prompt."""
         if self.waiting:
             return self._again(self.waiting.popleft())
         prompt = self._next_prompt()
         ids = encode(self.tokenizer, prompt)
         greedy = self.rng.random() < self.greedy_share
-        return _InFlight(
+        return _GeneratedText(
             _WORKLOAD_NAMES.index(prompt.workload),
             len(ids),
             ids,
@@ -308,7 +308,7 @@ class Generator:
             answers=self.answers,
         )
 
-    def _again(self, first: _InFlight) -> _InFlight:
+    def _again(self, first: _GeneratedText) -> _GeneratedText:
         """Begin another answer: its first token is drawn from the distribution after the prompt."""
         n, logprobs, temperature = (
             first.prompt_tokens,
@@ -332,7 +332,7 @@ class Generator:
     def _draw_temperature(self) -> float:
         return self.rng.uniform(*SAMPLED_TEMPERATURES)
 
-    def _next_prompt(self) -> Prompt:
+    def _next_prompt(self) -> CorpusPrompt:
         self.shards.next_prompt += 1
         if (
             not self.corpus.held_out
@@ -341,7 +341,7 @@ class Generator:
             and self.rng.random() < _FOLLOW_UP_SHARE
         ):
             workload = self.rng.choice(["summarise", "qa"])
-            return Prompt(
+            return CorpusPrompt(
                 workload,
                 ask_about(self.rng.choice(self.replies), workload, self.rng),
                 self.rng.random() < 0.35,
@@ -353,7 +353,7 @@ class Generator:
             index, self.rng.choices(self.workloads, [WORKLOADS[w] for w in self.workloads])[0]
         )
 
-    def _extend(self, rows: list[_InFlight], logits: Tensor) -> None:
+    def _extend(self, rows: list[_GeneratedText], logits: Tensor) -> None:
         """Draw each row's next token from ``logits`` [rows, vocab], and keep its distribution."""
         top_logprobs, top_ids = _top(logits)
         temperatures = torch.tensor([r.temperature for r in rows])
@@ -366,7 +366,7 @@ class Generator:
             row.features += [self.teacher.features[i : i + 1]] if self.teacher.taps else []
             row.tokens.append(tokens[i])
 
-    def _start_others(self, row: _InFlight, width: int) -> None:
+    def _start_others(self, row: _GeneratedText, width: int) -> None:
         """Note the distributions within a prompt that was run, and ask for its other answers."""
         row.within_prompt(width)
         for _ in range(row.answers - 1):
@@ -381,7 +381,7 @@ class Generator:
         pick = (top_logprobs + temperatures[:, None] * gumbel).argmax(dim=1, keepdim=True)
         return top_ids.gather(1, pick)[:, 0]
 
-    def _remember(self, row: _InFlight) -> None:
+    def _remember(self, row: _GeneratedText) -> None:
         """Keep a long answer of a chat as the article of later summaries and questions: prose on
         more topics than the documents have.
         """
@@ -400,7 +400,7 @@ def _top(logits: Tensor) -> tuple[Tensor, Tensor]:
     return (top - logits.logsumexp(dim=1, keepdim=True)).cpu(), ids.cpu()
 
 
-def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
+def encode(tokenizer: Any, prompt: CorpusPrompt) -> list[int]:
     """Token ids of a prompt as the server would see them, cut to the first ``MAX_PROMPT_TOKENS``
     (in the template: the message is cut).
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines_build.trt_graph.graph import F64, Graph, Tensor, where
+from engines_build.trt_graph.graph import F64, Graph, GraphTensor, where
 
 EXPONENT_STEPS = {F64: 10}
 """Powers of two down to 2**-1023; 7 steps, to 2**-127, for f32."""
@@ -27,9 +27,9 @@ class DistributionOptions:
     ``top_k`` (vocabulary size: all), ``top_p`` (2: all).
     """
 
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
+    temperature: GraphTensor
+    top_k: GraphTensor
+    top_p: GraphTensor
 
     @classmethod
     def declare(cls, graph: Graph, dtype: str) -> DistributionOptions:
@@ -42,7 +42,7 @@ class DistributionOptions:
         )
 
 
-class Vocabulary:
+class VocabularyRows:
     """Arithmetic on rows [batch, rows, size]; ``dtype`` is that of distributions (f32, or f64 where
     there is no TensorRT).
     """
@@ -51,13 +51,13 @@ class Vocabulary:
         self.size, self.dtype = size, dtype
         self._columns = graph.constant(np.arange(size, dtype=np.int32)[None, None])
 
-    def arg_max(self, values: Tensor) -> Tensor:
+    def arg_max(self, values: GraphTensor) -> GraphTensor:
         """Return the column [batch, rows, 1] of the greatest of each row's values [batch, rows,
         size], the first of equals.
         """
         return where(values >= values.amax(-1), self._columns, self.size).amin(-1)
 
-    def probs(self, logits: Tensor, options: DistributionOptions) -> Tensor:
+    def probs(self, logits: GraphTensor, options: DistributionOptions) -> GraphTensor:
         """Return the distributions that logits [batch, rows, size] stand for, each summing to one:
         temperature, then top-k, then top-p.
 
@@ -72,7 +72,7 @@ class Vocabulary:
         point = self._columns.equals(self.arg_max(scores)).to(self.dtype)
         return where(greedy, point, masses / masses.sum(-1))
 
-    def _keep(self, masses: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
+    def _keep(self, masses: GraphTensor, weights: GraphTensor, limit: GraphTensor) -> GraphTensor:
         """Zero all but the columns that have less than ``limit`` [batch, rows or 1, 1] of weight on
         greater masses, both [batch, rows, size]; the greatest mass is 1.
 
@@ -82,9 +82,9 @@ class Vocabulary:
         threshold = limit * 0.0 + 1.0
 
         def descend(
-            threshold: Tensor,  # [batch, rows or 1, 1]
-            lower: Tensor,  # [batch, rows or 1, 1]
-        ) -> Tensor:
+            threshold: GraphTensor,  # [batch, rows or 1, 1]
+            lower: GraphTensor,  # [batch, rows or 1, 1]
+        ) -> GraphTensor:
             above = where(masses > lower, weights, 0.0).sum(-1)
             return where(above < limit, lower, threshold)
 

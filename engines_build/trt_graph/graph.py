@@ -31,7 +31,7 @@ Dimension = int | str
 """A size, or the name of a dimension that varies: the same name is the same size everywhere."""
 
 
-class Tensor:
+class GraphTensor:
     """A value in a graph. ``handle`` is the back end's; ``dtype`` is one of the names above."""
 
     __slots__ = ("dtype", "graph", "handle", "rank")
@@ -39,65 +39,65 @@ class Tensor:
     def __init__(self, graph: Graph, handle: Any, dtype: str, rank: int) -> None:
         self.graph, self.handle, self.dtype, self.rank = graph, handle, dtype, rank
 
-    def __add__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
+    def __add__(self, other: GraphTensor | float) -> GraphTensor:  # [...]: this rank
         return self._with("add", other)
 
-    def __sub__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
+    def __sub__(self, other: GraphTensor | float) -> GraphTensor:  # [...]: this rank
         return self._with("sub", other)
 
-    def __mul__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
+    def __mul__(self, other: GraphTensor | float) -> GraphTensor:  # [...]: this rank
         return self._with("mul", other)
 
-    def __truediv__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
+    def __truediv__(self, other: GraphTensor | float) -> GraphTensor:  # [...]: this rank
         return self._with("div", other)
 
-    def __lt__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
+    def __lt__(self, other: GraphTensor | float) -> GraphTensor:  # [...]: this rank
         return self._with("less", other, BOOL)
 
-    def __gt__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
+    def __gt__(self, other: GraphTensor | float) -> GraphTensor:  # [...]: this rank
         return self._with("greater", other, BOOL)
 
-    def __ge__(self, other: Tensor | float) -> Tensor:  # [...]: this rank
+    def __ge__(self, other: GraphTensor | float) -> GraphTensor:  # [...]: this rank
         return ~(self < other)
 
-    def __and__(self, other: Tensor) -> Tensor:  # [...]: this rank
+    def __and__(self, other: GraphTensor) -> GraphTensor:  # [...]: this rank
         return self._with("and", other)
 
-    def __or__(self, other: Tensor) -> Tensor:  # [...]: this rank
+    def __or__(self, other: GraphTensor) -> GraphTensor:  # [...]: this rank
         return self._with("or", other)
 
-    def __invert__(self) -> Tensor:
+    def __invert__(self) -> GraphTensor:
         return self._new(self.graph.unary("not", self.handle))
 
-    def equals(self, other: Tensor | float) -> Tensor:
+    def equals(self, other: GraphTensor | float) -> GraphTensor:
         """Return bool[...], of this rank: where both are equal."""
         return self._with("equal", other, BOOL)
 
-    def exp(self) -> Tensor:
+    def exp(self) -> GraphTensor:
         """Return e to this power."""
         return self._new(self.graph.unary("exp", self.handle))
 
-    def sqrt(self) -> Tensor:
+    def sqrt(self) -> GraphTensor:
         """Return the square root."""
         return self._new(self.graph.unary("sqrt", self.handle))
 
-    def sum(self, axis: int) -> Tensor:
+    def sum(self, axis: int) -> GraphTensor:
         """Return the sum over an axis, which stays as 1."""
         return self._new(self.graph.reduce("sum", self.handle, axis % self.rank))
 
-    def amax(self, axis: int) -> Tensor:
+    def amax(self, axis: int) -> GraphTensor:
         """Return the greatest over an axis, which stays as 1."""
         return self._new(self.graph.reduce("max", self.handle, axis % self.rank))
 
-    def amin(self, axis: int) -> Tensor:
+    def amin(self, axis: int) -> GraphTensor:
         """Return the least over an axis, which stays as 1."""
         return self._new(self.graph.reduce("min", self.handle, axis % self.rank))
 
-    def cumsum(self, axis: int) -> Tensor:
+    def cumsum(self, axis: int) -> GraphTensor:
         """Return the running sums along an axis, each with its own element."""
         return self._new(self.graph.cumsum(self.handle, axis % self.rank))
 
-    def topk(self, count: int) -> tuple[Tensor, Tensor]:
+    def topk(self, count: int) -> tuple[GraphTensor, GraphTensor]:
         """Return the ``count`` greatest of the last axis, greatest first, and where each was (i32).
 
         Which of equals come first, or at all, is open.
@@ -105,11 +105,11 @@ class Tensor:
         values, indices = self.graph.topk(self.handle, count, self.rank - 1)
         return self._new(values), self._new(indices, dtype=I32)
 
-    def softmax(self) -> Tensor:
+    def softmax(self) -> GraphTensor:
         """Return the softmax over the last axis."""
         return self._new(self.graph.softmax(self.handle, self.rank - 1))
 
-    def to(self, dtype: str) -> Tensor:
+    def to(self, dtype: str) -> GraphTensor:
         """Return the values as another dtype."""
         return (
             self
@@ -117,45 +117,45 @@ class Tensor:
             else self._new(self.graph.cast(self.handle, dtype), dtype=dtype)
         )
 
-    def reshape(self, *sizes: int) -> Tensor:
+    def reshape(self, *sizes: int) -> GraphTensor:
         """Return another shape: 0 keeps the size in that place, one -1 takes what is left."""
         return self._new(self.graph.reshape(self.handle, sizes), rank=len(sizes))
 
-    def unsqueeze(self, *axes: int) -> Tensor:
+    def unsqueeze(self, *axes: int) -> GraphTensor:
         """Return the values with new axes of size 1 at these places of the result."""
         return self._new(self.graph.unsqueeze(self.handle, axes), rank=self.rank + len(axes))
 
-    def transpose(self, *order: int) -> Tensor:
+    def transpose(self, *order: int) -> GraphTensor:
         """Return the axes in another order."""
         return self._new(self.graph.transpose(self.handle, order))
 
-    def slice(self, axis: int, start: int, size: int) -> Tensor:
+    def slice(self, axis: int, start: int, size: int) -> GraphTensor:
         """Return ``size`` elements of an axis."""
         return self._new(self.graph.slice(self.handle, axis % self.rank, start, size))
 
-    def take(self, indices: Tensor, axis: int = 0) -> Tensor:
+    def take(self, indices: GraphTensor, axis: int = 0) -> GraphTensor:
         """Return what lies at ``indices`` i32[...] (any rank) of an axis."""
         return self._new(
             self.graph.gather(self.handle, indices.handle, axis), rank=self.rank - 1 + indices.rank
         )
 
-    def pick(self, indices: Tensor, axis: int) -> Tensor:
+    def pick(self, indices: GraphTensor, axis: int) -> GraphTensor:
         """Return one element for each of ``indices`` i32[...] (this rank, same sizes but along
         ``axis``), at that index of ``axis``.
         """
         return self._new(self.graph.pick(self.handle, indices.handle, axis % self.rank))
 
-    def matmul(self, other: Tensor) -> Tensor:
+    def matmul(self, other: GraphTensor) -> GraphTensor:
         """Return the matrix product with ``other`` [..., k, m]; leading axes are equal or 1."""
         return self._new(self.graph.matmul(self.handle, other.handle))
 
     def _with(
         self,
         operation: str,
-        other: Tensor | float,  # [...]: this rank
+        other: GraphTensor | float,  # [...]: this rank
         dtype: str | None = None,
-    ) -> Tensor:
-        if not isinstance(other, Tensor):
+    ) -> GraphTensor:
+        if not isinstance(other, GraphTensor):
             other = _number(self, other)
         if (self.dtype, self.rank) != (other.dtype, other.rank):
             raise TypeError(
@@ -164,13 +164,19 @@ class Tensor:
             )
         return self._new(self.graph.binary(operation, self.handle, other.handle), dtype=dtype)
 
-    def _new(self, handle: Any, *, dtype: str | None = None, rank: int | None = None) -> Tensor:
-        return Tensor(self.graph, handle, dtype or self.dtype, self.rank if rank is None else rank)
+    def _new(
+        self, handle: Any, *, dtype: str | None = None, rank: int | None = None
+    ) -> GraphTensor:
+        return GraphTensor(
+            self.graph, handle, dtype or self.dtype, self.rank if rank is None else rank
+        )
 
 
-def where(condition: Tensor, value: Tensor, otherwise: Tensor | float) -> Tensor:
+def where(
+    condition: GraphTensor, value: GraphTensor, otherwise: GraphTensor | float
+) -> GraphTensor:
     """Return ``value`` where the condition bool[...] holds, else ``otherwise``, of one rank all."""
-    if not isinstance(otherwise, Tensor):
+    if not isinstance(otherwise, GraphTensor):
         otherwise = _number(value, otherwise)
     if value.dtype != otherwise.dtype or not condition.rank == value.rank == otherwise.rank:
         raise TypeError(
@@ -178,7 +184,7 @@ def where(condition: Tensor, value: Tensor, otherwise: Tensor | float) -> Tensor
             f"{otherwise.rank}"
         )
     graph = value.graph
-    return Tensor(
+    return GraphTensor(
         graph,
         graph.select(condition.handle, value.handle, otherwise.handle),
         value.dtype,
@@ -186,17 +192,17 @@ def where(condition: Tensor, value: Tensor, otherwise: Tensor | float) -> Tensor
     )
 
 
-def _number(like: Tensor, value: float) -> Tensor:
+def _number(like: GraphTensor, value: float) -> GraphTensor:
     """Return a number with the dtype and rank of a tensor [...], every size 1."""
     return like.graph.constant(
         np.full((1,) * like.rank, value, NUMPY.get(like.dtype, np.float32))
     ).to(like.dtype)
 
 
-def concatenate(parts: Sequence[Tensor], axis: int) -> Tensor:
+def concatenate(parts: Sequence[GraphTensor], axis: int) -> GraphTensor:
     """Return the parts [...] one after the other along an axis; other sizes are the same."""
     first = parts[0]
-    return Tensor(
+    return GraphTensor(
         first.graph,
         first.graph.concat([part.handle for part in parts], axis % first.rank),
         first.dtype,
@@ -206,33 +212,35 @@ def concatenate(parts: Sequence[Tensor], axis: int) -> Tensor:
 
 class Graph(ABC):
     """A network under construction. Methods below ``constant`` take and return handles;
-    descriptions use ``Tensor``.
+    descriptions use ``GraphTensor``.
     """
 
     native = False
     """Whether the library's own attention layer is used instead of primitive ones."""
 
     @abstractmethod
-    def input(self, name: str, dtype: str, *shape: Dimension) -> Tensor:
+    def input(self, name: str, dtype: str, *shape: Dimension) -> GraphTensor:
         """Declare an input."""
 
     @abstractmethod
-    def output(self, name: str, tensor: Tensor) -> None:
+    def output(self, name: str, tensor: GraphTensor) -> None:
         """Declare an output [...]."""
 
     @abstractmethod
-    def constant(self, array: npt.NDArray[Any]) -> Tensor:
+    def constant(self, array: npt.NDArray[Any]) -> GraphTensor:
         """Return a constant [...] of the array's shape."""
 
     @abstractmethod
-    def table(self, name: str) -> Tensor:
+    def table(self, name: str) -> GraphTensor:
         """Return a weight as it is stored, of the network's dtype."""
 
     @abstractmethod
-    def linear(self, rows: Tensor, name: str) -> Tensor:
+    def linear(self, rows: GraphTensor, name: str) -> GraphTensor:
         """Return ``rows`` [batch, n, in] times the transpose of the weight [out, in]."""
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    def attention(
+        self, query: GraphTensor, key: GraphTensor, value: GraphTensor, mask: GraphTensor
+    ) -> GraphTensor:
         """Return the library's own attention of scaled queries [batch, heads, n, d] over [batch, kv
         heads, total, d].
 

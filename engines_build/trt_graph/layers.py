@@ -20,7 +20,7 @@ from engines_build.trt_graph.graph import (
     INT8,
     Dimension,
     Graph,
-    Tensor,
+    GraphTensor,
 )
 from engines_build.trt_graph.library import Messages
 
@@ -64,7 +64,7 @@ class TrtGraph(Graph):
             weights,
             shared,
         )
-        self._constants: dict[str, Tensor] = {}
+        self._constants: dict[str, GraphTensor] = {}
         self._buffers: list[Any] = []
         kinds = library.DataType
         self._types = {
@@ -77,7 +77,7 @@ class TrtGraph(Graph):
             FP8: kinds.FP8,
         }
 
-    def input(self, name: str, dtype: str, *shape: Dimension) -> Tensor:
+    def input(self, name: str, dtype: str, *shape: Dimension) -> GraphTensor:
         sizes = [size if isinstance(size, int) else -1 for size in shape]
         tensor = self._network.add_input(name, self._types[dtype], sizes)
         if tensor is None:
@@ -85,25 +85,25 @@ class TrtGraph(Graph):
         for axis, size in enumerate(shape):
             if isinstance(size, str):
                 tensor.set_dimension_name(axis, size)
-        return Tensor(self, tensor, dtype, len(shape))
+        return GraphTensor(self, tensor, dtype, len(shape))
 
-    def output(self, name: str, tensor: Tensor) -> None:  # [...]
+    def output(self, name: str, tensor: GraphTensor) -> None:  # [...]
         handle = self._add("add_identity", tensor.handle)
         handle.name = name
         self._network.mark_output(handle)
 
-    def constant(self, array: npt.NDArray[Any]) -> Tensor:  # f32, i32 or bool [...]
+    def constant(self, array: npt.NDArray[Any]) -> GraphTensor:  # f32, i32 or bool [...]
         dtype = {"f4": F32, "i4": I32, "b1": BOOL}[array.dtype.str[1:]]
         array = np.require(array, requirements="C")
         self._buffers.append(array)
-        return Tensor(
+        return GraphTensor(
             self,
             self._add("add_constant", array.shape, self._trt.Weights(array)),
             dtype,
             array.ndim,
         )
 
-    def table(self, name: str) -> Tensor:
+    def table(self, name: str) -> GraphTensor:
         if name not in self._constants:
             weight = self._weights[name]
             if isinstance(weight, tuple):
@@ -111,7 +111,7 @@ class TrtGraph(Graph):
             self._constants[name] = self._weight(name, weight)
         return self._constants[name]
 
-    def linear(self, rows: Tensor, name: str) -> Tensor:  # [batch, n, in]
+    def linear(self, rows: GraphTensor, name: str) -> GraphTensor:  # [batch, n, in]
         weight = self._weights[name]
         matrix = (
             self._dequantise(name, *weight, rows.dtype)
@@ -122,15 +122,15 @@ class TrtGraph(Graph):
         product = self._add(
             "add_matrix_multiply", rows.handle, plain, self.unsqueeze(matrix.handle, [0]), turned
         )
-        return Tensor(self, product, rows.dtype, rows.rank)
+        return GraphTensor(self, product, rows.dtype, rows.rank)
 
     def attention(
         self,
-        query: Tensor,  # [batch, heads, n, d]
-        key: Tensor,  # [batch, kv_heads, total, d]
-        value: Tensor,  # [batch, kv_heads, total, d]
-        mask: Tensor,  # bool[batch, 1, n, total]
-    ) -> Tensor:
+        query: GraphTensor,  # [batch, heads, n, d]
+        key: GraphTensor,  # [batch, kv_heads, total, d]
+        value: GraphTensor,  # [batch, kv_heads, total, d]
+        mask: GraphTensor,  # bool[batch, 1, n, total]
+    ) -> GraphTensor:
         softmax, no_causal = (
             self._trt.AttentionNormalizationOp.SOFTMAX,
             self._trt.CausalMaskKind.NONE,
@@ -142,7 +142,7 @@ class TrtGraph(Graph):
             raise self._messages.error("attention")
         layer.mask = mask.handle
         layer.decomposable = True
-        return Tensor(self, layer.get_output(0), query.dtype, query.rank)
+        return GraphTensor(self, layer.get_output(0), query.dtype, query.rank)
 
     def binary(self, operation: str, left: Any, right: Any) -> Any:
         return self._add(
@@ -253,7 +253,7 @@ class TrtGraph(Graph):
         values: torch.Tensor,  # [out, in]
         scales: torch.Tensor,  # [out]
         dtype: str,
-    ) -> Tensor:
+    ) -> GraphTensor:
         values_, scales_ = self._weight(name, values), self._weight(name + " scales", scales)
         matrix = self._add(
             "add_dequantize",
@@ -262,9 +262,9 @@ class TrtGraph(Graph):
             self._types[dtype],
             change=lambda layer: setattr(layer, "axis", 0),
         )
-        return Tensor(self, matrix, dtype, 2)
+        return GraphTensor(self, matrix, dtype, 2)
 
-    def _weight(self, name: str, weight: torch.Tensor) -> Tensor:  # [out, in] or [n]
+    def _weight(self, name: str, weight: torch.Tensor) -> GraphTensor:  # [out, in] or [n]
         dtype, weight = TORCH_NAMES[weight.dtype], weight.contiguous()
         if self._shared:
             return self.input(name, dtype, *weight.shape)
@@ -276,7 +276,7 @@ class TrtGraph(Graph):
             weights,
             change=lambda _: self._network.set_weights_name(weights, name),
         )
-        return Tensor(self, handle, dtype, weight.ndim)
+        return GraphTensor(self, handle, dtype, weight.ndim)
 
     def _add(self, method: str, *arguments: Any, change: Callable[[Any], Any] | None = None) -> Any:
         """Add a layer and return its output. Raises TrtError in the library's words."""

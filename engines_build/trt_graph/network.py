@@ -15,7 +15,7 @@ import numpy as np
 from backend.engines.models.rope import rope_tables
 from backend.engines.models.spec import PlainLlama
 from backend.engines.trt_graph.inputs import LOGITS
-from engines_build.trt_graph.distributions import Vocabulary
+from engines_build.trt_graph.distributions import VocabularyRows
 from engines_build.trt_graph.graph import (
     BOOL,
     F32,
@@ -23,7 +23,7 @@ from engines_build.trt_graph.graph import (
     I32,
     NUMPY,
     Graph,
-    Tensor,
+    GraphTensor,
     concatenate,
     where,
 )
@@ -76,7 +76,7 @@ def describe(graph: Graph, step: StepNetwork) -> None:
     if step.network == LOGITS:
         graph.output("logits", logits)
     else:
-        vocabulary = Vocabulary(graph, step.config.vocab_size, step.wide)
+        vocabulary = VocabularyRows(graph, step.config.vocab_size, step.wide)
         verify(graph, logits, vocabulary, step.network)
 
 
@@ -94,7 +94,7 @@ class DecoderGraph:
         self._swap = graph.constant(np.array([1, 0], np.int32))
         self._embedding = graph.table("model.embed_tokens.weight")
 
-    def pool(self, layer: int) -> Tensor:
+    def pool(self, layer: int) -> GraphTensor:
         """Declare the KV pool of a layer as an input."""
         return self._graph.input(
             f"pool_{layer}",
@@ -106,11 +106,11 @@ class DecoderGraph:
 
     def run(
         self,
-        ids: Tensor,  # i32[batch, queries]
-        positions: Tensor,  # i32[batch, queries]
-        mask: Tensor,  # bool[batch, queries, total]
-        memories: list[Tensor],  # [batch, past, 2 x kv_heads, head_dim]
-    ) -> tuple[Tensor, list[Tensor]]:
+        ids: GraphTensor,  # i32[batch, queries]
+        positions: GraphTensor,  # i32[batch, queries]
+        mask: GraphTensor,  # bool[batch, queries, total]
+        memories: list[GraphTensor],  # [batch, past, 2 x kv_heads, head_dim]
+    ) -> tuple[GraphTensor, list[GraphTensor]]:
         """Return the last hidden states [batch, queries, hidden], not normed, and every layer's new
         keys and values [batch, queries, 2 x kv_heads, head_dim].
         """
@@ -141,7 +141,7 @@ class DecoderGraph:
             hidden = hidden + self._graph.linear(self._silu(gate) * up, at + "mlp.down_proj.weight")
         return hidden, new_kv
 
-    def logits(self, hidden: Tensor, wanted: Tensor) -> Tensor:
+    def logits(self, hidden: GraphTensor, wanted: GraphTensor) -> GraphTensor:
         """Return the logits [batch, rows, vocab] of the rows that are ``wanted`` i32[batch, rows]
         of all flattened, from states ``hidden`` [batch, queries, hidden].
         """
@@ -151,33 +151,33 @@ class DecoderGraph:
             "model.embed_tokens.weight" if self._config.ties_embeddings else "lm_head.weight",
         )
 
-    def _norm(self, hidden: Tensor, name: str) -> Tensor:  # [batch, n, hidden]
+    def _norm(self, hidden: GraphTensor, name: str) -> GraphTensor:  # [batch, n, hidden]
         wide = hidden.to(self._step.wide)
         scale = (
             (wide * wide).sum(-1) * (1.0 / self._config.hidden_size) + self._config.rms_norm_eps
         ).sqrt()
         return (wide / scale).to(self._step.dtype) * self._graph.table(name).reshape(1, 1, -1)
 
-    def _project(self, rows: Tensor, name: str, biased: bool) -> Tensor:  # [batch, n, in]
+    def _project(self, rows: GraphTensor, name: str, biased: bool) -> GraphTensor:  # [batch, n, in]
         product = self._graph.linear(rows, name + ".weight")
         return product + self._graph.table(name + ".bias").reshape(1, 1, -1) if biased else product
 
-    def _heads(self, rows: Tensor) -> Tensor:  # [batch, n, heads x head_dim]
+    def _heads(self, rows: GraphTensor) -> GraphTensor:  # [batch, n, heads x head_dim]
         return rows.reshape(0, 0, -1, self._config.head_dim)
 
     def _rotate(
         self,
-        heads: Tensor,  # [batch, n, heads, head_dim]
-        cos: Tensor,  # [batch, n, 1, head_dim]
-        sin: Tensor,  # [batch, n, 1, head_dim]
-    ) -> Tensor:
+        heads: GraphTensor,  # [batch, n, heads, head_dim]
+        cos: GraphTensor,  # [batch, n, 1, head_dim]
+        sin: GraphTensor,  # [batch, n, 1, head_dim]
+    ) -> GraphTensor:
         halves = heads.reshape(0, 0, 0, 2, self._config.head_dim // 2)
         return (
             heads * cos
             + halves.take(self._swap, axis=3).reshape(0, 0, 0, self._config.head_dim) * sin
         )
 
-    def _attend(self, query: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+    def _attend(self, query: GraphTensor, kv: GraphTensor, mask: GraphTensor) -> GraphTensor:
         """Return attention's output [batch, queries, heads x head_dim] of ``query`` [batch,
         queries, heads, head_dim] over ``kv`` [batch, total, 2 x kv_heads, head_dim]; ``mask``
         bool[batch, queries, total] says what a query sees.
@@ -202,6 +202,6 @@ class DecoderGraph:
             .reshape(0, 0, kv_heads * group * head_dim)
         )
 
-    def _silu(self, values: Tensor) -> Tensor:  # [batch, n, intermediate]
+    def _silu(self, values: GraphTensor) -> GraphTensor:  # [batch, n, intermediate]
         wide = values.to(self._step.wide)
         return (wide / ((wide * -1.0).exp() + 1.0)).to(self._step.dtype)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from backend.engines.trt_graph.inputs import GREEDY
 from backend.sampling.draw import HEAD
-from engines_build.trt_graph.distributions import DistributionOptions, Vocabulary
-from engines_build.trt_graph.graph import BOOL, I32, Graph, Tensor, where
+from engines_build.trt_graph.distributions import DistributionOptions, VocabularyRows
+from engines_build.trt_graph.graph import BOOL, I32, Graph, GraphTensor, where
 
 
-def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -> None:
+def verify(graph: Graph, logits: GraphTensor, vocabulary: VocabularyRows, network: str) -> None:
     """Declare what verifying ``logits`` [batch, rows, vocab] reads besides them, and what it
     returns.
 
@@ -38,7 +38,7 @@ def verify(graph: Graph, logits: Tensor, vocabulary: Vocabulary, network: str) -
         graph.output(name, tensor)
 
 
-def _follow(graph: Graph, draws: Tensor) -> None:
+def _follow(graph: Graph, draws: GraphTensor) -> None:
     """Accept every node that, with all above it, is what the row before it draws: a path. ``draws``
     i32[batch, rows, 1] are the tokens by row.
     """

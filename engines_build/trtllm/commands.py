@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engines_build.trtllm.deployment import Deployment, EngineBuild
+from engines_build.trtllm.deployment import EngineBuild, TrtllmDeployment
 
 
-def convert_command(deployment: Deployment, engine: EngineBuild, output: Path) -> list[str]:
+def convert_command(deployment: TrtllmDeployment, engine: EngineBuild, output: Path) -> list[str]:
     """Return the command that makes a TensorRT-LLM checkpoint: the family's converter, or
     ``quantize.py`` where numbers change.
     """
@@ -26,7 +26,7 @@ def convert_command(deployment: Deployment, engine: EngineBuild, output: Path) -
 
 
 def engine_command(
-    deployment: Deployment, engine: EngineBuild, checkpoint: Path, output: Path
+    deployment: TrtllmDeployment, engine: EngineBuild, checkpoint: Path, output: Path
 ) -> list[str]:
     """Return the ``trtllm-build`` command of a target, which verifies up to ``max_draft_len``
     tokens, or of a plain draft. The builder adds ``max_draft_len`` to ``max_seq_len`` by itself.

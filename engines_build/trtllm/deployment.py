@@ -52,7 +52,7 @@ class EngineBuild:
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class TrtllmDeployment:
     """A target and its drafts, and the limits that all of them are built for."""
 
     output: str = ""
@@ -90,7 +90,7 @@ class Deployment:
         return [self.target, *self.drafts]
 
 
-def load_deployment(path: Path) -> Deployment:
+def load_deployment(path: Path) -> TrtllmDeployment:
     """Read and check a deployment file. Raises ConfigError naming the file, the key and the
     value.
     """
@@ -101,12 +101,12 @@ def load_deployment(path: Path) -> Deployment:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is neither YAML nor JSON: {error}") from error
     try:
-        return _check(build_settings(Deployment, raw, ""))
+        return _check(build_settings(TrtllmDeployment, raw, ""))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _check(deployment: Deployment) -> Deployment:
+def _check(deployment: TrtllmDeployment) -> TrtllmDeployment:
     if not deployment.output:
         raise ConfigError("output must name a folder, got ''")
     names = [engine.name for engine in deployment.engines]
@@ -144,7 +144,7 @@ def _check_engine(where: str, engine: EngineBuild, names: list[str]) -> None:
         )
 
 
-def serving(deployment: Deployment, folder: Path) -> dict[str, Any]:
+def serving(deployment: TrtllmDeployment, folder: Path) -> dict[str, Any]:
     """Return the ``serving.json`` of a deployment whose target's engine is in ``folder``. The LLM
     API serves it without drafts.
     """

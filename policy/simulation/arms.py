@@ -72,7 +72,7 @@ class _Known(AcceptanceModel):
         return np.ascontiguousarray(hazard, np.float64)
 
 
-class Oracle(AdaptivePlanner):
+class OraclePlanner(AdaptivePlanner):
     """The planner with true hazards and true times: what is left to gain by knowing more."""
 
     def __init__(
@@ -194,7 +194,7 @@ def make_policy(
             policy = _Lacking(part, deployment, drafts, read, config)
         case ["oracle"]:
             truth = workload.acceptance.hazard
-            policy = Oracle(drafts, deployment.latency, truth, config)
+            policy = OraclePlanner(drafts, deployment.latency, truth, config)
         case [name, *_] if "." in name:
             path, options = parse_path(arm)
             policy = load_policy(path, drafts, read, k_max, options)

@@ -81,7 +81,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class Width:
+class PaddedWidth:
     """The width of passes on an engine that prefers to keep it.
 
     A slightly smaller pass is padded to the width of the last one, until the padding has cost more
@@ -125,7 +125,9 @@ def step_parts(latency: LatencyModel, work: Work, drafts: tuple[str, ...]) -> di
     return parts
 
 
-def step_time(deployment: Deployment, view: View, work: Work, width: Width) -> dict[str, float]:
+def step_time(
+    deployment: Deployment, view: View, work: Work, width: PaddedWidth
+) -> dict[str, float]:
     """Return the seconds of a step by part, and set the width of its pass."""
     parts_s, latency = step_parts(deployment.latency, work, view.drafts), deployment.latency
     if width.change_tokens:

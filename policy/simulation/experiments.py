@@ -13,7 +13,7 @@ from .arms import make_policy
 from .deployment import Deployment, perturb
 from .fleet import Run, simulate
 from .statistics import Ratio, ratio_of_means, ratio_of_rates
-from .workload import Drift, Mix, Recorded, backlog, bursty, draw
+from .workload import Drift, Mix, RequestLog, backlog, bursty, draw
 
 BACKLOG = 0.0
 """The load of a point at which all requests are there from the start."""
@@ -36,7 +36,7 @@ class Scenario:
     variation: float = 1.0
     requests: int = 200
     table_error: float = 0.2
-    recorded: Recorded | None = None
+    recorded: RequestLog | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from policy.plan import AnyPolicy, FloatArray
 
 from .deployment import Deployment
-from .replica import Progress, Replica, StepRecord
+from .replica import Progress, SimulatedReplica, StepRecord
 from .workload import Workload
 
 Router = Callable[[list[int], int], int]
@@ -77,7 +77,9 @@ def simulate(
     steps: list[StepRecord] = []
     progress = Progress.of(len(workload), len(deployment.drafts))
     fleet = [
-        Replica(deployment, workload, progress, make_policy(), seed + 1000 * r, steps.append)
+        SimulatedReplica(
+            deployment, workload, progress, make_policy(), seed + 1000 * r, steps.append
+        )
         for r in range(replicas)
     ]
     events: list[tuple[float, int]] = []
@@ -127,7 +129,7 @@ def simulate_closed(
     """
     steps: list[StepRecord] = []
     progress = Progress.of(len(workload), len(deployment.drafts))
-    replica = Replica(deployment, workload, progress, policy, seed, steps.append)
+    replica = SimulatedReplica(deployment, workload, progress, policy, seed, steps.append)
     sent_s = np.full(len(workload), np.nan)
     coming: deque[tuple[float, int]] = deque()
     ends_s: float | None = None

@@ -23,7 +23,7 @@ _SPECULATION_SHARE = 0.05  # of a target step: the published models' overhead of
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearCost:
     """Milliseconds of a forward: ``fixed + token * tokens + row * rows + context * cached``."""
 
     fixed: float
@@ -37,7 +37,7 @@ class Linear:
         base[0] = base[1]
         return LatencyCurve(base, self.token / 1e3, self.row / 1e3, self.context / 1e3)
 
-    def repair(self) -> Linear:
+    def repair(self) -> LinearCost:
         """Return the line without negative terms that is nearest (least squares of the relative
         error) where this one was fitted.
 
@@ -56,18 +56,18 @@ class Linear:
         fixed, token, row, context = nonnegative_least_squares(
             cells / milliseconds[:, None], np.ones(len(cells))
         ).tolist()
-        return Linear(fixed, token, row, context)
+        return LinearCost(fixed, token, row, context)
 
 
 # Published coefficients: config.py and the EAGLE draft of LiuXiaoxuanPKU/vllm, branch batch-dsd at
 # b08a7d37 (milliseconds).
-LLAMA_8B = Linear(6.938699571857084, 1.84383603e-2, -4.33144783e-2, 4.85907942e-5)
-LLAMA_70B = Linear(18.34535, 6.40216301e-2, -3.97382298e-2, 6.24369264e-5)
-EAGLE_8B = Linear(0.452175870, 4.38694070e-5, 5.52805909e-3, 2.89700974e-6)
+LLAMA_8B = LinearCost(6.938699571857084, 1.84383603e-2, -4.33144783e-2, 4.85907942e-5)
+LLAMA_70B = LinearCost(18.34535, 6.40216301e-2, -3.97382298e-2, 6.24369264e-5)
+EAGLE_8B = LinearCost(0.452175870, 4.38694070e-5, 5.52805909e-3, 2.89700974e-6)
 EAGLE_8B_STEP_MS = 0.4471109584
 # Derived, not measured: a memory-bound forward scales with the bytes that it reads (weights 1.24 /
 # 8.03, KV per token a quarter).
-LLAMA_1B = Linear(
+LLAMA_1B = LinearCost(
     6.938699571857084 * 1.24 / 8.03, 1.84383603e-2 * 1.24 / 8.03, 0.0, 4.85907942e-5 / 4
 )
 _PUBLISHED = (
@@ -115,7 +115,7 @@ def specialists(good: float, poor: float) -> tuple[Deployment, Mix]:
     """
     names = tuple(f"head-{kind}" for kind in ("chat", "code", "summary", "sql"))
     pass_ms = LLAMA_8B.repair().fixed
-    head = Linear(0.05 * pass_ms, 4.4e-5, 0.0, 2.9e-6).curve()
+    head = LinearCost(0.05 * pass_ms, 4.4e-5, 0.0, 2.9e-6).curve()
     latency = LatencyModel(
         LLAMA_8B.repair().curve(), (head,) * 4, speculation_s=0.05 * pass_ms / 1e3
     )

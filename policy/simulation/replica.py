@@ -25,7 +25,7 @@ from policy.plan import (
     View,
 )
 
-from .deployment import BLOCK_TOKENS, Deployment, Width, Work, blocks, step_time
+from .deployment import BLOCK_TOKENS, Deployment, PaddedWidth, Work, blocks, step_time
 from .workload import Workload
 
 _NONE = np.zeros(0, np.int64)
@@ -94,7 +94,7 @@ class _Prefill:
     done_tokens: int = 0
 
 
-class Replica:
+class SimulatedReplica:
     """A server's loop. ``advance`` ends the step in progress and begins the next; between two calls
     time stands still for it.
     """
@@ -126,7 +126,7 @@ class Replica:
         self._all_found = bool((workload.acceptance.match_rate == 1).all())
         self._free = np.array(deployment.free, np.bool_)
         self._scored = self._free | deployment.full_information
-        self._width = Width(deployment.change_tokens)
+        self._width = PaddedWidth(deployment.change_tokens)
         self.outstanding = 0
         self.preemptions = 0
 

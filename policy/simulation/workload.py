@@ -251,7 +251,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recorded:
+class RequestLog:
     """Requests of a log, in order of arrival; categories by their place in the mix."""
 
     arrival_s: FloatArray
@@ -278,7 +278,7 @@ def backlog(requests: int) -> FloatArray:
 def draw(
     mix: Mix,
     drafts: tuple[str, ...],
-    arrivals: FloatArray | Recorded,  # [N]
+    arrivals: FloatArray | RequestLog,  # [N]
     seed: int,
     k_max: int,
     period_s: float,
@@ -287,7 +287,7 @@ def draw(
     """Draw the requests of a mix; all but their arrivals depends on the seed alone. Acceptance
     drifts by the mix, unless it is given.
     """
-    times = arrivals.arrival_s if isinstance(arrivals, Recorded) else arrivals
+    times = arrivals.arrival_s if isinstance(arrivals, RequestLog) else arrivals
     rng = np.random.default_rng([seed, 1])
     shares = np.array([category.share for category in mix.categories])
     category: IntArray = rng.choice(len(shares), len(times), p=shares / shares.sum())
@@ -300,7 +300,7 @@ def draw(
     deviation = mix.spread * rng.standard_normal(
         (len(times), 1)
     ) + mix.draft_spread * rng.standard_normal((len(times), len(drafts)))
-    if isinstance(arrivals, Recorded):
+    if isinstance(arrivals, RequestLog):
         category, prompt, output = arrivals.category, arrivals.prompt_tokens, arrivals.output_tokens
     most = 4 * np.array([c.output_tokens for c in mix.categories])[category]
     output = np.minimum(output, most)

@@ -16,7 +16,7 @@ from backend.engines.trt_graph.inputs import DRAWN, GREEDY, inputs_of, verdicts_
 from backend.request import SamplingParams
 from backend.sampling.verification import Verdict, VerifyRequest, verify
 from backend.sequence import ROOT
-from engines_build.trt_graph.distributions import Vocabulary
+from engines_build.trt_graph.distributions import VocabularyRows
 from engines_build.trt_graph.graph import F32, F64
 from engines_build.trt_graph.verification import verify as describe
 from tests.contract.onnx_graph import OnnxGraph
@@ -32,7 +32,7 @@ def session(network: str, dtype: str, vocab: int = VOCAB) -> onnxruntime.Inferen
     """The verification alone, from logits on, in ONNX Runtime."""
     graph = OnnxGraph()
     logits = graph.input("logits", dtype, "batch", "rows", vocab)
-    describe(graph, logits, Vocabulary(graph, vocab, dtype), network)
+    describe(graph, logits, VocabularyRows(graph, vocab, dtype), network)
     return open_session(graph)
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from engines_build.trt_graph.graph import BOOL, F32, F64, I32, Dimension, Graph, Tensor
+from engines_build.trt_graph.graph import BOOL, F32, F64, I32, Dimension, Graph, GraphTensor
 
 OPSET = 18
 IR_VERSION = 9
@@ -52,32 +52,32 @@ class OnnxGraph(Graph):
         onnx.checker.check_model(model)
         return model
 
-    def input(self, name: str, dtype: str, *shape: Dimension) -> Tensor:
+    def input(self, name: str, dtype: str, *shape: Dimension) -> GraphTensor:
         self._inputs.append(helper.make_tensor_value_info(name, TYPES[dtype], shape))
-        return Tensor(self, name, dtype, len(shape))
+        return GraphTensor(self, name, dtype, len(shape))
 
-    def output(self, name: str, tensor: Tensor) -> None:
+    def output(self, name: str, tensor: GraphTensor) -> None:
         self._nodes.append(helper.make_node("Identity", [tensor.handle], [name]))
         self._outputs.append(
             helper.make_tensor_value_info(name, TYPES[tensor.dtype], [None] * tensor.rank)
         )
 
-    def constant(self, array: npt.NDArray[Any]) -> Tensor:
+    def constant(self, array: npt.NDArray[Any]) -> GraphTensor:
         dtype = next(
             name
             for name, kind in ((F64, "f8"), (F32, "f4"), (I32, "i4"), (BOOL, "b1"))
             if array.dtype.str[1:] == kind
         )
-        return Tensor(self, self._constant(array), dtype, array.ndim)
+        return GraphTensor(self, self._constant(array), dtype, array.ndim)
 
-    def table(self, name: str) -> Tensor:
+    def table(self, name: str) -> GraphTensor:
         return self._initialiser(name, self._weights[name])
 
-    def linear(self, rows: Tensor, name: str) -> Tensor:
+    def linear(self, rows: GraphTensor, name: str) -> GraphTensor:
         weight = self._initialiser(
             f"{name} transposed", np.ascontiguousarray(self._weights[name].T)
         )
-        return Tensor(
+        return GraphTensor(
             self, self._node("MatMul", [rows.handle, weight.handle]), rows.dtype, rows.rank
         )
 
@@ -147,7 +147,7 @@ class OnnxGraph(Graph):
             self._constants[key] = self._initialiser(f"c{len(self._constants)}", array).handle
         return self._constants[key]
 
-    def _initialiser(self, name: str, array: npt.NDArray[Any]) -> Tensor:
+    def _initialiser(self, name: str, array: npt.NDArray[Any]) -> GraphTensor:
         if name not in self._initialisers:
             self._initialisers[name] = numpy_helper.from_array(array, name)
-        return Tensor(self, name, F64 if array.dtype == np.float64 else F32, array.ndim)
+        return GraphTensor(self, name, F64 if array.dtype == np.float64 else F32, array.ndim)

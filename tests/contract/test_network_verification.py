@@ -25,7 +25,7 @@ from backend.sampling.draw import HEAD, draw
 from backend.sampling.randomness import word
 from backend.sampling.verification import VerifyRequest
 from backend.sequence import ROOT
-from engines_build.trt_graph.distributions import DistributionOptions, Vocabulary
+from engines_build.trt_graph.distributions import DistributionOptions, VocabularyRows
 from engines_build.trt_graph.graph import F32, F64
 from tests.contract.network_cases import (
     DTYPES,
@@ -115,7 +115,9 @@ def test_distributions_are_the_host_s(dtype, bound):
     logits = graph.input("logits", dtype, "batch", "rows", vocab)
     graph.output(
         "probs",
-        Vocabulary(graph, vocab, dtype).probs(logits, DistributionOptions.declare(graph, dtype)),
+        VocabularyRows(graph, vocab, dtype).probs(
+            logits, DistributionOptions.declare(graph, dtype)
+        ),
     )
     rng = np.random.default_rng(0)
     values = rng.normal(size=(400, 2, vocab)) * rng.choice([0.5, 3.0, 10.0], size=(400, 1, 1))

@@ -13,7 +13,7 @@ from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.engines.tensorrt_llm.kind import check_folder
 from engines_build.build import BuildError, build, run_program
-from engines_build.trtllm.deployment import Deployment, load_deployment
+from engines_build.trtllm.deployment import TrtllmDeployment, load_deployment
 from tests.contract.engine_folders import engine_folder
 from tests.fakes.checkpoints import folder
 
@@ -92,7 +92,7 @@ def test_the_examples_name_only_arguments_that_the_programs_have(path, capsys):
 def test_the_token_budget_is_for_all_prompts_of_a_batch_and_at_least_one(
     batch, context, draft, asked, budget
 ):
-    made = Deployment(
+    made = TrtllmDeployment(
         max_batch_size=batch,
         max_context_tokens=context,
         max_draft_len=draft,

@@ -16,7 +16,7 @@ from transformers import (
 
 from engines_build.distill import data as distill_data
 from engines_build.distill import train as distill_train
-from engines_build.distill.generate import Shards, Teacher, _InFlight
+from engines_build.distill.generate import Shards, Teacher, _GeneratedText
 from engines_build.distill.head import HeadSample, _tokens_per_step, load_head_samples
 from engines_build.distill.make_head import distil_head
 from engines_build.distill.overlap import OverlapError
@@ -182,7 +182,7 @@ def test_the_served_model_answers_prompts_in_one_batch(target, tmp_path):
 
     def row(prompt_tokens, blocks=None, prompt=None):
         tokens = prompt or numbers.choices(range(model.config.vocab_size), k=prompt_tokens)
-        return _InFlight(
+        return _GeneratedText(
             0, prompt_tokens, list(tokens), 0.0, blocks or teacher.begin(prompt_tokens)
         )
 
@@ -213,7 +213,7 @@ def test_the_teacher_knows_biases_untied_heads_and_scaled_rope(relative, kind):
     model, folder = relative(kind)
     teacher = Teacher(folder, "fp32", slots=2)
     tokens = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    row = _InFlight(0, 39, tokens[:39], 0.0, teacher.begin(39))
+    row = _GeneratedText(0, 39, tokens[:39], 0.0, teacher.begin(39))
     with torch.inference_mode():
         want = model(torch.tensor([tokens])).logits[0]
         torch.testing.assert_close(teacher.step([row])[0], want[38], rtol=1e-4, atol=1e-4)

@@ -16,7 +16,7 @@ from backend.engines.models.llama import load_llama
 from backend.storage.manifest import weights_sha256
 from engines_build.distill import answer_files
 from engines_build.distill.first_head import first_head
-from engines_build.distill.generate import MAX_NEW_TOKENS, Teacher, _InFlight, answered, encode
+from engines_build.distill.generate import MAX_NEW_TOKENS, Teacher, _GeneratedText, answered, encode
 from engines_build.distill.head import Unroller
 from engines_build.distill.on_gpu.__main__ import main, parse, train
 from engines_build.distill.on_gpu.answers import GeneratedAnswers, look
@@ -147,7 +147,7 @@ def test_texts_end_where_the_generator_ends_them():
     texts = [text[:150] + [8] * (150 - len(text)) for text in texts]
     found = lengths_of(torch.tensor(texts), torch.tensor([2, 9])).tolist()
     for text, length in zip(texts, found, strict=True):
-        rows = (_InFlight(0, 0, text[:n], 0.0, []) for n in range(1, 151))
+        rows = (_GeneratedText(0, 0, text[:n], 0.0, []) for n in range(1, 151))
         wanted = next((len(row.tokens) for row in rows if row.is_over({2, 9})), 150)
         assert length == wanted
     assert len(set(found)) > 5
@@ -190,12 +190,12 @@ def test_a_run_s_hash_is_the_same_in_every_process():
 def test_prompts_are_encoded_without_transformers_as_with_it(prepared):
     from transformers import AutoTokenizer
 
-    from engines_build.distill.corpora import Prompt
+    from engines_build.distill.corpora import CorpusPrompt
 
     plain = PlainTokenizer(TARGET, read_about(prepared)["around"])
     theirs = AutoTokenizer.from_pretrained(TARGET)
     for raw in (True, False):
-        prompt = Prompt("qa", "What is  it?\nSay <|im_end|> so. " * 120, raw)
+        prompt = CorpusPrompt("qa", "What is  it?\nSay <|im_end|> so. " * 120, raw)
         assert encode(plain, prompt) == encode(theirs, prompt)
 
 

@@ -19,8 +19,8 @@ from policy import (
 )
 from policy.baselines import BASELINES
 from policy.simulate import deployments
-from policy.simulation.arms import WITHOUT, Oracle, arm_of, make_policy
-from policy.simulation.deployment import Deployment, Width, Work, perturb, step_parts
+from policy.simulation.arms import WITHOUT, OraclePlanner, arm_of, make_policy
+from policy.simulation.deployment import Deployment, PaddedWidth, Work, perturb, step_parts
 from policy.simulation.experiments import Scenario, Task, run_once
 from policy.simulation.fleet import least_outstanding, simulate, simulate_closed
 from policy.simulation.presets import (
@@ -35,7 +35,7 @@ from policy.simulation.workload import (
     Category,
     Drift,
     Mix,
-    Recorded,
+    RequestLog,
     backlog,
     bursty,
     draw,
@@ -239,7 +239,7 @@ def test_a_step_costs_the_catch_up_of_its_rows_each_depth_once_and_speculation_o
 
 @pytest.mark.parametrize("change_tokens", [1, 4, 16])
 def test_passes_are_as_wide_as_the_engine_makes_them(change_tokens):
-    simulated, real = Width(change_tokens), engine.PassWidth(change_tokens)
+    simulated, real = PaddedWidth(change_tokens), engine.PassWidth(change_tokens)
     for tokens in np.random.default_rng(change_tokens).integers(1, 40, 2000).tolist():
         last = simulated.tokens
         changed = simulated.widen(tokens)
@@ -321,7 +321,7 @@ def test_two_replicas_serve_a_backlog_in_half_the_time():
 
 
 def test_recorded_requests_keep_their_times_and_lengths():
-    recorded = Recorded(
+    recorded = RequestLog(
         np.array([0.0, 5.0]), np.array([10, 30]), np.array([4, 6]), np.array([0, 0])
     )
     workload = drawn(flat(), mix(), recorded)
@@ -336,7 +336,7 @@ def test_recorded_requests_keep_their_times_and_lengths():
 def test_the_oracle_plans_with_the_true_hazards():
     deployment = llama_8b_h100()
     workload = drawn(deployment, MIXED, bursty(15, 2.0, 1.0, 0))
-    oracle = Oracle(
+    oracle = OraclePlanner(
         deployment.drafts, deployment.latency, workload.acceptance.hazard, PlannerConfig()
     )
     blind = simulate(
@@ -375,9 +375,9 @@ def test_where_chunks_limit_a_backlog_it_is_those_in_prefill_that_keep_steps_sho
         return simulate(deployment, workload, lambda: policy, 0).tokens_per_s
 
     known = deployment.drafts, deployment.latency, workload.acceptance.hazard
-    heeding = throughput(Oracle(*known, PlannerConfig()))
+    heeding = throughput(OraclePlanner(*known, PlannerConfig()))
     assert heeding > 1.05 * throughput(NoSpeculation())
-    heedless = throughput(Oracle(*known, PlannerConfig(waiting_price=False)))
+    heedless = throughput(OraclePlanner(*known, PlannerConfig(waiting_price=False)))
     assert heedless < 0.95 * heeding
 
 

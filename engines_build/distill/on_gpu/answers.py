@@ -15,7 +15,7 @@ from time import monotonic
 
 import numpy as np
 
-from engines_build.distill.corpora import Prompt, ask_about
+from engines_build.distill.corpora import CorpusPrompt, ask_about
 from engines_build.distill.generate import GREEDY_SHARE, SAMPLED_TEMPERATURES, encode
 from engines_build.distill.head import HeadSample
 from engines_build.distill.on_gpu.batch_model import BatchModel, EncodedPrompt
@@ -59,7 +59,7 @@ def look(
     ]
     for answer in long[: int(_FOLLOW_UP_SHARE * len(texts))]:
         workload, reply = rng.choice(["summarise", "qa"]), tokenizer.decode(answer, True)
-        prompt = Prompt(workload, ask_about(reply, workload, rng), rng.random() < _RAW_SHARE)
+        prompt = CorpusPrompt(workload, ask_about(reply, workload, rng), rng.random() < _RAW_SHARE)
         follow_ups.append(EncodedPrompt(workload, encode(tokenizer, prompt)))
     return shared, follow_ups
 
