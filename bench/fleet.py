@@ -62,7 +62,7 @@ Value = TypeVar("Value")
 
 
 @dataclass
-class Answer:
+class StreamRecord:
     """A client's record of a stream."""
 
     text: str = ""
@@ -74,7 +74,7 @@ class Answer:
     longest_gap_s: float = 0.0  # between two chunks of text
 
 
-class Replica:
+class ReplicaProcess:
     """One server with its worker."""
 
     def __init__(self, folder: Path, config: Path, environment: dict[str, str]) -> None:
@@ -131,7 +131,7 @@ class Fleet:
         self._python = python
         self._config = folder / "serving.json"
         self._config.write_text(json.dumps(SERVING))
-        self.replicas: list[Replica] = []
+        self.replicas: list[ReplicaProcess] = []
         self._front_ends: list[subprocess.Popen[bytes]] = []
         self._environment = {
             "DYNAMO_PYTHON": python,
@@ -141,10 +141,10 @@ class Fleet:
             "DYN_TCP_RPC_HOST": "127.0.0.1",
         }
 
-    def add(self) -> Replica:
+    def add(self) -> ReplicaProcess:
         """Start a replica."""
         folder = self._folder / str(len(self.replicas))
-        self.replicas.append(Replica(folder, self._config, self._environment))
+        self.replicas.append(ReplicaProcess(folder, self._config, self._environment))
         return self.replicas[-1]
 
     def front_end(self, *arguments: str) -> str:
@@ -217,12 +217,14 @@ def chat(number: int, kind: str, tokens: int = TOKENS) -> dict[str, Any]:
     return {**body, **OPTIONS[kind]}
 
 
-def ask(url: str, body: dict[str, Any], started: Callable[[], object] = lambda: None) -> Answer:
+def ask(
+    url: str, body: dict[str, Any], started: Callable[[], object] = lambda: None
+) -> StreamRecord:
     """Send a chat whose answer is streamed; return the whole, and report its eighth chunk."""
     data = json.dumps({**body, "stream": True}).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
-    answer, begun_s = Answer(), time.monotonic()
+    answer, begun_s = StreamRecord(), time.monotonic()
     last_s = begun_s
     try:
         with open_url(request, 180) as reply:
@@ -254,7 +256,7 @@ def ask(url: str, body: dict[str, Any], started: Callable[[], object] = lambda: 
 
 def ask_all(
     url: str, bodies: Sequence[dict[str, Any]], when_started: Callable[[], object] = lambda: None
-) -> list[Answer]:
+) -> list[StreamRecord]:
     """Send chats at once; call ``when_started`` once each has some text."""
     every = threading.Semaphore(0)
     with ThreadPoolExecutor(len(bodies)) as pool:
@@ -283,7 +285,7 @@ def converse(url: str, name: str, conversations: int, turns: int) -> None:
 
 def overhead(direct: str, by_dynamo: str, requests: int, tokens: int) -> dict[str, Any]:
     """Return medians of the same chats, in turn directly and through Dynamo, one at a time."""
-    answers: dict[str, list[Answer]] = {"direct": [], "dynamo": []}
+    answers: dict[str, list[StreamRecord]] = {"direct": [], "dynamo": []}
     for number in range(requests + 3):
         for name, url in (("direct", direct), ("dynamo", by_dynamo)):
             body = {**chat(number, "greedy", tokens), "stream_options": {"include_usage": True}}

@@ -12,7 +12,7 @@ from backend.request import GenerationRequest
 from policy import AnyPolicy
 
 
-class Sink:
+class SilentSink:
     """Ignores the text, since token ids are compared, and raises what should not happen."""
 
     cancelled = False
@@ -39,7 +39,9 @@ def generate(
     """Serve requests, up to ``together`` at a time (closed loop), and return their sessions in
     order; ``policy`` replaces the app's own.
     """
-    return serve(app, [app.session(request, Sink()) for request in requests], together, policy)
+    return serve(
+        app, [app.session(request, SilentSink()) for request in requests], together, policy
+    )
 
 
 def serve(

@@ -23,7 +23,7 @@ ANSWER_LIMIT_S = 180.0
 
 
 @dataclass(slots=True)
-class Served:
+class RequestOutcome:
     """How one request went: ``outcome`` is one of the above or the name of a gRPC status; times are
     ``time.perf_counter`` seconds.
 
@@ -80,7 +80,7 @@ async def serve(
     pause: Callable[[int], Awaitable[None]] | None = None,
     cancel_after: int | None = None,
     codes: bool = True,
-) -> Served:
+) -> RequestOutcome:
     """Send one streaming request and read it to its end.
 
     ``pause`` is awaited before each response is read (a slow reader); after ``cancel_after``
@@ -88,7 +88,7 @@ async def serve(
     with which Triton 2.51 crashes now and then; else an error is the outcome ``error``.
     """
     stub = service_pb2_grpc.GRPCInferenceServiceStub(connection)
-    record = Served(time.perf_counter())
+    record = RequestOutcome(time.perf_counter())
     call = stub.ModelStreamInfer(
         metadata=(("triton_grpc_error", "true"),) if codes else None, timeout=ANSWER_LIMIT_S
     )
@@ -110,7 +110,7 @@ async def serve(
 
 async def _read(
     call: Any,
-    record: Served,
+    record: RequestOutcome,
     pause: Callable[[int], Awaitable[None]] | None,
     cancel_after: int | None,
 ) -> None:
@@ -134,7 +134,7 @@ async def _read(
     record.outcome = CANCELLED
 
 
-def _record_reply(response: Any, record: Served) -> None:
+def _record_reply(response: Any, record: RequestOutcome) -> None:
     """Note what the outputs of a response say; those that were not asked for are not there."""
     raw = dict(
         zip((output.name for output in response.outputs), response.raw_output_contents, strict=True)

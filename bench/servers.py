@@ -51,7 +51,7 @@ Counts = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ServedReply:
     """One served request. ``first_s`` and ``total_s`` count from when it was due: its scheduled
     arrival, in a closed loop its submission.
 
@@ -75,7 +75,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedLoad:
     """Requests (inputs by name) and when they come: at ``at_s`` each (open loop), else
     ``concurrency`` at a time (closed loop).
     """
@@ -86,20 +86,20 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class LoadResult:
     """How an offer went: the replies in order, the time from its beginning to the last of them, and
     what the metrics counted.
     """
 
-    replies: list[Reply]
+    replies: list[ServedReply]
     wall_s: float
     counts: Counts
 
 
-class Arm(Protocol):
+class LoadArm(Protocol):
     """Something that serves."""
 
-    def run(self, offer: Offer) -> Served:
+    def run(self, offer: OfferedLoad) -> LoadResult:
         """Serve all requests to their end. Raises when one fails."""
         ...
 
@@ -124,14 +124,14 @@ class ServerArm:
             self.close()
             raise
 
-    def run(self, offer: Offer) -> Served:
+    def run(self, offer: OfferedLoad) -> LoadResult:
         """Serve over gRPC streams, one a request."""
         before, started_s = self._counts(), time.perf_counter()
         replies = asyncio.run(self._serve(offer))
         wall_s = time.perf_counter() - started_s
         time.sleep(SETTLE_S)
         added = {name: value - before.get(name, 0.0) for name, value in self._counts().items()}
-        return Served(replies, wall_s, {name: value for name, value in added.items() if value})
+        return LoadResult(replies, wall_s, {name: value for name, value in added.items() if value})
 
     def command(self, command: str) -> None:
         """Give an administrative command."""
@@ -147,12 +147,12 @@ class ServerArm:
             self._service.process.kill()
             self._service.process.wait()
 
-    async def _serve(self, offer: Offer) -> list[Reply]:
+    async def _serve(self, offer: OfferedLoad) -> list[ServedReply]:
         channels = [load.channel(self._service.grpc) for _ in range(CONNECTIONS)]
         places = asyncio.Semaphore(offer.concurrency)
         start_s = time.perf_counter()
 
-        async def one(number: int, channel: grpc.aio.Channel) -> Reply:
+        async def one(number: int, channel: grpc.aio.Channel) -> ServedReply:
             if offer.at_s is None:
                 async with places:
                     return await self._ask(
@@ -172,11 +172,11 @@ class ServerArm:
     @staticmethod
     async def _ask(
         request: dict[str, Any], channel: grpc.aio.Channel, due_s: float, start_s: float
-    ) -> Reply:
+    ) -> ServedReply:
         record = await load.serve(channel, "ensemble", {**request, **FLAGS})
         if record.outcome != load.FINAL:
             raise RuntimeError(f"a request ended with {record.outcome}: {record.message}")
-        return Reply(
+        return ServedReply(
             record.text,
             record.output_tokens,
             record.drafted,
@@ -208,7 +208,7 @@ class InProcessArm:
         self._policy = policy
         self._state = policy.start()
 
-    def run(self, offer: Offer) -> Served:
+    def run(self, offer: OfferedLoad) -> LoadResult:
         """Step until all is served, asleep while nothing is due."""
         loop = self._app.orchestrator
         previous = loop.cycle.runner.change(self._policy, self._state)
@@ -218,11 +218,13 @@ class InProcessArm:
             replies = self._serve(offer)
         finally:
             _, self._state = loop.cycle.runner.change(*previous)
-        return Served(replies, time.perf_counter() - started_s, _counts(self._app.stats.drain()))
+        return LoadResult(
+            replies, time.perf_counter() - started_s, _counts(self._app.stats.drain())
+        )
 
-    def _serve(self, offer: Offer) -> list[Reply]:
+    def _serve(self, offer: OfferedLoad) -> list[ServedReply]:
         loop, start_s = self._app.orchestrator, time.perf_counter()
-        waiting, sinks = deque(range(len(offer.requests))), list[_Sink]()
+        waiting, sinks = deque(range(len(offer.requests))), list[_TimingSink]()
         while waiting or any(sink.reply is None for sink in sinks):
             running = sum(sink.reply is None for sink in sinks)
             while waiting:
@@ -230,7 +232,7 @@ class InProcessArm:
                 due_s = now_s if offer.at_s is None else start_s + offer.at_s[waiting[0]]
                 if due_s > now_s or (offer.at_s is None and running >= offer.concurrency):
                     break
-                sinks.append(_Sink(due_s, now_s - due_s, due_s - start_s))
+                sinks.append(_TimingSink(due_s, now_s - due_s, due_s - start_s))
                 request = GenerationRequest(
                     **offer.requests[waiting.popleft()], stream=True, exclude_input_in_output=True
                 )
@@ -241,7 +243,7 @@ class InProcessArm:
         return [sink.reply for sink in sinks if sink.reply is not None]
 
 
-class _Sink:
+class _TimingSink:
     """Takes a session's text and times; an error ends the benchmark."""
 
     cancelled = False
@@ -250,7 +252,7 @@ class _Sink:
         self._due_s, self._late_s, self._since_start_s = due_s, late_s, since_start_s
         self._parts: list[str] = []
         self._arrivals_s: list[float] = []
-        self.reply: Reply | None = None
+        self.reply: ServedReply | None = None
 
     def chunk(self, delta: Any) -> None:
         self._arrivals_s.append(time.perf_counter())
@@ -263,7 +265,7 @@ class _Sink:
         counts = usage.output_tokens, usage.drafted, usage.accepted
         seconds = times[0] - self._due_s, times[-1] - self._due_s
         rest: Any = gaps_s, self._late_s, self._since_start_s, usage.input_tokens, usage.drafts
-        self.reply = Reply("".join(self._parts), *counts, reason.value, *seconds, *rest)
+        self.reply = ServedReply("".join(self._parts), *counts, reason.value, *seconds, *rest)
 
     def error(self, code: Any, message: str) -> None:
         raise RuntimeError(f"{code}: {message}")

@@ -32,7 +32,7 @@ MIX = "mix"
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class MessageSet:
     """Messages of one kind; ``source`` says where they are from, for the record."""
 
     name: str
@@ -40,7 +40,7 @@ class Workload:
     source: str
 
 
-def load(name: str, count: int, seed: int) -> Workload:
+def load(name: str, count: int, seed: int) -> MessageSet:
     """Return ``count`` different messages of a workload, or all that it has; a pure function of
     (corpus, count, seed).
 
@@ -53,7 +53,7 @@ def load(name: str, count: int, seed: int) -> Workload:
             strict=True,
         )
         mixed = itertools.islice(itertools.chain.from_iterable(turns), count)
-        return Workload(name, tuple(mixed), "; ".join(part.source for part in parts))
+        return MessageSet(name, tuple(mixed), "; ".join(part.source for part in parts))
     if name not in NAMES:
         raise ValueError(f"unknown workload {name!r}; known: {', '.join(NAMES)}")
     if name in ("sql", "code"):
@@ -70,7 +70,7 @@ def load(name: str, count: int, seed: int) -> Workload:
         "qa": lambda: (wikipedia_questions(), WIKIPEDIA),
     }[name]()
     sample = random.Random(f"{name}/{seed}").sample(messages, min(count, len(messages)))
-    return Workload(
+    return MessageSet(
         name, tuple(sample), f"{source.requirement}:{source.member} sha256 {source.sha256}"
     )
 
@@ -90,14 +90,14 @@ def render(message: str, folder: Path) -> str:
     )
 
 
-def _generate(name: str, count: int, seed: int) -> Workload:
+def _generate(name: str, count: int, seed: int) -> MessageSet:
     corpus = Corpus(["sql" if name == "sql" else "stdlib"], None, held_out=True, seed=seed)
     messages: dict[str, None] = {}  # a set that keeps the order
     index = 0
     while len(messages) < count:
         messages.setdefault(corpus.prompt(index, name).text)
         index += 1
-    return Workload(
+    return MessageSet(
         name,
         tuple(messages),
         f"engines_build.distill.corpora {name}, held out, digest {corpus.digest}",

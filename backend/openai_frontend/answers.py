@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from backend.openai_frontend.access import tenant_salt
-from backend.openai_frontend.choices import COMPLETION, Choice, Style
+from backend.openai_frontend.choices import COMPLETION, Style, TextChoice
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
 from backend.openai_frontend.schema import ChatRequest, CompletionOptions, CompletionRequest
 from backend.openai_frontend.template import Escaped
@@ -81,7 +81,7 @@ class TokenCounts:
             counts["per_step_drafted"] = self._pieces[0].per_step_drafted
         return {"metrics": {"speculative_decoding": counts}}
 
-    async def usage(self, choices: Sequence[Choice], triton: Triton) -> dict[str, Any]:
+    async def usage(self, choices: Sequence[TextChoice], triton: Triton) -> dict[str, Any]:
         """Return OpenAI's ``usage``; the tokens of reasoning only where they can be counted, for no
         answer is lost by that.
         """
@@ -176,7 +176,7 @@ class RequestedTexts:
         ]
         echoed = [await _text(triton, prompt) if self.style.echo else "" for prompt in prompts]
         texts = [text for text in echoed for _ in range(self.body.n)]
-        choices = [Choice(self.style, index, text) for index, text in enumerate(texts)]
+        choices = [TextChoice(self.style, index, text) for index, text in enumerate(texts)]
         kind = self.style.kind
         head = {
             "id": f"{kind.prefix}-{secrets.token_hex(12)}",
@@ -245,13 +245,13 @@ class _Output:
     """The pieces of an answer, and where they go."""
 
     pieces: AsyncGenerator[Piece, None]
-    choices: list[Choice]
+    choices: list[TextChoice]
     counts: TokenCounts
     head: dict[str, Any]
     n: int
     """Choices of each prompt."""
 
-    def add(self, piece: Piece) -> Choice:
+    def add(self, piece: Piece) -> TextChoice:
         """Return the choice of a piece, with the piece."""
         choice = self.choices[piece.prompt * self.n + piece.sequence]
         choice.add(piece)

@@ -87,7 +87,7 @@ class Style:
 
 
 @dataclass(slots=True)
-class Choice:
+class TextChoice:
     """One of the texts of an answer, as far as it has come. ``text`` begins as what is echoed of
     the prompt.
     """

@@ -63,7 +63,7 @@ class GatedEngine(LookaheadEngine):
 
 
 @dataclass(frozen=True)
-class Ask:
+class GateRequest:
     """A request: its prompt, its options and how many tokens it wants."""
 
     prompt: list[int]
@@ -103,7 +103,7 @@ Watch = Callable[[Sequence[Session]], None]
 
 def serve(
     target: LookaheadEngine,
-    asks: Sequence[Ask],
+    asks: Sequence[GateRequest],
     *,
     lookahead: int,
     chunk: int = 256,
@@ -210,7 +210,7 @@ class Gate:
             seconds = min(self._time(asks, 2048) for _ in range(2))
             self._note(case=f"{self._many} rows, {name}", seconds=seconds)
 
-    def _case(self, case: str, asks: Sequence[Ask], chunk: int) -> int:
+    def _case(self, case: str, asks: Sequence[GateRequest], chunk: int) -> int:
         ways: dict[str, tuple[bool, int, bool]] = {
             "by the host": (True, 0, False),
             "by the device": (False, 0, False),
@@ -239,10 +239,10 @@ class Gate:
         )
         return sum(map(len, differ.values()))
 
-    def _ask(self, tokens: int, options: dict[str, float], *, seed: int = SEED) -> Ask:
-        return Ask(random_prompt(tokens, self._shape.vocab, seed), options, self._tokens)
+    def _ask(self, tokens: int, options: dict[str, float], *, seed: int = SEED) -> GateRequest:
+        return GateRequest(random_prompt(tokens, self._shape.vocab, seed), options, self._tokens)
 
-    def _time(self, asks: Sequence[Ask], chunk: int) -> float:
+    def _time(self, asks: Sequence[GateRequest], chunk: int) -> float:
         start_s = time.monotonic()
         serve(self.target, asks, lookahead=1, chunk=chunk)
         return round(time.monotonic() - start_s, 4)

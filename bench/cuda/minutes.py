@@ -28,7 +28,7 @@ _PACKAGES_OF_SERVING = ("tokenizers", "safetensors")
 
 
 @dataclass(frozen=True)
-class Part:
+class TimedCommand:
     """A command, without its interpreter, and its time limit; FOLDER in it is the output's."""
 
     purpose: str
@@ -39,19 +39,19 @@ class Part:
 
 
 PARTS = {
-    "doctor": Part("what the machine has", ("backend.cli", "doctor", "--json"), 60.0),
-    "gate": Part(
+    "doctor": TimedCommand("what the machine has", ("backend.cli", "doctor", "--json"), 60.0),
+    "gate": TimedCommand(
         "whether texts are the same whatever is in flight; what chunks and top-p cost",
         ("bench.cuda.gate", "--out", "FOLDER/gate.json"),
         240.0,
         is_gate=True,
     ),
-    "served": Part(
+    "served": TimedCommand(
         "the tiny family whole, in one process: texts alone and among sixteen",
         ("bench.cuda.served", "--out", "FOLDER/served.json"),
         120.0,
     ),
-    "scripted": Part(
+    "scripted": TimedCommand(
         "no speculation, two fixed lengths and the adaptive policy at 1, 8, 64 and 128 rows",
         (
             *("bench.cuda.scripted", "--loads", "1", "8", "64", "128", "--policies", "none"),
@@ -59,7 +59,7 @@ PARTS = {
         ),
         400.0,
     ),
-    "open": Part(
+    "open": TimedCommand(
         "the same in open loops, at half and nine tenths of the capacity",
         (
             *("bench.cuda.scripted", "--loads", "128", "--policies", "none", "large 4", "adaptive"),
@@ -114,7 +114,7 @@ def main() -> None:
     compiling.wait()
 
 
-def run(part: Part, out: Path, left_s: float, *, rehearse: bool) -> dict[str, Any]:
+def run(part: TimedCommand, out: Path, left_s: float, *, rehearse: bool) -> dict[str, Any]:
     """Run a part within its limit and what is left; return what became of it."""
     limit_s = min(part.limit_s * (_SLOWER if rehearse else 1), left_s)
     words = [word.replace("FOLDER", str(out)) for word in part.command]

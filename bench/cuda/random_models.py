@@ -12,7 +12,7 @@ from backend.engines.models.attention import ATTENTION
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape:
     """Sizes of a Llama-shaped decoder."""
 
     layers: int
@@ -26,12 +26,12 @@ class Shape:
 
 
 SHAPES = {
-    "8b": Shape(32, 4096, 14336, 32, 8, 128, 128256),
-    "tiny": Shape(2, 64, 128, 4, 2, 32, 512),
+    "8b": DecoderShape(32, 4096, 14336, 32, 8, 128, 128256),
+    "tiny": DecoderShape(2, 64, 128, 4, 2, 32, 512),
 }
 
 
-def random_llama(shape: Shape, device: str, dtype: torch.dtype, *, seed: int = 0) -> Any:
+def random_llama(shape: DecoderShape, device: str, dtype: torch.dtype, *, seed: int = 0) -> Any:
     """Return transformers' Llama of a shape with random weights."""
     config = AutoConfig.for_model(
         "llama",

@@ -61,7 +61,7 @@ _ids = itertools.count(1_000_000)
 
 
 @dataclass
-class InFlight:
+class OpenRequest:
     """A request, its client and when it arrived."""
 
     session: Session
@@ -90,7 +90,7 @@ class ClosedLoop:
         """Part of ``run``'s time in which the device was at work, by its own clock."""
         self._target = target
         self.load, self._prompt_tokens = load, prompt_tokens
-        self._live = list[InFlight]()
+        self._live = list[OpenRequest]()
         self._numbers = itertools.count(1)
         step_stats = StepStats(Stats())
         ledger = KVLedger(
@@ -149,7 +149,7 @@ class ClosedLoop:
         client = Silent()
         request = GenerationRequest("", NEW_TOKENS)
         session = Session(sequence, request, frozenset(), client, client)
-        self._live.append(InFlight(session, client, since_s))
+        self._live.append(OpenRequest(session, client, since_s))
         self._loop.submit(session)
 
     def end(self) -> None:

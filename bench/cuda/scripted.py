@@ -41,7 +41,7 @@ from backend.sequence import BLOCK_TOKENS
 from backend.speculation.policy_factory import make_policy
 from bench import records
 from bench.cuda import PLANNER
-from bench.cuda.random_models import SHAPES, Shape, random_llama
+from bench.cuda.random_models import SHAPES, DecoderShape, random_llama
 from bench.cuda.request_loops import K_MAX, NEW_TOKENS, SEED, ClosedLoop, OpenLoop
 from bench.cuda.script import Rates, ScriptedProposal, ScriptedSteps
 from engines_build.measure import tabulate
@@ -66,7 +66,7 @@ LENGTHS = {"large": (1, 2, 4, 8), "small": (2, 4)}
 
 
 @dataclass
-class Job:
+class ScriptedRun:
     """One run: where, for how long, and what it has found so far."""
 
     out: Path
@@ -84,7 +84,7 @@ class Job:
         return self.end_s - time.monotonic()
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> DecoderShape:
         """The target's."""
         return SHAPES["tiny" if self.rehearse else "8b"]
 
@@ -130,7 +130,7 @@ class ScriptedEngine(LookaheadEngine):
         return completions
 
 
-def engines_of(job: Job) -> tuple[ScriptedEngine, list[HeadInTarget]]:
+def engines_of(job: ScriptedRun) -> tuple[ScriptedEngine, list[HeadInTarget]]:
     """Make the target and its heads, of random weights."""
     shape, dtype = job.shape, torch.float32 if job.rehearse else torch.bfloat16
     taps = (1, shape.layers // 2, shape.layers)
@@ -159,7 +159,7 @@ def engines_of(job: Job) -> tuple[ScriptedEngine, list[HeadInTarget]]:
     return engine, heads
 
 
-def cases_of(job: Job) -> dict[str, list[Case]]:
+def cases_of(job: ScriptedRun) -> dict[str, list[Case]]:
     """Return the cases that are measured of every engine."""
     context = job.prompt_tokens
     rows = (1, 4) if job.rehearse else (1, 2, 4, 8, 16, 32, 64, 128)
@@ -171,7 +171,9 @@ def cases_of(job: Job) -> dict[str, list[Case]]:
     return {TARGET: target} | {name: [Case(n, context, run=4) for n in rows] for name in DRAFTS}
 
 
-def tables(job: Job, engine: ScriptedEngine, heads: list[HeadInTarget]) -> dict[str, LatencyTable]:
+def tables(
+    job: ScriptedRun, engine: ScriptedEngine, heads: list[HeadInTarget]
+) -> dict[str, LatencyTable]:
     """Measure the tables of all engines, interleaved."""
     rig, cases, by_name = (
         Rig(engine, random.Random(SEED)),
@@ -209,7 +211,7 @@ def tables(job: Job, engine: ScriptedEngine, heads: list[HeadInTarget]) -> dict[
     return curves
 
 
-def provenance(job: Job) -> Provenance:
+def provenance(job: ScriptedRun) -> Provenance:
     """Return where a table comes from."""
     device = torch.cuda.get_device_name() if job.device == "cuda" else job.device
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -240,7 +242,7 @@ def arms() -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Load:
+class CellLoad:
     """The load of a cell: requests in flight, or a share of the capacity in an open loop."""
 
     in_flight: int = 0
@@ -253,7 +255,7 @@ class Load:
 
 
 def policies(
-    job: Job,
+    job: ScriptedRun,
     engine: ScriptedEngine,
     heads: list[HeadInTarget],
     latency: dict[str, LatencyTable],
@@ -263,7 +265,7 @@ def policies(
     load.
     """
     rng, rounds = random.Random(SEED), 1 if job.rehearse else 2
-    closed, opened = [Load(n) for n in job.loads], [Load(share=x) for x in job.shares]
+    closed, opened = [CellLoad(n) for n in job.loads], [CellLoad(share=x) for x in job.shares]
     learning_s = 0.1 if job.rehearse else LEARNING_S
     learning = [(arm, load) for load in closed for arm in job.arms if arm == "adaptive"]
     spans = rounds * len([*closed, *opened]) * len(job.arms)
@@ -299,7 +301,7 @@ def policies(
     job.result["summary"] = summary(job.result["cells"])
 
 
-def capacity(job: Job) -> float:
+def capacity(job: ScriptedRun) -> float:
     """Return the requests a second that ``none`` served at the highest load."""
     rates = [
         cell["tokens_per_s"]
@@ -310,11 +312,11 @@ def capacity(job: Job) -> float:
 
 
 def loop_of(
-    job: Job,
+    job: ScriptedRun,
     engine: ScriptedEngine,
     heads: list[HeadInTarget],
     arm: str,
-    load: Load,
+    load: CellLoad,
     latency: dict[str, LatencyTable],
 ) -> ClosedLoop:
     """Return a loop of requests under a policy that has learned nothing."""
@@ -336,7 +338,7 @@ def loop_of(
 def serve(
     engine: ScriptedEngine,
     loop: ClosedLoop,
-    load: Load,
+    load: CellLoad,
     spans_s: tuple[float, float],
     curve: LatencyCurve,
 ) -> dict[str, Any]:
@@ -384,7 +386,7 @@ def summary(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     speeds: dict[str, dict[str, list[float]]] = {}
     for cell in cells:
-        load = Load(cell["in_flight"], cell["share"])
+        load = CellLoad(cell["in_flight"], cell["share"])
         if load.share and not cell["ended"]:
             continue
         speed = 1 / cell["latency_s"] if load.share else cell["tokens_per_s"]
@@ -424,7 +426,7 @@ def main() -> None:
         parser.error(f"--open: shares must be above 0, got {args.open}")
     if args.open and "none" not in args.policies:
         parser.error("--open: the capacity is that of the policy none, which --policies lacks")
-    job = Job(args.out, device, args.rehearse, end_s, loads, args.policies, args.open)
+    job = ScriptedRun(args.out, device, args.rehearse, end_s, loads, args.policies, args.open)
     torch.set_num_threads(1)  # as the engine process has with a GPU
     job.result |= {"seed": SEED, "rehearsal": args.rehearse}
     started = time.monotonic()

@@ -27,7 +27,7 @@ from backend.machine import machine
 from backend.request import GenerationRequest
 from bench import records
 from bench.cuda import PLANNER
-from bench.in_process import Sink
+from bench.in_process import SilentSink
 from policy import LatencyTable
 
 SEED = 7
@@ -97,7 +97,7 @@ def serve(
                 remember=False,
                 **options,
             )
-            sessions.append(app.session(request, Sink()))
+            sessions.append(app.session(request, SilentSink()))
             app.orchestrator.submit(sessions[-1])
         while True:
             start_s = time.perf_counter()

@@ -29,7 +29,7 @@ WARM_STEPS, STEPS = 60, 300
 K_MAX, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 128, 128
 
 
-class Text:
+class ScriptedRequest:
     """A request: what it will write is known to the bench alone."""
 
     def __init__(self, number: int, rng: np.random.Generator) -> None:
@@ -55,7 +55,7 @@ def measure(rows: int, step_s: float, drafts: list[dict[str, Any]], seed: int) -
     stats = Stats()
     host = Host(host_config({"drafts": drafts}, K_MAX, 4096), stats)
     host.plan_by(LatencyTable.synthetic(TARGET, {1: step_s, 64: 1.05 * step_s, 576: 2 * step_s}))
-    running = [Text(next(numbers), rng) for _ in range(rows)]
+    running = [ScriptedRequest(next(numbers), rng) for _ in range(rows)]
     taken_s: list[float] = []
     for step in range(WARM_STEPS + STEPS):
         if step == WARM_STEPS:
@@ -75,7 +75,9 @@ def measure(rows: int, step_s: float, drafts: list[dict[str, Any]], seed: int) -
         host.end([t.number for t in over])
         if step >= WARM_STEPS:
             taken_s.append(proposed_s + perf_counter() - started_s)
-        running = [t for t in running if t not in over] + [Text(next(numbers), rng) for _ in over]
+        running = [t for t in running if t not in over] + [
+            ScriptedRequest(next(numbers), rng) for _ in over
+        ]
     parts: defaultdict[str, float] = defaultdict(float)
     for name, labels, amount in stats.drain().counters:
         if name == "spindle_step_part_seconds_total":

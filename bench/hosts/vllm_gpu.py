@@ -84,7 +84,7 @@ def arms(model: Path, rows: int, *, rehearse: bool, is_random: bool) -> dict[str
     }
 
 
-class Arm:
+class VllmProcess:
     """A process of vLLM's environment that serves one arm."""
 
     def __init__(self, python: str, engine: Job, log: Path) -> None:
@@ -130,7 +130,7 @@ class Arm:
 def measure(python: str, engine: Job, rounds: dict[int, list[list[int]]], log: Path) -> Job:
     """Start an arm and serve each number of prompts twice; return what it did, or its error."""
     started_s = time.perf_counter()
-    arm, done = Arm(python, engine, log), []
+    arm, done = VllmProcess(python, engine, log), []
     try:
         arm.line(START_S)
         start_s = time.perf_counter() - started_s

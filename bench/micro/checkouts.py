@@ -35,7 +35,7 @@ import numpy as np
 
 from backend.tokenizer import load_tokenizer
 from bench import records, servers, workloads
-from bench.servers import Offer, Served, ServerArm
+from bench.servers import LoadResult, OfferedLoad, ServerArm
 from policy.simulation.statistics import abba
 
 MESSAGES = 1200
@@ -69,7 +69,7 @@ class Checkout:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-class Prompts:
+class MessagePool:
     """Hands out the rendered messages of a mix that have a length in ``tokens``, each once."""
 
     def __init__(self, folder: Path, tokens: tuple[int, int], seed: int) -> None:
@@ -98,7 +98,7 @@ class Prompts:
         return batch
 
 
-def describe(result: Served) -> dict[str, Any]:
+def describe(result: LoadResult) -> dict[str, Any]:
     """Return a run's figures."""
     replies = result.replies
     sums = {
@@ -205,7 +205,7 @@ def measure(
     options: argparse.Namespace, record: dict[str, Any], arms: dict[str, ServerArm]
 ) -> None:
     """Run what the record lacks, saving after each run."""
-    prompts = Prompts(options.texts, tuple(options.prompt_tokens), options.seed)
+    prompts = MessagePool(options.texts, tuple(options.prompt_tokens), options.seed)
     record["prompt_tokens_mean"] = round(float(np.mean(prompts.tokens)), 1)
     done = {
         (run["block"], run["temperature"], run["in_flight"], run["arm"]) for run in record["runs"]
@@ -223,7 +223,7 @@ def measure(
                     {"text_input": text, **inputs, **({"seed": number} if sampling else {})}
                     for number, text in enumerate(texts)
                 ]
-                run = describe(arms[name].run(Offer(requests, at)))
+                run = describe(arms[name].run(OfferedLoad(requests, at)))
                 print(f"{block} T {temperature}, {at}: {name}", *speeds(run), flush=True)
                 if block:
                     where = {"block": block, "temperature": temperature, "in_flight": at}

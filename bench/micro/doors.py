@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.load import ANSWER_LIMIT_S, CANCELLED, FINAL, UNANSWERED, Served
+from bench.load import ANSWER_LIMIT_S, CANCELLED, FINAL, UNANSWERED, RequestOutcome
 
 Pause = Callable[[int], Awaitable[None]]
 
@@ -23,11 +23,11 @@ async def serve_http(
     body: dict[str, Any],
     pause: Pause | None = None,
     cancel_after: int | None = None,
-) -> Served:
+) -> RequestOutcome:
     """Send a request and read its events or its one body to the end; after ``cancel_after`` of them
     the client hangs up.
     """
-    record = Served(time.perf_counter())
+    record = RequestOutcome(time.perf_counter())
     try:
         async with session.post(
             url, json=body, timeout=aiohttp.ClientTimeout(ANSWER_LIMIT_S)
@@ -49,7 +49,7 @@ async def serve_http(
     return record
 
 
-def _whole(text: str, record: Served) -> None:
+def _whole(text: str, record: RequestOutcome) -> None:
     record.responses = 1
     body = json.loads(text)
     record.outcome = "error" if "error" in body else FINAL
@@ -57,7 +57,7 @@ def _whole(text: str, record: Served) -> None:
 
 
 async def _events(
-    response: Any, record: Served, pause: Pause | None, cancel_after: int | None
+    response: Any, record: RequestOutcome, pause: Pause | None, cancel_after: int | None
 ) -> None:
     """Triton's last event has a finish reason, the front end's is [DONE]; an error ends either, and
     nothing may follow an end.

@@ -34,13 +34,13 @@ from backend.machine import machine
 from backend.request import SamplingParams
 from backend.sequence import Sequence
 from bench import records
-from bench.cuda.random_models import Shape, random_llama
+from bench.cuda.random_models import DecoderShape, random_llama
 from engines_build.timing import Rig
 
 SHAPES = {
-    "SmolLM2-135M": (Shape(30, 576, 1536, 9, 3, 64, 49152, ties_embeddings=True), 16384),
-    "Qwen2.5-0.5B": (Shape(24, 896, 4864, 14, 2, 64, 151936, ties_embeddings=True), 32000),
-    "Llama-3.2-1B": (Shape(16, 2048, 8192, 32, 8, 64, 128256, ties_embeddings=True), 32000),
+    "SmolLM2-135M": (DecoderShape(30, 576, 1536, 9, 3, 64, 49152, ties_embeddings=True), 16384),
+    "Qwen2.5-0.5B": (DecoderShape(24, 896, 4864, 14, 2, 64, 151936, ties_embeddings=True), 32000),
+    "Llama-3.2-1B": (DecoderShape(16, 2048, 8192, 32, 8, 64, 128256, ties_embeddings=True), 32000),
 }
 """A target, and the tokens that its head can propose."""
 

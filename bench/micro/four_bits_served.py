@@ -30,7 +30,7 @@ from backend.tokenizer import load_tokenizer
 from bench import records
 from bench.micro.four_bits import SHAPES, Llama, write_folder, write_gguf
 from bench.micro.scripted_draft import THOUSAND
-from bench.servers import Offer, ServerArm
+from bench.servers import OfferedLoad, ServerArm
 
 PROMPT_WORDS = 24
 IN_FLIGHT = (1, 4)
@@ -91,10 +91,10 @@ def config_of(folder: Path, threads: int, draft: str, policy: dict[str, Any]) ->
 
 def offer(
     texts: list[str], args: argparse.Namespace, in_flight: int, run: str, **more: Any
-) -> Offer:
+) -> OfferedLoad:
     """Return a run's requests, whose KV no other run shares."""
     common = {"max_tokens": args.tokens, "cache_salt": run, **more}
-    return Offer([{"text_input": text, **common} for text in texts], in_flight)
+    return OfferedLoad([{"text_input": text, **common} for text in texts], in_flight)
 
 
 def measure(args: argparse.Namespace, place: Path) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ from bench.micro.fuzzing import (
     GRPC_CASES,
     HTTP_CASES,
     OPENAI_CASES,
-    Answer,
+    FuzzReply,
     send_grpc,
     send_http,
     send_openai,
@@ -54,7 +54,7 @@ MOST_REPORTED = 20
 class Door:
     """One interface: its cases, how they went, and what must not have been."""
 
-    def __init__(self, name: str, cases: Any, send: Callable[[Any], Answer]) -> None:
+    def __init__(self, name: str, cases: Any, send: Callable[[Any], FuzzReply]) -> None:
         self.name, self._cases, self._send = name, cases, send
         self.sent_requests = 0
         self.kinds: Counter[str] = Counter()
@@ -78,7 +78,7 @@ class Door:
             try:
                 answer = self._send(case)
             except Exception as error:  # a hang, or no server there
-                answer = Answer(type(error).__name__, f"no answer: {error!r}")
+                answer = FuzzReply(type(error).__name__, f"no answer: {error!r}")
             self.kinds[answer.kind] += 1
             if answer.problem:
                 self.problems.append(

@@ -75,7 +75,7 @@ JSON = st.recursive(
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FuzzReply:
     """The reply to a request: ``kind`` is an HTTP status or a gRPC status' name (``OK``);
     ``problem`` is what must not be, if anything.
     """
@@ -84,7 +84,7 @@ class Answer:
     problem: str = ""
 
 
-def judge(kind: str, text: str, allowed: bool) -> Answer:
+def judge(kind: str, text: str, allowed: bool) -> FuzzReply:
     """Return an answer whose text or kind may be a violation."""
     leak = LEAKS.search(text)
     problem = (
@@ -94,7 +94,7 @@ def judge(kind: str, text: str, allowed: bool) -> Answer:
         if allowed
         else f"it must not come: {text[:300]}"
     )
-    return Answer(kind, problem)
+    return FuzzReply(kind, problem)
 
 
 # -- bodies of JSON: Triton's generate and infer, and the OpenAI routes
@@ -207,7 +207,7 @@ def post(port: int, path: str, body: bytes) -> tuple[int, str]:
         connection.close()
 
 
-def send_http(service: Service, case: tuple[str, bytes]) -> Answer:
+def send_http(service: Service, case: tuple[str, bytes]) -> FuzzReply:
     """Send a case to Triton's HTTP interface; 500 is Triton's own word for a wrong JSON type."""
     path, body = case
     status, text = post(
@@ -217,7 +217,7 @@ def send_http(service: Service, case: tuple[str, bytes]) -> Answer:
     return judge(str(status), text, status in (200, 400, 404, 501) or own_parser)
 
 
-def send_openai(service: Service, case: tuple[str, bytes]) -> Answer:
+def send_openai(service: Service, case: tuple[str, bytes]) -> FuzzReply:
     """Send a case to the OpenAI front end."""
     path, body = case
     status, text = post(
@@ -230,7 +230,7 @@ def send_openai(service: Service, case: tuple[str, bytes]) -> Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class RawTensor:
     """One input as it is sent, whatever its type and shape say."""
 
     name: str
@@ -239,10 +239,10 @@ class Tensor:
     raw: bytes
 
 
-def _good(field: Field, value: Any) -> Tensor:
+def _good(field: Field, value: Any) -> RawTensor:
     if field.dtype == "STRING":
         raw = str(value).encode("utf-8", "surrogatepass")
-        return Tensor(field.name, "BYTES", (1, 1), len(raw).to_bytes(4, "little") + raw)
+        return RawTensor(field.name, "BYTES", (1, 1), len(raw).to_bytes(4, "little") + raw)
     kind = np.dtype(NUMPY_TYPES[field.dtype])
     if kind.kind == "f":
         with np.errstate(over="ignore"):
@@ -254,15 +254,15 @@ def _good(field: Field, value: Any) -> Tensor:
             if kind.kind != "b"
             else bytes([whole % 2])
         )
-    return Tensor(field.name, field.dtype, (1, 1), raw)
+    return RawTensor(field.name, field.dtype, (1, 1), raw)
 
 
-def _spoilt(fields: tuple[Field, ...]) -> st.SearchStrategy[Tensor]:
+def _spoilt(fields: tuple[Field, ...]) -> st.SearchStrategy[RawTensor]:
     shapes = st.one_of(
         st.just((1, 1)), st.just((1,)), st.lists(st.integers(0, 4), max_size=4).map(tuple)
     )
     wild = st.builds(
-        Tensor,
+        RawTensor,
         st.one_of(st.sampled_from([field.name for field in fields]), st.text(max_size=10)),
         st.sampled_from(
             ["BYTES", "INT32", "FP32", "BOOL", "UINT64", "FP16", "UINT8", "INT64", "", "X"]
@@ -283,7 +283,7 @@ def _spoilt(fields: tuple[Field, ...]) -> st.SearchStrategy[Tensor]:
     return st.one_of(wild, *typed)
 
 
-def _grpc_cases() -> st.SearchStrategy[tuple[str, list[Tensor]]]:
+def _grpc_cases() -> st.SearchStrategy[tuple[str, list[RawTensor]]]:
     cases = []
     for model in MODELS[:5]:
         fields = {field.name: field for field in model.inputs}
@@ -305,7 +305,7 @@ _STARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _merge(start: list[Tensor], spoilt: list[Tensor], missing: int) -> list[Tensor]:
+def _merge(start: list[RawTensor], spoilt: list[RawTensor], missing: int) -> list[RawTensor]:
     named = {tensor.name: tensor for tensor in (*start, *spoilt)}
     tensors = [
         tensor
@@ -315,7 +315,7 @@ def _merge(start: list[Tensor], spoilt: list[Tensor], missing: int) -> list[Tens
     return [_bound(tensor) for tensor in tensors]
 
 
-def _bound(tensor: Tensor) -> Tensor:
+def _bound(tensor: RawTensor) -> RawTensor:
     if (
         tensor.name in ("max_tokens", "request_output_len", "num_return_sequences")
         and tensor.datatype == "INT32"
@@ -323,14 +323,14 @@ def _bound(tensor: Tensor) -> Tensor:
     ):
         value = int.from_bytes(tensor.raw, "little", signed=True)
         if MOST_TOKENS < value <= 4096:
-            return Tensor(tensor.name, "INT32", tensor.shape, MOST_TOKENS.to_bytes(4, "little"))
+            return RawTensor(tensor.name, "INT32", tensor.shape, MOST_TOKENS.to_bytes(4, "little"))
     return tensor
 
 
 GRPC_CASES = _grpc_cases()
 
 
-def send_grpc(channel: grpc.Channel, case: tuple[str, list[Tensor]]) -> Answer:
+def send_grpc(channel: grpc.Channel, case: tuple[str, list[RawTensor]]) -> FuzzReply:
     """Send a case on a stream of its own and read it to its end.
 
     Without the header ``triton_grpc_error``: with it Triton 2.51 itself crashes (signal 11) within

@@ -59,7 +59,7 @@ def messages(workload: str, number: int, seed: int) -> list[str]:
 
 
 @dataclass(slots=True)
-class Answer:
+class TargetAnswer:
     """A prompt with the target's answer, and the hidden states of the step that drew each token."""
 
     tokens: list[int]
@@ -109,14 +109,14 @@ def answers(
     sampling: Callable[[int], SamplingParams],
     most: int,
     ends: frozenset[int],
-) -> list[Answer]:
+) -> list[TargetAnswer]:
     """Have the target answer prompts in one batch."""
     room = -(-(max(map(len, prompts)) + most + 8) // BLOCK_TOKENS)
     going, done = {}, []
     for row, prompt in enumerate(prompts):
         blocks = {target.name: list(range(row * room, (row + 1) * room))}
         sequence = Sequence(next(_IDS), list(prompt), len(prompt), sampling(row), blocks)
-        done.append(Answer(sequence.tokens, len(prompt), sequence.sampling))
+        done.append(TargetAnswer(sequence.tokens, len(prompt), sequence.sampling))
         going[sequence.id] = (sequence, done[-1])
     while going:
         target.submit([Turn(sequence, len(sequence.tokens)) for sequence, _ in going.values()])
@@ -141,7 +141,7 @@ def poll(engine: Engine, number: int) -> list[Completion]:
     return completions
 
 
-def propose_everywhere(draft: Engine, batch: list[Answer]) -> list[Found]:
+def propose_everywhere(draft: Engine, batch: list[TargetAnswer]) -> list[Found]:
     """Have a draft propose at every place of the answers, all of them in one batch."""
     room = -(-(max(len(answer.tokens) for answer in batch) + PLACES + 1) // BLOCK_TOKENS)
     proposals = [Found([None], answer.tokens[answer.prompt_tokens :]) for answer in batch]
@@ -222,7 +222,9 @@ def reliability(claims: list[tuple[float, bool]]) -> list[dict[str, float]]:
     ]
 
 
-def costs(target: Engine, drafts: list[Engine], answer: Answer, rounds: int) -> dict[str, Any]:
+def costs(
+    target: Engine, drafts: list[Engine], answer: TargetAnswer, rounds: int
+) -> dict[str, Any]:
     """Return the median CPU milliseconds of a plain pass and of a token of each draft, one row."""
     blocks = -(-(len(answer.tokens) + PLACES + 1) // BLOCK_TOKENS)
     arms: dict[str, Callable[[int], None]] = {}

@@ -29,7 +29,7 @@ from backend import PROJECT_ROOT
 from backend.config import load_config
 from backend.model_folders import model_path
 from bench import records
-from bench.load import FINAL, Served, channel, percentiles_ms, serve
+from bench.load import FINAL, RequestOutcome, channel, percentiles_ms, serve
 from bench.prompts import PROMPTS
 from bench.workloads import render
 from tests.server.harness import Service
@@ -40,7 +40,7 @@ LIMIT = 1.3
 CONNECTIONS = 16
 
 
-class Load:
+class LoadGenerator:
     """Sends requests over a few connections; ``inputs`` gives the next request's."""
 
     def __init__(self, port: int, texts: list[str], max_tokens: int, seed: int) -> None:
@@ -49,13 +49,15 @@ class Load:
         self._max_tokens = max_tokens
         self._rng = random.Random(seed)
 
-    async def run_closed(self, concurrency: int, seconds: float) -> tuple[float, list[Served]]:
+    async def run_closed(
+        self, concurrency: int, seconds: float
+    ) -> tuple[float, list[RequestOutcome]]:
         """Keep ``concurrency`` requests under way; return the completions per second and the
         requests that ended in the time.
         """
         start_s = time.perf_counter()
 
-        async def client() -> list[Served]:
+        async def client() -> list[RequestOutcome]:
             done = []
             async with channel(self._port) as connection:
                 while time.perf_counter() < start_s + seconds:
@@ -70,7 +72,7 @@ class Load:
         in_time = [one for one in records if one.ended_s <= start_s + seconds]
         return len(in_time) / seconds, in_time
 
-    async def open(self, rate: float, seconds: float) -> list[Served]:
+    async def open(self, rate: float, seconds: float) -> list[RequestOutcome]:
         """Send requests at random times, ``rate`` a second on average, whatever becomes of them."""
         connections = [channel(self._port) for _ in range(CONNECTIONS)]
         start_s, at_s, tasks = time.perf_counter(), 0.0, []
@@ -85,7 +87,7 @@ class Load:
             await connection.close()
         return records
 
-    async def _one(self, connection: grpc.aio.Channel) -> Served:
+    async def _one(self, connection: grpc.aio.Channel) -> RequestOutcome:
         text = self._rng.choice(self._texts)
         return await serve(
             connection,
@@ -94,7 +96,7 @@ class Load:
         )
 
 
-def summarise(records: list[Served]) -> dict[str, Any]:
+def summarise(records: list[RequestOutcome]) -> dict[str, Any]:
     """Return counts by ending, and times of the requests that were served to their end."""
     ended = [one for one in records if one.outcome == FINAL]
     refused = [one.ended_s - one.sent_s for one in records if one.outcome == REFUSED]
@@ -138,7 +140,7 @@ async def measure(
     """Return the capacity in requests per second, the figures at it and those at ``--times`` of
     it.
     """
-    load = Load(port, texts, args.max_tokens, args.seed)
+    load = LoadGenerator(port, texts, args.max_tokens, args.seed)
     await load.run_closed(args.active, args.warm_up_s)
     # one waits, so that no place is ever empty
     rate, records = await load.run_closed(args.active + 1, args.capacity_s)

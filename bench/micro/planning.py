@@ -59,7 +59,7 @@ def model(drafts: int) -> LatencyModel:
     return LatencyModel(curves[0], tuple(curves[1:]), overhead_s=2e-4, speculation_s=3e-4)
 
 
-class ClosedLoop:
+class PlannedRows:
     """``rows`` requests in flight, each replaced when it ends; what a loop knows of them, as plain
     lists.
     """
@@ -145,9 +145,9 @@ def measure(
     config = PlannerConfig(whole_batch=whole_batch)
     planner = AdaptivePlanner(DRAFTS[:drafts], model(drafts), config)
     rng = np.random.default_rng(seed)
-    loops = (ClosedLoop(rows, drafts, rng) for _ in range(max(steps // 10, 5)))
+    loops = (PlannedRows(rows, drafts, rng) for _ in range(max(steps // 10, 5)))
     cold_us = [timed_plan(planner, planner.start(), loop.columns(), 0.0)[3] for loop in loops]
-    loop, state = ClosedLoop(rows, drafts, rng), planner.start()
+    loop, state = PlannedRows(rows, drafts, rng), planner.start()
     plan_us, observe_us, lengths = [], [], []
     for step in range(steps):
         view, plan, state, took_us = timed_plan(planner, state, loop.columns(), 0.01 * step)
@@ -179,7 +179,7 @@ def flapping(rows: int, steps: int, seed: int) -> dict[str, float]:
     """
     drafts = len(DRAFTS)
     planner, rng = AdaptivePlanner(DRAFTS, model(drafts)), np.random.default_rng(seed)
-    loop, state, plans = ClosedLoop(rows, drafts, rng, 100 * steps), planner.start(), []
+    loop, state, plans = PlannedRows(rows, drafts, rng, 100 * steps), planner.start(), []
     for step in range(steps):
         view, plan, state, _ = timed_plan(planner, state, loop.columns(), 0.01 * step)
         state = planner.observe(loop.step(view, plan), state, 0.01 * step)

@@ -32,7 +32,7 @@ import aiohttp
 from backend import PROJECT_ROOT
 from backend.loopback import open_url
 from bench import records
-from bench.load import CANCELLED, FINAL, UNANSWERED, Served, channel, percentiles_ms, serve
+from bench.load import CANCELLED, FINAL, UNANSWERED, RequestOutcome, channel, percentiles_ms, serve
 from bench.micro.doors import serve_http
 from bench.resources import Watch
 from tests.server.harness import Service, free_ports
@@ -103,7 +103,7 @@ class Soak:
         kind: str,
         text: str,
         rng: random.Random,
-    ) -> Served:
+    ) -> RequestOutcome:
         inputs: dict[str, Any] = {
             "text_input": text + "x" * rng.randrange(200),
             "max_tokens": rng.randrange(4, 120),

@@ -26,7 +26,7 @@ from backend.model_folders import model_path
 from backend.storage import cache
 from backend.tokenizer import IncrementalDecoder, Tokenizer, load_tokenizer
 from bench.peers.models import as_gguf, whole_head
-from bench.servers import Arm, Offer, Reply, Served
+from bench.servers import LoadArm, LoadResult, OfferedLoad, ServedReply
 from engines_build.convert import embedded_gguf
 
 KINDS = ("plain", "draft", "lookup")
@@ -63,7 +63,7 @@ class PeerArm:
         self._tokenizer = tokenizer
         self._read()
 
-    def run(self, offer: Offer) -> Served:
+    def run(self, offer: OfferedLoad) -> LoadResult:
         """Serve a closed loop. Raises ValueError for an open one, RuntimeError when the worker has
         ended.
         """
@@ -79,7 +79,9 @@ class PeerArm:
         self._process.stdin.write(json.dumps(work) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._read())
-        return Served([self._reply(**reply) for reply in answer["replies"]], answer["wall_s"], {})
+        return LoadResult(
+            [self._reply(**reply) for reply in answer["replies"]], answer["wall_s"], {}
+        )
 
     def close(self) -> None:
         """End the worker: it ends with its input, and what it has started with it."""
@@ -93,13 +95,13 @@ class PeerArm:
             self._process.wait()
         self._log.close()
 
-    def _reply(self, tokens: list[int], first_s: float, total_s: float) -> Reply:
+    def _reply(self, tokens: list[int], first_s: float, total_s: float) -> ServedReply:
         decoder = IncrementalDecoder(self._tokenizer.token_bytes)
         text = (
             "".join(decoder.push(token) for token in tokens if token not in self._tokenizer.end_ids)
             + decoder.finish()
         )
-        return Reply(
+        return ServedReply(
             text,
             len(tokens),
             drafted=0,
@@ -143,7 +145,7 @@ class Peers:
             return f"{stack}-plain reads 16 bits already"
         return "" if _ready(stack) else f"no environment: bench/peers/peers.sh {stack}"
 
-    def arm(self, name: str) -> tuple[Arm, bool]:
+    def arm(self, name: str) -> tuple[LoadArm, bool]:
         """Return the arm and whether it has just begun."""
         fresh = name not in self._running
         if fresh:

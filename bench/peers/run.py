@@ -39,7 +39,7 @@ from backend.tokenizer import Tokenizer, load_tokenizer
 from bench import records, workloads
 from bench.in_process import first_difference
 from bench.peers.arms import ALONE, PEERS, Peers
-from bench.servers import Offer, Reply
+from bench.servers import OfferedLoad, ServedReply
 from bench.sweep.arms import AGAIN, NONE, SPINDLE, Servers, Tuning, arm_config
 from engines_build.prepare import prepare
 from policy.simulation.statistics import abba, median_interval
@@ -57,7 +57,7 @@ CONFIGS = {
 Run = dict[str, Any]
 
 
-class Family:
+class ModelFamily:
     """One target with its drafts, and all that serves it."""
 
     def __init__(self, name: str, options: argparse.Namespace, folder: Path) -> None:
@@ -153,7 +153,7 @@ class Family:
             return None
         return {"wall_s": result.wall_s, "replies": result.replies}
 
-    def _offer(self, workload: str, block: int, in_flight: int, name: str) -> Offer:
+    def _offer(self, workload: str, block: int, in_flight: int, name: str) -> OfferedLoad:
         rng = random.Random(f"{self._options.seed}/{workload}/{block}/{in_flight}")
         texts = rng.sample(self._texts[workload], max(self._options.requests, in_flight))
         salt = f"{workload}/{block}/{in_flight}/{name}"
@@ -161,7 +161,7 @@ class Family:
             {"text_input": text, "max_tokens": self._options.max_tokens, "cache_salt": salt}
             for text in texts
         ]
-        return Offer(requests, in_flight)
+        return OfferedLoad(requests, in_flight)
 
     def _render(self, workload: str, folder: Path) -> list[str]:
         messages = workloads.load(workload, MESSAGES, self._options.seed).messages
@@ -172,7 +172,7 @@ class Family:
         ]
 
 
-def rows(family: Family, seed: int) -> list[dict[str, Any]]:
+def rows(family: ModelFamily, seed: int) -> list[dict[str, Any]]:
     """Return a row an arm and number in flight, of the arms that have run in every block."""
     measured = {
         (run["workload"], run["in_flight"], run["block"], run["arm"]): run for run in family.runs
@@ -232,7 +232,7 @@ def exactness(ours: list[Run], theirs: list[Run], tokenizer: Tokenizer) -> dict[
     """Return how many texts are the same, and the first token that differs of each that is not (as
     this tokenizer cuts both texts).
     """
-    pairs: list[tuple[Reply, Reply]] = [
+    pairs: list[tuple[ServedReply, ServedReply]] = [
         pair
         for one, other in zip(ours, theirs, strict=True)
         for pair in zip(one["replies"], other["replies"], strict=True)
@@ -251,7 +251,7 @@ def exactness(ours: list[Run], theirs: list[Run], tokenizer: Tokenizer) -> dict[
 def measure(name: str, options: argparse.Namespace, limit_s: float, folder: Path) -> dict[str, Any]:
     """Measure a family; no block is begun after so long."""
     begun_s = time.monotonic()
-    family = Family(name, options, folder)
+    family = ModelFamily(name, options, folder)
     load = [os.getloadavg()[0]]
     try:
         family.start()

@@ -45,7 +45,7 @@ _PRICED_STEPS = 50  # steps that say what a second is worth
 _LAST = NEW_TOKENS + 2 * K_MAX - 1  # the last place that a text has
 
 
-class Recorded(NamedTuple):
+class DeviceRecord(NamedTuple):
     """The times of passes, and the script, by the H200's record."""
 
     drafts: tuple[str, ...]
@@ -61,7 +61,7 @@ class Recorded(NamedTuple):
     widths: IntArray
 
     @classmethod
-    def read(cls, path: Path = RECORD) -> Recorded:
+    def read(cls, path: Path = RECORD) -> DeviceRecord:
         """Read the record: a cell's device time, less what the heads took, is the pass's."""
         parts = [part for run in json.loads(path.read_text())["runs"] for part in run["parts"]]
         part = next(part for part in parts if part["part"] == "scripted")
@@ -113,7 +113,7 @@ class Recorded(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Text:
+class DeviceRequest:
     """A request: how far it is, and where each head knows its text."""
 
     number: int
@@ -126,7 +126,7 @@ class Text:
     """Turns under way."""
 
 
-class Choice(NamedTuple):
+class DeviceChoice(NamedTuple):
     """A draft and a length by row, and how many nodes of the batch a step verifies at most."""
 
     draft: IntArray
@@ -134,15 +134,15 @@ class Choice(NamedTuple):
     nodes: int
 
 
-class Submission(NamedTuple):
+class SubmittedStep(NamedTuple):
     """A step under way, of these rows."""
 
-    texts: list[Text]
+    texts: list[DeviceRequest]
     view: View
     plan: Plan
 
 
-class Step(NamedTuple):
+class DeviceStep(NamedTuple):
     """A step that ran."""
 
     rows: int
@@ -206,7 +206,7 @@ class DeviceRun:
 
     def __init__(
         self,
-        recorded: Recorded,
+        recorded: DeviceRecord,
         policy: AnyPolicy,
         rows: int,
         kind_of: Callable[[int, np.random.Generator], int],
@@ -216,10 +216,10 @@ class DeviceRun:
         self._recorded, self._policy, self._rows, self._kind_of = recorded, policy, rows, kind_of
         self._state = policy.start()
         self._seed, self._rng = seed, np.random.default_rng([seed, 1])
-        self._texts: list[Text] = []
-        self._ahead: Submission | None = None
+        self._texts: list[DeviceRequest] = []
+        self._ahead: SubmittedStep | None = None
         self.now_s, self.tokens, self.arrived = 0.0, 0, 0
-        self.steps: list[Step] = []
+        self.steps: list[DeviceStep] = []
 
     def run(self, until: Callable[[], bool]) -> float:
         """Run until this holds, and return the tokens a second."""
@@ -230,16 +230,16 @@ class DeviceRun:
                 self._collect(submitted)
         return (self.tokens - tokens) / (self.now_s - began_s)
 
-    def _arrive(self) -> Text:
+    def _arrive(self) -> DeviceRequest:
         self.arrived += 1
         rng = np.random.default_rng([self._seed, 2, self.arrived])  # the same for every policy
         rates = self._recorded.rates[:, self._kind_of(self.arrived, rng), None]
         rate = np.where(rng.random(NEW_TOKENS + 2 * K_MAX) < HARD_SHARE, 0.5 * rates, rates)
         coin, second = rng.random(rate.shape), rate + (1 - rate) * SECOND_SHARE
         rank = np.where(coin < rate, 0, np.where(coin < second, 1, CANDIDATES))
-        return Text(self.arrived, rate, rank)
+        return DeviceRequest(self.arrived, rate, rank)
 
-    def _submit(self) -> Submission | None:
+    def _submit(self) -> SubmittedStep | None:
         """Plan and submit a step of the rows that may still emit; None: there are none."""
         while len(self._texts) < self._rows:
             self._texts.append(self._arrive())
@@ -255,14 +255,14 @@ class DeviceRun:
         plan, self._state = self._policy.plan(view, self._state, self.now_s, self._rng)
         for text in texts:
             text.turns += 1
-        return Submission(texts, view, plan)
+        return SubmittedStep(texts, view, plan)
 
-    def _choice(self, submitted: Submission) -> Choice:
+    def _choice(self, submitted: SubmittedStep) -> DeviceChoice:
         """Return what a submission asks for."""
         draft, length = submitted.plan.draft, submitted.plan.length
-        return Choice(draft.clip(0), length, submitted.plan.nodes or int(length.sum()))
+        return DeviceChoice(draft.clip(0), length, submitted.plan.nodes or int(length.sum()))
 
-    def _collect(self, submitted: Submission) -> None:
+    def _collect(self, submitted: SubmittedStep) -> None:
         """Run a step, and let the policy learn from it."""
         texts, view, plan = submitted
         at = np.array([t.emitted for t in texts])[:, None] + np.arange(K_MAX)
@@ -290,7 +290,7 @@ class DeviceRun:
         self._texts = [t for t in self._texts if t.emitted < NEW_TOKENS]
         self.tokens += int(emitted[lives].sum())
         self.steps.append(
-            Step(
+            DeviceStep(
                 *(len(texts), int(length.max(initial=0)), int(likeliest.sum())),
                 *(int(self._recorded.widths[width]), int(emitted[lives].sum()), seconds),
                 *(plan.predicted_tokens, plan.predicted_s),
@@ -307,7 +307,7 @@ class DeviceRun:
 class OracleRun(DeviceRun):
     """A run that knows how likely every node is before heads propose, but not which are right."""
 
-    def _choice(self, submitted: Submission) -> Choice:
+    def _choice(self, submitted: SubmittedStep) -> DeviceChoice:
         """Return the best head, depth and width for all rows, time priced at the goodput of the
         last steps.
         """
@@ -322,7 +322,10 @@ class OracleRun(DeviceRun):
         room = recorded.widths - self._rows
         fits = (room > 0) & (room <= ROOM * n)
         seconds = recorded.pass_s[self._rows]
-        best, choice = -price * seconds[recorded.width(n)], Choice(remaining * 0, remaining * 0, 0)
+        best, choice = (
+            -price * seconds[recorded.width(n)],
+            DeviceChoice(remaining * 0, remaining * 0, 0),
+        )
         for d, head_s in enumerate(recorded.head_s[self._rows].tolist()):
             rate = np.stack([t.rate[d] for t in texts])[np.arange(n)[:, None], at.clip(max=_LAST)]
             for depth in range(1, K_MAX + 1):
@@ -332,7 +335,7 @@ class OracleRun(DeviceRun):
                 net = gains - price * (seconds[fits] + depth * head_s)
                 if length.max() == depth and net.max() > best:
                     best, nodes = net.max(), int(room[fits][net.argmax()])
-                    choice = Choice(np.full(n, d), length, nodes)
+                    choice = DeviceChoice(np.full(n, d), length, nodes)
         return choice
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench import records
-from bench.simulator.device_step import K_MAX, DeviceRun, OracleRun, Recorded, Step
+from bench.simulator.device_step import K_MAX, DeviceRecord, DeviceRun, DeviceStep, OracleRun
 from policy.baselines import FixedLength, NoSpeculation
 from policy.guard import Guard
 from policy.latency import LatencyModel
@@ -44,7 +44,7 @@ class Script:
 
     name: str
     rates: FloatArray | None
-    """As ``Recorded.rates``; None: the record's."""
+    """As ``DeviceRecord.rates``; None: the record's."""
     counted: Callable[[int], int]
     """Requests that count, by rows."""
 
@@ -66,13 +66,13 @@ SCRIPTS = {
 }
 
 
-def planner(recorded: Recorded, model: LatencyModel) -> AnyPolicy:
+def planner(recorded: DeviceRecord, model: LatencyModel) -> AnyPolicy:
     """Return the planner under its guard."""
     config = PlannerConfig(k_max=K_MAX, whole_batch=True)
     return Guard(AdaptivePlanner(recorded.drafts, model, config))
 
 
-def run(recorded: Recorded, script: Script, arm: str, rows: int, seed: int) -> dict[str, Any]:
+def run(recorded: DeviceRecord, script: Script, arm: str, rows: int, seed: int) -> dict[str, Any]:
     """Return the speed of an arm in tokens a second, and the means of its steps."""
     kind = DeviceRun
     policy: AnyPolicy = NoSpeculation()
@@ -94,7 +94,7 @@ def run(recorded: Recorded, script: Script, arm: str, rows: int, seed: int) -> d
     )
 
 
-def means(steps: list[Step]) -> dict[str, float]:
+def means(steps: list[DeviceStep]) -> dict[str, float]:
     """Return the means of steps; what was promised over what came where a plan said so."""
     promising = [step for step in steps if step.promised_s]
     figures = {
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--scripts", nargs="+", choices=[*SCRIPTS], default=[*SCRIPTS])
     options, began_s = parser.parse_args(), process_time()
-    recorded = Recorded.read()
+    recorded = DeviceRecord.read()
     document = json.loads(options.out.read_text()) if options.out.exists() else {}
     fixed = [f"{head} {length}" for head, lengths in FIXED.items() for length in lengths]
     for name in options.scripts:

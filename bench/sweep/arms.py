@@ -26,7 +26,7 @@ from backend.model_folders import model_path
 from backend.speculation.policy_factory import make_policy
 from backend.storage.tables import load_tables, timed_engines
 from bench.baselines import compared_baselines
-from bench.servers import Arm, InProcessArm, ServerArm
+from bench.servers import InProcessArm, LoadArm, ServerArm
 from policy import LatencyTable
 from policy.custom import parse_path
 
@@ -153,7 +153,7 @@ class Roster(Protocol):
 
     tuning: Tuning
 
-    def arm(self, name: str) -> tuple[Arm, bool]:
+    def arm(self, name: str) -> tuple[LoadArm, bool]:
         """Return the arm and whether it has just begun, cold."""
         ...
 
@@ -184,7 +184,7 @@ class Servers:
         self._running: OrderedDict[str, ServerArm] = OrderedDict()
         self._starts = 0
 
-    def arm(self, name: str) -> tuple[Arm, bool]:
+    def arm(self, name: str) -> tuple[LoadArm, bool]:
         """Return the arm, its server ready."""
         key = NONE if name == AGAIN else _SWITCHED if name.startswith("fixed-") else name
         fresh = key not in self._running
@@ -245,7 +245,7 @@ class InProcess:
         self._apps: OrderedDict[str, App] = OrderedDict()
         self._arms: dict[str, InProcessArm] = {}
 
-    def arm(self, name: str) -> tuple[Arm, bool]:
+    def arm(self, name: str) -> tuple[LoadArm, bool]:
         """Return the arm, and whether its engines or its policy had to be made."""
         key = NONE if name == AGAIN else name
         fresh = key not in self._arms

@@ -41,7 +41,7 @@ from backend.machine import machine
 from backend.model_folders import model_path
 from bench import records, workloads
 from bench.peers.arms import PEERS, Peers
-from bench.servers import Offer, Served
+from bench.servers import LoadResult, OfferedLoad
 from bench.sweep import figures as sweep_figures
 from bench.sweep import simulation as sweep_simulation
 from bench.sweep.arms import (
@@ -187,7 +187,7 @@ class Sweep:
         offer = self._offer(workload, load, block, policy)
         if self._options.prefix == "warm":
             arm.run(
-                Offer(
+                OfferedLoad(
                     [{**request, "max_tokens": 1} for request in offer.requests],
                     self._options.active,
                 )
@@ -201,7 +201,7 @@ class Sweep:
             **describe(result),
         }
 
-    def _offer(self, workload: str, load: str, block: int, policy: str) -> Offer:
+    def _offer(self, workload: str, load: str, block: int, policy: str) -> OfferedLoad:
         """Return a block's requests, the same for every policy; the bursts and pauses of a block
         are those of every rate, stretched.
 
@@ -216,11 +216,11 @@ class Sweep:
                 max(self._options.requests_closed, self._options.rounds * int(at)),
                 policy,
             )
-            return Offer(requests, int(at))
+            return OfferedLoad(requests, int(at))
         rate = float(at) * self._record["capacity_requests_per_s"][workload]
         requests = self._requests(workload, load, block, self._options.requests, policy)
         arrivals = bursty(len(requests), rate, VARIATION[kind], self._options.seed * 1000 + block)
-        return Offer(requests, at_s=arrivals.tolist())
+        return OfferedLoad(requests, at_s=arrivals.tolist())
 
     def _requests(
         self, workload: str, load: str, block: int, count: int, policy: str
@@ -263,7 +263,7 @@ class Sweep:
             policy,
         )
         arm, _ = self._roster.arm(policy)
-        result = arm.run(Offer(requests, in_flight))
+        result = arm.run(OfferedLoad(requests, in_flight))
         return sum(reply.output_tokens for reply in result.replies) / result.wall_s
 
     def _tune(self) -> dict[str, Any]:
@@ -279,7 +279,9 @@ class Sweep:
         work = [
             (level, policy) for level in levels for policy in abba([*rates], levels.index(level))
         ]
-        self._roster.arm(NONE)[0].run(Offer(self._requests(workload, "tuning-warm", 0, 2, NONE)))
+        self._roster.arm(NONE)[0].run(
+            OfferedLoad(self._requests(workload, "tuning-warm", 0, 2, NONE))
+        )
         for level, policy in _progress(work, "tuning"):
             rates[policy][str(level)] = round(self._tuning_speed(policy, workload, level), 2)
         return {"workload": workload, "tokens_per_s": rates, **best_choice(rates, self._fixed)}
@@ -289,7 +291,7 @@ class Sweep:
         count = max(self._options.requests_closed, 3 * self._options.active)
         arm, _ = self._roster.arm(NONE)
         requests = self._requests(workload, "tuning-capacity", 0, count, NONE)
-        wall_s: float = arm.run(Offer(requests, self._options.active)).wall_s
+        wall_s: float = arm.run(OfferedLoad(requests, self._options.active)).wall_s
         return float(count / wall_s)
 
 
@@ -329,7 +331,7 @@ def repeated_share(text: str, size: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def describe(result: Served) -> dict[str, Any]:
+def describe(result: LoadResult) -> dict[str, Any]:
     """Return a run's figures; texts may quote a corpus that must not be copied, so they are kept as
     hashes.
     """

@@ -4,7 +4,7 @@ RECORD`` writes it into RECORD.
 The simulator (``policy.simulation``) gets the latency tables that were served with, the same
 requests (arrivals, tokens of prompts and texts) and, as the truth about drafts, for each request
 the acceptance that the fixed choices saw on it (``bench.sweep.hazards``). Times that no table has
-are measured once for the whole sweep, on its cold block, which is not scored (``Constants``). A
+are measured once for the whole sweep, on its cold block, which is not scored (``MeasuredTimes``). A
 planner's state goes on from block to block, as in the server.
 
 Left out: prefixes shared within a run, trees, how acceptance changes within a text,
@@ -52,7 +52,7 @@ RunKey = tuple[str, str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Constants:
+class MeasuredTimes:
     """Times that the tables do not have, measured on the cold block of closed loops, one number for
     the whole sweep.
     """
@@ -181,7 +181,12 @@ class Simulation:
         return Lasting(make_policy(config, engines, self._tables, StepStats(Stats())))  # type: ignore[arg-type]
 
     def serve(
-        self, key: tuple[str, str, int], policy: Lasting, name: str, constants: Constants, draw: int
+        self,
+        key: tuple[str, str, int],
+        policy: Lasting,
+        name: str,
+        constants: MeasuredTimes,
+        draw: int,
     ) -> Simulated:
         """Serve a block's requests."""
         deployment = self._deployment(name, constants)
@@ -198,7 +203,7 @@ class Simulation:
             latency_s.tolist(), len(run.steps), sum(step.seconds for step in run.steps)
         )
 
-    def _deployment(self, name: str, constants: Constants) -> Deployment:
+    def _deployment(self, name: str, constants: MeasuredTimes) -> Deployment:
         config: ServingConfig = self.config
         drafts = () if name == NONE else self._drafts
         latency = constants.correct(latency_model(config, self._tables), self._drafts)
@@ -226,7 +231,7 @@ class Simulation:
         key: tuple[str, str, int],
         replies: list[dict[str, Any]],
         deployment: Deployment,
-        constants: Constants,
+        constants: MeasuredTimes,
         draw: int,
     ) -> Workload:
         """Return a block's requests as they were served."""
@@ -260,7 +265,7 @@ class Simulation:
         most = np.full(count, self._settings["max_tokens"])
         return Workload(due_s + constants.way_s, prompt, output, most, acceptance, None)
 
-    def constants(self) -> Constants:
+    def constants(self) -> MeasuredTimes:
         """Measure the constants: each a median over runs, since others may have used the machine
         meanwhile.
         """
@@ -304,14 +309,14 @@ class Simulation:
         way_s = _middle(
             [self._way(key, between[NONE]) for key in cold if key[3] == NONE and level(key[1]) == 1]
         )
-        return Constants(
+        return MeasuredTimes(
             factor("verify", steady), drafts, overhead_s, speculation_s, planning_s, way_s
         )
 
     def _seconds_by_tables(self, key: RunKey) -> dict[str, float]:
         """Return the seconds of a run by part, by the tables alone."""
         policy = self.policy(key[3])
-        self.serve(key[:3], policy, key[3], Constants(), 0)
+        self.serve(key[:3], policy, key[3], MeasuredTimes(), 0)
         return policy.parts_s
 
     def _between(self, key: RunKey) -> float:
@@ -430,7 +435,7 @@ def _row(
     point: tuple[str, str],
     name: str,
     numbers: list[int],
-    constants: Constants,
+    constants: MeasuredTimes,
 ) -> dict[str, Any]:
     if not any(numbers):
         return {}

@@ -27,7 +27,7 @@ from bench import records
 from bench.traces.arms import by_path, known_arms
 from bench.traces.costs import Costs
 from bench.traces.figures import MIXED, TOKENS, cell, summary, table
-from bench.traces.reading import TraceError
+from bench.traces.reading import TraceFileError
 from bench.traces.world import LEAST_TOKENS, MOST_TOKENS, World
 from policy.custom import closest
 from policy.latency import LatencyError
@@ -66,7 +66,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Run everything that was asked for. Raises TraceError, LatencyError or ValueError."""
+    """Run everything that was asked for. Raises TraceFileError, LatencyError or ValueError."""
     costs = Costs.measured(options.costs) if options.costs else Costs.authors()
     arms = options.arms or (QUICK_ARMS if options.quick else ())
     choices = known_arms(costs)
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     try:
         record = run_all(options)
-    except (TraceError, LatencyError, ValueError) as error:
+    except (TraceFileError, LatencyError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(record["summary"]))

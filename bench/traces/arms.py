@@ -21,13 +21,13 @@ from bench.traces.replay import (
     HEAD_TOKENS,
     LOOKUP_TOKENS,
     MEASURED,
-    Options,
-    Oracle,
+    HindsightPolicy,
     Ran,
+    ReplayOptions,
     made_up,
     run,
 )
-from bench.traces.scores import Score, Scores
+from bench.traces.scores import ArmScore, Scores
 from bench.traces.world import DEEPEST, World
 from policy import AdaptivePlanner, PlannerConfig
 from policy.baselines import BaselineSettings, FixedLength, NoSpeculation
@@ -51,17 +51,17 @@ MIDDLE = QUALITIES[1]
 CONFIDENT = "going-on"
 """DLoop's rule: a head goes on while it is confident."""
 LEAST_CONFIDENCES = 0.1, 0.2, 0.3, 0.4, 0.5, 0.6
-_HEAD_ALONE = Options(drafts=(EAGLE,))
-_LOOKUP_ALONE = Options(drafts=(SUFFIX,), lookup_tokens=DEEPEST)
-_BOTH = Options(lookup_tokens=DEEPEST)
+_HEAD_ALONE = ReplayOptions(drafts=(EAGLE,))
+_LOOKUP_ALONE = ReplayOptions(drafts=(SUFFIX,), lookup_tokens=DEEPEST)
+_BOTH = ReplayOptions(lookup_tokens=DEEPEST)
 
 
 @dataclass(frozen=True)
-class Arm:
+class TraceArm:
     """A policy and how it is run."""
 
     policy: AnyPolicy
-    options: Options = field(default_factory=Options)
+    options: ReplayOptions = field(default_factory=ReplayOptions)
     settings: dict[str, Any] = field(default_factory=dict)
     """The tuned settings."""
     key: str = ""
@@ -69,7 +69,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Load:
+class TraceLoad:
     """Requests in a closed loop."""
 
     world: World
@@ -79,21 +79,21 @@ class Load:
     scores: Scores = field(default_factory=dict)
     """Known scores of arms."""
 
-    def run(self, arm: Arm) -> Ran:
+    def run(self, arm: TraceArm) -> Ran:
         """Run an arm over the requests."""
         return run(self.world, self.order, self.in_flight, arm.policy, self.costs, arm.options)
 
-    def score(self, arm: Arm) -> Score:
+    def score(self, arm: TraceArm) -> ArmScore:
         """Return what an arm does on the requests."""
         score = self.scores.get(arm.key)
         if score is None:
             ran = self.run(arm)
-            score = Score(ran.speed, float(np.mean(ran.planning_s)))
+            score = ArmScore(ran.speed, float(np.mean(ran.planning_s)))
             if arm.key:
                 self.scores[arm.key] = score
         return score
 
-    def best(self, arms: Iterable[Arm]) -> Arm:
+    def best(self, arms: Iterable[TraceArm]) -> TraceArm:
         """Return the arm of most tokens per second."""
         return max(arms, key=lambda arm: self.score(arm).speed)
 
@@ -102,19 +102,19 @@ class Load:
 class Tunable:
     """An arm with settings, and the values of each that are tried."""
 
-    make: Callable[[dict[str, Any]], Arm]
+    make: Callable[[dict[str, Any]], TraceArm]
     needs: dict[str, tuple[Any, ...]]
     """Those that have no default."""
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The others, the default first."""
 
-    def first(self) -> Arm:
+    def first(self) -> TraceArm:
         """Return the arm of the first values."""
         return self.make(
             {name: tried[0] for name, tried in (self.needs | {**self.options}).items()}
         )
 
-    def best(self, load: Load) -> Arm:
+    def best(self, load: TraceLoad) -> TraceArm:
         """Return the arm of the settings that are best on these requests: of what it needs all
         combinations are tried, then each option by itself, the others as they are.
         """
@@ -127,7 +127,7 @@ class Tunable:
         return arm
 
 
-class Longest(Oracle):
+class Longest(HindsightPolicy):
     """The draft that has most accepted, and exactly those tokens."""
 
     def choose_known(self, accepted: IntArray, view: View) -> Plan:
@@ -144,23 +144,27 @@ class Untrimmed(AdaptivePlanner):
 
 
 def tune(
-    load: Load, claims: dict[float, FloatArray], wanted: Collection[str] = ()
-) -> dict[str, Arm]:
+    load: TraceLoad, claims: dict[float, FloatArray], wanted: Collection[str] = ()
+) -> dict[str, TraceArm]:
     """Return the best choice of each kind on these requests, by name: of the fixed lengths of the
     head, and of the kinds that are wanted (none named: of all).
     """
 
-    def fixed_arms(draft: str, lengths: Iterable[int], options: Options) -> Iterator[Arm]:
+    def fixed_arms(
+        draft: str, lengths: Iterable[int], options: ReplayOptions
+    ) -> Iterator[TraceArm]:
         for k in lengths:
-            yield Arm(FixedLength(draft, k), options, {"length": k}, f"fixed-{draft} {k}")
+            yield TraceArm(FixedLength(draft, k), options, {"length": k}, f"fixed-{draft} {k}")
 
-    def rule(least: int, matched: int, head: int) -> Arm:
+    def rule(least: int, matched: int, head: int) -> TraceArm:
         options = {"least": least, "own": matched}
         deployment = DRAFTS, load.costs.model(), HEAD_TOKENS
         policy = SuffixElse(*deployment, draft=EAGLE, length=head, least=least, own=matched)
-        return Arm(policy, _BOTH, {**options, "length": head}, f"rule {least} {matched} {head}")
+        return TraceArm(
+            policy, _BOTH, {**options, "length": head}, f"rule {least} {matched} {head}"
+        )
 
-    def best_rule(most: int) -> Arm:
+    def best_rule(most: int) -> TraceArm:
         """Tune match and look-up with the head's best length, then the head's."""
         tried = product(MATCHES, (k for k in LOOKUPS if k <= most))
         best = load.best(rule(*pair, length) for pair in tried)
@@ -169,7 +173,7 @@ def tune(
 
     head = load.best(fixed_arms(EAGLE, LENGTHS, _HEAD_ALONE))
     length = int(head.settings["length"])
-    kinds: dict[str, Callable[[], Arm]] = {
+    kinds: dict[str, Callable[[], TraceArm]] = {
         "fixed-suffix": lambda: load.best(fixed_arms(SUFFIX, LOOKUPS, _LOOKUP_ALONE)),
         "rule": lambda: best_rule(DEEPEST),
         "rule-8": lambda: best_rule(SHORT),
@@ -182,13 +186,13 @@ def tune(
     return {FIXED_EAGLE: head, **best_of}
 
 
-def going_on(quality: float, paths: FloatArray) -> list[Arm]:
+def going_on(quality: float, paths: FloatArray) -> list[TraceArm]:
     """Return the arms of a head that goes on while it is confident."""
     arms = []
     for least in LEAST_CONFIDENCES:
         options = replace(_HEAD_ALONE, head_claims=paths, least_confidence=least)
         policy, settings = FixedLength(EAGLE, HEAD_TOKENS), {"least_confidence": least}
-        arms.append(Arm(policy, options, settings, f"{CONFIDENT} {quality} {least}"))
+        arms.append(TraceArm(policy, options, settings, f"{CONFIDENT} {quality} {least}"))
     return arms
 
 
@@ -212,7 +216,7 @@ def of_others(costs: Costs, in_flight: int, claims: dict[float, FloatArray]) -> 
 
 def _of_registry(
     costs: Costs, name: str, settings: dict[str, Any], quality: float = 0.0, **options: Any
-) -> Arm:
+) -> TraceArm:
     baseline = compared_baselines()[name]
     settings_taken = {name: settings[name] for name in baseline.options}
     needs = {name: settings[name] for name in baseline.needs}
@@ -221,7 +225,7 @@ def _of_registry(
     )
     policy = baseline.make(settings_of)
     key = f"{name} {quality} {settings}"
-    return Arm(policy, Options(looks=None, **options), settings, key)
+    return TraceArm(policy, ReplayOptions(looks=None, **options), settings, key)
 
 
 def _confident(name: str, quality: float) -> str:
@@ -229,13 +233,15 @@ def _confident(name: str, quality: float) -> str:
     return f"{name}-confidence-{quality:g}"
 
 
-def by_path(costs: Costs, arm: str) -> Arm:
+def by_path(costs: Costs, arm: str) -> TraceArm:
     """Return the arm of ``my_package.MyPolicy[:NAME=VALUE]``. Raises PolicyError."""
     path, options = parse_path(arm)
-    return Arm(load_policy(path, DRAFTS, costs.model(), HEAD_TOKENS, options), Options(looks=None))
+    return TraceArm(
+        load_policy(path, DRAFTS, costs.model(), HEAD_TOKENS, options), ReplayOptions(looks=None)
+    )
 
 
-def untuned_arms(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm]:
+def untuned_arms(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, TraceArm]:
     """Return what has nothing to tune, by name; ``claims`` are the head's made-up confidences by
     quality. Planning is charged to ``planner`` alone.
     """
@@ -244,19 +250,19 @@ def untuned_arms(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Arm
         drafts: tuple[str, ...] = DRAFTS,
         kind: Callable[..., AnyPolicy] = AdaptivePlanner,
         **options: Any,
-    ) -> Arm:
+    ) -> TraceArm:
         policy = kind(drafts, costs.model(drafts), PlannerConfig(k_max=LOOKUP_TOKENS))
-        return Arm(policy, Options(drafts=drafts, **options))
+        return TraceArm(policy, ReplayOptions(drafts=drafts, **options))
 
     arms = {
-        NONE: Arm(NoSpeculation(), _HEAD_ALONE, key=NONE),
+        NONE: TraceArm(NoSpeculation(), _HEAD_ALONE, key=NONE),
         PLANNER: planner(planning=MEASURED),
         "planner-free": planner(),
         "planner-without-evidence": planner(evidence=False),
         "planner-without-trim": planner(kind=Untrimmed),
         "planner-eagle-alone": planner((EAGLE,)),
-        "oracle-eagle": Arm(Longest(), _HEAD_ALONE, key="oracle-eagle"),
-        "oracle": Arm(Longest(), _BOTH, key="oracle"),
+        "oracle-eagle": TraceArm(Longest(), _HEAD_ALONE, key="oracle-eagle"),
+        "oracle": TraceArm(Longest(), _BOTH, key="oracle"),
     }
     for quality, paths in claims.items():
         arms[_confident(PLANNER, quality)] = planner(head_claims=paths)

@@ -14,7 +14,7 @@ from bench.traces.arms import (
     FIXED_EAGLE,
     NONE,
     PLANNER,
-    Load,
+    TraceLoad,
     by_path,
     made_up_claims,
     tune,
@@ -57,7 +57,7 @@ def cell(
     orders = [order(world, half, in_flight, tokens) for half in halves]
     paths = [cache and scores.file(cache, world, one, in_flight, costs) for one in orders]
     loads = [
-        Load(world, one, in_flight, costs, scores.read(path) if path else {})
+        TraceLoad(world, one, in_flight, costs, scores.read(path) if path else {})
         for one, path in zip(orders, paths, strict=True)
     ]
     wanted, claims = set(arms), made_up_claims(world)

@@ -43,7 +43,7 @@ MEASURED = "measured"
 HEAD_TOKENS, LOOKUP_TOKENS = 8, 16
 
 
-class Oracle(Policy[None]):
+class HindsightPolicy(Policy[None]):
     """A choice that knows what would be accepted."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Oracle(Policy[None]):
 
 
 @dataclass(frozen=True)
-class Options:
+class ReplayOptions:
     """How a policy is run."""
 
     drafts: tuple[str, ...] = DRAFTS
@@ -138,13 +138,13 @@ def run(
     in_flight: int,
     policy: AnyPolicy,
     costs: Costs,
-    options: Options | None = None,
+    options: ReplayOptions | None = None,
     state: Any = None,
 ) -> Ran:
     """Run requests, in order, until a slot stays empty. ``state`` is the policy's to begin with;
     None: what it starts with.
     """
-    options = options or Options()
+    options = options or ReplayOptions()
     if options.looks is None and SUFFIX in options.drafts:
         ran = run(world, order, in_flight, policy, costs, replace(options, looks=False), state)
         if not np.sum(ran.drafting, 0)[options.drafts.index(SUFFIX)]:
@@ -156,7 +156,7 @@ def run(
 
 
 @dataclass(slots=True)
-class _Chosen:
+class _ReplayedStep:
     """The work of a step: by row, where the texts are, the plan, and what becomes of it."""
 
     at: IntArray
@@ -177,7 +177,7 @@ class _Replay:
         in_flight: int,
         policy: AnyPolicy,
         costs: Costs,
-        options: Options,
+        options: ReplayOptions,
         state: Any,
     ) -> None:
         self._world, self._policy, self._costs, self._options = world, policy, costs, options
@@ -231,7 +231,7 @@ class _Replay:
         accepted = np.minimum(np.minimum(accepts, plan.length), verified)
         remaining = self._world.size[self._request] - self._position
         emitted = np.minimum(accepted + 1, remaining)
-        step = _Chosen(at, view, plan, claims, accepts, verified, emitted)
+        step = _ReplayedStep(at, view, plan, claims, accepts, verified, emitted)
         times = self._times(step, planned_s + trimmed_s)
         over = emitted >= remaining
         self._now += times.measured_s
@@ -256,13 +256,13 @@ class _Replay:
 
     def _plan(self, view: View, at: IntArray) -> Plan:
         policy = self._policy
-        if isinstance(policy, Oracle):
+        if isinstance(policy, HindsightPolicy):
             return policy.choose_known(np.minimum(self._accepts[at], view.ceiling), view)
         plan, self.ran.state = policy.plan(view, self.ran.state, self._now, self._rng)
         return self._going_on(plan, view, at) if self._options.least_confidence else plan
 
     def _going_on(self, plan: Plan, view: View, at: IntArray) -> Plan:
-        """Return the plan whose head stopped by itself (``Options.least_confidence``)."""
+        """Return the plan whose head stopped by itself (``ReplayOptions.least_confidence``)."""
         draft = np.maximum(plan.draft, 0)
         heads = (plan.length > 0) & ~self._free[draft]
         if not heads.any():
@@ -290,7 +290,7 @@ class _Replay:
         nodes = self._policy.trim(view, plan, drafted, self.ran.state)
         return np.minimum(nodes, length), thread_time() - began_s
 
-    def _times(self, step: _Chosen, planned_s: float) -> StepTimes:
+    def _times(self, step: _ReplayedStep, planned_s: float) -> StepTimes:
         """Return the step's seconds by part, with what planning is charged."""
         plan, n = step.plan, len(self._rows)
         context = int(step.view.context.sum())
@@ -314,7 +314,7 @@ class _Replay:
         parts["overhead"] += planning_s + learning_s
         return StepTimes(sum(parts.values()), parts | host_s)
 
-    def _learn(self, step: _Chosen, times: StepTimes, over: IntArray) -> float:
+    def _learn(self, step: _ReplayedStep, times: StepTimes, over: IntArray) -> float:
         """Let the policy learn the step; return the seconds it took."""
         if not self._learns:
             return 0.0
@@ -324,7 +324,7 @@ class _Replay:
         self._learning_s = thread_time() - began_s
         return self._learning_s
 
-    def _outcome(self, step: _Chosen, times: StepTimes, over: IntArray) -> Outcome:
+    def _outcome(self, step: _ReplayedStep, times: StepTimes, over: IntArray) -> Outcome:
         """Return what ``backend.speculation.step_log`` would."""
         plan, view, emitted, depth = step.plan, step.view, step.emitted, self._depth
         length, verified = plan.length, step.verified
@@ -358,7 +358,7 @@ class _Replay:
             rows, times, self._unused_lookups(step), nodes, finished=ended, view=view, plan=plan
         )
 
-    def _unused_lookups(self, step: _Chosen) -> FreeChains:
+    def _unused_lookups(self, step: _ReplayedStep) -> FreeChains:
         """Return the look-ups that were not used, against what was emitted instead."""
         view = step.view
         draft_in_use = np.where(step.plan.length > 0, step.plan.draft, NO_DRAFT)
@@ -369,7 +369,7 @@ class _Replay:
         evidence = None if view.evidence is None else view.evidence[row, draft]
         return FreeChains(view.request[row], draft, accepted, scored, evidence)
 
-    def _note(self, step: _Chosen, times: StepTimes, planning_s: float) -> None:
+    def _note(self, step: _ReplayedStep, times: StepTimes, planning_s: float) -> None:
         draft, drafts = step.plan.draft[step.plan.length > 0], len(self._free)
         self.ran.seconds.append(times.measured_s)
         self.ran.tokens.append(int(step.emitted.sum()))

@@ -20,7 +20,7 @@ _SOURCES = (
 """The code that a score of other arms depends on."""
 
 
-class Score(NamedTuple):
+class ArmScore(NamedTuple):
     """An arm's results on some requests."""
 
     speed: float
@@ -29,7 +29,7 @@ class Score(NamedTuple):
     """CPU time of plan, trim and observe, the mean of the steps."""
 
 
-Scores = dict[str, Score]
+Scores = dict[str, ArmScore]
 """By the arm's key."""
 
 
@@ -47,7 +47,7 @@ def read(path: Path) -> Scores:
     """Return the scores in a file, none where there is none."""
     if not path.exists():
         return {}
-    return {key: Score(*values) for key, values in json.loads(path.read_text("utf-8")).items()}
+    return {key: ArmScore(*values) for key, values in json.loads(path.read_text("utf-8")).items()}
 
 
 def write(path: Path, scores: Scores) -> None:

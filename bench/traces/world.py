@@ -22,7 +22,7 @@ from backend.engines.lookup import LookupEngine
 from backend.engines.port import Turn
 from backend.request import SamplingParams
 from backend.sequence import Sequence
-from bench.traces.reading import Trace, TraceError, files, traces
+from bench.traces.reading import Trace, TraceFileError, files, traces
 from policy import evidence
 from policy.plan import FloatArray, IntArray
 
@@ -66,7 +66,7 @@ class World:
     def read(cls, folder: Path, cache: Path | None = None) -> World:
         """Read the traces of a folder; what is computed of them is kept in ``cache``.
 
-        Raises TraceError.
+        Raises TraceFileError.
         """
         paths = files(folder)
         source = _digest(paths)
@@ -120,7 +120,7 @@ def _columns(paths: dict[str, Path]) -> dict[str, Any]:
             columns.append((eagle, *_looked_up(trace, size)))
         if usable < 2:
             least = f"2 requests of at least {LEAST_TOKENS} tokens"
-            raise TraceError(f"{path}: set {name!r} needs {least}, got {usable}")
+            raise TraceFileError(f"{path}: set {name!r} needs {least}, got {usable}")
     begin = np.array(sizes).cumsum() - sizes
     requests = {"of": np.array(of), "prompt": np.array(prompts), "size": np.array(sizes)}
     names = "eagle", "suffix", "evidence", "claims"

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from bench.simulator.device_step import DeviceRun, Nodes, OracleRun, Recorded
+from bench.simulator.device_step import DeviceRecord, DeviceRun, Nodes, OracleRun
 from bench.simulator.h200 import SCRIPTS, summary
 from policy.baselines import FixedLength, NoSpeculation
 
-RECORDED = Recorded.read()
+RECORDED = DeviceRecord.read()
 
 
 def speed(policy, rows, kind=DeviceRun, requests=24):

@@ -3,12 +3,12 @@
 import json
 import sys
 
-from bench.cuda.random_models import Shape
+from bench.cuda.random_models import DecoderShape
 from bench.micro import eagle_cost
 
 
 def test_a_record_has_the_shares_of_every_shape(monkeypatch, capsys):
-    tiny = Shape(6, 32, 48, 4, 2, 8, 96, ties_embeddings=True)
+    tiny = DecoderShape(6, 32, 48, 4, 2, 8, 96, ties_embeddings=True)
     monkeypatch.setattr(eagle_cost, "SHAPES", {"tiny": (tiny, 40)})
     monkeypatch.setattr(sys, "argv", ["eagle_cost", "--rounds", "1", "--dtype", "fp32"])
     eagle_cost.main()

@@ -9,16 +9,18 @@ import pytest
 
 from backend import PROJECT_ROOT
 from bench.cuda import minutes
-from bench.cuda.minutes import PARTS, Part
+from bench.cuda.minutes import PARTS, TimedCommand
 
 
 def test_a_part_that_takes_too_long_is_killed_and_the_next_one_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(minutes, "_MARGIN_S", 0.1)
-    server = Part("never ends", ("http.server", "0"), 1.5)
+    server = TimedCommand("never ends", ("http.server", "0"), 1.5)
     report = minutes.run(server, tmp_path, 60.0, rehearse=False)
     assert report["status"] == "killed after 2 s"
     assert report["command"] == ["python", "-m", "http.server", "0"]
-    report = minutes.run(Part("prints", ("platform",), 30.0), tmp_path, 60.0, rehearse=False)
+    report = minutes.run(
+        TimedCommand("prints", ("platform",), 30.0), tmp_path, 60.0, rehearse=False
+    )
     assert report["status"] == "exit status 0"
     assert "Linux" in report["output"]
     assert not any(tmp_path.iterdir())
@@ -35,9 +37,9 @@ def test_parts_run_in_their_order_and_leave_a_record(monkeypatch, tmp_path):
         minutes,
         "PARTS",
         {
-            "first": Part("a", ("platform",), 30.0),
-            "second": Part("b", ("json.tool", "FOLDER/nowhere"), 30.0),
-            "third": Part("c", ("platform",), 30.0),
+            "first": TimedCommand("a", ("platform",), 30.0),
+            "second": TimedCommand("b", ("json.tool", "FOLDER/nowhere"), 30.0),
+            "third": TimedCommand("c", ("platform",), 30.0),
         },
     )
     monkeypatch.setattr(sys, "argv", ["minutes", "second", "first", "--out", str(tmp_path / "out")])
@@ -109,8 +111,8 @@ def test_a_rehearsal_runs_every_part_and_all_texts_are_equal(tmp_path):
 
 def test_nothing_is_measured_after_texts_that_differ(monkeypatch, tmp_path):
     parts = {
-        "gate": Part("a", ("json.tool", "FOLDER/nowhere"), 30.0, is_gate=True),
-        "figures": Part("b", ("platform",), 30.0),
+        "gate": TimedCommand("a", ("json.tool", "FOLDER/nowhere"), 30.0, is_gate=True),
+        "figures": TimedCommand("b", ("platform",), 30.0),
     }
     monkeypatch.setattr(minutes, "PARTS", parts)
     monkeypatch.setattr(sys, "argv", ["minutes", "all", "--out", str(tmp_path)])

@@ -17,7 +17,7 @@ from bench.peers import models as peer_models
 from bench.peers import run as peers
 from bench.peers.arms import WORKERS, PeerArm, Peers, environment
 from bench.peers.worker import Transformers, _Clock, _events
-from bench.servers import Offer, Reply
+from bench.servers import OfferedLoad, ServedReply
 from engines_build.convert import checkpoint_name, unpermute
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, FakeMachine
 
@@ -74,7 +74,7 @@ def test_a_peer_answers_over_its_pipe_and_its_end_is_an_error():
         f"print(work, file=sys.stderr)"
     )
     peer = PeerArm([sys.executable, "-c", code], ByteTokenizer())
-    served = peer.run(Offer(REQUESTS[:1]))
+    served = peer.run(OfferedLoad(REQUESTS[:1]))
     assert (
         served.wall_s,
         served.replies[0].text,
@@ -82,9 +82,9 @@ def test_a_peer_answers_over_its_pipe_and_its_end_is_an_error():
         served.replies[0].drafted,
     ) == (0.2, "A", 2, 0)
     with pytest.raises((RuntimeError, BrokenPipeError)):
-        peer.run(Offer(REQUESTS[:1]))
+        peer.run(OfferedLoad(REQUESTS[:1]))
     with pytest.raises(ValueError, match="closed"):
-        peer.run(Offer(REQUESTS[:1], at_s=[0.0]))
+        peer.run(OfferedLoad(REQUESTS[:1], at_s=[0.0]))
     peer.close()
 
 
@@ -105,10 +105,10 @@ def test_where_memory_runs_short_the_peer_not_used_for_longest_makes_room(free, 
     assert fresh
     second, fresh = stacks.arm("openvino-plain")
     assert fresh
-    assert second.run(Offer(REQUESTS[:1])).wall_s == 0.2
+    assert second.run(OfferedLoad(REQUESTS[:1])).wall_s == 0.2
     same, fresh = stacks.arm("transformers-plain")
     assert (fresh, same is first) == (again, not again)
-    assert same.run(Offer(REQUESTS[:1])).wall_s == 0.2
+    assert same.run(OfferedLoad(REQUESTS[:1])).wall_s == 0.2
     stacks.close()
 
 
@@ -183,7 +183,7 @@ def test_a_gguf_file_has_the_checkpoints_weights_and_tokenizer():
 def run(texts, wall_s=1.0):
     return {
         "wall_s": wall_s,
-        "replies": [Reply(text, len(text), 0, 0, "", 0.1, 0.2) for text in texts],
+        "replies": [ServedReply(text, len(text), 0, 0, "", 0.1, 0.2) for text in texts],
     }
 
 
@@ -234,7 +234,9 @@ def test_transformers_serves_plain_and_with_lookup_the_same_text():
         try:
             arm, _ = known.arm(f"transformers-{kind}")
             served = arm.run(
-                Offer([{"text_input": "CREATE TABLE t (a INTEGER, b", "max_tokens": 8}] * 3, 2)
+                OfferedLoad(
+                    [{"text_input": "CREATE TABLE t (a INTEGER, b", "max_tokens": 8}] * 3, 2
+                )
             )
         finally:
             known.close()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import servers as arms
-from bench.servers import Offer, Served
+from bench.servers import LoadResult, OfferedLoad
 from bench.sweep import fresh, options
 from bench.sweep import run as sweep
 from bench.sweep.arms import (
@@ -130,7 +130,9 @@ def test_a_policy_of_one_s_own_is_an_arm_with_the_options_of_the_configuration()
     assert arm_config(FAKE, own, TUNING, 8)["policy"]["kind"] == own
     roster = InProcess(base, 4, most=2)
     try:
-        served = roster.arm(own)[0].run(Offer([{"text_input": "one two", "max_tokens": 12}] * 3, 2))
+        served = roster.arm(own)[0].run(
+            OfferedLoad([{"text_input": "one two", "max_tokens": 12}] * 3, 2)
+        )
         assert [reply.output_tokens for reply in served.replies] == [12] * 3
         assert sum(reply.drafted for reply in served.replies) > 0
     finally:
@@ -307,7 +309,7 @@ def test_a_warm_prefix_is_served_just_before():
     class Noting:
         def run(self, offer):
             served.append([request["max_tokens"] for request in offer.requests])
-            return Served([], 1.0, {})
+            return LoadResult([], 1.0, {})
 
     sweep = object.__new__(Sweep)
     sweep._messages = {"sql": [f"message {number}" for number in range(20)]}
@@ -510,14 +512,14 @@ def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(t
     try:
         plain, fresh = servers.arm("none")
         assert fresh
-        served = plain.run(Offer([request] * 3, at_s=[0.0, 0.1, 0.2]))
+        served = plain.run(OfferedLoad([request] * 3, at_s=[0.0, 0.1, 0.2]))
         assert [reply.output_tokens for reply in served.replies] == [12] * 3
         assert served.wall_s > 0.2
         assert served.counts["spindle_steps_total"] >= 12
         assert servers.arm(AGAIN) == (plain, False)
         two, fresh = servers.arm("fixed-d-1-2")
         assert fresh
-        drafted = two.run(Offer([request] * 2, 2))
+        drafted = two.run(OfferedLoad([request] * 2, 2))
         assert {reply.text for reply in drafted.replies} == {reply.text for reply in served.replies}
         assert (
             drafted.counts['spindle_draft_tokens_by_position_total{draft="d-1",position="2"}'] > 0
@@ -529,7 +531,7 @@ def test_servers_serve_both_loops_count_by_run_and_share_one_for_fixed_choices(t
         four, fresh = servers.arm("fixed-d-1-4")
         assert (four, fresh) == (two, False)
         assert (
-            four.run(Offer([request])).counts[
+            four.run(OfferedLoad([request])).counts[
                 'spindle_draft_tokens_by_position_total{draft="d-1",position="4"}'
             ]
             > 0

@@ -11,12 +11,12 @@ import pytest
 from bench.pictures import THEMES
 from bench.traces import arms
 from bench.traces.__main__ import main
-from bench.traces.arms import Arm, Load
+from bench.traces.arms import TraceArm, TraceLoad
 from bench.traces.costs import AUTHORS, CHAIN, Costs
 from bench.traces.figures import cell, order, summary, table
 from bench.traces.pictures import picture
-from bench.traces.reading import TraceError, files, traces
-from bench.traces.replay import MEASURED, Options, made_up, run
+from bench.traces.reading import TraceFileError, files, traces
+from bench.traces.replay import MEASURED, ReplayOptions, made_up, run
 from bench.traces.world import DEEPEST, World
 from policy import AdaptivePlanner, Outcome, PlannerConfig
 from policy.baselines import FixedLength, NoSpeculation
@@ -25,7 +25,7 @@ from policy.latency import LatencyError, LatencyTable
 from policy.plan import Plan, Policy
 
 COSTS = Costs.authors()
-HEAD = Options(drafts=("eagle",))
+HEAD = ReplayOptions(drafts=("eagle",))
 
 
 def request(rng, size, repeats):
@@ -97,23 +97,25 @@ def test_a_bad_line_is_an_error_with_file_line_and_field(tmp_path, text, error):
     if error is None:
         assert len([*traces(path)]) == 2
         return
-    with pytest.raises(TraceError, match=error) as raised:
+    with pytest.raises(TraceFileError, match=error) as raised:
         [*traces(path)]
     assert str(path) in str(raised.value)
 
 
 def test_a_folder_without_usable_traces_is_an_error(tmp_path):
-    with pytest.raises(TraceError, match=r"no file SET\.jsonl"):
+    with pytest.raises(TraceFileError, match=r"no file SET\.jsonl"):
         World.read(tmp_path)
     (tmp_path / "a.jsonl").write_text(line([1], [2], [3]))
-    with pytest.raises(TraceError, match="set 'a' needs 2 requests of at least 21 tokens, got 0"):
+    with pytest.raises(
+        TraceFileError, match="set 'a' needs 2 requests of at least 21 tokens, got 0"
+    ):
         World.read(tmp_path)
     (tmp_path / "combined_a.jsonl").write_text("")
-    with pytest.raises(TraceError, match=r"a\.jsonl and combined_a\.jsonl are of the same set"):
+    with pytest.raises(TraceFileError, match=r"a\.jsonl and combined_a\.jsonl are of the same set"):
         World.read(tmp_path)
     (tmp_path / "combined_a.jsonl").unlink()
     (tmp_path / "a.jsonl").rename(tmp_path / "a.jsonl.gz")
-    with pytest.raises(TraceError, match=r"a\.jsonl\.gz: "):
+    with pytest.raises(TraceFileError, match=r"a\.jsonl\.gz: "):
         World.read(tmp_path)
 
 
@@ -147,14 +149,14 @@ def test_settings_are_tuned_on_the_half_that_is_not_scored(world, monkeypatch):
 
     def tuned(load, claims, wanted):
         tuning.append({int(n) for n in load.order})
-        return {arms.FIXED_EAGLE: Arm(FixedLength("eagle", 1), HEAD)}
+        return {arms.FIXED_EAGLE: TraceArm(FixedLength("eagle", 1), HEAD)}
 
     def record(load, arm):
         scored.append({int(n) for n in load.order})
         return run(world, load.order, load.in_flight, arm.policy, COSTS, arm.options)
 
     monkeypatch.setattr("bench.traces.figures.tune", tuned)
-    monkeypatch.setattr(Load, "run", record)
+    monkeypatch.setattr(TraceLoad, "run", record)
     cell(world, COSTS, "mixed", 2, arms=["none"])
     assert len(tuning) == 2
     first, second = scored[:2], scored[2:]
@@ -170,14 +172,14 @@ def test_a_run_has_at_least_three_requests_for_every_slot(world):
 
 def test_every_token_of_a_request_is_emitted_once(world):
     requests = np.arange(16)
-    for arm in (Arm(NoSpeculation(), HEAD), Arm(FixedLength("suffix", 5)), planner()):
+    for arm in (TraceArm(NoSpeculation(), HEAD), TraceArm(FixedLength("suffix", 5)), planner()):
         ran = run(world, requests, 1, arm.policy, COSTS, arm.options)
         assert sum(ran.tokens) == int((world.size - 1).sum())
 
 
 def planner(**options):
     made = AdaptivePlanner(("eagle", "suffix"), COSTS.model(), PlannerConfig(k_max=16))
-    return Arm(made, Options(**options))
+    return TraceArm(made, ReplayOptions(**options))
 
 
 def test_the_speed_of_a_fixed_length_is_that_by_hand(world):
@@ -200,15 +202,15 @@ def test_the_speed_of_a_fixed_length_is_that_by_hand(world):
 
 
 def test_the_look_up_is_charged_in_every_step_used_or_not(world):
-    both = Options(drafts=("eagle", "suffix"))
+    both = ReplayOptions(drafts=("eagle", "suffix"))
     plain, charged = (
         run(world, np.arange(4), 2, NoSpeculation(), COSTS, options) for options in (HEAD, both)
     )
-    unused = run(world, np.arange(4), 2, NoSpeculation(), COSTS, Options(looks=None))
+    unused = run(world, np.arange(4), 2, NoSpeculation(), COSTS, ReplayOptions(looks=None))
     assert unused.seconds == plain.seconds
     used = [
         run(
-            world, np.arange(8, 12), 2, FixedLength("suffix", 3), COSTS, Options(looks=looks)
+            world, np.arange(8, 12), 2, FixedLength("suffix", 3), COSTS, ReplayOptions(looks=looks)
         ).seconds
         for looks in (True, None)
     ]
@@ -222,13 +224,13 @@ def test_the_look_up_is_charged_in_every_step_used_or_not(world):
 
 
 def test_no_arm_is_faster_than_the_oracle(world):
-    load = Load(world, np.tile(np.arange(16), 2), 4, COSTS)
+    load = TraceLoad(world, np.tile(np.arange(16), 2), 4, COSTS)
     bound = {
         name: load.run(arm).speed
         for name, arm in arms.untuned_arms(COSTS, {}).items()
         if name.startswith("oracle")
     }
-    others = [Arm(FixedLength("eagle", k), HEAD) for k in (1, 2, 3, 5)]
+    others = [TraceArm(FixedLength("eagle", k), HEAD) for k in (1, 2, 3, 5)]
     assert bound["oracle-eagle"] > max(load.run(arm).speed for arm in others)
     others += [planner(), arms.of_others(COSTS, 4, {})["suffix-else-eagle"].best(load)]
     assert bound["oracle"] > max(load.run(arm).speed for arm in others)
@@ -255,7 +257,7 @@ class Watcher(Policy):
 
 def test_outcomes_say_what_a_server_would(world):
     policy = Watcher()
-    run(world, np.arange(16), 3, policy, COSTS, Options(evidence=True))
+    run(world, np.arange(16), 3, policy, COSTS, ReplayOptions(evidence=True))
     for view, outcome in policy.seen:
         rows, free, nodes = outcome.rows, outcome.free, outcome.nodes
         assert (rows.verified <= np.minimum(rows.length, 2)).all()
@@ -290,7 +292,7 @@ def test_planning_is_charged_at_its_time_and_learning_in_the_next_step(world, mo
     monkeypatch.setattr("bench.traces.replay.thread_time", itertools.count().__next__)
     repeats = np.arange(8, 16)  # where every step has a draft to trim
     free, paid, fixed = (
-        run(world, repeats, 1, Watcher(), COSTS, Options(planning=planning, begin=20))
+        run(world, repeats, 1, Watcher(), COSTS, ReplayOptions(planning=planning, begin=20))
         for planning in (0.0, MEASURED, 1.0)
     )
     more = np.array(paid.seconds) - free.seconds
@@ -334,12 +336,12 @@ def test_the_rule_s_least_matches_are_all_of_them_classes():
 
 
 def test_what_an_arm_needs_is_tuned_jointly_and_then_each_option(world):
-    load, asked = Load(world, np.arange(8, 16), 2, COSTS), []
+    load, asked = TraceLoad(world, np.arange(8, 16), 2, COSTS), []
 
     def make(settings):
         asked.append(settings)
         policy = FixedLength(settings["draft"], settings["length"])
-        return Arm(policy, Options(planning=settings["late"]), settings)
+        return TraceArm(policy, ReplayOptions(planning=settings["late"]), settings)
 
     needs = {"draft": ("eagle", "suffix"), "length": (2, 16)}
     best = arms.Tunable(make, needs, {"late": (0.0, 1.0)}).best(load)
@@ -348,7 +350,7 @@ def test_what_an_arm_needs_is_tuned_jointly_and_then_each_option(world):
 
 
 def test_every_policy_of_the_registry_has_an_arm_that_runs(world):
-    load = Load(world, np.arange(4), 2, COSTS)
+    load = TraceLoad(world, np.arange(4), 2, COSTS)
     found = arms.of_others(COSTS, 2, {})
     assert {"smartspec", "spin", "schedule"} <= set(found)
     for name, tunable in found.items():
@@ -407,13 +409,13 @@ def test_measured_tables_replace_the_authors_fit(tmp_path):
 def test_what_arms_scored_is_kept_but_for_planners(world, tmp_path, monkeypatch):
     asked = {"arms": ["rule", "planner-free"], "tokens": 100, "cache": tmp_path}
     first = cell(world, COSTS, "mixed", 1, **asked)
-    ran, real = [], Load.run
+    ran, real = [], TraceLoad.run
 
     def record(load, arm):
         ran.append(type(arm.policy))
         return real(load, arm)
 
-    monkeypatch.setattr(Load, "run", record)
+    monkeypatch.setattr(TraceLoad, "run", record)
     assert cell(world, COSTS, "mixed", 1, **asked)["arms"]["rule"] == first["arms"]["rule"]
     assert ran == [AdaptivePlanner] * 2
     cell(world, COSTS, "mixed", 2, **asked)

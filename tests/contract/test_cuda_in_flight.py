@@ -18,7 +18,7 @@ from backend.engines.cuda.stream import PinnedColumns, Stream
 from backend.engines.port import AFTER, Turn
 from backend.request import SamplingParams
 from backend.sequence import Sequence as Text
-from bench.cuda.gate import Ask, Knowing, random_prompt, serve
+from bench.cuda.gate import GateRequest, Knowing, random_prompt, serve
 from bench.cuda.random_models import SHAPES, random_llama
 from policy.baselines import RandomChoice
 
@@ -40,9 +40,9 @@ def engine(longest: int = 1500, *, kv_blocks: int = 220, sequences: int = 8) -> 
     )
 
 
-def asks_of(lengths: Sequence[int], tokens: int = 12) -> list[Ask]:
+def asks_of(lengths: Sequence[int], tokens: int = 12) -> list[GateRequest]:
     return [
-        Ask(random_prompt(n, VOCAB, n), SAMPLED if number % 2 else {}, tokens)
+        GateRequest(random_prompt(n, VOCAB, n), SAMPLED if number % 2 else {}, tokens)
         for number, n in enumerate(lengths)
     ]
 

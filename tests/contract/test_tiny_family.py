@@ -15,7 +15,7 @@ from backend.config import parse_config
 from backend.reloading import reload_drafts
 from backend.request import GenerationRequest
 from backend.tokenizer import load_tokenizer
-from bench.in_process import Sink, generate
+from bench.in_process import SilentSink, generate
 from bench.micro.hazards import messages
 from policy import LatencyTable, NoSpeculation, RandomChoice
 from tests.contract.reference_texts import Model
@@ -97,7 +97,7 @@ def test_texts_are_those_of_plain_decoding_in_batches_with_any_draft(app, reques
 
 def test_trained_drafts_come_and_go_under_requests_in_flight(requests, plain):
     app = build(config(NAMES[0]), TABLES)
-    sessions = [app.session(request, Sink()) for request in requests]
+    sessions = [app.session(request, SilentSink()) for request in requests]
     for session in sessions:
         app.orchestrator.submit(session)
     for names in (NAMES, [NAMES[1]], ["lookup", *NAMES], [NAMES[0]], ["lookup"]):

@@ -9,7 +9,7 @@ from backend.app import build
 from backend.config import parse_config
 from backend.request import GenerationRequest
 from backend.speculation.explaining import MOST_ROWS, explain_last
-from bench.in_process import Sink
+from bench.in_process import SilentSink
 
 DRAFTS = [
     {"name": "d", "engine": "tests.fakes.fake", "options": {"agreement": 0.9, "step_s": 0.0001}}
@@ -26,7 +26,7 @@ def stepped(requests, **settings):
     app = build(parse_config({**CONFIG, **settings}))
     for number in range(requests):
         app.orchestrator.submit(
-            app.session(GenerationRequest(f"request {number}", 50, end_id=-1), Sink())
+            app.session(GenerationRequest(f"request {number}", 50, end_id=-1), SilentSink())
         )
     for _ in range(4):
         app.orchestrator.step()

@@ -15,7 +15,7 @@ from backend.speculation.drafting import Drafting
 from backend.speculation.explaining import explain_last
 from backend.speculation.plan_metrics import PlanMetrics
 from backend.speculation.policy_runner import PolicyRunner
-from bench.in_process import Sink
+from bench.in_process import SilentSink
 from policy import FixedLength, SwitchedPolicy, Switches, View
 from policy.guard import Guard, Memory, guard_in
 from policy.levels import NONE, PLANNED, Bucket
@@ -120,7 +120,7 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for():
 def test_explain_says_what_the_guard_does(level, experiment, words):
     app = build(parse_config(FAKE))
     for text in ("one", "two"):
-        app.orchestrator.submit(app.session(ask_for(text), Sink()))
+        app.orchestrator.submit(app.session(ask_for(text), SilentSink()))
     for _ in range(3):
         app.orchestrator.step()
     runner = app.orchestrator.cycle.runner

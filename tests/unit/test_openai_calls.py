@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from backend.openai_frontend.call_bodies import Call, PythonNotation, as_value
 from backend.openai_frontend.calls import FORMATS, CallReader, call_format
-from backend.openai_frontend.choices import CHAT, COMPLETION, Choice, Style
+from backend.openai_frontend.choices import CHAT, COMPLETION, Style, TextChoice
 from backend.openai_frontend.reading import Channels
 from backend.openai_frontend.triton import Piece
 
@@ -249,7 +249,7 @@ def test_the_format_of_calls_is_known_by_the_chat_template(template):
 def test_a_streamed_call_leaks_no_text_and_only_the_first_is_given_where_one_is_wanted():
     text = f"See:\n<tool_call>{ASKS}</tool_call><tool_call>{ASKS}</tool_call>"
     for parallel in (True, False):
-        choice = Choice(Style(CHAT, calls=HERMES, functions=NAMES, parallel=parallel), 0)
+        choice = TextChoice(Style(CHAT, calls=HERMES, functions=NAMES, parallel=parallel), 0)
         events = []
         for at, letter in enumerate(text):
             choice.add(Piece(0, 0, letter, "end_id" if at == len(text) - 1 else None))
@@ -263,7 +263,7 @@ def test_a_streamed_call_leaks_no_text_and_only_the_first_is_given_where_one_is_
 
 
 def test_a_text_that_was_cut_in_a_call_is_content_and_says_so():
-    choice = Choice(Style(CHAT, calls=HERMES, functions=NAMES), 0)
+    choice = TextChoice(Style(CHAT, calls=HERMES, functions=NAMES), 0)
     choice.add(Piece(0, 0, '<tool_call>{"name": "cl', "length"))
     assert choice.whole()["message"] == {"role": "assistant", "content": '<tool_call>{"name": "cl'}
     assert choice.whole()["finish_reason"] == "length"
@@ -274,7 +274,7 @@ def test_a_text_that_was_cut_in_a_call_is_content_and_says_so():
 )
 def test_arguments_that_may_be_missing_are_so_only_where_the_text_was_cut(reason, is_call):
     text = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rom</arg_value>\n"
-    choice = Choice(Style(CHAT, calls=GLM, functions=NAMES), 0)
+    choice = TextChoice(Style(CHAT, calls=GLM, functions=NAMES), 0)
     choice.add(Piece(0, 0, text, reason))
     message = choice.whole()["message"]
     assert (message["content"], "tool_calls" in message) == (None if is_call else text, is_call)
@@ -283,7 +283,7 @@ def test_arguments_that_may_be_missing_are_so_only_where_the_text_was_cut(reason
 @pytest.mark.parametrize("kind", [CHAT, COMPLETION])
 @pytest.mark.parametrize("seed", [2**64 - 1, None])
 def test_a_text_s_seed_comes_with_its_end(kind, seed):
-    choice, named = Choice(Style(kind), 0), {} if seed is None else {"seed": seed}
+    choice, named = TextChoice(Style(kind), 0), {} if seed is None else {"seed": seed}
     choice.add(Piece(0, 0, "a"))
     assert "seed" not in choice.part()
     choice.add(Piece(0, 0, "b", "length", seed=seed))
@@ -322,7 +322,7 @@ def test_the_deltas_of_a_stream_are_the_unstreamed_message_however_many_letters_
         cuts = range(0, len(text), letters)
         pieces = [Piece(0, 0, text[at : at + letters], None) for at in cuts]
         pieces.append(Piece(0, 0, "", reason))
-        stream, whole = (Choice(Style(CHAT, **style), 0) for _ in range(2))
+        stream, whole = (TextChoice(Style(CHAT, **style), 0) for _ in range(2))
         events = []
         for piece in pieces:
             stream.add(piece)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from backend.openai_frontend.choices import (
     COMPLETION,
-    Choice,
     Style,
+    TextChoice,
     TextOffsets,
     by_text,
     token_text,
@@ -105,7 +105,7 @@ def test_a_completion_lists_the_tokens_of_its_text_with_their_places(streamed):
         Piece(0, 0, "🙂", tokens=[token(b"\x99\x82", b"\x99")]),
         Piece(0, 0, "a", "end_id", tokens=[token(b"<s>"), token(b"a", b"<|end|>"), token(b"x")]),
     ]
-    choice, made = Choice(style, 0), []
+    choice, made = TextChoice(style, 0), []
     for piece in pieces:
         choice.add(piece)
         made += [choice.part()] if streamed else []
@@ -123,7 +123,7 @@ def test_a_completion_lists_the_tokens_of_its_text_with_their_places(streamed):
 
 def test_an_echoed_completion_lists_all_tokens():
     style = Style(COMPLETION, log_probs=True, echo=True, special=SPECIAL)
-    choice = Choice(style, 0, "hé")
+    choice = TextChoice(style, 0, "hé")
     prompt = [Token(b"<s>", None, []), token(b"h"), token(b"\xc3"), token(b"\xa9")]
     end = [token(b"a"), token(b"<|end|>")]
     choice.add(Piece(0, 0, "a", "end_id", tokens=end, prompt_tokens=prompt))
