@@ -88,7 +88,7 @@ class Transformers:
 
         seen_s: list[float] = []
 
-        class Watch(StoppingCriteria):
+        class TokenClock(StoppingCriteria):
             def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
                 seen_s.append(time.perf_counter())
                 return input_ids.new_zeros(input_ids.shape[0], dtype=bool)
@@ -107,7 +107,7 @@ class Transformers:
                 attention_mask=mask,
                 max_new_tokens=max_tokens,
                 do_sample=False,
-                stopping_criteria=[Watch()],
+                stopping_criteria=[TokenClock()],
                 **ends,
                 **self._more,
             )
